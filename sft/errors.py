@@ -1,0 +1,87 @@
+"""Every error that a user can meet, and how it is shown.
+
+    UserError            the user can fix it: one message, exit status 2, no traceback
+    ├── RecipeError      the YAML or an override
+    ├── PlanError        the recipe does not fit this machine, or contradicts its DeepSpeed file
+    ├── DataError        a dataset is missing or has no usable rows
+    ├── ModelError       a model, tokenizer or chat template
+    ├── EvaluationError  a task or an evaluation setting
+    └── RunError         the run directory
+
+Anything else that escapes is our bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import NoReturn
+
+EXIT_USER_ERROR = 2
+
+
+class UserError(Exception):
+    """A mistake the user can fix. The message holds the value, the reason and the remedy."""
+
+
+class RecipeError(UserError):
+    """The recipe file or an override on the command line."""
+
+
+class PlanError(UserError):
+    """The recipe cannot be carried out as written on this machine."""
+
+
+class DataError(UserError):
+    """A dataset is missing, unreadable, or holds nothing to train on."""
+
+
+class ModelError(UserError):
+    """A model, a tokenizer or a chat template."""
+
+
+class EvaluationError(UserError):
+    """A task or a setting of the evaluation."""
+
+
+class RunError(UserError):
+    """The run directory."""
+
+
+def did_you_mean(word: str, known: Iterator[str] | list[str]) -> str:
+    """The closest known word, ready to append to a message; empty if nothing is close.
+
+    >>> did_you_mean("max_len", ["max_length", "packing"])
+    '; did you mean `max_length`?'
+    """
+    matches = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean `{matches[0]}`?" if matches else ""
+
+
+def _stop(status: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of a tracker or a process group must not keep a rank alive that has nothing left to do.
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        os._exit(status)
+    sys.exit(status)
+
+
+@contextmanager
+def users_mistakes_end_cleanly() -> Iterator[None]:
+    """Show a UserError as its message alone and exit with status 2. Only the first rank of a machine speaks."""
+    try:
+        yield
+    except UserError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"\n{error}", file=sys.stderr)
+        _stop(EXIT_USER_ERROR)
+
+
+def run_main(main: Callable[[list[str]], None]) -> None:
+    """Call a module's main with the command line; the last line of each entry point."""
+    with users_mistakes_end_cleanly():
+        main(sys.argv[1:])

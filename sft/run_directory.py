@@ -1,0 +1,234 @@
+"""The folder of one run: where each file is, and the record of what happened.
+
+Only the first rank writes here; every other part of the program asks this module for a path.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from sft.errors import RunError
+from sft.recipe import REPOSITORY, Recipe, parse_recipe
+
+PACKAGES = ("torch", "transformers", "trl", "deepspeed", "accelerate", "datasets", "peft", "liger-kernel", "lm-eval", "wandb")
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file so that a reader sees the old one or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        RunError: It is missing or is no JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunError(f"{path} is missing: {path.parent} is not the folder of a run of this project.") from None
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read: {error}.") from None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run's folder; DESIGN of the files: see the README."""
+
+    path: Path
+
+    @property
+    def recipe_file(self) -> Path:
+        """The recipe, byte for byte as it was read."""
+        return self.path / "recipe.yaml"
+
+    @property
+    def plan_file(self) -> Path:
+        """Every resolved value with its reason."""
+        return self.path / "plan.json"
+
+    @property
+    def ledger_file(self) -> Path:
+        """Where every token went."""
+        return self.path / "ledger.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        """One JSON line a logging step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoint-N folders."""
+        return self.path / "checkpoints"
+
+    @property
+    def final(self) -> Path:
+        """The tuned model: loads with `from_pretrained` alone."""
+        return self.path / "final"
+
+    @property
+    def base_evaluation(self) -> Path:
+        """lm_eval's output for the base model."""
+        return self.path / "eval" / "base"
+
+    @property
+    def tuned_evaluation(self) -> Path:
+        """lm_eval's output for the tuned model."""
+        return self.path / "eval" / "tuned"
+
+    @property
+    def comparison_file(self) -> Path:
+        """Base against tuned."""
+        return self.path / "eval" / "comparison.json"
+
+    @property
+    def report_file(self) -> Path:
+        """What a person reads."""
+        return self.path / "report.md"
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """run.json: status, command, overrides, versions, hardware, data, timings."""
+        record: dict[str, Any] = read_json(self.path / "run.json")
+        return record
+
+    def update(self, **values: object) -> None:
+        """Merge values into run.json."""
+        record = self.record if (self.path / "run.json").exists() else {}
+        write_json(self.path / "run.json", record | values)
+
+    def recipe(self) -> Recipe:
+        """The recipe as it was run, overrides applied."""
+        return parse_recipe(
+            self.recipe_file.read_text(encoding="utf-8"), self.record["overrides"], origin=str(self.recipe_file)
+        )
+
+    def last_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint. An incomplete one has another name until it is complete."""
+        found = [path for path in self.checkpoints.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+        return max(found, key=lambda path: int(path.name.split("-")[1]), default=None)
+
+
+def find_run(path: Path) -> Run:
+    """The run in a folder that the user named.
+
+    Raises:
+        RunError: There is none.
+    """
+    path = path.expanduser().resolve()
+    if not (path / "run.json").is_file():
+        raise RunError(f"{path} is not the folder of a run: it holds no run.json.")
+    return Run(path)
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of the packages that a result depends on."""
+    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
+
+
+def _git_state() -> dict[str, Any]:
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": None, "dirty": None}
+
+
+def _unfinished(folder: Path, recipe_text: str, overrides: Sequence[str]) -> Run | None:
+    """The recipe's latest run, where it is the same job and did not finish."""
+    latest = folder / "latest"
+    if not (latest / "run.json").is_file():
+        return None
+    run = Run(latest.resolve())
+    record = run.record
+    same = run.recipe_file.read_text(encoding="utf-8") == recipe_text and record["overrides"] == list(overrides)
+    return run if same and record["status"] != "finished" and run.last_checkpoint() else None
+
+
+def _point_latest_at(run: Run) -> None:
+    link = run.path.parent / "latest"
+    temporary = link.with_name(f".latest.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(run.path.name)
+    temporary.replace(link)
+
+
+def open_run(recipe: Recipe, recipe_path: Path, overrides: Sequence[str], ranks: int) -> Run:
+    """Make the folder of a new run, or find the one to go on with.
+
+    The latest run of the same recipe, overrides and number of ranks goes on where it has a checkpoint and did not
+    finish. A finished run is never written over.
+
+    Raises:
+        RunError: The name is taken, the folder cannot be written, or there is nothing to resume where the recipe says
+            it must be.
+    """
+    folder = Path(recipe.output_dir).expanduser().resolve() / recipe_path.stem
+    text = recipe_path.read_text(encoding="utf-8")
+    earlier = _unfinished(folder, text, overrides) if recipe.train.resume != "never" else None
+    if earlier is not None and earlier.record.get("ranks") != ranks:
+        raise RunError(
+            f"{earlier.path} is unfinished and was trained on {earlier.record.get('ranks')} ranks; this start has {ranks}, "
+            "and a checkpoint is resumed on the same number. Start it on as many, or anew with train.resume=never."
+        )
+    if earlier is not None:
+        return earlier
+    if recipe.train.resume == "must":
+        raise RunError(f"train.resume=must, and {folder} has no unfinished run of this recipe with a checkpoint.")
+    name = recipe.tracking.run_name or time.strftime("%Y%m%d-%H%M%S")
+    run = Run(folder / name)
+    try:
+        run.checkpoints.mkdir(parents=True)
+    except FileExistsError:
+        status = read_json(run.path / "run.json").get("status", "unknown") if (run.path / "run.json").exists() else "unknown"
+        raise RunError(
+            f"{run.path} exists already (status: {status}) and is not written over. Choose another tracking.run_name, or "
+            "remove the folder."
+        ) from None
+    except OSError as error:
+        raise RunError(f"The run's folder cannot be made: {error}. Set output_dir to a place that can be written.") from None
+    run.recipe_file.write_bytes(recipe_path.read_bytes())
+    _point_latest_at(run)
+    return run
+
+
+def record_start(run: Run, recipe: Recipe, recipe_path: Path, overrides: Sequence[str], hardware: dict[str, Any], ranks: int) -> None:
+    """Write what is known before training into run.json. Arguments only: no environment, so no token or key."""
+    run.update(
+        status="running",
+        recipe=recipe_path.stem,
+        recipe_path=str(recipe_path),
+        recipe_version=recipe.version,
+        command=[Path(sys.executable).name, *sys.orig_argv[1:]],
+        overrides=list(overrides),
+        ranks=ranks,
+        base_model={"name_or_path": recipe.model.name_or_path, "revision": recipe.model.revision},
+        git=_git_state(),
+        versions=installed_versions(),
+        hardware=hardware,
+        started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    )
