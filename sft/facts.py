@@ -1,0 +1,192 @@
+"""What can be known of the model and the data before anything heavy is imported or loaded.
+
+A first look: config.json and the first rows. It finds a wrong path or useless columns in a second, and gives the plan its
+estimates. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sft.demo import make_demo
+from sft.errors import DataError, ModelError
+from sft.recipe import Recipe, Source, find_file
+from sft.rows import Row, first_rows, local_files, row_format, to_messages
+
+BUILTIN = "builtin:demo"
+_SAMPLE = 200
+"""Rows of each source that the estimate reads."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The model's config.json, as far as the plan needs it; None where it could not be read before a download."""
+
+    path: str
+    """Local folder or hub id, `builtin:` names resolved."""
+
+    model_type: str | None = None
+    dtype: str | None = None
+    """What the weights are stored in, which is what the model was trained in: bfloat16, float16, float32."""
+
+    max_position_embeddings: int | None = None
+    parameters: int | None = None
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """How much data there is, in the units of the plan."""
+
+    documents: int
+    tokens: int
+    """Of all documents, prompts included, none longer than data.max_length."""
+
+    trained_tokens: int
+    sequences: int | None = None
+    """Rows the trainer sees: packs with packing, else documents. None: estimated from the tokens."""
+
+    exact: bool = False
+    """Counted on the prepared data, not estimated from the first rows."""
+
+
+def looks_local(name: str) -> bool:
+    """Whether a name is meant as a path: it is one, or could not be a hub id."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or find_file(name).exists()
+
+
+def model_path(recipe: Recipe) -> str:
+    """The model's local folder or hub id.
+
+    Raises:
+        ModelError: A path that does not exist.
+    """
+    name = recipe.model.name_or_path
+    if name == BUILTIN:
+        return str(make_demo(Path(recipe.output_dir)).model)
+    if not looks_local(name):
+        return name
+    folder = find_file(name)
+    if not (folder / "config.json").is_file():
+        problem = "holds no config.json" if folder.is_dir() else "does not exist"
+        raise ModelError(f"model.name_or_path={name}: the folder {problem}. Give a folder of a Hugging Face model or a hub id.")
+    return str(folder.resolve())
+
+
+def source_files(source: Source, output_dir: str) -> list[Path] | None:
+    """The local files of a source, or None where it is a hub id.
+
+    Raises:
+        DataError: A path that does not exist, or holds nothing that is read.
+    """
+    if source.path == BUILTIN:
+        return [make_demo(Path(output_dir)).train]
+    if not looks_local(source.path) and not source.path.endswith((".json", ".jsonl", ".parquet", ".arrow")):
+        return None
+    path = find_file(source.path)
+    if not path.exists():
+        raise DataError(f"data.train: there is no file or folder {source.path} (looked in {Path.cwd()}).")
+    return local_files(path)
+
+
+def _hub_file(name: str, revision: str | None, file: str) -> Path | None:
+    """A file of a hub repository: from the cache, or downloaded where the hub answers quickly."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name, file, revision=revision, etag_timeout=5))
+    except LocalEntryNotFoundError:  # not cached, and the hub does not answer
+        return None
+    except RepositoryNotFoundError:
+        raise ModelError(f"model.name_or_path={name}: the hub has no such model, or it needs a login (huggingface-cli login).") from None
+    except (HfHubHTTPError, OSError, ValueError):
+        return None
+
+
+def inspect_model(recipe: Recipe, download: bool = True) -> ModelFacts:
+    """Read the model's config.json.
+
+    Args:
+        recipe: Names the model.
+        download: Fetch the file where the model is on the hub and not cached.
+
+    Raises:
+        ModelError: The model does not exist, or its config.json is none.
+    """
+    path = model_path(recipe)
+    folder = Path(path)
+    if folder.is_dir():
+        config_file: Path | None = folder / "config.json"
+    else:
+        config_file = _hub_file(path, recipe.model.revision, "config.json") if download else None
+    if config_file is None:
+        return ModelFacts(path)
+    try:
+        config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8"))
+        config = config.get("text_config") or config
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"{config_file} cannot be read: {error}.") from None
+    weights = list(folder.glob("*.safetensors")) if folder.is_dir() else []
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    width = 4 if dtype == "float32" else 2
+    return ModelFacts(
+        path=path,
+        model_type=config.get("model_type"),
+        dtype=dtype,
+        max_position_embeddings=config.get("max_position_embeddings"),
+        parameters=sum(file.stat().st_size for file in weights) // width or None,
+    )
+
+
+def _sample(files: list[Path], origin: str) -> tuple[list[Row], str, float]:
+    """The first rows of the first file, their format, and how many rows all files hold at that density."""
+    rows = first_rows(files[0], _SAMPLE)
+    format = row_format({key for row in rows for key in row}, origin)
+    if files[0].suffix == ".parquet":
+        import pyarrow.parquet as pq
+
+        return rows, format, float(sum(pq.ParquetFile(file).metadata.num_rows for file in files))
+    bytes_a_row = sum(len(json.dumps(row, ensure_ascii=False).encode()) + 2 for row in rows) / len(rows)
+    estimate = sum(file.stat().st_size for file in files) / bytes_a_row
+    return rows, format, float(len(rows)) if len(rows) < _SAMPLE and len(files) == 1 else estimate
+
+
+def inspect_data(recipe: Recipe, model: ModelFacts) -> DataFacts | None:
+    """Look at the first rows of every source.
+
+    Returns:
+        An estimate; None where a source is on the hub, which is not asked before the data is prepared.
+
+    Raises:
+        DataError: A source that does not exist, cannot be read, or has no usable columns.
+    """
+    from tokenizers import Tokenizer
+
+    tokenizer_file = Path(model.path) / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.is_file() else None
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False).ids) if tokenizer else len(text.encode()) // 4
+
+    documents = tokens = trained = 0.0
+    for source in recipe.sources:
+        files = source_files(source, recipe.output_dir)
+        if files is None:
+            return None
+        rows, format, number = _sample(files, source.path)
+        for row in rows:
+            try:
+                messages, _ = to_messages(row, format)
+            except (ValueError, KeyError, TypeError):
+                continue  # reported with its number when the data is prepared
+            # One token more for each turn's end; what the template adds besides is not counted.
+            lengths = [(turn["role"], count(turn["content"]) + 1) for turn in messages]
+            share = number / len(rows)
+            documents += share
+            tokens += share * min(sum(length for _, length in lengths), recipe.data.max_length)
+            trained += share * sum(length for role, length in lengths if role == "assistant" or recipe.data.loss_on == "all")
+    return DataFacts(int(documents), int(tokens), min(int(trained), int(tokens))) if documents else None
+

@@ -1,0 +1,135 @@
+"""What the machine has: GPUs, cores, memory, and how many processes the job has. Imports no torch.
+
+    detect_hardware(ranks=8)        this machine
+    described_hardware("8x80GB")    a machine that is not here, for `--plan --on 8x80GB`
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from sft.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU."""
+
+    name: str
+    memory_gib: float
+    compute_capability: float
+    """8.0 and above have bf16; 9.0 is Hopper."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The machine as the plan sees it. All its GPUs are of one model."""
+
+    gpu: Gpu | None
+    """None: the job runs on the CPU."""
+
+    ranks: int
+    """Processes of the whole job; one GPU each."""
+
+    ranks_per_node: int
+    cpu_cores: int
+    cpu_memory_gib: float
+    has_flash_attention: bool = False
+    """The flash-attn package is installed."""
+
+    @property
+    def device(self) -> str:
+        """A phrase for tables: `8 x NVIDIA H100 (80 GB)`."""
+        if self.gpu is None:
+            return f"CPU, {self.cpu_cores} cores, {self.ranks} process{'es' if self.ranks > 1 else ''}"
+        return f"{self.ranks} x {self.gpu.name} ({self.gpu.memory_gib:.0f} GiB)"
+
+
+def visible_gpus() -> list[Gpu]:
+    """The GPUs that this process may use, by nvidia-smi; none where there is no driver. Honours CUDA_VISIBLE_DEVICES."""
+    try:
+        output = subprocess.run(
+            ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=30,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines() if line.strip()]
+    gpus = {index: (uuid, Gpu(name, float(mib) / 1024, float(capability))) for index, uuid, name, mib, capability in rows}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [gpu for _, gpu in gpus.values()]
+    chosen = []
+    for entry in filter(None, (part.strip() for part in visible.split(","))):
+        match = [gpu for index, (uuid, gpu) in gpus.items() if entry == index or uuid.startswith(entry)]
+        if not match:  # CUDA ignores the first entry that it does not know and all after it
+            break
+        chosen.append(match[0])
+    return chosen
+
+
+def _cpu_memory_gib() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+def _cores() -> int:
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:  # a container's share of the processor, which the count of cores does not show
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return min(affinity, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        return affinity
+
+
+def detect_hardware(ranks: int | None = None, ranks_per_node: int | None = None) -> Hardware:
+    """This machine.
+
+    Args:
+        ranks: Processes of the whole job. None: what a launcher has set in the environment, else one for each GPU.
+        ranks_per_node: Of them on this machine. None: likewise.
+
+    Raises:
+        PlanError: More processes than GPUs were asked for.
+    """
+    gpus = visible_gpus()
+    default = max(1, len(gpus))
+    if ranks is None:
+        ranks = int(os.environ.get("WORLD_SIZE", default))
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", min(ranks, default)))
+    per_node = ranks_per_node or ranks
+    if gpus and per_node > len(gpus):
+        raise PlanError(f"{per_node} processes were asked for on a machine with {len(gpus)} visible GPUs. Start at most one for each GPU.")
+    return Hardware(
+        gpu=min(gpus, key=lambda gpu: gpu.memory_gib) if gpus else None,
+        ranks=ranks,
+        ranks_per_node=per_node,
+        cpu_cores=_cores(),
+        cpu_memory_gib=_cpu_memory_gib(),
+        has_flash_attention=find_spec("flash_attn") is not None,
+    )
+
+
+def described_hardware(description: str) -> Hardware:
+    """A machine in words, to plan for one that is not here.
+
+    >>> described_hardware("8x80GB").device
+    '8 x GPU (80 GiB)'
+
+    Raises:
+        PlanError: The words are not of the form GPUSxMEMORY.
+    """
+    match = re.fullmatch(r"(\d+)x(\d+)(?:GB|GiB|G)?", description, flags=re.IGNORECASE)
+    if not match or int(match[1]) < 1:
+        raise PlanError(f"--on {description}: write the number of GPUs and the memory of each, for example 8x80GB.")
+    count = int(match[1])
+    # Every GPU sold with 24 GB or more in the last years has bf16.
+    gpu = Gpu("GPU", float(match[2]), 8.0)
+    return Hardware(gpu, count, min(count, 8), _cores(), _cpu_memory_gib())

@@ -1,0 +1,130 @@
+"""DeepSpeed's JSON: found, read, and compared with the recipe before anything starts.
+
+A value of the JSON that the recipe or the plan also decides must be `"auto"` or equal: DeepSpeed would follow the JSON and
+the trainer the recipe.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sft.errors import PlanError, did_you_mean
+from sft.recipe import REPOSITORY, Recipe, find_file
+
+# The keys of deepspeed 0.19's configuration that a training run can use. It ignores what it does not know, so a typo
+# would silently do nothing.
+KNOWN_KEYS = (
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer scheduler fp16 bf16 amp "
+    "gradient_clipping prescale_gradients gradient_predivide_factor sparse_gradients zero_optimization "
+    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer communication_data_type seq_parallel_communication_data_type "
+    "data_types checkpoint activation_checkpointing aio comms_logger flops_profiler monitor_config tensorboard wandb csv_monitor "
+    "comet steps_per_print wall_clock_breakdown dump_state memory_breakdown disable_allgather dataloader_drop_last "
+    "timers compile use_data_before_expert_parallel_ elasticity torch_autocast graph_harvesting use_node_local_storage"
+).split()
+
+
+@dataclass(frozen=True)
+class DeepSpeedFile:
+    """A DeepSpeed configuration and where it was read."""
+
+    path: Path
+    config: dict[str, Any]
+
+    @property
+    def stage(self) -> int:
+        """ZeRO stage, 0 to 3."""
+        return int(self.config.get("zero_optimization", {}).get("stage", 0))
+
+    @property
+    def offload(self) -> str | None:
+        """Where optimizer or parameters are kept besides the GPU: `cpu`, `nvme` or None."""
+        zero = self.config.get("zero_optimization", {})
+        devices = {str(zero.get(key, {}).get("device", "none")) for key in ("offload_optimizer", "offload_param")}
+        return next((device for device in ("nvme", "cpu") if device in devices), None)
+
+
+def load_deepspeed(name: str) -> DeepSpeedFile:
+    """Read a DeepSpeed JSON by path or by the name of one in ds_configs/.
+
+    Raises:
+        PlanError: There is none, it is no JSON, or it has a key that DeepSpeed does not know.
+    """
+    shipped = REPOSITORY / "ds_configs" / f"{name}.json"
+    path = shipped if shipped.is_file() else find_file(name)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        names = sorted(file.stem for file in (REPOSITORY / "ds_configs").glob("*.json"))
+        raise PlanError(f"train.deepspeed={name}: there is no such file{did_you_mean(name, names)} Shipped: {', '.join(names)}.") from None
+    except (OSError, ValueError) as error:
+        raise PlanError(f"train.deepspeed={name}: {path} is not readable JSON: {error}.") from None
+    if not isinstance(config, dict):
+        raise PlanError(f"train.deepspeed={name}: {path} holds no JSON object.")
+    unknown = [f"  {key}: unknown to DeepSpeed{did_you_mean(key, KNOWN_KEYS)}" for key in config if key not in KNOWN_KEYS]
+    if unknown:
+        raise PlanError("\n".join([f"{path} has keys that DeepSpeed would ignore:", *unknown]))
+    zero = config.get("zero_optimization", {})
+    if not isinstance(zero, dict) or zero.get("stage", 0) not in (0, 1, 2, 3):
+        raise PlanError(f"{path}: zero_optimization.stage must be 0, 1, 2 or 3, got {zero}.")
+    return DeepSpeedFile(path, config)
+
+
+def _at(config: dict[str, Any], dotted: str) -> Any:
+    value: Any = config
+    for key in dotted.split("."):
+        value = value.get(key, "auto") if isinstance(value, dict) else "auto"
+    return value
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    if isinstance(found, list) and isinstance(wanted, list):
+        return len(found) == len(wanted) and all(map(_same, found, wanted))
+    number = isinstance(found, int | float) and isinstance(wanted, int | float)
+    return abs(found - wanted) <= 1e-12 * abs(wanted) if number else found == wanted
+
+
+def check_deepspeed(file: DeepSpeedFile, recipe: Recipe, micro_batch_size: int, accumulation: int, precision: str) -> None:
+    """Refuse a JSON that says something else than the recipe.
+
+    Args:
+        file: The JSON.
+        recipe: What was asked for.
+        micro_batch_size: Sequences per forward pass on one rank, as planned.
+        accumulation: Forward passes per optimizer step, as planned.
+        precision: bf16, fp16 or fp32, as planned.
+
+    Raises:
+        PlanError: Every contradiction, with both values.
+    """
+    train = recipe.train
+    wanted = {
+        "train_batch_size": (recipe.sequences_per_step, "train.global_batch_size"),
+        "train_micro_batch_size_per_gpu": (micro_batch_size, "train.micro_batch_size"),
+        "gradient_accumulation_steps": (accumulation, "accumulation in the plan"),
+        "gradient_clipping": (train.max_grad_norm, "train.max_grad_norm"),
+        "bf16.enabled": (precision == "bf16", f"train.precision ({precision})"),
+        "fp16.enabled": (precision == "fp16", f"train.precision ({precision})"),
+        "optimizer.params.lr": (train.learning_rate, "train.learning_rate"),
+        "optimizer.params.betas": ([train.adam_beta1, train.adam_beta2], "train.adam_beta1, adam_beta2"),
+        "optimizer.params.eps": (train.adam_epsilon, "train.adam_epsilon"),
+        "optimizer.params.weight_decay": (train.weight_decay, "train.weight_decay"),
+    }
+    lines = [
+        f"  {key} is {json.dumps(found)}, and {name} is {json.dumps(value)}"
+        for key, (value, name) in wanted.items()
+        if (found := _at(file.config, key)) != "auto" and not _same(found, value)
+    ]
+    if "scheduler" in file.config:
+        lines.append(f"  scheduler is {file.config['scheduler'].get('type')}, and train.lr_scheduler is {train.lr_scheduler}: remove the section")
+    kind = _at(file.config, "optimizer.type")
+    if kind != "auto" and kind.lower() not in ("adam", "adamw"):
+        lines.append(f"  optimizer.type is {kind}, and the recipe's optimizer is AdamW")
+    zero = file.config.get("zero_optimization", {})
+    if file.stage == 3 and not zero.get("stage3_gather_16bit_weights_on_model_save"):
+        lines.append("  zero_optimization.stage3_gather_16bit_weights_on_model_save is not true: the saved model would be empty")
+    if lines:
+        remedy = 'Write "auto" in the JSON for what the recipe decides.'
+        raise PlanError("\n".join([f"{file.path} contradicts the recipe:", *lines, remedy]))
