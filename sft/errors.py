@@ -51,14 +51,19 @@ class RunError(UserError):
     """The run directory."""
 
 
-def did_you_mean(word: str, known: Iterator[str] | list[str]) -> str:
-    """The closest known word, ready to append to a message; empty if nothing is close.
+def did_you_mean(word: str, known: Iterator[str] | list[str], otherwise: str = "") -> str:
+    """The closest known word, ready to append to a message.
+
+    Args:
+        word: What was written.
+        known: What could have been meant.
+        otherwise: What to append where nothing is close, such as a full stop.
 
     >>> did_you_mean("max_len", ["max_length", "packing"])
     '; did you mean `max_length`?'
     """
     matches = get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean `{matches[0]}`?" if matches else ""
+    return f"; did you mean `{matches[0]}`?" if matches else otherwise
 
 
 def _stop(status: int) -> NoReturn:

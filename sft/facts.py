@@ -7,9 +7,12 @@ estimates. Imports no torch.
 from __future__ import annotations
 
 import json
+import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from sft.demo import make_demo
 from sft.errors import DataError, ModelError
@@ -91,17 +94,38 @@ def source_files(source: Source, output_dir: str) -> list[Path] | None:
     return local_files(path)
 
 
+def hub_answers() -> bool:
+    """Whether the hub can be reached: one connection, at most three seconds. Upstream's own calls retry for a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return True  # only the proxy can tell
+    url = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((url.hostname or "", url.port or 443), timeout=3).close()
+    except OSError:
+        return False
+    return True
+
+
 def _hub_file(name: str, revision: str | None, file: str) -> Path | None:
-    """A file of a hub repository: from the cache, or downloaded where the hub answers quickly."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    """A file of a hub repository: from the cache, or downloaded where the hub answers."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        return Path(hf_hub_download(name, file, revision=revision, etag_timeout=5))
-    except LocalEntryNotFoundError:  # not cached, and the hub does not answer
-        return None
+        cached = try_to_load_from_cache(name, file, revision=revision)
+        if isinstance(cached, str):
+            return Path(cached)
+        return Path(hf_hub_download(name, file, revision=revision)) if hub_answers() else None
+    except HFValidationError:
+        raise ModelError(f"model.name_or_path={name}: there is no such folder, and it is no hub id (owner/name).") from None
     except RepositoryNotFoundError:
-        raise ModelError(f"model.name_or_path={name}: the hub has no such model, or it needs a login (huggingface-cli login).") from None
+        raise ModelError(f"model.name_or_path={name}: the hub has no such model, or it needs a login (hf auth login).") from None
+    except RevisionNotFoundError:
+        raise ModelError(f"model.revision={revision}: the hub's {name} has no such revision.") from None
     except (HfHubHTTPError, OSError, ValueError):
         return None
 

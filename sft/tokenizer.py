@@ -1,0 +1,121 @@
+"""The tokenizer as the run uses it: chat template, padding and end-of-turn token settled and checked before any weight loads.
+
+Law 6: the end-of-turn token is trained, is what generation stops at, and is not the padding token.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sft.chat import ChatRenderer
+from sft.errors import ModelError, did_you_mean
+from sft.facts import BUILTIN, looks_local, model_path
+from sft.recipe import Recipe, find_file
+
+TEMPLATES = Path(__file__).parent / "chat_templates"
+_PROBE = [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "Blue"}]
+
+
+def find_chat_template(name: str) -> str:
+    """The text of a chat template: a .jinja file, or one of sft/chat_templates by name.
+
+    Raises:
+        ModelError: There is none of that name.
+    """
+    shipped = TEMPLATES / f"{name}.jinja"
+    path = shipped if shipped.is_file() else find_file(name)
+    if not path.is_file():
+        names = sorted(file.stem for file in TEMPLATES.glob("*.jinja"))
+        raise ModelError(
+            f"model.chat_template={name}: there is no such file{did_you_mean(name, names, '.')} Give a .jinja file, or one of: {', '.join(names)}."
+        )
+    return path.read_text(encoding="utf-8")
+
+
+def check_tokenizer_choice(recipe: Recipe) -> None:
+    """What can be refused about the tokenizer without loading it.
+
+    Raises:
+        ModelError: A chat template that does not exist.
+    """
+    if recipe.model.chat_template is not None:
+        find_chat_template(recipe.model.chat_template)
+
+
+def _known_token(tokenizer: Any, token: str, key: str) -> str:
+    if token not in tokenizer.get_vocab():
+        special = ", ".join(list(tokenizer.all_special_tokens)[:8])
+        raise ModelError(f"model.{key}={token} is not in the tokenizer's vocabulary. Its special tokens: {special}.")
+    return token
+
+
+def end_of_turn(tokenizer: Any) -> int:
+    """The id of the token that closes the assistant's turn in this chat template.
+
+    Raises:
+        ModelError: The template closes the turn with nothing that a model could stop at.
+    """
+    rendered = ChatRenderer(tokenizer).render(_PROBE)
+    start, end = rendered.spans[-1] if rendered.spans else (0, 0)
+    # Some templates count the line break after the token to the turn.
+    turn = rendered.text[start:end].rstrip()
+    ids = tokenizer(turn, add_special_tokens=False)["input_ids"]
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    if not ids or ids[-1] not in special:
+        tail = turn[-20:]
+        raise ModelError(
+            f"The chat template ends the assistant's turn with {tail!r}, which is no special token: a model trained so never learns to "
+            "stop. Set model.chat_template to one that ends it with a token (plain, chatml or your own), or model.eos_token."
+        )
+    return int(ids[-1])
+
+
+def load_tokenizer(recipe: Recipe) -> Any:
+    """Load the tokenizer and settle what the recipe says of it.
+
+    Returns:
+        A transformers tokenizer: it has a chat template, `eos_token` is the end of the assistant's turn, `pad_token` is
+        another token, and padding is on the right, so that position ids start at 0 as they did in pretraining.
+
+    Raises:
+        ModelError: It cannot be loaded, or lacks something that the recipe does not name.
+    """
+    from transformers import AutoTokenizer
+
+    model = recipe.model
+    path = model_path(recipe)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        where = "its folder" if looks_local(path) or model.name_or_path == BUILTIN else "the hub"
+        raise ModelError(f"The tokenizer of {model.name_or_path} cannot be loaded from {where}: {str(error).splitlines()[0]}") from None
+    if not tokenizer.is_fast:
+        raise ModelError(f"The tokenizer of {model.name_or_path} has no fast version (tokenizer.json), whose character offsets the loss mask needs.")
+    if model.eos_token is not None:
+        tokenizer.eos_token = _known_token(tokenizer, model.eos_token, "eos_token")
+    if model.pad_token is not None:
+        tokenizer.pad_token = _known_token(tokenizer, model.pad_token, "pad_token")
+    if model.chat_template is not None:
+        tokenizer.chat_template = find_chat_template(model.chat_template)
+    if tokenizer.chat_template is None:
+        raise ModelError(
+            f"{model.name_or_path} has no chat template. Set model.chat_template: `chatml` (needs <|im_start|> and <|im_end|> in the "
+            "vocabulary), `plain` (words for roles, the tokenizer's own EOS), or a .jinja file."
+        )
+    stop = end_of_turn(tokenizer)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(stop)
+    _settle_padding(tokenizer, recipe, stop)
+    tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def _settle_padding(tokenizer: Any, recipe: Recipe, stop: int) -> None:
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != stop:
+        return
+    unused = [token for token in tokenizer.all_special_tokens if tokenizer.convert_tokens_to_ids(token) != stop]
+    problem = "has no padding token" if tokenizer.pad_token_id is None else "pads with the end-of-turn token, which would then never be trained"
+    raise ModelError(
+        f"{recipe.model.name_or_path} {problem} ({tokenizer.eos_token}). Set model.pad_token to another token of its vocabulary"
+        + (f", for example {unused[0]}." if unused else ".")
+    )
