@@ -12,13 +12,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sft.errors import RunError
 from sft.recipe import REPOSITORY, Recipe, parse_recipe
+
+if TYPE_CHECKING:
+    from sft.job import Job
 
 PACKAGES = ("torch", "transformers", "trl", "deepspeed", "accelerate", "datasets", "peft", "liger-kernel", "lm-eval", "wandb")
 
@@ -79,6 +82,11 @@ class Run:
     def final(self) -> Path:
         """The tuned model: loads with `from_pretrained` alone."""
         return self.path / "final"
+
+    @property
+    def data(self) -> Path:
+        """The prepared documents, while training needs them."""
+        return self.path / ".data"
 
     @property
     def base_evaluation(self) -> Path:
@@ -216,19 +224,26 @@ def open_run(recipe: Recipe, recipe_path: Path, overrides: Sequence[str], ranks:
     return run
 
 
-def record_start(run: Run, recipe: Recipe, recipe_path: Path, overrides: Sequence[str], hardware: dict[str, Any], ranks: int) -> None:
-    """Write what is known before training into run.json. Arguments only: no environment, so no token or key."""
+def record_start(run: Run, job: Job, timings: dict[str, float], data_fingerprint: str) -> None:
+    """Write what is known before training into run.json. Arguments only, no environment: so no token and no key."""
     run.update(
         status="running",
-        recipe=recipe_path.stem,
-        recipe_path=str(recipe_path),
-        recipe_version=recipe.version,
+        error=None,
+        recipe=job.recipe_path.stem,
+        recipe_path=str(job.recipe_path.resolve()),
+        recipe_version=job.recipe.version,
         command=[Path(sys.executable).name, *sys.orig_argv[1:]],
-        overrides=list(overrides),
-        ranks=ranks,
-        base_model={"name_or_path": recipe.model.name_or_path, "revision": recipe.model.revision},
+        overrides=list(job.overrides),
+        ranks=job.hardware.ranks,
+        base_model={
+            "name_or_path": job.recipe.model.name_or_path,
+            "revision": job.recipe.model.revision,
+            "path": job.model.path,
+        },
+        data_fingerprint=data_fingerprint,
         git=_git_state(),
         versions=installed_versions(),
-        hardware=hardware,
+        hardware=asdict(job.hardware),
+        timings=timings,
         started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     )

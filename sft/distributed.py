@@ -1,0 +1,110 @@
+"""The processes of a job: found in the environment that a launcher made, joined into a group, and kept quiet.
+
+    python -m sft.train              one process
+    torchrun, accelerate launch, deepspeed   one process a GPU; each sets RANK, WORLD_SIZE, LOCAL_RANK
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import warnings
+from typing import Any
+
+from sft.hardware import Hardware, detect_hardware
+
+
+def settle_environment(deepspeed: bool, uses_gpu: bool) -> None:
+    """Make the environment say what the plan says; before torch, accelerate or deepspeed is imported."""
+    # accelerate would follow these over the recipe: ACCELERATE_USE_CPU, for one, turns DeepSpeed into DDP in silence.
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        del os.environ[name]
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    if not uses_gpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    if "WORLD_SIZE" in os.environ:
+        return
+    if uses_gpu:  # one process uses one GPU; with several visible, transformers would wrap the model in DataParallel
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    if deepspeed:  # which would otherwise ask MPI
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def job_hardware() -> Hardware:
+    """The machine, with the number of processes that the launcher started: one where it was none."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    return detect_hardware(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that writes and speaks."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def quiet_frameworks() -> None:
+    """Keep the frameworks' notes off the terminal: deprecations, hints, and one line a rank of everything. Errors stay."""
+    import datasets
+    import transformers
+
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    for name in ("accelerate", "trl", "peft", "torch.distributed", "DeepSpeed", "deepspeed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def join_group(deepspeed: bool, uses_gpu: bool) -> None:
+    """Form the process group, where there is one to form."""
+    import torch
+
+    if "WORLD_SIZE" not in os.environ or (not deepspeed and os.environ["WORLD_SIZE"] == "1"):
+        return
+    if uses_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "nccl" if uses_gpu else "gloo"
+    if deepspeed:
+        import deepspeed as engine
+
+        # transformers would do this too late: ZeRO-3 asks for the number of ranks while the model loads.
+        engine.init_distributed(dist_backend=backend, verbose=False)
+    else:
+        torch.distributed.init_process_group(backend)
+
+
+def from_first_rank(value: Any) -> Any:
+    """The first rank's value, on every rank."""
+    import torch
+
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return value
+    box = [value]
+    torch.distributed.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def wait_for_all() -> None:
+    """Return when every rank has come here."""
+    import torch
+
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+def leave_group() -> None:
+    """Dissolve the process group."""
+    import torch
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,65 @@
+"""A job: the recipe on this machine, checked as far as it can be before anything heavy is imported.
+
+The launcher opens it to answer a mistake in a second or two, and each rank opens it again, since it may have been started by
+hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sft.errors import ModelError
+from sft.facts import DataFacts, ModelFacts, inspect_data, inspect_model
+from sft.hardware import Hardware
+from sft.plan import Plan, resolve_plan
+from sft.recipe import Recipe, find_file, load_recipe
+from sft.tokenizer import check_tokenizer_choice
+from sft.zero import DeepSpeedFile, load_deepspeed
+
+
+@dataclass(frozen=True)
+class Job:
+    """One recipe on one machine."""
+
+    recipe: Recipe
+    recipe_path: Path
+    overrides: tuple[str, ...]
+    hardware: Hardware
+    model: ModelFacts
+    deepspeed: DeepSpeedFile | None
+    plan: Plan
+
+    def with_data(self, data: DataFacts) -> Job:
+        """The job with the data counted, and therefore the number of steps known."""
+        return replace(self, plan=resolve_plan(self.recipe, self.hardware, self.model, data, self.deepspeed))
+
+
+def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to_run: bool = True) -> Job:
+    """Check everything that can be checked without torch.
+
+    Args:
+        recipe_path: The YAML.
+        overrides: `key=value` with dots.
+        hardware: The machine to plan for.
+        to_run: False for a plan alone, which needs no model at hand.
+
+    Raises:
+        UserError: The first mistake found, or all of the recipe's.
+    """
+    from eval.suites import check_tasks
+
+    path = find_file(str(recipe_path))
+    recipe = load_recipe(path, overrides)
+    deepspeed = load_deepspeed(recipe.train.deepspeed) if recipe.train.deepspeed else None
+    check_tokenizer_choice(recipe)
+    model = inspect_model(recipe, download=to_run)
+    if to_run and model.model_type is None:
+        raise ModelError(
+            f"model.name_or_path={recipe.model.name_or_path}: there is no such folder here, it is not in the hub's cache, and the "
+            "hub does not answer. Download it where there is a network (hf download), or give a local folder."
+        )
+    plan = resolve_plan(recipe, hardware, model, inspect_data(recipe, model), deepspeed)
+    check_tasks(recipe.eval, Path(recipe.output_dir))
+    return Job(recipe, path, tuple(overrides), hardware, model, deepspeed, plan)

@@ -1,0 +1,177 @@
+"""Start a recipe: check it, say what will run, and start one process for each GPU.
+
+Called by scripts/sft.sh. What it starts is what anyone can start by hand; the exact command is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import join
+from typing import NoReturn
+
+from sft.errors import EXIT_USER_ERROR, PlanError, RecipeError, run_main
+from sft.hardware import described_hardware, detect_hardware, visible_gpus
+from sft.job import open_job
+from sft.plan import print_plan
+
+DEFAULT_RECIPE = "recipes/tiny.yaml"
+DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The processes of the job."""
+
+    per_node: int
+    nodes: int = 1
+    node_rank: int = 0
+    master_address: str = "127.0.0.1"
+    master_port: int = DEFAULT_PORT
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the whole job."""
+        return self.per_node * self.nodes
+
+
+def main(argv: Sequence[str]) -> None:
+    """Check, print, start."""
+    arguments = parse_command_line(argv)
+    recipe = Path(arguments.recipe)
+    if arguments.plan or arguments.on:
+        hardware = described_hardware(arguments.on) if arguments.on else detect_hardware(*_ranks(read_layout()))
+        job = open_job(recipe, arguments.overrides, hardware, to_run=False)
+        print_plan(job.plan, f"{recipe.stem}: {job.recipe.model.name_or_path} on {hardware.device}")
+        return
+    layout = read_layout()
+    job = open_job(recipe, arguments.overrides, detect_hardware(*_ranks(layout)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, job.hardware.cpu_cores // layout.per_node)))
+    # A thread that spins while it waits takes the core from the one it waits for.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    start(layout, ["-m", "sft.train", str(job.recipe_path), *arguments.overrides])
+
+
+def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
+    """Recipe, overrides and switches, in any order."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/sft.sh",
+        description="Train a recipe, evaluate base and tuned model, and write a report.",
+        epilog="Environment: NPROC (processes on this machine), NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT; Slurm's are read too.",
+    )
+    parser.add_argument("recipe", nargs="?", default=DEFAULT_RECIPE, help=f"a YAML file (default: {DEFAULT_RECIPE})")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example train.learning_rate=1e-5")
+    parser.add_argument("--plan", action="store_true", help="print every decision with its reason, and stop")
+    parser.add_argument("--on", metavar="8x80GB", help="with --plan: plan for GPUs that are not here")
+    arguments = parser.parse_intermixed_args(list(argv))
+    if "=" in arguments.recipe and not Path(arguments.recipe).exists():  # overrides alone: they change the default recipe
+        arguments.overrides.insert(0, arguments.recipe)
+        arguments.recipe = DEFAULT_RECIPE
+    second = [word for word in arguments.overrides if "=" not in word]
+    if second:
+        raise RecipeError(f"'{second[0]}' is neither the recipe ({arguments.recipe}) nor an override. Write key=value.")
+    return arguments
+
+
+def _number(name: str, default: int, least: int) -> int:
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    if not text.isdigit() or int(text) < least:
+        raise PlanError(f"{name}={text}: must be a whole number of at least {least}.")
+    return int(text)
+
+
+def read_layout() -> Layout:
+    """The processes that the environment asks for.
+
+    NPROC, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT; inside a Slurm job of several nodes, Slurm's. One process for
+    each visible GPU, or one where there is none.
+
+    Raises:
+        PlanError: A value that makes no sense, or several machines without the address of the first.
+    """
+    gpus = len(visible_gpus())
+    per_node = _number("NPROC", max(1, gpus), 1)
+    slurm = "NNODES" not in os.environ and _number("SLURM_NNODES", 1, 1) > 1
+    nodes = _number("SLURM_NNODES" if slurm else "NNODES", 1, 1)
+    if nodes == 1:
+        return Layout(per_node, master_port=_number("MASTER_PORT", DEFAULT_PORT, 1))
+    node_rank = _number("SLURM_NODEID" if slurm else "NODE_RANK", -1, 0)
+    if node_rank < 0:
+        raise PlanError(f"NNODES={nodes}, and NODE_RANK is not set. Set it to 0 on the first machine, 1 on the second, and so on.")
+    if node_rank >= nodes:
+        raise PlanError(f"NODE_RANK={node_rank} with NNODES={nodes}: machines are numbered from 0 to {nodes - 1}.")
+    address = os.environ.get("MASTER_ADDR") or (_first_slurm_host() if slurm else None)
+    if not address:
+        raise PlanError(f"NNODES={nodes}, and MASTER_ADDR is not set. Set it to the first machine's name or address, on every machine.")
+    return Layout(per_node, nodes, node_rank, address, _number("MASTER_PORT", DEFAULT_PORT, 1))
+
+
+def _first_slurm_host() -> str | None:
+    try:
+        return subprocess.run(
+            ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], capture_output=True, text=True, check=True
+        ).stdout.split()[0]
+    except (OSError, KeyError, IndexError, subprocess.SubprocessError):
+        return None
+
+
+def _ranks(layout: Layout) -> tuple[int, int]:
+    return layout.ranks, layout.per_node
+
+
+def torchrun_arguments(layout: Layout, program: Sequence[str]) -> list[str]:
+    """What torchrun is called with."""
+    if layout.nodes == 1:
+        # A free port of its own, so that two jobs on one machine do not meet.
+        where = ["--standalone"] if "MASTER_PORT" not in os.environ else ["--master-port", str(layout.master_port)]
+    else:
+        where = ["--nnodes", str(layout.nodes), "--node-rank", str(layout.node_rank)]
+        where += ["--master-addr", layout.master_address, "--master-port", str(layout.master_port)]
+    return [*where, "--nproc-per-node", str(layout.per_node), *program]
+
+
+def start(layout: Layout, program: Sequence[str]) -> NoReturn:
+    """Run the program in every process, and exit as it does."""
+    threads = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"
+    if layout.ranks == 1:
+        command = [sys.executable, *program]
+        print(f"{threads} {join(command)}", flush=True)
+        os.execv(sys.executable, command)
+    arguments = torchrun_arguments(layout, program)
+    print(f"{threads} {join([str(Path(sys.executable).with_name('torchrun')), *arguments])}", flush=True)
+    _torchrun(arguments)
+
+
+def _torchrun(arguments: list[str]) -> NoReturn:
+    """torchrun in this process: its own command line would turn every failure into a traceback and exit status 1."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    # The failed rank has said what is wrong; torchrun would say again that it failed.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        run(parse_args(arguments))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            print(f"Rank {rank} was ended by signal {-failure.exitcode}; the others were stopped.", file=sys.stderr)
+            sys.exit(128 - failure.exitcode)
+        if failure.exitcode != EXIT_USER_ERROR:
+            print(f"Rank {rank} failed with exit status {failure.exitcode}; its error is above.", file=sys.stderr)
+        sys.exit(failure.exitcode)
+    except SignalException as signal:
+        sys.exit(128 + int(signal.sigval))
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,124 @@
+"""The model: loaded in the plan's precision, with the plan's attention and kernels, and written so that it loads alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sft.errors import ModelError
+from sft.job import Job
+from sft.recipe import Lora
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def weights_dtype(job: Job) -> torch.dtype:
+    """What the weights are loaded in.
+
+    DeepSpeed keeps its own fp32 copy of what it trains, and adapters stay fp32 beside a frozen base: both take the weights
+    in the compute format. Everything else trains the weights themselves, which bf16 would round at each step.
+    """
+    keeps_own_copy = job.deepspeed is not None or job.recipe.model.lora is not None
+    return DTYPES[job.plan.precision.value] if keeps_own_copy else torch.float32
+
+
+def check_kernels(job: Job) -> None:
+    """Refuse Liger for a model it has no kernels for: it would apply nothing and say so in a debug log only.
+
+    Raises:
+        ModelError: The model's type is unknown to the installed Liger.
+    """
+    kind = job.model.model_type
+    if job.plan.kernels.value != "liger" or kind is None:
+        return
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ModelError(f"model.kernels=liger, and Liger has no kernels for models of type {kind}. Set model.kernels=none.")
+
+
+def _from_pretrained(job: Job, tokenizer: Any, **arguments: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model = job.recipe.model
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            job.model.path,
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
+            dtype=weights_dtype(job),
+            **arguments,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelError(f"{model.name_or_path} cannot be loaded: {str(error).splitlines()[0]}") from None
+    _agree_on_special_tokens(loaded, tokenizer)
+    return loaded
+
+
+def load_model(job: Job, tokenizer: Any) -> Any:
+    """Load the model that is to be trained.
+
+    Args:
+        job: Where it is, and its precision, attention and kernels.
+        tokenizer: From load_tokenizer; its special tokens become the model's.
+
+    Raises:
+        ModelError: It cannot be loaded, or its embedding is smaller than the tokenizer's vocabulary.
+    """
+    model = _from_pretrained(job, tokenizer, attn_implementation=job.plan.attention.value)
+    rows = model.config.get_text_config().vocab_size
+    if len(tokenizer) > rows:
+        raise ModelError(
+            f"The tokenizer of {job.recipe.model.name_or_path} has {len(tokenizer)} tokens, and the model's embedding {rows} rows. "
+            "They do not belong together: give a folder where they do."
+        )
+    if job.plan.kernels.value == "liger":
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        # TRL's fused head computes the loss; Liger's would replace the forward that it patches.
+        _apply_liger_kernel_to_instance(model, fused_linear_cross_entropy=False, cross_entropy=False)
+    return model
+
+
+def _agree_on_special_tokens(model: Any, tokenizer: Any) -> None:
+    """Generation stops at the end of the turn, and still at what the base model stopped at."""
+    config = model.config.get_text_config()
+    stops = [tokenizer.eos_token_id]
+    for earlier in (model.generation_config.eos_token_id, config.eos_token_id):
+        ids = earlier if isinstance(earlier, list) else [earlier]
+        stops += [token for token in ids if token is not None and token not in stops]
+    model.generation_config.eos_token_id = stops
+    model.generation_config.pad_token_id = config.pad_token_id = tokenizer.pad_token_id
+    config.eos_token_id = tokenizer.eos_token_id
+
+
+def lora_config(lora: Lora) -> Any:
+    """peft's configuration of the recipe's adapters."""
+    from peft import LoraConfig
+
+    modules = lora.target_modules
+    return LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.lora_alpha,
+        lora_dropout=lora.lora_dropout,
+        target_modules=modules if isinstance(modules, str) else list(modules),
+        task_type="CAUSAL_LM",
+    )
+
+
+def merge_adapter(job: Job, tokenizer: Any, adapter: Path, target: Path) -> None:
+    """Write base and adapter as one model that loads without peft.
+
+    The base is loaded anew: the one in memory may be spread over ranks.
+
+    Args:
+        job: Names the base and its precision.
+        tokenizer: Its special tokens become the model's.
+        adapter: Folder that peft wrote.
+        target: Folder to write to.
+    """
+    from peft import PeftModel
+
+    PeftModel.from_pretrained(_from_pretrained(job, tokenizer), adapter).merge_and_unload().save_pretrained(target)

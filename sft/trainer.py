@@ -1,0 +1,174 @@
+"""The adapter to TRL and transformers: the only file that spells their arguments."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer_callback import PrinterCallback, TrainerCallback
+from transformers.trainer_utils import rotate_checkpoints
+from trl import SFTConfig, SFTTrainer
+
+from sft.batches import StepOrder
+from sft.errors import RecipeError, did_you_mean
+from sft.job import Job
+from sft.model import lora_config
+from sft.run_directory import Run
+
+SCHEDULES = {"cosine": "cosine_with_min_lr", "linear": "linear", "constant": "constant_with_warmup"}
+
+
+def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
+    """Everything that the recipe and the plan decide, in SFTConfig's words."""
+    recipe, plan, train = job.recipe, job.plan, job.recipe.train
+    return {
+        "output_dir": str(run / "checkpoints"),
+        "run_name": f"{run.parent.name}-{run.name}",
+        "per_device_train_batch_size": plan.micro_batch_size.value,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps.value,
+        "max_steps": plan.max_steps.value or 1,
+        "num_train_epochs": train.num_train_epochs,
+        "learning_rate": train.learning_rate,
+        "lr_scheduler_type": SCHEDULES[train.lr_scheduler],
+        "lr_scheduler_kwargs": {"min_lr_rate": train.min_lr_ratio} if train.lr_scheduler == "cosine" else {},
+        "warmup_steps": train.warmup_steps,
+        "weight_decay": train.weight_decay,
+        "adam_beta1": train.adam_beta1,
+        "adam_beta2": train.adam_beta2,
+        "adam_epsilon": train.adam_epsilon,
+        "max_grad_norm": train.max_grad_norm,
+        "bf16": plan.precision.value == "bf16",
+        "fp16": plan.precision.value == "fp16",
+        # Without it the ranks of a CPU job train by themselves, each as if it were alone.
+        "use_cpu": job.hardware.gpu is None,
+        "gradient_checkpointing": plan.gradient_checkpointing.value,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False} if plan.gradient_checkpointing.value else None,
+        "seed": train.seed,
+        "save_strategy": "steps",
+        "save_steps": train.save_steps,
+        "save_total_limit": train.save_total_limit,
+        "logging_steps": train.logging_steps,
+        "logging_first_step": True,
+        "report_to": list(recipe.tracking.report_to) or "none",
+        "disable_tqdm": True,
+        "deepspeed": job.deepspeed.config if job.deepspeed else None,
+        "max_length": recipe.data.max_length,
+        "packing": recipe.data.packing,
+        "packing_strategy": "bfd",
+        # The documents come tokenized, masked and packed; TRL's own preparation is not needed.
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+        # The loss is divided by the trained tokens of the whole step, on all ranks.
+        "average_tokens_across_devices": True,
+    }
+
+
+def check_trainer_args(job: Job) -> None:
+    """Compare train.trainer_args with the installed SFTConfig.
+
+    Raises:
+        RecipeError: An unknown name, or one that the recipe or the plan decides.
+    """
+    extra, known = job.recipe.train.trainer_args, {field.name for field in fields(SFTConfig) if field.init}
+    owned = set(_planned_arguments(job, Path("recipe/run")))
+    lines = [f"  {name}: unknown to trl.SFTConfig{did_you_mean(name, sorted(known))}" for name in extra if name not in known]
+    lines += [f"  {name}: decided by the recipe's own keys and the plan" for name in extra if name in owned]
+    if lines:
+        raise RecipeError("\n".join(["train.trainer_args:", *lines]))
+
+
+def training_arguments(job: Job, run: Run) -> Any:
+    """TRL's configuration of the job. Must exist before the model loads: ZeRO-3 shards it while loading.
+
+    Raises:
+        RecipeError: train.trainer_args holds something that the installed SFTConfig refuses.
+    """
+    check_trainer_args(job)
+    try:
+        return SFTConfig(**_planned_arguments(job, run.path), **job.recipe.train.trainer_args)
+    except (TypeError, ValueError) as error:
+        if not job.recipe.train.trainer_args:
+            raise
+        raise RecipeError(f"train.trainer_args: {error}") from None
+
+
+class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
+    """SFTTrainer with the recipe's order of the data and checkpoints that are complete or absent."""
+
+    step_order: StepOrder
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> StepOrder:
+        return self.step_order
+
+    def _get_output_dir(self, trial: Any) -> str:
+        # Where a checkpoint is written until it is whole.
+        return str(Path(self.args.output_dir) / ".incomplete")
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        complete = Path(self.args.output_dir)
+        incomplete = Path(self._get_output_dir(trial))
+        if self.is_world_process_zero():
+            shutil.rmtree(incomplete, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()
+        if self.is_world_process_zero():
+            name = f"checkpoint-{self.state.global_step}"
+            shutil.rmtree(complete / name, ignore_errors=True)
+            (incomplete / name).rename(complete / name)
+            incomplete.rmdir()
+            rotate_checkpoints(str(complete), self.args.save_total_limit)
+        self.accelerator.wait_for_everyone()
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the run directory says what a model card would."""
+
+
+def build_trainer(
+    job: Job, arguments: Any, model: Any, tokenizer: Any, sequences: Any, order: StepOrder, callback: TrainerCallback
+) -> RecipeTrainer:
+    """The trainer, ready to train.
+
+    Args:
+        job: Names the adapters, if any.
+        arguments: From training_arguments.
+        model: From load_model.
+        tokenizer: From load_tokenizer.
+        sequences: Dataset of `input_ids`, `labels` and, packed, `seq_lengths`; whole steps.
+        order: Their order.
+        callback: Writes the metrics.
+    """
+    lora = job.recipe.model.lora
+    trainer = RecipeTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=sequences,
+        processing_class=tokenizer,
+        peft_config=lora_config(lora) if lora else None,
+        callbacks=[callback],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.step_order = order
+    return trainer
+
+
+def what_runs(trainer: RecipeTrainer) -> str:
+    """The engine as the live trainer has it, in the plan's words."""
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    if str(trainer.accelerator.distributed_type).endswith("DEEPSPEED") and plugin is not None:
+        return f"ZeRO-{plugin.zero_stage}"
+    return "DDP" if trainer.args.world_size > 1 else "one process"
+
+
+def save_final(trainer: RecipeTrainer, job: Job, target: Path) -> None:
+    """Write the trained weights; every rank takes part.
+
+    A bf16 run computes with its weights rounded to bf16: rounded once more they give the same logits, in half the space.
+    """
+    if job.deepspeed is None and job.recipe.model.lora is None and job.plan.precision.value == "bf16":
+        trainer.model.to(torch.bfloat16)
+    trainer.save_model(str(target))
+    for name in ("training_args.bin", "README.md"):  # a pickle of one machine's paths; TRL's card
+        (target / name).unlink(missing_ok=True)
