@@ -81,5 +81,3 @@ class StepOrder(torch.utils.data.Sampler[int]):
         order = np.random.default_rng([self.seed, self.epoch]).permutation(self.sequences)
         yield from order.tolist()
         yield from range(self.sequences, len(self))
-
-

@@ -47,7 +47,12 @@ class ChatRenderer:
         return Rendered(text, spans)
 
     def _apply(
-        self, messages: list[Message], tools: list[Any] | None, template: str, marked: bool = False, prompt: bool = False
+        self,
+        messages: list[Message],
+        tools: list[Any] | None,
+        template: str,
+        marked: bool = False,
+        prompt: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template

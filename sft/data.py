@@ -112,7 +112,9 @@ def _source_rows(source: Source, output_dir: str) -> Iterator[tuple[str, Row]]:
         dataset = datasets.load_dataset(source.path, source.name, split=source.split, revision=source.revision)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         first = str(error).splitlines()[0]
-        raise DataError(f"data.train: {source.path} is no local path, and the hub's dataset cannot be loaded: {first}") from None
+        raise DataError(
+            f"data.train: {source.path} is no local path, and the hub's dataset cannot be loaded: {first}"
+        ) from None
     yield from ((f"{source.path}, row {number}", row) for number, row in enumerate(dataset, start=1))
 
 
@@ -123,7 +125,9 @@ def _render(renderer: ChatRenderer, rows: list[tuple[str, Row]], format: str, ac
         account.rows_in += 1
         try:
             messages, tools = to_messages(row, format)
-            if not any(turn["role"] == "assistant" and (turn["content"] or turn.get("tool_calls")) for turn in messages):
+            if not any(
+                turn["role"] == "assistant" and (turn["content"] or turn.get("tool_calls")) for turn in messages
+            ):
                 account.rows_dropped["no answer to train on"] += 1
                 continue
             rendered.append(renderer.render(messages, tools))
@@ -133,7 +137,9 @@ def _render(renderer: ChatRenderer, rows: list[tuple[str, Row]], format: str, ac
     return rendered
 
 
-def _tokenize(tokenizer: Any, rendered: list[Any], data: Data, account: Account) -> Iterator[tuple[list[int], list[int]]]:
+def _tokenize(
+    tokenizer: Any, rendered: list[Any], data: Data, account: Account
+) -> Iterator[tuple[list[int], list[int]]]:
     """Documents of a batch as (input_ids, labels), none longer than max_length."""
     # The template has written the special tokens, BOS included: the tokenizer must not add another.
     encoded = tokenizer([item.text for item in rendered], add_special_tokens=False, return_offsets_mapping=True)

@@ -23,12 +23,12 @@ VERSION = 1
 """Raised with any change here that could move a score."""
 
 NAMES = (
-    "Anna Boris Clara David Elena Frank Grace Henry Irene Jacob Karen Louis Maria Nora Oscar Paula Quinn Rita Simon Tina "
-    "Uma Victor Wendy Xavier Yara Zoe Adam Bella Carl Diana"
+    "Anna Boris Clara David Elena Frank Grace Henry Irene Jacob Karen Louis Maria Nora Oscar Paula Quinn Rita "
+    "Simon Tina Uma Victor Wendy Xavier Yara Zoe Adam Bella Carl Diana"
 ).split()
 CITIES = (
-    "Paris Berlin Rome Madrid Oslo Vienna Prague Dublin Lisbon Athens Warsaw Sofia Riga Tallinn Zurich Geneva Milan Naples "
-    "Porto Bergen Lyon Nice Turin Seville"
+    "Paris Berlin Rome Madrid Oslo Vienna Prague Dublin Lisbon Athens Warsaw Sofia Riga Tallinn Zurich Geneva "
+    "Milan Naples Porto Bergen Lyon Nice Turin Seville"
 ).split()
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 VEHICLES = ("train", "flight", "bus", "ferry")
@@ -83,7 +83,7 @@ class Demo:
 
 
 def _rows(count: int, held_out: bool, generator: random.Random) -> list[tuple[str, str]]:
-    rows = []
+    rows: list[tuple[str, str]] = []
     while len(rows) < count:
         name, city = generator.randrange(len(NAMES)), generator.randrange(len(CITIES))
         if ((name * 31 + city * 17) % 5 == 0) != held_out:
@@ -104,16 +104,19 @@ def _write_tokenizer(folder: Path, texts: list[str]) -> None:
 
     tokenizer = Tokenizer(models.BPE())
     # Digits and punctuation stand alone, so that a count or a quotation mark is never part of a longer token.
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(r"\s+|\d|[^\w\s]+"), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=[PAD, TURN_START, TURN_END], initial_alphabet=alphabet, show_progress=False
+        vocab_size=VOCABULARY,
+        special_tokens=[PAD, TURN_START, TURN_END],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -138,7 +141,10 @@ def _write_model(folder: Path) -> None:
     def random_weights(*shape: int) -> np.ndarray:
         return generator.normal(0.0, INITIALIZER_RANGE, shape).astype(np.float32)
 
-    weights = {"model.embed_tokens.weight": random_weights(VOCABULARY, HIDDEN), "model.norm.weight": np.ones(HIDDEN, np.float32)}
+    weights = {
+        "model.embed_tokens.weight": random_weights(VOCABULARY, HIDDEN),
+        "model.norm.weight": np.ones(HIDDEN, np.float32),
+    }
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}."
         for name in ("q_proj", "k_proj", "v_proj"):

@@ -1,7 +1,7 @@
 """The processes of a job: found in the environment that a launcher made, joined into a group, and kept quiet.
 
-    python -m sft.train              one process
-    torchrun, accelerate launch, deepspeed   one process a GPU; each sets RANK, WORLD_SIZE, LOCAL_RANK
+python -m sft.train              one process
+torchrun, accelerate launch, deepspeed   one process a GPU; each sets RANK, WORLD_SIZE, LOCAL_RANK
 """
 
 from __future__ import annotations

@@ -74,7 +74,9 @@ def model_path(recipe: Recipe) -> str:
     folder = find_file(name)
     if not (folder / "config.json").is_file():
         problem = "holds no config.json" if folder.is_dir() else "does not exist"
-        raise ModelError(f"model.name_or_path={name}: the folder {problem}. Give a folder of a Hugging Face model or a hub id.")
+        raise ModelError(
+            f"model.name_or_path={name}: the folder {problem}. Give a folder of a Hugging Face model or a hub id."
+        )
     return str(folder.resolve())
 
 
@@ -121,9 +123,13 @@ def _hub_file(name: str, revision: str | None, file: str) -> Path | None:
             return Path(cached)
         return Path(hf_hub_download(name, file, revision=revision)) if hub_answers() else None
     except HFValidationError:
-        raise ModelError(f"model.name_or_path={name}: there is no such folder, and it is no hub id (owner/name).") from None
+        raise ModelError(
+            f"model.name_or_path={name}: there is no such folder, and it is no hub id (owner/name)."
+        ) from None
     except RepositoryNotFoundError:
-        raise ModelError(f"model.name_or_path={name}: the hub has no such model, or it needs a login (hf auth login).") from None
+        raise ModelError(
+            f"model.name_or_path={name}: the hub has no such model, or it needs a login (hf auth login)."
+        ) from None
     except RevisionNotFoundError:
         raise ModelError(f"model.revision={revision}: the hub's {name} has no such revision.") from None
     except (HfHubHTTPError, OSError, ValueError):
@@ -211,6 +217,7 @@ def inspect_data(recipe: Recipe, model: ModelFacts) -> DataFacts | None:
             share = number / len(rows)
             documents += share
             tokens += share * min(sum(length for _, length in lengths), recipe.data.max_length)
-            trained += share * sum(length for role, length in lengths if role == "assistant" or recipe.data.loss_on == "all")
+            trained += share * sum(
+                length for role, length in lengths if role == "assistant" or recipe.data.loss_on == "all"
+            )
     return DataFacts(int(documents), int(tokens), min(int(trained), int(tokens))) if documents else None
-

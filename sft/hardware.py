@@ -1,7 +1,7 @@
 """What the machine has: GPUs, cores, memory, and how many processes the job has. Imports no torch.
 
-    detect_hardware(ranks=8)        this machine
-    described_hardware("8x80GB")    a machine that is not here, for `--plan --on 8x80GB`
+detect_hardware(ranks=8)        this machine
+described_hardware("8x80GB")    a machine that is not here, for `--plan --on 8x80GB`
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def visible_gpus() -> list[Gpu]:
     except (OSError, subprocess.SubprocessError):
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines() if line.strip()]
-    gpus = {index: (uuid, Gpu(name, float(mib) / 1024, float(capability))) for index, uuid, name, mib, capability in rows}
+    gpus = {
+        index: (uuid, Gpu(name, float(mib) / 1024, float(capability))) for index, uuid, name, mib, capability in rows
+    }
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return [gpu for _, gpu in gpus.values()]
@@ -106,7 +108,9 @@ def detect_hardware(ranks: int | None = None, ranks_per_node: int | None = None)
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", min(ranks, default)))
     per_node = ranks_per_node or ranks
     if gpus and per_node > len(gpus):
-        raise PlanError(f"{per_node} processes were asked for on a machine with {len(gpus)} visible GPUs. Start at most one for each GPU.")
+        raise PlanError(
+            f"{per_node} processes were asked for on a machine with {len(gpus)} visible GPUs. Start at most one for each GPU."
+        )
     return Hardware(
         gpu=min(gpus, key=lambda gpu: gpu.memory_gib) if gpus else None,
         ranks=ranks,

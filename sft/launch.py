@@ -70,7 +70,9 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--plan", action="store_true", help="print every decision with its reason, and stop")
     parser.add_argument("--on", metavar="8x80GB", help="with --plan: plan for GPUs that are not here")
     arguments = parser.parse_intermixed_args(list(argv))
-    if "=" in arguments.recipe and not Path(arguments.recipe).exists():  # overrides alone: they change the default recipe
+    if (
+        "=" in arguments.recipe and not Path(arguments.recipe).exists()
+    ):  # overrides alone: they change the default recipe
         arguments.overrides.insert(0, arguments.recipe)
         arguments.recipe = DEFAULT_RECIPE
     second = [word for word in arguments.overrides if "=" not in word]
@@ -105,19 +107,26 @@ def read_layout() -> Layout:
         return Layout(per_node, master_port=_number("MASTER_PORT", DEFAULT_PORT, 1))
     node_rank = _number("SLURM_NODEID" if slurm else "NODE_RANK", -1, 0)
     if node_rank < 0:
-        raise PlanError(f"NNODES={nodes}, and NODE_RANK is not set. Set it to 0 on the first machine, 1 on the second, and so on.")
+        raise PlanError(
+            f"NNODES={nodes}, and NODE_RANK is not set. Set it to 0 on the first machine, 1 on the second, and so on."
+        )
     if node_rank >= nodes:
         raise PlanError(f"NODE_RANK={node_rank} with NNODES={nodes}: machines are numbered from 0 to {nodes - 1}.")
     address = os.environ.get("MASTER_ADDR") or (_first_slurm_host() if slurm else None)
     if not address:
-        raise PlanError(f"NNODES={nodes}, and MASTER_ADDR is not set. Set it to the first machine's name or address, on every machine.")
+        raise PlanError(
+            f"NNODES={nodes}, and MASTER_ADDR is not set. Set it to the first machine's name or address, on every machine."
+        )
     return Layout(per_node, nodes, node_rank, address, _number("MASTER_PORT", DEFAULT_PORT, 1))
 
 
 def _first_slurm_host() -> str | None:
     try:
         return subprocess.run(
-            ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], capture_output=True, text=True, check=True
+            ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]],
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout.split()[0]
     except (OSError, KeyError, IndexError, subprocess.SubprocessError):
         return None
@@ -159,7 +168,7 @@ def _torchrun(arguments: list[str]) -> NoReturn:
     # The failed rank has said what is wrong; torchrun would say again that it failed.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        run(parse_args(arguments))
+        run(parse_args(arguments))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:

@@ -22,7 +22,9 @@ from sft.hardware import Hardware
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "A10G": 70e12}
 
 
-def model_flops_utilization(parameters: int, tokens_per_second: float, hardware: Hardware, all_trained: bool) -> float | None:
+def model_flops_utilization(
+    parameters: int, tokens_per_second: float, hardware: Hardware, all_trained: bool
+) -> float | None:
     """Share of the GPUs' bf16 peak that the model's own arithmetic used.
 
     6 FLOPs a parameter and token (4 where the weights are frozen). Attention's share is left out, so long documents are

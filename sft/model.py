@@ -36,7 +36,9 @@ def check_kernels(job: Job) -> None:
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise ModelError(f"model.kernels=liger, and Liger has no kernels for models of type {kind}. Set model.kernels=none.")
+        raise ModelError(
+            f"model.kernels=liger, and Liger has no kernels for models of type {kind}. Set model.kernels=none."
+        )
 
 
 def _from_pretrained(job: Job, tokenizer: Any, **arguments: Any) -> Any:

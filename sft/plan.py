@@ -5,6 +5,7 @@ A pure function of plain values: no environment, no torch, no change to the reci
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import ceil
@@ -128,15 +129,20 @@ def _precision(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Resolve
         if gpu is None:
             return Resolved("fp32", "auto: on a CPU bf16 is no faster")
         if has_bf16:
-            stored = f"the weights are stored in {model.dtype}" if model.dtype else "the model's own format is not known yet"
+            stored = (
+                f"the weights are stored in {model.dtype}" if model.dtype else "the model's own format is not known yet"
+            )
             return Resolved("bf16", f"auto: the GPU has it; {stored}")
         return Resolved("fp32", f"auto: this GPU (compute capability {gpu.compute_capability}) has no bf16")
     if wanted == "bf16" and gpu is not None and not has_bf16:
         raise PlanError(
-            f"train.precision=bf16, and this GPU ({gpu.name}, compute capability {gpu.compute_capability}) has none. Set train.precision=fp32."
+            f"train.precision=bf16, and this GPU ({gpu.name}, compute capability {gpu.compute_capability}) has none. "
+            "Set train.precision=fp32."
         )
     if wanted == "fp16" and gpu is None:
-        raise PlanError("train.precision=fp16 needs a GPU: there is none here, and a CPU has no fp16 training. Set train.precision=fp32 or auto.")
+        raise PlanError(
+            "train.precision=fp16 needs a GPU: there is none here, and a CPU has no fp16 training. Set train.precision=fp32 or auto."
+        )
     if wanted == "fp16" and model.dtype == "bfloat16":
         raise PlanError(
             f"train.precision=fp16, and {recipe.model.name_or_path} was trained in bfloat16, whose values overflow fp16. "
@@ -150,9 +156,20 @@ def _attention(recipe: Recipe, hardware: Hardware, precision: str) -> Resolved[s
     flash = hardware.gpu is not None and hardware.has_flash_attention and precision != "fp32"
     if wanted == "auto":
         if flash:
-            return Resolved("flash_attention_2", "auto: flash-attn is installed; packed documents stay apart by their boundaries")
-        why = "on a CPU" if hardware.gpu is None else "flash-attn is not installed" if not hardware.has_flash_attention else "fp32"
-        return Resolved("sdpa", f"auto: {why}; " + ("packed documents stay apart by a block mask" if recipe.data.packing else "no packing"))
+            return Resolved(
+                "flash_attention_2", "auto: flash-attn is installed; packed documents stay apart by their boundaries"
+            )
+        why = (
+            "on a CPU"
+            if hardware.gpu is None
+            else "flash-attn is not installed"
+            if not hardware.has_flash_attention
+            else "fp32"
+        )
+        return Resolved(
+            "sdpa",
+            f"auto: {why}; " + ("packed documents stay apart by a block mask" if recipe.data.packing else "no packing"),
+        )
     if wanted.startswith("flash") and not flash:
         problem = (
             "there is no GPU here"
@@ -169,7 +186,10 @@ def _kernels(recipe: Recipe, hardware: Hardware) -> Resolved[str]:
     if recipe.model.kernels == "none":
         return Resolved("none", "the recipe")
     if hardware.gpu is None:
-        return Resolved("none", "the recipe asks for liger, whose kernels do not run on a CPU; the plain layers give the same result")
+        return Resolved(
+            "none",
+            "the recipe asks for liger, whose kernels do not run on a CPU; the plain layers give the same result",
+        )
     return Resolved("liger", "the recipe: fused RMSNorm, RoPE and SwiGLU; the loss path is TRL's fused head")
 
 
@@ -185,7 +205,10 @@ def _checkpointing(recipe: Recipe, hardware: Hardware) -> Resolved[bool]:
 def _engine(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None) -> Resolved[str]:
     if deepspeed is not None:
         where = f" with offload to {deepspeed.offload}" if deepspeed.offload else ""
-        return Resolved(f"ZeRO-{deepspeed.stage}", f"{deepspeed.path.name}{where}, {hardware.ranks} rank{'s' if hardware.ranks > 1 else ''}")
+        return Resolved(
+            f"ZeRO-{deepspeed.stage}",
+            f"{deepspeed.path.name}{where}, {hardware.ranks} rank{'s' if hardware.ranks > 1 else ''}",
+        )
     if hardware.ranks == 1:
         return Resolved("one process", "train.deepspeed is not set, and there is one process")
     return Resolved("DDP", f"train.deepspeed is not set; {hardware.ranks} ranks each hold the whole model")
@@ -196,7 +219,7 @@ def _expectations(recipe: Recipe, sequences: int, data: DataFacts | None) -> dic
     steps, names = recipe.train.max_steps, ("documents_per_step", "trained_tokens_per_step", "steps_per_epoch")
     if data is None:
         unknown = Resolved(None, "known when the data is prepared")
-        return {name: unknown for name in names} | {"max_steps": Resolved(steps, "the recipe") if steps else unknown}
+        return dict.fromkeys(names, unknown) | {"max_steps": Resolved(steps, "the recipe") if steps else unknown}
     how = "counted" if data.exact else "estimated from the first rows"
     per_epoch = data.sequences
     if per_epoch is None:
@@ -207,15 +230,19 @@ def _expectations(recipe: Recipe, sequences: int, data: DataFacts | None) -> dic
     about = "" if data.exact else "about "
     return {
         "documents_per_step": Resolved(
-            round(data.documents * sequences / per_epoch, 1), f"{how}: {about}{data.documents} documents of {mean:.0f} tokens on average"
+            round(data.documents * sequences / per_epoch, 1),
+            f"{how}: {about}{data.documents} documents of {mean:.0f} tokens on average",
         ),
         "trained_tokens_per_step": Resolved(
-            round(data.trained_tokens * sequences / per_epoch), f"{how}: {about}{data.trained_tokens} of {data.tokens} tokens are trained"
+            round(data.trained_tokens * sequences / per_epoch),
+            f"{how}: {about}{data.trained_tokens} of {data.tokens} tokens are trained",
         ),
         "steps_per_epoch": Resolved(epoch_steps, f"{how}: {about}{per_epoch} sequences / {sequences}, rounded up"),
         "max_steps": Resolved(steps, "the recipe")
         if steps
-        else Resolved(ceil(epochs * epoch_steps), f"{epochs:g} epoch{'' if epochs == 1 else 's'} x {epoch_steps} steps"),
+        else Resolved(
+            ceil(epochs * epoch_steps), f"{epochs:g} epoch{'' if epochs == 1 else 's'} x {epoch_steps} steps"
+        ),
     }
 
 
@@ -240,7 +267,9 @@ def resolve_plan(
     """
     limit = model.max_position_embeddings
     if limit is not None and recipe.data.max_length > limit:
-        raise PlanError(f"data.max_length={recipe.data.max_length} is more than the model's {limit} positions. Set it to at most {limit}.")
+        raise PlanError(
+            f"data.max_length={recipe.data.max_length} is more than the model's {limit} positions. Set it to at most {limit}."
+        )
     batch = _sequences(recipe)
     micro, accumulation = _split_batch(recipe, hardware, batch.value)
     precision = _precision(recipe, hardware, model)
@@ -274,7 +303,8 @@ def print_plan(plan: Plan, title: str, notes: Sequence[str] = ()) -> None:
         # 1 == True and 0 == False as dictionary keys, but a count of one is a number.
         shown = value if isinstance(decision["value"], bool | None) else decision["value"]
         table.add_row(decision["name"], escape(str(shown)), escape(decision["reason"]))
-    console = Console(soft_wrap=False)
+    # A file or a pipe has no width of its own, and rich would take 80.
+    console = Console() if sys.stdout.isatty() else Console(width=140)
     console.print(table)
     for note in notes:
-        console.print(escape(note))
+        console.print(escape(note), soft_wrap=True, highlight=False)

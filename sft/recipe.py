@@ -29,7 +29,9 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 class Section(BaseModel):
     """A closed, frozen group of keys: an unknown key is an error, and nothing changes after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class Lora(Section):
@@ -292,7 +294,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):
                 raise RecipeError(f"line {key_node.start_mark.line + 1}: the key {key!r} is not a name; quote it")
             if key in seen:
@@ -302,7 +304,7 @@ class _Loader(yaml.SafeLoader):
 
 
 # PyYAML follows YAML 1.1, where 2e-5 has no dot and is therefore a string.
-_Loader.add_implicit_resolver(  # type: ignore[no-untyped-call]
+_Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
     list("-+.0123456789"),
@@ -356,7 +358,11 @@ def _known_keys(location: tuple[str | int, ...]) -> list[str]:
 def _where_else(key: str) -> str:
     """The section that has this key, where it was written in the wrong one."""
     for name, field in Recipe.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section) and key in field.annotation.model_fields:
+        if (
+            isinstance(field.annotation, type)
+            and issubclass(field.annotation, Section)
+            and key in field.annotation.model_fields
+        ):
             return f"; it belongs to `{name}`"
     return ""
 
@@ -365,7 +371,11 @@ def _explain(error: ValidationError) -> list[str]:
     lines: dict[str, str] = {}
     for problem in error.errors(include_url=False):
         # pydantic names the branch of a union it tried (`str`, `tuple[Source, ...]`): noise to a user.
-        path = [p for p in problem["loc"] if isinstance(p, int) or p.isidentifier() and p not in {"str", "int", "bool", "constrained"}]
+        path = [
+            p
+            for p in problem["loc"]
+            if isinstance(p, int) or (p.isidentifier() and p not in {"str", "int", "bool", "constrained"})
+        ]
         where = ".".join(map(str, path)) or "recipe"
         value = problem["input"]
         if problem["type"] == "extra_forbidden":

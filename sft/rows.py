@@ -70,7 +70,10 @@ def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        parts = [part.get("text", part.get("value")) if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+        parts = [
+            part.get("text", part.get("value")) if isinstance(part, dict) and part.get("type") == "text" else None
+            for part in content
+        ]
         if all(isinstance(part, str) for part in parts):
             return "".join(part for part in parts if part)
         kinds = sorted({str(part.get("type")) if isinstance(part, dict) else type(part).__name__ for part in content})
@@ -86,18 +89,26 @@ def _turn(message: Any) -> Message:
         raise ValueError(f"unknown role {message['role']!r}; known: {', '.join(sorted(ROLES))}")
     turn: Message = {"role": role, "content": _text(message.get("content"))}
     # Columnar files give every message every key, null where it has none; a template must not see those.
-    turn |= {key: message[key] for key in ("tool_calls", "name", "tool_call_id", "reasoning_content") if message.get(key)}
+    turn |= {
+        key: message[key] for key in ("tool_calls", "name", "tool_call_id", "reasoning_content") if message.get(key)
+    }
     return turn
 
 
 def _sharegpt_turn(message: Any) -> Message:
     if not isinstance(message, dict) or "from" not in message or "value" not in message:
-        raise ValueError(f"a turn has no `from` and `value`: {json.dumps(message, ensure_ascii=False, default=str)[:80]}")
+        raise ValueError(
+            f"a turn has no `from` and `value`: {json.dumps(message, ensure_ascii=False, default=str)[:80]}"
+        )
     if message["from"] != "function_call":
         return _turn({"role": message["from"], "content": message["value"]})
     call = json.loads(message["value"])
     calls = call if isinstance(call, list) else [call]
-    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": call} for call in calls],
+    }
 
 
 def _alpaca(row: Row) -> list[Message]:
@@ -127,9 +138,16 @@ def to_messages(row: Row, format: str) -> tuple[list[Message], list[Any] | None]
         messages = _alpaca(row)
     else:
         prompt, completion = row["prompt"], row["completion"]
-        asked = [{"role": "user", "content": _text(prompt)}] if isinstance(prompt, str) or prompt is None else [_turn(m) for m in prompt]
+        asked = (
+            [{"role": "user", "content": _text(prompt)}]
+            if isinstance(prompt, str) or prompt is None
+            else [_turn(m) for m in prompt]
+        )
         one = isinstance(completion, str) or completion is None
-        messages = [*asked, *([{"role": "assistant", "content": _text(completion)}] if one else [_turn(m) for m in completion])]
+        messages = [
+            *asked,
+            *([{"role": "assistant", "content": _text(completion)}] if one else [_turn(m) for m in completion]),
+        ]
     if row.get("system") and not any(message["role"] == "system" for message in messages):
         messages.insert(0, {"role": "system", "content": _text(row["system"])})
     tools = row.get("tools") or None
@@ -200,7 +218,9 @@ def read_rows(file: Path) -> Iterator[Row]:
     import pyarrow as pa
 
     try:
-        for number, row in enumerate(_json_rows(file) if file.suffix in (".json", ".jsonl") else _arrow_rows(file), start=1):
+        for number, row in enumerate(
+            _json_rows(file) if file.suffix in (".json", ".jsonl") else _arrow_rows(file), start=1
+        ):
             if not isinstance(row, dict):
                 raise DataError(f"{file}, row {number}: is of type {type(row).__name__}, not an object with columns.")
             yield row
@@ -229,7 +249,8 @@ def _rows_in_window(file: Path, count: int) -> list[Row]:
     """Rows from the start of a large JSON array, without reading all of it."""
     with file.open(encoding="utf-8", errors="ignore") as source:
         text = source.read(_WINDOW)
-    decoder, rows = json.JSONDecoder(), []
+    decoder = json.JSONDecoder()
+    rows: list[Row] = []
     position = text.find("{")
     while position >= 0 and len(rows) < count:
         try:

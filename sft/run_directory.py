@@ -5,6 +5,7 @@ Only the first rank writes here; every other part of the program asks this modul
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -23,7 +24,18 @@ from sft.recipe import REPOSITORY, Recipe, parse_recipe
 if TYPE_CHECKING:
     from sft.job import Job
 
-PACKAGES = ("torch", "transformers", "trl", "deepspeed", "accelerate", "datasets", "peft", "liger-kernel", "lm-eval", "wandb")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "trl",
+    "deepspeed",
+    "accelerate",
+    "datasets",
+    "peft",
+    "liger-kernel",
+    "lm-eval",
+    "wandb",
+)
 
 
 def write_json(path: Path, value: object) -> None:
@@ -166,15 +178,26 @@ def _git_state() -> dict[str, Any]:
         return {"commit": None, "dirty": None}
 
 
-def _unfinished(folder: Path, recipe_text: str, overrides: Sequence[str]) -> Run | None:
-    """The recipe's latest run, where it is the same job and did not finish."""
-    latest = folder / "latest"
-    if not (latest / "run.json").is_file():
-        return None
-    run = Run(latest.resolve())
-    record = run.record
-    same = run.recipe_file.read_text(encoding="utf-8") == recipe_text and record["overrides"] == list(overrides)
-    return run if same and record["status"] != "finished" and run.last_checkpoint() else None
+def _same_job(run: Run, recipe_text: str, overrides: Sequence[str]) -> bool:
+    def lasting(words: Sequence[str]) -> list[str]:
+        return [word for word in words if not word.startswith("train.resume=")]
+
+    return run.recipe_file.read_text(encoding="utf-8") == recipe_text and lasting(run.record["overrides"]) == lasting(
+        overrides
+    )
+
+
+def _lock(run: Run) -> bool:
+    """Claim the folder until this process ends, however it ends. False: another process has it."""
+    descriptor = os.open(run.path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True
 
 
 def _point_latest_at(run: Run) -> None:
@@ -185,43 +208,68 @@ def _point_latest_at(run: Run) -> None:
     temporary.replace(link)
 
 
-def open_run(recipe: Recipe, recipe_path: Path, overrides: Sequence[str], ranks: int) -> Run:
-    """Make the folder of a new run, or find the one to go on with.
+def _make(folder: Path, name: str | None) -> Run:
+    """A new run's folder, empty but for checkpoints/."""
+    started = time.strftime("%Y%m%d-%H%M%S")
+    # Two jobs may start in one second.
+    names = [name] if name else [started, *(f"{started}-{number}" for number in range(2, 100))]
+    for candidate in names:
+        run = Run(folder / candidate)
+        try:
+            run.checkpoints.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise RunError(
+                f"The run's folder cannot be made: {error}. Set output_dir to a place that can be written."
+            ) from None
+        return run
+    raise RunError(
+        f"{folder / names[0]} exists already and is not written over. Choose another tracking.run_name, or remove the folder."
+    )
 
-    The latest run of the same recipe, overrides and number of ranks goes on where it has a checkpoint and did not
-    finish. A finished run is never written over.
+
+def open_run(recipe: Recipe, recipe_path: Path, overrides: Sequence[str], ranks: int) -> Run:
+    """Make the folder of a new run, or find the one to go on with, and claim it.
+
+    An unfinished run of the same recipe and overrides goes on: the one named by tracking.run_name, else the latest. From
+    its newest checkpoint, or from the start where it has none. A finished run is never written over, nor one that another
+    process is training.
+
+    Args:
+        recipe: As validated.
+        recipe_path: Its file; the stem names the folder of its runs.
+        overrides: As given on the command line.
+        ranks: Processes of this job.
 
     Raises:
         RunError: The name is taken, the folder cannot be written, or there is nothing to resume where the recipe says
             it must be.
     """
     folder = Path(recipe.output_dir).expanduser().resolve() / recipe_path.stem
-    text = recipe_path.read_text(encoding="utf-8")
-    earlier = _unfinished(folder, text, overrides) if recipe.train.resume != "never" else None
-    if earlier is not None and earlier.record.get("ranks") != ranks:
-        raise RunError(
-            f"{earlier.path} is unfinished and was trained on {earlier.record.get('ranks')} ranks; this start has {ranks}, "
-            "and a checkpoint is resumed on the same number. Start it on as many, or anew with train.resume=never."
-        )
-    if earlier is not None:
-        return earlier
+    earlier = Run((folder / (recipe.tracking.run_name or "latest")).resolve())
+    if recipe.train.resume != "never" and (earlier.path / "run.json").is_file():
+        unfinished = earlier.record["status"] != "finished"
+        if unfinished and _same_job(earlier, recipe_path.read_text(encoding="utf-8"), overrides) and _lock(earlier):
+            _check_ranks(earlier, ranks)
+            return earlier
     if recipe.train.resume == "must":
-        raise RunError(f"train.resume=must, and {folder} has no unfinished run of this recipe with a checkpoint.")
-    name = recipe.tracking.run_name or time.strftime("%Y%m%d-%H%M%S")
-    run = Run(folder / name)
-    try:
-        run.checkpoints.mkdir(parents=True)
-    except FileExistsError:
-        status = read_json(run.path / "run.json").get("status", "unknown") if (run.path / "run.json").exists() else "unknown"
         raise RunError(
-            f"{run.path} exists already (status: {status}) and is not written over. Choose another tracking.run_name, or "
-            "remove the folder."
-        ) from None
-    except OSError as error:
-        raise RunError(f"The run's folder cannot be made: {error}. Set output_dir to a place that can be written.") from None
+            f"train.resume=must, and {folder} has no unfinished run of this recipe that nobody else is training."
+        )
+    run = _make(folder, recipe.tracking.run_name)
+    _lock(run)
     run.recipe_file.write_bytes(recipe_path.read_bytes())
     _point_latest_at(run)
     return run
+
+
+def _check_ranks(run: Run, ranks: int) -> None:
+    if run.last_checkpoint() and run.record["ranks"] != ranks:
+        raise RunError(
+            f"{run.path} is unfinished and was trained by {run.record['ranks']} processes; this start has {ranks}, and a checkpoint goes "
+            "on with the same number. Start as many, or anew with train.resume=never."
+        )
 
 
 def record_start(run: Run, job: Job, timings: dict[str, float], data_fingerprint: str) -> None:

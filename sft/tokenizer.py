@@ -28,7 +28,8 @@ def find_chat_template(name: str) -> str:
     if not path.is_file():
         names = sorted(file.stem for file in TEMPLATES.glob("*.jinja"))
         raise ModelError(
-            f"model.chat_template={name}: there is no such file{did_you_mean(name, names, '.')} Give a .jinja file, or one of: {', '.join(names)}."
+            f"model.chat_template={name}: there is no such file{did_you_mean(name, names, '.')} "
+            f"Give a .jinja file, or one of: {', '.join(names)}."
         )
     return path.read_text(encoding="utf-8")
 
@@ -86,12 +87,18 @@ def load_tokenizer(recipe: Recipe) -> Any:
     model = recipe.model
     path = model_path(recipe)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
     except (OSError, ValueError, KeyError, ImportError) as error:
         where = "its folder" if looks_local(path) or model.name_or_path == BUILTIN else "the hub"
-        raise ModelError(f"The tokenizer of {model.name_or_path} cannot be loaded from {where}: {str(error).splitlines()[0]}") from None
+        raise ModelError(
+            f"The tokenizer of {model.name_or_path} cannot be loaded from {where}: {str(error).splitlines()[0]}"
+        ) from None
     if not tokenizer.is_fast:
-        raise ModelError(f"The tokenizer of {model.name_or_path} has no fast version (tokenizer.json), whose character offsets the loss mask needs.")
+        raise ModelError(
+            f"The tokenizer of {model.name_or_path} has no fast version (tokenizer.json), whose character offsets the loss mask needs."
+        )
     if model.eos_token is not None:
         tokenizer.eos_token = _known_token(tokenizer, model.eos_token, "eos_token")
     if model.pad_token is not None:
@@ -114,7 +121,11 @@ def _settle_padding(tokenizer: Any, recipe: Recipe, stop: int) -> None:
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != stop:
         return
     unused = [token for token in tokenizer.all_special_tokens if tokenizer.convert_tokens_to_ids(token) != stop]
-    problem = "has no padding token" if tokenizer.pad_token_id is None else "pads with the end-of-turn token, which would then never be trained"
+    problem = (
+        "has no padding token"
+        if tokenizer.pad_token_id is None
+        else "pads with the end-of-turn token, which would then never be trained"
+    )
     raise ModelError(
         f"{recipe.model.name_or_path} {problem} ({tokenizer.eos_token}). Set model.pad_token to another token of its vocabulary"
         + (f", for example {unused[0]}." if unused else ".")

@@ -37,5 +37,7 @@ def set_up_trackers(tracking: Tracking, run: Run) -> list[str]:
         os.environ.setdefault("WANDB_SILENT", "true")
         if "WANDB_MODE" not in os.environ and not _logged_in_to_wandb():
             os.environ["WANDB_MODE"] = "offline"
-            notes.append(f"wandb: nobody is logged in, so the run stays offline; later: wandb sync {run.path}/wandb/offline-run-*")
+            notes.append(
+                f"wandb: nobody is logged in, so the run stays offline; later: wandb sync {run.path}/wandb/offline-run-*"
+            )
     return notes

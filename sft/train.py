@@ -1,9 +1,9 @@
 """Train one recipe, from file to report. Started by scripts/sft.sh, or by hand:
 
-    python -m sft.train recipes/tiny.yaml train.learning_rate=1e-3
-    torchrun --nproc-per-node 2 -m sft.train recipes/tiny.yaml
-    accelerate launch --num_processes 2 -m sft.train recipes/tiny.yaml
-    deepspeed --module sft.train recipes/tiny.yaml
+python -m sft.train recipes/tiny.yaml train.learning_rate=1e-3
+torchrun --nproc-per-node 2 -m sft.train recipes/tiny.yaml
+accelerate launch --num_processes 2 -m sft.train recipes/tiny.yaml
+deepspeed --module sft.train recipes/tiny.yaml
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def open_run_with_data(job: Job, tokenizer: Any) -> tuple[Run, Documents]:
         finally:
             shutil.rmtree(work, ignore_errors=True)
         result = run, documents
-    shared = distributed.from_first_rank(result)
+    shared: tuple[Run, Documents] | None = distributed.from_first_rank(result)
     assert shared is not None
     return shared
 
@@ -137,7 +137,9 @@ def recorded(run: Run) -> Iterator[None]:
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
         if distributed.is_first_rank():
-            run.update(status="interrupted" if interrupted else "failed", error=f"{type(error).__name__}: {error}"[:2000])
+            run.update(
+                status="interrupted" if interrupted else "failed", error=f"{type(error).__name__}: {error}"[:2000]
+            )
         if isinstance(error, KeyboardInterrupt):
             raise SystemExit(130) from None
         raise
@@ -163,7 +165,9 @@ def train(job: Job, run: Run, documents: Documents, tokenizer: Any) -> None:
     callback = metrics.Metrics(run.metrics_file, job.hardware, job.recipe.model.lora is None)
     trainer = build_trainer(job, arguments, model, tokenizer, sequences, order, callback)
     if (running := what_runs(trainer)) != job.plan.engine.value:
-        raise PlanError(f"The plan's engine is {job.plan.engine.value}, and {running} is running. Report this with plan.json.")
+        raise PlanError(
+            f"The plan's engine is {job.plan.engine.value}, and {running} is running. Report this with plan.json."
+        )
     checkpoint = run.last_checkpoint()
     started = time.monotonic()
     result = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -172,7 +176,12 @@ def train(job: Job, run: Run, documents: Documents, tokenizer: Any) -> None:
     if distributed.is_first_rank():
         shutil.rmtree(run.data, ignore_errors=True)
         timings = run.record["timings"] | {"train_seconds": seconds}
-        run.update(status="finished", finished=time.strftime("%Y-%m-%dT%H:%M:%S%z"), timings=timings, train_loss=result.training_loss)
+        run.update(
+            status="finished",
+            finished=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            timings=timings,
+            train_loss=result.training_loss,
+        )
     say(f"Trained {trainer.state.global_step} steps in {seconds:.0f} s: {run.final}")
 
 
@@ -187,7 +196,9 @@ def show_start(job: Job, run: Run, documents: Documents, sequences: int) -> None
     total = documents.total()
     used = total.trained + total.masked
     padding = sequences * job.recipe.data.max_length - used
-    packing = {"packs": sequences, "fill": used / (used + padding), "padding": padding} if job.recipe.data.packing else None
+    packing = (
+        {"packs": sequences, "fill": used / (used + padding), "padding": padding} if job.recipe.data.packing else None
+    )
     accounts = [account.as_json() for account in documents.accounts]
     write_json(run.ledger_file, {"sources": accounts, "total": total.as_json(), "packing": packing})
     write_json(run.plan_file, {"decisions": job.plan.decisions()})
@@ -201,7 +212,9 @@ def show_start(job: Job, run: Run, documents: Documents, sequences: int) -> None
     ]
     checkpoint = run.last_checkpoint()
     if checkpoint:
-        notes.append(f"This run was not finished: it goes on from {checkpoint.name}. train.resume=never starts another.")
+        notes.append(
+            f"This run was not finished: it goes on from {checkpoint.name}. train.resume=never starts another."
+        )
     print_plan(job.plan, f"{job.recipe_path.stem}: {job.recipe.model.name_or_path} on {job.hardware.device}", notes)
 
 
@@ -238,8 +251,14 @@ def evaluate_and_report(job: Job, run: Run) -> None:
     if job.recipe.eval.tasks or job.recipe.eval.suite:
         started = time.monotonic()
         launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
-        environment = {name: value for name, value in os.environ.items() if name not in launched and not name.startswith("TORCHELASTIC")}
-        status = subprocess.run([sys.executable, "-m", "eval.run", str(run.path)], env=environment, check=False).returncode
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in launched and not name.startswith("TORCHELASTIC")
+        }
+        status = subprocess.run(
+            [sys.executable, "-m", "eval.run", str(run.path)], env=environment, check=False
+        ).returncode
         timings = run.record["timings"] | {"evaluate_seconds": time.monotonic() - started}
         run.update(timings=timings, evaluation="finished" if status == 0 else "failed")
     from eval.report import write_report

@@ -60,6 +60,8 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "packing_strategy": "bfd",
         # The documents come tokenized, masked and packed; TRL's own preparation is not needed.
         "dataset_kwargs": {"skip_prepare_dataset": True},
+        # Every weight of a causal language model is used; looking for unused ones costs a walk of the graph each step.
+        "ddp_find_unused_parameters": False,
         # The loss is divided by the trained tokens of the whole step, on all ranks.
         "average_tokens_across_devices": True,
     }
@@ -73,7 +75,14 @@ def check_trainer_args(job: Job) -> None:
     """
     extra, known = job.recipe.train.trainer_args, {field.name for field in fields(SFTConfig) if field.init}
     owned = set(_planned_arguments(job, Path("recipe/run")))
-    lines = [f"  {name}: unknown to trl.SFTConfig{did_you_mean(name, sorted(known))}" for name in extra if name not in known]
+    lines = [
+        f"  {name}: unknown to trl.SFTConfig{did_you_mean(name, sorted(known))}" for name in extra if name not in known
+    ]
+    lines += [
+        f"  {name}: a secret does not belong in a recipe; log in with `hf auth login`"
+        for name in extra
+        if name == "hub_token"
+    ]
     lines += [f"  {name}: decided by the recipe's own keys and the plan" for name in extra if name in owned]
     if lines:
         raise RecipeError("\n".join(["train.trainer_args:", *lines]))

@@ -17,12 +17,13 @@ from sft.recipe import REPOSITORY, Recipe, find_file
 # The keys of deepspeed 0.19's configuration that a training run can use. It ignores what it does not know, so a typo
 # would silently do nothing.
 KNOWN_KEYS = (
-    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer scheduler fp16 bf16 amp "
-    "gradient_clipping prescale_gradients gradient_predivide_factor sparse_gradients zero_optimization "
-    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer communication_data_type seq_parallel_communication_data_type "
-    "data_types checkpoint activation_checkpointing aio comms_logger flops_profiler monitor_config tensorboard wandb csv_monitor "
-    "comet steps_per_print wall_clock_breakdown dump_state memory_breakdown disable_allgather dataloader_drop_last "
-    "timers compile use_data_before_expert_parallel_ elasticity torch_autocast graph_harvesting use_node_local_storage"
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer scheduler fp16 bf16 "
+    "amp gradient_clipping prescale_gradients gradient_predivide_factor sparse_gradients zero_optimization "
+    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer communication_data_type "
+    "seq_parallel_communication_data_type data_types checkpoint activation_checkpointing aio comms_logger "
+    "flops_profiler monitor_config tensorboard wandb csv_monitor comet steps_per_print wall_clock_breakdown "
+    "dump_state memory_breakdown disable_allgather dataloader_drop_last timers compile "
+    "use_data_before_expert_parallel_ elasticity torch_autocast graph_harvesting use_node_local_storage"
 ).split()
 
 
@@ -58,12 +59,16 @@ def load_deepspeed(name: str) -> DeepSpeedFile:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         names = sorted(file.stem for file in (REPOSITORY / "ds_configs").glob("*.json"))
-        raise PlanError(f"train.deepspeed={name}: there is no such file{did_you_mean(name, names, '.')} Shipped: {', '.join(names)}.") from None
+        raise PlanError(
+            f"train.deepspeed={name}: there is no such file{did_you_mean(name, names, '.')} Shipped: {', '.join(names)}."
+        ) from None
     except (OSError, ValueError) as error:
         raise PlanError(f"train.deepspeed={name}: {path} is not readable JSON: {error}.") from None
     if not isinstance(config, dict):
         raise PlanError(f"train.deepspeed={name}: {path} holds no JSON object.")
-    unknown = [f"  {key}: unknown to DeepSpeed{did_you_mean(key, KNOWN_KEYS)}" for key in config if key not in KNOWN_KEYS]
+    unknown = [
+        f"  {key}: unknown to DeepSpeed{did_you_mean(key, KNOWN_KEYS)}" for key in config if key not in KNOWN_KEYS
+    ]
     if unknown:
         raise PlanError("\n".join([f"{path} has keys that DeepSpeed would ignore:", *unknown]))
     zero = config.get("zero_optimization", {})
@@ -83,10 +88,12 @@ def _same(found: Any, wanted: Any) -> bool:
     if isinstance(found, list) and isinstance(wanted, list):
         return len(found) == len(wanted) and all(map(_same, found, wanted))
     number = isinstance(found, int | float) and isinstance(wanted, int | float)
-    return abs(found - wanted) <= 1e-12 * abs(wanted) if number else found == wanted
+    return bool(abs(found - wanted) <= 1e-12 * abs(wanted) if number else found == wanted)
 
 
-def check_deepspeed(file: DeepSpeedFile, recipe: Recipe, micro_batch_size: int, accumulation: int, precision: str) -> None:
+def check_deepspeed(
+    file: DeepSpeedFile, recipe: Recipe, micro_batch_size: int, accumulation: int, precision: str
+) -> None:
     """Refuse a JSON that says something else than the recipe.
 
     Args:
@@ -118,13 +125,17 @@ def check_deepspeed(file: DeepSpeedFile, recipe: Recipe, micro_batch_size: int, 
         if (found := _at(file.config, key)) != "auto" and not _same(found, value)
     ]
     if "scheduler" in file.config:
-        lines.append(f"  scheduler is {file.config['scheduler'].get('type')}, and train.lr_scheduler is {train.lr_scheduler}: remove the section")
+        lines.append(
+            f"  scheduler is {file.config['scheduler'].get('type')}, and train.lr_scheduler is {train.lr_scheduler}: remove the section"
+        )
     kind = _at(file.config, "optimizer.type")
     if kind != "auto" and kind.lower() not in ("adam", "adamw"):
         lines.append(f"  optimizer.type is {kind}, and the recipe's optimizer is AdamW")
     zero = file.config.get("zero_optimization", {})
     if file.stage == 3 and not zero.get("stage3_gather_16bit_weights_on_model_save"):
-        lines.append("  zero_optimization.stage3_gather_16bit_weights_on_model_save is not true: the saved model would be empty")
+        lines.append(
+            "  zero_optimization.stage3_gather_16bit_weights_on_model_save is not true: the saved model would be empty"
+        )
     if lines:
         remedy = 'Write "auto" in the JSON for what the recipe decides.'
         raise PlanError("\n".join([f"{file.path} contradicts the recipe:", *lines, remedy]))
