@@ -92,7 +92,8 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         return self.file.read_text().splitlines() if self.file.exists() else []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Move the bar."""
+        """Move the bar; the last step is logged wherever it falls."""
+        control.should_log = control.should_log or state.global_step >= state.max_steps
         if self.bar is not None:
             self.bar.update(1)
 

@@ -92,6 +92,7 @@ def open_run_with_data(job: Job, tokenizer: Any) -> tuple[Run, Documents]:
             started = time.monotonic()
             documents = prepare_documents(job.recipe, tokenizer, work / "documents.arrow", _progress)
             run = open_run(job.recipe, job.recipe_path, job.overrides, job.hardware.ranks)
+            check_resumable(job, run)
             documents = keep_documents(run, documents)
             record_start(run, job, {"prepare_seconds": time.monotonic() - started}, documents.fingerprint)
         finally:
@@ -100,6 +101,20 @@ def open_run_with_data(job: Job, tokenizer: Any) -> tuple[Run, Documents]:
     shared: tuple[Run, Documents] | None = distributed.from_first_rank(result)
     assert shared is not None
     return shared
+
+
+def check_resumable(job: Job, run: Run) -> None:
+    """Refuse to go on where the engine would lose its state in silence.
+
+    Raises:
+        RunError: The optimizer is offloaded to NVMe: DeepSpeed saves no state of it, and would start it anew.
+    """
+    checkpoint = run.last_checkpoint()
+    if checkpoint and job.deepspeed is not None and job.deepspeed.offload == "nvme":
+        raise RunError(
+            f"{checkpoint} cannot be resumed: with offload to NVMe DeepSpeed does not save the optimizer's state. Start anew with "
+            "train.resume=never."
+        )
 
 
 def keep_documents(run: Run, documents: Documents) -> Documents:
@@ -263,8 +278,14 @@ def evaluate_and_report(job: Job, run: Run) -> None:
         run.update(timings=timings, evaluation="finished" if status == 0 else "failed")
     from eval.report import write_report
 
-    say(f"Report: {write_report(run)}")
+    report = write_report(run)  # once more after an evaluation, whose own has not its duration
+    if "evaluation" not in run.record or status:
+        print(f"Report: {report}", flush=True)
     if status:
+        print(
+            f"The model is trained; its evaluation is not complete. Again: bash scripts/eval.sh {run.path}",
+            file=sys.stderr,
+        )
         raise SystemExit(status)
 
 

@@ -27,6 +27,10 @@ KNOWN_KEYS = (
 ).split()
 
 
+_OWNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+"""Keys that the recipe decides."""
+
+
 @dataclass(frozen=True)
 class DeepSpeedFile:
     """A DeepSpeed configuration and where it was read."""
@@ -74,7 +78,8 @@ def load_deepspeed(name: str) -> DeepSpeedFile:
     zero = config.get("zero_optimization", {})
     if not isinstance(zero, dict) or zero.get("stage", 0) not in (0, 1, 2, 3):
         raise PlanError(f"{path}: zero_optimization.stage must be 0, 1, 2 or 3, got {zero}.")
-    return DeepSpeedFile(path, config)
+    # Left out, DeepSpeed would clip at 1.0 and count the batch its own way, whatever the recipe says.
+    return DeepSpeedFile(path, dict.fromkeys(_OWNED, "auto") | config)
 
 
 def _at(config: dict[str, Any], dotted: str) -> Any:
@@ -114,10 +119,6 @@ def check_deepspeed(
         "gradient_clipping": (train.max_grad_norm, "train.max_grad_norm"),
         "bf16.enabled": (precision == "bf16", f"train.precision ({precision})"),
         "fp16.enabled": (precision == "fp16", f"train.precision ({precision})"),
-        "optimizer.params.lr": (train.learning_rate, "train.learning_rate"),
-        "optimizer.params.betas": ([train.adam_beta1, train.adam_beta2], "train.adam_beta1, adam_beta2"),
-        "optimizer.params.eps": (train.adam_epsilon, "train.adam_epsilon"),
-        "optimizer.params.weight_decay": (train.weight_decay, "train.weight_decay"),
     }
     lines = [
         f"  {key} is {json.dumps(found)}, and {name} is {json.dumps(value)}"
@@ -128,9 +129,12 @@ def check_deepspeed(
         lines.append(
             f"  scheduler is {file.config['scheduler'].get('type')}, and train.lr_scheduler is {train.lr_scheduler}: remove the section"
         )
-    kind = _at(file.config, "optimizer.type")
-    if kind != "auto" and kind.lower() not in ("adam", "adamw"):
-        lines.append(f"  optimizer.type is {kind}, and the recipe's optimizer is AdamW")
+    if "optimizer" in file.config:
+        # transformers would hand DeepSpeed one flat group of parameters: biases and norms would be decayed with the rest.
+        lines.append(
+            f"  optimizer is {json.dumps(file.config['optimizer'])}, and the recipe's is AdamW with its own learning_rate, betas and "
+            "weight_decay (none on biases and norms): remove the section"
+        )
     zero = file.config.get("zero_optimization", {})
     if file.stage == 3 and not zero.get("stage3_gather_16bit_weights_on_model_save"):
         lines.append(

@@ -1,0 +1,209 @@
+"""One model measured through lm_eval.
+
+One call of lm_eval measures one task, so that a task that fails costs only itself.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eval.quiet import chatter_to, first_line
+from eval.settings import Settings
+from eval.tasks import LoadedTasks
+from sft.errors import EvaluationError
+
+if TYPE_CHECKING:
+    from lm_eval.models.huggingface import HFLM
+    from transformers import PreTrainedTokenizerBase
+
+Results = dict[str, Any]
+# What lm_eval logs when a prompt is longer than the context and loses its beginning.
+PROMPT_CUT = ("Left truncation applied", "exceeds model's maximum length")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model to measure."""
+
+    label: str
+    """How lines on the terminal begin: base, tuned."""
+
+    model: str
+    """A folder or an id on the hub."""
+
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
+def _load_model(target: Target, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> HFLM:
+    """lm_eval's model, with the generation config that both models share."""
+    import torch
+    from lm_eval.models.huggingface import HFLM
+    from transformers import GenerationConfig
+
+    try:
+        model = HFLM(
+            pretrained=target.model,
+            revision=target.revision or "main",
+            tokenizer=tokenizer,
+            dtype=settings.dtype,
+            max_length=settings.max_length,
+            batch_size=settings.batch_size,
+            add_bos_token=settings.add_bos_token,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            trust_remote_code=target.trust_remote_code,
+        )
+    except Exception as error:  # missing or broken weights come as a different error from each library
+        traceback.print_exc()
+        raise EvaluationError(
+            f"The {target.label} model {target.model} cannot be loaded: {type(error).__name__}: {first_line(error)}"
+        ) from None
+    # The base model's own would stop it at another token, or repeat less. Its lengths would overrule lm_eval's.
+    model.model.generation_config = GenerationConfig(
+        **settings.generation, eos_token_id=list(settings.stop_token_ids), pad_token_id=model.tokenizer.pad_token_id
+    )
+    return model
+
+
+def scores_of(results: Results, name: str) -> str:
+    """A task's scores in a few words.
+
+    >>> scores_of({"results": {"arc": {"alias": "arc", "acc,none": 0.25, "acc_stderr,none": 0.1}}}, "arc")
+    'acc 0.250'
+    """
+    scores = {
+        key.split(",")[0]: value
+        for key, value in results["results"].get(name, {}).items()
+        if "," in key and "_stderr," not in key and isinstance(value, (int, float))
+    }
+    if not scores:
+        return f"{len(results['results'])} results"
+    return ", ".join(f"{metric} {value:.3f}" for metric, value in scores.items())
+
+
+def _measure_task(model: HFLM, name: str, tasks: LoadedTasks, settings: Settings) -> Results:
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    results: Results = lm_eval.simple_evaluate(
+        model=model,
+        tasks=tasks.by_name[name],
+        task_manager=TaskManager(include_defaults=False),  # it would index its 14,000 files for tasks that are loaded
+        num_fewshot=settings.num_fewshot,
+        batch_size=settings.batch_size,
+        limit=settings.limit,
+        system_instruction=settings.system_instruction,
+        apply_chat_template=settings.apply_chat_template,
+        fewshot_as_multiturn=settings.fewshot_as_multiturn,
+        random_seed=settings.seed,
+        numpy_random_seed=settings.seed,
+        torch_random_seed=settings.seed,
+        fewshot_random_seed=settings.seed,
+        confirm_run_unsafe_code=tasks.run_code,
+        log_samples=True,
+    )
+    return results
+
+
+def _merge(results: Results, more: Results) -> Results:
+    """The results of two calls as those of one."""
+    merged = dict(results)
+    for key, value in more.items():
+        merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) and key != "config" else value
+    return merged
+
+
+def _measure_all(model: HFLM, label: str, tasks: LoadedTasks, settings: Settings, log: Path) -> Results:
+    results: Results = {"failed": dict(tasks.missing), "prompts_cut": []}
+    for name in tasks.by_name:
+        started, logged = time.monotonic(), log.stat().st_size
+        try:
+            with chatter_to(log):
+                measured = _measure_task(model, name, tasks, settings)
+        except Exception as error:  # one task's code must not cost the hours that the others took
+            with log.open("a", encoding="utf-8") as file:
+                traceback.print_exc(file=file)
+            results["failed"][name] = f"{type(error).__name__}: {first_line(error)}"
+            print(f"{label}: {name} failed: {results['failed'][name]}", flush=True)
+            continue
+        documents = sum(count["effective"] for count in measured["n-samples"].values())
+        seconds = time.monotonic() - started
+        print(f"{label}: {documents} documents of {name} ... {scores_of(measured, name)} ({seconds:.0f} s)", flush=True)
+        if any(words.encode() in log.read_bytes()[logged:] for words in PROMPT_CUT):
+            results["prompts_cut"].append(name)
+            print(
+                f"{label}: prompts of {name} longer than {settings.max_length} tokens lost their beginning.", flush=True
+            )
+        results = _merge(results, measured)
+    if "results" not in results:
+        raise EvaluationError(f"The {label} model could not be measured on any task; {log} says more.")
+    return results
+
+
+def _write(results: Results, target: Target, settings: Settings, chat_template: str | None, folder: Path) -> None:
+    """Write results.json and samples_<task>.jsonl: as lm_eval writes them, but for the time in their names."""
+    from lm_eval.loggers import EvaluationTracker
+
+    samples = results.pop("samples", {})
+    tracker = EvaluationTracker(output_path=str(folder / "results.json"))
+    tracker.general_config_tracker.start_time -= results["seconds"]
+    tracker.general_config_tracker.log_experiment_args(
+        model_source=settings.backend,
+        model_args={"pretrained": target.model},
+        system_instruction=settings.system_instruction,
+        chat_template=chat_template,
+        fewshot_as_multiturn=settings.fewshot_as_multiturn,
+    )
+    tracker.save_results_aggregated(results=results, samples=samples)
+    for name, documents in samples.items():
+        tracker.save_results_samples(task_name=name, samples=documents)
+    written = list(folder.glob(f"*_{tracker.date_id}.json*"))
+    if len(written) != 1 + len(samples):  # lm_eval only logs what went wrong
+        raise EvaluationError(f"The results of the {target.label} model cannot be written to {folder.parent}.")
+    for path in written:
+        path.rename(path.with_name(path.name.replace(f"_{tracker.date_id}", "")))
+
+
+def evaluate_model(
+    target: Target, tokenizer: PreTrainedTokenizerBase, tasks: LoadedTasks, settings: Settings, output: Path, log: Path
+) -> None:
+    """Measure one model on every task, and put lm_eval's output in a folder: complete, or not there.
+
+    Args:
+        target: The model.
+        tokenizer: The one that every model to be compared is asked with.
+        tasks: From `load_tasks`.
+        settings: The same for every model to be compared.
+        output: The folder; replaced where it exists. results.json has `settings`, `settings_hash`, `measured_model`,
+            `failed` and `prompts_cut` beside lm_eval's own keys.
+        log: Where the libraries' words go.
+
+    Raises:
+        EvaluationError: The model cannot be loaded, no task can be measured, or the results cannot be written.
+    """
+    started = time.monotonic()
+    with chatter_to(log):
+        model = _load_model(target, tokenizer, settings)
+    results = _measure_all(model, target.label, tasks, settings, log)
+    results |= {"settings": asdict(settings), "settings_hash": settings.hash, "seconds": time.monotonic() - started}
+    results["measured_model"] = {"model": target.model, "revision": target.revision}
+    template = model.chat_template(True) if settings.apply_chat_template else None
+    del model
+    gc.collect()  # the next model needs the memory
+    work = output.with_name(f".{output.name}.{os.getpid()}")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    try:
+        with chatter_to(log):
+            _write(results, target, settings, template, work)
+        shutil.rmtree(output, ignore_errors=True)
+        work.rename(output)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

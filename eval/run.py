@@ -1,0 +1,221 @@
+"""Measure a run's base and tuned model alike and compare them, or measure any one model.
+
+    python -m eval.run outputs/tiny/latest                       # as the run's recipe says
+    python -m eval.run outputs/tiny/latest tasks=gsm8k limit=100
+    python -m eval.run Qwen/Qwen2.5-0.5B-Instruct tasks=arc_easy,gsm8k limit=10
+
+The keys are those of the recipe's `eval` section.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from eval.compare import compare, comparison_table, scores_table
+from eval.measure import Results, Target, evaluate_model
+from eval.quiet import LOG
+from eval.settings import Reference, Settings, check_vocabulary, load_config, load_reference, resolve_settings
+from eval.suites import check_tasks
+from eval.tasks import load_tasks
+from sft.errors import EvaluationError, RecipeError, run_main
+from sft.recipe import Evaluation, parse_recipe
+from sft.run_directory import Run, find_run, read_json, write_json
+
+EXIT_INCOMPLETE = 1
+# What a recipe needs beside its `eval` section, for a model that has no recipe.
+NO_RECIPE = json.dumps(
+    {"schema_version": 1, "version": 1, "model": {"name_or_path": "-"}, "data": {"train": "-"}}
+    | {"train": {"global_batch_size": 1}}
+)
+
+
+def _as_override(argument: str) -> str:
+    """An argument as an override of the recipe.
+
+    >>> _as_override("tasks=arc_easy,gsm8k"), _as_override("limit=10")
+    ('eval.tasks=["arc_easy", "gsm8k"]', 'eval.limit=10')
+    """
+    key, equals, value = argument.removeprefix("eval.").partition("=")
+    if not equals or not key:
+        raise EvaluationError(f"'{argument}' is no setting. Write key=value, for example limit=100.")
+    if key == "tasks" and not value.strip().startswith("["):
+        value = json.dumps([name.strip() for name in value.split(",") if name.strip()])
+    return f"eval.{key}={value}"
+
+
+def parse_evaluation(arguments: Sequence[str], run: Run | None = None) -> Evaluation:
+    """The `eval` section: a run's own, or the defaults, changed by `key=value`.
+
+    Raises:
+        EvaluationError: An argument is no key of it, or has a wrong value; all at once.
+    """
+    overrides = [_as_override(argument) for argument in arguments]
+    text, recorded = NO_RECIPE, []
+    if run is not None:
+        text, recorded = run.recipe_file.read_text(encoding="utf-8"), run.record["overrides"]
+    try:
+        return parse_recipe(text, [*recorded, *overrides], origin="The evaluation").eval
+    except RecipeError as error:
+        raise EvaluationError(str(error).replace("is not a valid recipe", "cannot be done as asked")) from None
+
+
+def _on_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _results(folder: Path) -> Results:
+    results: Results = read_json(folder / "results.json")
+    return results
+
+
+def _samples(folder: Path) -> dict[str, list[Results]]:
+    """lm_eval's samples, per task."""
+    return {
+        path.stem.removeprefix("samples_"): [json.loads(line) for line in path.open(encoding="utf-8")]
+        for path in sorted(folder.glob("samples_*.jsonl"))
+    }
+
+
+def _measured_before(folder: Path, target: Target, settings: Settings) -> bool:
+    """Whether the folder holds this model's results on every task, under these settings."""
+    if not (folder / "results.json").is_file():
+        return False
+    results = _results(folder)
+    same_model = results["measured_model"] == {"model": target.model, "revision": target.revision}
+    return bool(same_model and results["settings_hash"] == settings.hash and not results["failed"])
+
+
+def _base_target(run: Run, trust_remote_code: bool, reference: Reference) -> Target:
+    """The model that the run started from, checked as far as that goes without its weights."""
+    record = run.record["base_model"]
+    target = Target("base", str(record.get("path") or record["name_or_path"]), record["revision"], trust_remote_code)
+    config = load_config(target.model, target.revision, trust_remote_code, called=f"The base model of {run.path},")
+    check_vocabulary(reference, config, target.model)
+    return target
+
+
+def evaluate_run(run: Run, evaluation: Evaluation) -> dict[str, str]:
+    """Measure a run's base and tuned model, and write the comparison and the report.
+
+    Args:
+        run: A run that has its final model.
+        evaluation: The recipe's `eval` section, changed on the command line or not.
+
+    Returns:
+        Tasks that could not be measured, and why: empty where the comparison is complete.
+
+    Raises:
+        EvaluationError: Whatever the user can fix.
+    """
+    recipe = run.recipe()
+    selection = check_tasks(evaluation, Path(recipe.output_dir))
+    if not selection.tasks:
+        raise EvaluationError("There is nothing to measure: eval.tasks is empty. Name tasks: tasks=gsm8k,arc_easy")
+    if not (run.final / "config.json").is_file():
+        status = run.record.get("status")
+        raise EvaluationError(f"{run.path} has no final model (status: {status}). Finish its training first.")
+    reference = load_reference(str(run.final), None, recipe.model.trust_remote_code)
+    base = _base_target(run, recipe.model.trust_remote_code, reference)
+    tuned = Target("tuned", str(run.final), None, recipe.model.trust_remote_code)
+    settings = resolve_settings(evaluation, selection, reference, _on_gpu())
+    log = run.comparison_file.with_name(LOG)
+    log.parent.mkdir(exist_ok=True)
+    tasks = load_tasks(selection, settings, evaluation.confirm_run_unsafe_code, log)
+    if _measured_before(run.base_evaluation, base, settings):
+        print(f"base: measured before under the same settings ({run.base_evaluation}); not measured again.")
+    else:
+        evaluate_model(base, reference.tokenizer, tasks, settings, run.base_evaluation, log)
+    evaluate_model(tuned, reference.tokenizer, tasks, settings, run.tuned_evaluation, log)
+    return _compare_and_report(run)
+
+
+def _compare_and_report(run: Run) -> dict[str, str]:
+    from rich.console import Console
+
+    from eval.report import write_report
+
+    base, tuned = run.base_evaluation, run.tuned_evaluation
+    comparison = compare(_results(base), _results(tuned), _samples(base), _samples(tuned))
+    write_json(run.comparison_file, comparison)
+    Console().print(comparison_table(comparison))
+    print(f"Report: {write_report(run)}")
+    not_measured: dict[str, str] = comparison["not_measured"]
+    return not_measured
+
+
+def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
+    """Measure one model and write lm_eval's output to outputs/eval/<model>/<time>/.
+
+    Args:
+        model: A folder, an id on the hub, or `builtin:demo`.
+        evaluation: What to measure.
+
+    Returns:
+        Tasks that could not be measured, and why.
+
+    Raises:
+        EvaluationError: Whatever the user can fix.
+    """
+    from rich.console import Console
+
+    outputs = Path("outputs")
+    selection = check_tasks(evaluation, outputs)
+    if not selection.tasks:
+        raise EvaluationError(f"There is nothing to measure on {model}. Name tasks: tasks=gsm8k,arc_easy")
+    if model == "builtin:demo":
+        from sft.demo import make_demo
+
+        model = str(make_demo(outputs).model)
+    folder = Path(model).expanduser()
+    target = Target(folder.resolve().name, str(folder)) if folder.is_dir() else Target(model, model)
+    reference = load_reference(target.model, None, False)
+    check_vocabulary(reference, reference.config, target.model)
+    settings = resolve_settings(evaluation, selection, reference, _on_gpu())
+    output = outputs.resolve() / "eval" / target.label.replace("/", "__") / time.strftime("%Y%m%d-%H%M%S")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    log = output.with_name(LOG)
+    tasks = load_tasks(selection, settings, evaluation.confirm_run_unsafe_code, log)
+    evaluate_model(target, reference.tokenizer, tasks, settings, output, log)
+    results = _results(output)
+    Console().print(scores_table(results))
+    print(f"Results: {output}")
+    failed: dict[str, str] = results["failed"]
+    return failed
+
+
+def _leave_torchrun() -> bool:
+    """Be one process of its own, also where a rank of torchrun started it. False for the ranks with nothing to do."""
+    first = os.environ.get("RANK", "0") == "0"
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    return first
+
+
+def main(arguments: list[str]) -> None:
+    """Measure what the first argument names."""
+    if not arguments or "=" in arguments[0]:
+        raise EvaluationError(f"Name a run's folder or a model first.\n\n{__doc__}")
+    if not _leave_torchrun():
+        return
+    path = Path(arguments[0]).expanduser()
+    # A folder that is neither a model nor a run is told of as a run that is missing.
+    if path.is_dir() and not (path / "config.json").is_file():
+        run = find_run(path)
+        not_measured = evaluate_run(run, parse_evaluation(arguments[1:], run))
+    else:
+        not_measured = evaluate_one(arguments[0], parse_evaluation(arguments[1:]))
+    if not_measured:
+        reasons = "".join(f"\n  {name}: {reason}" for name, reason in not_measured.items())
+        print(f"\nThe evaluation is incomplete. Not measured:{reasons}", file=sys.stderr)
+        sys.exit(EXIT_INCOMPLETE)
+
+
+if __name__ == "__main__":
+    run_main(main)

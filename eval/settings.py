@@ -1,0 +1,215 @@
+"""What the base and the tuned model are asked with: everything that could move a score, in one value with one hash.
+
+Both are asked through the tuned run's tokenizer and chat template, in one number format, and stop at the same tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eval.quiet import first_line
+from eval.suites import TaskSelection
+from sft.errors import EvaluationError
+from sft.recipe import Evaluation
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+
+# lm_eval's own 256 cuts the reasoning of a chat model before its answer.
+ANSWER_TOKENS = 1024
+# On a CPU lm_eval's search for a batch size would take longer than it saves.
+CPU_BATCH_SIZE = 32
+# lm_eval decides the length of each answer; transformers would follow these keys of a generation config instead.
+LENGTH_KEYS = ("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that decides a score besides the weights. Two evaluations compare only where these are equal."""
+
+    tasks: dict[str, str | None]
+    """Name of each task, group or tag; the SHA-256 of its definition where it is not lm_eval's own."""
+
+    limit: int | None
+    num_fewshot: int | None
+    fewshot_as_multiturn: bool
+    system_instruction: str | None
+
+    apply_chat_template: bool
+    chat_template_sha256: str | None
+
+    add_bos_token: bool | None
+    """False with a chat template, which writes its own: training adds none to it either. None: the tokenizer's way."""
+
+    dtype: str
+
+    max_length: int | None
+    """Tokens of prompt and answer together: the model's context."""
+
+    max_gen_toks: int | None
+    """Longest answer in tokens, for every task; None for each task's own."""
+
+    default_max_gen_toks: int
+    """Longest answer in tokens where neither the recipe nor the task says."""
+
+    generation: dict[str, Any]
+    """The tuned model's generation config, its lengths left out."""
+
+    stop_token_ids: tuple[int, ...]
+    seed: int
+    batch_size: int | str
+    backend: str
+    versions: dict[str, str]
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of all settings but batch_size, which follows from this machine's memory and decides no answer."""
+        values = {key: value for key, value in asdict(self).items() if key != "batch_size"}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The model that decides how both are asked: the tuned one."""
+
+    path: str
+    config: PreTrainedConfig
+    generation_config: GenerationConfig
+    tokenizer: PreTrainedTokenizerBase
+
+
+def load_config(
+    model: str, revision: str | None, trust_remote_code: bool, called: str = "The model"
+) -> PreTrainedConfig:
+    """A model's config, which costs little: what is wrong with the model shows before its weights load.
+
+    Raises:
+        EvaluationError: There is no such model.
+    """
+    from transformers import AutoConfig
+
+    if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
+        raise EvaluationError(f"{called} {model} cannot be loaded: there is no such folder.")
+    try:
+        return AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise EvaluationError(
+            f"{called} {model} cannot be loaded: {first_line(error)} Name a folder that `from_pretrained` can load, or "
+            "an id on the hub that this machine can reach."
+        ) from None
+
+
+def load_reference(model: str, revision: str | None, trust_remote_code: bool) -> Reference:
+    """Read a model's config, generation config and tokenizer; no weights.
+
+    Raises:
+        EvaluationError: One of them is missing.
+    """
+    from transformers import AutoTokenizer, GenerationConfig
+
+    config = load_config(model, revision, trust_remote_code)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise EvaluationError(f"The tokenizer of {model} cannot be loaded: {first_line(error)}") from None
+    # Without its files transformers makes an empty tokenizer of the model's kind and says nothing.
+    if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
+        raise EvaluationError(f"The tokenizer of {model} cannot be loaded: its vocabulary is empty or missing.")
+    try:
+        generation_config = GenerationConfig.from_pretrained(model, revision=revision)
+    except OSError:  # what transformers itself does for a model without one
+        generation_config = GenerationConfig.from_model_config(config)
+    return Reference(model, config, generation_config, tokenizer)
+
+
+def check_vocabulary(reference: Reference, config: PreTrainedConfig, model: str) -> None:
+    """Refuse a tokenizer that a model has too few embeddings for.
+
+    Raises:
+        EvaluationError: A token id of the reference's tokenizer has no row in the model's embedding.
+    """
+    largest, rows = max(reference.tokenizer.get_vocab().values()), config.get_text_config().vocab_size
+    if largest >= rows:
+        raise EvaluationError(
+            f"{model} cannot be asked with the tokenizer of {reference.path}: its largest token id is {largest}, and "
+            f"the model embeds {rows} tokens. The two do not belong together."
+        )
+
+
+def _check_chat_template(reference: Reference, evaluation: Evaluation) -> str | None:
+    if not evaluation.apply_chat_template:
+        return None
+    template = reference.tokenizer.chat_template
+    if template is None:
+        raise EvaluationError(
+            f"eval.apply_chat_template=true, and the tokenizer of {reference.path} has no chat template. Set "
+            "eval.apply_chat_template=false to ask without one."
+        )
+    if evaluation.system_instruction is not None:
+        turns = [{"role": "system", "content": evaluation.system_instruction}, {"role": "user", "content": "?"}]
+        try:
+            rendered = str(reference.tokenizer.apply_chat_template(turns, tokenize=False))
+        except Exception as error:  # a template may raise anything; lm_eval would drop the system turn and go on
+            rendered = first_line(error)
+        if evaluation.system_instruction not in rendered:
+            raise EvaluationError(
+                f"eval.system_instruction is set, and the chat template of {reference.path} takes no system turn. "
+                "Leave eval.system_instruction out."
+            )
+    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _context(config: PreTrainedConfig) -> int | None:
+    text = config.get_text_config()
+    # The names and their order are lm_eval's: resolve_max_length.
+    found = (getattr(text, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))
+    return next((int(length) for length in found if length is not None), None)
+
+
+def _stop_token_ids(reference: Reference) -> tuple[int, ...]:
+    ids = reference.generation_config.eos_token_id
+    ids = {ids} if isinstance(ids, int) else set(ids or ())
+    # lm_eval stops at the tokenizer's end-of-turn token as well.
+    return tuple(sorted({*ids, reference.tokenizer.eos_token_id} - {None}))
+
+
+def resolve_settings(evaluation: Evaluation, selection: TaskSelection, reference: Reference, on_gpu: bool) -> Settings:
+    """Decide everything that the recipe's `eval` section left open.
+
+    Raises:
+        EvaluationError: The tokenizer has no chat template, or one that drops the system instruction.
+    """
+    dtype = str(getattr(reference.config, "dtype", None) or "auto").removeprefix("torch.")
+    generation = reference.generation_config.to_diff_dict()
+    context = _context(reference.config)
+    return Settings(
+        tasks={task.name: task.definition for task in selection.tasks},
+        limit=evaluation.limit,
+        num_fewshot=evaluation.num_fewshot,
+        fewshot_as_multiturn=evaluation.apply_chat_template,
+        system_instruction=evaluation.system_instruction,
+        apply_chat_template=evaluation.apply_chat_template,
+        chat_template_sha256=_check_chat_template(reference, evaluation),
+        add_bos_token=False if evaluation.apply_chat_template else None,
+        dtype=dtype if evaluation.dtype == "auto" else evaluation.dtype,
+        max_length=context,
+        max_gen_toks=evaluation.max_gen_toks,
+        # At least half of a small context is left for the prompt.
+        default_max_gen_toks=min(ANSWER_TOKENS, (context or 2 * ANSWER_TOKENS) // 2),
+        generation={
+            key: value
+            for key, value in generation.items()
+            if key not in (*LENGTH_KEYS, "eos_token_id", "pad_token_id", "transformers_version", "_from_model_config")
+        },
+        stop_token_ids=_stop_token_ids(reference),
+        seed=evaluation.seed,
+        batch_size=CPU_BATCH_SIZE if evaluation.batch_size == "auto" and not on_gpu else evaluation.batch_size,
+        backend="hf",
+        versions={package: version(package) for package in ("lm_eval", "transformers")},
+    )

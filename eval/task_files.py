@@ -1,0 +1,118 @@
+"""Task files that the user brings, read as lm_eval reads them but without running anything in them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sft.errors import EvaluationError
+from sft.recipe import find_file
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task, group or tag that was asked for."""
+
+    name: str
+    """As results call it."""
+
+    given: str
+    """What lm_eval is given: the name, or the path of the task's file."""
+
+    definition: str | None = None
+    """SHA-256 of a definition that is not lm_eval's own: two tasks of one name are not one task."""
+
+
+class _TaskLoader(yaml.SafeLoader):
+    """A task's YAML as lm_eval reads it, with `!function` left as text: nothing of the user's is imported here."""
+
+
+def _function_as_text(_: yaml.SafeLoader, node: yaml.Node) -> str:
+    return str(node.value)
+
+
+_TaskLoader.add_constructor("!function", _function_as_text)
+
+
+def _read_task_file(path: Path, including: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A task's YAML with what it includes.
+
+    Raises:
+        EvaluationError: It is no task file.
+    """
+    if path in including:
+        raise EvaluationError(f"{path} is not a valid task file: it includes itself.")
+    try:
+        config = yaml.load(path.read_text(encoding="utf-8"), _TaskLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise EvaluationError(f"The task file {path} cannot be read: {error}.") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        reason = getattr(error, "problem", None) or str(error)
+        raise EvaluationError(f"{path} is not a valid task file:\n  {place}{reason}") from None
+    if not isinstance(config, dict):
+        raise EvaluationError(f"{path} is not a valid task file: it holds no keys.")
+    included = config.pop("include", [])
+    merged: dict[str, Any] = {}
+    for other in included if isinstance(included, list) else [included]:
+        merged |= _read_task_file((path.parent / str(other)).resolve(), (*including, path))
+    return merged | config
+
+
+def _task_of(path: Path, config: dict[str, Any]) -> Task:
+    name = config.get("group") or config.get("task")
+    if not isinstance(name, str):
+        raise EvaluationError(f"{path} is not a valid task file: it has no `task:` with the task's name.")
+    try:
+        text = json.dumps(config, default=str)
+    except (ValueError, TypeError, RecursionError) as error:  # an anchor inside itself, or a key that is a list
+        raise EvaluationError(f"{path} is not a valid task file: {error}.") from None
+    # Where the file lies is no part of the definition; the code beside it is.
+    text = text.replace(str(path.parent), "")
+    code = b"".join(file.read_bytes() for file in sorted(path.parent.glob("*.py")))
+    # lm_eval takes a task by its path; a group only by name, from a folder.
+    given = name if "group" in config else str(path)
+    return Task(name, given, hashlib.sha256(text.encode() + code).hexdigest())
+
+
+class LocalTasks:
+    """The definitions that the user brings."""
+
+    def __init__(self, include_path: str | None) -> None:
+        self.by_name: dict[str, list[Task]] = {}
+        self.folders: list[Path] = []
+        self.unsafe: set[str] = set()
+        self.unreadable: list[str] = []
+        if include_path is None:
+            return
+        folder = find_file(include_path).resolve()
+        if not folder.is_dir():
+            raise EvaluationError(
+                f"eval.include_path={include_path} is not a folder. Name the folder of your task files."
+            )
+        for path in sorted(folder.rglob("*.yaml")):
+            try:
+                task = self.read(path, folder)
+                self.by_name.setdefault(task.name, []).append(task)
+            except EvaluationError as error:
+                self.unreadable.append(str(error))  # told only where a task is missing: the folder may hold other YAML
+
+    def read(self, path: Path, folder: Path) -> Task:
+        """The task in a file.
+
+        Raises:
+            EvaluationError: It holds none.
+        """
+        config = _read_task_file(path)
+        task = _task_of(path, config)
+        if "group" in config and folder not in self.folders:
+            self.folders.append(folder)
+        if config.get("unsafe_code"):
+            self.unsafe.add(task.given)
+        return task

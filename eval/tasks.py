@@ -1,0 +1,159 @@
+"""The tasks of an evaluation with their documents, loaded through lm_eval before any weight is."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eval.quiet import chatter_to, first_line
+from eval.settings import Settings
+from eval.suites import TaskSelection
+from sft.errors import EvaluationError
+
+if TYPE_CHECKING:
+    from lm_eval.api.group import Group
+    from lm_eval.api.task import ConfigurableTask
+
+# In a task's YAML the first of these that is given decides.
+LENGTH_ALIASES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+
+
+@dataclass(frozen=True)
+class LoadedTasks:
+    """Tasks with their documents."""
+
+    by_name: dict[str, list[ConfigurableTask | Group]]
+    """Per task that was asked for: lm_eval's Task or Group, several for a tag."""
+
+    missing: dict[str, str]
+    """Tasks whose documents cannot be reached, and why."""
+
+    run_code: bool
+    """Whether they may run what the model writes."""
+
+
+def _is_unreachable(error: BaseException) -> bool:
+    if isinstance(error, (ConnectionError, TimeoutError)) or type(error).__module__.partition(".")[0] in {
+        "httpx",
+        "requests",
+        "urllib3",
+    }:
+        return True
+    # A metric's script, which `evaluate` downloads.
+    return isinstance(error, FileNotFoundError) and "Couldn't find a module script" in str(error)
+
+
+def _leaves(loaded: list[ConfigurableTask | Group]) -> list[ConfigurableTask]:
+    """The tasks in groups and tags."""
+    from lm_eval.api.group import Group
+
+    return [task for item in loaded for task in (item.get_all_tasks() if isinstance(item, Group) else [item])]
+
+
+def _own_generation(task: ConfigurableTask) -> dict[str, Any]:
+    """What the task itself says of generation: lm_eval fills in 256 tokens where it says nothing."""
+    from lm_eval.defaults import default_gen_kwargs
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    given: dict[str, Any] = task.config.generation_kwargs
+    source = Path(str((task.config.metadata or {}).get("config_source")))
+    if given == default_gen_kwargs(task.config.fewshot_delimiter) and source.is_file():
+        written: dict[str, Any] = load_yaml(source, resolve_func=False)
+        if "generation_kwargs" not in written:
+            return {key: value for key, value in given.items() if key not in LENGTH_ALIASES}
+    return given
+
+
+def _set_answer_length(task: ConfigurableTask, settings: Settings) -> str | None:
+    """Decide the longest answer; returns what is wrong with it."""
+    if task.get_config("output_type") != "generate_until":
+        return None
+    own = _own_generation(task)
+    length = next((own[name] for name in LENGTH_ALIASES if own.get(name) is not None), settings.default_max_gen_toks)
+    length = length if settings.max_gen_toks is None else settings.max_gen_toks
+    rest = {key: value for key, value in own.items() if key not in (*LENGTH_ALIASES, "max_length")}
+    task.set_config("generation_kwargs", {**rest, "max_gen_toks": length})
+    if settings.max_length is None or length < settings.max_length:
+        return None
+    return (
+        f"{task.task_name} asks for answers of {length} tokens, and a context of {settings.max_length} has no room for "
+        "them beside a prompt. Set eval.max_gen_toks to less."
+    )
+
+
+def _problems_of(task: ConfigurableTask, settings: Settings, run_code: bool) -> list[str]:
+    problems = [_set_answer_length(task, settings)]
+    if getattr(task, "UNSAFE_CODE", False) and not run_code:
+        problems.append(
+            f"{task.task_name} runs Python code that the model writes, on this machine. To allow that, set "
+            "eval.confirm_run_unsafe_code=true."
+        )
+    # lm_eval would leave the task's own 0 and say so in its log.
+    if settings.num_fewshot and task.get_config("num_fewshot") == 0:
+        problems.append(
+            f"eval.num_fewshot={settings.num_fewshot}, and {task.task_name} is defined without examples. Leave "
+            "eval.num_fewshot out, or the task."
+        )
+    return [problem for problem in problems if problem]
+
+
+def _asked_twice(tasks: LoadedTasks) -> list[str]:
+    owners: dict[str, str] = {}
+    leaves = [(leaf.task_name, name) for name, items in tasks.by_name.items() for leaf in _leaves(items)]
+    return [
+        f"eval.tasks: {leaf} is part of {owners[leaf]} and of {name}. Leave one of them out."
+        for leaf, name in leaves
+        if owners.setdefault(leaf, name) != name
+    ]
+
+
+def load_tasks(selection: TaskSelection, settings: Settings, run_code: bool, log: Path) -> LoadedTasks:
+    """Load every task's documents, before any weight.
+
+    Args:
+        selection: From `check_tasks`.
+        settings: From `resolve_settings`.
+        run_code: Whether tasks may run what the model writes: the recipe's eval.confirm_run_unsafe_code.
+        log: Where the libraries' words go.
+
+    Raises:
+        EvaluationError: A task is broken, needs a package, or contradicts the settings; all at once.
+    """
+    from lm_eval.tasks import TaskManager
+
+    if run_code:
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # a code task asks `evaluate` for its metric as soon as it is loaded
+    tasks = LoadedTasks({}, {}, run_code)
+    problems: list[str] = []
+    with chatter_to(log):
+        manager = TaskManager(
+            include_path=[str(path) for path in selection.include_paths], include_defaults=not selection.all_local
+        )
+        for task in selection.tasks:
+            try:
+                loaded = manager.load([task.given])
+            except Exception as error:  # a task's YAML, code and dataset are the user's: anything may come out of them
+                traceback.print_exc()
+                reason = f"{type(error).__name__}: {first_line(error)}"
+                if _is_unreachable(error):
+                    tasks.missing[task.name] = reason
+                else:
+                    problems.append(f"The task {task.name} cannot be loaded: {reason}")
+                continue
+            group = loaded["groups"].get(task.name)
+            tasks.by_name[task.name] = [group] if group is not None else list(loaded["tasks"].values())
+            for leaf in loaded["tasks"].values():
+                problems += _problems_of(leaf, settings, run_code)
+    problems += _asked_twice(tasks)
+    if problems:
+        raise EvaluationError("\n".join(dict.fromkeys(problems)))
+    if not tasks.by_name:
+        reasons = "".join(f"\n  {name}: {reason}" for name, reason in tasks.missing.items())
+        raise EvaluationError(f"No task can be measured:{reasons}")
+    for name, reason in tasks.missing.items():
+        print(f"{name} cannot be measured: {reason}", file=sys.stderr)
+    return tasks

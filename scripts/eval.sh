@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Measure a run's base and tuned model alike and compare them, or measure any one model, with lm-evaluation-harness.
+#
+#   bash scripts/eval.sh outputs/tiny/latest                           # the tasks of the run's recipe
+#   bash scripts/eval.sh outputs/tiny/latest tasks=gsm8k limit=100
+#   bash scripts/eval.sh Qwen/Qwen2.5-0.5B-Instruct tasks=arc_easy,gsm8k limit=10
+#
+# The keys are those of a recipe's `eval` section: tasks, suite, include_path, limit, num_fewshot, batch_size, max_gen_toks,
+# apply_chat_template, system_instruction, dtype, seed, confirm_run_unsafe_code. Paths are from the working directory.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+if [ $# -eq 0 ] || [ "$1" = -h ] || [ "$1" = --help ]; then
+  sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}" >&2
+  [ $# -gt 0 ] && exit 0 || exit 2
+fi
+bash "$root/scripts/setup.sh"
+export PATH="$root/.venv/bin:$PATH"
+exec "$root/.venv/bin/python" -m eval.run "$@"

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# The gate: format, lint, types and tests. CI runs this same script.
+#
+#   bash scripts/test.sh          # fast tests: offline, no GPU
+#   bash scripts/test.sh --all    # also the slow ones: real multi-process runs on the CPU. CI=true does the same
+#   bash scripts/test.sh --gpu    # only the tests that need an NVIDIA GPU
+set -euo pipefail
+case "$#:${1:-}" in
+  0:) tests=$([ "${CI:-}" = true ] && echo all || echo fast) ;;
+  1:--all | 1:--gpu) tests=${1#--} ;;
+  *)
+    echo "bash scripts/test.sh [--all | --gpu], got: $*" >&2
+    exit 2
+    ;;
+esac
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh
+export PATH="$PWD/.venv/bin:$PATH" # ninja, for DeepSpeed's kernels
+export HF_HUB_OFFLINE=1 WANDB_MODE=offline OMP_NUM_THREADS=1 # spinning OpenMP threads make two jobs on two cores crawl
+trap 'status=$?; echo "scripts/test.sh ($tests): $([ $status = 0 ] && echo passed || echo FAILED) in $SECONDS s"; exit $status' EXIT
+
+case $tests in
+  fast) selection=(-m "not slow and not gpu") ;;
+  all) selection=(-m "not gpu") ;;
+  gpu) selection=(-m gpu tests/gpu) ;;
+esac
+if [ "$tests" != gpu ]; then
+  ruff format --check .
+  ruff check .
+  mypy
+fi
+python -m pytest -q "${selection[@]}"

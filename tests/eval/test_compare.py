@@ -1,0 +1,155 @@
+from io import StringIO
+from math import isclose, sqrt
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from eval.compare import compare, comparison_table, scores_table
+from sft.errors import EvaluationError
+
+HASH = {"settings_hash": "a", "settings": {"limit": 4, "batch_size": 8, "versions": {"lm_eval": "1"}}}
+
+
+def results(
+    score: float, metric: str = "acc", stderr: object = 0.1, higher: bool | None = True, n: int = 4, **more: object
+) -> dict[str, Any]:
+    return (
+        HASH
+        | {
+            "results": {
+                "arc": {"alias": "arc", "sample_len": n, f"{metric},none": score, f"{metric}_stderr,none": stderr}
+            },
+            "higher_is_better": {"arc": {metric: higher}},
+            "n-samples": {"arc": {"original": 100, "effective": n}},
+            "n-shot": {"arc": 0},
+            "versions": {"arc": 1.0},
+            "failed": {},
+            "prompts_cut": [],
+            "measured_model": {"model": "m", "revision": None},
+            "config": {"model_dtype": "torch.float32"},
+        }
+        | more
+    )
+
+
+def samples(*values: object, metric: str = "acc", filter_name: str = "none") -> dict[str, list[dict[str, Any]]]:
+    return {
+        "arc": [
+            {"doc_id": n, "filter": filter_name, metric: value, "doc_hash": str(n), "prompt_hash": str(n)}
+            for n, value in enumerate(values)
+        ]
+    }
+
+
+def one(*arguments: dict[str, Any]) -> dict[str, Any]:
+    (metric,) = compare(*arguments)["metrics"]
+    return dict(metric)
+
+
+def test_a_difference_is_paired_by_document() -> None:
+    row = one(results(0.25), results(0.75), samples(0, 0, 0, 1), samples(1, 1, 0, 1))
+    assert (row["base"], row["tuned"], row["difference"]) == (0.25, 0.75, 0.5)
+    # Differences 1, 1, 0, 0: standard deviation sqrt(1/3), over the root of 4 documents.
+    assert row["stderr_method"] == "paired"
+    assert isclose(row["difference_stderr"], sqrt(1 / 3) / 2)
+    assert isclose(row["interval_95"][1] - row["interval_95"][0], 2 * 1.959964 * sqrt(1 / 3) / 2)
+    assert row["documents"] == 4
+
+
+def test_the_order_of_the_documents_does_not_matter() -> None:
+    shuffled = {"arc": samples(1, 1, 0, 1)["arc"][::-1]}
+    assert one(results(0.25), results(0.75), samples(0, 0, 0, 1), shuffled)["difference_stderr"] == pytest.approx(
+        sqrt(1 / 3) / 2
+    )
+
+
+def test_a_score_that_is_no_mean_is_not_paired() -> None:
+    base, tuned = results(12.0, "ppl", 3.0, False), results(9.0, "ppl", 4.0, False)
+    row = one(base, tuned, samples(-1.0, -2.0, metric="ppl"), samples(-3.0, -1.0, metric="ppl"))
+    assert (row["stderr_method"], row["difference_stderr"], row["higher_is_better"]) == ("independent", 5.0, False)
+
+
+@pytest.mark.parametrize("values", [([True, False], [True]), ((-1.5, 3),), (None, 1.0)])
+def test_a_value_that_is_no_number_is_not_paired(values: tuple[object, ...]) -> None:
+    row = one(results(0.5), results(0.5), samples(*values), samples(*values))
+    assert row["stderr_method"] == "independent"
+
+
+def test_without_standard_errors_there_is_no_interval() -> None:
+    row = one(results(0.5, stderr="N/A"), results(0.6, stderr="N/A"), {}, {})
+    assert (row["difference_stderr"], row["stderr_method"], row["interval_95"]) == (None, None, None)
+    assert row["verdict"] == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("higher", "tuned", "n", "verdict"),
+    [
+        (True, 0.9, 100, "better"),
+        (False, 0.9, 100, "worse"),
+        (True, 0.1, 100, "worse"),
+        (False, 0.1, 100, "better"),
+        (True, 0.55, 100, "no clear difference"),
+        (True, 0.9, 9, "too few documents"),
+        (None, 0.9, 100, "unknown"),
+    ],
+)
+def test_a_verdict_needs_more_than_chance(higher: bool | None, tuned: float, n: int, verdict: str) -> None:
+    base, better = results(0.5, stderr=0.05, higher=higher, n=n), results(tuned, stderr=0.05, higher=higher, n=n)
+    assert one(base, better, {}, {})["verdict"] == verdict
+
+
+def test_different_settings_are_refused_with_both_values() -> None:
+    other = {"limit": 8, "batch_size": 1, "versions": {"lm_eval": "2"}}
+    with pytest.raises(EvaluationError) as error:
+        compare(results(0.5), results(0.5, settings_hash="b", settings=other), {}, {})
+    assert "limit: base 4, tuned 8" in str(error.value)
+    assert "versions.lm_eval: base 1, tuned 2" in str(error.value)
+    assert "batch_size" not in str(error.value)
+
+
+def test_different_number_formats_are_refused() -> None:
+    with pytest.raises(EvaluationError, match=r"Base was measured in torch.float32 and tuned in torch.bfloat16"):
+        compare(results(0.5), results(0.5, config={"model_dtype": "torch.bfloat16"}), {}, {})
+
+
+@pytest.mark.parametrize(("key", "what"), [("doc_hash", "documents"), ("prompt_hash", "prompts")])
+def test_other_documents_or_prompts_are_refused(key: str, what: str) -> None:
+    changed = samples(0, 1)
+    changed["arc"][1][key] = "other"
+    with pytest.raises(EvaluationError, match=f"The {what} of arc were not the same"):
+        compare(results(0.5), results(0.5), samples(0, 1), changed)
+
+
+def test_what_was_not_measured_makes_the_comparison_incomplete() -> None:
+    complete = compare(results(0.5), results(0.6), {}, {})
+    assert (complete["complete"], complete["not_measured"]) == (True, {})
+    lost = compare(results(0.5), results(0.6, failed={"gsm8k": "no network"}), {}, {})
+    assert (lost["complete"], lost["not_measured"]) == (False, {"gsm8k": "no network"})
+    assert lost["settings_hash"] == "a"
+
+
+def test_a_filter_is_paired_with_its_own_documents() -> None:
+    def two_filters(score: float) -> dict[str, Any]:
+        both = {"acc,strict": score, "acc_stderr,strict": 0.1, "acc,flexible": 1.0, "acc_stderr,flexible": 0.0}
+        return results(0.0, results={"arc": both})
+
+    def two_samples(*strict: int) -> dict[str, list[dict[str, Any]]]:
+        flexible = samples(*(1 for _ in strict), filter_name="flexible")["arc"]
+        return {"arc": [*samples(*strict, filter_name="strict")["arc"], *flexible]}
+
+    compared = compare(two_filters(0.5), two_filters(1.0), two_samples(0, 1), two_samples(1, 1))
+    rows = {row["filter"]: row for row in compared["metrics"]}
+    assert rows["strict"]["difference_stderr"] == pytest.approx(sqrt(0.5) / sqrt(2))
+    assert rows["flexible"]["difference_stderr"] == 0
+    assert {row["stderr_method"] for row in rows.values()} == {"paired"}
+
+
+def test_the_tables_say_the_scores() -> None:
+    console = Console(width=100, record=True, file=StringIO())
+    console.print(comparison_table(compare(results(0.5), results(0.6), {}, {})))
+    console.print(scores_table(results(3.25, "ppl", "N/A", False)))
+    text = console.export_text()
+    assert "+0.100 ± 0.277" in text
+    assert "ppl (lower is better)" in text
+    assert "3.250" in text

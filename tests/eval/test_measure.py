@@ -1,0 +1,289 @@
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from eval.measure import PROMPT_CUT, Target, evaluate_model
+from eval.settings import Reference, Settings, load_reference, resolve_settings
+from eval.suites import check_tasks
+from eval.tasks import load_tasks
+from sft.errors import EvaluationError
+from sft.recipe import Evaluation
+
+WriteTask = Callable[..., Path]
+Resolve = Callable[..., Settings]
+
+
+def measure(
+    model: Path, reference: Reference, output: Path, *tasks: Path, change: dict[str, Any] | None = None, **keys: object
+) -> dict[str, Any]:
+    """results.json of a model, asked through the reference's tokenizer."""
+    evaluation = Evaluation.model_validate({"tasks": tuple(map(str, tasks)), **keys})
+    selection = check_tasks(evaluation, output.parent)
+    settings = replace(resolve_settings(evaluation, selection, reference, on_gpu=False), **(change or {}))
+    log = output.with_name("lm_eval.log")
+    loaded = load_tasks(selection, settings, evaluation.confirm_run_unsafe_code, log)
+    evaluate_model(Target("tuned", str(model)), reference.tokenizer, loaded, settings, output, log)
+    return dict(json.loads((output / "results.json").read_text()))
+
+
+def samples(output: Path, task: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / f"samples_{task}.jsonl").open()]
+
+
+def answers(output: Path, task: str) -> list[str]:
+    return [one["resps"][0][0] for one in samples(output, task)]
+
+
+def test_an_evaluation_is_what_lm_eval_measures_with_the_same_settings(
+    tuned_model: Path, reference: Reference, tmp_path: Path, write_task: WriteTask
+) -> None:
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    generate = write_task("generate", generation_kwargs={"until": ["\n"], "max_gen_toks": 12})
+    choose = write_task(
+        "choose",
+        [{"question": f"Number {n}?", "choices": ["one", "two", "seven"], "gold": n % 3} for n in range(6)],
+        output_type="multiple_choice",
+        doc_to_choice="choices",
+        doc_to_target="gold",
+        generation_kwargs=None,
+        metric_list=None,
+    )
+    ours = measure(tuned_model, reference, tmp_path / "ours", generate, choose)
+    theirs = lm_eval.simple_evaluate(
+        model="hf",
+        model_args={"pretrained": str(tuned_model), "dtype": "float32", "add_bos_token": False},
+        tasks=[str(generate), str(choose)],
+        task_manager=TaskManager(include_defaults=False),
+        batch_size=32,
+        device="cpu",
+        apply_chat_template=True,
+        fewshot_as_multiturn=True,
+    )
+    assert ours["results"] == theirs["results"]
+    assert answers(tmp_path / "ours", "generate") == [one["resps"][0][0] for one in theirs["samples"]["generate"]]
+    chosen = [one["filtered_resps"] for one in theirs["samples"]["choose"]]
+    assert [one["filtered_resps"] for one in samples(tmp_path / "ours", "choose")] == json.loads(json.dumps(chosen))
+
+
+def test_the_output_is_lm_evals_with_the_settings_beside_it(
+    tuned_model: Path, reference: Reference, tmp_path: Path, write_task: WriteTask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    (output / "old").mkdir(parents=True)
+    results = measure(tuned_model, reference, output, write_task("mine"), limit=3)
+    assert sorted(path.name for path in output.iterdir()) == ["results.json", "samples_mine.jsonl"]
+    assert {
+        "results",
+        "configs",
+        "versions",
+        "n-shot",
+        "task_hashes",
+        "config",
+        "transformers_version",
+    } <= results.keys()
+    assert (results["n-samples"]["mine"], results["failed"], results["prompts_cut"]) == (
+        {"original": 4, "effective": 3},
+        {},
+        [],
+    )
+    assert results["settings"]["tasks"].keys() == {"mine"}
+    assert len(results["settings_hash"]) == 64
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert shown.out.startswith("tuned: 3 documents of mine ... exact_match 0.000 (")
+    assert len(shown.out.splitlines()) == 1
+    assert "Running generate_until requests" in (tmp_path / "lm_eval.log").read_text()
+
+
+def test_documents_are_asked_through_the_chat_template_once(
+    tuned_model: Path, reference: Reference, tmp_path: Path, write_task: WriteTask
+) -> None:
+    measure(tuned_model, reference, tmp_path / "out", write_task("mine"), system_instruction="Be brief.")
+    prompt = samples(tmp_path / "out", "mine")[0]["arguments"]["gen_args_0"]["arg_0"]
+    assert prompt.count("<|im_start|>system") == prompt.count("<|im_start|>assistant") == 1
+    assert "Be brief." in prompt
+
+
+@pytest.mark.parametrize(
+    ("template", "beginnings"),
+    [("{{ bos_token }}{{ messages[0]['content'] }}", 1), ("{{ messages[0]['content'] }}", 0)],
+)
+def test_a_prompt_begins_as_the_template_says(
+    template: str, beginnings: int, shared: Path, tmp_path: Path, write_task: WriteTask
+) -> None:
+    """stories260k's tokenizer adds <s> by itself: a template that writes it must not get a second."""
+    from lm_eval.models.huggingface import HFLM
+
+    folder = tmp_path / "m"
+    shutil.copytree(shared / "models" / "stories260k_hf", folder)
+    (folder / "chat_template.jinja").write_text(template)
+    reference = load_reference(str(folder), None, False)
+    assert reference.tokenizer("Once")["input_ids"][0] == reference.tokenizer.bos_token_id
+    settings = resolve_settings(Evaluation(), check_tasks(Evaluation(), tmp_path), reference, on_gpu=False)
+    model = HFLM(str(folder), tokenizer=reference.tokenizer, device="cpu", add_bos_token=settings.add_bos_token)
+    prompt = model.apply_chat_template([{"role": "user", "content": "Once"}])
+    for ids in (model.tok_encode(prompt), model.tok_batch_encode([prompt])[0][0].tolist()):
+        assert ids.count(reference.tokenizer.bos_token_id) == beginnings
+
+
+def test_both_models_stop_at_the_same_tokens(
+    demo_model: Path, reference: Reference, tmp_path: Path, write_task: WriteTask
+) -> None:
+    """Whatever the base model's own generation config says: here it would never stop, or at once."""
+    task = write_task("mine", generation_kwargs={"until": ["no such word"], "max_gen_toks": 16})
+    measure(demo_model, reference, tmp_path / "free", task)
+    free = answers(tmp_path / "free", "mine")[0]
+    stop = reference.tokenizer.encode(free)[2]
+    word = reference.tokenizer.decode([stop])
+    base = tmp_path / "base"
+    shutil.copytree(demo_model, base)
+    own = {"eos_token_id": 5, "max_new_tokens": 2, "repetition_penalty": 9.0, "do_sample": True, "temperature": 2.0}
+    (base / "generation_config.json").write_text(json.dumps(own))
+    measure(base, reference, tmp_path / "again", task)
+    assert answers(tmp_path / "again", "mine") == answers(tmp_path / "free", "mine")
+    measure(base, reference, tmp_path / "stopped", task, change={"stop_token_ids": (stop,)})
+    stopped = answers(tmp_path / "stopped", "mine")[0]
+    assert free.startswith(stopped.removesuffix(word))
+    assert len(reference.tokenizer.encode(stopped)) <= 3 < len(reference.tokenizer.encode(free))
+
+
+def test_an_answer_is_as_long_as_the_settings_say(
+    tuned_model: Path, reference: Reference, tmp_path: Path, write_task: WriteTask
+) -> None:
+    """transformers prefers a generation config's max_new_tokens to the length that lm_eval asks for."""
+    folder = tmp_path / "m"
+    shutil.copytree(tuned_model, folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "max_new_tokens": 3}))
+    task = write_task("mine", [{"question": "?", "answer": "!"}], generation_kwargs={"until": ["no such word"]})
+    lengths = []
+    for max_gen_toks in (3, 20):
+        output = tmp_path / str(max_gen_toks)
+        measure(folder, load_reference(str(folder), None, False), output, task, max_gen_toks=max_gen_toks)
+        lengths.append(len(answers(output, "mine")[0]))
+    assert lengths[1] > 2 * lengths[0]
+
+
+def test_a_model_measured_twice_gives_the_same(
+    tuned_model: Path, reference: Reference, tmp_path: Path, write_task: WriteTask
+) -> None:
+    """The loaded tasks are used for base and tuned: the first use must leave nothing behind. Few-shot included."""
+    evaluation = Evaluation(tasks=(str(write_task("mine", fewshot_split="test")),), num_fewshot=2)
+    selection = check_tasks(evaluation, tmp_path)
+    settings = resolve_settings(evaluation, selection, reference, on_gpu=False)
+    tasks = load_tasks(selection, settings, False, tmp_path / "log")
+    for name in ("first", "second"):
+        evaluate_model(
+            Target(name, str(tuned_model)), reference.tokenizer, tasks, settings, tmp_path / name, tmp_path / "log"
+        )
+    first, second = (tmp_path / name / "samples_mine.jsonl" for name in ("first", "second"))
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_the_batch_size_does_not_change_an_answer(
+    tuned_model: Path, reference: Reference, tmp_path: Path, write_task: WriteTask
+) -> None:
+    rows = [{"question": "word " * n, "answer": "x"} for n in range(1, 6)]
+    task = write_task("mine", rows, generation_kwargs={"until": ["no such word"], "max_gen_toks": 16})
+    one = measure(tuned_model, reference, tmp_path / "1", task, batch_size=1)
+    five = measure(tuned_model, reference, tmp_path / "5", task, batch_size=5)
+    assert one["settings_hash"] == five["settings_hash"]
+    assert answers(tmp_path / "1", "mine") == answers(tmp_path / "5", "mine")
+
+
+def test_a_task_that_fails_costs_only_itself(
+    tuned_model: Path, reference: Reference, tmp_path: Path, write_task: WriteTask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = write_task("broken")
+    (broken.parent / "scores.py").write_text("def score(doc, results):\n    raise LookupError('no such table')\n")
+    broken.write_text(broken.read_text() + "process_results: !function scores.score\n")
+    results = measure(tuned_model, reference, tmp_path / "out", broken, write_task("mine"))
+    assert results["failed"] == {"broken": "LookupError: no such table"}
+    assert list(results["results"]) == ["mine"]
+    assert "broken failed: LookupError: no such table" in capsys.readouterr().out
+    with pytest.raises(EvaluationError, match="could not be measured on any task"):
+        measure(tuned_model, reference, tmp_path / "none", broken)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_prompt_that_is_cut_is_told(
+    tuned_model: Path, reference: Reference, tmp_path: Path, write_task: WriteTask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = [{"question": "one two three " * 500, "answer": "a", "choices": ["a", "b"]}]
+    generate = write_task("generate", long)
+    choices = {"output_type": "multiple_choice", "doc_to_choice": "choices", "generation_kwargs": None}
+    choose = write_task("choose", long, **choices, doc_to_target="0", metric_list=None)
+    results = measure(tuned_model, reference, tmp_path / "out", generate, choose, write_task("short"))
+    assert results["prompts_cut"] == ["generate", "choose"]
+    assert "prompts of choose that are longer than 1024 tokens" in capsys.readouterr().out
+    assert len(PROMPT_CUT) == 2
+
+
+@pytest.mark.parametrize("weights", [None, b"", b"not weights at all"])
+def test_weights_that_cannot_be_loaded_are_one_message(
+    weights: bytes | None, tuned_model: Path, reference: Reference, tmp_path: Path, write_task: WriteTask
+) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(tuned_model, folder)
+    (folder / "model.safetensors").unlink()
+    if weights is not None:
+        (folder / "model.safetensors").write_bytes(weights)
+    with pytest.raises(EvaluationError, match=r"^The tuned model .* cannot be loaded: .*$"):
+        measure(folder, reference, tmp_path / "out", write_task("mine"))
+
+
+@pytest.mark.slow
+def test_real_tasks_score_what_lm_evals_own_command_line_says(
+    shared: Path, tmp_path: Path, write_task: WriteTask
+) -> None:
+    """ARC and HellaSwag by likelihood, GSM8K by generation, on a really pretrained model."""
+
+    def rows(name: str, count: int) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (shared / "eval" / name).read_text().splitlines()[:count]]
+
+    choice = {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{query}}\nAnswer:",
+        "doc_to_choice": "choices",
+        "doc_to_target": "gold",
+        "generation_kwargs": None,
+        "metric_list": [
+            {"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in ("acc", "acc_norm")
+        ],
+    }
+    arc, hellaswag = rows("arc_challenge_200.jsonl", 40), rows("hellaswag_200.jsonl", 20)
+    gsm8k = {
+        "doc_to_text": "Question: {{question}}\nAnswer:",
+        "doc_to_target": "{{answer.split('####')[-1].strip()}}",
+        "generation_kwargs": {"until": ["Question:"], "max_gen_toks": 40},
+    }
+    tasks = [
+        write_task("arc_local", arc, **choice),
+        write_task("hellaswag_local", hellaswag, **choice),
+        write_task("gsm8k_local", rows("gsm8k_train.jsonl", 10), **gsm8k),
+    ]
+    model = shared / "models" / "stories260k_hf"
+    reference = load_reference(str(model), None, False)
+    ours = measure(model, reference, tmp_path / "ours", *tasks, apply_chat_template=False)
+    assert set(ours["results"]) == {yaml.safe_load(task.read_text())["task"] for task in tasks}
+    command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--tasks", ",".join(map(str, tasks))]
+    command += ["--model_args", f"pretrained={model},dtype=float32", "--device", "cpu", "--batch_size", "32"]
+    command += ["--output_path", str(tmp_path / "theirs"), "--log_samples", "--seed", "0"]
+    subprocess.run(command, check=True, capture_output=True)
+    (written,) = (tmp_path / "theirs").rglob("results_*.json")
+    theirs = json.loads(written.read_text())
+    assert ours["results"] == theirs["results"]
+    assert ours["task_hashes"] == theirs["task_hashes"]
+    for name in theirs["results"]:
+        (path,) = written.parent.glob(f"samples_{name}_*.jsonl")
+        own = [json.loads(line) for line in path.open()]
+        assert [one["resps"] for one in samples(tmp_path / "ours", name)] == [one["resps"] for one in own]

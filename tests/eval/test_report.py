@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.report import write_report
+from sft.run_directory import Run, write_json
+
+RECIPE = """
+schema_version: 1
+version: 3
+model: {name_or_path: org/model, lora: {r: 8}}
+data: {train: [{path: a|b.jsonl}, {path: c.jsonl}]}
+train: {global_batch_size: 8}
+eval: {tasks: [gsm8k]}
+"""
+METRIC: dict[str, Any] = {
+    "task": "gsm8k",
+    "metric": "exact_match",
+    "filter": "strict-match",
+    "higher_is_better": True,
+    "documents": 1319,
+    "base": 0.5,
+    "base_stderr": 0.01,
+    "tuned": 0.625,
+    "tuned_stderr": None,
+    "difference": 0.125,
+    "difference_stderr": 0.02,
+    "stderr_method": "paired",
+    "interval_95": [0.0858, 0.1642],
+    "verdict": "better",
+}
+COMPARISON: dict[str, Any] = {
+    "complete": True,
+    "not_measured": {},
+    "settings_hash": "0123456789abcdef",
+    "settings": {"limit": None, "apply_chat_template": True, "dtype": "bfloat16"},
+    "prompts_cut": [],
+    "metrics": [METRIC],
+}
+
+
+def point(step: int, loss: float) -> dict[str, Any]:
+    return {
+        "step": step,
+        "epoch": step / 100,
+        "loss": loss,
+        "learning_rate": 1e-5,
+        "tokens_seen": 1000 * step,
+        "tokens_per_second": 500.0 + step,
+        "peak_memory_gib": 1.5,
+    }
+
+
+def account(rows: int, trained: int, masked: int) -> dict[str, Any]:
+    tokens = {"in": trained + masked + 20, "trained": trained, "masked": masked, "truncated": 0, "dropped": 20}
+    return {"rows": {"in": rows + 1, "used": rows, "dropped": {"longer than 128 tokens": 1}}, "tokens": tokens}
+
+
+def full_run(folder: Path) -> Run:
+    run = Run(folder)
+    (folder / "eval").mkdir(parents=True)
+    run.final.mkdir()
+    run.recipe_file.write_text(RECIPE)
+    run.update(
+        status="finished",
+        recipe="mine",
+        recipe_path="recipes/mine.yaml",
+        recipe_version=3,
+        overrides=["train.seed=1", "eval.tasks=[gsm8k]"],
+        ranks=8,
+        base_model={"name_or_path": "org/model", "revision": "v1"},
+        git={"commit": "c0ffee", "dirty": True},
+        versions={"torch": "2.13.0"},
+        hardware={"gpu": {"name": "NVIDIA H100", "memory_gib": 80.0}, "ranks": 8, "ranks_per_node": 8, "cpu_cores": 64},
+        timings={"prepare_seconds": 2.34, "train_seconds": 3725.0, "evaluate_seconds": 61.4},
+        train_loss=1.75,
+        started="2026-11-20T10:00:00+0000",
+    )
+    write_json(
+        run.plan_file, {"decisions": [{"name": "precision", "value": "bf16", "reason": "auto: the GPU|it has it"}]}
+    )
+    sources = [{"source": "a|b.jsonl", **account(10, 700, 280)}, {"source": "c.jsonl", **account(5, 300, 100)}]
+    total = account(15, 1000, 380)
+    total["tokens"] |= {"in": 1420, "dropped": 40}
+    packing = {"packs": 12, "fill": 0.985, "padding": 44}
+    write_json(run.ledger_file, {"sources": sources, "total": total, "packing": packing})
+    run.metrics_file.write_text("".join(json.dumps(point(10 * step, 2 / step)) + "\n" for step in range(1, 11)))
+    write_json(run.comparison_file, COMPARISON)
+    return run
+
+
+def report(run: Run) -> str:
+    return write_report(run).read_text(encoding="utf-8")
+
+
+def section(text: str, name: str) -> str:
+    return text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+
+
+def test_a_full_run_is_reported_with_nothing_missing(tmp_path: Path) -> None:
+    text = report(full_run(tmp_path / "run"))
+    for shown in (
+        "# mine, run run",
+        "`org/model`, revision `v1`",
+        "LoRA adapters: rank 8, alpha 32",
+        "mine, version 3",
+        "| Last logged step | 100 |",
+        "| Loss at the first logged step | 2.0000 |",
+        "| Loss at the last logged step | 0.2000 |",
+        "| Tokens per second, median | 555 |",
+        "| Time to train | 1 h 2 min 5 s |",
+        "1,420 tokens in; trained + masked + truncated + dropped = 1,420.",
+        "12 packs, 98.5% full; 44 tokens of padding",
+        "8 x NVIDIA H100 (80 GiB)",
+        "`c0ffee`, with changes that no commit holds",
+        "bash scripts/sft.sh recipes/mine.yaml train.seed=1 'eval.tasks=[gsm8k]'",
+    ):
+        assert shown in text
+
+
+def test_the_evaluation_shows_both_scores_the_difference_and_its_interval(tmp_path: Path) -> None:
+    scores = "1,319 | 0.5000 ± 0.0100 | 0.6250 | +0.1250 | 0.0200 | [+0.0858, +0.1642]"
+    assert (
+        f"| gsm8k | exact_match, strict-match | {scores} | better |"
+        in section(report(full_run(tmp_path / "run")), "Evaluation").splitlines()
+    )
+
+
+def test_an_incomplete_evaluation_names_what_was_not_measured(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "run")
+    write_json(run.comparison_file, COMPARISON | {"complete": False, "not_measured": {"arc_easy": "KeyError: 'x'"}})
+    text = section(report(run), "Evaluation")
+    assert "**The evaluation is incomplete.**" in text
+    assert "- arc_easy: KeyError: 'x'" in text
+    assert "+0.1250" in text
+
+
+def test_an_evaluation_that_did_not_happen_is_told_with_the_command_for_it(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "run")
+    run.comparison_file.unlink()
+    text = section(report(run), "Evaluation")
+    assert "There is no comparison of base and tuned" in text
+    assert f"python -m eval.run {run.path}" in text
+
+
+def test_a_recipe_without_evaluation_says_so(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "run")
+    run.comparison_file.unlink()
+    run.update(overrides=["eval.tasks=[]"])
+    assert "The recipe asks for no evaluation" in section(report(run), "Evaluation")
+
+
+def test_a_bar_in_a_value_does_not_break_a_table(tmp_path: Path) -> None:
+    text = report(full_run(tmp_path / "run"))
+    assert r"auto: the GPU\|it has it" in text
+    assert r"a\|b.jsonl" in text
+    tables = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
+    bars = [{line.replace(r"\|", "").count("|") for line in lines} for lines in tables]
+    assert len(tables) == 8
+    assert all(len(different) == 1 for different in bars)
+
+
+def test_the_last_logged_step_stands_beside_the_planned_number(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "run")
+    write_json(run.plan_file, {"decisions": [{"name": "max_steps", "value": 105, "reason": "the recipe"}]})
+    assert "| Last logged step | 100 of 105 |" in section(report(run), "Training")
+
+
+def test_the_curve_is_an_image_beside_the_report(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "run")
+    assert "](loss.png)" in report(run)
+    assert (run.path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [point(1, 2.0)],
+        [point(step, float("nan") if step % 7 == 0 else 2.0) for step in range(1, 300)],
+        [{"step": 1}],
+        [point(1, 2.0) | {"loss": None, "tokens_per_second": None}],
+    ],
+    ids=["one point", "many with gaps", "step alone", "nulls"],
+)
+def test_a_curve_is_drawn_of_whatever_was_logged(lines: list[dict[str, Any]], tmp_path: Path) -> None:
+    run = full_run(tmp_path / "run")
+    run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report(run)
+    assert (run.path / "loss.png").stat().st_size > 0
+
+
+def test_a_line_cut_off_by_a_kill_is_left_out_and_a_repeated_step_counts_once(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "run")
+    lines = [json.dumps(point(step, loss)) for step, loss in ((1, 3.0), (2, 2.0), (2, 1.0))]
+    run.metrics_file.write_text("\n".join([*lines, '{"step": 3, "lo']))
+    text = section(report(run), "Training")
+    assert "| Last logged step | 2 |" in text
+    assert "| Loss at the last logged step | 1.0000 |" in text
+
+
+@pytest.mark.parametrize("missing", ["recipe.yaml", "plan.json", "ledger.json", "metrics.jsonl", "run.json", "final"])
+@pytest.mark.parametrize("broken", [None, "", "[]", '{"decisions": 3, "sources": [1], "git": [], "timings": 2}'])
+def test_a_missing_or_broken_piece_is_no_crash(missing: str, broken: str | None, tmp_path: Path) -> None:
+    run = full_run(tmp_path / "run")
+    piece = run.path / missing
+    if piece.is_dir():
+        piece.rmdir()
+    else:
+        piece.unlink()
+    if broken is not None:
+        piece.write_text(broken)
+    assert report(run).count("\n## ") == 6
+
+
+def test_an_empty_folder_gives_a_report_of_what_is_missing(tmp_path: Path) -> None:
+    text = report(Run(tmp_path))
+    for told in (
+        "has no status on record",
+        "`plan.json`, is missing",
+        "`ledger.json`, is missing",
+        "There is no loss curve",
+    ):
+        assert told in text
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_a_failed_run_begins_with_its_error(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "run")
+    run.update(status="failed", error="RuntimeError: out of <memory>")
+    assert r"**The run failed; this is what it had recorded by then.** RuntimeError: out of \<memory>" in report(run)
+
+
+def test_a_ledger_that_does_not_add_up_is_told(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "run")
+    ledger = json.loads(run.ledger_file.read_text())
+    ledger["total"]["tokens"]["masked"] += 1
+    write_json(run.ledger_file, ledger)
+    assert "**The ledger does not add up:** 1,420 tokens in" in report(run)
+
+
+def test_the_report_is_written_again_from_the_command_line_without_torch(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "run")
+    program = "import sys; from eval.report import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", program, str(run.path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(run.report_file)
+
+
+@pytest.mark.parametrize("arguments", [[], ["a", "b"], ["nowhere"]])
+def test_a_wrong_command_line_is_one_message_and_status_2(arguments: list[str], tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "eval.report", *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr

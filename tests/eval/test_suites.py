@@ -1,0 +1,148 @@
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from eval.suites import SUITES, TaskIndex, build_index, check_tasks, keep_index, known_tasks, read_index
+from sft.errors import EvaluationError
+from sft.recipe import Evaluation
+
+
+def check(tmp_path: Path, **keys: object) -> list[str]:
+    return [task.name for task in check_tasks(Evaluation.model_validate(keys, strict=False), tmp_path).tasks]
+
+
+def test_no_tasks_are_no_mistake_here(tmp_path: Path) -> None:
+    assert check(tmp_path) == []
+
+
+def test_the_suites_exist_in_the_installed_lm_eval(tmp_path: Path) -> None:
+    for names in SUITES.values():
+        assert names
+        assert set(names) <= known_tasks().names
+    assert check(tmp_path, suite="leaderboard", tasks=["leaderboard_ifeval"]) == [
+        "leaderboard_ifeval",
+        *(name for name in SUITES["leaderboard"] if name != "leaderboard_ifeval"),
+    ]
+
+
+def test_the_leaderboard_leaves_out_what_cannot_be_imported() -> None:
+    """When the first of these fails, leaderboard_math_hard may join the suite."""
+    assert importlib.util.find_spec("math_verify") is None
+    spec = importlib.util.find_spec("lm_eval")
+    assert spec is not None
+    assert spec.origin is not None
+    utils = Path(spec.origin).parent / "tasks" / "leaderboard" / "math" / "utils.py"
+    assert "from math_verify import" in utils.read_text()
+
+
+def test_a_mistyped_task_is_refused_with_the_closest_name(tmp_path: Path) -> None:
+    with pytest.raises(EvaluationError, match=r"`gsm8kk` is not a task of lm_eval .* did you mean `gsm8k`"):
+        check(tmp_path, tasks=["gsm8kk"])
+
+
+def test_all_mistakes_come_in_one_message(tmp_path: Path) -> None:
+    with pytest.raises(EvaluationError) as error:
+        check(tmp_path, tasks=["gsm8kk", "arc_easy", "humaneval", "no/file.yaml"])
+    assert len(str(error.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize("name", ["humaneval", "mbpp", "longproc", "cruxeval_input"])
+def test_a_task_that_runs_code_needs_consent(tmp_path: Path, name: str) -> None:
+    with pytest.raises(EvaluationError, match="runs Python code that the model writes"):
+        check(tmp_path, tasks=[name])
+    assert check(tmp_path, tasks=[name], confirm_run_unsafe_code=True) == [name]
+
+
+def test_a_name_of_ones_own_comes_before_lm_evals(tmp_path: Path, write_task: Callable[..., Path]) -> None:
+    path = write_task("gsm8k")
+    (tmp_path / "tasks" / "recipe.yaml").write_text("model: not a task\n")
+    selection = check_tasks(Evaluation(tasks=("gsm8k",), include_path=str(path.parent)), tmp_path)
+    assert [task.given for task in selection.tasks] == [str(path)]
+    assert selection.all_local
+    assert selection.tasks[0].definition
+
+
+def test_a_path_names_one_file_whatever_lies_beside_it(tmp_path: Path, write_task: Callable[..., Path]) -> None:
+    path = write_task("mine")
+    other = path.with_name("other.yaml")
+    other.write_text(path.read_text() + "num_fewshot: 3\n")
+    selection = check_tasks(Evaluation(tasks=(str(other),)), tmp_path)
+    assert [(task.name, task.given) for task in selection.tasks] == [("mine", str(other))]
+    with pytest.raises(EvaluationError, match="`mine` is defined by 2 files"):
+        check(tmp_path, tasks=["mine"], include_path=str(path.parent))
+    with pytest.raises(EvaluationError, match="asked for twice, with two definitions"):
+        check(tmp_path, tasks=[str(path), str(other)])
+
+
+def test_a_group_of_ones_own_is_found_by_its_folder(tmp_path: Path, write_task: Callable[..., Path]) -> None:
+    folder = write_task("one").parent
+    (folder / "group.yaml").write_text("group: ours\ntask: [one]\n")
+    for asked in ("ours", str(folder / "group.yaml")):
+        selection = check_tasks(Evaluation(tasks=(asked,), include_path=str(folder)), tmp_path)
+        assert [task.given for task in selection.tasks] == ["ours"]
+        assert selection.include_paths == (folder,)
+
+
+def test_a_local_task_that_runs_code_needs_consent(tmp_path: Path, write_task: Callable[..., Path]) -> None:
+    path = write_task("mine", unsafe_code=True)
+    with pytest.raises(EvaluationError, match="runs Python code that the model writes"):
+        check(tmp_path, tasks=[str(path)])
+    assert check(tmp_path, tasks=[str(path)], confirm_run_unsafe_code=True) == ["mine"]
+
+
+def test_a_folder_that_is_missing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EvaluationError, match=r"include_path=.*nowhere is not a folder"):
+        check(tmp_path, include_path=str(tmp_path / "nowhere"))
+
+
+def test_a_broken_file_is_told_where_its_task_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("task: mine\n  metric: x\n")
+    with pytest.raises(
+        EvaluationError, match=r"`mine` is not a task(.|\n)*mine.yaml is not a valid task file(.|\n)*line 2"
+    ):
+        check(tmp_path, tasks=["mine"], include_path=str(tmp_path))
+
+
+def test_the_demo_has_its_own_task(demo_outputs: Path) -> None:
+    selection = check_tasks(Evaluation(tasks=("builtin:demo",)), demo_outputs)
+    assert [task.name for task in selection.tasks] == ["demo_extraction"]
+    assert selection.all_local
+
+
+def test_a_check_takes_well_under_a_second(tmp_path: Path) -> None:
+    known_tasks()  # on a fresh checkout the names are read here
+    code = (
+        "import sys, time; started = time.perf_counter()\n"
+        "from pathlib import Path; from eval.suites import check_tasks; from sft.recipe import Evaluation\n"
+        f"check_tasks(Evaluation(tasks=('gsm8k',), suite='leaderboard'), Path({str(tmp_path)!r}))\n"
+        "assert not {'torch', 'transformers', 'datasets', 'lm_eval'} & set(sys.modules)\n"
+        "print(time.process_time())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 1
+
+
+def test_names_are_kept_where_they_can_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder can be made here")
+    files = [tmp_path / "file" / "names.json", tmp_path / "user" / "names.json"]
+    index = TaskIndex(frozenset("ab"), frozenset("b"))
+    keep_index(index, files)
+    assert [read_index(path) for path in files] == [None, index]
+
+
+@pytest.mark.parametrize("text", ["{half", "[]", '{"names": ["a"]}', "null"])
+def test_broken_names_are_no_names(tmp_path: Path, text: str) -> None:
+    (tmp_path / "names.json").write_text(text)
+    assert read_index(tmp_path / "names.json") is None
+
+
+@pytest.mark.slow
+def test_the_kept_names_are_those_of_lm_eval() -> None:
+    built = build_index()
+    assert built == known_tasks()
+    assert len(built.names) > 10_000
+    assert {"humaneval", "mbpp", "humaneval_infilling"} <= built.unsafe

@@ -1,0 +1,113 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from eval.settings import Settings
+from eval.suites import check_tasks
+from eval.tasks import LoadedTasks, load_tasks
+from sft.errors import EvaluationError
+from sft.recipe import Evaluation
+
+Resolve = Callable[..., Settings]
+WriteTask = Callable[..., Path]
+
+
+def load(settings: Settings, tmp_path: Path, *tasks: Path | str, **keys: object) -> LoadedTasks:
+    evaluation = Evaluation.model_validate({"tasks": tuple(map(str, tasks)), **keys})
+    selection = check_tasks(evaluation, tmp_path)
+    return load_tasks(selection, settings, evaluation.confirm_run_unsafe_code, tmp_path / "log")
+
+
+def answer_length(loaded: LoadedTasks, name: str) -> int:
+    (task,) = loaded.by_name[name]
+    return int(task.config.generation_kwargs["max_gen_toks"])
+
+
+def test_a_task_keeps_its_own_answer_length(settings: Resolve, tmp_path: Path, write_task: WriteTask) -> None:
+    own = write_task("own", generation_kwargs={"until": ["\n"], "max_gen_toks": 31})
+    alias = write_task("alias", generation_kwargs={"until": ["\n"], "max_new_tokens": 33})
+    written = write_task(
+        "written", generation_kwargs={"until": ["\n\n"], "max_gen_toks": 256, "do_sample": False, "temperature": 0.0}
+    )
+    loaded = load(settings(), tmp_path, own, alias, written)
+    assert [answer_length(loaded, name) for name in ("own", "alias", "written")] == [31, 33, 256]
+
+
+def test_where_a_task_says_nothing_an_answer_is_longer_than_lm_evals(
+    settings: Resolve, tmp_path: Path, write_task: WriteTask
+) -> None:
+    unsaid = write_task("unsaid", generation_kwargs={"until": ["\n"]})
+    nothing = write_task("nothing", generation_kwargs=None)
+    loaded = load(settings(), tmp_path, unsaid, nothing)
+    assert [answer_length(loaded, name) for name in ("unsaid", "nothing")] == [512, 512]  # half of the demo's context
+    (task,) = loaded.by_name["nothing"]
+    assert task.config.generation_kwargs["until"] == ["\n\n"]
+
+
+def test_the_recipe_overrules_a_task(settings: Resolve, tmp_path: Path, write_task: WriteTask) -> None:
+    own = write_task("own", generation_kwargs={"until": ["\n"], "max_gen_toks": 31})
+    alias = write_task("alias", generation_kwargs={"until": ["\n"], "max_tokens": 33})
+    loaded = load(settings(max_gen_toks=50), tmp_path, own, alias)
+    assert [answer_length(loaded, name) for name in ("own", "alias")] == [50, 50]
+
+
+def test_lm_eval_reads_the_answer_length_that_is_set() -> None:
+    """What `load_tasks` leans on: max_gen_toks comes first, and lm_eval fills in 256."""
+    from lm_eval.defaults import default_gen_kwargs
+    from lm_eval.models.utils import normalize_gen_kwargs
+
+    assert normalize_gen_kwargs({"max_gen_toks": 9, "max_new_tokens": 5})["max_gen_toks"] == 9
+    assert default_gen_kwargs("\n\n") == {
+        "temperature": 0.0,
+        "do_sample": False,
+        "max_gen_toks": 256,
+        "until": ["\n\n"],
+    }
+
+
+def test_an_answer_that_leaves_no_room_for_a_prompt_is_refused(
+    settings: Resolve, tmp_path: Path, write_task: WriteTask
+) -> None:
+    with pytest.raises(EvaluationError, match="answers of 1024 tokens, and a context of 1024"):
+        load(settings(max_gen_toks=1024), tmp_path, write_task("own"))
+
+
+def test_examples_that_a_task_refuses_are_refused(settings: Resolve, tmp_path: Path, write_task: WriteTask) -> None:
+    path = write_task("bare", num_fewshot=0)
+    with pytest.raises(EvaluationError, match=r"eval\.num_fewshot=3, and bare is defined without examples"):
+        load(settings(num_fewshot=3), tmp_path, path)
+    assert load(settings(num_fewshot=0), tmp_path, path).by_name
+
+
+def test_a_dataset_out_of_reach_costs_only_its_task(
+    settings: Resolve, tmp_path: Path, write_task: WriteTask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    near = write_task("near")
+    far = write_task("far", dataset_path="nobody/nothing", dataset_kwargs=None)
+    loaded = load(settings(), tmp_path, near, far)
+    assert list(loaded.by_name) == ["near"]
+    assert "Couldn't reach 'nobody/nothing'" in loaded.missing["far"]
+    assert "far cannot be measured" in capsys.readouterr().err
+    with pytest.raises(EvaluationError, match="No task can be measured:\n  far: "):
+        load(settings(), tmp_path, far)
+
+
+def test_all_broken_tasks_come_in_one_message(settings: Resolve, tmp_path: Path, write_task: WriteTask) -> None:
+    gone = write_task("gone")
+    gone.with_suffix(".jsonl").unlink()
+    column = write_task("column", doc_to_text="{{no_such_column.deeper}}")
+    kind = write_task("kind", output_type="guess")
+    with pytest.raises(EvaluationError) as error:
+        load(settings(), tmp_path, gone, column, kind)
+    assert [line.split()[2] for line in str(error.value).splitlines()] == ["gone", "column", "kind"]
+
+
+def test_what_is_in_a_group_is_checked_as_well(settings: Resolve, tmp_path: Path, write_task: WriteTask) -> None:
+    folder = write_task("coded", unsafe_code=True).parent
+    write_task("one")
+    (folder / "ours.yaml").write_text("group: ours\ntask: [coded, one]\n")
+    with pytest.raises(EvaluationError) as error:
+        load(settings(), tmp_path, "ours", "one", include_path=str(folder))
+    assert "coded runs Python code that the model writes" in str(error.value)
+    assert "one is part of ours and of one" in str(error.value)
