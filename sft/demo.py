@@ -19,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
+from sft.errors import RunError
+
 VERSION = 1
 """Raised with any change here that could move a score."""
 
@@ -193,7 +195,10 @@ def make_demo(output_dir: Path) -> Demo:
         return demo
     # Made beside and renamed: whoever finds the folder finds all of it, also when two ranks make it at once.
     work = folder.with_name(f".{folder.name}.{os.getpid()}")
-    (work / "model").mkdir(parents=True)
+    try:
+        (work / "model").mkdir(parents=True)
+    except OSError as error:
+        raise RunError(f"The demo cannot be written to {work.parent}: {error}.") from None
     (work / "task").mkdir()
     generator = random.Random(VERSION)
     train, test = _rows(TRAIN_ROWS, False, generator), _rows(TEST_ROWS, True, generator)

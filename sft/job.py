@@ -6,11 +6,12 @@ hand.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sft.errors import ModelError
+from sft.errors import ModelError, RunError
 from sft.facts import DataFacts, ModelFacts, inspect_data, inspect_model
 from sft.hardware import Hardware
 from sft.plan import Plan, resolve_plan
@@ -36,6 +37,24 @@ class Job:
         return replace(self, plan=resolve_plan(self.recipe, self.hardware, self.model, data, self.deepspeed))
 
 
+def check_output_dir(recipe: Recipe) -> None:
+    """Refuse a place for the run that cannot be written.
+
+    Raises:
+        RunError: It is a file, or belongs to somebody else.
+    """
+    folder = Path(recipe.output_dir).expanduser().resolve()
+    while not folder.exists():
+        folder = folder.parent
+    problem = (
+        "is not a folder" if not folder.is_dir() else "cannot be written" if not os.access(folder, os.W_OK) else None
+    )
+    if problem:
+        raise RunError(
+            f"output_dir={recipe.output_dir}: {folder} {problem}. Set output_dir to a place that can be written."
+        )
+
+
 def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to_run: bool = True) -> Job:
     """Check everything that can be checked without torch.
 
@@ -52,6 +71,7 @@ def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to
 
     path = find_file(str(recipe_path))
     recipe = load_recipe(path, overrides)
+    check_output_dir(recipe)
     deepspeed = load_deepspeed(recipe.train.deepspeed) if recipe.train.deepspeed else None
     check_tokenizer_choice(recipe)
     model = inspect_model(recipe, download=to_run)

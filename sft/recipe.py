@@ -134,7 +134,7 @@ class Train(Section):
     learning_rate: float = Field(default=1e-5, gt=0)
     """Peak learning rate of AdamW."""
 
-    lr_scheduler: Literal["cosine", "linear", "constant"] = "cosine"
+    lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape after the warm-up."""
 
     min_lr_ratio: Fraction = 0.0
@@ -355,6 +355,24 @@ def _known_keys(location: tuple[str | int, ...]) -> list[str]:
     return list(schema.model_fields)
 
 
+# What other tools, or transformers, call a key.
+_OTHER_NAMES = {
+    "lr": "learning_rate",
+    "epochs": "num_train_epochs",
+    "num_epochs": "num_train_epochs",
+    "batch_size": "global_batch_size",
+    "per_device_train_batch_size": "micro_batch_size",
+    "gradient_accumulation_steps": "global_batch_size` (accumulation follows from it), not `gradient_accumulation_steps",
+    "lr_scheduler": "lr_scheduler_type",
+    "bf16": "precision",
+    "fp16": "precision",
+    "max_seq_length": "max_length",
+    "use_liger_kernel": "kernels",
+    "model_name_or_path": "name_or_path",
+    "dataset": "train",
+}
+
+
 def _where_else(key: str) -> str:
     """The section that has this key, where it was written in the wrong one."""
     for name, field in Recipe.model_fields.items():
@@ -380,7 +398,10 @@ def _explain(error: ValidationError) -> list[str]:
         value = problem["input"]
         if problem["type"] == "extra_forbidden":
             name = str(path[-1])
-            text = f"unknown key{did_you_mean(name, _known_keys(tuple(path))) or _where_else(name)}"
+            known = _known_keys(tuple(path))
+            other = _OTHER_NAMES.get(name, "")
+            suggestion = f"; here it is `{other}`" if other.split("`")[0] in known else did_you_mean(name, known)
+            text = f"unknown key{suggestion or _where_else(name)}"
         elif problem["type"] == "missing":
             text = "missing" + {
                 "schema_version": f"; write `schema_version: {SCHEMA_VERSION}` (format of the file)",

@@ -127,7 +127,8 @@ def check_deepspeed(
     ]
     if "scheduler" in file.config:
         lines.append(
-            f"  scheduler is {file.config['scheduler'].get('type')}, and train.lr_scheduler is {train.lr_scheduler}: remove the section"
+            f"  scheduler is {json.dumps(file.config['scheduler'])}, and train.lr_scheduler_type is {train.lr_scheduler_type}: "
+            "remove the section"
         )
     if "optimizer" in file.config:
         # transformers would hand DeepSpeed one flat group of parameters: biases and norms would be decayed with the rest.

@@ -1,0 +1,73 @@
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sft.recipe import REPOSITORY
+from sft.run_directory import Run
+
+SHARED = REPOSITORY.parent / "shared" / "data"
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture
+def shared() -> Path:
+    if not SHARED.is_dir():
+        pytest.skip(f"real data is not at {SHARED}")
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def command() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run a command as a user would, and fail with its output where it fails."""
+
+    def run(words: list[str | Path], expect: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+        path = f"{BIN}:{os.environ['PATH']}"
+        done = subprocess.run(
+            [str(word) for word in words],
+            env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environment,
+            capture_output=True,
+            text=True,
+            timeout=500,
+            check=False,
+        )
+        assert done.returncode == expect, done.stdout[-4000:] + done.stderr[-4000:]
+        return done
+
+    return run
+
+
+def losses(run: Run) -> list[float]:
+    """The loss at every logged step."""
+    return [json.loads(line)["loss"] for line in run.metrics_file.read_text().splitlines()]
+
+
+def decisions(run: Run) -> dict[str, Any]:
+    """The plan's decisions by name."""
+    return {row["name"]: row["value"] for row in json.loads(run.plan_file.read_text())["decisions"]}
+
+
+def write_recipe(path: Path, **sections: dict[str, Any]) -> Path:
+    """A recipe file."""
+    path.write_text(
+        yaml.safe_dump({"schema_version": 1, "version": 1, "output_dir": str(path.parent / "outputs"), **sections})
+    )
+    return path
+
+
+def write_task(path: Path, data: Path, **keys: object) -> Path:
+    """A task file of lm_eval over local rows."""
+    task = {
+        "task": path.stem,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+    }
+    path.write_text(yaml.safe_dump(task | keys))
+    return path
