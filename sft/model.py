@@ -122,5 +122,8 @@ def merge_adapter(job: Job, tokenizer: Any, adapter: Path, target: Path) -> None
         target: Folder to write to.
     """
     from peft import PeftModel
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+    # After ZeRO-3 from_pretrained would shard the base over ranks that are not here.
+    unset_hf_deepspeed_config()
     PeftModel.from_pretrained(_from_pretrained(job, tokenizer), adapter).merge_and_unload().save_pretrained(target)

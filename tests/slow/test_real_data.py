@@ -105,7 +105,7 @@ def test_a_qwen3_with_its_real_tokenizer_learns_tool_calls(tmp_path: Path, share
             "max_length": 1024,
             "overlong": "truncate",
         },
-        train={"global_batch_size": 1, "learning_rate": 1e-2, "max_steps": 12, "logging_steps": 2},
+        train={"global_batch_size": 1, "learning_rate": 1e-2, "max_steps": 8, "logging_steps": 1},
         eval={"tasks": tasks(tmp_path, shared), "limit": 2, "batch_size": 2},
     )
     command(["bash", REPOSITORY / "scripts" / "sft.sh", recipe])

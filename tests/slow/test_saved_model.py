@@ -1,0 +1,61 @@
+"""Law 9: what is on disk, loaded again by transformers alone, gives the logits of the model in memory."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sft.recipe import REPOSITORY
+from sft.run_directory import Run
+from tests.slow.conftest import write_recipe
+from tests.slow.train_and_probe import PROBE
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+PROGRAM = str(REPOSITORY / "tests" / "slow" / "train_and_probe.py")
+TWO = ["torchrun", "--standalone", "--nproc-per-node", "2"]
+CASES = {
+    "one process": (["python"], [], "Qwen2ForCausalLM"),
+    "DDP": (TWO, [], "DistributedDataParallel"),
+    "ZeRO-2": (TWO, ["train.deepspeed=zero2"], "DeepSpeedEngine"),
+    "ZeRO-3": (TWO, ["train.deepspeed=zero3"], "DeepSpeedEngine"),
+    "LoRA, one process": (["python"], ["model.lora={}"], "PeftModelForCausalLM"),
+    "LoRA, ZeRO-3": (TWO, ["model.lora={}", "train.deepspeed=zero3"], "DeepSpeedEngine"),
+}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_recipe(
+        tmp_path_factory.mktemp("saved") / "saved.yaml",
+        model={"name_or_path": "builtin:demo"},
+        data={"train": "builtin:demo", "max_length": 128},
+        train={"global_batch_size": 8, "learning_rate": 2e-3, "max_steps": 6, "save_steps": 4, "logging_steps": 2},
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_saved_model_gives_the_trained_models_logits(case: str, recipe: Path, command: Command) -> None:
+    launcher, overrides, engine = CASES[case]
+    name = "".join(letter if letter.isalnum() else "-" for letter in case)
+    command([*launcher, PROGRAM, recipe, *overrides, f"tracking.run_name={name}"])
+    run = Run(recipe.parent / "outputs" / "saved" / name)
+    probe = torch.load(run.path / "probe.pt", weights_only=True)
+    assert probe["engine"] == engine
+    model = AutoModelForCausalLM.from_pretrained(run.final).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=PROBE).logits.float(), probe["logits"], atol=2e-4, rtol=0)
+    base = AutoModelForCausalLM.from_pretrained(run.record["base_model"]["path"]).eval()
+    with torch.no_grad():
+        assert (base(input_ids=PROBE).logits - probe["logits"]).abs().max() > 0.1, "nothing was trained"
+    tokenizer = AutoTokenizer.from_pretrained(run.final)
+    stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert stop in json.loads((run.final / "generation_config.json").read_text())["eos_token_id"]
+    assert model.generation_config.pad_token_id != stop
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["checkpoint-4", "checkpoint-6"]
+    assert {path.name for path in run.path.iterdir() if path.name.startswith(".")} == set(), "something was left behind"
