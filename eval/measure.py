@@ -138,9 +138,7 @@ def _measure_all(model: HFLM, label: str, tasks: LoadedTasks, settings: Settings
         print(f"{label}: {documents} documents of {name} ... {scores_of(measured, name)} ({seconds:.0f} s)", flush=True)
         if any(words.encode() in log.read_bytes()[logged:] for words in PROMPT_CUT):
             results["prompts_cut"].append(name)
-            print(
-                f"{label}: prompts of {name} longer than {settings.max_length} tokens lost their beginning.", flush=True
-            )
+            print(f"{label}: prompts of {name} that are longer than {settings.max_length} tokens lost their beginning.")
         results = _merge(results, measured)
     if "results" not in results:
         raise EvaluationError(f"The {label} model could not be measured on any task; {log} says more.")

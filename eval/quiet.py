@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import TextIO
 
 LOG = "lm_eval.log"
 
@@ -14,6 +16,21 @@ LOG = "lm_eval.log"
 def first_line(error: BaseException) -> str:
     """What an error says, on one line."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+@contextmanager
+def _descriptor_to(descriptor: int, log: TextIO) -> Iterator[TextIO]:
+    """Send a file descriptor to the log: also what C code and started programs (git, lscpu) write.
+
+    Yields:
+        Where the descriptor went before.
+    """
+    with os.fdopen(os.dup(descriptor), "w", encoding="utf-8") as before:
+        os.dup2(log.fileno(), descriptor)
+        try:
+            yield before
+        finally:
+            os.dup2(before.fileno(), descriptor)
 
 
 @contextmanager
@@ -34,7 +51,11 @@ def chatter_to(path: Path) -> Iterator[None]:
         root.setLevel(logging.INFO)
         stack.callback(root.setLevel, level)
         stack.callback(root.removeHandler, handler)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        on_terminal = sys.stderr.isatty()
+        stack.enter_context(_descriptor_to(1, log))
+        terminal = stack.enter_context(_descriptor_to(2, log))
         stack.enter_context(redirect_stdout(log))
-        if not sys.stderr.isatty():
-            stack.enter_context(redirect_stderr(log))
+        stack.enter_context(redirect_stderr(terminal if on_terminal else log))
         yield

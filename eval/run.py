@@ -78,7 +78,8 @@ def _results(folder: Path) -> Results:
 def _samples(folder: Path) -> dict[str, list[Results]]:
     """lm_eval's samples, per task."""
     return {
-        path.stem.removeprefix("samples_"): [json.loads(line) for line in path.open(encoding="utf-8")]
+        # Not splitlines: an answer may hold U+2028, which ends no line of JSON.
+        path.stem.removeprefix("samples_"): [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
         for path in sorted(folder.glob("samples_*.jsonl"))
     }
 
@@ -90,6 +91,14 @@ def _measured_before(folder: Path, target: Target, settings: Settings) -> bool:
     results = _results(folder)
     same_model = results["measured_model"] == {"model": target.model, "revision": target.revision}
     return bool(same_model and results["settings_hash"] == settings.hash and not results["failed"])
+
+
+def _log_in(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EvaluationError(f"Results cannot be written: {error}.") from None
+    return folder / LOG
 
 
 def _base_target(run: Run, trust_remote_code: bool, reference: Reference) -> Target:
@@ -125,8 +134,7 @@ def evaluate_run(run: Run, evaluation: Evaluation) -> dict[str, str]:
     base = _base_target(run, recipe.model.trust_remote_code, reference)
     tuned = Target("tuned", str(run.final), None, recipe.model.trust_remote_code)
     settings = resolve_settings(evaluation, selection, reference, _on_gpu())
-    log = run.comparison_file.with_name(LOG)
-    log.parent.mkdir(exist_ok=True)
+    log = _log_in(run.comparison_file.parent)
     tasks = load_tasks(selection, settings, evaluation.confirm_run_unsafe_code, log)
     if _measured_before(run.base_evaluation, base, settings):
         print(f"base: measured before under the same settings ({run.base_evaluation}); not measured again.")
@@ -179,8 +187,7 @@ def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
     check_vocabulary(reference, reference.config, target.model)
     settings = resolve_settings(evaluation, selection, reference, _on_gpu())
     output = outputs.resolve() / "eval" / target.label.replace("/", "__") / time.strftime("%Y%m%d-%H%M%S")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    log = output.with_name(LOG)
+    log = _log_in(output.parent)
     tasks = load_tasks(selection, settings, evaluation.confirm_run_unsafe_code, log)
     evaluate_model(target, reference.tokenizer, tasks, settings, output, log)
     results = _results(output)

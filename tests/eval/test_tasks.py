@@ -80,6 +80,13 @@ def test_examples_that_a_task_refuses_are_refused(settings: Resolve, tmp_path: P
     assert load(settings(num_fewshot=0), tmp_path, path).by_name
 
 
+def test_a_question_does_not_come_with_its_own_answer(settings: Resolve, tmp_path: Path, write_task: WriteTask) -> None:
+    with pytest.raises(EvaluationError, match="mine has no documents for examples but those it measures"):
+        load(settings(num_fewshot=2), tmp_path, write_task("mine"))
+    # With the split named, lm_eval leaves the document that is asked out.
+    assert load(settings(num_fewshot=2), tmp_path, write_task("mine", fewshot_split="test")).by_name
+
+
 def test_a_dataset_out_of_reach_costs_only_its_task(
     settings: Resolve, tmp_path: Path, write_task: WriteTask, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,6 +110,7 @@ def test_all_broken_tasks_come_in_one_message(settings: Resolve, tmp_path: Path,
     assert [line.split()[2] for line in str(error.value).splitlines()] == ["gone", "column", "kind"]
 
 
+@pytest.mark.slow  # lm_eval reads all its task files for a group
 def test_what_is_in_a_group_is_checked_as_well(settings: Resolve, tmp_path: Path, write_task: WriteTask) -> None:
     folder = write_task("coded", unsafe_code=True).parent
     write_task("one")

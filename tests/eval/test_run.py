@@ -1,0 +1,182 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.run import main, parse_evaluation
+from sft.errors import EvaluationError, UserError
+from sft.recipe import REPOSITORY
+from sft.run_directory import Run, write_json
+
+WriteTask = Callable[..., Path]
+
+
+def comparison(run: Run) -> dict[str, Any]:
+    return dict(json.loads(run.comparison_file.read_text()))
+
+
+def test_a_run_is_measured_compared_and_reported(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(run.path)])
+    shown = capsys.readouterr().out
+    assert "base: 4 documents of demo_extraction ... exact_match 0.000" in shown
+    assert "tuned: 4 documents of demo_extraction ... exact_match 0.000" in shown
+    for folder in (run.base_evaluation, run.tuned_evaluation):
+        assert {path.name for path in folder.iterdir()} == {"results.json", "samples_demo_extraction.jsonl"}
+    compared = comparison(run)
+    assert compared["complete"]
+    (row,) = compared["metrics"]
+    assert (row["task"], row["metric"], row["documents"]) == ("demo_extraction", "exact_match", 4)
+    assert row["stderr_method"] == "paired"
+    assert "exact_match" in run.report_file.read_text()
+    settings = [json.loads((path / "results.json").read_text()) for path in (run.base_evaluation, run.tuned_evaluation)]
+    assert settings[0]["settings_hash"] == settings[1]["settings_hash"] == compared["settings_hash"]
+
+
+def test_the_base_is_not_measured_again_under_the_same_settings(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(run.path)])
+    capsys.readouterr()
+    main([str(run.path), "batch_size=2"])
+    assert "base: measured before under the same settings" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_another_base_model_is_measured_again(run: Run, tuned_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(run.path), "limit=2"])
+    assert "base: 2 documents" in capsys.readouterr().out
+    run.update(base_model={"name_or_path": "other", "revision": None, "path": str(tuned_model)})
+    main([str(run.path), "limit=2"])
+    assert "base: 2 documents" in capsys.readouterr().out
+    assert comparison(run)["metrics"][0]["difference"] == 0
+
+
+def test_what_is_out_of_reach_makes_a_run_incomplete(
+    run: Run, write_task: WriteTask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    far = write_task("far", dataset_path="nobody/nothing", dataset_kwargs=None)
+    with pytest.raises(SystemExit) as stop:
+        main([str(run.path), f"tasks={write_task('near')},{far}"])
+    assert stop.value.code == 1
+    assert "The evaluation is incomplete. Not measured:\n  far: " in capsys.readouterr().err
+    compared = comparison(run)
+    assert not compared["complete"]
+    assert list(compared["not_measured"]) == ["far"]
+    assert [row["task"] for row in compared["metrics"]] == ["near"]
+
+
+def test_data_that_changed_in_between_is_not_compared(run: Run, write_task: WriteTask) -> None:
+    rows = [{"question": f"Number {n}?", "answer": "1"} for n in range(4)]
+    main([str(run.path), f"tasks={write_task('mine', rows)}"])
+    rows[2]["question"] = "Which number?"
+    with pytest.raises(EvaluationError, match="The documents of mine were not the same"):
+        main([str(run.path), f"tasks={write_task('mine', rows)}"])
+
+
+def test_one_model_is_measured_into_the_working_directory(
+    tuned_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    write_task: WriteTask,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_task("mine")
+    main([str(tuned_model), "tasks=tasks/mine.yaml", "eval.limit=2"])
+    (results,) = (tmp_path / "outputs" / "eval" / "final").glob("*/results.json")
+    assert json.loads(results.read_text())["n-samples"]["mine"]["effective"] == 2
+    shown = capsys.readouterr().out
+    assert "final: 2 documents of mine" in shown
+    assert str(results.parent) in shown
+
+
+def test_a_rank_of_torchrun_that_is_not_the_first_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    main(["/no/such/model", "tasks=gsm8k"])
+    assert "WORLD_SIZE" not in os.environ
+
+
+def test_settings_of_the_command_line_change_the_recipes(run: Run) -> None:
+    write_json(run.path / "run.json", run.record | {"overrides": ["eval.seed=7"]})
+    evaluation = parse_evaluation(["tasks=[a, b]", "num_fewshot=2"], run)
+    assert (evaluation.tasks, evaluation.limit, evaluation.num_fewshot, evaluation.seed) == (("a", "b"), 4, 2, 7)
+    assert parse_evaluation(["tasks=a, b"]).tasks == parse_evaluation(["eval.tasks=[a,b]"]).tasks == ("a", "b")
+    assert parse_evaluation(["tasks="]).tasks == parse_evaluation(["tasks=[]"]).tasks == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "Name a run's folder or a model first"),
+        (["tasks=gsm8k"], "Name a run's folder or a model first"),
+        (["MODEL"], "There is nothing to measure"),
+        (["MODEL", "tasks=[]"], "There is nothing to measure"),
+        (["MODEL", "gsm8k"], "'gsm8k' is no setting"),
+        (
+            ["MODEL", "tasks=gsm8k", "limit=0"],
+            "eval.limit: input must be greater than 0|eval.limit: .*greater than 0, got 0",
+        ),
+        (["MODEL", "tasks=gsm8k", "limit=-1", "sed=1"], r"eval\.sed: unknown key; did you mean `seed`"),
+        (["MODEL", "tasks=gsm8k", "dtype=int4"], r"eval\.dtype"),
+        (["MODEL", "tasks=gsm8k", "limit=["], "is not valid YAML"),
+        (["MODEL", "tasks=gsm8kk"], "did you mean `gsm8k`"),
+        (["MODEL", "tasks=humaneval"], "confirm_run_unsafe_code=true"),
+        (["/no/such/folder", "tasks=builtin:demo"], "there is no such folder"),
+        (["nobody/nothing", "tasks=builtin:demo"], "cannot be loaded"),
+        (["EMPTY", "tasks=builtin:demo"], "is not the folder of a run"),
+    ],
+)
+def test_a_mistake_is_one_message_before_anything_is_measured(
+    arguments: list[str], told: str, tuned_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    places = {"MODEL": str(tuned_model), "EMPTY": str(tmp_path / "empty")}
+    with pytest.raises(UserError, match=told):
+        main([places.get(argument, argument) for argument in arguments])
+    assert not list(tmp_path.rglob("results.json"))
+
+
+def test_a_folder_that_cannot_be_made_is_told(
+    tuned_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs" / "eval").write_text("a file where a folder should be")
+    with pytest.raises(EvaluationError, match="Results cannot be written"):
+        main([str(tuned_model), "tasks=builtin:demo"])
+
+
+def test_a_run_without_its_final_model_is_told_its_status(run: Run) -> None:
+    shutil.rmtree(run.final)
+    run.update(status="interrupted")
+    with pytest.raises(EvaluationError, match=r"no final model \(status: interrupted\)"):
+        main([str(run.path)])
+
+
+def test_a_base_model_that_is_gone_is_told_before_the_tuned_is_measured(run: Run) -> None:
+    run.update(base_model={"name_or_path": "gone", "revision": None, "path": "/no/such/base"})
+    with pytest.raises(EvaluationError, match=r"The base model of .* /no/such/base cannot be loaded"):
+        main([str(run.path)])
+    assert not run.tuned_evaluation.exists()
+
+
+def test_a_mistake_ends_with_status_2_and_no_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "eval.run", str(tmp_path), "tasks=gsm8k"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "is not the folder of a run" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_launcher_shows_its_usage_and_works_from_anywhere(tmp_path: Path) -> None:
+    script = REPOSITORY / "scripts" / "eval.sh"
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "bash scripts/eval.sh outputs/tiny/latest" in done.stderr
