@@ -44,7 +44,8 @@ class ChatRenderer:
         if self.marked_template is None:
             return self._render_by_comparison(messages, tools)
         text, spans = self._apply(messages, tools, self.marked_template, marked=True)
-        return Rendered(text, spans)
+        # Some mark the line break after the end-of-turn token too, which a model that has stopped never writes.
+        return Rendered(text, [(start, start + len(text[start:end].rstrip())) for start, end in spans])
 
     def _apply(
         self,

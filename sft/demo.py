@@ -199,6 +199,20 @@ def make_demo(output_dir: Path) -> Demo:
         (work / "model").mkdir(parents=True)
     except OSError as error:
         raise RunError(f"The demo cannot be written to {work.parent}: {error}.") from None
+    try:
+        _write_files(work, demo, task)
+    except OSError:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    try:
+        work.rename(folder)
+    except OSError:
+        shutil.rmtree(work)
+        assert folder.exists()
+    return demo
+
+
+def _write_files(work: Path, demo: Demo, task: str) -> None:
     (work / "task").mkdir()
     generator = random.Random(VERSION)
     train, test = _rows(TRAIN_ROWS, False, generator), _rows(TEST_ROWS, True, generator)
@@ -211,9 +225,3 @@ def make_demo(output_dir: Path) -> Demo:
     (work / "task" / demo.task.name).write_text(task)
     _write_tokenizer(work / "model", [text for row in train for text in row])
     _write_model(work / "model")
-    try:
-        work.rename(folder)
-    except OSError:
-        shutil.rmtree(work)
-        assert folder.exists()
-    return demo

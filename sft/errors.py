@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import NoReturn
 
 EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
 
 
 class UserError(Exception):
@@ -75,15 +77,41 @@ def _stop(status: int) -> NoReturn:
     sys.exit(status)
 
 
+def _disk_was_full(error: BaseException | None) -> bool:
+    # safetensors, torch and pyarrow each raise an error of their own, some while handling the one that says it.
+    while error is not None:
+        if "No space left on device" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _tell(message: str) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"\n{message}", file=sys.stderr)
+    else:
+        # A launcher stops all ranks when one has ended: the one that speaks must be the first.
+        time.sleep(10)
+
+
 @contextmanager
 def users_mistakes_end_cleanly() -> Iterator[None]:
-    """Show a UserError as its message alone and exit with status 2. Only the first rank of a machine speaks."""
+    """Show a UserError as its message alone and exit with status 2; Ctrl-C ends without a traceback too.
+
+    Only the first rank of a machine speaks.
+    """
     try:
         yield
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"\n{error}", file=sys.stderr)
+        _tell(str(error))
         _stop(EXIT_USER_ERROR)
+    except Exception as error:
+        if not _disk_was_full(error):
+            raise
+        _tell("The disk is full. Free some space, or set output_dir to another disk. What was complete is kept.")
+        _stop(EXIT_USER_ERROR)
+    except KeyboardInterrupt:
+        _stop(EXIT_INTERRUPTED)
 
 
 def run_main(main: Callable[[list[str]], None]) -> None:

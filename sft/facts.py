@@ -20,6 +20,7 @@ from sft.recipe import Recipe, Source, find_file
 from sft.rows import Row, first_rows, local_files, row_format, to_messages
 
 BUILTIN = "builtin:demo"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _SAMPLE = 200
 """Rows of each source that the estimate reads."""
 
@@ -76,6 +77,11 @@ def model_path(recipe: Recipe) -> str:
         problem = "holds no config.json" if folder.is_dir() else "does not exist"
         raise ModelError(
             f"model.name_or_path={name}: the folder {problem}. Give a folder of a Hugging Face model or a hub id."
+        )
+    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+        # transformers would make up an empty tokenizer from the model's type, without a word.
+        raise ModelError(
+            f"model.name_or_path={name}: the folder holds no tokenizer ({', '.join(_TOKENIZER_FILES)}). Copy the tokenizer's files there."
         )
     return str(folder.resolve())
 
@@ -212,8 +218,8 @@ def inspect_data(recipe: Recipe, model: ModelFacts) -> DataFacts | None:
                 messages, _ = to_messages(row, format)
             except (ValueError, KeyError, TypeError):
                 continue  # reported with its number when the data is prepared
-            # One token more for each turn's end; what the template adds besides is not counted.
-            lengths = [(turn["role"], count(turn["content"]) + 1) for turn in messages]
+            # Most templates add five tokens to a turn: its start, the role, two line breaks and its end.
+            lengths = [(turn["role"], count(turn["content"]) + 5) for turn in messages]
             share = number / len(rows)
             documents += share
             tokens += share * min(sum(length for _, length in lengths), recipe.data.max_length)

@@ -23,6 +23,7 @@ SCHEMA_VERSION = 1
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
+Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -128,7 +129,7 @@ class Train(Section):
     global_batch_tokens: int | None = Field(default=None, gt=0)
     """The same in tokens: a multiple of data.max_length. Give one of the two."""
 
-    micro_batch_size: int | Literal["auto"] = "auto"
+    micro_batch_size: Positive | Literal["auto"] = "auto"
     """Sequences per forward pass on one GPU. Decides memory and speed only."""
 
     learning_rate: float = Field(default=1e-5, gt=0)
@@ -198,8 +199,6 @@ class Train(Section):
                 "give one of global_batch_size (sequences per optimizer step) and global_batch_tokens (tokens), "
                 f"got {self.global_batch_size} and {self.global_batch_tokens}"
             )
-        if isinstance(self.micro_batch_size, int) and self.micro_batch_size < 1:
-            raise ValueError(f"micro_batch_size must be `auto` or at least 1, got {self.micro_batch_size}")
         return self
 
 
@@ -221,7 +220,7 @@ class Evaluation(Section):
     num_fewshot: int | None = Field(default=None, ge=0)
     """Examples in the prompt; None for each task's own number."""
 
-    batch_size: int | Literal["auto"] = "auto"
+    batch_size: Positive | Literal["auto"] = "auto"
     """Documents per forward pass. `auto`: lm_eval's search on a GPU, 32 on a CPU."""
 
     max_gen_toks: int | None = Field(default=None, gt=0)

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -150,11 +150,10 @@ def recorded(run: Run) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
+        status = "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
         if distributed.is_first_rank():
-            run.update(
-                status="interrupted" if interrupted else "failed", error=f"{type(error).__name__}: {error}"[:2000]
-            )
+            with suppress(OSError):  # on a full disk the error itself matters more than its record
+                run.update(status=status, error=f"{type(error).__name__}: {error}"[:2000])
         if isinstance(error, KeyboardInterrupt):
             raise SystemExit(130) from None
         raise

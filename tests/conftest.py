@@ -1,0 +1,65 @@
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sft.demo import Demo, make_demo
+from sft.recipe import REPOSITORY, Recipe, parse_recipe
+
+SHARED = REPOSITORY.parent / "shared" / "data"
+
+DEMO_RECIPE = """\
+schema_version: 1
+version: 1
+model: {name_or_path: "builtin:demo"}
+data: {train: "builtin:demo", max_length: 128}
+train: {global_batch_size: 8}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _a_plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline, no GPU, and nothing that a launcher or a cluster has set."""
+    launched = ("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+    for name in [*launched, "LOCAL_WORLD_SIZE", *(name for name in os.environ if name.startswith("SLURM_"))]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An output_dir that all tests of the session share, so that the demo is made once."""
+    return tmp_path_factory.mktemp("outputs")
+
+
+@pytest.fixture(scope="session")
+def demo(outputs: Path) -> Demo:
+    return make_demo(outputs)
+
+
+@pytest.fixture(scope="session")
+def make_recipe(outputs: Path) -> Callable[..., Recipe]:
+    """The demo's recipe with overrides."""
+
+    def make(*overrides: str) -> Recipe:
+        return parse_recipe(DEMO_RECIPE, [f"output_dir={outputs}", *overrides])
+
+    return make
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    """The demo's recipe as a file of the user's."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(DEMO_RECIPE)
+    return path
+
+
+@pytest.fixture
+def shared() -> Path:
+    if not SHARED.is_dir():
+        pytest.skip(f"real data is not at {SHARED}")
+    return SHARED

@@ -1,0 +1,64 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from sft import errors
+from sft.errors import RecipeError, UserError, did_you_mean, run_main, users_mistakes_end_cleanly
+
+
+def test_every_error_of_the_tree_is_the_users_and_is_on_its_page() -> None:
+    kinds = UserError.__subclasses__()
+    assert len(kinds) >= 6
+    for kind in kinds:
+        assert f"{kind.__name__} " in (errors.__doc__ or "")
+
+
+def test_the_closest_word_is_offered_and_nothing_where_nothing_is_close() -> None:
+    assert did_you_mean("zero22", ["zero1", "zero2", "zero3_offload"], ".") == "; did you mean `zero2`?"
+    assert did_you_mean("quokka", ["zero1", "zero2"]) == ""
+    assert did_you_mean("quokka", ["zero1", "zero2"], ".") == "."
+
+
+def test_a_users_mistake_is_its_message_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop, users_mistakes_end_cleanly():
+        raise RecipeError("train.seed is wrong")
+    printed = capsys.readouterr()
+    assert (stop.value.code, printed.out, printed.err.strip()) == (2, "", "train.seed is wrong")
+
+
+def test_our_own_bug_keeps_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError), users_mistakes_end_cleanly():
+        _ = 1 / 0
+
+
+def test_only_the_first_rank_of_a_machine_speaks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit) as stop, users_mistakes_end_cleanly():
+        raise RecipeError("train.seed is wrong")
+    assert (stop.value.code, capsys.readouterr().err) == (2, "")
+
+
+def test_main_gets_the_words_after_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["sft.launch", "a.yaml", "train.seed=1"])
+    given: list[str] = []
+    run_main(given.extend)
+    assert given == ["a.yaml", "train.seed=1"]
+
+
+def test_a_rank_ends_at_once_though_a_thread_of_a_tracker_is_still_at_work() -> None:
+    program = (
+        "import threading, time\n"
+        "from sft.errors import RecipeError, users_mistakes_end_cleanly\n"
+        "threading.Thread(target=time.sleep, args=[600]).start()\n"
+        "with users_mistakes_end_cleanly():\n"
+        "    raise RecipeError('train.seed is wrong')\n"
+    )
+    environment = os.environ | {"WORLD_SIZE": "2"}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stderr.strip()) == (2, "train.seed is wrong")

@@ -1,0 +1,147 @@
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from safetensors.numpy import save_file
+
+from sft.data import prepare_documents
+from sft.demo import Demo
+from sft.errors import DataError, ModelError
+from sft.facts import ModelFacts, inspect_data, inspect_model, looks_local, model_path, source_files
+from sft.recipe import Recipe, Source
+from sft.tokenizer import load_tokenizer
+
+MakeRecipe = Callable[..., Recipe]
+ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
+
+def write_rows(path: Path, count: int) -> Path:
+    path.write_text((json.dumps(ROW) + "\n") * count)
+    return path
+
+
+@pytest.mark.parametrize("name", ["./m", "/m", "~/m", "a/b/c", "recipes"])
+def test_these_are_paths(name: str) -> None:
+    assert looks_local(name)
+
+
+@pytest.mark.parametrize("name", ["owner/name", "gpt2"])
+def test_these_are_ids_on_the_hub(name: str) -> None:
+    assert not looks_local(name)
+
+
+def test_the_demos_model_is_made_where_it_is_asked_for(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    facts = inspect_model(make_recipe(f"output_dir={tmp_path}"))
+    assert tmp_path in Path(facts.path).parents
+    assert (facts.model_type, facts.dtype, facts.max_position_embeddings) == ("qwen2", "float32", 1024)
+    assert facts.parameters == pytest.approx(0.56e6, rel=0.05)
+
+
+def test_a_folder_without_a_model_is_refused(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"model.name_or_path=.*: the folder holds no config.json"):
+        model_path(make_recipe(f"model.name_or_path={tmp_path}"))
+    with pytest.raises(ModelError, match=r"model.name_or_path=.*gone: the folder does not exist"):
+        model_path(make_recipe(f"model.name_or_path={tmp_path / 'gone'}"))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"model.name_or_path=.*: the folder holds no tokenizer \(tokenizer.json"):
+        model_path(make_recipe(f"model.name_or_path={tmp_path}"))
+
+
+def test_what_the_plan_needs_is_read_from_the_config(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").touch()
+    text = {"model_type": "gemma3_text", "torch_dtype": "bfloat16", "max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    save_file({"w": np.zeros((1000, 100), np.float16)}, tmp_path / "model.safetensors")
+    facts = inspect_model(make_recipe(f"model.name_or_path={tmp_path}"))
+    assert replace(facts, parameters=None) == ModelFacts(str(tmp_path), "gemma3_text", "bfloat16", 4096)
+    assert facts.parameters == pytest.approx(100_000, rel=0.01)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "", "\xff"])
+def test_a_config_that_is_none_is_one_message(text: str, make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").touch()
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ModelError, match=r"config.json cannot be read"):
+        inspect_model(make_recipe(f"model.name_or_path={tmp_path}"))
+
+
+def test_what_the_hub_would_have_to_tell_is_left_open_for_a_plan(make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe("model.name_or_path=some-owner/no-such-model", "data.train=some-owner/no-such-data")
+    facts = inspect_model(recipe, download=False)
+    assert facts == ModelFacts("some-owner/no-such-model")
+    assert inspect_data(recipe, facts) is None
+
+
+def test_local_data_is_found_and_a_hub_id_is_left_to_the_hub(tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "b.jsonl", 1)
+    write_rows(tmp_path / "a.jsonl", 1)
+    (tmp_path / "notes.txt").touch()
+    assert source_files(Source(path=str(file)), "") == [file]
+    assert source_files(Source(path=str(tmp_path)), "") == [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    assert source_files(Source(path="owner/data"), "") is None
+    for missing in (str(tmp_path / "c.jsonl"), "c.jsonl", "./gone"):
+        with pytest.raises(DataError, match=r"data.train: there is no file or folder .*looked in"):
+            source_files(Source(path=missing), "")
+
+
+def test_the_estimate_is_near_the_count(make_recipe: MakeRecipe, demo: Demo, tmp_path: Path) -> None:
+    recipe = make_recipe()
+    estimate = inspect_data(recipe, inspect_model(recipe))
+    counted = prepare_documents(recipe, load_tokenizer(recipe), tmp_path / "documents.arrow").total()
+    assert estimate is not None
+    assert not estimate.exact
+    assert estimate.documents == pytest.approx(counted.rows_used, rel=0.02)
+    assert estimate.trained_tokens == pytest.approx(counted.trained, rel=0.05)
+    assert estimate.tokens == pytest.approx(counted.trained + counted.masked, rel=0.1)
+
+
+def test_a_small_file_is_counted_and_sources_add_up(make_recipe: MakeRecipe, demo: Demo, tmp_path: Path) -> None:
+    one, two = write_rows(tmp_path / "one.jsonl", 30), write_rows(tmp_path / "two.jsonl", 12)
+    recipe = make_recipe(f"data.train=[{{path: {one}}}, {{path: {two}}}]")
+    facts = inspect_data(recipe, inspect_model(recipe))
+    assert facts is not None
+    assert facts.documents == 42
+    assert facts.trained_tokens == 42 * 2  # a letter and the end of its turn
+    assert facts.tokens > 2 * facts.trained_tokens
+
+
+def test_a_document_counts_for_no_more_than_max_length(make_recipe: MakeRecipe, demo: Demo, tmp_path: Path) -> None:
+    row = {"prompt": "a" * 50, "completion": "b" * 500}
+    (tmp_path / "long.jsonl").write_text((json.dumps(row) + "\n") * 5)
+    recipe = make_recipe(f"data.train={tmp_path / 'long.jsonl'}", "data.max_length=64")
+    facts = inspect_data(recipe, inspect_model(recipe))
+    assert facts is not None
+    assert facts.tokens == 5 * 64
+    assert facts.trained_tokens <= facts.tokens
+
+
+def test_useless_columns_are_named_before_anything_heavy(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "a", "reply": "b"}\n')
+    with pytest.raises(DataError, match=r"no usable columns. Found: question, reply. Usable: .*`messages`"):
+        inspect_data(make_recipe(f"data.train={tmp_path / 'rows.jsonl'}"), ModelFacts("some/model"))
+
+
+def test_a_tokenizer_that_is_half_there_is_one_message(make_recipe: MakeRecipe, demo: Demo, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "trunc')
+    with pytest.raises(ModelError, match=r"tokenizer.json"):
+        inspect_data(make_recipe(), ModelFacts(str(tmp_path)))
+
+
+def test_a_broken_file_behind_the_first_is_one_message(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist([ROW]), tmp_path / "a.parquet")
+    (tmp_path / "b.parquet").write_text("half a download")
+    with pytest.raises(DataError, match=r"b.parquet"):
+        inspect_data(make_recipe(f"data.train={tmp_path}"), ModelFacts("some/model"))
+
+
+def test_all_rows_of_parquet_files_are_counted_without_reading_them(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    for name, count in (("a", 300), ("b", 45)):
+        pq.write_table(pa.Table.from_pylist([ROW] * count), tmp_path / f"{name}.parquet")
+    facts = inspect_data(make_recipe(f"data.train={tmp_path}"), ModelFacts("some/model"))
+    assert facts is not None
+    assert facts.documents == 345

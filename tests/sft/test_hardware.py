@@ -1,0 +1,121 @@
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sft.errors import PlanError
+from sft.hardware import Gpu, Hardware, described_hardware, detect_hardware, visible_gpus
+
+Machine = Callable[..., None]
+
+TWO = (
+    "0, GPU-aaaa-1111, NVIDIA H100 80GB HBM3, 81559, 9.0",
+    "1, GPU-bbbb-2222, NVIDIA H100 80GB HBM3, 40960, 9.0",
+)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A machine whose nvidia-smi prints these lines; none at all without lines."""
+
+    def build(*lines: str, status: int = 0) -> None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if lines or status:
+            program = tmp_path / "nvidia-smi"
+            echoes = "".join(f"echo '{line}'\n" for line in lines)
+            program.write_text(f"#!/bin/sh\n{echoes}exit {status}\n")
+            program.chmod(program.stat().st_mode | stat.S_IXUSR)
+
+    return build
+
+
+def test_a_machine_without_driver_has_no_gpu(machine: Machine) -> None:
+    machine()
+    assert visible_gpus() == []
+    assert detect_hardware().gpu is None
+    assert detect_hardware().ranks == 1
+
+
+def test_a_driver_that_fails_is_a_machine_without_gpu(machine: Machine) -> None:
+    machine("No devices were found", status=6)
+    assert visible_gpus() == []
+
+
+def test_a_gpu_is_read_as_the_driver_tells_it(machine: Machine) -> None:
+    machine(*TWO)
+    assert visible_gpus()[1] == Gpu("NVIDIA H100 80GB HBM3", 40.0, 9.0)
+
+
+def test_there_is_a_process_for_each_gpu_and_the_smallest_decides(machine: Machine) -> None:
+    machine(*TWO)
+    hardware = detect_hardware()
+    assert (hardware.ranks, hardware.ranks_per_node) == (2, 2)
+    assert hardware.gpu is not None
+    assert hardware.gpu.memory_gib == 40.0
+    assert hardware.device == "2 x NVIDIA H100 80GB HBM3 (40 GiB)"
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [("0", 1), ("1,0", 2), ("0,1", 2), ("", 0), ("-1", 0), ("7", 0), ("0,7,1", 1), ("GPU-bbbb", 1), (" 0 , 1 ", 2)],
+)
+def test_only_the_gpus_that_cuda_would_show_are_counted(
+    visible: str, count: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(*TWO)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert len(visible_gpus()) == count
+
+
+def test_a_gpu_that_shares_the_memory_of_the_machine_is_a_gpu(machine: Machine) -> None:
+    """Its driver has no number to tell."""
+    machine("0, GPU-cccc-3333, NVIDIA GB10, [N/A], 12.1")
+    (gpu,) = visible_gpus()
+    assert (gpu.name, gpu.compute_capability) == ("NVIDIA GB10", 12.1)
+    assert gpu.memory_gib > 0
+
+
+def test_more_processes_than_gpus_are_refused(machine: Machine) -> None:
+    machine(*TWO)
+    with pytest.raises(PlanError, match="3 processes were asked for on a machine with 2 visible GPUs"):
+        detect_hardware(3, 3)
+    assert detect_hardware(8, 2).ranks == 8  # four such machines
+
+
+def test_a_cpu_takes_as_many_processes_as_asked(machine: Machine) -> None:
+    machine()
+    hardware = detect_hardware(4, 4)
+    assert (hardware.ranks, hardware.ranks_per_node) == (4, 4)
+    assert hardware.device.endswith("4 processes")
+    assert hardware.cpu_cores >= 1
+    assert hardware.cpu_memory_gib > 0.5
+
+
+def test_what_a_launcher_has_set_is_taken(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine()
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    hardware = detect_hardware()
+    assert (hardware.ranks, hardware.ranks_per_node) == (16, 8)
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "memory", "per_node"),
+    [("8x80GB", 8, 80, 8), ("1X24g", 1, 24, 1), ("16x40GiB", 16, 40, 8), ("2x141", 2, 141, 2)],
+)
+def test_a_machine_in_words(words: str, ranks: int, memory: int, per_node: int) -> None:
+    hardware = described_hardware(words)
+    assert hardware.gpu is not None
+    assert (hardware.ranks, hardware.gpu.memory_gib, hardware.ranks_per_node) == (ranks, memory, per_node)
+
+
+@pytest.mark.parametrize("words", ["", "8", "80GB", "0x80GB", "8x80TB", "eight", "8x80GBx"])
+def test_words_that_are_no_machine_are_quoted_back(words: str) -> None:
+    with pytest.raises(PlanError, match=f"--on {words}: .* for example 8x80GB"):
+        described_hardware(words)
+
+
+def test_a_cpu_with_one_process_is_said_in_the_singular() -> None:
+    assert Hardware(None, 1, 1, 2, 16.0).device == "CPU, 2 cores, 1 process"

@@ -1,0 +1,181 @@
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from sft.errors import PlanError, RecipeError
+from sft.launch import DEFAULT_RECIPE, Layout, main, parse_command_line, read_layout, torchrun_arguments
+
+PROGRAM = ["-m", "sft.train", "a.yaml", "train.seed=1"]
+
+
+def set_all(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    for word in text.split():
+        name, _, value = word.partition("=")
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster whose list of nodes stands for node07 and node08."""
+    program = tmp_path / "scontrol"
+    program.write_text('#!/bin/sh\n[ "$1 $2 $3" = "show hostnames node[07-08]" ] && printf "node07\\nnode08\\n"\n')
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize(
+    ("environment", "layout"),
+    [
+        ("", Layout(1)),
+        ("NPROC=3", Layout(3)),
+        ("NPROC=2 NNODES=1", Layout(2)),
+        ("MASTER_PORT=4242", Layout(1, master_port=4242)),
+        ("NPROC=8 NNODES=2 NODE_RANK=1 MASTER_ADDR=host0", Layout(8, 2, 1, "host0")),
+        ("NPROC=8 NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MASTER_PORT=4242", Layout(8, 2, 0, "host0", 4242)),
+        ("NPROC=4 SLURM_NNODES=2 SLURM_NODEID=1 SLURM_JOB_NODELIST=node[07-08]", Layout(4, 2, 1, "node07")),
+        ("SLURM_NNODES=2 SLURM_NODEID=0 MASTER_ADDR=other SLURM_JOB_NODELIST=node[07-08]", Layout(1, 2, 0, "other")),
+        ("SLURM_NNODES=1 SLURM_NODEID=0 SLURM_JOB_NODELIST=node07", Layout(1)),
+        ("NNODES=1 SLURM_NNODES=2 SLURM_NODEID=1", Layout(1)),  # what the user says counts before what Slurm says
+    ],
+)
+@pytest.mark.usefixtures("scontrol")
+def test_the_processes_that_the_environment_asks_for(
+    environment: str, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_all(monkeypatch, environment)
+    assert read_layout() == layout
+    assert layout.ranks == layout.per_node * layout.nodes
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ("NPROC=0", "NPROC=0: must be a whole number of at least 1"),
+        ("NPROC=abc", "NPROC=abc: must be a whole number"),
+        ("NPROC=-2", "NPROC=-2: must be a whole number"),
+        ("NPROC=1.5", "NPROC=1.5: must be a whole number"),
+        ("NPROC=²", "NPROC=²: must be a whole number"),
+        ("NNODES=0", "NNODES=0: must be a whole number of at least 1"),
+        ("MASTER_PORT=http", "MASTER_PORT=http: must be a whole number"),
+        ("MASTER_PORT=70000", "MASTER_PORT=70000"),
+        ("NNODES=2", "NNODES=2, and NODE_RANK is not set. Set it to 0 on the first machine"),
+        ("NNODES=2 NODE_RANK=0", "NNODES=2, and MASTER_ADDR is not set. Set it to the first machine"),
+        ("NNODES=2 NODE_RANK=2 MASTER_ADDR=h", "NODE_RANK=2 with NNODES=2: machines are numbered from 0 to 1"),
+        ("SLURM_NNODES=2 SLURM_NODEID=0", "MASTER_ADDR is not set"),
+    ],
+)
+def test_a_number_of_processes_that_makes_no_sense_is_told(
+    environment: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_all(monkeypatch, environment)
+    with pytest.raises(PlanError, match=told):
+        read_layout()
+
+
+def test_torchrun_on_one_machine_takes_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torchrun_arguments(Layout(2), PROGRAM) == ["--standalone", "--nproc-per-node", "2", *PROGRAM]
+    monkeypatch.setenv("MASTER_PORT", "4242")
+    assert torchrun_arguments(read_layout(), PROGRAM) == ["--master-port", "4242", "--nproc-per-node", "1", *PROGRAM]
+
+
+def test_torchrun_understands_what_it_is_called_with() -> None:
+    from torch.distributed.run import parse_args
+
+    understood = parse_args(torchrun_arguments(Layout(8, 2, 1, "host0", 4242), PROGRAM))
+    assert (understood.nnodes, understood.node_rank, understood.nproc_per_node) == ("2", 1, "8")
+    assert (understood.master_addr, understood.master_port) == ("host0", 4242)
+    assert understood.module
+    assert (understood.training_script, understood.training_script_args) == ("sft.train", ["a.yaml", "train.seed=1"])
+    alone = parse_args(torchrun_arguments(Layout(2), PROGRAM))
+    assert (alone.standalone, alone.nproc_per_node, alone.training_script) == (True, "2", "sft.train")
+
+
+@pytest.mark.parametrize(
+    ("words", "recipe", "overrides", "plan"),
+    [
+        ([], DEFAULT_RECIPE, [], False),
+        (["a.yaml"], "a.yaml", [], False),
+        (["a.yaml", "x=1", "y=2"], "a.yaml", ["x=1", "y=2"], False),
+        (["a.yaml", "--plan", "x=1"], "a.yaml", ["x=1"], True),
+        (["--plan", "a.yaml"], "a.yaml", [], True),
+        (["x=1"], DEFAULT_RECIPE, ["x=1"], False),
+        (["x=1", "y=2", "--plan"], DEFAULT_RECIPE, ["x=1", "y=2"], True),
+    ],
+)
+def test_recipe_overrides_and_switches_in_any_order(
+    words: list[str], recipe: str, overrides: list[str], plan: bool
+) -> None:
+    understood = parse_command_line(words)
+    assert (understood.recipe, understood.overrides, understood.plan) == (recipe, overrides, plan)
+
+
+def test_two_recipes_are_one_too_many() -> None:
+    with pytest.raises(
+        RecipeError, match=r"'b.yaml' is neither the recipe \(a.yaml\) nor an override. Write key=value"
+    ):
+        parse_command_line(["a.yaml", "b.yaml"])
+
+
+def test_an_unknown_switch_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_command_line(["a.yaml", "--pln"])
+    assert stop.value.code == 2
+    assert "--pln" in capsys.readouterr().err
+
+
+def test_a_plan_is_printed_and_nothing_is_started(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main([str(recipe_file), "--plan"])
+    here = capsys.readouterr().out
+    assert "CPU" in here.splitlines()[0]
+    assert "one process" in here
+    main([str(recipe_file), "--on", "4x24GB"])
+    there = capsys.readouterr().out
+    assert "4 x GPU (24 GiB)" in there
+    assert "DDP" in there
+    monkeypatch.setenv("NPROC", "2")
+    main([str(recipe_file), "--plan"])
+    assert "2 processes" in capsys.readouterr().out
+    assert not (tmp_path / "outputs" / "mine").exists()
+
+
+def test_one_process_needs_no_launcher_and_the_command_is_printed(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    started: list[list[str]] = []
+
+    def stop(_: str, command: list[str]) -> None:
+        started.append(command)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execv", stop)
+    with pytest.raises(SystemExit):
+        main([str(recipe_file), "train.seed=1"])
+    (command,) = started
+    assert command[1:] == ["-m", "sft.train", str(recipe_file), "train.seed=1"]
+    cores = os.environ["OMP_NUM_THREADS"]
+    assert int(cores) >= 1
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert capsys.readouterr().out.strip() == f"OMP_NUM_THREADS={cores} {' '.join(command)}"
+
+
+def test_threads_that_the_user_has_set_stay(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+
+    def stop(*_: object) -> None:
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execv", stop)
+    with pytest.raises(SystemExit):
+        main([str(recipe_file)])
+    assert (os.environ["OMP_NUM_THREADS"], os.environ["OMP_WAIT_POLICY"]) == ("7", "ACTIVE")

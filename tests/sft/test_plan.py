@@ -1,0 +1,318 @@
+import json
+import re
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+
+from sft.errors import PlanError
+from sft.facts import DataFacts, ModelFacts
+from sft.hardware import Gpu, Hardware
+from sft.plan import Plan, print_plan, resolve_plan
+from sft.recipe import Recipe
+from sft.zero import load_deepspeed
+
+MakeRecipe = Callable[..., Recipe]
+QWEN = ModelFacts("some/model", "qwen2", "bfloat16", 32768)
+
+
+def cpu(ranks: int = 1) -> Hardware:
+    return Hardware(None, ranks, ranks, cpu_cores=2, cpu_memory_gib=16.0)
+
+
+def gpus(ranks: int = 1, memory: float = 80.0, capability: float = 9.0, flash: bool = False) -> Hardware:
+    return Hardware(Gpu("NVIDIA Test", memory, capability), ranks, min(ranks, 8), 16, 128.0, flash)
+
+
+def with_batch(recipe: Recipe, batch: int | None, micro: int | str = "auto", tokens: int | None = None) -> Recipe:
+    values = {"global_batch_size": batch, "micro_batch_size": micro, "global_batch_tokens": tokens}
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update=values)})
+
+
+def arithmetic(plan: Plan) -> tuple[int, int]:
+    return plan.micro_batch_size.value, plan.gradient_accumulation_steps.value
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def test_the_parts_of_a_batch_give_it_exactly_or_the_message_names_values_that_do(make_recipe: MakeRecipe) -> None:
+    recipe, refused, planned = make_recipe(), 0, 0
+    for ranks, batch, micro in product(range(1, 17), range(1, 121, 3), ["auto", 1, 2, 3]):
+        hardware = gpus(ranks)
+        try:
+            parts = arithmetic(resolve_plan(with_batch(recipe, batch, micro), hardware, QWEN))
+        except PlanError as error:
+            message, refused = str(error), refused + 1
+            if (match := re.search(r"Set train\.micro_batch_size to (.*)\.$", message)) is not None:
+                for better in numbers(match[1]):
+                    one, accumulation = arithmetic(resolve_plan(with_batch(recipe, batch, better), hardware, QWEN))
+                    assert one * accumulation * ranks == batch
+                continue
+            match = re.search(
+                r"Set train\.global_batch_size to (.*), or use a number of GPUs that divides it: (.*)\.$", message
+            )
+            assert match, message
+            if micro == "auto":
+                for better in numbers(match[1]):
+                    one, accumulation = arithmetic(resolve_plan(with_batch(recipe, better), hardware, QWEN))
+                    assert one * accumulation * ranks == better
+                for fewer in numbers(match[2]):
+                    one, accumulation = arithmetic(resolve_plan(with_batch(recipe, batch), gpus(fewer), QWEN))
+                    assert one * accumulation * fewer == batch
+            continue
+        planned += 1
+        assert parts[0] * parts[1] * ranks == batch
+        assert micro in ("auto", parts[0])
+    assert refused > 100
+    assert planned > 100
+
+
+def test_what_is_offered_for_a_batch_also_fits_the_micro_batch_of_the_recipe(make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe()
+    with pytest.raises(PlanError) as error:
+        resolve_plan(with_batch(recipe, 10, micro=3), gpus(4), QWEN)
+    offered = re.search(r"Set train\.global_batch_size to (.*), or", str(error.value))
+    assert offered
+    for batch in numbers(offered[1]):
+        assert 4 * 3 * arithmetic(resolve_plan(with_batch(recipe, batch, micro=3), gpus(4), QWEN))[1] == batch
+
+
+@pytest.mark.parametrize("hardware", [cpu(), gpus(memory=24), gpus(memory=40), gpus(memory=80), gpus(memory=140)])
+@pytest.mark.parametrize("length", [64, 512, 4096, 32768])
+def test_auto_takes_the_largest_micro_batch_within_the_budget_that_it_prints(
+    hardware: Hardware, length: int, make_recipe: MakeRecipe
+) -> None:
+    for batch in (1, 7, 48, 528):
+        plan = resolve_plan(
+            make_recipe(f"train.global_batch_size={batch}", f"data.max_length={length}"), hardware, QWEN
+        )
+        budget = int(re.search(r"within (\d+) tokens", plan.micro_batch_size.reason)[1])  # type: ignore[index]
+        fitting = [n for n in range(1, batch + 1) if batch % n == 0 and n * length <= budget]
+        assert plan.micro_batch_size.value == max(fitting, default=1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_a_step_and_the_number_of_steps_are_the_same_on_any_number_of_gpus(ranks: int, make_recipe: MakeRecipe) -> None:
+    data = DataFacts(documents=1000, tokens=64_000, trained_tokens=20_000)
+    plan = resolve_plan(make_recipe("train.global_batch_size=64"), gpus(ranks), QWEN, data)
+    alone = resolve_plan(make_recipe("train.global_batch_size=64"), gpus(1), QWEN, data)
+    for name in ("global_batch_size", "documents_per_step", "trained_tokens_per_step", "steps_per_epoch", "max_steps"):
+        assert getattr(plan, name) == getattr(alone, name)
+
+
+def test_a_batch_in_tokens_is_a_number_of_sequences(make_recipe: MakeRecipe) -> None:
+    recipe = with_batch(make_recipe(), None, tokens=12 * 128)
+    plan = resolve_plan(recipe, gpus(4), QWEN)
+    assert plan.global_batch_size.value == 12
+    assert plan.micro_batch_size.value * plan.gradient_accumulation_steps.value * 4 * 128 == 12 * 128
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("tokens", [1, 100, 129, 1000, 4100])
+def test_a_batch_in_tokens_that_does_not_divide_names_ones_that_do(
+    tokens: int, ranks: int, make_recipe: MakeRecipe
+) -> None:
+    with pytest.raises(PlanError, match=f"train.global_batch_tokens={tokens}") as error:
+        resolve_plan(with_batch(make_recipe(), None, tokens=tokens), gpus(ranks), QWEN)
+    offered = numbers(str(error.value).rpartition(":")[2])
+    assert offered
+    for better in offered:
+        plan = resolve_plan(with_batch(make_recipe(), None, tokens=better), gpus(ranks), QWEN)
+        assert plan.global_batch_size.value * 128 == better
+
+
+def test_a_batch_in_tokens_that_the_gpus_cannot_share_is_told_in_the_key_that_was_written(
+    make_recipe: MakeRecipe,
+) -> None:
+    with pytest.raises(PlanError) as error:
+        resolve_plan(with_batch(make_recipe(), None, tokens=8 * 128), gpus(3), QWEN)
+    assert "train.global_batch_tokens=1024" in str(error.value)
+    assert "global_batch_size" not in str(error.value)
+
+
+VOLTA, AMPERE = 7.0, 8.0
+
+
+@pytest.mark.parametrize(
+    ("wanted", "hardware", "stored", "precision"),
+    [
+        ("auto", cpu(), "bfloat16", "fp32"),
+        ("auto", cpu(), None, "fp32"),
+        ("auto", gpus(capability=AMPERE), "bfloat16", "bf16"),
+        ("auto", gpus(capability=AMPERE), "float16", "bf16"),
+        ("auto", gpus(capability=AMPERE), None, "bf16"),
+        ("auto", gpus(capability=VOLTA), "bfloat16", "fp32"),
+        ("auto", gpus(capability=VOLTA), "float16", "fp32"),
+        ("auto", gpus(capability=7.5), None, "fp32"),
+        ("bf16", cpu(), "bfloat16", "bf16"),
+        ("bf16", gpus(capability=AMPERE), "float32", "bf16"),
+        ("fp32", gpus(capability=AMPERE), "bfloat16", "fp32"),
+        ("fp16", gpus(capability=VOLTA), "float16", "fp16"),
+        ("fp16", gpus(capability=VOLTA), "float32", "fp16"),
+    ],
+)
+def test_precision(wanted: str, hardware: Hardware, stored: str, precision: str, make_recipe: MakeRecipe) -> None:
+    model = ModelFacts("some/model", dtype=stored)
+    plan = resolve_plan(make_recipe(f"train.precision={wanted}"), hardware, model)
+    assert plan.precision.value == precision
+    assert plan.precision.reason.startswith("auto: " if wanted == "auto" else "the recipe")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "hardware", "stored", "remedy"),
+    [
+        ("fp16", cpu(), "float32", "Set train.precision=fp32 or auto"),
+        ("fp16", gpus(capability=AMPERE), "bfloat16", "Set train.precision=bf16"),
+        ("fp16", gpus(capability=VOLTA), "bfloat16", "Set train.precision=fp32"),
+        ("bf16", gpus(capability=VOLTA), "bfloat16", "Set train.precision=fp32"),
+    ],
+)
+def test_a_precision_that_cannot_be_had_names_one_that_can(
+    wanted: str, hardware: Hardware, stored: str, remedy: str, make_recipe: MakeRecipe
+) -> None:
+    model = ModelFacts("some/model", dtype=stored)
+    with pytest.raises(PlanError, match=f"train.precision={wanted}.*{remedy}"):
+        resolve_plan(make_recipe(f"train.precision={wanted}"), hardware, model)
+    better = remedy.split()[1].partition("=")[2]
+    assert resolve_plan(make_recipe(f"train.precision={better}"), hardware, model).precision.value == better
+
+
+def test_a_model_trained_in_bf16_is_never_trained_in_fp16(make_recipe: MakeRecipe) -> None:
+    for wanted, hardware in product(("auto", "bf16", "fp16", "fp32"), (cpu(), gpus(), gpus(capability=VOLTA))):
+        try:
+            plan = resolve_plan(make_recipe(f"train.precision={wanted}"), hardware, QWEN)
+        except PlanError:
+            continue
+        assert plan.precision.value != "fp16"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "precision", "hardware", "attention"),
+    [
+        ("auto", "auto", cpu(), "sdpa"),
+        ("auto", "auto", gpus(), "sdpa"),
+        ("auto", "auto", gpus(flash=True), "flash_attention_2"),
+        ("auto", "fp32", gpus(flash=True), "sdpa"),
+        ("eager", "auto", gpus(flash=True), "eager"),
+        ("sdpa", "auto", gpus(flash=True), "sdpa"),
+        ("flash_attention_2", "auto", gpus(flash=True), "flash_attention_2"),
+        ("flash_attention_2", "auto", gpus(), "the flash-attn package is not installed"),
+        ("flash_attention_3", "auto", cpu(), "there is no GPU here"),
+        ("flash_attention_2", "fp32", gpus(flash=True), "it does not run in fp32"),
+    ],
+)
+def test_attention(wanted: str, precision: str, hardware: Hardware, attention: str, make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe(f"model.attn_implementation={wanted}", f"train.precision={precision}")
+    if " " in attention:
+        with pytest.raises(
+            PlanError, match=f"model.attn_implementation={wanted}, and {attention}. Set it to auto or sdpa"
+        ):
+            resolve_plan(recipe, hardware, QWEN)
+    else:
+        assert resolve_plan(recipe, hardware, QWEN).attention.value == attention
+
+
+@pytest.mark.parametrize(
+    ("wanted", "hardware", "kernels"),
+    [("liger", gpus(), "liger"), ("liger", cpu(), "none"), ("none", gpus(), "none"), ("none", cpu(), "none")],
+)
+def test_kernels_run_on_a_gpu_and_the_plan_says_where_they_do_not(
+    wanted: str, hardware: Hardware, kernels: str, make_recipe: MakeRecipe
+) -> None:
+    plan = resolve_plan(make_recipe(f"model.kernels={wanted}"), hardware, QWEN)
+    assert plan.kernels.value == kernels
+    assert ("do not run on a CPU" in plan.kernels.reason) == (wanted != kernels)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "hardware", "on"),
+    [("auto", gpus(), True), ("auto", cpu(), False), ("true", cpu(), True), ("false", gpus(), False)],
+)
+def test_gradient_checkpointing(wanted: str, hardware: Hardware, on: bool, make_recipe: MakeRecipe) -> None:
+    plan = resolve_plan(make_recipe(f"train.gradient_checkpointing={wanted}"), hardware, QWEN)
+    assert plan.gradient_checkpointing.value is on
+
+
+@pytest.mark.parametrize(
+    ("file", "ranks", "engine"),
+    [
+        (None, 1, "one process"),
+        (None, 2, "DDP"),
+        ("zero1", 2, "ZeRO-1"),
+        ("zero2", 1, "ZeRO-2"),
+        ("zero3", 8, "ZeRO-3"),
+    ],
+)
+def test_the_engine(file: str | None, ranks: int, engine: str, make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe(f"train.deepspeed={file}") if file else make_recipe()
+    plan = resolve_plan(recipe, gpus(ranks), QWEN, deepspeed=load_deepspeed(file) if file else None)
+    assert plan.engine.value == engine
+
+
+def test_the_json_is_compared_with_the_plan_and_not_only_with_the_recipe(make_recipe: MakeRecipe) -> None:
+    file = load_deepspeed("zero2")
+    file.config["gradient_accumulation_steps"] = 5
+    with pytest.raises(PlanError, match="gradient_accumulation_steps is 5, and accumulation in the plan is 2"):
+        resolve_plan(make_recipe("train.micro_batch_size=4"), gpus(1), QWEN, deepspeed=file)
+
+
+def test_expectations_are_arithmetic(make_recipe: MakeRecipe) -> None:
+    data = DataFacts(documents=100, tokens=6400, trained_tokens=3200)  # 50 packs of 128
+    plan = resolve_plan(make_recipe("train.num_train_epochs=1.5"), cpu(), QWEN, data)
+    assert plan.documents_per_step.value == 100 * 8 / 50
+    assert plan.trained_tokens_per_step.value == 3200 * 8 / 50
+    assert plan.steps_per_epoch.value == 7  # 50 / 8, rounded up
+    assert plan.max_steps.value == 11  # 1.5 x 7, rounded up
+    padded = resolve_plan(make_recipe("data.packing=false"), cpu(), QWEN, data)
+    assert (padded.documents_per_step.value, padded.steps_per_epoch.value) == (8, 13)
+    counted = DataFacts(documents=100, tokens=6400, trained_tokens=3200, sequences=64, exact=True)
+    plan = resolve_plan(make_recipe("train.max_steps=3"), cpu(), QWEN, counted)
+    assert (plan.documents_per_step.value, plan.steps_per_epoch.value, plan.max_steps.value) == (12.5, 8, 3)
+    assert "estimated" not in plan.documents_per_step.reason
+
+
+def test_what_is_not_known_yet_is_not_made_up(make_recipe: MakeRecipe) -> None:
+    plan = resolve_plan(make_recipe(), cpu(), QWEN)
+    assert (plan.documents_per_step.value, plan.trained_tokens_per_step.value, plan.max_steps.value) == (None,) * 3
+    assert resolve_plan(make_recipe("train.max_steps=3"), cpu(), QWEN).max_steps.value == 3
+
+
+def test_a_document_is_no_longer_than_the_model_can_read(make_recipe: MakeRecipe) -> None:
+    model = ModelFacts("some/model", max_position_embeddings=1024)
+    resolve_plan(make_recipe("data.max_length=1024"), cpu(), model)
+    with pytest.raises(
+        PlanError, match=r"data.max_length=1025 is more than the model's 1024 positions. Set it to at most 1024"
+    ):
+        resolve_plan(make_recipe("data.max_length=1025"), cpu(), model)
+
+
+def test_every_decision_has_its_reason_and_goes_into_json(make_recipe: MakeRecipe) -> None:
+    for hardware in (cpu(), gpus(8), gpus(2, capability=VOLTA)):
+        decisions = resolve_plan(make_recipe(), hardware, QWEN).decisions()
+        assert json.loads(json.dumps(decisions)) == decisions
+        assert all(decision["reason"] for decision in decisions)
+
+
+def test_the_table_shows_every_decision(make_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = resolve_plan(make_recipe("train.global_batch_size=1", "train.max_steps=1"), cpu(), QWEN)
+    print_plan(plan, "a title with [brackets]", ["and a note"])
+    shown = capsys.readouterr().out
+    rows = {line.split()[0]: line.split()[1] for line in shown.splitlines() if line.startswith("  ") and line.split()}
+    for decision in plan.decisions():
+        assert decision["name"] in rows
+    # A count of one is a number, and a switch a word.
+    assert (rows["global_batch_size"], rows["max_steps"], rows["gradient_checkpointing"]) == ("1", "1", "off")
+    assert "[brackets]" in shown
+    assert "and a note" in shown
+
+
+def test_planning_changes_nothing_and_asks_nobody(make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = make_recipe("train.global_batch_size=16")
+    before = recipe.model_dump_json()
+    plan = resolve_plan(recipe, gpus(2), QWEN)
+    for name, value in {"WORLD_SIZE": "16", "CUDA_VISIBLE_DEVICES": "0", "NPROC": "3"}.items():
+        monkeypatch.setenv(name, value)
+    assert resolve_plan(recipe, gpus(2), QWEN) == plan
+    assert recipe.model_dump_json() == before

@@ -1,0 +1,76 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from sft.recipe import Tracking
+from sft.run_directory import Run
+from sft.tracking import set_up_trackers
+
+NAMES = ("WANDB_PROJECT", "WANDB_DIR", "WANDB_SILENT", "WANDB_MODE", "WANDB_API_KEY", "TENSORBOARD_LOGGING_DIR")
+
+
+@pytest.fixture(autouse=True)
+def _nobody_is_logged_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in NAMES:
+        monkeypatch.setenv(name, "")  # so that what is set meanwhile is taken back
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+def test_without_trackers_nothing_is_set(tmp_path: Path) -> None:
+    assert set_up_trackers(Tracking(), Run(tmp_path)) == []
+    assert not [name for name in NAMES if name in os.environ]
+
+
+def test_wandb_is_offline_where_nobody_is_logged_in_and_says_how_to_go_on(tmp_path: Path) -> None:
+    (note,) = set_up_trackers(Tracking(report_to=("wandb",), project="mine"), Run(tmp_path))
+    assert os.environ["WANDB_MODE"] == "offline"
+    assert os.environ["WANDB_PROJECT"] == "mine"
+    assert os.environ["WANDB_DIR"] == str(tmp_path)
+    assert f"wandb sync {tmp_path}/wandb/offline-run-*" in note
+
+
+def test_wandb_is_online_for_who_is_logged_in_and_no_key_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    assert set_up_trackers(Tracking(report_to=("wandb",)), Run(tmp_path)) == []
+    assert "WANDB_MODE" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("netrc", "offline"),
+    [
+        ("machine api.wandb.ai login user password 0123456789abcdef\n", False),
+        ("machine github.com login user password x\n", True),
+        ("machine\n", True),
+    ],
+)
+def test_a_login_in_netrc_counts(netrc: str, offline: bool, tmp_path: Path) -> None:
+    (tmp_path / "netrc").write_text(netrc)
+    (tmp_path / "netrc").chmod(0o600)
+    notes = set_up_trackers(Tracking(report_to=("wandb",)), Run(tmp_path))
+    assert (os.environ.get("WANDB_MODE") == "offline") == offline
+    assert "0123456789abcdef" not in "".join(notes)
+
+
+def test_the_mode_that_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert set_up_trackers(Tracking(report_to=("wandb",)), Run(tmp_path)) == []
+    assert os.environ["WANDB_MODE"] == "disabled"
+
+
+def test_tensorboard_writes_into_the_run(tmp_path: Path) -> None:
+    (note,) = set_up_trackers(Tracking(report_to=("tensorboard",)), Run(tmp_path))
+    assert os.environ["TENSORBOARD_LOGGING_DIR"] == str(tmp_path / "tensorboard")
+    assert note == f"tensorboard: tensorboard --logdir {tmp_path / 'tensorboard'}"
+
+
+def test_transformers_reads_the_folder_that_is_set() -> None:
+    """What `set_up_trackers` leans on."""
+    import inspect
+
+    from transformers.integrations.integration_utils import TensorBoardCallback
+
+    assert "TENSORBOARD_LOGGING_DIR" in inspect.getsource(TensorBoardCallback)

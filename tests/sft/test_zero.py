@@ -1,0 +1,205 @@
+import json
+import re
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft.errors import PlanError
+from sft.facts import ModelFacts
+from sft.hardware import Gpu, Hardware
+from sft.plan import resolve_plan
+from sft.recipe import REPOSITORY, Recipe
+from sft.zero import KNOWN_KEYS, DeepSpeedFile, check_deepspeed, load_deepspeed
+
+MakeRecipe = Callable[..., Recipe]
+SHIPPED = sorted((REPOSITORY / "ds_configs").glob("*.json"))
+
+
+def check(config: dict[str, Any], recipe: Recipe, precision: str = "bf16") -> None:
+    """A batch of 8 = 4 x 2."""
+    check_deepspeed(DeepSpeedFile(Path("mine.json"), config), recipe, 4, 2, precision)
+
+
+def contradictions(config: dict[str, Any], recipe: Recipe, precision: str = "bf16") -> list[str]:
+    with pytest.raises(PlanError) as error:
+        check(config, recipe, precision)
+    heading, *lines, remedy = str(error.value).splitlines()
+    assert heading == "mine.json contradicts the recipe:"
+    assert remedy == 'Write "auto" in the JSON for what the recipe decides.'
+    return [line.strip() for line in lines]
+
+
+def leaves(config: dict[str, Any]) -> Iterator[str]:
+    for key, value in config.items():
+        yield key
+        if isinstance(value, dict):
+            yield from leaves(value)
+
+
+def test_the_six_files_are_there() -> None:
+    assert [path.stem for path in SHIPPED] == [
+        "zero1",
+        "zero2",
+        "zero2_offload",
+        "zero3",
+        "zero3_nvme",
+        "zero3_offload",
+    ]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_file_fits_any_recipe_and_is_what_its_name_says(path: Path, make_recipe: MakeRecipe) -> None:
+    name = path.stem
+    file = load_deepspeed(name)
+    assert file.stage == int(name[4])
+    assert file.offload == {"zero2_offload": "cpu", "zero3_offload": "cpu", "zero3_nvme": "nvme"}.get(name)
+    model = ModelFacts("some/model", dtype="float16")
+    for capability, precision in ((7.0, "fp16"), (9.0, "bf16"), (9.0, "fp32")):
+        for ranks in (1, 2, 4, 8):
+            recipe = make_recipe(
+                f"train.deepspeed={name}", f"train.precision={precision}", "train.learning_rate=3e-4",
+                "train.max_grad_norm=0.3", "train.global_batch_size=48",
+            )  # fmt: skip
+            hardware = Hardware(Gpu("GPU", 80.0, capability), ranks, ranks, 16, 128.0)
+            assert resolve_plan(recipe, hardware, model, None, file).engine.value == f"ZeRO-{file.stage}"
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_key_of_a_shipped_file_is_explained(path: Path) -> None:
+    told = (path.parent / "README.md").read_text()
+    keys = set(leaves(json.loads(path.read_text())))
+    assert len(keys) > 8
+    assert {key for key in keys if f"`{key}" not in told and f"{key}`" not in told} == set()
+
+
+def test_the_keys_that_are_let_through_are_deepspeeds() -> None:
+    spec = find_spec("deepspeed")
+    assert spec is not None
+    assert spec.origin is not None
+    source = "".join(file.read_text() for file in Path(spec.origin).parent.rglob("*.py") if "config" in file.name)
+    source += "".join(file.read_text() for file in Path(spec.origin).parent.rglob("constants.py"))
+    assert [key for key in KNOWN_KEYS if not re.search(rf"""["']{key}["']|\b{key}\s*:""", source)] == []
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"train_batch_size": 16}, "train_batch_size is 16, and train.global_batch_size is 8"),
+        ({"train_micro_batch_size_per_gpu": 3}, "train_micro_batch_size_per_gpu is 3, and train.micro_batch_size is 4"),
+        ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps is 1, and accumulation in the plan is 2"),
+        ({"gradient_clipping": 0.5}, "gradient_clipping is 0.5, and train.max_grad_norm is 1.0"),
+        ({"bf16": {"enabled": False}}, "bf16.enabled is false, and train.precision (bf16) is true"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled is true, and train.precision (bf16) is false"),
+        ({"scheduler": {"type": "WarmupLR", "params": {}}}, '"WarmupLR"'),
+        ({"optimizer": {"type": "Lion", "params": {"lr": 3e-4}}}, '"Lion"'),
+        ({"zero_optimization": {"stage": 3}}, "stage3_gather_16bit_weights_on_model_save is not true"),
+    ],
+)
+def test_a_contradiction_is_named_with_both_values(config: dict[str, Any], told: str, make_recipe: MakeRecipe) -> None:
+    (line,) = contradictions(config, make_recipe())
+    assert told in line
+
+
+def test_equal_values_and_auto_are_no_contradiction(make_recipe: MakeRecipe) -> None:
+    equal = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1,
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": False},
+        "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+    }
+    check(equal, make_recipe())
+    check(
+        {key: {"enabled": "auto"} if "16" in key else "auto" for key in equal if key != "zero_optimization"},
+        make_recipe(),
+    )
+    check({}, make_recipe())
+
+
+def test_all_contradictions_come_in_one_message(make_recipe: MakeRecipe) -> None:
+    config = {
+        "train_batch_size": 16,
+        "gradient_clipping": 2,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3},
+    }
+    assert len(contradictions(config, make_recipe(), precision="fp32")) == 4
+
+
+def test_what_a_file_leaves_out_is_decided_by_the_recipe(tmp_path: Path) -> None:
+    """DeepSpeed would clip at its own 1.0, and count the batch its own way."""
+    (tmp_path / "mine.json").write_text('{"zero_optimization": {"stage": 1}}')
+    config = load_deepspeed(str(tmp_path / "mine.json")).config
+    for key in (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    ):
+        assert config[key] == "auto"
+
+
+def test_a_file_is_found_by_name_and_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    by_name = load_deepspeed("zero2")
+    assert load_deepspeed("ds_configs/zero2.json").config == by_name.config
+    (tmp_path / "own.json").write_text('{"zero_optimization": {"stage": 1}}')
+    assert load_deepspeed("own.json").stage == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("zero4", r"train.deepspeed=zero4: there is no such file; did you mean `zero\d`\? Shipped: zero1, zero2"),
+        ("ds_configs/zero22.json", "there is no such file"),
+        (".", "is not readable JSON"),
+    ],
+)
+def test_a_file_that_is_missing_comes_with_those_that_there_are(name: str, told: str) -> None:
+    with pytest.raises(PlanError, match=told):
+        load_deepspeed(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "is not readable JSON"),
+        ("[]", "holds no JSON object"),
+        ('{"zero_optimisation": {}}', "zero_optimisation: unknown to DeepSpeed; did you mean `zero_optimization`?"),
+        ('{"gradient_cliping": 1, "trian_batch_size": 2}', "trian_batch_size: unknown to DeepSpeed"),
+        ('{"zero_optimization": {"stage": 4}}', "zero_optimization.stage must be 0, 1, 2 or 3"),
+        ('{"zero_optimization": {"stage": "2"}}', "zero_optimization.stage must be 0, 1, 2 or 3"),
+        ('{"zero_optimization": 2}', "zero_optimization.stage must be 0, 1, 2 or 3"),
+        ('{"zero_optimization": {"stagee": 2}}', "stagee"),
+        ('{"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}', "offload_optimizer"),
+        ('{"zero_optimization": {"stage": 1}, "bf16": true}', "bf16"),
+        ('{"zero_optimization": {"stage": 1}, "scheduler": "WarmupLR"}', "scheduler"),
+        ('{"zero_optimization": {"stage": 1}, "optimizer": 5}', "optimizer"),
+    ],
+)
+def test_a_file_of_the_wrong_shape_is_one_message(
+    text: str, told: str, tmp_path: Path, make_recipe: MakeRecipe
+) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(text)
+    with pytest.raises(PlanError, match=re.escape(told)) as error:
+        resolve_plan(
+            make_recipe(), Hardware(None, 1, 1, 2, 16.0), ModelFacts("some/model"), None, load_deepspeed(str(path))
+        )
+    assert "mine.json" in str(error.value)
+
+
+def test_a_section_that_is_null_is_left_out(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    """As DeepSpeed reads it."""
+    (tmp_path / "mine.json").write_text(
+        '{"zero_optimization": {"stage": 2, "offload_optimizer": null, "offload_param": null}, "scheduler": null}'
+    )
+    file = load_deepspeed(str(tmp_path / "mine.json"))
+    hardware = Hardware(None, 1, 1, 2, 16.0)
+    assert resolve_plan(make_recipe(), hardware, ModelFacts("m"), None, file).engine.value == "ZeRO-2"
+    assert file.offload is None

@@ -1,0 +1,86 @@
+"""A run that ends early: what is left, and how it goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sft.run_directory import Run
+from tests.slow.conftest import losses, write_recipe
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return write_recipe(
+        tmp_path / "job.yaml",
+        model={"name_or_path": "builtin:demo"},
+        data={"train": "builtin:demo", "max_length": 128},
+        train={"global_batch_size": 8, "learning_rate": 1e-3, "max_steps": 40, "save_steps": 10, "logging_steps": 1},
+    )
+
+
+def tokens_seen(run: Run) -> list[int]:
+    return [json.loads(line)["tokens_seen"] for line in run.metrics_file.read_text().splitlines()]
+
+
+def start_and_signal(recipe: Path, number: signal.Signals, at_step: int) -> tuple[int, Run]:
+    """Start training, send the signal once a step is logged, and return the exit status and the run."""
+    latest = recipe.parent / "outputs" / "job" / "latest"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen([sys.executable, "-m", "sft.train", str(recipe)], env=environment)
+    try:
+        for _ in range(2000):
+            metrics = latest / "metrics.jsonl"
+            if metrics.exists() and len(metrics.read_text().splitlines()) >= at_step:
+                break
+            assert process.poll() is None, "it ended before the signal"
+            time.sleep(0.02)
+        process.send_signal(number)
+        return process.wait(timeout=60), Run(latest.resolve())
+    finally:
+        process.kill()
+
+
+def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(recipe: Path, command: Command) -> None:
+    status, run = start_and_signal(recipe, signal.SIGKILL, at_step=15)
+    assert status == -signal.SIGKILL
+    checkpoint = run.last_checkpoint()
+    assert checkpoint is not None
+    assert checkpoint.name in ("checkpoint-10", "checkpoint-20", "checkpoint-30")
+    resumed = command([sys.executable, "-m", "sft.train", recipe])
+    assert f"goes on from {checkpoint.name}" in resumed.stdout
+    assert run.record["status"] == "finished"
+    undisturbed = Run(run.path.parent / "undisturbed")
+    command([sys.executable, "-m", "sft.train", recipe, "tracking.run_name=undisturbed"])
+    assert losses(run) == losses(undisturbed)
+    assert tokens_seen(run) == tokens_seen(undisturbed)
+    weights, expected = (load_file(path.final / "model.safetensors") for path in (run, undisturbed))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_stopped_run_says_so(recipe: Path, number: signal.Signals, status: int) -> None:
+    found, run = start_and_signal(recipe, number, at_step=2)
+    assert found == status
+    assert run.record["status"] == "interrupted"
+
+
+def test_a_finished_run_is_not_written_over(recipe: Path, command: Command) -> None:
+    words = [sys.executable, "-m", "sft.train", recipe, "train.max_steps=1", "tracking.run_name=once"]
+    command(words)
+    report = (recipe.parent / "outputs" / "job" / "once" / "report.md").read_bytes()
+    again = command(words, expect=2)
+    assert "exists already and is not written over" in again.stderr
+    assert "Traceback" not in again.stderr
+    assert (recipe.parent / "outputs" / "job" / "once" / "report.md").read_bytes() == report

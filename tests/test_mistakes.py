@@ -1,0 +1,274 @@
+"""A user's mistake costs seconds: one message with the value, the reason and the remedy, status 2, and nothing left behind."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from sft.errors import users_mistakes_end_cleanly
+from sft.launch import main
+
+RECIPE = """\
+schema_version: 1
+version: 1
+model: {name_or_path: "builtin:demo"}
+data: {train: rows.jsonl, max_length: 128}
+train: {global_batch_size: 8}
+"""
+ROW = {"prompt": "Hi", "completion": "Hello"}
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What is wrong, and what the message must hold of value, reason and remedy."""
+
+    told: tuple[str, ...]
+    words: tuple[str, ...] = ()
+    recipe: str = RECIPE
+    name: str = "mine.yaml"
+    files: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def override(words: str, *told: str, **more: dict[str, str]) -> Mistake:
+    return Mistake(told, tuple(words.split()), **more)  # type: ignore[arg-type]
+
+
+# What the issue of this path lists, each run as a user does.
+LISTED = {
+    "unknown key": Mistake(
+        ("mine.yaml is not a valid recipe", "data.max_len: unknown key; did you mean `max_length`?"),
+        recipe=RECIPE.replace("max_length", "max_len"),
+    ),
+    "wrong type": override("train.learning_rate=fast", "train.learning_rate", '"fast"', "number"),
+    "missing recipe": Mistake(("There is no recipe gone.yaml", "recipes/tiny.yaml"), name="gone.yaml"),
+    "missing data": override("data.train=gone.jsonl", "data.train", "gone.jsonl", "no file or folder"),
+    "useless columns": Mistake(
+        ("rows.jsonl has no usable columns", "Found: question, reply", "`messages`", "Rename"),
+        files={"rows.jsonl": '{"question": "a", "reply": "b"}\n'},
+    ),
+    "batch that cannot be divided": override(
+        "train.global_batch_size=7",
+        "train.global_batch_size=7 cannot be shared by 2 processes",
+        "6 or 8",
+        "1",
+        environment={"NPROC": "2"},
+    ),
+    "micro-batch that does not divide": override(
+        "train.micro_batch_size=3",
+        "not a multiple of micro_batch_size x processes = 3 x 1",
+        "Set train.micro_batch_size to 2",
+    ),
+    "deepspeed contradicts the recipe": override(
+        "train.deepspeed=mine.json",
+        "mine.json contradicts the recipe",
+        "gradient_clipping is 5",
+        "train.max_grad_norm is 1.0",
+        '"auto"',
+        files={"mine.json": '{"gradient_clipping": 5}'},
+    ),
+    "fp16 on a CPU": override("train.precision=fp16", "train.precision=fp16 needs a GPU", "Set train.precision=fp32"),
+    "unknown task": override("eval.tasks=[gsm8kk]", "`gsm8kk` is not a task of lm_eval", "did you mean `gsm8k`?"),
+    "unknown override": override(
+        "train.learning_rte=1", "train.learning_rte: unknown key; did you mean `learning_rate`?"
+    ),
+}
+
+OTHERS = {
+    "YAML that is none": Mistake(
+        ("mine.yaml is not valid YAML", "line 3"), recipe="schema_version: 1\nversion: [1\nmodel: x\n"
+    ),
+    "a key twice": Mistake(("line 6", "`version` was already given on line 2"), recipe=RECIPE + "version: 2\n"),
+    "an empty file": Mistake(("mine.yaml is not a valid recipe", "it holds nothing"), recipe=""),
+    "a folder for a recipe": Mistake((". is a folder, not a recipe file",), name="."),
+    "a newer format": Mistake(
+        ("schema_version 7, and this program reads 1", "Update the program"),
+        recipe=RECIPE.replace("_version: 1", "_version: 7"),
+    ),
+    "a run name with a slash": override("tracking.run_name=a/b", "tracking.run_name", '"a/b"'),
+    "a key with a hyphen": override("train.learning-rate=1", "train.learning-rate: unknown key", "`learning_rate`"),
+    "a key with a space": Mistake(("a b: unknown key",), recipe=RECIPE + "a b: 1\n"),
+    "documents longer than the model reads": override(
+        "data.max_length=4096", "data.max_length=4096 is more than the model's 1024 positions", "at most 1024"
+    ),
+    "tokens that are no multiple": override(
+        "train.global_batch_size=null train.global_batch_tokens=1000",
+        "train.global_batch_tokens=1000",
+        "data.max_length=128",
+        "896 or 1024",
+    ),
+    "two ways to say the batch": override("train.global_batch_tokens=1024", "give one of", "8 and 1024"),
+    "no batch": override("train.global_batch_size=null", "give one of", "None and None"),
+    "no processes": override("", "NPROC=0: must be a whole number of at least 1", environment={"NPROC": "0"}),
+    "processes in words": override("", "NPROC=abc: must be a whole number", environment={"NPROC": "abc"}),
+    "two machines and no rank": override("", "NODE_RANK is not set", environment={"NNODES": "2"}),
+    "two machines and no address": override(
+        "", "MASTER_ADDR is not set", "first machine", environment={"NNODES": "2", "NODE_RANK": "0"}
+    ),
+    "an unknown deepspeed file": override(
+        "train.deepspeed=zero9", "train.deepspeed=zero9: there is no such file", "did you mean `zero", "zero3_offload"
+    ),
+    "a deepspeed key with a typo": override(
+        "train.deepspeed=mine.json",
+        "mine.json",
+        "zero_optimisation: unknown to DeepSpeed; did you mean `zero_optimization`?",
+        files={"mine.json": '{"zero_optimisation": {"stage": 2}}'},
+    ),
+    "a deepspeed file that is no JSON": override(
+        "train.deepspeed=mine.json", "mine.json is not readable JSON", files={"mine.json": "{stage: 2}"}
+    ),
+    "a deepspeed section of the wrong kind": override(
+        "train.deepspeed=mine.json",
+        "mine.json",
+        "offload_optimizer",
+        files={"mine.json": '{"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}'},
+    ),
+    "no model folder": override(
+        "model.name_or_path=./gone", "model.name_or_path=./gone: the folder does not exist", "hub id"
+    ),
+    "a model folder without config": override(
+        "model.name_or_path=./model",
+        "model.name_or_path=./model: the folder holds no config.json",
+        files={"model/x": ""},
+    ),
+    "a config that is no JSON": override(
+        "model.name_or_path=./model",
+        "config.json cannot be read",
+        files={"model/config.json": "{", "model/tokenizer.json": "{}"},
+    ),
+    "half a tokenizer": override(
+        "model.name_or_path=./model",
+        "tokenizer.json",
+        files={"model/config.json": '{"model_type": "qwen2"}', "model/tokenizer.json": '{"version": "1.'},
+    ),
+    "a name that no hub has": override("model.name_or_path=a//b", "model.name_or_path=a//b"),
+    "an unknown chat template": override(
+        "model.chat_template=chatlm", "model.chat_template=chatlm", "did you mean `chatml`?", "plain"
+    ),
+    "a task that runs code": override(
+        "eval.tasks=[humaneval]",
+        "`humaneval` runs Python code that the model writes",
+        "eval.confirm_run_unsafe_code=true",
+    ),
+    "a task file that is not there": override("eval.tasks=[gone.yaml]", "there is no task file gone.yaml"),
+    "an unknown suite": override("eval.suite=leaderbord", "eval.suite", '"leaderbord"', "leaderboard"),
+    "flash attention without a GPU": override(
+        "model.attn_implementation=flash_attention_2",
+        "model.attn_implementation=flash_attention_2, and there is no GPU",
+        "sdpa",
+    ),
+    "no data": override("data.train=[]", "data.train"),
+    "data without rows": Mistake(("rows.jsonl holds no rows",), files={"rows.jsonl": "\n"}),
+    "data that is no JSON": Mistake(("rows.jsonl, line 1, is not JSON",), files={"rows.jsonl": "{'a': 1}\n"}),
+    "data of a kind that is not read": override(
+        "data.train=rows.csv", "rows.csv is not a file that is read", ".jsonl", files={"rows.csv": "a\n"}
+    ),
+    "a folder without data": override("data.train=./empty", "holds no .json", files={"empty/notes.txt": ""}),
+    "an output_dir that is a file": override("output_dir=file", "output_dir", "file", files={"file": ""}),
+    "something else than an override": override(
+        "learning_rate", "'learning_rate' is neither the recipe (mine.yaml) nor an override"
+    ),
+    "a machine in other words": override("--plan --on 8GPUs", "--on 8GPUs", "for example 8x80GB"),
+}
+
+
+def prepare(folder: Path, mistake: Mistake) -> list[str]:
+    """The user's folder; returns the words of the command."""
+    for name, text in ({"mine.yaml": mistake.recipe, "rows.jsonl": json.dumps(ROW) + "\n"} | mistake.files).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return [mistake.name, *mistake.words]
+
+
+def check(status: int | str | None, printed: str, message: str, mistake: Mistake, folder: Path) -> None:
+    assert status == 2, message
+    assert "Traceback" not in message
+    for part in mistake.told:
+        assert part in message
+    # The message, and nothing else: it is not drowned, and nothing has started.
+    assert len(message.strip().splitlines()) <= 6
+    assert printed == ""
+    assert left_behind(folder) == []
+
+
+def left_behind(folder: Path) -> list[str]:
+    """What is in output_dir but for the demo, which any run may use."""
+    return [str(path) for path in folder.glob("outputs/*") if path.name != ".builtin"]
+
+
+def not_found_out(*_: object) -> None:
+    """What the launcher would call to start the training."""
+    raise AssertionError("the mistake was not found out before the start")
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_a_mistake_ends_in_one_message_before_torch_is_imported(name: str, tmp_path: Path) -> None:
+    mistake = LISTED[name]
+    words = prepare(tmp_path, mistake)
+    # `python -m` looks here first: whoever imports torch falls over this.
+    (tmp_path / "torch.py").write_text("raise AssertionError('torch was imported')\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", "sft.launch", *words],
+        cwd=tmp_path,
+        env=os.environ | mistake.environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    check(ended.returncode, ended.stdout, ended.stderr, mistake, tmp_path)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_these_too(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mistake = OTHERS[name]
+    monkeypatch.chdir(tmp_path)
+    words = prepare(tmp_path, mistake)
+    for key, value in mistake.environment.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(os, "execv", not_found_out)
+    with pytest.raises(SystemExit) as stop, users_mistakes_end_cleanly():
+        main(words)
+    printed = capsys.readouterr()
+    check(stop.value.code, printed.out, printed.err, mistake, tmp_path)
+
+
+# What only shows with the tokenizer or the rows: still before any weight is loaded.
+LATER = {
+    "a padding token that is not in the vocabulary": override(
+        "model.pad_token=<|padd|>", "model.pad_token=<|padd|> is not in the tokenizer's vocabulary", "<|endoftext|>"
+    ),
+    "a row that is wrong": Mistake(
+        ("rows.jsonl, row 2", "content is of type int, not text", "Correct or remove the row"),
+        files={
+            "rows.jsonl": json.dumps(ROW) + '\n{"prompt": "Hi", "completion": [{"role": "assistant", "content": 5}]}\n'
+        },
+    ),
+    "a trainer argument with a typo": override(
+        "train.trainer_args.optimm=x", "train.trainer_args", "optimm: unknown to trl.SFTConfig; did you mean `optim`?"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_mistake_that_only_shows_later_leaves_nothing_either(name: str, tmp_path: Path) -> None:
+    mistake = LATER[name]
+    words = prepare(tmp_path, mistake)
+    ended = subprocess.run(
+        [sys.executable, "-m", "sft.launch", *words],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | mistake.environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    command, *more = ended.stdout.splitlines()
+    assert "-m sft.train mine.yaml" in command
+    check(ended.returncode, "".join(more), ended.stderr, mistake, tmp_path)
