@@ -104,7 +104,7 @@ def _source_rows(source: Source, output_dir: str) -> Iterator[tuple[str, Row]]:
     files = source_files(source, output_dir)
     if files is not None:
         for file in files:
-            yield from ((f"{file.name}, row {number}", row) for number, row in enumerate(read_rows(file), start=1))
+            yield from ((f"{file}, row {number}", row) for number, row in enumerate(read_rows(file), start=1))
         return
     import datasets
 
@@ -133,7 +133,7 @@ def _render(renderer: ChatRenderer, rows: list[tuple[str, Row]], format: str, ac
             rendered.append(renderer.render(messages, tools))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = f"the column {error} is missing" if isinstance(error, KeyError) else error
-            raise DataError(f"{account.source}: {where}: {reason}. Correct or remove the row.") from None
+            raise DataError(f"{where}: {reason}. Correct or remove the row.") from None
     return rendered
 
 
@@ -141,6 +141,8 @@ def _tokenize(
     tokenizer: Any, rendered: list[Any], data: Data, account: Account
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Documents of a batch as (input_ids, labels), none longer than max_length."""
+    if not rendered:  # the tokenizer takes no empty batch
+        return
     # The template has written the special tokens, BOS included: the tokenizer must not add another.
     encoded = tokenizer([item.text for item in rendered], add_special_tokens=False, return_offsets_mapping=True)
     for item, ids, offsets in zip(rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True):
@@ -211,6 +213,7 @@ def _write(writer: Any, digest: Any, documents: list[tuple[list[int], list[int]]
         return
     columns = [pa.array([document[index] for document in documents], SCHEMA.field(index).type) for index in (0, 1)]
     writer.write_batch(pa.record_batch(columns, schema=SCHEMA))
-    for column in columns:
-        digest.update(np.asarray(column.value_lengths(), np.int64).tobytes())
-        digest.update(column.flatten().to_numpy().astype("<i4").tobytes())
+    for document in documents:
+        for numbers in document:
+            # With the length, so that a token may not move from one document to the next unseen.
+            digest.update(np.array([len(numbers), *numbers], "<i4").tobytes())

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from sft.demo import make_demo
 from sft.errors import DataError, ModelError
 from sft.recipe import Recipe, Source, find_file
-from sft.rows import Row, first_rows, local_files, row_format, to_messages
+from sft.rows import Row, first_rows, local_files, parquet_rows, row_format, to_messages
 
 BUILTIN = "builtin:demo"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -182,9 +182,7 @@ def _sample(files: list[Path], origin: str) -> tuple[list[Row], str, float]:
     rows = first_rows(files[0], _SAMPLE)
     format = row_format({key for row in rows for key in row}, origin)
     if files[0].suffix == ".parquet":
-        import pyarrow.parquet as pq
-
-        return rows, format, float(sum(pq.ParquetFile(file).metadata.num_rows for file in files))
+        return rows, format, float(sum(parquet_rows(file) for file in files))
     bytes_a_row = sum(len(json.dumps(row, ensure_ascii=False).encode()) + 2 for row in rows) / len(rows)
     estimate = sum(file.stat().st_size for file in files) / bytes_a_row
     return rows, format, float(len(rows)) if len(rows) < _SAMPLE and len(files) == 1 else estimate
@@ -202,7 +200,10 @@ def inspect_data(recipe: Recipe, model: ModelFacts) -> DataFacts | None:
     from tokenizers import Tokenizer
 
     tokenizer_file = Path(model.path) / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.is_file() else None
+    try:
+        tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.is_file() else None
+    except Exception as error:  # the library raises no narrower one
+        raise ModelError(f"{tokenizer_file} cannot be read: {error}. Copy it again.") from None
 
     def count(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False).ids) if tokenizer else len(text.encode()) // 4
@@ -218,12 +219,12 @@ def inspect_data(recipe: Recipe, model: ModelFacts) -> DataFacts | None:
                 messages, _ = to_messages(row, format)
             except (ValueError, KeyError, TypeError):
                 continue  # reported with its number when the data is prepared
-            # Most templates add five tokens to a turn: its start, the role, two line breaks and its end.
-            lengths = [(turn["role"], count(turn["content"]) + 5) for turn in messages]
+            lengths = [(turn["role"], count(turn["content"])) for turn in messages]
             share = number / len(rows)
             documents += share
-            tokens += share * min(sum(length for _, length in lengths), recipe.data.max_length)
+            # Most templates add five tokens to a turn: its start, the role, two line breaks and its end.
+            tokens += share * min(sum(length + 5 for _, length in lengths), recipe.data.max_length)
             trained += share * sum(
-                length for role, length in lengths if role == "assistant" or recipe.data.loss_on == "all"
+                length + 1 for role, length in lengths if role == "assistant" or recipe.data.loss_on == "all"
             )
     return DataFacts(int(documents), int(tokens), min(int(trained), int(tokens))) if documents else None

@@ -64,18 +64,28 @@ def visible_gpus() -> list[Gpu]:
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines() if line.strip()]
     gpus = {
-        index: (uuid, Gpu(name, float(mib) / 1024, float(capability))) for index, uuid, name, mib, capability in rows
+        index: (uuid, Gpu(name, _memory_gib(mib), float(capability))) for index, uuid, name, mib, capability in rows
     }
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return [gpu for _, gpu in gpus.values()]
     chosen = []
     for entry in filter(None, (part.strip() for part in visible.split(","))):
-        match = [gpu for index, (uuid, gpu) in gpus.items() if entry == index or uuid.startswith(entry)]
+        # A slice of a GPU (MIG) is not in this list; it is taken for a whole one of its kind.
+        match = [
+            gpu
+            for index, (uuid, gpu) in gpus.items()
+            if entry == index or uuid.startswith(entry) or entry.startswith("MIG-")
+        ]
         if not match:  # CUDA ignores the first entry that it does not know and all after it
             break
         chosen.append(match[0])
     return chosen
+
+
+def _memory_gib(mebibytes: str) -> float:
+    # A GPU that shares the machine's memory has no number of its own.
+    return float(mebibytes) / 1024 if mebibytes.replace(".", "").isdecimal() else _cpu_memory_gib()
 
 
 def _cpu_memory_gib() -> float:

@@ -81,12 +81,14 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def _number(name: str, default: int, least: int) -> int:
+def _number(name: str, default: int, least: int, most: int | None = None) -> int:
     text = os.environ.get(name, "").strip()
     if not text:
         return default
-    if not text.isdigit() or int(text) < least:
-        raise PlanError(f"{name}={text}: must be a whole number of at least {least}.")
+    if not (text.isascii() and text.isdecimal()) or int(text) < least or (most is not None and int(text) > most):
+        raise PlanError(
+            f"{name}={text}: must be a whole number of at least {least}" + (f" and at most {most}." if most else ".")
+        )
     return int(text)
 
 
@@ -104,7 +106,7 @@ def read_layout() -> Layout:
     slurm = "NNODES" not in os.environ and _number("SLURM_NNODES", 1, 1) > 1
     nodes = _number("SLURM_NNODES" if slurm else "NNODES", 1, 1)
     if nodes == 1:
-        return Layout(per_node, master_port=_number("MASTER_PORT", DEFAULT_PORT, 1))
+        return Layout(per_node, master_port=_number("MASTER_PORT", DEFAULT_PORT, 1, 65535))
     node_rank = _number("SLURM_NODEID" if slurm else "NODE_RANK", -1, 0)
     if node_rank < 0:
         raise PlanError(
@@ -117,7 +119,7 @@ def read_layout() -> Layout:
         raise PlanError(
             f"NNODES={nodes}, and MASTER_ADDR is not set. Set it to the first machine's name or address, on every machine."
         )
-    return Layout(per_node, nodes, node_rank, address, _number("MASTER_PORT", DEFAULT_PORT, 1))
+    return Layout(per_node, nodes, node_rank, address, _number("MASTER_PORT", DEFAULT_PORT, 1, 65535))
 
 
 def _first_slurm_host() -> str | None:

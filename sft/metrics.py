@@ -9,6 +9,7 @@ import json
 import resource
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,17 @@ from transformers.trainer_callback import TrainerCallback
 
 from sft.hardware import Hardware
 
-# Dense bf16 peak of one GPU, FLOP/s, by a part of its name: NVIDIA's data sheets.
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "A10G": 70e12}
+# Dense bf16 peak of one GPU, FLOP/s, by the first part of its name that fits: NVIDIA's data sheets.
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+    "A10G": 70e12,
+}
 
 
 def model_flops_utilization(
@@ -81,15 +91,19 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         self.parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()) if model is not None else 0
         if not state.is_world_process_zero:
             return
-        kept = [line for line in self._lines() if json.loads(line)["step"] <= state.global_step]
-        self.tokens_before = json.loads(kept[-1])["tokens_seen"] if kept else 0
-        self.file.write_text("".join(line + "\n" for line in kept))
+        kept = [line for line in self._lines() if line["step"] <= state.global_step]
+        self.tokens_before = kept[-1]["tokens_seen"] if kept else 0
+        self.file.write_text("".join(json.dumps(line) + "\n" for line in kept))
         if sys.stderr.isatty():
             form = "{percentage:3.0f}% |{bar}| step {n_fmt}/{total_fmt} [{elapsed} < {remaining}, {rate_fmt}]"
             self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", bar_format=form, leave=False)
 
-    def _lines(self) -> list[str]:
-        return self.file.read_text().splitlines() if self.file.exists() else []
+    def _lines(self) -> list[dict[str, Any]]:
+        lines = []
+        for text in self.file.read_text().splitlines() if self.file.exists() else []:
+            with suppress(ValueError):  # the last may have been cut off
+                lines.append(json.loads(text))
+        return lines
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Move the bar; the last step is logged wherever it falls."""

@@ -64,7 +64,7 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _sequences(recipe: Recipe) -> Resolved[int]:
+def _sequences(recipe: Recipe, hardware: Hardware) -> Resolved[int]:
     train, length = recipe.train, recipe.data.max_length
     unit = f"packs of {length} tokens" if recipe.data.packing else "documents"
     if train.global_batch_size is not None:
@@ -72,25 +72,46 @@ def _sequences(recipe: Recipe) -> Resolved[int]:
     tokens = train.global_batch_tokens
     assert tokens is not None
     if tokens % length:
-        below, above = tokens // length * length, (tokens // length + 1) * length
-        nearest = f"{below} or {above}" if below else str(above)
         raise PlanError(
-            f"train.global_batch_tokens={tokens} is not a multiple of data.max_length={length}. The nearest that are: {nearest}."
+            f"train.global_batch_tokens={tokens} is not a multiple of data.max_length={length}. The nearest that can be used here: "
+            f"{_nearest(tokens, length * _share_unit(recipe, hardware))}."
         )
     return Resolved(tokens // length, f"{tokens} tokens = {tokens // length} x {length}, in {unit}")
+
+
+def _share_unit(recipe: Recipe, hardware: Hardware) -> int:
+    """What the batch must be a multiple of: the ranks, times the recipe's micro-batch where it has one."""
+    micro = recipe.train.micro_batch_size
+    return hardware.ranks * (micro if isinstance(micro, int) else 1)
+
+
+def _nearest(number: int, unit: int) -> str:
+    """The multiples of unit around a number, in words.
+
+    >>> _nearest(100, 24), _nearest(5, 24)
+    ('96 or 120', '24')
+    """
+    below, above = number // unit * unit, (number // unit + 1) * unit
+    return f"{below} or {above}" if below else str(above)
+
+
+def _batch_as_written(recipe: Recipe, sequences: int) -> tuple[str, int]:
+    """The recipe's key for the batch, and how many of its units are one sequence."""
+    if recipe.train.global_batch_size is not None:
+        return f"train.global_batch_size={sequences}", 1
+    return f"train.global_batch_tokens={recipe.train.global_batch_tokens}", recipe.data.max_length
 
 
 def _split_batch(recipe: Recipe, hardware: Hardware, sequences: int) -> tuple[Resolved[int], Resolved[int]]:
     """Micro-batch and accumulation, so that micro x accumulation x ranks is the batch exactly."""
     ranks, wanted = hardware.ranks, recipe.train.micro_batch_size
     noun = "GPUs" if hardware.gpu else "processes"
+    written, unit = _batch_as_written(recipe, sequences)
     if sequences % ranks:
-        below, above = sequences // ranks * ranks, (sequences // ranks + 1) * ranks
-        batches = f"{below} or {above}" if below else str(above)
         counts = ", ".join(str(divisor) for divisor in _divisors(sequences) if divisor <= 2 * ranks)
         raise PlanError(
-            f"train.global_batch_size={sequences} cannot be shared by {ranks} {noun}: it is not a multiple. "
-            f"Set train.global_batch_size to {batches}, or use a number of {noun} that divides it: {counts}."
+            f"{written} cannot be shared by {ranks} {noun}: it is not a multiple. Set {written.partition('=')[0]} to "
+            f"{_nearest(sequences * unit, _share_unit(recipe, hardware) * unit)}, or use a number of {noun} that divides it: {counts}."
         )
     share = sequences // ranks
     if wanted == "auto":
@@ -101,11 +122,10 @@ def _split_batch(recipe: Recipe, hardware: Hardware, sequences: int) -> tuple[Re
     else:
         micro, reason = wanted, "the recipe"
     if share % micro:
-        fitting = [divisor for divisor in _divisors(share) if divisor <= micro]
+        *smaller, largest = [divisor for divisor in _divisors(share) if divisor <= micro]
         raise PlanError(
-            f"train.global_batch_size={sequences} is not a multiple of micro_batch_size x {noun} = {micro} x {ranks} = "
-            f"{micro * ranks}. Set train.micro_batch_size to {fitting[-1]}"
-            + (f" (or {', '.join(map(str, fitting[:-1]))})." if fitting[:-1] else ".")
+            f"{written} is not a multiple of micro_batch_size x {noun} = {micro} x {ranks} = {micro * ranks}. "
+            f"Set train.micro_batch_size to {largest}" + (f" (or {', '.join(map(str, smaller))})." if smaller else ".")
         )
     accumulation = share // micro
     arithmetic = f"{sequences} = {micro} x {accumulation} x {ranks} (micro-batch x accumulation x {noun})"
@@ -270,7 +290,7 @@ def resolve_plan(
         raise PlanError(
             f"data.max_length={recipe.data.max_length} is more than the model's {limit} positions. Set it to at most {limit}."
         )
-    batch = _sequences(recipe)
+    batch = _sequences(recipe, hardware)
     micro, accumulation = _split_batch(recipe, hardware, batch.value)
     precision = _precision(recipe, hardware, model)
     if deepspeed is not None:

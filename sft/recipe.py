@@ -101,7 +101,7 @@ class Source(Section):
 class Data(Section):
     """What it is trained on."""
 
-    train: str | tuple[Source, ...]
+    train: Annotated[str, Field(min_length=1)] | Annotated[tuple[Source, ...], Field(min_length=1)]
     """One path or hub id, or a list of sources."""
 
     max_length: int = Field(default=2048, gt=1)
@@ -348,8 +348,9 @@ def _known_keys(location: tuple[str | int, ...]) -> list[str]:
         field = schema.model_fields.get(part)
         if field is None:
             continue
-        options = [field.annotation, *getattr(field.annotation, "__args__", ())]
-        options += [inner for option in options for inner in getattr(option, "__args__", ())]
+        options = [field.annotation]
+        for option in options:  # the list grows while it is read: unions in tuples in unions
+            options += getattr(option, "__args__", ())
         schema = next((o for o in options if isinstance(o, type) and issubclass(o, Section)), schema)
     return list(schema.model_fields)
 
@@ -384,15 +385,20 @@ def _where_else(key: str) -> str:
     return ""
 
 
+def _location(problem: Any) -> list[str | int]:
+    """Where a problem is, without the branch of a union that pydantic tried (`str`, `tuple[Source, ...]`)."""
+    *parents, last = problem["loc"]
+    branches = {"str", "int", "bool", "constrained-int", "constrained-str"}
+    path = [part for part in parents if isinstance(part, int) or not ("[" in part or part in branches)]
+    if problem["type"] == "extra_forbidden" or isinstance(last, int) or not ("[" in last or last in branches):
+        path.append(last)
+    return path
+
+
 def _explain(error: ValidationError) -> list[str]:
     lines: dict[str, str] = {}
     for problem in error.errors(include_url=False):
-        # pydantic names the branch of a union it tried (`str`, `tuple[Source, ...]`): noise to a user.
-        path = [
-            p
-            for p in problem["loc"]
-            if isinstance(p, int) or (p.isidentifier() and p not in {"str", "int", "bool", "constrained"})
-        ]
+        path = _location(problem)
         where = ".".join(map(str, path)) or "recipe"
         value = problem["input"]
         if problem["type"] == "extra_forbidden":
@@ -473,6 +479,9 @@ def find_file(path: str) -> Path:
     Returns:
         The first that exists; the one from the working directory where neither does.
     """
-    here = Path(path).expanduser()
-    shipped = REPOSITORY / path
-    return here if here.exists() or not shipped.exists() else shipped
+    here, shipped = Path(path), REPOSITORY / path
+    try:
+        here = here.expanduser()
+        return here if here.exists() or not shipped.exists() else shipped
+    except (OSError, RuntimeError, ValueError):  # no name that a file can have: it is only not there
+        return Path("no such file")

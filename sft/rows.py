@@ -138,6 +138,9 @@ def to_messages(row: Row, format: str) -> tuple[list[Message], list[Any] | None]
         messages = _alpaca(row)
     else:
         prompt, completion = row["prompt"], row["completion"]
+        for name, value in (("prompt", prompt), ("completion", completion)):
+            if not isinstance(value, str | list | None):
+                raise ValueError(f"`{name}` is of type {type(value).__name__}, not text or a list of messages")
         asked = (
             [{"role": "user", "content": _text(prompt)}]
             if isinstance(prompt, str) or prompt is None
@@ -198,7 +201,7 @@ def _json_rows(file: Path) -> Iterator[Row]:
                 rows = json.loads(text)
             except ValueError:
                 # Many .json files hold a line of JSON for each row.
-                rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+                rows = [json.loads(line) for line in text.split("\n") if line.strip()]
             yield from rows if isinstance(rows, list) else [rows]
             return
         for number, line in enumerate(lines, start=1):
@@ -228,6 +231,21 @@ def read_rows(file: Path) -> Iterator[Row]:
         raise DataError(f"There is no file {file}.") from None
     except (OSError, ValueError, pa.ArrowInvalid) as error:
         raise DataError(f"{file} cannot be read as {file.suffix[1:]}: {error}.") from None
+
+
+def parquet_rows(file: Path) -> int:
+    """How many rows a parquet file holds, by its footer.
+
+    Raises:
+        DataError: It is no parquet file.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return int(pq.ParquetFile(file).metadata.num_rows)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise DataError(f"{file} cannot be read as parquet: {error}.") from None
 
 
 def first_rows(file: Path, count: int) -> list[Row]:

@@ -57,7 +57,12 @@ def end_of_turn(tokenizer: Any) -> int:
     Raises:
         ModelError: The template closes the turn with nothing that a model could stop at.
     """
-    rendered = ChatRenderer(tokenizer).render(_PROBE)
+    try:
+        rendered = ChatRenderer(tokenizer).render(_PROBE)
+    except ValueError as error:
+        raise ModelError(
+            f"A question and its answer cannot be rendered: {error}. Correct model.chat_template, or name another."
+        ) from None
     start, end = rendered.spans[-1] if rendered.spans else (0, 0)
     # Some templates count the line break after the token to the turn.
     turn = rendered.text[start:end].rstrip()

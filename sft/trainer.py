@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
@@ -67,6 +67,48 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
     }
 
 
+# Of SFTConfig's other fields, those that would decide a second time, or behind the plan's back, what the recipe has a key for.
+SECOND_WAYS = {
+    "activation_checkpointing": "train.gradient_checkpointing",
+    "activation_checkpointing_kwargs": "train.gradient_checkpointing",
+    "accelerator_config": "the plan",
+    "assistant_only_loss": "data.loss_on",
+    "auto_find_batch_size": "train.micro_batch_size",
+    "chat_template_path": "model.chat_template",
+    "completion_only_loss": "data.loss_on",
+    "data_seed": "train.seed",
+    "dataloader_drop_last": "the plan: no row is dropped",
+    "eos_token": "model.eos_token",
+    "fsdp": "the engine, train.deepspeed",
+    "fsdp_config": "the engine, train.deepspeed",
+    "ignore_data_skip": "train.resume: a resumed run sees the data that is left",
+    "liger_kernel_config": "model.kernels",
+    "model_init_kwargs": "the keys of `model`",
+    "pad_token": "model.pad_token",
+    "padding_free": "data.packing",
+    "parallelism_config": "the engine, train.deepspeed",
+    "project": "tracking.project",
+    "resume_from_checkpoint": "train.resume",
+    "save_only_model": "train.resume: a checkpoint without optimizer cannot be resumed",
+    "use_liger_kernel": "model.kernels",
+}
+
+
+def _wrong_types(extra: dict[str, Any]) -> list[str]:
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+    from pydantic.errors import PydanticSchemaGenerationError
+
+    hints, lines = get_type_hints(SFTConfig), []
+    for name, value in extra.items():
+        try:
+            TypeAdapter(hints[name], config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
+        except ValidationError as error:
+            lines.append(f"  {name}: {error.errors()[0]['msg'].replace('Input should be', 'must be')}, got {value!r}")
+        except (KeyError, TypeError, PydanticSchemaGenerationError):
+            continue  # unknown, told elsewhere; or a type of transformers' own, which its constructor checks
+    return lines
+
+
 def check_trainer_args(job: Job) -> None:
     """Compare train.trainer_args with the installed SFTConfig.
 
@@ -83,7 +125,9 @@ def check_trainer_args(job: Job) -> None:
         for name in extra
         if name == "hub_token"
     ]
+    lines += [f"  {name}: decided by {SECOND_WAYS[name]}" for name in extra if name in SECOND_WAYS]
     lines += [f"  {name}: decided by the recipe's own keys and the plan" for name in extra if name in owned]
+    lines = lines or _wrong_types(extra)
     if lines:
         raise RecipeError("\n".join(["train.trainer_args:", *lines]))
 

@@ -21,11 +21,24 @@ KNOWN_KEYS = (
     "amp gradient_clipping prescale_gradients gradient_predivide_factor sparse_gradients zero_optimization "
     "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer communication_data_type "
     "seq_parallel_communication_data_type data_types checkpoint activation_checkpointing aio comms_logger "
-    "flops_profiler monitor_config tensorboard wandb csv_monitor comet steps_per_print wall_clock_breakdown "
+    "flops_profiler tensorboard wandb csv_monitor comet steps_per_print wall_clock_breakdown "
     "dump_state memory_breakdown disable_allgather dataloader_drop_last timers compile "
-    "use_data_before_expert_parallel_ elasticity torch_autocast graph_harvesting use_node_local_storage"
+    "use_data_before_expert_parallelism elasticity torch_autocast graph_harvesting use_node_local_storage"
 ).split()
 
+
+ZERO_KEYS = (
+    "stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions "
+    "allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights elastic_checkpoint offload_param "
+    "offload_optimizer zenflow sub_group_size cpu_offload_param cpu_offload_use_pin_memory cpu_offload "
+    "stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold "
+    "stage3_max_live_parameters stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save "
+    "stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential "
+    "stage3_gather_fp16_weights_on_model_save ignore_unused_parameters legacy_stage1 round_robin_gradients "
+    "parameter_alignment zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights "
+    "zero_quantized_gradients memory_efficient_linear pipeline_loading_checkpoint override_module_apply "
+    "log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module"
+).split()
 
 _OWNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 """Keys that the recipe decides."""
@@ -70,22 +83,54 @@ def load_deepspeed(name: str) -> DeepSpeedFile:
         raise PlanError(f"train.deepspeed={name}: {path} is not readable JSON: {error}.") from None
     if not isinstance(config, dict):
         raise PlanError(f"train.deepspeed={name}: {path} holds no JSON object.")
-    unknown = [
-        f"  {key}: unknown to DeepSpeed{did_you_mean(key, KNOWN_KEYS)}" for key in config if key not in KNOWN_KEYS
-    ]
-    if unknown:
-        raise PlanError("\n".join([f"{path} has keys that DeepSpeed would ignore:", *unknown]))
-    zero = config.get("zero_optimization", {})
-    if not isinstance(zero, dict) or zero.get("stage", 0) not in (0, 1, 2, 3):
-        raise PlanError(f"{path}: zero_optimization.stage must be 0, 1, 2 or 3, got {zero}.")
+    # DeepSpeed takes null for absent, in sections too.
+    config = _without_nulls(config)
+    _check_shape(path, config)
     # Left out, DeepSpeed would clip at 1.0 and count the batch its own way, whatever the recipe says.
     return DeepSpeedFile(path, dict.fromkeys(_OWNED, "auto") | config)
 
 
-def _at(config: dict[str, Any], dotted: str) -> Any:
+def _without_nulls(section: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_nulls(value) if isinstance(value, dict) else value
+        for key, value in section.items()
+        if value is not None
+    }
+
+
+def _check_shape(path: Path, config: dict[str, Any]) -> None:
+    sections = (
+        "zero_optimization",
+        "bf16",
+        "fp16",
+        "zero_optimization.offload_optimizer",
+        "zero_optimization.offload_param",
+    )
+    wrong = [
+        f"  {key}: must be a section in braces, got {json.dumps(value)}"
+        for key in sections
+        if not isinstance(value := _at(config, key, {}), dict)
+    ]
+    zero = config.get("zero_optimization", {})
+    wrong += [
+        f"  {key}: unknown to DeepSpeed{did_you_mean(key, KNOWN_KEYS)}" for key in config if key not in KNOWN_KEYS
+    ]
+    if isinstance(zero, dict):
+        wrong += [
+            f"  zero_optimization.{key}: unknown to DeepSpeed{did_you_mean(key, ZERO_KEYS)}"
+            for key in zero
+            if key not in ZERO_KEYS
+        ]
+    if not isinstance(zero, dict) or type(zero.get("stage", 0)) is not int or zero.get("stage", 0) not in (0, 1, 2, 3):
+        wrong.append(f"  zero_optimization.stage must be 0, 1, 2 or 3, got {json.dumps(zero)}")
+    if wrong:
+        raise PlanError("\n".join([f"{path} is not a configuration that DeepSpeed would follow:", *wrong]))
+
+
+def _at(config: dict[str, Any], dotted: str, absent: Any = "auto") -> Any:
     value: Any = config
     for key in dotted.split("."):
-        value = value.get(key, "auto") if isinstance(value, dict) else "auto"
+        value = value.get(key, absent) if isinstance(value, dict) else absent
     return value
 
 

@@ -67,7 +67,7 @@ def test_the_plan_arrives_in_the_trainers_configuration(make_job: MakeJob, tmp_p
     assert arguments.output_dir == str(tmp_path / "mine" / "first" / "checkpoints")
 
 
-def schedule(name: str, job: Job, run: Path, steps: int) -> list[float]:
+def schedule(job: Job, run: Path, steps: int) -> list[float]:
     arguments = _planned_arguments(job, run)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=arguments["learning_rate"])
     scheduler = get_scheduler(
@@ -94,7 +94,7 @@ def test_the_learning_rate_rises_and_then_has_the_recipes_shape(
         "train.warmup_steps=10",
         "train.learning_rate=1e-3",
     )
-    rates = schedule(name, job, tmp_path, 110)
+    rates = schedule(job, tmp_path, 110)
     assert rates[:11] == pytest.approx([1e-4 * step for step in range(11)])
     assert max(rates) == pytest.approx(1e-3)
     assert rates[-1] == pytest.approx(end, abs=1e-9)
