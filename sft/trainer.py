@@ -222,6 +222,11 @@ def save_final(trainer: RecipeTrainer, job: Job, target: Path) -> None:
     """
     if job.deepspeed is None and job.recipe.model.lora is None and job.plan.precision.value == "bf16":
         trainer.model.to(torch.bfloat16)
+    if job.deepspeed is not None and job.deepspeed.stage < 3:
+        # The weights are whole on each rank. The engine would copy each one, and write tied weights twice.
+        if trainer.is_world_process_zero():
+            trainer.accelerator.unwrap_model(trainer.model).save_pretrained(target)
+        return
     trainer.save_model(str(target))
     for name in ("training_args.bin", "README.md"):  # a pickle of one machine's paths; TRL's card
         (target / name).unlink(missing_ok=True)

@@ -26,6 +26,8 @@ def _a_plain_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         monkeypatch.delenv(name, raising=False)
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    # transformers prints a line about it when it is imported.
+    monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
 

@@ -10,25 +10,10 @@ import yaml
 from eval.settings import Reference, Settings, load_reference, resolve_settings
 from eval.suites import Task, TaskSelection
 from sft.demo import make_demo
-from sft.recipe import REPOSITORY, Evaluation
+from sft.recipe import Evaluation
 from sft.run_directory import Run, write_json
 
-SHARED = REPOSITORY.parent / "shared" / "data"
-
 WriteTask = Callable[..., Path]
-
-
-@pytest.fixture(autouse=True)
-def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-
-
-@pytest.fixture
-def shared() -> Path:
-    if not SHARED.is_dir():
-        pytest.skip(f"real data is not at {SHARED}")
-    return SHARED
 
 
 @pytest.fixture

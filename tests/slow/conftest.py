@@ -9,18 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from sft.recipe import REPOSITORY
 from sft.run_directory import Run
 
-SHARED = REPOSITORY.parent / "shared" / "data"
 BIN = Path(sys.executable).parent
-
-
-@pytest.fixture
-def shared() -> Path:
-    if not SHARED.is_dir():
-        pytest.skip(f"real data is not at {SHARED}")
-    return SHARED
 
 
 @pytest.fixture(scope="session")
