@@ -23,7 +23,8 @@ from eval.settings import Reference, Settings, check_vocabulary, load_config, lo
 from eval.suites import check_tasks
 from eval.tasks import load_tasks
 from sft.errors import EvaluationError, RecipeError, run_main
-from sft.recipe import Evaluation, parse_recipe
+from sft.recipe import Evaluation
+from sft.recipe_file import parse_recipe
 from sft.run_directory import Run, find_run, read_json, write_json
 
 EXIT_INCOMPLETE = 1

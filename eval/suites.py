@@ -18,7 +18,8 @@ from typing import Any
 
 from eval.task_files import LocalTasks, Task
 from sft.errors import EvaluationError, did_you_mean, run_main
-from sft.recipe import Evaluation, find_file
+from sft.recipe import Evaluation
+from sft.recipe_file import find_file
 from sft.run_directory import write_json
 
 SUITES: dict[str, tuple[str, ...]] = {

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from sft.errors import EvaluationError
-from sft.recipe import find_file
+from sft.recipe_file import find_file
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 
 from sft.demo import make_demo
 from sft.errors import DataError, ModelError
-from sft.recipe import Recipe, Source, find_file
+from sft.recipe import Recipe, Source
+from sft.recipe_file import find_file
 from sft.rows import Row, first_rows, local_files, parquet_rows, row_format, to_messages
 
 BUILTIN = "builtin:demo"

@@ -15,7 +15,8 @@ from sft.errors import ModelError, RunError
 from sft.facts import DataFacts, ModelFacts, inspect_data, inspect_model
 from sft.hardware import Hardware
 from sft.plan import Plan, resolve_plan
-from sft.recipe import Recipe, find_file, load_recipe
+from sft.recipe import Recipe
+from sft.recipe_file import find_file, load_recipe
 from sft.tokenizer import check_tokenizer_choice
 from sft.zero import DeepSpeedFile, load_deepspeed
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sft.errors import RunError
-from sft.recipe import REPOSITORY, Recipe, parse_recipe
+from sft.recipe import REPOSITORY, Recipe
+from sft.recipe_file import parse_recipe
 
 if TYPE_CHECKING:
     from sft.job import Job

@@ -11,7 +11,8 @@ from typing import Any
 from sft.chat import ChatRenderer
 from sft.errors import ModelError, did_you_mean
 from sft.facts import BUILTIN, looks_local, model_path
-from sft.recipe import Recipe, find_file
+from sft.recipe import Recipe
+from sft.recipe_file import find_file
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 _PROBE = [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "Blue"}]

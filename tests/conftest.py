@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from sft.demo import Demo, make_demo
-from sft.recipe import REPOSITORY, Recipe, parse_recipe
+from sft.recipe import REPOSITORY, Recipe
+from sft.recipe_file import parse_recipe
 
 SHARED = REPOSITORY.parent / "shared" / "data"
 

@@ -4,7 +4,8 @@ import pytest
 
 from sft.hardware import Gpu, Hardware, described_hardware
 from sft.job import open_job
-from sft.recipe import REPOSITORY, load_recipe
+from sft.recipe import REPOSITORY
+from sft.recipe_file import load_recipe
 
 RECIPES = sorted((REPOSITORY / "recipes").glob("**/*.y*ml"))
 

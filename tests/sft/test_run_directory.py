@@ -11,7 +11,8 @@ import pytest
 from sft.errors import RunError
 from sft.hardware import Hardware
 from sft.job import open_job
-from sft.recipe import REPOSITORY, load_recipe
+from sft.recipe import REPOSITORY
+from sft.recipe_file import load_recipe
 from sft.run_directory import Run, find_run, installed_versions, open_run, read_json, record_start, write_json
 
 Elsewhere = Callable[..., Run]
@@ -20,7 +21,7 @@ Elsewhere = Callable[..., Run]
 PROGRAM = """
 import sys
 from pathlib import Path
-from sft.recipe import load_recipe
+from sft.recipe_file import load_recipe
 from sft.run_directory import open_run
 path, status, checkpoint, ranks, *overrides = sys.argv[1:]
 run = open_run(load_recipe(Path(path), overrides), Path(path), overrides, int(ranks))

@@ -1,0 +1,215 @@
+"""Reading a recipe: YAML and overrides in, a validated Recipe or all mistakes in one message out."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from sft.errors import RecipeError, did_you_mean
+from sft.recipe import REPOSITORY, SCHEMA_VERSION, Recipe, Section
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people write it: `2e-5` is a number, and a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise RecipeError(f"line {key_node.start_mark.line + 1}: the key {key!r} is not a name; quote it")
+            if key in seen:
+                raise RecipeError(f"line {key_node.start_mark.line + 1}: `{key}` was already given on line {seen[key]}")
+            seen[key] = key_node.start_mark.line + 1
+        return super().construct_mapping(node, deep=True)
+
+
+# PyYAML follows YAML 1.1, where 2e-5 has no dot and is therefore a string.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def _read_yaml(text: str, origin: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except RecipeError as error:
+        raise RecipeError(f"{origin} is not a valid recipe:\n  {error}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise RecipeError(f"{origin} is not valid YAML:\n  {place}{problem}") from None
+    except (ValueError, RecursionError) as error:  # an impossible date, or nesting without end
+        raise RecipeError(f"{origin} is not valid YAML:\n  {error}") from None
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise RecipeError(f"'{override}' is not an override. Write key=value, for example train.learning_rate=1e-5.")
+    *parents, leaf = key.split(".")
+    section = values
+    for parent in parents:
+        if section.get(parent) is None:
+            section[parent] = {}
+        section = section[parent]
+        if not isinstance(section, dict):
+            raise RecipeError(f"override {override}: `{parent}` holds {section!r}, which has no keys of its own")
+    section[leaf] = _read_yaml(text, f"override {override}")
+
+
+def _known_keys(location: tuple[str | int, ...]) -> list[str]:
+    """The keys that are allowed where an unknown one was found."""
+    schema: Any = Recipe
+    for part in location[:-1]:
+        if isinstance(part, int) or not hasattr(schema, "model_fields"):
+            continue
+        field = schema.model_fields.get(part)
+        if field is None:
+            continue
+        options = [field.annotation]
+        for option in options:  # the list grows while it is read: unions in tuples in unions
+            options += getattr(option, "__args__", ())
+        schema = next((o for o in options if isinstance(o, type) and issubclass(o, Section)), schema)
+    return list(schema.model_fields)
+
+
+# What other tools, or transformers, call a key.
+_OTHER_NAMES = {
+    "lr": "learning_rate",
+    "epochs": "num_train_epochs",
+    "num_epochs": "num_train_epochs",
+    "batch_size": "global_batch_size",
+    "per_device_train_batch_size": "micro_batch_size",
+    "gradient_accumulation_steps": "global_batch_size` (accumulation follows from it), not `gradient_accumulation_steps",
+    "lr_scheduler": "lr_scheduler_type",
+    "bf16": "precision",
+    "fp16": "precision",
+    "max_seq_length": "max_length",
+    "use_liger_kernel": "kernels",
+    "model_name_or_path": "name_or_path",
+    "dataset": "train",
+}
+
+
+def _where_else(key: str) -> str:
+    """The section that has this key, where it was written in the wrong one."""
+    for name, field in Recipe.model_fields.items():
+        if (
+            isinstance(field.annotation, type)
+            and issubclass(field.annotation, Section)
+            and key in field.annotation.model_fields
+        ):
+            return f"; it belongs to `{name}`"
+    return ""
+
+
+def _location(problem: Any) -> list[str | int]:
+    """Where a problem is, without the branch of a union that pydantic tried (`str`, `tuple[Source, ...]`)."""
+    *parents, last = problem["loc"]
+    branches = {"str", "int", "bool", "constrained-int", "constrained-str"}
+    path = [part for part in parents if isinstance(part, int) or not ("[" in part or part in branches)]
+    if problem["type"] == "extra_forbidden" or isinstance(last, int) or not ("[" in last or last in branches):
+        path.append(last)
+    return path
+
+
+def _explain(error: ValidationError) -> list[str]:
+    lines: dict[str, str] = {}
+    for problem in error.errors(include_url=False):
+        path = _location(problem)
+        where = ".".join(map(str, path)) or "recipe"
+        value = problem["input"]
+        if problem["type"] == "extra_forbidden":
+            name = str(path[-1])
+            known = _known_keys(tuple(path))
+            other = _OTHER_NAMES.get(name, "")
+            suggestion = f"; here it is `{other}`" if other.split("`")[0] in known else did_you_mean(name, known)
+            text = f"unknown key{suggestion or _where_else(name)}"
+        elif problem["type"] == "missing":
+            text = "missing" + {
+                "schema_version": f"; write `schema_version: {SCHEMA_VERSION}` (format of the file)",
+                "version": "; write `version: 1` (of this recipe)",
+            }.get(where, "; this key has no default")
+        elif problem["type"] == "value_error":
+            text = problem["msg"].removeprefix("Value error, ")
+        else:
+            shown = json.dumps(value, default=str)
+            text = f"{problem['msg'][0].lower()}{problem['msg'][1:]}, got {shown if len(shown) < 80 else shown[:77] + '...'}"
+            text = text.replace("input should be", "must be").replace("a valid array", "a list")
+        lines[where] = f"{lines[where]}, or {text}" if where in lines and text not in lines[where] else text
+    # `data.train` is no text, and its first source has a mistake: only the second helps.
+    told = {where: text for where, text in lines.items() if not any(other.startswith(where + ".") for other in lines)}
+    return [f"  {where}: {text}" for where, text in told.items()]
+
+
+def parse_recipe(text: str, overrides: Sequence[str] = (), origin: str = "recipe") -> Recipe:
+    """Validate a recipe's text.
+
+    Args:
+        text: YAML.
+        overrides: `key=value` with dots, as on the command line; values are YAML.
+        origin: What messages call it: the path.
+
+    Raises:
+        RecipeError: All mistakes in one message.
+    """
+    values = _read_yaml(text, origin)
+    if not isinstance(values, dict):
+        raise RecipeError(f"{origin} is not a valid recipe:\n  it holds {'nothing' if values is None else 'no keys'}")
+    # A section written with all its lines commented out reads as null; it means its defaults.
+    values = {key: {} if value is None and key in Recipe.model_fields else value for key, value in values.items()}
+    for override in overrides:
+        _apply_override(values, override)
+    found = values.get("schema_version")
+    if isinstance(found, int) and found != SCHEMA_VERSION:
+        raise RecipeError(
+            f"{origin} is written in schema_version {found}, and this program reads {SCHEMA_VERSION}. "
+            + ("Update the program." if found > SCHEMA_VERSION else f"There is no version {found}.")
+        )
+    try:
+        # Through JSON, where pydantic's strict mode takes a list for a tuple and an int for a float, and nothing else.
+        return Recipe.model_validate_json(json.dumps(values, default=str))
+    except ValidationError as error:
+        raise RecipeError("\n".join([f"{origin} is not a valid recipe:", *_explain(error)])) from None
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read and validate a recipe file.
+
+    Raises:
+        RecipeError: The file is missing or unreadable, or all its mistakes in one message.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        near = [str(p.relative_to(REPOSITORY)) for p in sorted((REPOSITORY / "recipes").glob("*.yaml"))]
+        raise RecipeError(f"There is no recipe {path}. Recipes here: {', '.join(near)}.") from None
+    except IsADirectoryError:
+        raise RecipeError(f"{path} is a folder, not a recipe file.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} cannot be read: {error}.") from None
+    return parse_recipe(text, overrides, origin=str(path))
+
+
+def find_file(path: str) -> Path:
+    """A path as the user wrote it: from the working directory, or else from this repository.
+
+    Returns:
+        The first that exists; the one from the working directory where neither does.
+    """
+    here, shipped = Path(path), REPOSITORY / path
+    try:
+        here = here.expanduser()
+        return here if here.exists() or not shipped.exists() else shipped
+    except (OSError, RuntimeError, ValueError):  # no name that a file can have: it is only not there
+        return Path("no such file")
