@@ -6,17 +6,38 @@ torchrun, accelerate launch, deepspeed   one process a GPU; each sets RANK, WORL
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
 import warnings
+from datetime import timedelta
 from typing import Any
 
+from sft.errors import PlanError
 from sft.hardware import Hardware, detect_hardware
+
+JOIN_TIMEOUT = timedelta(hours=1)
+"""How long ranks wait for one another. Longer than the default: the first prepares the data while the others wait."""
 
 
 def settle_environment(deepspeed: bool, uses_gpu: bool) -> None:
-    """Make the environment say what the plan says; before torch, accelerate or deepspeed is imported."""
+    """Make the environment say what the plan says; before torch, accelerate or deepspeed is imported.
+
+    Args:
+        deepspeed: The recipe names a DeepSpeed file.
+        uses_gpu: The job runs on GPUs.
+
+    Raises:
+        PlanError: `accelerate launch` was asked for an engine that the recipe does not name.
+    """
+    engines = {"FSDP": False, "DEEPSPEED": deepspeed, "MEGATRON_LM": False}
+    for engine, in_recipe in engines.items():
+        if os.environ.get(f"ACCELERATE_USE_{engine}", "").lower() in ("true", "1") and not in_recipe:
+            raise PlanError(
+                f"accelerate launch was asked for {engine} (its options, or a configuration left by `accelerate config`), and the "
+                "recipe is not. The recipe names the engine: train.deepspeed, or DDP without it."
+            )
     # accelerate would follow these over the recipe: ACCELERATE_USE_CPU, for one, turns DeepSpeed into DDP in silence.
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         del os.environ[name]
@@ -73,14 +94,14 @@ def join_group(deepspeed: bool, uses_gpu: bool) -> None:
         return
     if uses_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "nccl" if uses_gpu else "gloo"
+    backend, timeout = ("nccl" if uses_gpu else "gloo"), JOIN_TIMEOUT
     if deepspeed:
         import deepspeed as engine
 
         # transformers would do this too late: ZeRO-3 asks for the number of ranks while the model loads.
-        engine.init_distributed(dist_backend=backend, verbose=False)
+        engine.init_distributed(dist_backend=backend, verbose=False, timeout=timeout)
     else:
-        torch.distributed.init_process_group(backend)
+        torch.distributed.init_process_group(backend, timeout=timeout)
 
 
 def from_first_rank(value: Any) -> Any:
@@ -103,8 +124,12 @@ def wait_for_all() -> None:
 
 
 def leave_group() -> None:
-    """Dissolve the process group."""
+    """Dissolve the process group, and give the GPU's memory to whoever comes next."""
     import torch
+
+    gc.collect()  # engines hold themselves in circles
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
