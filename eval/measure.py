@@ -57,6 +57,7 @@ def _load_model(target: Target, tokenizer: PreTrainedTokenizerBase, settings: Se
             max_length=settings.max_length,
             batch_size=settings.batch_size,
             add_bos_token=settings.add_bos_token,
+            enable_thinking=settings.enable_thinking,
             device="cuda" if torch.cuda.is_available() else "cpu",
             trust_remote_code=target.trust_remote_code,
         )

@@ -43,6 +43,9 @@ class Settings:
     apply_chat_template: bool
     chat_template_sha256: str | None
 
+    enable_thinking: bool | None
+    """False where the chat template can think: training renders its answers without thoughts. None: it cannot."""
+
     add_bos_token: bool | None
     """False with a chat template, which writes its own: training adds none to it either. None: the tokenizer's way."""
 
@@ -165,6 +168,10 @@ def _check_chat_template(reference: Reference, evaluation: Evaluation) -> str | 
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _can_think(reference: Reference) -> bool:
+    return "enable_thinking" in str(reference.tokenizer.chat_template)
+
+
 def _context(config: PreTrainedConfig) -> int | None:
     text = config.get_text_config()
     # The names and their order are lm_eval's: resolve_max_length.
@@ -196,6 +203,7 @@ def resolve_settings(evaluation: Evaluation, selection: TaskSelection, reference
         system_instruction=evaluation.system_instruction,
         apply_chat_template=evaluation.apply_chat_template,
         chat_template_sha256=_check_chat_template(reference, evaluation),
+        enable_thinking=False if evaluation.apply_chat_template and _can_think(reference) else None,
         add_bos_token=False if evaluation.apply_chat_template else None,
         dtype=dtype if evaluation.dtype == "auto" else evaluation.dtype,
         max_length=context,

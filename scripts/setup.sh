@@ -23,7 +23,9 @@ flock 9
 if [ "$(cat "$venv/installed" 2>/dev/null)" = "$wanted" ]; then exit 0; fi
 
 echo "Installing the pinned stack into $venv (about two minutes, once)."
-[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+# An environment without pip is what is left where Debian's python3-venv was missing at the first try.
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$venv" ||
+  fail "Python's venv module is incomplete. On Debian or Ubuntu: apt-get install python3-venv"
 rm -f "$venv/installed"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$root/requirements.lock" 9>&-
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e "$root" 9>&-

@@ -18,12 +18,13 @@ def documents_dataset(file: Path) -> Dataset:
     return Dataset.from_file(str(file))
 
 
-def pack_documents(documents: Dataset, max_length: int) -> Dataset:
+def pack_documents(documents: Dataset, max_length: int, file: Path) -> Dataset:
     """Put documents into packs by best-fit decreasing, all at once.
 
     Args:
         documents: `input_ids` and `labels`, none longer than max_length.
         max_length: Tokens in a pack at most.
+        file: Where the packs go, as an Arrow stream.
 
     Returns:
         `input_ids`, `labels`, and `seq_lengths`: the documents' lengths in each pack, from which the collator restarts
@@ -32,7 +33,8 @@ def pack_documents(documents: Dataset, max_length: int) -> Dataset:
     from trl import pack_dataset
 
     # TRL packs each batch of 1,000 rows by itself unless told otherwise, which fills packs less.
-    return pack_dataset(documents, max_length, "bfd", {"batch_size": len(documents), "load_from_cache_file": False})
+    options = {"batch_size": len(documents), "load_from_cache_file": False, "cache_file_name": str(file)}
+    return pack_dataset(documents, max_length, "bfd", options)
 
 
 def fill_last_step(sequences: Dataset, per_step: int, pad_token_id: int) -> tuple[Dataset, int]:

@@ -18,9 +18,9 @@ import pyarrow as pa
 
 from sft.chat import ChatRenderer, assistant_mask
 from sft.errors import DataError
-from sft.facts import source_files
+from sft.facts import local_slice, source_files
 from sft.recipe import Data, Recipe, Source
-from sft.rows import Row, read_rows, row_format, to_messages
+from sft.rows import Row, read_rows, row_format, to_messages, without_nulls
 
 IGNORED = -100
 """The label of a token that is not trained."""
@@ -103,8 +103,9 @@ def _source_rows(source: Source, output_dir: str) -> Iterator[tuple[str, Row]]:
     """The rows of a source, each with where it came from."""
     files = source_files(source, output_dir)
     if files is not None:
-        for file in files:
-            yield from ((f"{file}, row {number}", row) for number, row in enumerate(read_rows(file), start=1))
+        wanted = local_slice(source)
+        rows = ((f"{file}, row {number}", row) for file in files for number, row in enumerate(read_rows(file), start=1))
+        yield from islice(rows, wanted.start, wanted.stop)
         return
     import datasets
 
@@ -115,7 +116,8 @@ def _source_rows(source: Source, output_dir: str) -> Iterator[tuple[str, Row]]:
         raise DataError(
             f"data.train: {source.path} is no local path, and the hub's dataset cannot be loaded: {first}"
         ) from None
-    yield from ((f"{source.path}, row {number}", row) for number, row in enumerate(dataset, start=1))
+    # Columnar: a key that one row has is null in all others.
+    yield from ((f"{source.path}, row {number}", without_nulls(row)) for number, row in enumerate(dataset, start=1))
 
 
 def _render(renderer: ChatRenderer, rows: list[tuple[str, Row]], format: str, account: Account) -> list[Any]:

@@ -17,9 +17,6 @@ from typing import Any
 from sft.errors import PlanError
 from sft.hardware import Hardware, detect_hardware
 
-JOIN_TIMEOUT = timedelta(hours=1)
-"""How long ranks wait for one another. Longer than the default: the first prepares the data while the others wait."""
-
 
 def settle_environment(deepspeed: bool, uses_gpu: bool) -> None:
     """Make the environment say what the plan says; before torch, accelerate or deepspeed is imported.
@@ -86,6 +83,27 @@ def quiet_frameworks() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def check_devices(hardware: Hardware) -> None:
+    """Compare what nvidia-smi told the plan with what torch can use.
+
+    Raises:
+        PlanError: They disagree.
+    """
+    import torch
+
+    if (hardware.gpu is not None) == torch.cuda.is_available():
+        return
+    if hardware.gpu is None:
+        raise PlanError(
+            "torch sees a GPU that nvidia-smi does not list, so the plan is one for a CPU. Put nvidia-smi on PATH, or hide the GPU: "
+            "CUDA_VISIBLE_DEVICES=''."
+        )
+    raise PlanError(
+        f"nvidia-smi lists {hardware.gpu.name}, and torch {torch.__version__} cannot use it: a build without CUDA, or a driver too old for "
+        "it. Install a build of torch for this driver, or train on the CPU: CUDA_VISIBLE_DEVICES=''."
+    )
+
+
 def join_group(deepspeed: bool, uses_gpu: bool) -> None:
     """Form the process group, where there is one to form."""
     import torch
@@ -94,33 +112,44 @@ def join_group(deepspeed: bool, uses_gpu: bool) -> None:
         return
     if uses_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend, timeout = ("nccl" if uses_gpu else "gloo"), JOIN_TIMEOUT
+    backend = "nccl" if uses_gpu else "gloo"
     if deepspeed:
         import deepspeed as engine
 
         # transformers would do this too late: ZeRO-3 asks for the number of ranks while the model loads.
-        engine.init_distributed(dist_backend=backend, verbose=False, timeout=timeout)
+        engine.init_distributed(dist_backend=backend, verbose=False)
     else:
-        torch.distributed.init_process_group(backend, timeout=timeout)
+        torch.distributed.init_process_group(backend)
+
+
+def _patient_group() -> Any:
+    """All ranks in a group of their own, in which a rank may wait for another that works for hours.
+
+    The first rank prepares the data and merges adapters alone. The group of the training keeps its short timeout, so that a
+    hang there is noticed.
+    """
+    import torch
+
+    return torch.distributed.new_group(backend="gloo", timeout=timedelta(days=1))
 
 
 def from_first_rank(value: Any) -> Any:
-    """The first rank's value, on every rank."""
+    """The first rank's value, on every rank, however long it takes."""
     import torch
 
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return value
     box = [value]
-    torch.distributed.broadcast_object_list(box, src=0)
+    torch.distributed.broadcast_object_list(box, src=0, group=_patient_group())
     return box[0]
 
 
 def wait_for_all() -> None:
-    """Return when every rank has come here."""
+    """Return when every rank has come here, however long it takes."""
     import torch
 
     if torch.distributed.is_initialized():
-        torch.distributed.barrier()
+        torch.distributed.barrier(group=_patient_group())
 
 
 def leave_group() -> None:

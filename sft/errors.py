@@ -87,11 +87,11 @@ def _disk_was_full(error: BaseException | None) -> bool:
 
 
 def _tell(message: str) -> None:
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"\n{message}", file=sys.stderr)
-    else:
-        # A launcher stops all ranks when one has ended: the one that speaks must be the first.
+    # A launcher stops all ranks when one has ended. Where all have the same to say, the first of the machine says it and
+    # ends the others while they wait; what only another one knows, it says itself.
+    if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(10)
+    print(f"\n{message}", file=sys.stderr, flush=True)
 
 
 @contextmanager

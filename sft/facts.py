@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,11 @@ class ModelFacts:
 
     max_position_embeddings: int | None = None
     parameters: int | None = None
+    vocab_size: int | None = None
+    """Rows of the embedding."""
+
+    commit: str | None = None
+    """Of a hub model, what its revision stood for today."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +104,31 @@ def source_files(source: Source, output_dir: str) -> list[Path] | None:
     if not looks_local(source.path) and not source.path.endswith((".json", ".jsonl", ".parquet", ".arrow")):
         return None
     path = find_file(source.path)
+    if source.name is not None or source.revision is not None:
+        raise DataError(
+            f"data.train: {source.path} is a local path, which has no `name` and no `revision`. Remove them."
+        )
+    if path.exists():
+        local_slice(source)
     if not path.exists():
         raise DataError(f"data.train: there is no file or folder {source.path} (looked in {Path.cwd()}).")
     return local_files(path)
+
+
+def local_slice(source: Source) -> slice:
+    """The rows of a local source that its `split` asks for: all of `train`, or `train[start:stop]`.
+
+    Raises:
+        DataError: Another split, which a local file does not have.
+    """
+    match = re.fullmatch(r"train(?:\[(\d*):(\d*)\])?", source.split)
+    if match is None:
+        raise DataError(
+            f"data.train: split={source.split} of the local path {source.path}: files have no splits. Name the file, or take "
+            "rows of it with train[:1000]."
+        )
+    start, stop = (int(number) if number else None for number in match.groups())
+    return slice(start, stop)
 
 
 def hub_answers() -> bool:
@@ -167,6 +195,10 @@ def inspect_model(recipe: Recipe, download: bool = True) -> ModelFacts:
     except (OSError, ValueError, AttributeError) as error:
         raise ModelError(f"{config_file} cannot be read: {error}.") from None
     weights = list(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if folder.is_dir() and not weights and not list(folder.glob("pytorch_model*.bin")):
+        raise ModelError(
+            f"model.name_or_path={path}: the folder holds no weights (*.safetensors). Copy the model's files there."
+        )
     dtype = config.get("dtype") or config.get("torch_dtype")
     width = 4 if dtype == "float32" else 2
     return ModelFacts(
@@ -175,6 +207,8 @@ def inspect_model(recipe: Recipe, download: bool = True) -> ModelFacts:
         dtype=dtype,
         max_position_embeddings=config.get("max_position_embeddings"),
         parameters=sum(file.stat().st_size for file in weights) // width or None,
+        vocab_size=config.get("vocab_size"),
+        commit=config_file.parent.name if config_file.parent.parent.name == "snapshots" else None,
     )
 
 

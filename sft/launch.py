@@ -105,6 +105,10 @@ def read_layout() -> Layout:
     per_node = _number("NPROC", max(1, gpus), 1)
     slurm = "NNODES" not in os.environ and _number("SLURM_NNODES", 1, 1) > 1
     nodes = _number("SLURM_NNODES" if slurm else "NNODES", 1, 1)
+    if slurm and _number("SLURM_NTASKS_PER_NODE", 1, 1) > 1:
+        raise PlanError(
+            "Slurm starts several tasks on each machine, and this launcher wants one: it starts the processes. Use --ntasks-per-node=1."
+        )
     if nodes == 1:
         return Layout(per_node, master_port=_number("MASTER_PORT", DEFAULT_PORT, 1, 65535))
     node_rank = _number("SLURM_NODEID" if slurm else "NODE_RANK", -1, 0)
@@ -151,6 +155,9 @@ def torchrun_arguments(layout: Layout, program: Sequence[str]) -> list[str]:
 
 def start(layout: Layout, program: Sequence[str]) -> NoReturn:
     """Run the program in every process, and exit as it does."""
+    # Left by a cluster or an outer launcher, they would have each process wait for ranks that nobody starts.
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+        os.environ.pop(name, None)
     threads = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"
     if layout.ranks == 1:
         command = [sys.executable, *program]

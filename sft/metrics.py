@@ -106,8 +106,12 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         return lines
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Move the bar; the last step is logged wherever it falls."""
-        control.should_log = control.should_log or state.global_step >= state.max_steps
+        """Move the bar. The last step is logged wherever it falls, and so is each that is saved.
+
+        A run that goes on from a checkpoint begins to average there; it must not matter whether one did.
+        """
+        if state.global_step >= state.max_steps or (state.save_steps and state.global_step % state.save_steps == 0):
+            control.should_log = True
         if self.bar is not None:
             self.bar.update(1)
 

@@ -17,8 +17,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def weights_dtype(job: Job) -> torch.dtype:
     """What the weights are loaded in.
 
-    DeepSpeed keeps its own fp32 copy of what it trains, and adapters stay fp32 beside a frozen base: both take the weights
-    in the compute format. Everything else trains the weights themselves, which bf16 would round at each step.
+    DeepSpeed keeps its own fp32 copy of what it trains, and under DDP adapters are fp32 beside a frozen base: both take the
+    weights in the compute format. Everything else trains the weights themselves, which bf16 would round at each step.
     """
     keeps_own_copy = job.deepspeed is not None or job.recipe.model.lora is not None
     return DTYPES[job.plan.precision.value] if keeps_own_copy else torch.float32
@@ -67,15 +67,9 @@ def load_model(job: Job, tokenizer: Any) -> Any:
         tokenizer: From load_tokenizer; its special tokens become the model's.
 
     Raises:
-        ModelError: It cannot be loaded, or its embedding is smaller than the tokenizer's vocabulary.
+        ModelError: It cannot be loaded.
     """
     model = _from_pretrained(job, tokenizer, attn_implementation=job.plan.attention.value)
-    rows = model.config.get_text_config().vocab_size
-    if len(tokenizer) > rows:
-        raise ModelError(
-            f"The tokenizer of {job.recipe.model.name_or_path} has {len(tokenizer)} tokens, and the model's embedding {rows} rows. "
-            "They do not belong together: give a folder where they do."
-        )
     if job.plan.kernels.value == "liger":
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 

@@ -102,7 +102,9 @@ def _batch_as_written(recipe: Recipe, sequences: int) -> tuple[str, int]:
     return f"train.global_batch_tokens={recipe.train.global_batch_tokens}", recipe.data.max_length
 
 
-def _split_batch(recipe: Recipe, hardware: Hardware, sequences: int) -> tuple[Resolved[int], Resolved[int]]:
+def _split_batch(
+    recipe: Recipe, hardware: Hardware, sequences: int, attention: str
+) -> tuple[Resolved[int], Resolved[int]]:
     """Micro-batch and accumulation, so that micro x accumulation x ranks is the batch exactly."""
     ranks, wanted = hardware.ranks, recipe.train.micro_batch_size
     noun = "GPUs" if hardware.gpu else "processes"
@@ -115,7 +117,7 @@ def _split_batch(recipe: Recipe, hardware: Hardware, sequences: int) -> tuple[Re
         )
     share = sequences // ranks
     if wanted == "auto":
-        budget, why = _token_budget(hardware)
+        budget, why = _token_budget(recipe, hardware, attention)
         fitting = [divisor for divisor in _divisors(share) if divisor * recipe.data.max_length <= budget]
         micro = max(fitting, default=1)
         reason = f"auto: the largest divisor of {share} within {budget} tokens a forward pass ({why})"
@@ -132,7 +134,12 @@ def _split_batch(recipe: Recipe, hardware: Hardware, sequences: int) -> tuple[Re
     return Resolved(micro, reason), Resolved(accumulation, arithmetic)
 
 
-def _token_budget(hardware: Hardware) -> tuple[int, str]:
+def _token_budget(recipe: Recipe, hardware: Hardware, attention: str) -> tuple[int, str]:
+    if hardware.gpu is not None and recipe.data.packing and not attention.startswith("flash"):
+        return (
+            recipe.data.max_length,
+            f"one pack: {attention}'s mask over several grows with the square of their tokens",
+        )
     # A rule of thumb, not a memory model: activations of a 3B model with checkpointing fit with room at these sizes.
     if hardware.gpu is None:
         return 1024, "on a CPU, sdpa's packed mask grows with the square"
@@ -173,7 +180,8 @@ def _precision(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Resolve
 
 def _attention(recipe: Recipe, hardware: Hardware, precision: str) -> Resolved[str]:
     wanted = recipe.model.attn_implementation
-    flash = hardware.gpu is not None and hardware.has_flash_attention and precision != "fp32"
+    ampere = hardware.gpu is not None and hardware.gpu.compute_capability >= 8.0
+    flash = ampere and hardware.has_flash_attention and precision != "fp32"
     if wanted == "auto":
         if flash:
             return Resolved(
@@ -197,6 +205,8 @@ def _attention(recipe: Recipe, hardware: Hardware, precision: str) -> Resolved[s
             else "the flash-attn package is not installed"
             if not hardware.has_flash_attention
             else "it does not run in fp32"
+            if precision == "fp32"
+            else f"this GPU (compute capability {hardware.gpu.compute_capability}) is too old for it"
         )
         raise PlanError(f"model.attn_implementation={wanted}, and {problem}. Set it to auto or sdpa.")
     return Resolved(wanted, "the recipe")
@@ -213,13 +223,15 @@ def _kernels(recipe: Recipe, hardware: Hardware) -> Resolved[str]:
     return Resolved("liger", "the recipe: fused RMSNorm, RoPE and SwiGLU; the loss path is TRL's fused head")
 
 
-def _checkpointing(recipe: Recipe, hardware: Hardware) -> Resolved[bool]:
+def _checkpointing(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None) -> Resolved[bool]:
     wanted = recipe.train.gradient_checkpointing
+    adapters_sharded = recipe.model.lora is not None and deepspeed is not None and deepspeed.stage == 3
+    kind = "reentrant, which TRL needs for adapters under ZeRO-3" if adapters_sharded else "non-reentrant"
     if wanted != "auto":
-        return Resolved(bool(wanted), "the recipe")
+        return Resolved(bool(wanted), f"the recipe; {kind}" if wanted else "the recipe")
     if hardware.gpu is None:
         return Resolved(False, "auto: off on a CPU, where time is what is short")
-    return Resolved(True, "auto: on a GPU, non-reentrant")
+    return Resolved(True, f"auto: on a GPU, {kind}")
 
 
 def _engine(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None) -> Resolved[str]:
@@ -291,16 +303,17 @@ def resolve_plan(
             f"data.max_length={recipe.data.max_length} is more than the model's {limit} positions. Set it to at most {limit}."
         )
     batch = _sequences(recipe, hardware)
-    micro, accumulation = _split_batch(recipe, hardware, batch.value)
     precision = _precision(recipe, hardware, model)
+    attention = _attention(recipe, hardware, precision.value)
+    micro, accumulation = _split_batch(recipe, hardware, batch.value, attention.value)
     if deepspeed is not None:
         check_deepspeed(deepspeed, recipe, micro.value, accumulation.value, precision.value)
     return Plan(
         engine=_engine(recipe, hardware, deepspeed),
         precision=precision,
-        attention=_attention(recipe, hardware, precision.value),
+        attention=attention,
         kernels=_kernels(recipe, hardware),
-        gradient_checkpointing=_checkpointing(recipe, hardware),
+        gradient_checkpointing=_checkpointing(recipe, hardware, deepspeed),
         global_batch_size=batch,
         micro_batch_size=micro,
         gradient_accumulation_steps=accumulation,

@@ -84,7 +84,7 @@ class Source(Section):
     """Configuration of a hub dataset."""
 
     split: str = "train"
-    """Split of a hub dataset or folder; slices such as `train[:1000]` work."""
+    """Split of a hub dataset; slices such as `train[:1000]` work, and are all that local files take."""
 
     revision: str | None = None
     """Branch, tag or commit on the hub."""
@@ -107,9 +107,6 @@ class Data(Section):
 
     overlong: Literal["drop", "truncate", "error"] = "drop"
     """What happens to a document longer than max_length. Counted in the ledger."""
-
-    num_proc: int | None = Field(default=None, gt=0)
-    """Processes that tokenize. None: one for every 20,000 rows, at most the number of cores."""
 
 
 class Train(Section):
@@ -179,7 +176,7 @@ class Train(Section):
     """Optimizer steps between lines of metrics.jsonl."""
 
     resume: Literal["auto", "must", "never"] = "auto"
-    """`auto`: go on with the latest run of this recipe where it is unfinished and has a checkpoint."""
+    """`auto`: go on with the latest run of this recipe where it is unfinished, from its newest checkpoint if it has one."""
 
     trainer_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Any other field of the installed trl.SFTConfig, checked against it; what the plan decides is refused."""

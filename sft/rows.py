@@ -13,6 +13,7 @@ Plain Python, no torch: the launcher reads the first rows of a file here before 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -42,6 +43,9 @@ ROLES = {
     "developer": "developer",
 }
 SUFFIXES = (".json", ".jsonl", ".parquet", ".arrow")
+_NO_ROWS = ("dataset_info.json", "state.json", "dataset_infos.json", "dataset_dict.json")
+"""What `save_to_disk` writes beside its data."""
+
 _WINDOW = 4 * 2**20
 """Bytes of a text file that a first look reads."""
 
@@ -164,13 +168,34 @@ def local_files(path: Path) -> list[Path]:
         DataError: A kind of file that is not read, or an empty folder.
     """
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+        files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.name not in _NO_ROWS)
         if not files:
             raise DataError(f"The folder {path} holds no {', '.join(SUFFIXES)} file.")
+        held_out = [file.name for file in files if re.match(r"(test|valid|dev|eval)", file.stem, flags=re.IGNORECASE)]
+        if held_out and len(held_out) < len(files):
+            raise DataError(
+                f"The folder {path} holds files of several splits ({', '.join(held_out)} among them). Name the file to train on."
+            )
         return files
     if path.suffix not in SUFFIXES:
         raise DataError(f"{path} is not a file that is read: use {', '.join(SUFFIXES)}.")
     return [path]
+
+
+def without_nulls(value: Any) -> Any:
+    """A row of a columnar file without the keys that only other rows have.
+
+    >>> without_nulls({"tool": {"city": "Oslo", "x": None}, "output": None})
+    {'tool': {'city': 'Oslo'}, 'output': None}
+    """
+
+    def prune(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {key: prune(inner) for key, inner in part.items() if inner is not None}
+        return [prune(inner) for inner in part] if isinstance(part, list) else part
+
+    # The columns themselves stay: that a row has no output is for others to judge.
+    return {key: prune(part) for key, part in value.items()}
 
 
 def _arrow_rows(file: Path) -> Iterator[Row]:
@@ -179,16 +204,16 @@ def _arrow_rows(file: Path) -> Iterator[Row]:
 
     if file.suffix == ".parquet":
         for batch in pq.ParquetFile(file).iter_batches(1000):
-            yield from batch.to_pylist()
+            yield from map(without_nulls, batch.to_pylist())
         return
     with pa.memory_map(str(file)) as source:
         try:
             for batch in pa.ipc.open_stream(source):
-                yield from batch.to_pylist()
+                yield from map(without_nulls, batch.to_pylist())
         except pa.ArrowInvalid:  # the file form of the same format
             reader = pa.ipc.open_file(source)
             for index in range(reader.num_record_batches):
-                yield from reader.get_batch(index).to_pylist()
+                yield from map(without_nulls, reader.get_batch(index).to_pylist())
 
 
 def _json_rows(file: Path) -> Iterator[Row]:

@@ -212,6 +212,9 @@ def _point_latest_at(run: Run) -> None:
     temporary.replace(link)
 
 
+_TAKEN = "exists already and is not written over. Choose another tracking.run_name, or remove the folder."
+
+
 def _make(folder: Path, name: str | None) -> Run:
     """A new run's folder, empty but for checkpoints/."""
     started = time.strftime("%Y%m%d-%H%M%S")
@@ -228,52 +231,78 @@ def _make(folder: Path, name: str | None) -> Run:
                 f"The run's folder cannot be made: {error}. Set output_dir to a place that can be written."
             ) from None
         return run
-    raise RunError(
-        f"{folder / names[0]} exists already and is not written over. Choose another tracking.run_name, or remove the folder."
-    )
+    raise RunError(f"{folder / names[0]} {_TAKEN}")
 
 
-def open_run(recipe: Recipe, recipe_path: Path, overrides: Sequence[str], ranks: int) -> Run:
+def _unfinished(job: Job) -> Run | None:
+    """The run of the same job that a start goes on with, where there is one."""
+    recipe = job.recipe
+    run = Run(_folder(job) / (recipe.tracking.run_name or "latest"))
+    if recipe.train.resume == "never" or not (run.path / "run.json").is_file():
+        return None
+    run = Run(run.path.resolve())
+    same = _same_job(run, job.recipe_path.read_text(encoding="utf-8"), job.overrides)
+    return run if same and run.record["status"] != "finished" else None
+
+
+def _folder(job: Job) -> Path:
+    return Path(job.recipe.output_dir).expanduser().resolve() / job.recipe_path.stem
+
+
+def check_start(job: Job) -> None:
+    """Refuse, before the data is prepared, what open_run would refuse after.
+
+    Raises:
+        RunError: The name is taken, there is nothing to resume, or the unfinished run cannot go on like this.
+    """
+    run, name = _unfinished(job), job.recipe.tracking.run_name
+    if run is None:
+        if job.recipe.train.resume == "must":
+            raise RunError(f"train.resume=must, and {_folder(job)} has no unfinished run of this recipe.")
+        if name is not None and (_folder(job) / name).exists():
+            raise RunError(f"{_folder(job) / name} {_TAKEN}")
+        return
+    checkpoint = run.last_checkpoint()
+    if checkpoint is None:
+        return
+    if run.record["ranks"] != job.hardware.ranks:
+        raise RunError(
+            f"{run.path} is unfinished and was trained by {run.record['ranks']} processes; this start has {job.hardware.ranks}, and a "
+            "checkpoint goes on with the same number. Start as many, or anew with train.resume=never."
+        )
+    config = job.deepspeed.config if job.deepspeed else None
+    if read_json(run.plan_file).get("deepspeed") != config:
+        raise RunError(
+            f"The DeepSpeed file has changed since {run.path} was started. Change it back, or start anew with train.resume=never."
+        )
+    if job.deepspeed is not None and job.deepspeed.offload == "nvme":
+        raise RunError(
+            f"{checkpoint} cannot be resumed: with offload to NVMe DeepSpeed does not save the optimizer's state. Start anew with "
+            "train.resume=never."
+        )
+
+
+def open_run(job: Job) -> Run:
     """Make the folder of a new run, or find the one to go on with, and claim it.
 
-    An unfinished run of the same recipe and overrides goes on: the one named by tracking.run_name, else the latest. From
-    its newest checkpoint, or from the start where it has none. A finished run is never written over, nor one that another
-    process is training.
-
-    Args:
-        recipe: As validated.
-        recipe_path: Its file; the stem names the folder of its runs.
-        overrides: As given on the command line.
-        ranks: Processes of this job.
+    An unfinished run of the same recipe and overrides goes on: the one named by tracking.run_name, else the latest. From its
+    newest checkpoint, or from the start where it has none. A finished run is never written over, nor one that another process
+    is training.
 
     Raises:
         RunError: The name is taken, the folder cannot be written, or there is nothing to resume where the recipe says
             it must be.
     """
-    folder = Path(recipe.output_dir).expanduser().resolve() / recipe_path.stem
-    earlier = Run((folder / (recipe.tracking.run_name or "latest")).resolve())
-    if recipe.train.resume != "never" and (earlier.path / "run.json").is_file():
-        unfinished = earlier.record["status"] != "finished"
-        if unfinished and _same_job(earlier, recipe_path.read_text(encoding="utf-8"), overrides) and _lock(earlier):
-            _check_ranks(earlier, ranks)
-            return earlier
-    if recipe.train.resume == "must":
-        raise RunError(
-            f"train.resume=must, and {folder} has no unfinished run of this recipe that nobody else is training."
-        )
-    run = _make(folder, recipe.tracking.run_name)
+    run = _unfinished(job)
+    if run is not None and _lock(run):
+        return run
+    if job.recipe.train.resume == "must":
+        raise RunError(f"train.resume=must, and another process is training {run.path if run else 'the run'}.")
+    run = _make(_folder(job), job.recipe.tracking.run_name)
     _lock(run)
-    run.recipe_file.write_bytes(recipe_path.read_bytes())
+    run.recipe_file.write_bytes(job.recipe_path.read_bytes())
     _point_latest_at(run)
     return run
-
-
-def _check_ranks(run: Run, ranks: int) -> None:
-    if run.last_checkpoint() and run.record["ranks"] != ranks:
-        raise RunError(
-            f"{run.path} is unfinished and was trained by {run.record['ranks']} processes; this start has {ranks}, and a checkpoint goes "
-            "on with the same number. Start as many, or anew with train.resume=never."
-        )
 
 
 def record_start(run: Run, job: Job, timings: dict[str, float], data_fingerprint: str) -> None:
@@ -289,7 +318,8 @@ def record_start(run: Run, job: Job, timings: dict[str, float], data_fingerprint
         ranks=job.hardware.ranks,
         base_model={
             "name_or_path": job.recipe.model.name_or_path,
-            "revision": job.recipe.model.revision,
+            # The commit, so that a later evaluation measures the same base.
+            "revision": job.model.commit or job.recipe.model.revision,
             "path": job.model.path,
         },
         data_fingerprint=data_fingerprint,

@@ -21,6 +21,14 @@ def _logged_in_to_wandb() -> bool:
     return any("wandb" in host for host in hosts)
 
 
+def finish_trackers(tracking: Tracking) -> None:
+    """Let wandb write what it still holds: what follows replaces the process, and nothing runs at its exit."""
+    if "wandb" in tracking.report_to:
+        import wandb
+
+        wandb.finish()
+
+
 def set_up_trackers(tracking: Tracking, run: Run) -> list[str]:
     """Point the trackers at the run's folder.
 

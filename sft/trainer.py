@@ -7,13 +7,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import torch
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 from trl import SFTConfig, SFTTrainer
 
 from sft.batches import StepOrder
-from sft.errors import RecipeError, did_you_mean
+from sft.errors import PlanError, RecipeError, did_you_mean
 from sft.job import Job
 from sft.model import lora_config
 from sft.run_directory import Run
@@ -78,11 +77,21 @@ SECOND_WAYS = {
     "completion_only_loss": "data.loss_on",
     "data_seed": "train.seed",
     "dataloader_drop_last": "the plan: no row is dropped",
+    "ddp_backend": "the launcher",
+    "ddp_timeout": "the launcher",
+    "dataset_num_proc": "the data, which is prepared before the trainer",
+    "dataset_text_field": "data.train",
+    "do_eval": "eval.tasks: nothing is evaluated while training",
     "eos_token": "model.eos_token",
+    "eval_on_start": "eval.tasks: nothing is evaluated while training",
+    "eval_packing": "eval.tasks: nothing is evaluated while training",
+    "eval_strategy": "eval.tasks: nothing is evaluated while training",
     "fsdp": "the engine, train.deepspeed",
     "fsdp_config": "the engine, train.deepspeed",
     "ignore_data_skip": "train.resume: a resumed run sees the data that is left",
+    "length_column_name": "train.seed, which decides the order",
     "liger_kernel_config": "model.kernels",
+    "load_best_model_at_end": "eval.tasks: nothing is evaluated while training",
     "model_init_kwargs": "the keys of `model`",
     "pad_token": "model.pad_token",
     "padding_free": "data.packing",
@@ -90,6 +99,9 @@ SECOND_WAYS = {
     "project": "tracking.project",
     "resume_from_checkpoint": "train.resume",
     "save_only_model": "train.resume: a checkpoint without optimizer cannot be resumed",
+    "shuffle_dataset": "train.seed, which decides the order",
+    "train_sampling_strategy": "train.seed, which decides the order",
+    "truncation_mode": "data.overlong",
     "use_liger_kernel": "model.kernels",
 }
 
@@ -207,21 +219,40 @@ def build_trainer(
     return trainer
 
 
-def what_runs(trainer: RecipeTrainer) -> str:
-    """The engine as the live trainer has it, in the plan's words."""
+def check_what_runs(trainer: RecipeTrainer, job: Job) -> None:
+    """Law 3: read back from the live trainer what the plan decided.
+
+    Raises:
+        PlanError: Something else runs than was planned.
+    """
     plugin = trainer.accelerator.state.deepspeed_plugin
     if str(trainer.accelerator.distributed_type).endswith("DEEPSPEED") and plugin is not None:
-        return f"ZeRO-{plugin.zero_stage}"
-    return "DDP" if trainer.args.world_size > 1 else "one process"
+        engine = f"ZeRO-{plugin.zero_stage}"
+    else:
+        engine = "DDP" if trainer.args.world_size > 1 else "one process"
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    running = {
+        "engine": engine,
+        "attention": model.config.get_text_config()._attn_implementation,
+        "gradient_checkpointing": bool(trainer.args.gradient_checkpointing),
+        "micro_batch_size": trainer.args.per_device_train_batch_size,
+        "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
+    }
+    wrong = [
+        f"  {name}: planned {planned}, running {found}"
+        for name, found in running.items()
+        if (planned := getattr(job.plan, name).value) != found
+    ]
+    if wrong:
+        raise PlanError("\n".join(["The trainer does not run what was planned. Report this with plan.json:", *wrong]))
 
 
 def save_final(trainer: RecipeTrainer, job: Job, target: Path) -> None:
-    """Write the trained weights; every rank takes part.
+    """Write the trained weights as they are; every rank takes part.
 
-    A bf16 run computes with its weights rounded to bf16: rounded once more they give the same logits, in half the space.
+    fp32 where the weights themselves were trained in fp32, with bf16 only inside autocast: rounding them would move the
+    logits. bf16 under DeepSpeed, whose engine computes with bf16 weights.
     """
-    if job.deepspeed is None and job.recipe.model.lora is None and job.plan.precision.value == "bf16":
-        trainer.model.to(torch.bfloat16)
     if job.deepspeed is not None and job.deepspeed.stage < 3:
         # The weights are whole on each rank. The engine would copy each one, and write tied weights twice.
         if trainer.is_world_process_zero():

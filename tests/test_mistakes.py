@@ -143,7 +143,11 @@ OTHERS = {
     "half a tokenizer": override(
         "model.name_or_path=./model",
         "tokenizer.json",
-        files={"model/config.json": '{"model_type": "qwen2"}', "model/tokenizer.json": '{"version": "1.'},
+        files={
+            "model/config.json": '{"model_type": "qwen2"}',
+            "model/model.safetensors": "",
+            "model/tokenizer.json": '{"version": "1.',
+        },
     ),
     "a name that no hub has": override("model.name_or_path=a//b", "model.name_or_path=a//b"),
     "an unknown chat template": override(

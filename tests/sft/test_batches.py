@@ -27,8 +27,8 @@ LENGTHS = [5, 9, 16, 1, 3, 3, 12, 7, 8, 2, 15, 4, 6, 16, 10] * 100
 
 
 @pytest.fixture(scope="module")
-def packs() -> Dataset:
-    return pack_documents(documents(LENGTHS), 16)
+def packs(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return pack_documents(documents(LENGTHS), 16, tmp_path_factory.mktemp("packs") / "packs.arrow")
 
 
 def cut(values: list[int], lengths: list[int]) -> list[list[int]]:
@@ -61,12 +61,13 @@ def test_documents_are_packed_all_at_once(packs: Dataset) -> None:
     assert sum(LENGTHS) / (16 * len(packs)) > 0.99
 
 
-def test_packing_is_the_same_each_time(packs: Dataset) -> None:
-    assert pack_documents(documents(LENGTHS), 16).to_list() == packs.to_list()
+def test_packing_is_the_same_each_time_and_reads_back_from_its_file(packs: Dataset, tmp_path: Path) -> None:
+    assert pack_documents(documents(LENGTHS), 16, tmp_path / "p.arrow").to_list() == packs.to_list()
+    assert documents_dataset(tmp_path / "p.arrow").to_list() == packs.to_list()
 
 
 def test_a_pack_may_hold_more_than_one_batch_of_rows(tmp_path: Path) -> None:
-    packed = pack_documents(documents([1] * 2500), 2500)
+    packed = pack_documents(documents([1] * 2500), 2500, tmp_path / "p.arrow")
     assert len(packed) == 1
     assert packed[0]["seq_lengths"] == [1] * 2500
 
@@ -150,4 +151,4 @@ def test_documents_are_read_from_the_file_that_was_written(tmp_path: Path) -> No
     with pa.OSFile(str(tmp_path / "d.arrow"), "wb") as sink, pa.ipc.new_stream(sink, SCHEMA) as writer:
         writer.write_batch(pa.RecordBatch.from_pylist(rows, SCHEMA))
     assert documents_dataset(tmp_path / "d.arrow").to_list() == rows
-    assert pack_documents(documents_dataset(tmp_path / "d.arrow"), 4)[0]["seq_lengths"] == [2, 1]
+    assert pack_documents(documents_dataset(tmp_path / "d.arrow"), 4, tmp_path / "p.arrow")[0]["seq_lengths"] == [2, 1]

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from sft.data import prepare_documents
 from sft.demo import Demo
 from sft.errors import DataError, ModelError
-from sft.facts import ModelFacts, inspect_data, inspect_model, looks_local, model_path, source_files
+from sft.facts import ModelFacts, inspect_data, inspect_model, local_slice, looks_local, model_path, source_files
 from sft.recipe import Recipe, Source
 from sft.tokenizer import load_tokenizer
 
@@ -145,3 +145,13 @@ def test_all_rows_of_parquet_files_are_counted_without_reading_them(make_recipe:
     facts = inspect_data(make_recipe(f"data.train={tmp_path}"), ModelFacts("some/model"))
     assert facts is not None
     assert facts.documents == 345
+
+
+def test_a_local_source_takes_a_slice_and_refuses_what_files_do_not_have(tmp_path: Path) -> None:
+    path = str(write_rows(tmp_path / "rows.jsonl", 3))
+    assert local_slice(Source(path=path)) == slice(None, None)
+    assert local_slice(Source(path=path, split="train[1:5]")) == slice(1, 5)
+    assert local_slice(Source(path=path, split="train[:2]")) == slice(None, 2)
+    for keys in ({"split": "test"}, {"split": "train[:10%]"}, {"name": "x"}, {"revision": "main"}):
+        with pytest.raises(DataError, match=r"data.train: .*rows.jsonl"):
+            source_files(Source(path=path, **keys), "")

@@ -248,3 +248,30 @@ def test_real_files_become_the_one_form(file: str, format: str, count: int | Non
         assert all(isinstance(message["content"], str) for message in messages)
         assert isinstance(tools, list | None)
     assert first_rows(path, 50) == rows[:50]
+
+
+def test_a_null_that_only_another_row_explains_is_not_seen(tmp_path: Path) -> None:
+    """Columnar files give every row every key."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def row(**arguments: object) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        return {
+            "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        }
+
+    pq.write_table(pa.Table.from_pylist([row(city="Oslo"), row(x=1)]), tmp_path / "rows.parquet")
+    for wanted, found in zip(({"city": "Oslo"}, {"x": 1}), read_rows(tmp_path / "rows.parquet"), strict=True):
+        messages, _ = to_messages(found, "messages")
+        assert messages[1]["tool_calls"][0]["function"]["arguments"] == wanted
+
+
+def test_a_folder_with_a_held_out_file_is_not_trained_on_whole(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "test.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "a", "completion": "b"}\n')
+    (tmp_path / "dataset_info.json").write_text("{}")
+    with pytest.raises(DataError, match=r"several splits \(test.jsonl among them\). Name the file"):
+        local_files(tmp_path)
+    (tmp_path / "test.jsonl").unlink()
+    assert local_files(tmp_path) == [tmp_path / "train.jsonl"]

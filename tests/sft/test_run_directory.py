@@ -12,8 +12,16 @@ from sft.errors import RunError
 from sft.hardware import Hardware
 from sft.job import open_job
 from sft.recipe import REPOSITORY
-from sft.recipe_file import load_recipe
-from sft.run_directory import Run, find_run, installed_versions, open_run, read_json, record_start, write_json
+from sft.run_directory import (
+    Run,
+    check_start,
+    find_run,
+    installed_versions,
+    open_run,
+    read_json,
+    record_start,
+    write_json,
+)
 
 Elsewhere = Callable[..., Run]
 
@@ -21,10 +29,12 @@ Elsewhere = Callable[..., Run]
 PROGRAM = """
 import sys
 from pathlib import Path
-from sft.recipe_file import load_recipe
-from sft.run_directory import open_run
+from sft.hardware import Hardware
+from sft.job import open_job
+from sft.run_directory import open_run, write_json
 path, status, checkpoint, ranks, *overrides = sys.argv[1:]
-run = open_run(load_recipe(Path(path), overrides), Path(path), overrides, int(ranks))
+run = open_run(open_job(Path(path), overrides, Hardware(None, int(ranks), int(ranks), 2, 16.0)))
+write_json(run.plan_file, {"deepspeed": None})
 run.update(status=status, overrides=overrides, ranks=int(ranks))
 if checkpoint:
     (run.checkpoints / checkpoint).mkdir()
@@ -52,7 +62,9 @@ def elsewhere(recipe_file: Path, folder: Path) -> Elsewhere:
 
 
 def open_here(recipe_file: Path, *overrides: str, ranks: int = 1) -> Run:
-    return open_run(load_recipe(recipe_file, overrides), recipe_file, overrides, ranks)
+    job = open_job(recipe_file, overrides, Hardware(None, ranks, ranks, 2, 16.0))
+    check_start(job)
+    return open_run(job)
 
 
 def test_a_new_run_is_the_recipe_byte_for_byte_and_latest(recipe_file: Path, folder: Path) -> None:
@@ -84,7 +96,7 @@ def test_an_unfinished_run_goes_on(status: str, recipe_file: Path, elsewhere: El
 def test_a_run_that_another_process_trains_is_left_alone(recipe_file: Path, elsewhere: Elsewhere) -> None:
     mine = open_here(recipe_file)
     mine.update(status="running", overrides=[], ranks=1)
-    with pytest.raises(RunError, match=r"train.resume=must, and .* nobody else is training"):
+    with pytest.raises(RunError, match=r"train.resume=must, and another process is training"):
         open_here(recipe_file, "train.resume=must")
     assert elsewhere("running").path != mine.path
 
@@ -132,7 +144,7 @@ def test_latest_points_at_the_newest(recipe_file: Path, folder: Path, elsewhere:
 
 def test_a_place_that_cannot_be_written_is_told(recipe_file: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(RunError, match=r"cannot be made: .* Set output_dir to a place that can be written"):
+    with pytest.raises(RunError, match=r"is not a folder. Set output_dir to a place that can be written"):
         open_here(recipe_file, f"output_dir={tmp_path / 'file'}")
 
 
@@ -152,7 +164,7 @@ def test_nothing_of_the_environment_is_in_the_runs_files(
         monkeypatch.setenv(name, value)
     overrides = ["tracking.run_name=first", "train.seed=3"]
     job = open_job(recipe_file, overrides, Hardware(None, 2, 2, 2, 16.0))
-    run = open_run(job.recipe, job.recipe_path, job.overrides, 2)
+    run = open_run(job)
     record_start(run, job, {"prepare_seconds": 1.5}, "fingerprint-x")
     text = "".join(path.read_text() for path in run.path.rglob("*") if path.is_file())
     for name, value in secrets.items():
@@ -164,7 +176,7 @@ def test_nothing_of_the_environment_is_in_the_runs_files(
 def test_the_record_says_what_was_run_on_what(recipe_file: Path, folder: Path) -> None:
     overrides = ["tracking.run_name=first", "train.seed=3"]
     job = open_job(recipe_file, overrides, Hardware(None, 2, 2, 2, 16.0))
-    run = open_run(job.recipe, job.recipe_path, job.overrides, 2)
+    run = open_run(job)
     record_start(run, job, {"prepare_seconds": 1.5}, "fingerprint-x")
     record: dict[str, Any] = json.loads((run.path / "run.json").read_text())
     assert record["status"] == "running"

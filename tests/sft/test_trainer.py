@@ -11,7 +11,7 @@ from trl import SFTConfig, SFTTrainer
 
 from sft import batches
 from sft.data import prepare_documents
-from sft.errors import RecipeError
+from sft.errors import PlanError, RecipeError
 from sft.hardware import Gpu, Hardware
 from sft.job import Job, open_job
 from sft.metrics import Metrics
@@ -23,9 +23,9 @@ from sft.trainer import (
     _planned_arguments,
     build_trainer,
     check_trainer_args,
+    check_what_runs,
     save_final,
     training_arguments,
-    what_runs,
 )
 
 # transformers 5.23 renames the gradient checkpointing arguments; the range of versions knows only the old names.
@@ -192,7 +192,7 @@ def test_a_few_steps_train_and_leave_whole_checkpoints_and_a_model(make_job: Mak
     run.checkpoints.mkdir(parents=True)
     tokenizer = load_tokenizer(job.recipe)
     documents = prepare_documents(job.recipe, tokenizer, tmp_path / "documents.arrow")
-    packs = batches.pack_documents(batches.documents_dataset(documents.file), 128)
+    packs = batches.pack_documents(batches.documents_dataset(documents.file), 128, tmp_path / "packs.arrow")
     sequences, fillers = batches.fill_last_step(packs, 8, tokenizer.pad_token_id)
     trainer = build_trainer(
         job,
@@ -203,7 +203,12 @@ def test_a_few_steps_train_and_leave_whole_checkpoints_and_a_model(make_job: Mak
         batches.StepOrder(len(packs), fillers, 0),
         Metrics(run.metrics_file, job.hardware, True),
     )
-    assert what_runs(trainer) == job.plan.engine.value == "one process"
+    check_what_runs(trainer, job)
+    assert job.plan.engine.value == "one process"
+    trainer.model.config._attn_implementation = "eager"
+    with pytest.raises(PlanError, match="attention: planned sdpa, running eager"):
+        check_what_runs(trainer, job)
+    trainer.model.config._attn_implementation = "sdpa"
     trainer.train()
     losses = [json.loads(line)["loss"] for line in run.metrics_file.read_text().splitlines()]
     assert len(losses) == 5
