@@ -26,7 +26,7 @@ def recipe(tmp_path: Path) -> Path:
         tmp_path / "job.yaml",
         model={"name_or_path": "builtin:demo"},
         data={"train": "builtin:demo", "max_length": 128},
-        train={"global_batch_size": 8, "learning_rate": 1e-3, "max_steps": 40, "save_steps": 10, "logging_steps": 1},
+        train={"global_batch_size": 8, "learning_rate": 1e-3, "max_steps": 40, "save_steps": 10, "logging_steps": 4},
     )
 
 
@@ -34,15 +34,15 @@ def tokens_seen(run: Run) -> list[int]:
     return [json.loads(line)["tokens_seen"] for line in run.metrics_file.read_text().splitlines()]
 
 
-def start_and_signal(recipe: Path, number: signal.Signals, at_step: int) -> tuple[int, Run]:
-    """Start training, send the signal once a step is logged, and return the exit status and the run."""
+def start_and_signal(recipe: Path, number: signal.Signals, lines: int) -> tuple[int, Run]:
+    """Start training, send the signal once so many lines are logged, and return the exit status and the run."""
     latest = recipe.parent / "outputs" / "job" / "latest"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen([sys.executable, "-m", "sft.train", str(recipe)], env=environment)
     try:
         for _ in range(2000):
             metrics = latest / "metrics.jsonl"
-            if metrics.exists() and len(metrics.read_text().splitlines()) >= at_step:
+            if metrics.exists() and len(metrics.read_text().splitlines()) >= lines:
                 break
             assert process.poll() is None, "it ended before the signal"
             time.sleep(0.02)
@@ -53,7 +53,7 @@ def start_and_signal(recipe: Path, number: signal.Signals, at_step: int) -> tupl
 
 
 def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(recipe: Path, command: Command) -> None:
-    status, run = start_and_signal(recipe, signal.SIGKILL, at_step=15)
+    status, run = start_and_signal(recipe, signal.SIGKILL, lines=6)
     assert status == -signal.SIGKILL
     checkpoint = run.last_checkpoint()
     assert checkpoint is not None
@@ -65,13 +65,14 @@ def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(recipe: Path, comma
     command([sys.executable, "-m", "sft.train", recipe, "tracking.run_name=undisturbed"])
     assert losses(run) == losses(undisturbed)
     assert tokens_seen(run) == tokens_seen(undisturbed)
+    assert run.record["train_loss"] == undisturbed.record["train_loss"]
     weights, expected = (load_file(path.final / "model.safetensors") for path in (run, undisturbed))
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_stopped_run_says_so(recipe: Path, number: signal.Signals, status: int) -> None:
-    found, run = start_and_signal(recipe, number, at_step=2)
+    found, run = start_and_signal(recipe, number, lines=1)
     assert found == status
     assert run.record["status"] == "interrupted"
 

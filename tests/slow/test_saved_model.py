@@ -21,6 +21,8 @@ PROGRAM = str(REPOSITORY / "tests" / "slow" / "train_and_probe.py")
 TWO = ["torchrun", "--standalone", "--nproc-per-node", "2"]
 CASES = {
     "one process": (["python"], [], "Qwen2ForCausalLM"),
+    "bf16, one process": (["python"], ["train.precision=bf16"], "Qwen2ForCausalLM"),
+    "bf16, ZeRO-2": (TWO, ["train.precision=bf16", "train.deepspeed=zero2"], "DeepSpeedEngine"),
     "DDP": (TWO, [], "DistributedDataParallel"),
     "ZeRO-2": (TWO, ["train.deepspeed=zero2"], "DeepSpeedEngine"),
     "ZeRO-3": (TWO, ["train.deepspeed=zero3"], "DeepSpeedEngine"),
@@ -48,7 +50,9 @@ def test_the_saved_model_gives_the_trained_models_logits(case: str, recipe: Path
     probe = torch.load(run.path / "probe.pt", weights_only=True)
     assert probe["engine"] == engine
     model = AutoModelForCausalLM.from_pretrained(run.final).eval()
-    with torch.no_grad():
+    # The trainer computes in bf16 inside autocast, on weights of fp32; DeepSpeed on weights of bf16.
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=case == "bf16, one process")
+    with torch.no_grad(), autocast:
         torch.testing.assert_close(model(input_ids=PROBE).logits.float(), probe["logits"], atol=2e-4, rtol=0)
     base = AutoModelForCausalLM.from_pretrained(run.record["base_model"]["path"]).eval()
     with torch.no_grad():
