@@ -135,27 +135,35 @@ def evaluate_run(run: Run, evaluation: Evaluation) -> dict[str, str]:
     base = _base_target(run, recipe.model.trust_remote_code, reference)
     tuned = Target("tuned", str(run.final), None, recipe.model.trust_remote_code)
     settings = resolve_settings(evaluation, selection, reference, _on_gpu())
-    log = _log_in(run.comparison_file.parent)
+    folder = run.comparison_file.parent
+    if evaluation != recipe.eval:
+        # Other questions than the recipe's must not replace the answers to those.
+        folder = folder / time.strftime("%Y%m%d-%H%M%S")
+    log = _log_in(folder)
     tasks = load_tasks(selection, settings, evaluation.confirm_run_unsafe_code, log)
-    if _measured_before(run.base_evaluation, base, settings):
-        print(f"base: measured before under the same settings ({run.base_evaluation}); not measured again.")
+    if _measured_before(folder / "base", base, settings):
+        print(f"base: measured before under the same settings ({folder / 'base'}); not measured again.")
     else:
-        evaluate_model(base, reference.tokenizer, tasks, settings, run.base_evaluation, log)
-    evaluate_model(tuned, reference.tokenizer, tasks, settings, run.tuned_evaluation, log)
-    return _compare_and_report(run)
+        evaluate_model(base, reference.tokenizer, tasks, settings, folder / "base", log)
+    evaluate_model(tuned, reference.tokenizer, tasks, settings, folder / "tuned", log)
+    return _compare_and_report(run, folder)
 
 
-def _compare_and_report(run: Run) -> dict[str, str]:
+def _compare_and_report(run: Run, folder: Path) -> dict[str, str]:
     from rich.console import Console
 
     from eval.report import write_report
 
-    base, tuned = run.base_evaluation, run.tuned_evaluation
+    base, tuned = folder / "base", folder / "tuned"
     comparison = compare(_results(base), _results(tuned), _samples(base), _samples(tuned))
-    write_json(run.comparison_file, comparison)
-    Console().print(comparison_table(comparison))
-    print(f"Report: {write_report(run)}")
     not_measured: dict[str, str] = comparison["not_measured"]
+    write_json(folder / run.comparison_file.name, comparison)
+    Console().print(comparison_table(comparison))
+    if folder == run.comparison_file.parent:
+        run.update(evaluation="failed" if not_measured else "finished")
+        print(f"Report: {write_report(run)}")
+    else:
+        print(f"Results: {folder} (the report keeps those of the recipe's own evaluation)")
     return not_measured
 
 

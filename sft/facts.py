@@ -11,6 +11,7 @@ import os
 import re
 import socket
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -57,7 +58,7 @@ class DataFacts:
 
     trained_tokens: int
     sequences: int | None = None
-    """Rows the trainer sees: packs with packing, else documents. None: estimated from the tokens."""
+    """Rows the trainer sees: packs with packing, else documents. None: as if every pack were full."""
 
     exact: bool = False
     """Counted on the prepared data, not estimated from the first rows."""
@@ -243,12 +244,13 @@ def inspect_data(recipe: Recipe, model: ModelFacts) -> DataFacts | None:
     def count(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False).ids) if tokenizer else len(text.encode()) // 4
 
-    documents = tokens = trained = 0.0
+    documents = tokens = trained = sequences = 0.0
     for source in recipe.sources:
         files = source_files(source, recipe.output_dir)
         if files is None:
             return None
         rows, format, number = _sample(files, source.path)
+        sampled: list[int] = []
         for row in rows:
             try:
                 messages, _ = to_messages(row, format)
@@ -258,8 +260,30 @@ def inspect_data(recipe: Recipe, model: ModelFacts) -> DataFacts | None:
             share = number / len(rows)
             documents += share
             # Most templates add five tokens to a turn: its start, the role, two line breaks and its end.
-            tokens += share * min(sum(length + 5 for _, length in lengths), recipe.data.max_length)
+            sampled.append(min(sum(length + 5 for _, length in lengths), recipe.data.max_length))
+            tokens += share * sampled[-1]
             trained += share * sum(
                 length + 1 for role, length in lengths if role == "assistant" or recipe.data.loss_on == "all"
             )
-    return DataFacts(int(documents), int(tokens), min(int(trained), int(tokens))) if documents else None
+        sequences += (
+            number * (_packs(sampled, recipe.data.max_length) if recipe.data.packing else len(sampled)) / len(rows)
+        )
+    if not documents:
+        return None
+    return DataFacts(int(documents), int(tokens), min(int(trained), int(tokens)), ceil(sequences))
+
+
+def _packs(lengths: list[int], max_length: int) -> int:
+    """How many packs documents of these lengths fill: first-fit decreasing, as good a guess as the best fit.
+
+    >>> _packs([60, 60, 60, 8], 128)
+    2
+    """
+    spaces: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        place = next((index for index, space in enumerate(spaces) if space >= length), None)
+        if place is None:
+            spaces.append(max_length - length)
+        else:
+            spaces[place] -= length
+    return len(spaces)

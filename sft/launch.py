@@ -53,8 +53,8 @@ def main(argv: Sequence[str]) -> None:
     layout = read_layout()
     job = open_job(recipe, arguments.overrides, detect_hardware(*_ranks(layout)))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, job.hardware.cpu_cores // layout.per_node)))
-    # A thread that spins while it waits takes the core from the one it waits for.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # A thread that waits spins for microseconds only: on cores that others use too, long spinning takes them from the work.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     start(layout, ["-m", "sft.train", str(job.recipe_path), *arguments.overrides])
 
 

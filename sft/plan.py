@@ -142,7 +142,7 @@ def _token_budget(recipe: Recipe, hardware: Hardware, attention: str) -> tuple[i
         )
     # A rule of thumb, not a memory model: activations of a 3B model with checkpointing fit with room at these sizes.
     if hardware.gpu is None:
-        return 1024, "on a CPU, sdpa's packed mask grows with the square"
+        return 512, "on a CPU, sdpa's packed mask grows with the square"
     for gib, tokens in ((70, 16384), (38, 8192)):
         if hardware.gpu.memory_gib >= gib:
             return tokens, f"a GPU of {hardware.gpu.memory_gib:.0f} GiB"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -102,6 +103,12 @@ def recorded(run: Run) -> Iterator[None]:
         if distributed.is_first_rank():
             with suppress(OSError):  # on a full disk the error itself matters more than its record
                 run.update(status=status, error=f"{type(error).__name__}: {error}"[:2000])
+            if status == "interrupted":
+                checkpoint = run.last_checkpoint()
+                where = (
+                    f"goes on from {checkpoint.name}" if checkpoint else "starts it again: there is no checkpoint yet"
+                )
+                print(f"\nInterrupted. The same command {where}.", file=sys.stderr)
         if isinstance(error, KeyboardInterrupt):
             raise SystemExit(130) from None
         raise

@@ -12,7 +12,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from trl import SFTConfig, SFTTrainer
 
 from sft.batches import StepOrder
-from sft.errors import PlanError, RecipeError, did_you_mean
+from sft.errors import ModelError, PlanError, RecipeError, did_you_mean
 from sft.job import Job
 from sft.model import lora_config
 from sft.run_directory import Run
@@ -206,14 +206,19 @@ def build_trainer(
         callback: Writes the metrics.
     """
     lora = job.recipe.model.lora
-    trainer = RecipeTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=sequences,
-        processing_class=tokenizer,
-        peft_config=lora_config(lora) if lora else None,
-        callbacks=[callback],
-    )
+    try:
+        trainer = RecipeTrainer(
+            model=model,
+            args=arguments,
+            train_dataset=sequences,
+            processing_class=tokenizer,
+            peft_config=lora_config(lora) if lora else None,
+            callbacks=[callback],
+        )
+    except ValueError as error:
+        if lora is None or "target" not in str(error).lower():
+            raise
+        raise ModelError(f"model.lora.target_modules={lora.target_modules}: {str(error).splitlines()[0]}") from None
     trainer.remove_callback(PrinterCallback)
     trainer.step_order = order
     return trainer

@@ -147,7 +147,7 @@ def test_one_process_needs_no_launcher_and_the_command_is_printed(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
+    for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     started: list[list[str]] = []
@@ -163,14 +163,14 @@ def test_one_process_needs_no_launcher_and_the_command_is_printed(
     assert command[1:] == ["-m", "sft.train", str(recipe_file), "train.seed=1"]
     cores = os.environ["OMP_NUM_THREADS"]
     assert int(cores) >= 1
-    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert os.environ["GOMP_SPINCOUNT"] == "10000"
     assert capsys.readouterr().out.strip() == f"OMP_NUM_THREADS={cores} {' '.join(command)}"
 
 
 def test_threads_that_the_user_has_set_stay(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "500")
 
     def stop(*_: object) -> None:
         raise SystemExit(0)
@@ -178,4 +178,4 @@ def test_threads_that_the_user_has_set_stay(recipe_file: Path, tmp_path: Path, m
     monkeypatch.setattr(os, "execv", stop)
     with pytest.raises(SystemExit):
         main([str(recipe_file)])
-    assert (os.environ["OMP_NUM_THREADS"], os.environ["OMP_WAIT_POLICY"]) == ("7", "ACTIVE")
+    assert (os.environ["OMP_NUM_THREADS"], os.environ["GOMP_SPINCOUNT"]) == ("7", "500")
