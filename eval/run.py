@@ -135,10 +135,7 @@ def evaluate_run(run: Run, evaluation: Evaluation) -> dict[str, str]:
     base = _base_target(run, recipe.model.trust_remote_code, reference)
     tuned = Target("tuned", str(run.final), None, recipe.model.trust_remote_code)
     settings = resolve_settings(evaluation, selection, reference, _on_gpu())
-    folder = run.comparison_file.parent
-    if evaluation != recipe.eval:
-        # Other questions than the recipe's must not replace the answers to those.
-        folder = folder / time.strftime("%Y%m%d-%H%M%S")
+    folder = _results_folder(run, settings, reference)
     log = _log_in(folder)
     tasks = load_tasks(selection, settings, evaluation.confirm_run_unsafe_code, log)
     if _measured_before(folder / "base", base, settings):
@@ -147,6 +144,15 @@ def evaluate_run(run: Run, evaluation: Evaluation) -> dict[str, str]:
         evaluate_model(base, reference.tokenizer, tasks, settings, folder / "base", log)
     evaluate_model(tuned, reference.tokenizer, tasks, settings, folder / "tuned", log)
     return _compare_and_report(run, folder)
+
+
+def _results_folder(run: Run, settings: Settings, reference: Reference) -> Path:
+    """eval/ for the recipe's own evaluation; a folder in it for another, which must not replace those results."""
+    recipe, folder = run.recipe(), run.comparison_file.parent
+    selection = check_tasks(recipe.eval, Path(recipe.output_dir))
+    if not selection.tasks or resolve_settings(recipe.eval, selection, reference, _on_gpu()).hash == settings.hash:
+        return folder
+    return folder / settings.hash[:12]
 
 
 def _compare_and_report(run: Run, folder: Path) -> dict[str, str]:

@@ -12,13 +12,16 @@ import pytest
 from eval.run import main, parse_evaluation
 from sft.errors import EvaluationError, UserError
 from sft.recipe import REPOSITORY
-from sft.run_directory import Run, write_json
+from sft.run_directory import Run, read_json, write_json
 
 WriteTask = Callable[..., Path]
 
 
 def comparison(run: Run) -> dict[str, Any]:
-    return dict(json.loads(run.comparison_file.read_text()))
+    """The only one there is: in eval/, or in a folder of its own there where it was not the recipe's."""
+    (path,) = (run.path / "eval").glob("**/comparison.json")
+    found: dict[str, Any] = read_json(path)
+    return found
 
 
 def test_a_run_is_measured_compared_and_reported(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,3 +183,14 @@ def test_the_launcher_shows_its_usage_and_works_from_anywhere(tmp_path: Path) ->
     done = subprocess.run(["bash", str(script)], capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert "bash scripts/eval.sh outputs/tiny/latest" in done.stderr
+
+
+def test_another_evaluation_does_not_replace_the_recipes_own(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(run.path)])
+    own = run.comparison_file.read_bytes()
+    main([str(run.path), "limit=2"])
+    assert "kept" not in capsys.readouterr().err
+    assert run.comparison_file.read_bytes() == own
+    (other,) = (run.path / "eval").glob("*/comparison.json")
+    assert read_json(other)["metrics"][0]["documents"] == 2
+    assert "demo_extraction" in run.report_file.read_text()
