@@ -9,23 +9,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import ceil
-from typing import Any, Generic, TypeVar
+from typing import Any
 
+from sft.batch_size import resolve_sequences, split_batch
 from sft.errors import PlanError
 from sft.facts import DataFacts, ModelFacts
 from sft.hardware import Hardware
 from sft.recipe import Recipe
+from sft.resolved import Resolved
 from sft.zero import DeepSpeedFile, check_deepspeed
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Resolved(Generic[T]):
-    """A decision and why it was taken."""
-
-    value: T
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -58,95 +50,6 @@ class Plan:
             {"name": field.name, "value": getattr(self, field.name).value, "reason": getattr(self, field.name).reason}
             for field in fields(self)
         ]
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def _sequences(recipe: Recipe, hardware: Hardware) -> Resolved[int]:
-    train, length = recipe.train, recipe.data.max_length
-    unit = f"packs of {length} tokens" if recipe.data.packing else "documents"
-    if train.global_batch_size is not None:
-        return Resolved(train.global_batch_size, f"the recipe, in {unit}")
-    tokens = train.global_batch_tokens
-    assert tokens is not None
-    if tokens % length:
-        raise PlanError(
-            f"train.global_batch_tokens={tokens} is not a multiple of data.max_length={length}. The nearest that can be used here: "
-            f"{_nearest(tokens, length * _share_unit(recipe, hardware))}."
-        )
-    return Resolved(tokens // length, f"{tokens} tokens = {tokens // length} x {length}, in {unit}")
-
-
-def _share_unit(recipe: Recipe, hardware: Hardware) -> int:
-    """What the batch must be a multiple of: the ranks, times the recipe's micro-batch where it has one."""
-    micro = recipe.train.micro_batch_size
-    return hardware.ranks * (micro if isinstance(micro, int) else 1)
-
-
-def _nearest(number: int, unit: int) -> str:
-    """The multiples of unit around a number, in words.
-
-    >>> _nearest(100, 24), _nearest(5, 24)
-    ('96 or 120', '24')
-    """
-    below, above = number // unit * unit, (number // unit + 1) * unit
-    return f"{below} or {above}" if below else str(above)
-
-
-def _batch_as_written(recipe: Recipe, sequences: int) -> tuple[str, int]:
-    """The recipe's key for the batch, and how many of its units are one sequence."""
-    if recipe.train.global_batch_size is not None:
-        return f"train.global_batch_size={sequences}", 1
-    return f"train.global_batch_tokens={recipe.train.global_batch_tokens}", recipe.data.max_length
-
-
-def _split_batch(
-    recipe: Recipe, hardware: Hardware, sequences: int, attention: str
-) -> tuple[Resolved[int], Resolved[int]]:
-    """Micro-batch and accumulation, so that micro x accumulation x ranks is the batch exactly."""
-    ranks, wanted = hardware.ranks, recipe.train.micro_batch_size
-    noun = "GPUs" if hardware.gpu else "processes"
-    written, unit = _batch_as_written(recipe, sequences)
-    if sequences % ranks:
-        counts = ", ".join(str(divisor) for divisor in _divisors(sequences) if divisor <= 2 * ranks)
-        raise PlanError(
-            f"{written} cannot be shared by {ranks} {noun}: it is not a multiple. Set {written.partition('=')[0]} to "
-            f"{_nearest(sequences * unit, _share_unit(recipe, hardware) * unit)}, or use a number of {noun} that divides it: {counts}."
-        )
-    share = sequences // ranks
-    if wanted == "auto":
-        budget, why = _token_budget(recipe, hardware, attention)
-        fitting = [divisor for divisor in _divisors(share) if divisor * recipe.data.max_length <= budget]
-        micro = max(fitting, default=1)
-        reason = f"auto: the largest divisor of {share} within {budget} tokens a forward pass ({why})"
-    else:
-        micro, reason = wanted, "the recipe"
-    if share % micro:
-        *smaller, largest = [divisor for divisor in _divisors(share) if divisor <= micro]
-        raise PlanError(
-            f"{written} is not a multiple of micro_batch_size x {noun} = {micro} x {ranks} = {micro * ranks}. "
-            f"Set train.micro_batch_size to {largest}" + (f" (or {', '.join(map(str, smaller))})." if smaller else ".")
-        )
-    accumulation = share // micro
-    arithmetic = f"{sequences} = {micro} x {accumulation} x {ranks} (micro-batch x accumulation x {noun})"
-    return Resolved(micro, reason), Resolved(accumulation, arithmetic)
-
-
-def _token_budget(recipe: Recipe, hardware: Hardware, attention: str) -> tuple[int, str]:
-    if hardware.gpu is not None and recipe.data.packing and not attention.startswith("flash"):
-        return (
-            recipe.data.max_length,
-            f"one pack: {attention}'s mask over several grows with the square of their tokens",
-        )
-    # A rule of thumb, not a memory model: activations of a 3B model with checkpointing fit with room at these sizes.
-    if hardware.gpu is None:
-        return 512, "on a CPU, sdpa's packed mask grows with the square"
-    for gib, tokens in ((70, 16384), (38, 8192)):
-        if hardware.gpu.memory_gib >= gib:
-            return tokens, f"a GPU of {hardware.gpu.memory_gib:.0f} GiB"
-    return 4096, f"a GPU of {hardware.gpu.memory_gib:.0f} GiB"
 
 
 def _precision(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Resolved[str]:
@@ -302,10 +205,10 @@ def resolve_plan(
         raise PlanError(
             f"data.max_length={recipe.data.max_length} is more than the model's {limit} positions. Set it to at most {limit}."
         )
-    batch = _sequences(recipe, hardware)
+    batch = resolve_sequences(recipe, hardware)
     precision = _precision(recipe, hardware, model)
     attention = _attention(recipe, hardware, precision.value)
-    micro, accumulation = _split_batch(recipe, hardware, batch.value, attention.value)
+    micro, accumulation = split_batch(recipe, hardware, batch.value, attention.value)
     if deepspeed is not None:
         check_deepspeed(deepspeed, recipe, micro.value, accumulation.value, precision.value)
     return Plan(
