@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from sft.chat import ChatRenderer, assistant_mask
 from sft.errors import DataError
-from sft.facts import local_slice, source_files
+from sft.facts import hub_answers, local_slice, source_files
 from sft.recipe import Data, Recipe, Source
 from sft.rows import Row, read_rows, row_format, to_messages, without_nulls
 
@@ -109,12 +109,19 @@ def _source_rows(source: Source, output_dir: str) -> Iterator[tuple[str, Row]]:
         return
     import datasets
 
+    if (
+        not hub_answers()
+    ):  # so that what is cached is found at once, and what is not is told without a minute of retries
+        import huggingface_hub
+
+        huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     try:
         dataset = datasets.load_dataset(source.path, source.name, split=source.split, revision=source.revision)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         first = str(error).splitlines()[0]
         raise DataError(
-            f"data.train: {source.path} is no local path, and the hub's dataset cannot be loaded: {first}"
+            f"data.train: {source.path} is no local path, and the hub's dataset cannot be loaded: {first.rstrip('.')}. "
+            "Download it where there is a network (hf download --repo-type dataset), or give a local file."
         ) from None
     # Columnar: a key that one row has is null in all others.
     yield from ((f"{source.path}, row {number}", without_nulls(row)) for number, row in enumerate(dataset, start=1))
