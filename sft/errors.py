@@ -80,7 +80,10 @@ def _stop(status: int) -> NoReturn:
 def _disk_was_full(error: BaseException | None) -> bool:
     # safetensors, torch and pyarrow each raise an error of their own, some while handling the one that says it.
     while error is not None:
-        if "No space left on device" in str(error):
+        # torch's zip writer says only that it stands elsewhere than where it wrote.
+        if "No space left on device" in str(error) or (
+            "inline_container" in str(error) and "unexpected pos" in str(error)
+        ):
             return True
         error = error.__cause__ or error.__context__
     return False

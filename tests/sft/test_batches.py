@@ -3,10 +3,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset, Features, List, Value
 
 from sft.batches import StepOrder, documents_dataset, fill_last_step, pack_documents
 from sft.data import IGNORED
+from sft.demo import Demo
 
 COLUMN = List(Value("int32"))
 
@@ -152,3 +154,27 @@ def test_documents_are_read_from_the_file_that_was_written(tmp_path: Path) -> No
         writer.write_batch(pa.RecordBatch.from_pylist(rows, SCHEMA))
     assert documents_dataset(tmp_path / "d.arrow").to_list() == rows
     assert pack_documents(documents_dataset(tmp_path / "d.arrow"), 4, tmp_path / "p.arrow")[0]["seq_lengths"] == [2, 1]
+
+
+def test_packed_documents_get_the_logits_they_get_alone(demo: Demo, tmp_path: Path) -> None:
+    """Law 2, with the collator and the attention that training uses on a CPU."""
+    from transformers import AutoModelForCausalLM
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    model = AutoModelForCausalLM.from_pretrained(demo.model, attn_implementation="sdpa").eval()
+    rows = [
+        {"input_ids": [(17 * number + token) % 500 + 3 for token in row["input_ids"]], "labels": row["labels"]}
+        for number, row in enumerate(documents([5, 9, 3, 12, 7]))
+    ]
+    alone = Dataset.from_list(rows, features=Features({"input_ids": COLUMN, "labels": COLUMN}))
+    packs = pack_documents(alone, 36, tmp_path / "packs.arrow")
+    assert len(packs) == 1
+    batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(list(packs))
+    del batch["labels"]
+    pieces = cut(packs[0]["input_ids"], packs[0]["seq_lengths"])
+    with torch.no_grad():
+        together = model(**batch, use_cache=False).logits[0]
+        separate = torch.cat([model(input_ids=torch.tensor([ids])).logits[0] for ids in pieces])
+        leaked = model(input_ids=batch["input_ids"]).logits[0]
+    torch.testing.assert_close(together, separate, atol=1e-4, rtol=0)
+    assert (leaked - separate).abs().max() > 0.1, "a leak would not show in this test"

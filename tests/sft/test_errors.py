@@ -66,3 +66,13 @@ def test_a_rank_ends_at_once_though_a_thread_of_a_tracker_is_still_at_work() -> 
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
     assert (ended.returncode, ended.stderr.strip()) == (2, "train.seed is wrong")
+
+
+@pytest.mark.parametrize(
+    "text", ["[Errno 28] No space left on device", "inline_container.cc:672] . unexpected pos 7 vs 5"]
+)
+def test_a_full_disk_is_one_message_whoever_writes(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop, users_mistakes_end_cleanly():
+        raise RuntimeError(text)
+    assert stop.value.code == 2
+    assert "The disk is full" in capsys.readouterr().err
