@@ -1,59 +1,51 @@
-"""From documents to the sequences of a training step: packed, filled up to whole steps, in an order that ranks cannot change."""
+"""From prepared documents to the sequences of a training step: filled up to whole steps, in an order that ranks cannot change."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset, concatenate_datasets
 
-from sft.data import IGNORED
-
-
-def documents_dataset(file: Path) -> Dataset:
-    """The documents that `prepare_documents` wrote, memory-mapped: `input_ids` and `labels`."""
-    return Dataset.from_file(str(file))
+from sft.documents import IGNORED
+from sft.store import DocumentStore, SequenceIndex
 
 
-def pack_documents(documents: Dataset, max_length: int, file: Path) -> Dataset:
-    """Put documents into packs by best-fit decreasing, all at once.
-
-    Args:
-        documents: `input_ids` and `labels`, none longer than max_length.
-        max_length: Tokens in a pack at most.
-        file: Where the packs go, as an Arrow stream.
-
-    Returns:
-        `input_ids`, `labels`, and `seq_lengths`: the documents' lengths in each pack, from which the collator restarts
-        position ids.
-    """
-    from trl import pack_dataset
-
-    # TRL packs each batch of 1,000 rows by itself unless told otherwise, which fills packs less.
-    options = {"batch_size": len(documents), "load_from_cache_file": False, "cache_file_name": str(file)}
-    return pack_dataset(documents, max_length, "bfd", options)
-
-
-def fill_last_step(sequences: Dataset, per_step: int, pad_token_id: int) -> tuple[Dataset, int]:
-    """Add sequences of one untrained token until there are whole steps.
+class Sequences(torch.utils.data.Dataset[dict[str, Any]]):
+    """What the trainer sees: packs, or single documents, and fillers behind them.
 
     The last step of an epoch would otherwise hold fewer sequences, shared unevenly by the ranks, and its loss would depend
-    on their number. An untrained token adds nothing to the loss nor to what it is divided by.
+    on their number. A filler is one untrained token: it adds nothing to the loss nor to what it is divided by.
 
-    Returns:
-        The sequences with the fillers at the end, and how many fillers there are.
+    Args:
+        store: The documents.
+        index: Which of them make up each sequence.
+        per_step: Sequences of an optimizer step.
+        pad_token_id: What fillers are made of.
+        packed: Whether sequences hold several documents, whose lengths the collator needs.
     """
-    missing = -len(sequences) % per_step
-    if not missing:
-        return sequences, 0
-    row: dict[str, Any] = {"input_ids": [pad_token_id], "labels": [IGNORED]}
-    if "seq_lengths" in sequences.column_names:
-        row["seq_lengths"] = [1]
-    fillers = Dataset.from_list([row] * missing, features=sequences.features)
-    return concatenate_datasets([sequences, fillers]), missing
+
+    def __init__(
+        self, store: DocumentStore, index: SequenceIndex, per_step: int, pad_token_id: int, packed: bool
+    ) -> None:
+        self.store, self.index, self.pad_token_id, self.packed = store, index, pad_token_id, packed
+        self.fillers = -len(index) % per_step
+
+    def __len__(self) -> int:
+        return len(self.index) + self.fillers
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        """`input_ids` and `labels`, int64 of one length, and packed `seq_lengths`: from them position ids restart."""
+        if number >= len(self.index):
+            ids, labels, lengths = np.array([self.pad_token_id]), np.array([IGNORED]), [1]
+        else:
+            documents = [self.store.document(document) for document in self.index.of(number)]
+            ids = np.concatenate([tokens for tokens, _ in documents]).astype(np.int64)
+            trained = np.concatenate([mask for _, mask in documents])
+            labels = np.where(trained == 1, ids, IGNORED)
+            lengths = [len(tokens) for tokens, _ in documents]
+        return {"input_ids": ids, "labels": labels} | ({"seq_lengths": lengths} if self.packed else {})
 
 
 class StepOrder(torch.utils.data.Sampler[int]):

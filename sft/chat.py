@@ -1,17 +1,30 @@
 """From a conversation to text, and where in the text the assistant speaks.
 
-Templates with `{% generation %}` markers say it themselves. For known families without them TRL has a marked version of the
-same template. For all others the text is rendered once whole and once up to each assistant turn, and the turn is what lies
-between; a template whose parts are not prefixes of the whole is refused.
+Templates with `{% generation %}` markers say it themselves. For known families without them TRL ships a marked version of the
+same template, which also shows every turn's thoughts, where the family's own shows only the last turn's. For all others the
+text is rendered once whole and once up to each assistant turn, and the turn is what lies between; a template whose parts are
+not prefixes of the whole is refused. Whichever way was taken, `check_spans` compares it with a second one before any row.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from sft.errors import ModelError
-from sft.rows import Message
+from sft.formats import Message
+
+Span = tuple[int, int]
+
+_QUESTION, _ANSWER, _THOUGHT, _TOOL, _VALUE = "Qvaa", "Avbb", "Tvcc", "tool_vdd", "Vvee"
+"""Words that no template writes by itself, to find again in what it rendered."""
+
+MARKERS = ("{% generation", "{%- generation", "{%generation", "{%-generation")
 
 
 @dataclass(frozen=True)
@@ -19,8 +32,26 @@ class Rendered:
     """A conversation as the model gets it."""
 
     text: str
-    spans: list[tuple[int, int]]
+    spans: list[Span]
     """Character ranges of the assistant's turns, each with its end-of-turn token."""
+
+
+def training_template(template: str) -> str | None:
+    """The template with markers: itself, or TRL's version of the same family. None: the family is unknown.
+
+    Found by TRL's files, not by its function of the same purpose, whose import takes seconds; a test holds the two together.
+    """
+    if any(marker in template for marker in MARKERS):
+        return template
+    package = importlib.util.find_spec("trl")
+    assert package is not None
+    assert package.origin is not None
+    folder = Path(package.origin).parent / "chat_templates"
+    for marked in sorted(folder.glob("*_training.jinja")):
+        original = marked.with_name(marked.name.replace("_training", ""))
+        if original.is_file() and original.read_text(encoding="utf-8") == template:
+            return marked.read_text(encoding="utf-8")
+    return None
 
 
 class ChatRenderer:
@@ -31,57 +62,101 @@ class ChatRenderer:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.marked_template = _marked_template(tokenizer)
+        self.template: str = tokenizer.chat_template
+        self.marked_template = training_template(self.template)
+        self.tokens = dict(tokenizer.special_tokens_map)
 
-    def render(self, messages: list[Message], tools: list[Any] | None = None) -> Rendered:
+    def render(
+        self, messages: list[Message], tools: list[Any] | None = None, arguments: dict[str, Any] | None = None
+    ) -> Rendered:
         """Render one conversation.
 
+        Args:
+            messages: Turns in OpenAI's form.
+            tools: What the assistant may call.
+            arguments: Further variables of the template.
+
         Raises:
-            ModelError: The template hides where the assistant speaks.
+            ModelError: The template hides where the assistant speaks, or would lose the tools in silence.
             ValueError: The template refuses this conversation, for example for the order of its roles.
         """
+        arguments = arguments or {}
+        messages = self._as_the_template_reads(messages, tools)
         if self.marked_template is None:
-            return self._render_by_comparison(messages, tools)
-        text, spans = self._apply(messages, tools, self.marked_template, marked=True)
-        # Some mark the line break after the end-of-turn token too, which a model that has stopped never writes.
-        return Rendered(text, [(start, start + len(text[start:end].rstrip())) for start, end in spans])
+            return self._render_by_comparison(messages, tools, arguments)
+        text, spans = self.apply(messages, tools, arguments, marked=True)
+        spans = _whole_turns(text, spans, self.tokens.values())
+        return Rendered(text, [(self._behind_prompt(text, start), end) for start, end in spans])
 
-    def _apply(
+    def apply(
         self,
         messages: list[Message],
         tools: list[Any] | None,
-        template: str,
+        arguments: dict[str, Any],
         marked: bool = False,
         prompt: bool = False,
-    ) -> tuple[str, list[tuple[int, int]]]:
+    ) -> tuple[str, list[Span]]:
+        """One run of the template: the text, and the marked ranges where they are asked for.
+
+        Raises:
+            ValueError: The template refuses this conversation.
+        """
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            texts, indices = render_jinja_template(
+            texts, ranges = render_jinja_template(
                 [messages],
                 tools=tools,
-                chat_template=template,
+                chat_template=self.marked_template or self.template,
                 return_assistant_tokens_mask=marked,
                 add_generation_prompt=prompt,
-                **self.tokenizer.special_tokens_map,
+                **(self.tokens | arguments),
             )
-        except (TemplateError, TypeError, KeyError) as error:
+        except (TemplateError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"the chat template refuses it: {error}") from None
-        return texts[0], [(start, end) for start, end in indices[0]] if marked else []
+        return texts[0], [(start, end) for start, end in ranges[0]] if marked else []
 
-    def _render_by_comparison(self, messages: list[Message], tools: list[Any] | None) -> Rendered:
-        template = self.tokenizer.chat_template
-        text, _ = self._apply(messages, tools, template)
+    @cached_property
+    def generation_prompt(self) -> str:
+        """What the template writes to have the assistant speak; empty where that cannot be told."""
+        question: list[Message] = [{"role": "user", "content": _QUESTION}]
+        try:
+            asked, prompted = self.apply(question, None, {})[0], self.apply(question, None, {}, prompt=True)[0]
+        except ValueError:
+            return ""
+        return prompted.removeprefix(asked) if prompted.startswith(asked) else ""
+
+    def _behind_prompt(self, text: str, start: int) -> int:
+        """Where a turn that is marked from `start` leaves what the generation prompt writes: that is never generated."""
+        prompt = self.generation_prompt
+        for inside in range(len(prompt), 0, -1):
+            before = len(prompt) - inside
+            if text.startswith(prompt, start - before):
+                return start + inside
+        return start
+
+    def _render_by_comparison(
+        self, messages: list[Message], tools: list[Any] | None, arguments: dict[str, Any]
+    ) -> Rendered:
+        text, _ = self.apply(messages, tools, arguments)
+        return Rendered(text, self.compared_spans(text, messages, tools, arguments))
+
+    def compared_spans(
+        self, text: str, messages: list[Message], tools: list[Any] | None, arguments: dict[str, Any]
+    ) -> list[Span]:
+        """The assistant's turns in `text` by rendering it up to and including each.
+
+        Raises:
+            ModelError: A part is not a prefix of the whole.
+        """
         spans = []
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before, _ = self._apply(messages[:index], tools, template, prompt=True)
-            upto, _ = self._apply(messages[: index + 1], tools, template)
+            before, _ = self.apply(messages[:index], tools, arguments, prompt=True)
             # The line break after the end-of-turn token belongs to the template, not to the answer.
-            upto = upto.rstrip()
+            upto = self.apply(messages[: index + 1], tools, arguments)[0].rstrip()
             if not text.startswith(before) or not text.startswith(upto):
                 raise ModelError(
                     "The chat template renders a turn differently once others follow it, so it cannot be told which tokens "
@@ -89,39 +164,122 @@ class ChatRenderer:
                     "assistant's turn."
                 )
             spans.append((len(before), len(upto)))
-        return Rendered(text, spans)
+        return spans
+
+    def _as_the_template_reads(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
+        if tools and not self.shows_tools:
+            raise ModelError(
+                "The rows have tools, and the chat template shows none of them to the model. Set model.chat_template to one that does, "
+                "or take the column out of the data."
+            )
+        read = []
+        for message in messages:
+            if message.get("tool_calls"):
+                if not self.shows_calls:
+                    raise ModelError(
+                        "The rows have calls of tools, and the chat template leaves them out. Set model.chat_template to one that writes "
+                        "`tool_calls`, or have the calls in the text of the turn."
+                    )
+                if self.quotes_arguments:
+                    message = message | {"tool_calls": [_with_parsed_arguments(call) for call in message["tool_calls"]]}
+            if message.get("reasoning_content") and not self.shows_reasoning:
+                thought = f"<think>\n{message['reasoning_content'].strip()}\n</think>\n\n"
+                message = {key: value for key, value in message.items() if key != "reasoning_content"}
+                message = message | {"content": thought + message["content"]}
+            read.append(message)
+        return read
+
+    def _shows(self, word: str, **turn: Any) -> bool:
+        tools = turn.pop("tools", None)
+        messages = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER, **turn}]
+        try:
+            return word in self.apply(messages, tools, {})[0]
+        except ValueError:
+            return False
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether a conversation's tools are in its text."""
+        function = {"name": _TOOL, "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
+        return self._shows(_TOOL, tools=[{"type": "function", "function": function}])
+
+    def _call(self, arguments: Any) -> dict[str, Any]:
+        return {
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": _TOOL, "arguments": arguments}}],
+        }
+
+    @cached_property
+    def shows_calls(self) -> bool:
+        """Whether the assistant's calls of tools are in the text."""
+        return self._shows(_TOOL, **self._call({_VALUE: 1}))
+
+    @cached_property
+    def quotes_arguments(self) -> bool:
+        """Whether arguments that are a string, as OpenAI gives them, come out quoted once more."""
+        return not self._shows(f'"{_VALUE}"', **self._call(f'{{"{_VALUE}": 1}}'))
+
+    @cached_property
+    def shows_reasoning(self) -> bool:
+        """Whether a turn's `reasoning_content` is in the text."""
+        return self._shows(_THOUGHT, reasoning_content=_THOUGHT)
 
 
-def _marked_template(tokenizer: Any) -> str | None:
-    """The template with markers, or None where its family is unknown and the turns must be found by comparison."""
-    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
-
-    template: str = tokenizer.chat_template
-    if has_generation_markers(template):
-        return template
+def _with_parsed_arguments(call: Any) -> Any:
+    arguments = call["function"].get("arguments")
+    if not isinstance(arguments, str):
+        return call
     try:
-        found: str | None = get_training_chat_template(tokenizer)
-    except ValueError:  # TRL does not know the family
-        return None
-    return found
+        arguments = json.loads(arguments)
+    except ValueError as error:
+        raise ValueError(f"the arguments of a tool call are no JSON ({error}): {arguments[:80]!r}") from None
+    return call | {"function": call["function"] | {"arguments": arguments}}
 
 
-def assistant_mask(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[bool]:
-    """Which tokens lie in the assistant's turns.
+def _whole_turns(text: str, marked: list[Span], tokens: Iterable[str]) -> list[Span]:
+    """The marked ranges as turns that end with their end-of-turn token.
 
-    Args:
-        offsets: Character range of each token, length T, ascending.
-        spans: Character ranges of the turns, ascending.
-
-    Returns:
-        Length T; a token counts where any of its characters do.
-
-    >>> assistant_mask([(0, 4), (4, 6), (6, 9)], [(5, 9)])
-    [False, True, True]
+    Some templates mark a turn in several pieces; some the line break behind the token, or, at the end of the conversation, the
+    EOS token behind that: a model that has stopped writes neither.
     """
-    mask, turn = [], 0
-    for start, end in offsets:
-        while turn < len(spans) and spans[turn][1] <= start:
-            turn += 1
-        mask.append(turn < len(spans) and end > spans[turn][0] and start < end)
-    return mask
+    turns: list[Span] = []
+    for start, end in marked:
+        if turns and turns[-1][1] == start:
+            turns[-1] = (turns[-1][0], end)
+        elif text[start:end].strip() not in tokens:
+            turns.append((start, end))
+    return [(start, start + len(text[start:end].rstrip())) for start, end in turns]
+
+
+def check_spans(renderer: ChatRenderer) -> None:
+    """Derive the turns of sample conversations a second way, from where their words come to stand, and compare.
+
+    A turn must hold its own answer and no other word of the conversation, and after the answer there must be an end, the same
+    for all turns but the last, to which some templates give another.
+
+    Raises:
+        ModelError: The template's markers or its shape give other turns.
+    """
+    for words in (["1"], ["1", "2", "3"]):
+        messages = [
+            turn
+            for word in words
+            for turn in (
+                {"role": "user", "content": _QUESTION + word},
+                {"role": "assistant", "content": _ANSWER + word},
+            )
+        ]
+        try:
+            rendered = renderer.render(messages)
+        except ValueError as error:
+            raise ModelError(
+                f"Questions and their answers cannot be rendered: {error}. Correct model.chat_template, or name another."
+            ) from None
+        turns = [rendered.text[start:end] for start, end in rendered.spans]
+        ends = [turn.partition(_ANSWER + word)[2] for turn, word in zip(turns, words, strict=False)]
+        alike = all(ends) and len(set(ends[:-1])) <= 1 and not any(_ANSWER in end for end in ends)
+        if len(turns) != len(words) or not alike or any(_QUESTION in turn for turn in turns):
+            raise ModelError(
+                f"The chat template's turns are not where its answers are: of {len(words)} question{'s' if len(words) > 1 else ''} with "
+                f"answers it gives the turns {turns}. Correct its {{% generation %}} markers, or name another in model.chat_template."
+            )

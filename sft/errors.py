@@ -68,7 +68,8 @@ def did_you_mean(word: str, known: Iterator[str] | list[str], otherwise: str = "
     return f"; did you mean `{matches[0]}`?" if matches else otherwise
 
 
-def _stop(status: int) -> NoReturn:
+def stop(status: int) -> NoReturn:
+    """End this process, threads and all."""
     sys.stdout.flush()
     sys.stderr.flush()
     # Threads of a tracker or a process group must not keep a rank alive that has nothing left to do.
@@ -107,14 +108,14 @@ def users_mistakes_end_cleanly() -> Iterator[None]:
         yield
     except UserError as error:
         _tell(str(error))
-        _stop(EXIT_USER_ERROR)
+        stop(EXIT_USER_ERROR)
     except Exception as error:
         if not _disk_was_full(error):
             raise
         _tell("The disk is full. Free some space, or set output_dir to another disk. What was complete is kept.")
-        _stop(EXIT_USER_ERROR)
+        stop(EXIT_USER_ERROR)
     except KeyboardInterrupt:
-        _stop(EXIT_INTERRUPTED)
+        stop(EXIT_INTERRUPTED)
 
 
 def run_main(main: Callable[[list[str]], None]) -> None:

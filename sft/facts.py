@@ -7,22 +7,20 @@ estimates. Imports no torch.
 from __future__ import annotations
 
 import json
-import os
-import re
-import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from sft.demo import make_demo
-from sft.errors import DataError, ModelError
+from sft.errors import ModelError
+from sft.formats import Example, Row, Text, Tokens, renamed, row_format, to_example
+from sft.readers import count_rows
 from sft.recipe import Recipe, Source
 from sft.recipe_file import find_file
-from sft.rows import Row, first_rows, local_files, parquet_rows, row_format, to_messages
+from sft.sources import BUILTIN, first_look, hub_answers, looks_local, source_files
 
-BUILTIN = "builtin:demo"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _SAMPLE = 200
 """Rows of each source that the estimate reads."""
@@ -64,11 +62,6 @@ class DataFacts:
     """Counted on the prepared data, not estimated from the first rows."""
 
 
-def looks_local(name: str) -> bool:
-    """Whether a name is meant as a path: it is one, or could not be a hub id."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or find_file(name).exists()
-
-
 def model_path(recipe: Recipe) -> str:
     """The model's local folder or hub id.
 
@@ -92,60 +85,6 @@ def model_path(recipe: Recipe) -> str:
             f"model.name_or_path={name}: the folder holds no tokenizer ({', '.join(_TOKENIZER_FILES)}). Copy the tokenizer's files there."
         )
     return str(folder.resolve())
-
-
-def source_files(source: Source, output_dir: str) -> list[Path] | None:
-    """The local files of a source, or None where it is a hub id.
-
-    Raises:
-        DataError: A path that does not exist, or holds nothing that is read.
-    """
-    if source.path == BUILTIN:
-        return [make_demo(Path(output_dir)).train]
-    if not looks_local(source.path) and not source.path.endswith((".json", ".jsonl", ".parquet", ".arrow")):
-        return None
-    path = find_file(source.path)
-    if source.name is not None or source.revision is not None:
-        raise DataError(
-            f"data.train: {source.path} is a local path, which has no `name` and no `revision`. Remove them."
-        )
-    if path.exists():
-        local_slice(source)
-    if not path.exists():
-        raise DataError(f"data.train: there is no file or folder {source.path} (looked in {Path.cwd()}).")
-    return local_files(path)
-
-
-def local_slice(source: Source) -> slice:
-    """The rows of a local source that its `split` asks for: all of `train`, or `train[start:stop]`.
-
-    Raises:
-        DataError: Another split, which a local file does not have.
-    """
-    match = re.fullmatch(r"train(?:\[(\d*):(\d*)\])?", source.split)
-    if match is None:
-        raise DataError(
-            f"data.train: split={source.split} of the local path {source.path}: files have no splits. Name the file, or take "
-            "rows of it with train[:1000]."
-        )
-    start, stop = (int(number) if number else None for number in match.groups())
-    return slice(start, stop)
-
-
-def hub_answers() -> bool:
-    """Whether the hub can be reached: one connection, at most three seconds. Upstream's own calls retry for a minute."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        return True  # only the proxy can tell
-    url = urlsplit(constants.ENDPOINT)
-    try:
-        socket.create_connection((url.hostname or "", url.port or 443), timeout=3).close()
-    except OSError:
-        return False
-    return True
 
 
 def _hub_file(name: str, revision: str | None, file: str) -> Path | None:
@@ -213,15 +152,17 @@ def inspect_model(recipe: Recipe, download: bool = True) -> ModelFacts:
     )
 
 
-def _sample(files: list[Path], origin: str) -> tuple[list[Row], str, float]:
+def _sample(files: list[Path], source: Source) -> tuple[list[Row], str, float]:
     """The first rows of the first file, their format, and how many rows all files hold at that density."""
-    rows = first_rows(files[0], _SAMPLE)
-    format = row_format({key for row in rows for key in row}, origin)
-    if files[0].suffix == ".parquet":
-        return rows, format, float(sum(parquet_rows(file) for file in files))
+    rows = first_look(files, _SAMPLE)
+    format = row_format({key for row in rows for key in row}, source)
+    counts = [count_rows(file) for file in files]
+    if None not in counts:
+        return rows, format, float(sum(count or 0 for count in counts))
     bytes_a_row = sum(len(json.dumps(row, ensure_ascii=False).encode()) + 2 for row in rows) / len(rows)
-    estimate = sum(file.stat().st_size for file in files) / bytes_a_row
-    return rows, format, float(len(rows)) if len(rows) < _SAMPLE and len(files) == 1 else estimate
+    # Text shrinks to about a quarter under gzip or zstd.
+    size = sum(file.stat().st_size * (4 if file.suffix in (".gz", ".zst") else 1) for file in files)
+    return rows, format, float(len(rows)) if len(rows) < _SAMPLE and len(files) == 1 else size / bytes_a_row
 
 
 def inspect_data(recipe: Recipe, model: ModelFacts) -> DataFacts | None:
@@ -244,33 +185,50 @@ def inspect_data(recipe: Recipe, model: ModelFacts) -> DataFacts | None:
     def count(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False).ids) if tokenizer else len(text.encode()) // 4
 
+    for source in recipe.held_out_sources:
+        files = source_files(source, recipe.output_dir)
+        if files is not None:
+            _sample(files, source)
     documents = tokens = trained = sequences = 0.0
     for source in recipe.sources:
         files = source_files(source, recipe.output_dir)
         if files is None:
             return None
-        rows, format, number = _sample(files, source.path)
+        rows, format, number = _sample(files, source)
+        number = min(number, source.rows or number) * source.epochs
         sampled: list[int] = []
         for row in rows:
             try:
-                messages, _ = to_messages(row, format)
-            except (ValueError, KeyError, TypeError):
+                example = to_example(renamed(row, source), format, recipe.data, source)
+            except (ValueError, KeyError, TypeError, AttributeError):
                 continue  # reported with its number when the data is prepared
-            lengths = [(turn["role"], count(turn["content"])) for turn in messages]
+            length, kept = _lengths(example, count)
             share = number / len(rows)
             documents += share
-            # Most templates add five tokens to a turn: its start, the role, two line breaks and its end.
-            sampled.append(min(sum(length + 5 for _, length in lengths), recipe.data.max_length))
+            sampled.append(min(length, recipe.data.max_length))
             tokens += share * sampled[-1]
-            trained += share * sum(
-                length + 1 for role, length in lengths if role == "assistant" or recipe.data.loss_on == "all"
-            )
+            trained += share * (length if recipe.data.loss_on == "all" else kept)
         sequences += (
             number * (_packs(sampled, recipe.data.max_length) if recipe.data.packing else len(sampled)) / len(rows)
         )
     if not documents:
         return None
     return DataFacts(int(documents), int(tokens), min(int(trained), int(tokens)), ceil(sequences))
+
+
+def _lengths(example: Example, count: Callable[[str], int]) -> tuple[int, int]:
+    """About how many tokens a row has, and how many of them are trained."""
+    if isinstance(example, Tokens):
+        labels = example.labels or example.input_ids
+        return len(labels), sum(label >= 0 for label in labels)
+    if isinstance(example, Text):
+        trained = count(example.completion) + 1
+        return count(example.prompt) + trained, trained
+    lengths = [count(turn["content"]) for turn in example.messages]
+    # Most templates add five tokens to a turn: its start, the role, two line breaks and its end.
+    return sum(length + 5 for length in lengths), sum(
+        length + 1 for length, keep in zip(lengths, example.trained, strict=True) if keep
+    )
 
 
 def _packs(lengths: list[int], max_length: int) -> int:

@@ -56,6 +56,25 @@ def check_output_dir(recipe: Recipe) -> None:
         )
 
 
+def open_recipe(recipe_path: Path, overrides: Sequence[str], to_run: bool = True) -> tuple[Recipe, Path, ModelFacts]:
+    """A recipe, the file it is in, and its model: what the preparation of the data needs, on whatever machine.
+
+    Raises:
+        UserError: The recipe, its output_dir, chat template or model is wrong.
+    """
+    path = find_file(str(recipe_path))
+    recipe = load_recipe(path, overrides)
+    check_output_dir(recipe)
+    check_tokenizer_choice(recipe)
+    model = inspect_model(recipe, download=to_run)
+    if to_run and model.model_type is None:
+        raise ModelError(
+            f"model.name_or_path={recipe.model.name_or_path}: there is no such folder here, it is not in the hub's cache, and the "
+            "hub does not answer. Download it where there is a network (hf download), or give a local folder."
+        )
+    return recipe, path, model
+
+
 def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to_run: bool = True) -> Job:
     """Check everything that can be checked without torch.
 
@@ -70,17 +89,8 @@ def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to
     """
     from eval.suites import check_tasks
 
-    path = find_file(str(recipe_path))
-    recipe = load_recipe(path, overrides)
-    check_output_dir(recipe)
+    recipe, path, model = open_recipe(recipe_path, overrides, to_run)
     deepspeed = load_deepspeed(recipe.train.deepspeed) if recipe.train.deepspeed else None
-    check_tokenizer_choice(recipe)
-    model = inspect_model(recipe, download=to_run)
-    if to_run and model.model_type is None:
-        raise ModelError(
-            f"model.name_or_path={recipe.model.name_or_path}: there is no such folder here, it is not in the hub's cache, and the "
-            "hub does not answer. Download it where there is a network (hf download), or give a local folder."
-        )
     plan = resolve_plan(recipe, hardware, model, inspect_data(recipe, model), deepspeed)
     check_tasks(recipe.eval, Path(recipe.output_dir))
     return Job(recipe, path, tuple(overrides), hardware, model, deepspeed, plan)

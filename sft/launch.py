@@ -18,8 +18,11 @@ from typing import NoReturn
 
 from sft.errors import EXIT_USER_ERROR, PlanError, RecipeError, run_main
 from sft.hardware import described_hardware, detect_hardware, visible_gpus
-from sft.job import open_job
+from sft.job import open_job, open_recipe
+from sft.ledger import check_limits
 from sft.plan import print_plan
+from sft.prepare import prepared_data
+from sft.run_directory import check_start
 
 DEFAULT_RECIPE = "recipes/tiny.yaml"
 DEFAULT_PORT = 29500
@@ -50,12 +53,33 @@ def main(argv: Sequence[str]) -> None:
         job = open_job(recipe, arguments.overrides, hardware, to_run=False)
         print_plan(job.plan, f"{recipe.stem}: {job.recipe.model.name_or_path} on {hardware.device}")
         return
+    if arguments.prepare or arguments.show is not None:
+        look_at_data(recipe, arguments.overrides, arguments.show)
+        return
     layout = read_layout()
     job = open_job(recipe, arguments.overrides, detect_hardware(*_ranks(layout)))
+    check_start(job)
+    # Before any rank is there to wait. On another machine that shares the folder, this waits for the first.
+    prepared_data(job.recipe, job.model, [str(job.recipe_path), *job.overrides])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, job.hardware.cpu_cores // layout.per_node)))
     # A thread that waits spins for microseconds only: on cores that others use too, long spinning takes them from the work.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     start(layout, ["-m", "sft.train", str(job.recipe_path), *arguments.overrides])
+
+
+def look_at_data(recipe_path: Path, overrides: Sequence[str], count: int | None) -> None:
+    """Prepare the data, on whatever machine, and show some of it."""
+    from sft.show import show, summary_lines
+
+    recipe, path, model = open_recipe(recipe_path, overrides)
+    prepared = prepared_data(recipe, model, [str(path), *overrides], judge=count is None)
+    if count is None:
+        print("\n".join([*summary_lines(prepared), f"Prepared: {prepared.folder}"]))
+        return
+    from sft.tokenizer import load_tokenizer
+
+    show(prepared, recipe, load_tokenizer(recipe), count)
+    check_limits(prepared.ledger, recipe.data)
 
 
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
@@ -68,6 +92,10 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("recipe", nargs="?", default=DEFAULT_RECIPE, help=f"a YAML file (default: {DEFAULT_RECIPE})")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example train.learning_rate=1e-5")
     parser.add_argument("--plan", action="store_true", help="print every decision with its reason, and stop")
+    parser.add_argument("--prepare", action="store_true", help="prepare the data for a later start, and stop")
+    parser.add_argument(
+        "--show", metavar="N", type=_rows, help="show N rows as the model gets them, the ledger and what was found"
+    )
     parser.add_argument("--on", metavar="8x80GB", help="with --plan: plan for GPUs that are not here")
     arguments = parser.parse_intermixed_args(list(argv))
     if (
@@ -79,6 +107,12 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     if second:
         raise RecipeError(f"'{second[0]}' is neither the recipe ({arguments.recipe}) nor an override. Write key=value.")
     return arguments
+
+
+def _rows(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is no number of rows")
+    return int(text)
 
 
 def _number(name: str, default: int, least: int, most: int | None = None) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sft.embeddings import embed_new_tokens, trainable_rows
 from sft.errors import ModelError
 from sft.job import Job
 from sft.recipe import Lora
@@ -55,6 +56,7 @@ def _from_pretrained(job: Job, tokenizer: Any, **arguments: Any) -> Any:
         )
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"{model.name_or_path} cannot be loaded: {str(error).splitlines()[0]}") from None
+    embed_new_tokens(loaded, tokenizer, model.new_tokens, model.name_or_path)
     _agree_on_special_tokens(loaded, tokenizer)
     return loaded
 
@@ -64,10 +66,10 @@ def load_model(job: Job, tokenizer: Any) -> Any:
 
     Args:
         job: Where it is, and its precision, attention and kernels.
-        tokenizer: From load_tokenizer; its special tokens become the model's.
+        tokenizer: From load_tokenizer; its special tokens become the model's, and its new tokens get rows.
 
     Raises:
-        ModelError: It cannot be loaded.
+        ModelError: It cannot be loaded, or the tokenizer is not its own.
     """
     model = _from_pretrained(job, tokenizer, attn_implementation=job.plan.attention.value)
     if job.plan.kernels.value == "liger":
@@ -90,8 +92,17 @@ def _agree_on_special_tokens(model: Any, tokenizer: Any) -> None:
     config.eos_token_id = tokenizer.eos_token_id
 
 
-def lora_config(lora: Lora) -> Any:
-    """peft's configuration of the recipe's adapters."""
+def lora_config(lora: Lora, model: Any, new: list[int]) -> Any:
+    """peft's configuration of the recipe's adapters.
+
+    Args:
+        lora: The recipe's section.
+        model: From load_model.
+        new: Ids of tokens whose rows in the embeddings are trained besides.
+
+    Raises:
+        ModelError: Rows of this model's embeddings cannot be trained so.
+    """
     from peft import LoraConfig
 
     modules = lora.target_modules
@@ -100,6 +111,7 @@ def lora_config(lora: Lora) -> Any:
         lora_alpha=lora.lora_alpha,
         lora_dropout=lora.lora_dropout,
         target_modules=modules if isinstance(modules, str) else list(modules),
+        trainable_token_indices=trainable_rows(model, new, modules),
         task_type="CAUSAL_LM",
     )
 

@@ -1,111 +1,291 @@
-"""The data made ready by the first rank, and the run's folder opened around it; the other ranks wait for both."""
+"""Prepare a recipe's data, once: read, rendered, tokenized, masked, mixed and packed, before any GPU waits for it.
+
+bash scripts/sft.sh recipes/tiny.yaml --prepare
+python -m sft.prepare recipes/tiny.yaml
+
+The training starts this program where the data is not prepared yet. It loads no weights and joins no group, so that it can
+fork a process for each core, and a second one for the same data waits until the first is done.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
 import shutil
+import subprocess
 import sys
-import tempfile
 import time
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from sft import distributed
-from sft.data import Documents, prepare_documents
-from sft.errors import RunError
-from sft.facts import DataFacts
-from sft.job import Job
-from sft.run_directory import Run, check_start, open_run, record_start, write_json
+import numpy as np
+from tqdm import tqdm
+
+from sft.chunks import made_chunks
+from sft.documents import Counts, DocumentMaker
+from sft.errors import DataError, ModelError, RecipeError, RunError, run_main, stop
+from sft.facts import ModelFacts
+from sft.findings import MEANING, Findings, script_of
+from sft.formats import row_format
+from sft.job import open_recipe
+from sft.ledger import check_limits, lengths_json, settle, total
+from sft.mixture import Mixture, mix
+from sft.packing import pack
+from sft.prepared import Prepared, entry_folder, find_prepared
+from sft.readers import BadRow
+from sft.recipe import Recipe, Source
+from sft.sources import open_source, place
+from sft.store import DocumentStore, DocumentWriter, SequenceIndex
+
+_FIRST_ROWS = 1000
+"""Rows whose columns decide the format."""
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """What training starts from."""
-
-    run: Run
-    documents: Documents
-    sequences_file: Path
-    """Arrow file of packs, or of documents without packing."""
-
-    sequences: int
-
-    def facts(self) -> DataFacts:
-        """The data as the plan counts it."""
-        total = self.documents.total()
-        return DataFacts(total.rows_used, total.trained + total.masked, total.trained, self.sequences, exact=True)
-
-    def ledger(self, max_length: int, packing: bool) -> dict[str, Any]:
-        """ledger.json: where every token went, and the padding beside it."""
-        total = self.documents.total()
-        used = total.trained + total.masked
-        space = self.sequences * max_length
-        packed = {"packs": self.sequences, "fill": used / space, "padding": space - used} if packing else None
-        accounts = [account.as_json() for account in self.documents.accounts]
-        return {"sources": accounts, "total": total.as_json(), "packing": packed}
+def main(argv: Sequence[str]) -> None:
+    """Prepare one recipe's data, or find it prepared."""
+    if not argv or argv[0].startswith("-") or "=" in argv[0]:
+        raise RecipeError("usage: python -m sft.prepare RECIPE [key=value ...]")
+    recipe, _, model = open_recipe(Path(argv[0]), argv[1:])
+    prepare(recipe, model)
 
 
-def prepare(job: Job, tokenizer: Any) -> Prepared:
-    """Prepare the data, then make the run's folder: a mistake in the data leaves none behind.
+def prepared_data(recipe: Recipe, model: ModelFacts, command: Sequence[str], judge: bool = True) -> Prepared:
+    """The recipe's prepared data; where there is none yet, a process of its own makes it.
+
+    Args:
+        recipe: What is prepared.
+        model: From inspect_model.
+        command: The recipe's path and the overrides.
+        judge: Hold the ledger against the recipe's limits.
 
     Raises:
-        UserError: The data or the run's folder cannot be used.
+        DataError: The ledger passes one of them.
     """
-    prepared: Prepared | None = None
-    if distributed.is_first_rank():
-        prepared = _prepare(job, tokenizer)
-    shared: Prepared | None = distributed.from_first_rank(prepared)
-    assert shared is not None
-    return shared
-
-
-def _prepare(job: Job, tokenizer: Any) -> Prepared:
-    check_start(job)
-    output = Path(job.recipe.output_dir).expanduser()
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=".preparing-", dir=output))
-    except OSError as error:
-        raise RunError(f"output_dir={job.recipe.output_dir} cannot be written: {error}.") from None
-    try:
-        started = time.monotonic()
-        documents = prepare_documents(job.recipe, tokenizer, work / "documents.arrow", _progress)
-        run = open_run(job)
-        documents = _keep(run, documents)
-        file, sequences = _sequences(job, documents)
-        prepared = Prepared(run, documents, file, sequences)
-        record_start(run, job, {"prepare_seconds": time.monotonic() - started}, documents.fingerprint)
-        write_json(run.ledger_file, prepared.ledger(job.recipe.data.max_length, job.recipe.data.packing))
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    folder = entry_folder(recipe, model)
+    prepared = find_prepared(folder)
+    if prepared is None:
+        launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+        environment = {name: value for name, value in os.environ.items() if name not in launched}
+        ended = subprocess.run([sys.executable, "-m", "sft.prepare", *command], env=environment, check=False)
+        if ended.returncode:
+            stop(ended.returncode if ended.returncode > 0 else 128 - ended.returncode)  # it has said why
+        prepared = find_prepared(folder)
+        if prepared is None:
+            raise DataError("The data has changed while it was prepared. Start again when nobody writes to it.")
+    if judge:
+        check_limits(prepared.ledger, recipe.data)
     return prepared
 
 
-def _keep(run: Run, documents: Documents) -> Documents:
-    """Move the documents into the run's folder.
+def prepare(recipe: Recipe, model: ModelFacts) -> Prepared:
+    """Prepare the recipe's data, or find it prepared.
 
     Raises:
-        RunError: The run goes on after an interruption, and the data has changed since.
+        UserError: The data, the tokenizer or the chat template cannot be used.
     """
-    earlier = run.record.get("data_fingerprint") if (run.path / "run.json").exists() else None
-    if earlier not in (None, documents.fingerprint) and run.last_checkpoint():
-        raise RunError(
-            f"The data, tokenizer or chat template has changed since {run.path} was started, so it cannot go on. Start anew with "
-            "train.resume=never."
+    folder = entry_folder(recipe, model)
+    with _alone(folder):
+        prepared = find_prepared(folder)
+        if prepared is not None:
+            return prepared
+        from sft.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(recipe)
+        work = folder.with_name(f".{folder.name}.{os.getpid()}")
+        try:
+            work.mkdir()
+            summary = _build(recipe, tokenizer, work)
+            _write_durably(work / "prepared.json", summary)
+            shutil.rmtree(folder, ignore_errors=True)
+            work.rename(folder)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    prepared = find_prepared(folder)
+    assert prepared is not None
+    return prepared
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold the entry's lock; what an earlier process left half-written is removed."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = folder.with_name(f".{folder.name}.lock").open("w")
+    except OSError as error:
+        raise RunError(f"The prepared data cannot be written to {folder.parent}: {error}.") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("Another process is preparing this data; waiting for it.", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks: both prepare, and the same bytes take the place
+            yield
+            return
+        for left in folder.parent.glob(f".{folder.name}.*"):
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+        yield
+
+
+def _write_durably(file: Path, value: object) -> None:
+    with file.open("w", encoding="utf-8") as target:
+        json.dump(value, target, indent=1, ensure_ascii=False)
+        target.flush()
+        os.fsync(target.fileno())
+
+
+def _build(recipe: Recipe, tokenizer: Any, work: Path) -> dict[str, Any]:
+    """Write the entry's files; returns what prepared.json says."""
+    started = time.monotonic()
+    sources = (*recipe.sources, *recipe.held_out_sources)
+    counts, formats, starts, findings = [], [], [], Findings()
+    maker = DocumentMaker(recipe.data, tokenizer)
+    with DocumentWriter(work) as writer:
+        for number, source in enumerate(sources):
+            count, format, file_starts = _read_source(source, number, recipe, maker, writer, findings)
+            counts.append(count)
+            formats.append(format)
+            starts.append(file_starts)
+        digests = writer.digests()
+    store = DocumentStore.open(work)
+    mixture = mix(store.documents, recipe.sources, recipe.data)
+    train, held_out = _sequences(store.documents, mixture, recipe)
+    train.save(work / "train.npz")
+    held_out.save(work / "held_out.npz")
+    _find_in_all(store, mixture, findings, tokenizer)
+    accounts = settle([source.path for source in sources], counts, store.documents, mixture)
+    for account, format in zip(accounts, formats, strict=True):
+        account.format = format
+    everything = total(accounts)
+    space = len(train) * recipe.data.max_length
+    packing = {"packs": len(train), "fill": everything.used / space if space else 0, "padding": space - everything.used}
+    fingerprint = sha256("".join([*digests.values(), train.digest(), held_out.digest()]).encode()).hexdigest()
+    files = sorted(file.name for file in work.iterdir())
+    return {
+        "fingerprint": fingerprint,
+        "seconds": round(time.monotonic() - started, 2),
+        "sequences": len(train),
+        "held_out_sequences": len(held_out),
+        "sizes": {name: (work / name).stat().st_size for name in files},
+        "file_starts": starts,
+        "ledger": {
+            "sources": [account.as_json(everything.used) for account in accounts],
+            "total": everything.as_json(everything.used),
+            "packing": packing if recipe.data.packing else None,
+            "lengths": lengths_json(counts),
+        },
+        "findings": _findings_json(findings, [source.path for source in sources], starts),
+    }
+
+
+def _read_source(
+    source: Source,
+    number: int,
+    recipe: Recipe,
+    maker: DocumentMaker,
+    writer: DocumentWriter,
+    findings: Findings,
+) -> tuple[Counts, str, list[tuple[int, str]]]:
+    opened = open_source(source, recipe.output_dir)
+    head = list(islice(opened.rows, _FIRST_ROWS))
+    good = [row for _, row in head if not isinstance(row, BadRow)]
+    if not good:
+        reason = f": none of its first {len(head)} rows can be read ({head[0][1].reason})" if head else ""  # type: ignore[union-attr]
+        raise DataError(f"{source.path} holds no rows{reason}.")
+    format = row_format({key for row in good for key in row}, source)
+    if recipe.data.loss_on == "completion" and format not in ("prompt_completion", "alpaca"):
+        raise DataError(
+            f"data.loss_on=completion, and {source.path} is of the format {format}, which has no completion. Set data.loss_on to "
+            "assistant, last_assistant or all."
         )
-    shutil.rmtree(run.data, ignore_errors=True)
-    run.data.mkdir()
-    return Documents(documents.file.rename(run.data / documents.file.name), documents.accounts, documents.fingerprint)
+    if not source.chat and format != "prompt_completion":
+        raise DataError(
+            f"data.train: chat=false is for rows of prompt and completion, and {source.path} is of the format {format}."
+        )
+    if maker.renderer is None and source.chat and format not in ("text", "tokens"):
+        raise ModelError(
+            f"{recipe.model.name_or_path} has no chat template, which rows of the format {format} need ({source.path}). Set "
+            "model.chat_template: `chatml` (needs <|im_start|> and <|im_end|>, if need be in model.new_tokens), `plain` (words for roles, "
+            " the tokenizer's own EOS), or a .jinja file. Prompts and completions are trained as they stand with `chat: false`."
+        )
+    counts = Counts()
+    # On a terminal a line that changes; elsewhere one now and then.
+    options = {"desc": f"Preparing {source.path} ({format})", "mininterval": 0.2 if sys.stderr.isatty() else 30}
+    with tqdm(unit=" rows", **options) as progress:
+        for chunk in made_chunks(maker, source, number, format, chain(head, opened.rows)):
+            if chunk.error is not None:
+                row, reason = chunk.error
+                raise DataError(f"{opened.where(row)}: {reason}.")
+            writer.write(chunk)
+            counts.merge(chunk.counts)
+            findings.merge(chunk.findings)
+            progress.update(chunk.counts.rows_in)
+    return counts, format, opened.file_starts
 
 
-def _sequences(job: Job, documents: Documents) -> tuple[Path, int]:
-    from sft.batches import documents_dataset, pack_documents
+def _sequences(documents: np.ndarray, mixture: Mixture, recipe: Recipe) -> tuple[SequenceIndex, SequenceIndex]:
+    """The sequences to train on, and the held-out ones."""
+    train = np.repeat(np.arange(len(documents)), mixture.times)
+    # Documents of one length go where their order puts them: drawn, so that neighbours in a file do not stay neighbours.
+    np.random.default_rng(recipe.data.seed).shuffle(train)
+    indices = []
+    for chosen in (train, np.flatnonzero(mixture.held_out)):
+        if recipe.data.packing and len(chosen):
+            members, ends = pack(documents["length"][chosen], recipe.data.max_length)
+            indices.append(SequenceIndex(chosen[members], ends))
+        else:
+            indices.append(SequenceIndex(np.sort(chosen), np.arange(1, len(chosen) + 1)))
+    return indices[0], indices[1]
 
-    if not job.recipe.data.packing:
-        return documents.file, len(documents_dataset(documents.file))
-    packs = documents.file.with_name("packs.arrow")
-    return packs, len(pack_documents(documents_dataset(documents.file), job.recipe.data.max_length, packs))
+
+def _find_in_all(store: DocumentStore, mixture: Mixture, findings: Findings, tokenizer: Any) -> None:
+    """What only all rows together show."""
+    documents = store.documents
+    for kind, which in (
+        ("duplicate", mixture.duplicate_rows),
+        ("held_out_duplicate", np.flatnonzero(mixture.dropped["held out too"])),
+    ):
+        for index in which[:10]:
+            findings.add(kind, int(documents["source"][index]), int(documents["row"][index]), 0)
+        findings.counts[kind] += len(which)
+    for source in np.unique(documents["source"]):
+        own = np.flatnonzero(documents["source"] == source)
+        _, first, times = np.unique(documents["answer"][own], return_index=True, return_counts=True)
+        if len(own) >= 20 and times.max() > len(own) / 2:
+            findings.add(
+                "same_answer", int(source), int(documents["row"][own[first[times.argmax()]]]), int(times.max())
+            )
+        lengths = documents["length"][own] + documents["cut"][own]
+        long = own[lengths > 20 * np.median(lengths)]
+        if len(long) <= max(1, len(own) // 100):
+            for index in long:
+                findings.add("very_long", int(source), int(documents["row"][index]))
+            scripts = Counter(script_of(tokenizer.decode(store.document(index)[0][:2000])) for index in long[:20])
+            findings.details["very_long"] = ", ".join(
+                f"{count} in {script} script" for script, count in scripts.items()
+            )
 
 
-def _progress(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{text}", end="\r", file=sys.stderr, flush=True)
+def _findings_json(findings: Findings, names: list[str], starts: list[Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "kind": kind,
+            "meaning": MEANING[kind],
+            "detail": findings.details.get(kind) or None,
+            "count": count,
+            "rows": [place(names[source], starts[source], row) for source, row in findings.rows.get(kind, [])],
+        }
+        for kind, count in findings.counts.most_common()
+        if count
+    ]
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -17,6 +17,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Finding = Literal["role_order", "empty_turn", "last_turn", "special_tokens", "end_token", "undecodable", "placeholder"]
 
 
 class Section(BaseModel):
@@ -65,10 +66,13 @@ class Model(Section):
     """A .jinja file, or the name of one of ours (`chatml`, `plain`). None: the tokenizer's own."""
 
     pad_token: str | None = None
-    """A token of the vocabulary for padding, where the tokenizer has none. Never the end-of-turn token."""
+    """A token of the vocabulary, or of new_tokens, for padding where the tokenizer has none. Never the end-of-turn token."""
 
     eos_token: str | None = None
-    """A token of the vocabulary that ends a turn, where the tokenizer's own is wrong or missing."""
+    """A token of the vocabulary, or of new_tokens, that ends a turn, where the tokenizer's own is wrong or missing."""
+
+    new_tokens: tuple[Annotated[str, Field(min_length=2)], ...] = ()
+    """Special tokens to add, such as `<|im_start|>`; their embeddings start as the mean of the others."""
 
     lora: Lora | None = None
     """Set to train adapters; `lora: {}` takes the defaults."""
@@ -78,16 +82,38 @@ class Source(Section):
     """One dataset of a list."""
 
     path: str = Field(min_length=1)
-    """A local .json, .jsonl, .parquet or .arrow file, a folder of them, an id on the hub, or `builtin:demo`."""
+    """A local .json, .jsonl, .csv, .parquet or .arrow file (text also .gz or .zst), a folder of them or one that `save_to_disk`
+    wrote, a pattern such as `chats/*.jsonl`, an id on the hub, or `builtin:demo`."""
 
     name: str | None = None
     """Configuration of a hub dataset."""
 
     split: str = "train"
-    """Split of a hub dataset; slices such as `train[:1000]` work, and are all that local files take."""
+    """Split of a hub dataset or of a `save_to_disk` folder; slices such as `train[:1000]` work on files too."""
 
     revision: str | None = None
     """Branch, tag or commit on the hub."""
+
+    streaming: bool = False
+    """Read a hub dataset from the network instead of downloading it first."""
+
+    format: Literal["messages", "sharegpt", "prompt_completion", "alpaca", "text", "tokens"] | None = None
+    """What the rows are. None: found out from their columns, and said."""
+
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Columns under another name: ours to theirs, such as {instruction: question, output: answer}."""
+
+    chat: bool = True
+    """Put prompt and completion given as text through the chat template. False: as they stand, ended by the EOS token."""
+
+    weight: float | None = Field(default=None, gt=0)
+    """Share of this source in the rows of the mixture, relative to the others' weights; as many rows as the scarcest allows."""
+
+    rows: int | None = Field(default=None, gt=0)
+    """Take this many rows, drawn by data.seed."""
+
+    epochs: float = Field(default=1.0, gt=0)
+    """Times each row is seen in one pass over the mixture; 0.5 draws half of them."""
 
 
 class Data(Section):
@@ -96,17 +122,67 @@ class Data(Section):
     train: Annotated[str, Field(min_length=1)] | Annotated[tuple[Source, ...], Field(min_length=1)]
     """One path or hub id, or a list of sources."""
 
+    held_out: (
+        Annotated[float, Field(gt=0, lt=1)]
+        | Annotated[str, Field(min_length=1)]
+        | Annotated[tuple[Source, ...], Field(min_length=1)]
+        | None
+    ) = None
+    """Rows that are never trained and whose loss is measured: a fraction of `train`, or other sources."""
+
     max_length: int = Field(default=2048, gt=1)
     """Tokens: the longest document, and with packing the length of a pack."""
 
     packing: bool = True
     """Put several documents into one sequence of max_length tokens; they do not see each other."""
 
-    loss_on: Literal["assistant", "all"] = "assistant"
-    """Tokens that are trained: the assistant's turns with their end-of-turn token, or every token."""
+    loss_on: Literal["auto", "assistant", "completion", "last_assistant", "all"] = "auto"
+    """Tokens that are trained, each answer with its end-of-turn token. `auto`: every turn of the assistant; of rows with a
+    prompt, the completion; of plain text, all."""
 
-    overlong: Literal["drop", "truncate", "error"] = "drop"
+    reasoning: Literal["keep", "drop"] = "keep"
+    """Thoughts of the assistant (`reasoning_content`, `<think>` blocks): trained as part of the turn, or left out."""
+
+    special_tokens: Literal["escape", "keep"] = "escape"
+    """Strings in a row that spell a special token: `escape` has them read as plain text, and cut off where an answer ends
+    with one; `keep` lets them become control tokens."""
+
+    overlong: Literal["drop", "truncate", "split", "error"] = "drop"
     """What happens to a document longer than max_length. Counted in the ledger."""
+
+    max_overlong_fraction: Fraction = 0.05
+    """More rows than this dropped for their length stop the run."""
+
+    on_bad_row: Literal["error", "drop"] = "error"
+    """A row that cannot be read or rendered: stop with its number, or drop and count it."""
+
+    refuse: tuple[Finding, ...] = ()
+    """Findings that make a row a bad one too; otherwise they are notes."""
+
+    max_dropped_fraction: Fraction = 0.1
+    """More rows than this dropped for other reasons (bad rows, no answer) stop the run; duplicates do not count."""
+
+    min_trained_fraction: Fraction = 0.0
+    """Fewer trained tokens than this fraction of all used tokens stop the run."""
+
+    deduplicate: bool = False
+    """Train on the first of identical rows only."""
+
+    seed: int = Field(default=0, ge=0)
+    """Of what is drawn: the mixture, the held-out rows, the places in packs."""
+
+    @model_validator(mode="after")
+    def _weights_of_all_or_none(self) -> Data:
+        sources = self.train if isinstance(self.train, tuple) else ()
+        weighted = [source.weight is not None for source in sources]
+        if any(weighted) and not all(weighted):
+            raise ValueError("give `weight` to all sources of `train`, or to none")
+        held_out = self.held_out if isinstance(self.held_out, tuple) else ()
+        if any(source.weight or source.rows or source.epochs != 1 for source in held_out):
+            raise ValueError("held_out sources are taken whole: weight, rows and epochs are for `train`")
+        if any(source.weight is not None and source.rows is not None for source in sources):
+            raise ValueError("`rows` and `weight` of a source both say how much is taken: give one")
+        return self
 
 
 class Train(Section):
@@ -264,8 +340,16 @@ class Recipe(Section):
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The datasets, as a list whichever way they were written."""
+        """The datasets to train on, as a list whichever way they were written."""
         return (Source(path=self.data.train),) if isinstance(self.data.train, str) else self.data.train
+
+    @property
+    def held_out_sources(self) -> tuple[Source, ...]:
+        """The datasets that are held out; none where a fraction is, or nothing."""
+        held_out = self.data.held_out
+        if isinstance(held_out, str):
+            return (Source(path=held_out),)
+        return held_out if isinstance(held_out, tuple) else ()
 
     @property
     def sequences_per_step(self) -> int:

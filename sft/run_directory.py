@@ -100,11 +100,6 @@ class Run:
         return self.path / "final"
 
     @property
-    def data(self) -> Path:
-        """The prepared documents, while training needs them."""
-        return self.path / ".data"
-
-    @property
     def base_evaluation(self) -> Path:
         """lm_eval's output for the base model."""
         return self.path / "eval" / "base"

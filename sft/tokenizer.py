@@ -8,11 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sft.chat import ChatRenderer
+from sft.chat import ChatRenderer, check_spans
 from sft.errors import ModelError, did_you_mean
-from sft.facts import BUILTIN, looks_local, model_path
+from sft.facts import model_path
 from sft.recipe import Recipe
 from sft.recipe_file import find_file
+from sft.sources import BUILTIN, looks_local
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 _PROBE = [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "Blue"}]
@@ -48,7 +49,10 @@ def check_tokenizer_choice(recipe: Recipe) -> None:
 def _known_token(tokenizer: Any, token: str, key: str) -> str:
     if token not in tokenizer.get_vocab():
         special = ", ".join(list(tokenizer.all_special_tokens)[:8])
-        raise ModelError(f"model.{key}={token} is not in the tokenizer's vocabulary. Its special tokens: {special}.")
+        raise ModelError(
+            f"model.{key}={token} is not in the tokenizer's vocabulary. Its special tokens: {special}. A new one "
+            "is added by model.new_tokens."
+        )
     return token
 
 
@@ -56,24 +60,25 @@ def end_of_turn(tokenizer: Any) -> int:
     """The id of the token that closes the assistant's turn in this chat template.
 
     Raises:
-        ModelError: The template closes the turn with nothing that a model could stop at.
+        ModelError: The template closes the turn with nothing that a model could stop at, has other turns than its markers say,
+            or begins twice.
     """
-    try:
-        rendered = ChatRenderer(tokenizer).render(_PROBE)
-    except ValueError as error:
-        raise ModelError(
-            f"A question and its answer cannot be rendered: {error}. Correct model.chat_template, or name another."
-        ) from None
-    start, end = rendered.spans[-1] if rendered.spans else (0, 0)
-    # Some templates count the line break after the token to the turn.
-    turn = rendered.text[start:end].rstrip()
-    ids = tokenizer(turn, add_special_tokens=False)["input_ids"]
+    renderer = ChatRenderer(tokenizer)
+    check_spans(renderer)
+    rendered = renderer.render(_PROBE)
+    start, end = rendered.spans[-1]
+    ids = tokenizer(rendered.text[start:end], add_special_tokens=False)["input_ids"]
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     if not ids or ids[-1] not in special:
-        tail = turn[-20:]
+        tail = rendered.text[start:end][-20:]
         raise ModelError(
             f"The chat template ends the assistant's turn with {tail!r}, which is no special token: a model trained so never learns to "
             "stop. Set model.chat_template to one that ends it with a token (plain, chatml or your own), or model.eos_token."
+        )
+    beginning = tokenizer(rendered.text, add_special_tokens=False)["input_ids"][:2]
+    if beginning == [tokenizer.bos_token_id] * 2:
+        raise ModelError(
+            f"The chat template begins a conversation with {tokenizer.bos_token} twice. Correct it, or name another in model.chat_template."
         )
     return int(ids[-1])
 
@@ -82,7 +87,7 @@ def load_tokenizer(recipe: Recipe) -> Any:
     """Load the tokenizer and settle what the recipe says of it.
 
     Returns:
-        A transformers tokenizer: it has a chat template, `eos_token` is the end of the assistant's turn, `pad_token` is
+        A transformers tokenizer: `eos_token` is the end of the assistant's turn where there is a chat template, `pad_token` is
         another token, and padding is on the right, so that position ids start at 0 as they did in pretraining.
 
     Raises:
@@ -105,22 +110,35 @@ def load_tokenizer(recipe: Recipe) -> Any:
         raise ModelError(
             f"The tokenizer of {model.name_or_path} has no fast version (tokenizer.json), whose character offsets the loss mask needs."
         )
+    _add_new_tokens(tokenizer, recipe)
     if model.eos_token is not None:
         tokenizer.eos_token = _known_token(tokenizer, model.eos_token, "eos_token")
     if model.pad_token is not None:
         tokenizer.pad_token = _known_token(tokenizer, model.pad_token, "pad_token")
     if model.chat_template is not None:
         tokenizer.chat_template = find_chat_template(model.chat_template)
-    if tokenizer.chat_template is None:
+    if tokenizer.chat_template is not None:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer))
+    elif tokenizer.eos_token is None:
         raise ModelError(
-            f"{model.name_or_path} has no chat template. Set model.chat_template: `chatml` (needs <|im_start|> and <|im_end|> in the "
-            "vocabulary), `plain` (words for roles, the tokenizer's own EOS), or a .jinja file."
+            f"{model.name_or_path} has neither a chat template nor an end-of-sequence token: a model trained so never learns to stop. Set "
+            "model.eos_token."
         )
-    stop = end_of_turn(tokenizer)
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(stop)
-    _settle_padding(tokenizer, recipe, stop)
+    _settle_padding(tokenizer, recipe, tokenizer.eos_token_id)
     tokenizer.padding_side = "right"
     return tokenizer
+
+
+def _add_new_tokens(tokenizer: Any, recipe: Recipe) -> None:
+    known = [token for token in recipe.model.new_tokens if token in tokenizer.get_vocab()]
+    if known:
+        raise ModelError(
+            f"model.new_tokens: {', '.join(known)}: in the tokenizer's vocabulary already. Leave it out, it can be used as it is."
+        )
+    if recipe.model.new_tokens:
+        tokenizer.add_special_tokens(
+            {"additional_special_tokens": list(recipe.model.new_tokens)}, replace_extra_special_tokens=False
+        )
 
 
 def _settle_padding(tokenizer: Any, recipe: Recipe, stop: int) -> None:

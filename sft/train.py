@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from sft import distributed
-from sft.errors import ModelError, RecipeError, run_main
+from sft.errors import RecipeError, run_main
 from sft.finish import become_finish
 from sft.job import Job, open_job
 from sft.plan import print_plan
-from sft.prepare import Prepared, prepare
 from sft.run_directory import Run, write_json
+from sft.show import summary_lines
+from sft.start import Start, start_run
 from sft.tokenizer import load_tokenizer
 from sft.tracking import finish_trackers, set_up_trackers
 
@@ -36,13 +37,13 @@ def main(argv: Sequence[str]) -> None:
     enter(job)
     tokenizer = load_tokenizer(job.recipe)
     check_with_frameworks(job, tokenizer)
-    prepared = prepare(job, tokenizer)
-    with recorded(prepared.run):
-        train(job.with_data(prepared.facts()), prepared, tokenizer)
+    start = start_run(job)
+    with recorded(start.run):
+        train(job.with_data(start.prepared.facts()), start, tokenizer)
     finish_trackers(job.recipe.tracking)
     distributed.leave_group()
     if distributed.is_first_rank():
-        become_finish(prepared.run)
+        become_finish(start.run)
 
 
 def parse_command_line(argv: Sequence[str]) -> tuple[Path, list[str]]:
@@ -67,19 +68,17 @@ def check_with_frameworks(job: Job, tokenizer: Any) -> None:
     """The checks that need the frameworks imported, still before data and weights.
 
     Raises:
-        UserError: Kernels, trainer arguments, or a tokenizer that is not the model's.
+        UserError: Kernels, trainer arguments, new tokens, or a tokenizer that is not the model's.
     """
+    from sft.embeddings import check_new_tokens, check_vocabulary
     from sft.model import check_kernels
     from sft.trainer import check_trainer_args
 
     check_kernels(job)
     check_trainer_args(job)
-    rows = job.model.vocab_size
-    if rows is not None and len(tokenizer) > rows:
-        raise ModelError(
-            f"The tokenizer of {job.recipe.model.name_or_path} has {len(tokenizer)} tokens, and the model's embedding {rows} rows. "
-            "They do not belong together: give a folder where they do."
-        )
+    check_new_tokens(job)
+    if job.model.vocab_size is not None:
+        check_vocabulary(tokenizer, job.recipe.model.new_tokens, job.model.vocab_size, job.recipe.model.name_or_path)
 
 
 def say(*lines: str) -> None:
@@ -114,20 +113,22 @@ def recorded(run: Run) -> Iterator[None]:
         raise
 
 
-def train(job: Job, prepared: Prepared, tokenizer: Any) -> None:
+def train(job: Job, start: Start, tokenizer: Any) -> None:
     """Train, and write final/."""
-    from sft import batches, metrics
+    from sft import metrics
+    from sft.batches import Sequences, StepOrder
     from sft.model import load_model
+    from sft.store import DocumentStore, SequenceIndex
     from sft.trainer import build_trainer, check_what_runs, training_arguments
 
-    run, recipe = prepared.run, job.recipe
-    sequences = batches.documents_dataset(prepared.sequences_file)
-    sequences, fillers = batches.fill_last_step(sequences, recipe.sequences_per_step, tokenizer.pad_token_id)
+    run, recipe, folder = start.run, job.recipe, start.prepared.folder
+    index, store = SequenceIndex.load(folder / "train.npz"), DocumentStore.open(folder)
+    sequences = Sequences(store, index, recipe.sequences_per_step, tokenizer.pad_token_id, recipe.data.packing)
     if distributed.is_first_rank():
-        show_start(job, prepared)
+        show_start(job, start)
     arguments = training_arguments(job, run)
     model = load_model(job, tokenizer)
-    order = batches.StepOrder(prepared.sequences, fillers, recipe.train.seed)
+    order = StepOrder(len(index), sequences.fillers, recipe.train.seed)
     callback = metrics.Metrics(run.metrics_file, job.hardware, recipe.model.lora is None)
     trainer = build_trainer(job, arguments, model, tokenizer, sequences, order, callback)
     check_what_runs(trainer, job)
@@ -143,7 +144,6 @@ def train(job: Job, prepared: Prepared, tokenizer: Any) -> None:
 
 def record_end(run: Run, seconds: float) -> None:
     """Write what is known after training into run.json."""
-    shutil.rmtree(run.data, ignore_errors=True)
     lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
     # Each line is the mean since the one before.
     steps = [line["step"] - before for line, before in zip(lines, [0, *(line["step"] for line in lines)], strict=False)]
@@ -152,19 +152,14 @@ def record_end(run: Run, seconds: float) -> None:
     run.update(status="finished", finished=time.strftime("%Y-%m-%dT%H:%M:%S%z"), timings=timings, train_loss=loss)
 
 
-def show_start(job: Job, prepared: Prepared) -> None:
+def show_start(job: Job, start: Start) -> None:
     """Write plan.json, and print what is about to happen."""
-    run, total = prepared.run, prepared.documents.total()
+    run = start.run
     write_json(
         run.plan_file, {"decisions": job.plan.decisions(), "deepspeed": job.deepspeed.config if job.deepspeed else None}
     )
-    used = total.trained + total.masked
-    fill = used / (prepared.sequences * job.recipe.data.max_length)
     notes = [
-        f"Data: {total.rows_used} of {total.rows_in} rows used"
-        + "".join(f", {number} dropped ({reason})" for reason, number in total.rows_dropped.items())
-        + f"; {used} tokens, {total.trained} of them trained, {total.truncated} truncated, {total.dropped} dropped"
-        + (f"; {prepared.sequences} packs, {fill:.1%} full." if job.recipe.data.packing else "."),
+        *summary_lines(start.prepared),
         *set_up_trackers(job.recipe.tracking, run),
         f"Run: {run.path}",
     ]

@@ -7,11 +7,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from datasets import Dataset
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 from trl import SFTConfig, SFTTrainer
 
-from sft.batches import StepOrder
+from sft.batches import Sequences, StepOrder
+from sft.embeddings import new_token_ids, show_head
 from sft.errors import ModelError, PlanError, RecipeError, did_you_mean
 from sft.job import Job
 from sft.model import lora_config
@@ -192,7 +194,13 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
 
 
 def build_trainer(
-    job: Job, arguments: Any, model: Any, tokenizer: Any, sequences: Any, order: StepOrder, callback: TrainerCallback
+    job: Job,
+    arguments: Any,
+    model: Any,
+    tokenizer: Any,
+    sequences: Sequences,
+    order: StepOrder,
+    callback: TrainerCallback,
 ) -> RecipeTrainer:
     """The trainer, ready to train.
 
@@ -201,25 +209,30 @@ def build_trainer(
         arguments: From training_arguments.
         model: From load_model.
         tokenizer: From load_tokenizer.
-        sequences: Dataset of `input_ids`, `labels` and, packed, `seq_lengths`; whole steps.
+        sequences: Of `input_ids`, `labels` and, packed, `seq_lengths`; whole steps.
         order: Their order.
         callback: Writes the metrics.
     """
     lora = job.recipe.model.lora
+    new = new_token_ids(tokenizer, job.recipe.model.new_tokens)
     try:
         trainer = RecipeTrainer(
             model=model,
             args=arguments,
-            train_dataset=sequences,
+            # It takes none but its own library's kind; what it is given is never read.
+            train_dataset=Dataset.from_list([{name: list(value) for name, value in sequences[0].items()}]),
             processing_class=tokenizer,
-            peft_config=lora_config(lora) if lora else None,
+            peft_config=lora_config(lora, model, new) if lora else None,
             callbacks=[callback],
         )
     except ValueError as error:
         if lora is None or "target" not in str(error).lower():
             raise
         raise ModelError(f"model.lora.target_modules={lora.target_modules}: {str(error).splitlines()[0]}") from None
+    if new:
+        show_head(trainer.model)
     trainer.remove_callback(PrinterCallback)
+    trainer.train_dataset = sequences
     trainer.step_order = order
     return trainer
 

@@ -1,0 +1,105 @@
+"""Chunks of documents in the order of their rows, made on every core."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from itertools import islice
+
+from sft.documents import Chunk, DocumentMaker
+from sft.findings import strings
+from sft.formats import Row
+from sft.readers import BadRow
+from sft.recipe import Source
+
+_ROWS = 1000
+_CHARACTERS = 4_000_000
+"""A chunk ends at whichever it reaches first, so that few long rows need no more memory than many short ones."""
+
+_maker: DocumentMaker
+"""Set before the workers are forked, which find it in their memory."""
+
+Numbered = tuple[int, Row | BadRow]
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def made_chunks(
+    maker: DocumentMaker, source: Source, number: int, format: str, rows: Iterable[Numbered], workers: int | None = None
+) -> Iterator[Chunk]:
+    """Make documents of all rows of a source.
+
+    Args:
+        maker: Makes them.
+        source: Where the rows are from.
+        number: Of the source.
+        format: Of the rows.
+        rows: With their numbers.
+        workers: Processes; one for each core unless given.
+
+    Yields:
+        Chunks in the order of the rows; the last one may hold an error.
+    """
+    workers = workers or cores()
+    pieces = _pieces(iter(rows))
+    head = list(islice(pieces, 2))
+    if workers == 1 or len(head) < 2:  # starting processes would take longer than the work
+        for piece in (*head, *pieces):
+            yield maker.make(source, number, format, piece)
+        return
+    global _maker
+    _maker = maker
+    waiting: deque[Future[Chunk]] = deque()
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _enter_worker, (os.getpid(),)) as pool:
+        try:
+            for piece in _chained(head, pieces):
+                waiting.append(pool.submit(_make, source, number, format, piece))
+                # Read ahead only as far as the workers need: memory stays the same for any number of rows.
+                if len(waiting) > 2 * workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def _chained(head: list[list[Numbered]], rest: Iterator[list[Numbered]]) -> Iterator[list[Numbered]]:
+    while head:
+        yield head.pop(0)
+    yield from rest
+
+
+def _pieces(rows: Iterator[Numbered]) -> Iterator[list[Numbered]]:
+    piece: list[Numbered] = []
+    characters = 0
+    for number, row in rows:
+        piece.append((number, row))
+        characters += 0 if isinstance(row, BadRow) else sum(map(len, strings(row)))
+        if len(piece) == _ROWS or characters >= _CHARACTERS:
+            yield piece
+            piece, characters = [], 0
+    if piece:
+        yield piece
+
+
+def _enter_worker(parent: int) -> None:
+    # A worker whose parent was killed would wait for work forever; the kernel ends it instead (PR_SET_PDEATHSIG).
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers Ctrl-C
+    # One process a core is enough threads.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _make(source: Source, number: int, format: str, rows: list[Numbered]) -> Chunk:
+    return _maker.make(source, number, format, rows)

@@ -1,0 +1,128 @@
+"""Prepared data and the place where it waits for the next start: found by content, complete or absent.
+
+The key of an entry is a hash over everything that its bytes depend on. A changed row, tokenizer, template, package or line of
+our own code gives another key, so that nothing stale can be found.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from hashlib import file_digest, sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from sft.facts import DataFacts, ModelFacts
+from sft.readers import suffix_of
+from sft.recipe import Recipe, Source
+from sft.sources import hub_commit, source_files
+from sft.tokenizer import find_chat_template
+
+_PACKAGES = ("transformers", "tokenizers", "jinja2", "trl", "numpy", "pyarrow", "datasets")
+_CODE = (
+    "chat",
+    "control_tokens",
+    "documents",
+    "findings",
+    "formats",
+    "json_rows",
+    "ledger",
+    "mixture",
+    "packing",
+    "prepare",
+    "readers",
+    "sources",
+    "store",
+    "tokenizer",
+)
+_TOKENIZER_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.py", "chat_templates/*.jinja")
+_LIMITS = {"max_overlong_fraction", "max_dropped_fraction", "min_trained_fraction"}
+"""Keys that judge the prepared data and do not change it."""
+
+
+def _hash_of(file: Path) -> str:
+    with file.open("rb") as content:
+        return file_digest(content, "sha256").hexdigest()
+
+
+def _source_key(source: Source, output_dir: str) -> Any:
+    files = source_files(source, output_dir)
+    if files is None:
+        # Where nobody can tell what the hub holds, the data is prepared anew each time.
+        return hub_commit(source) or uuid4().hex
+    return [(str(file), suffix_of(file), _hash_of(file)) for file in files]
+
+
+def entry_folder(recipe: Recipe, model: ModelFacts) -> Path:
+    """Where the recipe's prepared data is, or will be: <output_dir>/.prepared/<key>.
+
+    Args:
+        recipe: With its data and model sections.
+        model: From inspect_model: the tokenizer's folder, or the commit on the hub.
+
+    Raises:
+        DataError: A source does not exist.
+    """
+    folder, template = Path(model.path), recipe.model.chat_template
+    files = sorted({file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)}) if folder.is_dir() else []
+    parts = {
+        "data": recipe.data.model_dump(mode="json", exclude=_LIMITS),
+        "sources": [_source_key(source, recipe.output_dir) for source in (*recipe.sources, *recipe.held_out_sources)],
+        "tokenizer": {file.name: _hash_of(file) for file in files if not file.name.endswith(".index.json")},
+        "model": None if folder.is_dir() else [model.path, model.commit or uuid4().hex],
+        "chat_template": find_chat_template(template) if template else None,
+        "tokens": recipe.model.model_dump(mode="json", include={"pad_token", "eos_token", "new_tokens"}),
+        "packages": {package: version(package) for package in _PACKAGES},
+        "code": {name: _hash_of(Path(__file__).with_name(f"{name}.py")) for name in _CODE},
+    }
+    key = sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
+    return Path(recipe.output_dir).expanduser().resolve() / ".prepared" / key
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A finished entry."""
+
+    folder: Path
+    summary: dict[str, Any]
+    """prepared.json."""
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 over all documents and sequences."""
+        return str(self.summary["fingerprint"])
+
+    @property
+    def ledger(self) -> dict[str, Any]:
+        """As ledger.json."""
+        ledger: dict[str, Any] = self.summary["ledger"]
+        return ledger
+
+    @property
+    def findings(self) -> list[dict[str, Any]]:
+        """Kind, meaning, count and the first rows of each."""
+        findings: list[dict[str, Any]] = self.summary["findings"]
+        return findings
+
+    @property
+    def sequences(self) -> int:
+        """Sequences to train on."""
+        return int(self.summary["sequences"])
+
+    def facts(self) -> DataFacts:
+        """The data as the plan counts it."""
+        rows, tokens = self.ledger["total"]["rows"], self.ledger["total"]["tokens"]
+        used = tokens["trained"] + tokens["masked"]
+        return DataFacts(rows["used"] + rows["repeated"], used, tokens["trained"], self.sequences, exact=True)
+
+
+def find_prepared(folder: Path) -> Prepared | None:
+    """The entry in a folder, or None where there is none that is whole."""
+    try:
+        summary = json.loads((folder / "prepared.json").read_text(encoding="utf-8"))
+        sizes = {name: (folder / name).stat().st_size for name in summary["sizes"]}
+    except (OSError, ValueError, KeyError):
+        return None
+    return Prepared(folder, summary) if sizes == summary["sizes"] else None
