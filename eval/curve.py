@@ -39,7 +39,7 @@ def draw_curve(points: Sequence[Mapping[str, Any]], title: str, path: Path) -> N
     """Draw the loss, and under it the learning rate, over optimizer steps.
 
     Args:
-        points: At least one line of metrics.jsonl, by step: `step`, `loss`, `learning_rate`.
+        points: At least one line of metrics.jsonl, by step: `step`, `loss`, `learning_rate`, `held_out_loss` of some.
         title: Of the figure.
         path: PNG to write.
     """
@@ -56,9 +56,13 @@ def draw_curve(points: Sequence[Mapping[str, Any]], title: str, path: Path) -> N
             steps, _running_mean(loss, window), color="tab:blue", label=f"mean of the last {window} logging steps"
         )
         upper.legend(frameon=False)
+    held_out = [(point["step"], point["held_out_loss"]) for point in points if point.get("held_out_loss") is not None]
+    if held_out:
+        upper.plot(*zip(*held_out, strict=True), color="tab:green", marker="o", markersize=4, label="held-out rows")
+        upper.legend(frameon=False)
     # Dollar signs would be read as mathematics.
     upper.set_title(title.replace("$", r"\$"), loc="left")
-    upper.set_ylabel("training loss")
+    upper.set_ylabel("loss")
     lower.plot(steps, _column(points, "learning_rate"), color="tab:orange", **dots)
     lower.set_ylabel("learning rate")
     lower.set_xlabel("optimizer step")

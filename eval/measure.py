@@ -41,6 +41,9 @@ class Target:
     revision: str | None = None
     trust_remote_code: bool = False
 
+    new_tokens: tuple[str, ...] = ()
+    """Tokens that the tokenizer has beside the model's own: their embeddings are what the training started from."""
+
 
 def _load_model(target: Target, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> HFLM:
     """lm_eval's model, with the generation config that both models share."""
@@ -66,6 +69,10 @@ def _load_model(target: Target, tokenizer: PreTrainedTokenizerBase, settings: Se
         raise EvaluationError(
             f"The {target.label} model {target.model} cannot be loaded: {type(error).__name__}: {first_line(error)}"
         ) from None
+    if target.new_tokens:
+        from sft.embeddings import embed_new_tokens
+
+        embed_new_tokens(model.model, tokenizer, target.new_tokens, target.model)
     # The base model's own would stop it at another token, or repeat less. Its lengths would overrule lm_eval's.
     model.model.generation_config = GenerationConfig(
         **settings.generation, eos_token_id=list(settings.stop_token_ids), pad_token_id=model.tokenizer.pad_token_id

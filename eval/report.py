@@ -145,6 +145,7 @@ def _training(of: Recorded) -> list[str]:
         "Loss at the first logged step": number(loss[0] if loss else None, ".4f"),
         "Loss at the last logged step": number(loss[-1] if loss else None, ".4f"),
         "Mean loss of the training": number(of.record.get("train_loss"), ".4f"),
+        **_held_out(of),
         "Tokens per second, median": number(median(speed) if speed else None, ",.0f"),
         "Peak memory of the first rank": f"{max(memory):.2f} GiB" if memory else MISSING,
         "Time to prepare the data": duration(get(timings, "prepare_seconds")),
@@ -153,6 +154,19 @@ def _training(of: Recorded) -> list[str]:
     if of.comparison:
         rows["Time to evaluate"] = duration(get(timings, "evaluate_seconds"))
     return ["![Training loss and learning rate over optimizer steps](loss.png)", "", *facts(rows)]
+
+
+def _held_out(of: Recorded) -> dict[str, str]:
+    """The loss on rows that were not trained, where some were held out."""
+    losses, before = _column(of, "held_out_loss"), of.record.get("held_out_loss_before")
+    if not losses:
+        return {}
+    least = min(losses)
+    return {
+        "Loss on held-out rows, before the first step": number(before, ".4f"),
+        "Loss on held-out rows, after the last": number(losses[-1], ".4f")
+        + (f" (least on the way: {least:.4f})" if least < losses[-1] else ""),
+    }
 
 
 def _dropped(entry: object) -> str:

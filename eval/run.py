@@ -105,9 +105,10 @@ def _log_in(folder: Path) -> Path:
 def _base_target(run: Run, trust_remote_code: bool, reference: Reference) -> Target:
     """The model that the run started from, checked as far as that goes without its weights."""
     record = run.record["base_model"]
-    target = Target("base", str(record.get("path") or record["name_or_path"]), record["revision"], trust_remote_code)
+    path, new_tokens = str(record.get("path") or record["name_or_path"]), run.recipe().model.new_tokens
+    target = Target("base", path, record["revision"], trust_remote_code, new_tokens)
     config = load_config(target.model, target.revision, trust_remote_code, called=f"The base model of {run.path},")
-    check_vocabulary(reference, config, target.model)
+    check_vocabulary(reference, config, target.model, new_tokens)
     return target
 
 

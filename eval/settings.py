@@ -130,13 +130,22 @@ def load_reference(model: str, revision: str | None, trust_remote_code: bool) ->
     return Reference(model, config, generation_config, tokenizer)
 
 
-def check_vocabulary(reference: Reference, config: PreTrainedConfig, model: str) -> None:
+def check_vocabulary(
+    reference: Reference, config: PreTrainedConfig, model: str, new_tokens: tuple[str, ...] = ()
+) -> None:
     """Refuse a tokenizer that a model has too few embeddings for.
+
+    Args:
+        reference: Has the tokenizer.
+        config: The model's.
+        model: Its name, for the message.
+        new_tokens: Tokens that the model is given embeddings for before it is asked.
 
     Raises:
         EvaluationError: A token id of the reference's tokenizer has no row in the model's embedding.
     """
-    largest, rows = max(reference.tokenizer.get_vocab().values()), config.get_text_config().vocab_size
+    ids = reference.tokenizer.get_vocab()
+    largest, rows = max(ids[token] for token in ids if token not in new_tokens), config.get_text_config().vocab_size
     if largest >= rows:
         raise EvaluationError(
             f"{model} cannot be asked with the tokenizer of {reference.path}: its largest token id is {largest}, and "

@@ -1,6 +1,6 @@
 """The rows of model.new_tokens in the model's embeddings: they start as the mean of the other tokens' rows, and train.
 
-A random start would differ between ranks and starts, and move the logits of every prompt: the mean does neither.
+A random row would differ between ranks and starts, and could outweigh every token in the output; the mean does neither.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from transformers.trainer_callback import TrainerCallback
 
 from sft.hardware import Hardware
+from sft.held_out import HeldOutLoss
 
 # Dense bf16 peak of one GPU, FLOP/s, by the first part of its name that fits: NVIDIA's data sheets.
 PEAK_FLOPS = {
@@ -77,10 +78,11 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         file: metrics.jsonl; lines after the step that training starts from are removed.
         hardware: For the share of the peak.
         all_trained: False under LoRA.
+        held_out: Measures the held-out loss, where rows are held out.
     """
 
-    def __init__(self, file: Path, hardware: Hardware, all_trained: bool) -> None:
-        self.file, self.hardware, self.all_trained = file, hardware, all_trained
+    def __init__(self, file: Path, hardware: Hardware, all_trained: bool, held_out: HeldOutLoss | None = None) -> None:
+        self.file, self.hardware, self.all_trained, self.held_out = file, hardware, all_trained, held_out
         self.bar: tqdm[Any] | None = None
         self.tokens_before = 0
 
@@ -134,6 +136,9 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
             "peak_memory_gib": peak_memory_gib(),
             "seconds": now - self.started,
         }
+        held_out_loss = self.held_out.take() if self.held_out else None
+        if held_out_loss is not None:
+            line["held_out_loss"] = held_out_loss
         self.last_time, self.last_tokens = now, tokens
         with self.file.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -142,9 +147,10 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
     def _show(self, line: dict[str, Any], state: Any) -> None:
         done = max(1, state.global_step - self.first_step)
         left = line["seconds"] / done * (state.max_steps - state.global_step)
+        held_out = f"held out {line['held_out_loss']:.4f}  " if "held_out_loss" in line else ""
         utilization = f"  MFU {line['mfu']:.1%}" if line["mfu"] is not None else ""
         text = (
-            f"step {line['step']:>{len(str(state.max_steps))}}/{state.max_steps}  loss {line['loss']:.4f}  "
+            f"step {line['step']:>{len(str(state.max_steps))}}/{state.max_steps}  loss {line['loss']:.4f}  {held_out}"
             f"lr {line['learning_rate']:.2e}  {line['tokens_per_second']:,.0f} tokens/s{utilization}  ETA {_clock(left)}"
         )
         if self.bar is not None:

@@ -23,7 +23,10 @@ from sft.tokenizer import find_chat_template
 _PACKAGES = ("transformers", "tokenizers", "jinja2", "trl", "numpy", "pyarrow", "datasets")
 _CODE = (
     "chat",
+    "chunks",
+    "columnar_rows",
     "control_tokens",
+    "csv_rows",
     "documents",
     "findings",
     "formats",

@@ -248,6 +248,9 @@ class Train(Section):
     save_total_limit: int = Field(default=2, gt=0)
     """Checkpoints kept."""
 
+    eval_steps: int | None = Field(default=None, gt=0)
+    """Optimizer steps between measurements of the loss on data.held_out. None: at each checkpoint."""
+
     logging_steps: int = Field(default=10, gt=0)
     """Optimizer steps between lines of metrics.jsonl."""
 

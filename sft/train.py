@@ -115,8 +115,8 @@ def recorded(run: Run) -> Iterator[None]:
 
 def train(job: Job, start: Start, tokenizer: Any) -> None:
     """Train, and write final/."""
-    from sft import metrics
     from sft.batches import Sequences, StepOrder
+    from sft.metrics import Metrics
     from sft.model import load_model
     from sft.store import DocumentStore, SequenceIndex
     from sft.trainer import build_trainer, check_what_runs, training_arguments
@@ -129,8 +129,12 @@ def train(job: Job, start: Start, tokenizer: Any) -> None:
     arguments = training_arguments(job, run)
     model = load_model(job, tokenizer)
     order = StepOrder(len(index), sequences.fillers, recipe.train.seed)
-    callback = metrics.Metrics(run.metrics_file, job.hardware, recipe.model.lora is None)
-    trainer = build_trainer(job, arguments, model, tokenizer, sequences, order, callback)
+    held_out = held_out_loss(job, start, tokenizer, store)
+    callbacks = [held_out] if held_out else []
+    callbacks.append(Metrics(run.metrics_file, job.hardware, recipe.model.lora is None, held_out))
+    trainer = build_trainer(job, arguments, model, tokenizer, sequences, order, callbacks)
+    if held_out:
+        held_out.trainer = trainer
     check_what_runs(trainer, job)
     checkpoint = run.last_checkpoint()
     started = time.monotonic()
@@ -138,11 +142,24 @@ def train(job: Job, start: Start, tokenizer: Any) -> None:
     seconds = time.monotonic() - started
     write_final(trainer, job, run, tokenizer)
     if distributed.is_first_rank():
-        record_end(run, seconds)
+        record_end(run, seconds, held_out.before if held_out else None)
     say(f"Trained {trainer.state.global_step} steps in {seconds:.0f} s: {run.final}")
 
 
-def record_end(run: Run, seconds: float) -> None:
+def held_out_loss(job: Job, start: Start, tokenizer: Any, store: Any) -> Any:
+    """What measures the held-out loss, or None where no rows are held out."""
+    from sft.batches import Sequences
+    from sft.held_out import HeldOutLoss
+    from sft.store import SequenceIndex
+
+    index = SequenceIndex.load(start.prepared.folder / "held_out.npz")
+    if not len(index):
+        return None
+    sequences = Sequences(store, index, job.hardware.ranks, tokenizer.pad_token_id, job.recipe.data.packing)
+    return HeldOutLoss(sequences, job.recipe.train.eval_steps or job.recipe.train.save_steps)
+
+
+def record_end(run: Run, seconds: float, held_out_before: float | None) -> None:
     """Write what is known after training into run.json."""
     lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
     # Each line is the mean since the one before.
@@ -150,6 +167,8 @@ def record_end(run: Run, seconds: float) -> None:
     loss = sum(line["loss"] * count for line, count in zip(lines, steps, strict=True)) / sum(steps)
     timings = run.record["timings"] | {"train_seconds": seconds}
     run.update(status="finished", finished=time.strftime("%Y-%m-%dT%H:%M:%S%z"), timings=timings, train_loss=loss)
+    if held_out_before is not None:
+        run.update(held_out_loss_before=held_out_before)
 
 
 def show_start(job: Job, start: Start) -> None:

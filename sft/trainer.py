@@ -83,17 +83,18 @@ SECOND_WAYS = {
     "ddp_timeout": "the launcher",
     "dataset_num_proc": "the data, which is prepared before the trainer",
     "dataset_text_field": "data.train",
-    "do_eval": "eval.tasks: nothing is evaluated while training",
+    "do_eval": "data.held_out and train.eval_steps",
     "eos_token": "model.eos_token",
-    "eval_on_start": "eval.tasks: nothing is evaluated while training",
-    "eval_packing": "eval.tasks: nothing is evaluated while training",
-    "eval_strategy": "eval.tasks: nothing is evaluated while training",
+    "eval_on_start": "data.held_out, whose loss is measured before the first step",
+    "eval_packing": "data.packing",
+    "eval_strategy": "data.held_out and train.eval_steps",
+    "eval_steps": "train.eval_steps",
     "fsdp": "the engine, train.deepspeed",
     "fsdp_config": "the engine, train.deepspeed",
     "ignore_data_skip": "train.resume: a resumed run sees the data that is left",
     "length_column_name": "train.seed, which decides the order",
     "liger_kernel_config": "model.kernels",
-    "load_best_model_at_end": "eval.tasks: nothing is evaluated while training",
+    "load_best_model_at_end": "the plan: final/ is the model after the last step",
     "model_init_kwargs": "the keys of `model`",
     "pad_token": "model.pad_token",
     "padding_free": "data.packing",
@@ -200,7 +201,7 @@ def build_trainer(
     tokenizer: Any,
     sequences: Sequences,
     order: StepOrder,
-    callback: TrainerCallback,
+    callbacks: list[TrainerCallback],
 ) -> RecipeTrainer:
     """The trainer, ready to train.
 
@@ -211,7 +212,7 @@ def build_trainer(
         tokenizer: From load_tokenizer.
         sequences: Of `input_ids`, `labels` and, packed, `seq_lengths`; whole steps.
         order: Their order.
-        callback: Writes the metrics.
+        callbacks: Measure and write the metrics.
     """
     lora = job.recipe.model.lora
     new = new_token_ids(tokenizer, job.recipe.model.new_tokens)
@@ -223,7 +224,7 @@ def build_trainer(
             train_dataset=Dataset.from_list([{name: list(value) for name, value in sequences[0].items()}]),
             processing_class=tokenizer,
             peft_config=lora_config(lora, model, new) if lora else None,
-            callbacks=[callback],
+            callbacks=callbacks,
         )
     except ValueError as error:
         if lora is None or "target" not in str(error).lower():

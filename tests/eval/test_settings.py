@@ -120,6 +120,15 @@ def test_a_tokenizer_that_outgrew_a_model_is_refused(reference: Reference, tuned
         check_vocabulary(reference, load_config(str(small), None, False), "base")
 
 
+def test_new_tokens_do_not_count_as_outgrown(reference: Reference, tuned_model: Path, tmp_path: Path) -> None:
+    ids = reference.tokenizer.get_vocab()
+    last = max(ids, key=lambda token: ids[token])
+    base = load_config(str(changed(tuned_model, tmp_path / "m", "config.json", vocab_size=ids[last])), None, False)
+    with pytest.raises(EvaluationError, match="do not belong together"):
+        check_vocabulary(reference, base, "base")
+    check_vocabulary(reference, base, "base", (last,))
+
+
 @pytest.mark.parametrize("name", ["/no/such/folder", "./missing", "nobody/nothing", "not a name at all"])
 def test_a_model_that_is_missing_is_one_message(name: str) -> None:
     with pytest.raises(EvaluationError, match="cannot be loaded") as error:

@@ -1,0 +1,61 @@
+"""The loss on the rows that are held out: measured before the first step, at each checkpoint, and after the last step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.trainer_callback import TrainerCallback
+
+from sft.batches import Sequences
+
+
+class HeldOutLoss(TrainerCallback):  # type: ignore[misc]
+    """Measures, and hands the figure to the line of metrics.jsonl that is written at the same step.
+
+    Must be called before the callback that writes the line.
+
+    Args:
+        sequences: The held-out ones; as many for each rank, fillers among them.
+        every: Optimizer steps between measurements; 0 for the first and the last only.
+    """
+
+    def __init__(self, sequences: Sequences, every: int) -> None:
+        self.sequences, self.every = sequences, every
+        self.trainer: Any = None
+        self.latest: float | None = None
+        self.before: float | None = None
+        """Before the first step; None for a run that goes on."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Measure the model that training starts from."""
+        if state.global_step == 0:
+            self.before = self.measure()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Measure where it is time."""
+        if state.global_step >= state.max_steps or (self.every and state.global_step % self.every == 0):
+            self.latest = self.measure()
+            control.should_log = True
+
+    def take(self) -> float | None:
+        """The last figure, once."""
+        latest, self.latest = self.latest, None
+        return latest
+
+    def measure(self) -> float:
+        """Mean loss of a trained token over all held-out sequences, on all ranks."""
+        trainer, accelerator = self.trainer, self.trainer.accelerator
+        model = trainer.model_wrapped
+        sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+        training = model.training
+        model.eval()
+        with torch.no_grad(), trainer.compute_loss_context_manager():
+            for number in range(accelerator.process_index, len(self.sequences), accelerator.num_processes):
+                # One at a time: no padding, and every rank takes part in as many passes, as ZeRO-3 needs.
+                inputs = trainer._prepare_inputs(trainer.data_collator([self.sequences[number]]))
+                count = (inputs["labels"] != -100).sum()
+                sums += torch.stack([trainer.compute_loss(model, inputs).double() * count, count])
+        model.train(training)
+        total = accelerator.reduce(sums, reduction="sum")
+        return float(total[0] / total[1])

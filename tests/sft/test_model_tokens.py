@@ -1,0 +1,217 @@
+"""model.new_tokens in the model: rows that start as the mean of the others, and that adapters train too."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import get_peft_model
+from transformers import AutoTokenizer, PhiConfig, PhiForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from sft.demo import Demo
+from sft.embeddings import check_vocabulary, embed_new_tokens, new_token_ids, show_head
+from sft.errors import ModelError, PlanError
+from sft.hardware import Hardware
+from sft.job import Job, open_job
+from sft.model import load_model, lora_config
+from sft.recipe import Lora
+from sft.tokenizer import load_tokenizer
+from sft.train import check_with_frameworks
+
+# transformers 5.23 renames what peft 0.21 still asks for.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")
+
+NEW = ["<|begin|>", "<|tool|>"]
+OWN = 541  # tokens of the demo's tokenizer
+NO_ROWS, ONE_ROW, MANY_ROWS = OWN, OWN + 1, OWN + 19
+CPU = Hardware(None, 1, 1, 2, 16.0)
+MakeJob = Callable[..., Job]
+
+
+@pytest.fixture
+def tokenizer(demo: Demo) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(demo.model)
+    assert len(tokenizer) == OWN
+    tokenizer.add_special_tokens({"additional_special_tokens": NEW}, replace_extra_special_tokens=False)
+    return tokenizer
+
+
+@pytest.fixture
+def make_job(recipe_file: Path, outputs: Path) -> MakeJob:
+    def make(*overrides: str) -> Job:
+        return open_job(recipe_file, [f"output_dir={outputs}", *overrides], CPU)
+
+    return make
+
+
+def qwen(rows: int, tied: bool, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = Qwen2Config(vocab_size=rows, num_hidden_layers=2, tie_word_embeddings=tied, **sizes)
+    model = Qwen2ForCausalLM(config).eval()
+    with torch.no_grad():  # or the mean is near zero, where much would pass for it
+        for weight in {model.get_input_embeddings().weight, model.get_output_embeddings().weight}:
+            weight.add_(torch.linspace(-1, 1, 32))
+    return model.to(dtype)
+
+
+def phi(rows: int) -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = PhiForCausalLM(PhiConfig(vocab_size=rows, **sizes)).eval()
+    with torch.no_grad():
+        model.lm_head.bias.normal_()
+    return model
+
+
+def weights(model: Any) -> list[torch.Tensor]:
+    """Input and output embedding, as they are now."""
+    return [layer.weight.detach().clone() for layer in (model.get_input_embeddings(), model.get_output_embeddings())]
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=ids).logits
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [NO_ROWS, ONE_ROW, MANY_ROWS])
+@pytest.mark.parametrize("tied", [True, False])
+def test_new_rows_are_the_mean_of_the_tokens_rows_and_nothing_else_changes(
+    tied: bool, rows: int, dtype: torch.dtype, tokenizer: Any
+) -> None:
+    model, old_ids = qwen(rows, tied, dtype), torch.arange(40).reshape(2, 20)
+    before, logits_before = weights(model), logits(model, old_ids)
+    embed_new_tokens(model, tokenizer, NEW, "tiny")
+    expected_rows = max(rows, len(tokenizer))
+    assert model.config.vocab_size == model.get_input_embeddings().num_embeddings == expected_rows
+    for old, now in zip(before, weights(model), strict=True):
+        assert now.shape[0] == expected_rows
+        # The spare rows are no tokens': they hold whatever the model was padded with.
+        mean = old[:OWN].double().mean(0).to(dtype)
+        assert torch.equal(now[OWN : OWN + 2], torch.stack([mean, mean]))
+        kept = torch.ones(rows, dtype=torch.bool)
+        kept[OWN : OWN + 2] = False
+        assert torch.equal(now[:rows][kept], old[kept])
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert torch.equal(logits(model, old_ids)[..., :OWN], logits_before[..., :OWN])
+    assert logits(model, torch.tensor([new_token_ids(tokenizer, NEW)])).shape == (1, 2, expected_rows)
+
+
+@pytest.mark.parametrize("rows", [NO_ROWS, MANY_ROWS])
+def test_the_bias_of_an_output_embedding_starts_as_the_mean_too(rows: int, tokenizer: Any) -> None:
+    model = phi(rows)
+    before = model.lm_head.bias.detach().clone()
+    embed_new_tokens(model, tokenizer, NEW, "tiny")
+    mean = before[:OWN].double().mean().float()
+    assert torch.equal(model.lm_head.bias.detach()[OWN : OWN + 2], mean.expand(2))
+    assert torch.equal(model.lm_head.bias.detach()[:OWN], before[:OWN])
+
+
+def test_without_new_tokens_nothing_is_touched(demo: Demo) -> None:
+    model = qwen(MANY_ROWS, tied=False)
+    before = weights(model)
+    embed_new_tokens(model, AutoTokenizer.from_pretrained(demo.model), (), "tiny")
+    assert all(torch.equal(old, now) for old, now in zip(before, weights(model), strict=True))
+
+
+@pytest.mark.parametrize("new", ["[<|begin|>]", "[<|begin|>, <|a|>, <|b|>, <|c|>, <|d|>]"])
+def test_every_start_has_the_same_rows(new: str, make_job: MakeJob) -> None:
+    job = make_job(f"model.new_tokens={new}")
+    tokenizer = load_tokenizer(job.recipe)
+    models = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        models.append(load_model(job, tokenizer))
+    first, second = (model.state_dict() for model in models)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert models[0].config.vocab_size == max(544, len(tokenizer))
+
+
+def test_only_a_tokenizer_that_is_larger_by_itself_is_refused(make_job: MakeJob) -> None:
+    job = make_job("model.new_tokens=[<|begin|>, <|a|>, <|b|>, <|c|>, <|d|>]")
+    tokenizer = load_tokenizer(job.recipe)
+    assert job.model.vocab_size is not None
+    assert len(tokenizer) > job.model.vocab_size
+    check_with_frameworks(job, tokenizer)
+    with pytest.raises(ModelError, match="builtin:demo has 541 tokens, and the model's embedding 540 rows"):
+        check_with_frameworks(replace(job, model=replace(job.model, vocab_size=OWN - 1)), tokenizer)
+    with pytest.raises(ModelError, match="541 tokens, and the model's embedding 540 rows"):
+        embed_new_tokens(qwen(OWN - 1, tied=True), tokenizer, job.recipe.model.new_tokens, "tiny")
+    check_vocabulary(tokenizer, job.recipe.model.new_tokens, OWN, "tiny")
+
+
+def test_adapters_under_zero_3_cannot_train_new_tokens(make_job: MakeJob) -> None:
+    overrides = ["model.new_tokens=[<|begin|>]", "model.lora={}", "train.deepspeed=zero3"]
+    job = make_job(*overrides)
+    with pytest.raises(PlanError, match=r"Set train.deepspeed=zero2, or train all weights: model.lora=null"):
+        check_with_frameworks(job, load_tokenizer(job.recipe))
+    for dropped in overrides:
+        other = make_job(*(override for override in overrides if override != dropped))
+        check_with_frameworks(other, load_tokenizer(other.recipe))
+
+
+def with_adapters(model: Any, tokenizer: Any, **lora: Any) -> Any:
+    embed_new_tokens(model, tokenizer, NEW, "tiny")
+    return get_peft_model(model, lora_config(Lora(**lora), model, new_token_ids(tokenizer, NEW)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [True, False])
+def test_beside_adapters_the_new_rows_alone_are_trained(tied: bool, dtype: torch.dtype, tokenizer: Any) -> None:
+    model = with_adapters(qwen(NO_ROWS, tied, dtype), tokenizer)
+    rows = [weight for name, weight in model.named_parameters() if weight.requires_grad and "lora_" not in name]
+    assert [tuple(weight.shape) for weight in rows] == [(2, 32)] * (1 if tied else 2)
+    assert {weight.dtype for weight in rows} == {torch.float32}, "bf16 would round small steps away"
+    ids = torch.tensor([[5, OWN, 6, OWN + 1, 7]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all(weight.grad is not None and weight.grad.abs().min(1).values.gt(0).any() for weight in rows)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_merged_rows_give_the_logits_of_the_trained_ones(tied: bool, tokenizer: Any) -> None:
+    model = with_adapters(qwen(NO_ROWS, tied), tokenizer)
+    before = weights(model.get_base_model())
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.requires_grad and "lora_A" not in name:
+                weight.add_(torch.linspace(-0.1, 0.3, weight.numel()).reshape(weight.shape))
+    ids = torch.tensor([[5, OWN, 6, OWN + 1, 7]])
+    live = logits(model, ids)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(logits(merged, ids), live, atol=1e-5, rtol=1e-5)
+    assert (merged.lm_head.weight is merged.model.embed_tokens.weight) == tied
+    assert merged.config.tie_word_embeddings == tied
+    for old, now in zip(before, weights(merged), strict=True):
+        assert torch.equal(now[:OWN], old[:OWN])
+        assert not torch.isclose(now[OWN:], old[OWN:]).all()
+
+
+def test_trl_can_read_a_head_whose_rows_are_trained(tokenizer: Any) -> None:
+    """Its fused head asks for weight and bias; when peft's wrapper has a bias by itself, show_head can go."""
+    model = with_adapters(qwen(NO_ROWS, tied=True), tokenizer)
+    head = model.get_base_model().get_output_embeddings()
+    assert not hasattr(head, "bias")
+    show_head(model)
+    assert head.bias is None
+    assert head.weight.requires_grad
+
+
+@pytest.mark.parametrize("target_modules", [("q_proj", "embed_tokens"), ("lm_head",), r".*(q_proj|embed_tokens)"])
+def test_an_embedding_is_not_trained_in_two_ways(target_modules: Any, tokenizer: Any) -> None:
+    with pytest.raises(ModelError, match=r"target_modules names .*(embed_tokens|lm_head).*Leave it out"):
+        with_adapters(qwen(NO_ROWS, tied=False), tokenizer, target_modules=target_modules)
+
+
+def test_a_head_with_a_bias_is_refused_beside_adapters(tokenizer: Any) -> None:
+    with pytest.raises(ModelError, match=r"has a bias, .* Train all weights: model.lora=null"):
+        with_adapters(phi(NO_ROWS), tokenizer)
+
+
+def test_tying_that_peft_would_not_see_is_refused_beside_adapters(tokenizer: Any) -> None:
+    model = qwen(NO_ROWS, tied=True)
+    model.config.tie_word_embeddings = False
+    with pytest.raises(ModelError, match=r"tied otherwise than its config.json says"):
+        with_adapters(model, tokenizer)

@@ -1,0 +1,53 @@
+"""Law 6 by training: the model of the tiny recipe ends each answer by itself, as its saved generation config has it."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from sft.demo import make_demo
+from sft.recipe import REPOSITORY
+from sft.run_directory import Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_the_tiny_recipe_answers_and_stops_on_every_prompt_that_was_not_trained(
+    tmp_path: Path, command: Command
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    recipe = REPOSITORY / "recipes" / "tiny.yaml"
+    command([sys.executable, "-m", "sft.train", recipe, f"output_dir={tmp_path}", "data.held_out=0.02"])
+    run = Run((tmp_path / "tiny" / "latest").resolve())
+    tokenizer = AutoTokenizer.from_pretrained(run.final, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(run.final)
+    rows = [json.loads(line) for line in (make_demo(tmp_path).task.parent / "test.jsonl").read_text().splitlines()]
+    assert len(rows) == 200
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": row["question"]}], tokenize=False, add_generation_prompt=True
+        )
+        for row in rows
+    ]
+    batch = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
+    with torch.no_grad():
+        # Far more room than an answer takes; nothing but the model's own end token stops it.
+        answers = model.generate(**batch, do_sample=False, max_new_tokens=100)[:, batch["input_ids"].shape[1] :]
+    stops = model.generation_config.eos_token_id
+    assert stops == [tokenizer.eos_token_id]
+    assert tokenizer.eos_token_id != tokenizer.pad_token_id
+    ended = sum(tokenizer.eos_token_id in answer for answer in answers.tolist())
+    assert ended == 200
+    right = sum(
+        tokenizer.decode(answer, skip_special_tokens=True) == row["answer"]
+        for answer, row in zip(answers, rows, strict=True)
+    )
+    assert right >= 190
+    held_out = [json.loads(line).get("held_out_loss") for line in run.metrics_file.read_text().splitlines()]
+    assert held_out[-1] < 0.05
