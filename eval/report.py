@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from eval.curve import draw_curve
+from eval.data_report import data_section
 from eval.markdown import MISSING, code, duration, facts, number, table, text
 from eval.recorded import Recorded, entries, get, read_run
 from sft.errors import RunError, run_main
@@ -169,52 +170,6 @@ def _held_out(of: Recorded) -> dict[str, str]:
     }
 
 
-def _dropped(entry: object) -> str:
-    reasons = get(entry, "rows", "dropped")
-    if not isinstance(reasons, dict):
-        return MISSING
-    return ", ".join(f"{number(count)} ({text(reason)})" for reason, count in reasons.items()) or "0"
-
-
-def _balance(ledger: dict[str, Any]) -> str:
-    tokens = get(ledger, "total", "tokens") or {}
-    counts = [tokens.get(fate) for fate in ("in", "trained", "masked", "truncated", "dropped")]
-    known = [count for count in counts if isinstance(count, int)]
-    if len(known) < len(counts):
-        return "The ledger has no complete total."
-    words = f"{known[0]:,} tokens in; trained + masked + truncated + dropped = {sum(known[1:]):,}"
-    return f"{words}." if known[0] == sum(known[1:]) else f"**The ledger does not add up:** {words}."
-
-
-def _packing(packing: object) -> str:
-    if not isinstance(packing, dict):
-        return "Not packed: one document in a sequence."
-    counts = f"{number(packing.get('packs'))} packs, {number(packing.get('fill'), '.1%')} full"
-    return f"Packed: {counts}; {number(packing.get('padding'))} tokens of padding beside the tokens above."
-
-
-def _data(of: Recorded) -> list[str]:
-    accounts = [(code(source.get("source")), source) for source in entries(of.ledger, "sources")]
-    if not accounts:
-        return ["The token ledger, `ledger.json`, is missing."]
-    accounts.append(("all", of.ledger.get("total") or {}))
-    fates = ("in", "trained", "masked", "truncated", "dropped")
-    rows = table(
-        ["Source", "Rows", "Used", "Dropped"],
-        [
-            [name, *(number(get(entry, "rows", key)) for key in ("in", "used")), _dropped(entry)]
-            for name, entry in accounts
-        ],
-        numbers=(1, 2),
-    )
-    tokens = table(
-        ["Source", *(f"Tokens {fate}" for fate in fates)],
-        [[name, *(number(get(entry, "tokens", fate)) for fate in fates)] for name, entry in accounts],
-        numbers=range(1, 6),
-    )
-    return [*rows, "", *tokens, "", _balance(of.ledger), _packing(of.ledger.get("packing"))]
-
-
 def _plan(of: Recorded) -> list[str]:
     if not of.decisions:
         return ["The plan, `plan.json`, is missing."]
@@ -272,7 +227,7 @@ def _again(of: Recorded) -> list[str]:
 SECTIONS: dict[str, Callable[[Recorded], list[str]]] = {
     "Evaluation": _evaluation,
     "Training": _training,
-    "Data": _data,
+    "Data": data_section,
     "Plan": _plan,
     "Environment": _environment,
     "To run it again": _again,

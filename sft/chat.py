@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,7 @@ Span = tuple[int, int]
 _QUESTION, _ANSWER, _THOUGHT, _TOOL, _VALUE = "Qvaa", "Avbb", "Tvcc", "tool_vdd", "Vvee"
 """Words that no template writes by itself, to find again in what it rendered."""
 
+_EMPTY_THOUGHT = re.compile(r"<think>\s*</think>")
 MARKERS = ("{% generation", "{%- generation", "{%generation", "{%-generation")
 
 
@@ -218,6 +220,15 @@ class ChatRenderer:
     def quotes_arguments(self) -> bool:
         """Whether arguments that are a string, as OpenAI gives them, come out quoted once more."""
         return not self._shows(f'"{_VALUE}"', **self._call(f'{{"{_VALUE}": 1}}'))
+
+    @cached_property
+    def trains_empty_thoughts(self) -> bool:
+        """Whether a turn without thoughts is trained to begin with an empty one."""
+        try:
+            rendered = self.render([{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}])
+        except ValueError:
+            return False
+        return any(_EMPTY_THOUGHT.search(rendered.text[start:end]) for start, end in rendered.spans)
 
     @cached_property
     def shows_reasoning(self) -> bool:

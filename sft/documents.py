@@ -186,10 +186,9 @@ class DocumentMaker:
             yield
         except _Overlong as error:
             raise _Stop(row, f"{error}. Raise it, or set data.overlong to drop, truncate or split") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            reason = f"the column {error} is missing" if isinstance(error, KeyError) else str(error)
+        except (ValueError, TypeError, AttributeError) as error:
             if self.data.on_bad_row == "error":
-                raise _Stop(row, f"{reason}. Correct or remove the row, or set data.on_bad_row=drop") from None
+                raise _Stop(row, f"{error}. Correct or remove the row, or set data.on_bad_row=drop") from None
             chunk.counts.drop("bad row")
             chunk.findings.add("bad_row", chunk.source, row)
 
@@ -198,7 +197,12 @@ class DocumentMaker:
     ) -> _Encodable | _Given | None:
         if isinstance(row, BadRow):
             raise ValueError(row.reason)
-        example = to_example(renamed(row, source), format, self.data, source)
+        try:
+            example = to_example(renamed(row, source), format, self.data, source)
+        except KeyError as error:
+            raise ValueError(
+                f"it has no column {error}, as rows of the format {format} do, but {', '.join(row)}"
+            ) from None
         if isinstance(example, Tokens):
             return _Given(row_number, *self._given(example))
         # A text that was rendered elsewhere holds its special tokens on purpose.
@@ -214,7 +218,14 @@ class DocumentMaker:
         breaks = "special_tokens" in found
         if isinstance(example, Text):
             return self._text(example, row_number, escape, breaks)
-        return self._conversation(example, row_number, escape, breaks)
+        item = self._conversation(example, row_number, escape, breaks)
+        if item is not None and self.renderer is not None and self.renderer.trains_empty_thoughts:
+            thoughts = [
+                message.get("reasoning_content") or "</think>" in message["content"] for message in example.messages
+            ]
+            if not any(thoughts):
+                chunk.findings.add("empty_thought", chunk.source, row_number)
+        return item
 
     def _given(self, row: Tokens) -> tuple[np.ndarray, np.ndarray]:
         wrong = next((token for token in row.input_ids if not 0 <= token < self.vocabulary), None)

@@ -14,35 +14,10 @@ import torch
 
 from sft.errors import ModelError, PlanError
 from sft.job import Job
+from sft.tokenizer import check_vocabulary, new_token_ids
 
 _ROWS_AT_ONCE = 8192
 """Rows summed in float64 at a time: a whole large embedding would take gigabytes."""
-
-
-def new_token_ids(tokenizer: Any, new_tokens: Sequence[str]) -> list[int]:
-    """The ids of model.new_tokens."""
-    vocabulary = tokenizer.get_vocab()
-    return [vocabulary[token] for token in new_tokens]
-
-
-def check_vocabulary(tokenizer: Any, new_tokens: Sequence[str], rows: int, name: str) -> None:
-    """Refuse a tokenizer that has more tokens of its own than the embedding has rows.
-
-    Args:
-        tokenizer: From load_tokenizer.
-        new_tokens: The recipe's; the embedding is made larger for these.
-        rows: Of the model's embedding.
-        name: The model's, for the message.
-
-    Raises:
-        ModelError: The two do not belong together.
-    """
-    own = max(set(tokenizer.get_vocab().values()) - set(new_token_ids(tokenizer, new_tokens))) + 1
-    if own > rows:
-        raise ModelError(
-            f"The tokenizer of {name} has {own} tokens, and the model's embedding {rows} rows. "
-            "They do not belong together: give a folder where they do."
-        )
 
 
 def check_new_tokens(job: Job) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from sft.demo import make_demo
 from sft.errors import ModelError
-from sft.formats import Example, Row, Text, Tokens, renamed, row_format, to_example
+from sft.formats import Example, Row, Text, Tokens, common_columns, renamed, row_format, to_example
 from sft.readers import count_rows
 from sft.recipe import Recipe, Source
 from sft.recipe_file import find_file
@@ -155,7 +155,7 @@ def inspect_model(recipe: Recipe, download: bool = True) -> ModelFacts:
 def _sample(files: list[Path], source: Source) -> tuple[list[Row], str, float]:
     """The first rows of the first file, their format, and how many rows all files hold at that density."""
     rows = first_look(files, _SAMPLE)
-    format = row_format({key for row in rows for key in row}, source)
+    format = row_format(common_columns(rows), source)
     counts = [count_rows(file) for file in files]
     if None not in counts:
         return rows, format, float(sum(count or 0 for count in counts))

@@ -25,7 +25,7 @@ MEANING = {
     "held_out_duplicate": "a row that is also held out; not trained",
     "same_answer": "the same answer as many other rows",
     "very_long": "far longer than the other rows",
-    "empty_thought": "the template writes an empty thought before the answer, which is trained",
+    "empty_thought": "no thought before an answer: the chat template writes an empty one, which is trained",
 }
 """What each kind of finding says of a row."""
 

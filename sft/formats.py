@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,6 +95,12 @@ def renamed(row: Row, source: Source) -> Row:
     taken = set(source.columns.values())
     kept = {name: value for name, value in row.items() if name not in taken}
     return kept | {ours: row[theirs] for ours, theirs in source.columns.items() if theirs in row}
+
+
+def common_columns(rows: Sequence[Row]) -> set[str]:
+    """The columns that at least half of the rows have."""
+    counts = Counter(name for row in rows for name in row)
+    return {name for name, count in counts.items() if 2 * count >= len(rows)}
 
 
 def row_format(columns: set[str], source: Source) -> str:

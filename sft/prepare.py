@@ -32,7 +32,7 @@ from sft.documents import Counts, DocumentMaker
 from sft.errors import DataError, ModelError, RecipeError, RunError, run_main, stop
 from sft.facts import ModelFacts
 from sft.findings import MEANING, Findings, script_of
-from sft.formats import row_format
+from sft.formats import common_columns, row_format
 from sft.job import open_recipe
 from sft.ledger import check_limits, lengths_json, settle, total
 from sft.mixture import Mixture, mix
@@ -42,6 +42,7 @@ from sft.readers import BadRow
 from sft.recipe import Recipe, Source
 from sft.sources import open_source, place
 from sft.store import DocumentStore, DocumentWriter, SequenceIndex
+from sft.tokenizer import CHOICES, check_vocabulary, load_tokenizer
 
 _FIRST_ROWS = 1000
 """Rows whose columns decide the format."""
@@ -94,9 +95,9 @@ def prepare(recipe: Recipe, model: ModelFacts) -> Prepared:
         prepared = find_prepared(folder)
         if prepared is not None:
             return prepared
-        from sft.tokenizer import load_tokenizer
-
         tokenizer = load_tokenizer(recipe)
+        if model.vocab_size is not None:
+            check_vocabulary(tokenizer, recipe.model.new_tokens, model.vocab_size, recipe.model.name_or_path)
         work = folder.with_name(f".{folder.name}.{os.getpid()}")
         try:
             work.mkdir()
@@ -199,7 +200,7 @@ def _read_source(
     if not good:
         reason = f": none of its first {len(head)} rows can be read ({head[0][1].reason})" if head else ""  # type: ignore[union-attr]
         raise DataError(f"{source.path} holds no rows{reason}.")
-    format = row_format({key for row in good for key in row}, source)
+    format = row_format(common_columns(good), source)
     if recipe.data.loss_on == "completion" and format not in ("prompt_completion", "alpaca"):
         raise DataError(
             f"data.loss_on=completion, and {source.path} is of the format {format}, which has no completion. Set data.loss_on to "
@@ -211,9 +212,8 @@ def _read_source(
         )
     if maker.renderer is None and source.chat and format not in ("text", "tokens"):
         raise ModelError(
-            f"{recipe.model.name_or_path} has no chat template, which rows of the format {format} need ({source.path}). Set "
-            "model.chat_template: `chatml` (needs <|im_start|> and <|im_end|>, if need be in model.new_tokens), `plain` (words for roles, "
-            " the tokenizer's own EOS), or a .jinja file. Prompts and completions are trained as they stand with `chat: false`."
+            f"{recipe.model.name_or_path} has no chat template, which rows of the format {format} need ({source.path}). Set {CHOICES} "
+            "Prompts and completions are trained as they stand with `chat: false`."
         )
     counts = Counts()
     # On a terminal a line that changes; elsewhere one now and then.

@@ -5,6 +5,7 @@ Law 6: the end-of-turn token is trained, is what generation stops at, and is not
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,12 @@ from sft.recipe_file import find_file
 from sft.sources import BUILTIN, looks_local
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
+CHOICES = (
+    "model.chat_template: `chatml` (needs <|im_start|> and <|im_end|>, if need be in model.new_tokens), `plain` (words for roles, the "
+    "tokenizer's own EOS), or a .jinja file."
+)
+"""What to do about a missing chat template."""
+
 _PROBE = [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "Blue"}]
 
 
@@ -124,6 +131,11 @@ def load_tokenizer(recipe: Recipe) -> Any:
             f"{model.name_or_path} has neither a chat template nor an end-of-sequence token: a model trained so never learns to stop. Set "
             "model.eos_token."
         )
+    elif (recipe.eval.tasks or recipe.eval.suite) and recipe.eval.apply_chat_template:
+        raise ModelError(
+            f"{model.name_or_path} has no chat template, which conversations need, and the evaluation (eval.apply_chat_template=true). Set "
+            f"{CHOICES} For a model of plain text set eval.apply_chat_template=false."
+        )
     _settle_padding(tokenizer, recipe, tokenizer.eos_token_id)
     tokenizer.padding_side = "right"
     return tokenizer
@@ -154,3 +166,29 @@ def _settle_padding(tokenizer: Any, recipe: Recipe, stop: int) -> None:
         f"{recipe.model.name_or_path} {problem} ({tokenizer.eos_token}). Set model.pad_token to another token of its vocabulary"
         + (f", for example {unused[0]}." if unused else ".")
     )
+
+
+def new_token_ids(tokenizer: Any, new_tokens: Sequence[str]) -> list[int]:
+    """The ids of model.new_tokens."""
+    vocabulary = tokenizer.get_vocab()
+    return [vocabulary[token] for token in new_tokens]
+
+
+def check_vocabulary(tokenizer: Any, new_tokens: Sequence[str], rows: int, name: str) -> None:
+    """Refuse a tokenizer that has more tokens of its own than the embedding has rows.
+
+    Args:
+        tokenizer: From load_tokenizer.
+        new_tokens: The recipe's; the embedding is made larger for these.
+        rows: Of the model's embedding.
+        name: The model's, for the message.
+
+    Raises:
+        ModelError: The two do not belong together.
+    """
+    own = max(set(tokenizer.get_vocab().values()) - set(new_token_ids(tokenizer, new_tokens))) + 1
+    if own > rows:
+        raise ModelError(
+            f"The tokenizer of {name} has {own} tokens, and the model's embedding {rows} rows. "
+            "They do not belong together: give a folder where they do."
+        )

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> None:
     job = open_job(recipe_path, overrides, distributed.job_hardware())
     enter(job)
     tokenizer = load_tokenizer(job.recipe)
-    check_with_frameworks(job, tokenizer)
+    check_with_frameworks(job)
     start = start_run(job)
     with recorded(start.run):
         train(job.with_data(start.prepared.facts()), start, tokenizer)
@@ -64,21 +64,19 @@ def enter(job: Job) -> None:
     distributed.join_group(job.deepspeed is not None, uses_gpu)
 
 
-def check_with_frameworks(job: Job, tokenizer: Any) -> None:
+def check_with_frameworks(job: Job) -> None:
     """The checks that need the frameworks imported, still before data and weights.
 
     Raises:
-        UserError: Kernels, trainer arguments, new tokens, or a tokenizer that is not the model's.
+        UserError: Kernels, trainer arguments, or new tokens that would stay untrained.
     """
-    from sft.embeddings import check_new_tokens, check_vocabulary
+    from sft.embeddings import check_new_tokens
     from sft.model import check_kernels
     from sft.trainer import check_trainer_args
 
     check_kernels(job)
     check_trainer_args(job)
     check_new_tokens(job)
-    if job.model.vocab_size is not None:
-        check_vocabulary(tokenizer, job.recipe.model.new_tokens, job.model.vocab_size, job.recipe.model.name_or_path)
 
 
 def say(*lines: str) -> None:

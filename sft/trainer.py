@@ -13,11 +13,12 @@ from transformers.trainer_utils import rotate_checkpoints
 from trl import SFTConfig, SFTTrainer
 
 from sft.batches import Sequences, StepOrder
-from sft.embeddings import new_token_ids, show_head
+from sft.embeddings import show_head
 from sft.errors import ModelError, PlanError, RecipeError, did_you_mean
 from sft.job import Job
 from sft.model import lora_config
 from sft.run_directory import Run
+from sft.tokenizer import new_token_ids
 
 SCHEDULES = {"cosine": "cosine_with_min_lr", "linear": "linear", "constant": "constant_with_warmup"}
 

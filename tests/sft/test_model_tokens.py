@@ -11,13 +11,14 @@ from peft import get_peft_model
 from transformers import AutoTokenizer, PhiConfig, PhiForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from sft.demo import Demo
-from sft.embeddings import check_vocabulary, embed_new_tokens, new_token_ids, show_head
+from sft.embeddings import embed_new_tokens, show_head
 from sft.errors import ModelError, PlanError
 from sft.hardware import Hardware
 from sft.job import Job, open_job
 from sft.model import load_model, lora_config
+from sft.prepare import prepare
 from sft.recipe import Lora
-from sft.tokenizer import load_tokenizer
+from sft.tokenizer import check_vocabulary, load_tokenizer, new_token_ids
 from sft.train import check_with_frameworks
 
 # transformers 5.23 renames what peft 0.21 still asks for.
@@ -135,9 +136,8 @@ def test_only_a_tokenizer_that_is_larger_by_itself_is_refused(make_job: MakeJob)
     tokenizer = load_tokenizer(job.recipe)
     assert job.model.vocab_size is not None
     assert len(tokenizer) > job.model.vocab_size
-    check_with_frameworks(job, tokenizer)
     with pytest.raises(ModelError, match="builtin:demo has 541 tokens, and the model's embedding 540 rows"):
-        check_with_frameworks(replace(job, model=replace(job.model, vocab_size=OWN - 1)), tokenizer)
+        prepare(job.recipe, replace(job.model, vocab_size=OWN - 1))
     with pytest.raises(ModelError, match="541 tokens, and the model's embedding 540 rows"):
         embed_new_tokens(qwen(OWN - 1, tied=True), tokenizer, job.recipe.model.new_tokens, "tiny")
     check_vocabulary(tokenizer, job.recipe.model.new_tokens, OWN, "tiny")
@@ -147,10 +147,10 @@ def test_adapters_under_zero_3_cannot_train_new_tokens(make_job: MakeJob) -> Non
     overrides = ["model.new_tokens=[<|begin|>]", "model.lora={}", "train.deepspeed=zero3"]
     job = make_job(*overrides)
     with pytest.raises(PlanError, match=r"Set train.deepspeed=zero2, or train all weights: model.lora=null"):
-        check_with_frameworks(job, load_tokenizer(job.recipe))
+        check_with_frameworks(job)
     for dropped in overrides:
         other = make_job(*(override for override in overrides if override != dropped))
-        check_with_frameworks(other, load_tokenizer(other.recipe))
+        check_with_frameworks(other)
 
 
 def with_adapters(model: Any, tokenizer: Any, **lora: Any) -> Any:

@@ -1,0 +1,273 @@
+"""Bad data: one message with the place, the reason and the remedy and status 2, or rows dropped and counted. Never a traceback."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft.errors import UserError
+from sft.facts import inspect_model
+from sft.ledger import check_limits
+from sft.prepare import prepare
+from sft.recipe import Recipe
+
+MakeRecipe = Callable[..., Recipe]
+
+GOOD: dict[str, Any] = {"prompt": "Hi", "completion": "Hello"}
+
+
+def lines(*rows: object) -> bytes:
+    """Rows as .jsonl; bytes and text stand as they are."""
+    encoded = [
+        row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode() for row in rows
+    ]
+    return b"".join(row + b"\n" for row in encoded)
+
+
+def talk(*turns: tuple[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def many(count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"Question {number}", "completion": f"Answer {number}"} for number in range(count)]
+
+
+@dataclass(frozen=True)
+class Bad:
+    """Data, and what becomes of it: a message that holds all of `told`, or rows dropped by reason."""
+
+    rows: bytes
+    told: tuple[str, ...] = ()
+    dropped: dict[str, int] = field(default_factory=dict)
+    used: int | None = None
+    overrides: tuple[str, ...] = ()
+    name: str = "rows.jsonl"
+
+
+def refused(rows: bytes, *told: str, overrides: tuple[str, ...] = (), name: str = "rows.jsonl") -> Bad:
+    return Bad(rows, told, overrides=overrides, name=name)
+
+
+DROP = ("data.on_bad_row=drop",)
+LONG = {"prompt": "Hi", "completion": "word " * 200_000}
+BROKEN = b'{"prompt": "Hi", "comple'
+TURNS_330 = talk(*[turn for _ in range(165) for turn in (("user", "Go on"), ("assistant", "And then"))])
+
+BAD = {
+    # Files
+    "a file of no bytes": refused(b"", "rows.jsonl holds no rows"),
+    "blank lines only": refused(b"\n\n  \n", "rows.jsonl holds no rows"),
+    "a broken line in the middle": refused(
+        lines(GOOD, BROKEN, GOOD), "rows.jsonl, row 2", "not JSON", "data.on_bad_row=drop"
+    ),
+    "a broken line that may be dropped": Bad(
+        lines(*many(20), BROKEN, GOOD), dropped={"bad row": 1}, used=21, overrides=DROP
+    ),
+    "a file of broken lines": refused(
+        lines(BROKEN, BROKEN), "none of its first 2 rows can be read", "not JSON", overrides=DROP
+    ),
+    "a line that is not UTF-8": refused(lines(GOOD, b'{"prompt": "Hi \xff", "completion": "x"}'), "row 2", "UTF-8"),
+    "a line that is not UTF-8 and may be dropped": Bad(
+        lines(*many(20), b'{"prompt": "Hi \xff", "completion": "x"}'), dropped={"bad row": 1}, used=20, overrides=DROP
+    ),
+    "a line that is a number": refused(lines(GOOD, "5"), "row 2", "int"),
+    "an array that was cut off": refused(
+        b'[{"prompt": "Hi", "completion": "x"}, {"prom', "rows.json", name="rows.json"
+    ),
+    "a compressed file under a plain name": refused(gzip.compress(lines(GOOD)), "gzip"),
+    "a compressed file that was cut off": refused(
+        gzip.compress(lines(*many(2000)))[:-300], "rows.jsonl.gz", name="rows.jsonl.gz"
+    ),
+    "text under the name of parquet": refused(lines(GOOD), "rows.parquet", "cannot be read", name="rows.parquet"),
+    "text under the name of arrow": refused(lines(GOOD), "rows.arrow", "cannot be read", name="rows.arrow"),
+    "a table with a field too many": refused(
+        b"prompt,completion\nHi,Hello\nHi,Hello,You\n", "rows.csv", "row 2", name="rows.csv"
+    ),
+    "a kind of file that is not read": refused(lines(GOOD), "rows.txt", ".jsonl", name="rows.txt"),
+    "a pattern that nothing matches": refused(lines(GOOD), "*.parquet", overrides=("data.train=none-*.parquet",)),
+    # Columns
+    "preference data": refused(
+        lines({"prompt": "Hi", "chosen": "Hello", "rejected": "Go away"}),
+        "preference data",
+        "DPO",
+        "completion: chosen",
+    ),
+    "unknown columns": refused(lines({"question": "a", "reply": "b"}), "Found: question, reply", "`columns`"),
+    "a renamed column that is not there": refused(
+        lines(GOOD), "no column question", overrides=("data.train=[{path: rows.jsonl, columns: {prompt: question}}]",)
+    ),
+    "another format than was said": refused(
+        lines(GOOD), "said to be alpaca", "instruction", overrides=("data.train=[{path: rows.jsonl, format: alpaca}]",)
+    ),
+    "two kinds of rows in one file": refused(
+        lines(GOOD, GOOD, talk(("user", "Hi"), ("assistant", "Hello"))), "row 3", "no column 'prompt'", "but messages"
+    ),
+    "a conversation for which the template is to be left out": refused(
+        lines(talk(("user", "Hi"), ("assistant", "Hello"))),
+        "chat=false",
+        overrides=("data.train=[{path: rows.jsonl, chat: false}]",),
+    ),
+    "a completion asked for where there is none": refused(
+        lines(talk(("user", "Hi"), ("assistant", "Hello"))),
+        "data.loss_on=completion",
+        overrides=("data.loss_on=completion",),
+    ),
+    # Rows
+    "an unknown role": refused(lines(talk(("user", "Hi"), ("asistant", "Hello"))), "row 1", "unknown role 'asistant'"),
+    "a message without a role": refused(lines({"messages": [{"content": "Hi"}]}), "row 1", "no `role`"),
+    "content that is a number": refused(lines(talk(("user", 5), ("assistant", "x"))), "row 1", "type int"),
+    "a picture": refused(
+        lines(talk(("user", [{"type": "image_url", "image_url": "x"}]), ("assistant", "x"))), "row 1", "image_url"
+    ),
+    "messages that are text": refused(lines({"messages": "Hi"}), "row 1", "`messages` is no JSON"),
+    "messages that are an object": refused(lines({"messages": {"role": "user"}}), "row 1", "not a list"),
+    "a function call that is no JSON": refused(
+        lines({"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "{name"}]}),
+        "row 1",
+        "a function call is no JSON",
+    ),
+    "tools that are no list": refused(
+        lines(talk(("user", "a"), ("assistant", "b")) | {"tools": {"name": "x"}}), "row 1", "`tools` is of type dict"
+    ),
+    "tools that the template does not show": refused(
+        lines(talk(("user", "a"), ("assistant", "b")) | {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        "chat template shows none of them",
+        "model.chat_template",
+    ),
+    "half a weight": refused(
+        lines({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0.5}]}),
+        "row 1",
+        "`weight` of a message is 0.5",
+    ),
+    "no messages": Bad(
+        lines(*[talk(("user", "a"), ("assistant", "b"))] * 20, {"messages": []}), dropped={"no answer to train on": 1}
+    ),
+    "answers that are all empty": refused(
+        lines(*[{"prompt": "a", "completion": ""}] * 3), "Nothing is left to train on", "3 no answer to train on"
+    ),
+    "too many empty answers": refused(
+        lines(*many(3), {"prompt": "a", "completion": " "}),
+        "1 of 4 rows (25.0%) were dropped",
+        "data.max_dropped_fraction=0.1",
+    ),
+    "every turn taken out of the loss": refused(
+        lines({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "train": False}]}),
+        "Nothing is left to train on",
+    ),
+    # Tokens
+    "labels that are all -100": refused(
+        lines({"input_ids": [5, 6, 7], "labels": [-100] * 3}), "Nothing is left to train on", "1 no trained token"
+    ),
+    "a token that the tokenizer has not": refused(lines({"input_ids": [5, 99_999]}), "row 1", "99999", "541 tokens"),
+    "labels of another length": refused(lines({"input_ids": [5, 6], "labels": [6]}), "row 1", "`labels` has 1"),
+    "labels that are shifted": refused(lines({"input_ids": [5, 6, 7], "labels": [6, 7, -100]}), "row 1", "unshifted"),
+    "token ids that are text": refused(lines({"input_ids": "5 6 7"}), "row 1", "not a list of whole numbers"),
+    # Lengths
+    "a conversation of 330 turns": refused(
+        lines(TURNS_330), "Nothing is left to train on", "longer than max_length", "tokens a row"
+    ),
+    "a conversation of 330 turns that may be split": Bad(lines(TURNS_330), used=1, overrides=("data.overlong=split",)),
+    "a row of a megabyte": refused(
+        lines(*many(9), LONG),
+        "1 of 10 rows (10.0%) are longer than data.max_length=128",
+        "data.max_overlong_fraction=0.05",
+        "tokens a row",
+    ),
+    "a row of a megabyte among many": Bad(lines(*many(99), LONG), dropped={"longer than max_length": 1}, used=99),
+    "a row too long where that is an error": refused(
+        lines(GOOD, LONG), "row 2", "more than data.max_length=128", "data.overlong", overrides=("data.overlong=error",)
+    ),
+    "a question that leaves no room for the answer": Bad(
+        lines(*many(99), {"prompt": "word " * 300, "completion": "x"}),
+        dropped={"no trained token within max_length": 1},
+        overrides=("data.overlong=truncate",),
+    ),
+    # What is asked of the data
+    "too little that is trained": refused(
+        lines({"prompt": "a " * 30, "completion": "x"}),
+        "data.min_trained_fraction=0.5",
+        overrides=("data.min_trained_fraction=0.5",),
+    ),
+    "a finding that is refused": refused(
+        lines({"prompt": "Dear {{name}}", "completion": "x"}),
+        "row 1",
+        "never filled in",
+        overrides=("data.refuse=[placeholder]",),
+    ),
+    "more rows than there are": refused(
+        lines(*many(3)), "rows=5", "has 3 usable rows", overrides=("data.train=[{path: rows.jsonl, rows: 5}]",)
+    ),
+    "everything held out": refused(lines(GOOD), "Nothing is left to train on", overrides=("data.held_out=rows.jsonl",)),
+}
+
+
+@pytest.fixture
+def prepared(
+    make_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Bad], dict[str, Any]]:
+    """The ledger of the data; a UserError where it is refused."""
+
+    def run(bad: Bad) -> dict[str, Any]:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / bad.name).write_bytes(bad.rows)
+        recipe = make_recipe(f"data.train={bad.name}", *bad.overrides, f"output_dir={tmp_path / 'outputs'}")
+        ledger = prepare(recipe, inspect_model(recipe)).ledger
+        check_limits(ledger, recipe.data)
+        return ledger
+
+    return run
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_data_is_refused_in_one_message_or_counted(
+    name: str, prepared: Callable[[Bad], dict[str, Any]], tmp_path: Path
+) -> None:
+    bad = BAD[name]
+    if bad.told:
+        with pytest.raises(UserError) as error:
+            prepared(bad)
+        for part in bad.told:
+            assert part in str(error.value)
+        assert len(str(error.value)) < 4000
+        return
+    ledger = prepared(bad)["total"]
+    assert ledger["rows"]["dropped"] == bad.dropped
+    assert bad.used in (None, ledger["rows"]["used"])
+    tokens = ledger["tokens"]
+    assert tokens["in"] == sum(tokens[part] for part in ("trained", "masked", "truncated", "dropped"))
+    assert not list((tmp_path / "outputs" / ".prepared").glob(".*.[0-9]*"))
+
+
+AS_A_USER = ("a broken line in the middle", "preference data", "a row of a megabyte", "labels that are all -100")
+
+
+@pytest.mark.parametrize("name", AS_A_USER)
+def test_a_user_sees_the_message_alone_and_status_2(name: str, tmp_path: Path) -> None:
+    bad = BAD[name]
+    (tmp_path / bad.name).write_bytes(bad.rows)
+    (tmp_path / "mine.yaml").write_text(
+        'schema_version: 1\nversion: 1\nmodel: {name_or_path: "builtin:demo"}\n'
+        f"data: {{train: {bad.name}, max_length: 128}}\ntrain: {{global_batch_size: 8}}\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-m", "sft.launch", "mine.yaml", *bad.overrides],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr
+    for part in bad.told:
+        assert part in ended.stderr
+    assert "sft.train" not in ended.stdout
+    assert [path.name for path in (tmp_path / "outputs").iterdir() if not path.name.startswith(".")] == []
