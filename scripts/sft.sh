@@ -3,6 +3,8 @@
 #
 #   bash scripts/sft.sh recipes/tiny.yaml                             train
 #   bash scripts/sft.sh recipes/tiny.yaml train.learning_rate=1e-3    change a key
+#   bash scripts/sft.sh recipes/tiny.yaml --show 3                    three rows as the model gets them, ledger, findings
+#   bash scripts/sft.sh recipes/tiny.yaml --prepare                   prepare the data for a later start, and stop
 #   bash scripts/sft.sh recipes/qwen3b.yaml --plan                    print every decision, and stop
 #   bash scripts/sft.sh recipes/qwen3b.yaml --plan --on 8x80GB        for a machine that is not here
 #   NPROC=2 bash scripts/sft.sh recipes/tiny.yaml                     two processes (default: one for each GPU)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sft.errors import ModelError
-from sft.formats import Message
+from sft.turns import Message
 
 Span = tuple[int, int]
 
@@ -66,6 +67,7 @@ class ChatRenderer:
     def __init__(self, tokenizer: Any) -> None:
         self.template: str = tokenizer.chat_template
         self.marked_template = training_template(self.template)
+        self.added = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
         self.tokens = dict(tokenizer.special_tokens_map)
 
     def render(
@@ -79,15 +81,16 @@ class ChatRenderer:
             arguments: Further variables of the template.
 
         Raises:
-            ModelError: The template hides where the assistant speaks, or would lose the tools in silence.
-            ValueError: The template refuses this conversation, for example for the order of its roles.
+            ValueError: The template refuses this conversation, for example for the order of its roles, would lose its tools in
+                silence, or hides where the assistant speaks.
         """
         arguments = arguments or {}
-        messages = self._as_the_template_reads(messages, tools)
+        messages = self.as_the_template_reads(messages, tools)
         if self.marked_template is None:
             return self._render_by_comparison(messages, tools, arguments)
         text, spans = self.apply(messages, tools, arguments, marked=True)
-        spans = _whole_turns(text, spans, self.tokens.values())
+        turns = sum(message["role"] == "assistant" for message in messages)
+        spans = _whole_turns(text, spans, turns, self.tokens.values(), self.added)
         return Rendered(text, [(self._behind_prompt(text, start), end) for start, end in spans])
 
     def apply(
@@ -131,11 +134,13 @@ class ChatRenderer:
 
     def _behind_prompt(self, text: str, start: int) -> int:
         """Where a turn that is marked from `start` leaves what the generation prompt writes: that is never generated."""
-        prompt = self.generation_prompt
-        for inside in range(len(prompt), 0, -1):
-            before = len(prompt) - inside
-            if text.startswith(prompt, start - before):
-                return start + inside
+        header, thinks, _ = self.generation_prompt.partition("<think>")
+        # An answer without a thought follows the header alone.
+        for prompt in (self.generation_prompt, header + thinks, header):
+            for inside in range(len(prompt), 0, -1):
+                before = len(prompt) - inside
+                if before <= start and text.startswith(prompt, start - before):
+                    return start + inside
         return start
 
     def _render_by_comparison(
@@ -150,7 +155,7 @@ class ChatRenderer:
         """The assistant's turns in `text` by rendering it up to and including each.
 
         Raises:
-            ModelError: A part is not a prefix of the whole.
+            ValueError: A part is not a prefix of the whole.
         """
         spans = []
         for index, message in enumerate(messages):
@@ -159,28 +164,36 @@ class ChatRenderer:
             before, _ = self.apply(messages[:index], tools, arguments, prompt=True)
             # The line break after the end-of-turn token belongs to the template, not to the answer.
             upto = self.apply(messages[: index + 1], tools, arguments)[0].rstrip()
-            if not text.startswith(before) or not text.startswith(upto):
-                raise ModelError(
-                    "The chat template renders a turn differently once others follow it, so it cannot be told which tokens "
+            shared = before if text.startswith(before) else os.path.commonprefix([text, before])  # noqa: RUF071 - of characters
+            # Where the prompt writes an empty thought and the turn has one, the turn begins inside it.
+            in_thought = "<think>" in shared[before.rfind("<think>") :] and "</think>" in before[len(shared) :]
+            if not text.startswith(upto) or (shared != before and not in_thought):
+                raise ValueError(
+                    "the chat template renders a turn differently once others follow it, so it cannot be told which tokens "
                     "the assistant wrote. Set model.chat_template to a version with {% generation %} markers around the "
-                    "assistant's turn."
+                    "assistant's turn"
                 )
-            spans.append((len(before), len(upto)))
+            spans.append((len(shared), len(upto)))
         return spans
 
-    def _as_the_template_reads(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
+    def as_the_template_reads(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
+        """The messages with thoughts and arguments in the form that this template shows; once or twice is the same.
+
+        Raises:
+            ValueError: The template would lose tools, calls or arguments.
+        """
         if tools and not self.shows_tools:
-            raise ModelError(
-                "The rows have tools, and the chat template shows none of them to the model. Set model.chat_template to one that does, "
-                "or take the column out of the data."
+            raise ValueError(
+                "it has tools, and the chat template shows none of them to the model. Set model.chat_template to one that does, or "
+                "take the column out of the data"
             )
         read = []
         for message in messages:
             if message.get("tool_calls"):
                 if not self.shows_calls:
-                    raise ModelError(
-                        "The rows have calls of tools, and the chat template leaves them out. Set model.chat_template to one that writes "
-                        "`tool_calls`, or have the calls in the text of the turn."
+                    raise ValueError(
+                        "it has calls of tools, and the chat template leaves them out. Set model.chat_template to one that writes "
+                        "`tool_calls`, or have the calls in the text of the turn"
                     )
                 if self.quotes_arguments:
                     message = message | {"tool_calls": [_with_parsed_arguments(call) for call in message["tool_calls"]]}
@@ -247,7 +260,7 @@ def _with_parsed_arguments(call: Any) -> Any:
     return call | {"function": call["function"] | {"arguments": arguments}}
 
 
-def _whole_turns(text: str, marked: list[Span], tokens: Iterable[str]) -> list[Span]:
+def _whole_turns(text: str, marked: list[Span], count: int, tokens: Iterable[str], ends: tuple[str, ...]) -> list[Span]:
     """The marked ranges as turns that end with their end-of-turn token.
 
     Some templates mark a turn in several pieces; some the line break behind the token, or, at the end of the conversation, the
@@ -256,9 +269,13 @@ def _whole_turns(text: str, marked: list[Span], tokens: Iterable[str]) -> list[S
     turns: list[Span] = []
     for start, end in marked:
         if turns and turns[-1][1] == start:
+            if text[start:end].strip() in tokens and text[:start].rstrip().endswith(ends):
+                continue  # the EOS behind the end of the last turn
             turns[-1] = (turns[-1][0], end)
-        elif text[start:end].strip() not in tokens:
+        else:
             turns.append((start, end))
+    if len(turns) > count:
+        turns = [(start, end) for start, end in turns if text[start:end].strip() not in tokens]
     return [(start, start + len(text[start:end].rstrip())) for start, end in turns]
 
 

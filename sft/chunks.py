@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from itertools import islice
 
-from sft.documents import Chunk, DocumentMaker
+from sft.document_maker import DocumentMaker
+from sft.documents import Chunk
 from sft.findings import strings
 from sft.formats import Row
 from sft.readers import BadRow

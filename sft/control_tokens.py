@@ -23,9 +23,8 @@ class ControlTokens:
         names = sorted(special | set(tokenizer.all_special_tokens), key=len, reverse=True)
         self.names = frozenset(names)
         self._any = re.compile("|".join(map(re.escape, names)) or "(?!)")
-        ends = [name for name in names if name != tokenizer.bos_token] + [
-            name for name in _FOREIGN_ENDS if name not in self.names
-        ]
+        # A foreign name that is another token here, such as Llama's image token, ends nothing.
+        ends = sorted({tokenizer.eos_token, *_FOREIGN_ENDS} - {None, ""}, key=len, reverse=True)
         self._end = re.compile(rf"(?:(?:{'|'.join(map(re.escape, ends))})\s*)+\Z")
         # The last characters are looked at before the whole: most answers end in none of them.
         self._last = tuple({name[-1] for name in ends})
@@ -44,11 +43,11 @@ class ControlTokens:
 
 
 def break_up(value: Any, control: ControlTokens, mark: str) -> Any:
-    """`broken_up` in every string of a message, tools or arguments; keys stay."""
+    """`broken_up` in every string of a message, tools or arguments, keys too."""
     if isinstance(value, str):
         return control.broken_up(value, mark)
     if isinstance(value, dict):
-        return {key: inner if key == "role" else break_up(inner, control, mark) for key, inner in value.items()}
+        return {control.broken_up(key, mark): break_up(inner, control, mark) for key, inner in value.items()}
     return [break_up(inner, control, mark) for inner in value] if isinstance(value, list) else value
 
 

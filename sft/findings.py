@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
 from collections import Counter
@@ -9,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sft.control_tokens import ControlTokens
-from sft.formats import Conversation, Example, Message, Text
+from sft.formats import Conversation, Example, Text
+from sft.turns import Message
 
 MEANING = {
     "bad_row": "a row that cannot be read or rendered; dropped (data.on_bad_row=drop)",
@@ -78,16 +80,23 @@ def _role_order(messages: list[Message]) -> bool:
     return True
 
 
+def _parsed(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return None
+
+
 def _is_empty(message: Message) -> bool:
     return not message["content"].strip() and not message.get("tool_calls")
 
 
 def strings(value: Any) -> list[str]:
-    """Every string in a nested value; keys are not."""
+    """Every string in a nested value, keys too."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):
-        return [text for inner in value.values() for text in strings(inner)]
+        return [text for key, inner in value.items() for text in (key, *strings(inner))]
     return [text for inner in value for text in strings(inner)] if isinstance(value, list) else []
 
 
@@ -113,26 +122,34 @@ def _found_in_conversation(example: Conversation, control: ControlTokens, escape
     if messages and messages[-1]["role"] != "assistant":
         found.append("last_turn")
     rest = [
-        control.without_end(message["content"]) if message["role"] == "assistant" else message["content"]
+        control.without_end(message["content"]) if escape and message["role"] == "assistant" else message["content"]
         for message in messages
     ]
-    if escape and any(left != message["content"] for left, message in zip(rest, messages, strict=True)):
+    if any(left != message["content"] for left, message in zip(rest, messages, strict=True)):
         found.append("end_token")
     elsewhere = [
         text
         for message in messages
-        for key in ("tool_calls", "reasoning_content")
-        if key in message
-        for text in strings(message[key])
+        for key, value in message.items()
+        if key not in ("role", "content")
+        for text in strings(value)
     ]
-    elsewhere += strings(example.tools) if example.tools else []
+    # Templates that quote arguments get them parsed, and then an escape in the JSON is a character.
+    elsewhere += [
+        text
+        for message in messages
+        for call in message.get("tool_calls") or []
+        if isinstance(arguments := call["function"].get("arguments"), str) and "\\" in arguments
+        for text in strings(_parsed(arguments))
+    ]
+    elsewhere += strings(example.tools) + strings(example.template_arguments)
     return found + _found_in_strings([*rest, *elsewhere], control, escape)
 
 
 def _found_in_text(example: Text, control: ControlTokens, escape: bool) -> list[str]:
-    rest = control.without_end(example.completion)
-    found = ["end_token"] if escape and rest != example.completion else []
-    return found + _found_in_strings([example.prompt, rest], control, escape)
+    rest = control.without_end(example.completion) if escape else example.completion
+    found = ["end_token"] if rest != example.completion else []
+    return found + _found_in_strings([example.prompt + rest], control, escape)
 
 
 def _found_in_strings(texts: list[str], control: ControlTokens, escape: bool) -> list[str]:

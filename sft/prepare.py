@@ -28,7 +28,8 @@ import numpy as np
 from tqdm import tqdm
 
 from sft.chunks import made_chunks
-from sft.documents import Counts, DocumentMaker
+from sft.document_maker import DocumentMaker
+from sft.documents import Counts
 from sft.errors import DataError, ModelError, RecipeError, RunError, run_main, stop
 from sft.facts import ModelFacts
 from sft.findings import MEANING, Findings, script_of

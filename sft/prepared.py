@@ -7,6 +7,7 @@ our own code gives another key, so that nothing stale can be found.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from hashlib import file_digest, sha256
 from importlib.metadata import version
@@ -27,6 +28,7 @@ _CODE = (
     "columnar_rows",
     "control_tokens",
     "csv_rows",
+    "document_maker",
     "documents",
     "findings",
     "formats",
@@ -38,7 +40,9 @@ _CODE = (
     "readers",
     "sources",
     "store",
+    "token_ranges",
     "tokenizer",
+    "turns",
 )
 _TOKENIZER_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.py", "chat_templates/*.jinja")
 _LIMITS = {"max_overlong_fraction", "max_dropped_fraction", "min_trained_fraction"}
@@ -50,11 +54,15 @@ def _hash_of(file: Path) -> str:
         return file_digest(content, "sha256").hexdigest()
 
 
+def _this_start() -> str:
+    """Stands for what nobody can tell, such as what an unreachable hub holds now: a start finds only what it prepared itself."""
+    return os.environ.setdefault("SFT_START", uuid4().hex)
+
+
 def _source_key(source: Source, output_dir: str) -> Any:
     files = source_files(source, output_dir)
     if files is None:
-        # Where nobody can tell what the hub holds, the data is prepared anew each time.
-        return hub_commit(source) or uuid4().hex
+        return hub_commit(source) or _this_start()
     return [(str(file), suffix_of(file), _hash_of(file)) for file in files]
 
 
@@ -74,7 +82,7 @@ def entry_folder(recipe: Recipe, model: ModelFacts) -> Path:
         "data": recipe.data.model_dump(mode="json", exclude=_LIMITS),
         "sources": [_source_key(source, recipe.output_dir) for source in (*recipe.sources, *recipe.held_out_sources)],
         "tokenizer": {file.name: _hash_of(file) for file in files if not file.name.endswith(".index.json")},
-        "model": None if folder.is_dir() else [model.path, model.commit or uuid4().hex],
+        "model": None if folder.is_dir() else [model.path, model.commit or _this_start()],
         "chat_template": find_chat_template(template) if template else None,
         "tokens": recipe.model.model_dump(mode="json", include={"pad_token", "eos_token", "new_tokens"}),
         "packages": {package: version(package) for package in _PACKAGES},

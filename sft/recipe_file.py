@@ -116,7 +116,7 @@ def _where_else(key: str) -> str:
 def _location(problem: Any) -> list[str | int]:
     """Where a problem is, without the branch of a union that pydantic tried (`str`, `tuple[Source, ...]`)."""
     *parents, last = problem["loc"]
-    branches = {"str", "int", "bool", "constrained-int", "constrained-str"}
+    branches = {"str", "int", "bool", "constrained-int", "constrained-str", "constrained-float"}
     path = [part for part in parents if isinstance(part, int) or not ("[" in part or part in branches)]
     if problem["type"] == "extra_forbidden" or isinstance(last, int) or not ("[" in last or last in branches):
         path.append(last)

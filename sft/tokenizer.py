@@ -72,11 +72,12 @@ def end_of_turn(tokenizer: Any) -> int:
     """
     renderer = ChatRenderer(tokenizer)
     check_spans(renderer)
-    rendered = renderer.render(_PROBE)
-    start, end = rendered.spans[-1]
-    ids = tokenizer(rendered.text[start:end], add_special_tokens=False)["input_ids"]
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-    if not ids or ids[-1] not in special:
+    rendered = renderer.render(_PROBE * 2)
+    for start, end in rendered.spans:
+        ids = tokenizer(rendered.text[start:end], add_special_tokens=False)["input_ids"]
+        if ids and ids[-1] in special:
+            continue
         tail = rendered.text[start:end][-20:]
         raise ModelError(
             f"The chat template ends the assistant's turn with {tail!r}, which is no special token: a model trained so never learns to "

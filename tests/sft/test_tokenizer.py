@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +66,12 @@ def test_an_eos_that_the_template_does_not_write_gives_way_to_the_one_it_does(
         ("qwen3", [], "<|im_end|>"),
         ("minimind", [], "<|im_end|>"),
         ("stories260k_hf", ["model.chat_template=plain", "model.pad_token=<unk>"], "</s>"),
+        (
+            "gpt2",
+            ["model.chat_template=plain", "model.new_tokens=[<|pad|>]", "model.pad_token=<|pad|>"],
+            "<|endoftext|>",
+        ),
+        ("gpt2", ["model.new_tokens=[<|pad|>]", "model.pad_token=<|pad|>"], "<|endoftext|>"),
     ],
 )
 def test_the_real_tokenizers_learn_to_stop(
@@ -75,12 +82,47 @@ def test_the_real_tokenizers_learn_to_stop(
     assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
 
 
-def test_without_a_chat_template_the_remedy_is_told(make_recipe: MakeRecipe, changed: Callable[..., Path]) -> None:
-    folder = changed(template=None)
-    with pytest.raises(ModelError, match=r"has no chat template. Set model.chat_template: `chatml`"):
-        load(make_recipe, folder)
+def test_without_a_chat_template_the_eos_ends_what_is_trained(
+    make_recipe: MakeRecipe, changed: Callable[..., Path]
+) -> None:
+    folder = changed(template=None, eos_token="<|endoftext|>", pad_token="<|im_start|>")
+    tokenizer = load(make_recipe, folder)
+    assert tokenizer.chat_template is None
+    assert tokenizer.eos_token == "<|endoftext|>"
+    assert load(make_recipe, folder, "model.eos_token=<|im_end|>").eos_token == "<|im_end|>"
     assert load(make_recipe, folder, "model.chat_template=chatml").eos_token == "<|im_end|>"
-    assert load(make_recipe, folder, "model.chat_template=plain").eos_token == "<|im_end|>"
+    assert load(make_recipe, folder, "model.chat_template=plain").eos_token == "<|endoftext|>"
+
+
+def test_without_a_chat_template_and_an_eos_the_remedy_is_told(
+    make_recipe: MakeRecipe, changed: Callable[..., Path]
+) -> None:
+    folder = changed(template=None, eos_token=None)
+    with pytest.raises(
+        ModelError, match=r"neither a chat template nor an end-of-sequence token: .* Set model.eos_token"
+    ):
+        load(make_recipe, folder)
+    assert load(make_recipe, folder, "model.eos_token=<|im_end|>").eos_token == "<|im_end|>"
+
+
+def test_padding_is_not_the_eos_without_a_chat_template_either(
+    make_recipe: MakeRecipe, changed: Callable[..., Path]
+) -> None:
+    folder = changed(template=None, pad_token="<|im_end|>")
+    with pytest.raises(ModelError, match="pads with the end-of-turn token"):
+        load(make_recipe, folder)
+
+
+def test_new_tokens_are_single_tokens_that_the_recipe_may_use(make_recipe: MakeRecipe) -> None:
+    tokenizer = load_tokenizer(make_recipe("model.new_tokens=[<|new|>, <|more|>]", "model.pad_token=<|new|>"))
+    before = len(load_tokenizer(make_recipe()))
+    assert tokenizer("a<|new|><|more|>", add_special_tokens=False)["input_ids"][1:] == [before, before + 1]
+    assert (tokenizer.pad_token, tokenizer.eos_token) == ("<|new|>", "<|im_end|>")
+    assert {"<|new|>", "<|more|>", "<|im_start|>"} <= {
+        token.content for token in tokenizer.added_tokens_decoder.values() if token.special
+    }
+    with pytest.raises(ModelError, match=r"model.new_tokens: <\|im_end\|>: in the tokenizer's vocabulary already"):
+        load_tokenizer(make_recipe("model.new_tokens=[<|im_end|>, <|new|>]"))
 
 
 @pytest.mark.parametrize("key", ["pad_token", "eos_token"])
@@ -113,21 +155,56 @@ def test_a_padding_token_that_the_recipe_names_may_not_be_the_end_of_turn(make_r
         load_tokenizer(make_recipe("model.pad_token=<|im_end|>"))
 
 
-def test_a_turn_that_ends_with_no_token_to_stop_at_is_refused(make_recipe: MakeRecipe, tmp_path: Path) -> None:
-    template = tmp_path / "endless.jinja"
-    template.write_text("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}")
-    with pytest.raises(ModelError, match=r"ends the assistant's turn with '.*Blue', which is no special token"):
-        load_tokenizer(make_recipe(f"model.chat_template={template}"))
+TURNS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
-def test_markers_that_leave_the_end_of_the_turn_out_are_refused(make_recipe: MakeRecipe, tmp_path: Path) -> None:
-    template = tmp_path / "outside.jinja"
-    template.write_text(
-        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
-        "{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
-    )
-    with pytest.raises(ModelError, match="no special token"):
-        load_tokenizer(make_recipe(f"model.chat_template={template}"))
+def with_turns(make_recipe: MakeRecipe, tmp_path: Path, template: str, *overrides: str) -> Any:
+    (tmp_path / "mine.jinja").write_text(template)
+    return load_tokenizer(make_recipe(f"model.chat_template={tmp_path / 'mine.jinja'}", *overrides))
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}", "turns are not where"),
+        (TURNS.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"), "turns are not where"),
+        (TURNS.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}"), "turns are not where"),
+        (TURNS.replace("== 'assistant'", "== 'user'"), "turns are not where"),
+        (TURNS.replace("<|im_end|>", "</turn>"), "</turn>', which is no special token: .* never learns to stop"),
+        (TURNS.replace("<|im_end|>{% endg", ".{% endg"), "which is no special token"),
+        ("{{ bos_token }}{{ bos_token }}" + TURNS, "begins a conversation with <|endoftext|> twice"),
+    ],
+)
+def test_a_turn_without_a_trained_end_is_one_message(
+    template: str, told: str, make_recipe: MakeRecipe, changed: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = changed(bos_token="<|endoftext|>")
+    assert with_turns(make_recipe, tmp_path, "{{ bos_token }}" + TURNS, f"model.name_or_path={folder}").eos_token
+    with pytest.raises(ModelError) as error:
+        with_turns(make_recipe, tmp_path, template, f"model.name_or_path={folder}")
+    assert re.search(told.replace("|", r"\|"), str(error.value))
+    assert "model.chat_template" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_every_turn_ends_with_a_token_and_not_the_last_alone(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    """Law 6 holds for each turn: the model learns to stop where it answers, also when it is asked again."""
+    between = TURNS.replace("<|im_end|>{% endg", "{{ '<|im_end|>' if loop.last else ' (over)' }}{% endg")
+    with pytest.raises(ModelError, match=r"model.chat_template"):
+        with_turns(make_recipe, tmp_path, between)
+
+
+def test_the_turns_of_a_template_that_ends_them_by_the_eos_end_by_that_of_the_recipe(
+    make_recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    by_eos = TURNS.replace("<|im_end|>{% endg", "{{ eos_token }}{% endg")
+    overrides = ["model.eos_token=<|endoftext|>", "model.pad_token=<|im_start|>"]
+    tokenizer = with_turns(make_recipe, tmp_path, by_eos, *overrides)
+    assert end_of_turn(tokenizer) == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|endoftext|>")
 
 
 def test_a_chat_template_is_a_name_or_a_file(

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from sft.documents import IGNORED, DocumentMaker
+from sft.document_maker import DocumentMaker
+from sft.documents import IGNORED
 from sft.readers import read_rows
 from sft.recipe import Data, Source
 

@@ -1,0 +1,331 @@
+"""From rows to documents: rendered, tokenized and masked, a chunk of rows at a time.
+
+Chunks add up, in order, to what sft/store.py writes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from sft.chat import ChatRenderer
+from sft.control_tokens import ControlTokens, break_up, unused_mark
+from sft.documents import DOCUMENT, IGNORED, LENGTHS, Chunk, Counts
+from sft.findings import MEANING, Findings, found_in_row
+from sft.formats import Conversation, Row, Text, Tokens, renamed, to_example
+from sft.readers import BadRow
+from sft.recipe import Data, Source
+from sft.token_ranges import token_range, without_mark
+
+
+@dataclass(frozen=True)
+class _Encodable:
+    """A row ready for the tokenizer."""
+
+    row: int
+    text: str
+    spans: list[tuple[int, int]]
+    """Characters whose tokens are trained."""
+
+    special: bool
+    """Whether the tokenizer adds its own special tokens, such as BOS."""
+
+    mark: str | None = None
+    """The character that keeps strings from becoming special tokens; its own tokens are taken out."""
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A row that came tokenized."""
+
+    row: int
+    ids: np.ndarray
+    mask: np.ndarray
+
+
+@dataclass
+class _Building:
+    """A chunk in the making."""
+
+    source: int
+    counts: Counts
+    findings: Findings
+    parts: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    records: list[tuple[int, ...]] = field(default_factory=list)
+
+    def done(self, error: tuple[int, str] | None) -> Chunk:
+        tokens = np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in self.parts)])
+        trained = np.concatenate([np.zeros(0, np.uint8), *(mask for _, mask in self.parts)])
+        return Chunk(tokens, trained, np.array(self.records, DOCUMENT), self.counts, self.findings, error)
+
+
+class _Stop(Exception):
+    """A row at which the run stops."""
+
+    def __init__(self, row: int, reason: str) -> None:
+        self.row, self.reason = row, reason
+
+
+class _Overlong(Exception):
+    """A row that is longer than the recipe allows."""
+
+
+class DocumentMaker:
+    """Makes documents of rows.
+
+    Args:
+        data: The recipe's section.
+        tokenizer: From load_tokenizer.
+    """
+
+    def __init__(self, data: Data, tokenizer: Any) -> None:
+        self.data = data
+        self.backend = tokenizer.backend_tokenizer
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.vocabulary = len(tokenizer)
+        self.eos: str | None = tokenizer.eos_token
+        self.adds_eos = self.backend.encode("a").ids[-1:] == [tokenizer.eos_token_id]
+        self.bos_id: int | None = tokenizer.bos_token_id
+        self.renderer = ChatRenderer(tokenizer) if tokenizer.chat_template is not None else None
+        self.control = ControlTokens(tokenizer)
+
+    def make(self, source: Source, number: int, format: str, rows: Sequence[tuple[int, Row | BadRow]]) -> Chunk:
+        """Documents of a chunk of rows.
+
+        Args:
+            source: Where the rows are from.
+            number: Of the source, from 0.
+            format: Of sft.formats.FORMATS.
+            rows: With their numbers in the source, from 1.
+        """
+        chunk = _Building(number, Counts(rows_in=len(rows)), Findings())
+        items: list[_Encodable | _Given] = []
+        stopped: _Stop | None = None
+        try:
+            for row_number, row in rows:
+                with self._bad_rows_told(chunk, row_number):
+                    item = self._ready(row, row_number, source, format, chunk)
+                    if item is None:
+                        chunk.counts.drop("no answer to train on")
+                    else:
+                        if isinstance(item, _Encodable):
+                            item.text.encode()  # half a surrogate pair is no text
+                        items.append(item)
+        except _Stop as stop:
+            stopped = stop  # an earlier row may turn out too long
+        try:
+            for item, encoding in self._encoded(items):
+                with self._bad_rows_told(chunk, item.row):
+                    self._add(item, encoding, chunk)
+        except _Stop as stop:
+            stopped = stop
+        return chunk.done(None if stopped is None else (stopped.row, stopped.reason))
+
+    @contextmanager
+    def _bad_rows_told(self, chunk: _Building, row: int) -> Iterator[None]:
+        try:
+            yield
+        except _Overlong as error:
+            raise _Stop(row, f"{error}. Raise it, or set data.overlong to drop, truncate or split") from None
+        except (ValueError, TypeError, AttributeError) as error:
+            if self.data.on_bad_row == "error":
+                raise _Stop(row, f"{error}. Correct or remove the row, or set data.on_bad_row=drop") from None
+            chunk.counts.drop("bad row")
+            chunk.findings.add("bad_row", chunk.source, row)
+
+    def _ready(
+        self, row: Row | BadRow, row_number: int, source: Source, format: str, chunk: _Building
+    ) -> _Encodable | _Given | None:
+        if isinstance(row, BadRow):
+            raise ValueError(row.reason)
+        try:
+            example = to_example(renamed(row, source), format, self.data, source)
+        except KeyError as error:
+            raise ValueError(
+                f"it has no column {error}, as rows of the format {format} do, but {', '.join(row)}"
+            ) from None
+        if isinstance(example, Tokens):
+            return _Given(row_number, *self._given(example))
+        # A text that was rendered elsewhere holds its special tokens on purpose.
+        escape = self.data.special_tokens == "escape" and format != "text"
+        found = found_in_row(example, self.control, escape)
+        refused = [kind for kind in found if kind.removesuffix("_kept") in self.data.refuse]
+        if refused:
+            raise ValueError(f"{', '.join(MEANING[kind] for kind in refused)} (data.refuse: {', '.join(refused)})")
+        if format == "text" and "special_tokens_kept" in found:
+            found.remove("special_tokens_kept")
+        for kind in found:
+            chunk.findings.add(kind, chunk.source, row_number)
+        breaks = "special_tokens" in found
+        if isinstance(example, Text):
+            return self._text(example, row_number, escape, breaks)
+        item = self._conversation(example, row_number, escape, breaks)
+        if item is not None and self.renderer is not None and self.renderer.trains_empty_thoughts:
+            thoughts = [
+                message.get("reasoning_content") or "</think>" in message["content"] for message in example.messages
+            ]
+            if not any(thoughts):
+                chunk.findings.add("empty_thought", chunk.source, row_number)
+        return item
+
+    def _given(self, row: Tokens) -> tuple[np.ndarray, np.ndarray]:
+        wrong = next((token for token in row.input_ids if not 0 <= token < self.vocabulary), None)
+        if wrong is not None:
+            raise ValueError(f"input_ids holds {wrong}, and the tokenizer has {self.vocabulary} tokens")
+        ids = np.array(row.input_ids, np.int32)
+        if row.labels is None:
+            return ids, np.ones(len(ids), np.uint8)
+        try:
+            labels = np.array(row.labels, np.int64)
+        except OverflowError:
+            labels = np.full(len(ids), -1, np.int64)
+        mask = labels != IGNORED
+        if (labels[mask] != ids[mask]).any():
+            raise ValueError("labels differ from input_ids elsewhere than in -100; give them unshifted")
+        return ids, mask.astype(np.uint8)
+
+    def _text(self, example: Text, row_number: int, escape: bool, breaks: bool) -> _Encodable | None:
+        prompt, completion = example.prompt, example.completion
+        if escape:
+            completion = self.control.without_end(completion)
+        if not completion.strip():
+            return None
+        mark = None
+        if breaks:
+            mark = unused_mark(prompt + completion)
+            # Together: a token may begin in the one and end in the other.
+            whole = self.control.broken_up(prompt + completion, mark)
+            at = _behind(whole, len(prompt), mark)
+            prompt, completion = whole[:at], whole[at:]
+        assert self.eos is not None
+        completion = completion.removesuffix(self.eos) + ("" if self.adds_eos else self.eos)
+        start = 0 if self.data.loss_on == "all" else len(prompt)
+        return _Encodable(row_number, prompt + completion, [(start, len(prompt + completion))], True, mark)
+
+    def _conversation(self, example: Conversation, row_number: int, escape: bool, breaks: bool) -> _Encodable | None:
+        assert self.renderer is not None
+        messages, tools, arguments = example.messages, example.tools, example.template_arguments
+        if escape:
+            messages = [
+                message | {"content": self.control.without_end(message["content"])}
+                if message["role"] == "assistant"
+                else message
+                for message in messages
+            ]
+        answered = [
+            bool(keep and (message["content"].strip() or message.get("tool_calls")))
+            for keep, message in zip(example.trained, messages, strict=True)
+        ]
+        if not any(answered):
+            return None
+        mark = None
+        if breaks:
+            messages = self.renderer.as_the_template_reads(messages, tools)
+            mark = unused_mark(json.dumps([messages, tools, arguments], ensure_ascii=False, default=str))
+            messages, tools, arguments = (break_up(part, self.control, mark) for part in (messages, tools, arguments))
+        rendered = self.renderer.render(messages, tools, arguments)
+        spans = rendered.spans
+        turns = [keep for keep, message in zip(answered, messages, strict=True) if message["role"] == "assistant"]
+        if self.data.loss_on == "all":
+            spans = [(0, len(rendered.text))]
+        elif len(turns) != len(spans):
+            raise ValueError(f"the chat template shows {len(spans)} of the assistant's {len(turns)} turns")
+        else:
+            spans = [span for span, keep in zip(spans, turns, strict=True) if keep]
+        # The template has written the special tokens, BOS included: the tokenizer must not add another.
+        return _Encodable(row_number, rendered.text, spans, False, mark)
+
+    def _encoded(self, items: Sequence[_Encodable | _Given]) -> Iterator[tuple[_Encodable | _Given, Any]]:
+        """The rows in their order, each with its encoding; the tokenizer takes them all at once."""
+        texts = [item for item in items if isinstance(item, _Encodable)]
+        encodings: dict[int, Any] = {}
+        for special in (False, True):
+            batch = [item for item in texts if item.special == special]
+            encoded = self.backend.encode_batch([item.text for item in batch], add_special_tokens=special)
+            encodings |= {item.row: encoding for item, encoding in zip(batch, encoded, strict=True)}
+        for item in items:
+            yield item, encodings.get(item.row)
+
+    def _tokens_and_mask(self, item: _Encodable, encoding: Any) -> tuple[np.ndarray, np.ndarray]:
+        ids = np.array(encoding.ids, np.int32)
+        mask = np.zeros(len(ids), np.uint8)
+        for start, end in item.spans:
+            first, stop = token_range(encoding, start, end)
+            mask[first:stop] = 1
+        if self.adds_eos and item.special:
+            mask[-1:] = 1
+        if item.mark is not None:
+            kept = without_mark(encoding, item.text, item.mark)
+            ids, mask = ids[kept], mask[kept]
+        if item.special and self.bos_id is not None and len(ids) > 1 and ids[0] == ids[1] == self.bos_id:
+            ids, mask = ids[1:], mask[1:]  # the text brings its own
+        return ids, mask
+
+    def _add(self, item: _Encodable | _Given, encoding: Any, chunk: _Building) -> None:
+        ids, mask = (item.ids, item.mask) if isinstance(item, _Given) else self._tokens_and_mask(item, encoding)
+        mask[:1] = 0  # nothing predicts the first token
+        chunk.counts.lengths[np.searchsorted(LENGTHS, len(ids))] += 1
+        pieces, cut = self._pieces(ids, mask, chunk.counts)
+        digest, answer = _digest(ids, mask), _digest(ids[mask == 1])
+        for piece, kept in pieces:
+            chunk.parts.append((piece, kept))
+            chunk.records.append((len(piece), int(kept.sum()), cut, chunk.source, item.row, digest, answer))
+
+    def _pieces(
+        self, ids: np.ndarray, mask: np.ndarray, counts: Counts
+    ) -> tuple[list[tuple[np.ndarray, np.ndarray]], int]:
+        """A row's documents, none longer than max_length, and how many tokens were cut off.
+
+        Raises:
+            _Overlong: It is too long, and overlong is `error`.
+        """
+        length, limit, policy = len(ids), self.data.max_length, self.data.overlong
+        if not mask.any():
+            counts.drop("no trained token", length)
+            return [], 0
+        if length <= limit:
+            return [(ids, mask)], 0
+        if policy == "error":
+            raise _Overlong(f"{length} tokens, more than data.max_length={limit}")
+        if policy == "drop":
+            counts.drop("longer than max_length", length)
+            return [], 0
+        if policy == "truncate":
+            if not mask[:limit].any():
+                counts.drop("no trained token within max_length", length)
+                return [], 0
+            return [(ids[:limit], mask[:limit])], length - limit
+        pieces = []
+        for start in range(0, length, limit):
+            piece, kept = ids[start : start + limit], mask[start : start + limit].copy()
+            kept[0] = 0
+            if kept.any():
+                pieces.append((piece, kept))
+            else:
+                counts.drop("piece without a trained token", len(piece), rows=0)
+        if not pieces:
+            counts.drop("no trained token within max_length")
+        return pieces, 0
+
+
+def _behind(broken: str, characters: int, mark: str) -> int:
+    """Where in a broken-up text the first `characters` of the unbroken one end."""
+    at = 0
+    while characters:
+        characters -= broken[at] != mark
+        at += 1
+    return at
+
+
+def _digest(*parts: np.ndarray) -> int:
+    state = blake2b(digest_size=8)
+    for part in parts:
+        state.update(part.tobytes())
+    return int.from_bytes(state.digest(), "little")

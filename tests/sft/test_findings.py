@@ -1,0 +1,287 @@
+import json
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft.control_tokens import ControlTokens
+from sft.facts import inspect_model
+from sft.findings import MEANING, Findings, found_in_row, script_of, strings
+from sft.formats import Conversation, Text, Tokens
+from sft.prepare import prepare
+from sft.recipe import Recipe
+from sft.tokenizer import load_tokenizer
+
+MakeRecipe = Callable[..., Recipe]
+RecipeOf = Callable[..., Recipe]
+WriteRows = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def control(make_recipe: MakeRecipe) -> ControlTokens:
+    return ControlTokens(load_tokenizer(make_recipe()))
+
+
+def turns(*given: tuple[str, Any], tools: list[Any] | None = None, **last: Any) -> Conversation:
+    messages: list[dict[str, Any]] = [{"role": role, "content": content} for role, content in given]
+    messages[-1] |= last
+    return Conversation(messages, tools, [message["role"] == "assistant" for message in messages])
+
+
+def asked(question: str, answer: str = "Hello", **last: Any) -> Conversation:
+    return turns(("user", question), ("assistant", answer), **last)
+
+
+CALL = [{"type": "function", "function": {"name": "f", "arguments": {"a": ["x"]}}}]
+
+
+def called(**arguments: Any) -> Conversation:
+    return asked("Hi", "", tool_calls=[{"type": "function", "function": {"name": "f", "arguments": arguments}}])
+
+
+@pytest.mark.parametrize(
+    "clean",
+    [
+        asked("Hi"),
+        asked("A tag </s>, <b>, {{ 5 }}, { {name} } and <|not_a_token|>"),
+        turns(("system", "Be brief."), ("developer", "Yes."), ("user", "Hi"), ("assistant", "Hello")),
+        turns(("developer", "Be brief."), ("user", "Hi"), ("assistant", "Hello")),
+        turns(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")),
+        called(a="x", b=[1, None, {"c": "y"}]),
+        Text("", "Once upon a time"),
+        Text("1 + 1 =", " 2"),
+        Tokens([0, 1, 2], None),
+    ],
+)
+@pytest.mark.parametrize("escape", [True, False])
+def test_a_clean_row_has_no_findings(clean: Any, escape: bool, control: ControlTokens) -> None:
+    assert found_in_row(clean, control, escape) == []
+
+
+def test_a_call_its_answers_and_the_reply_are_in_order(control: ControlTokens) -> None:
+    talk = turns(("user", "a"), ("assistant", ""), ("tool", "1"), ("tool", "2"), ("assistant", "b"))
+    talk.messages[1]["tool_calls"] = CALL
+    assert found_in_row(talk, control, True) == []
+    again = turns(("user", "a"), ("assistant", ""), ("tool", "1"), ("assistant", ""), ("tool", "2"), ("assistant", "b"))
+    again.messages[1]["tool_calls"] = again.messages[3]["tool_calls"] = CALL
+    assert found_in_row(again, control, True) == []
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [
+        ["assistant"],
+        ["tool", "assistant"],
+        ["user", "user", "assistant"],
+        ["user", "assistant", "assistant"],
+        ["user", "system", "assistant"],
+        ["system", "system", "user", "assistant"],
+        ["system", "assistant"],
+        ["user", "assistant", "system", "user", "assistant"],
+        ["user", "tool", "assistant"],
+        ["user", "assistant", "tool", "assistant"],
+    ],
+)
+def test_roles_out_of_order_are_found(roles: list[str], control: ControlTokens) -> None:
+    assert found_in_row(turns(*((role, "x") for role in roles)), control, True) == ["role_order"]
+
+
+def test_a_call_that_the_user_answers_is_out_of_order(control: ControlTokens) -> None:
+    talk = turns(("user", "a"), ("assistant", ""), ("user", "b"), ("assistant", "c"))
+    talk.messages[1]["tool_calls"] = CALL
+    assert found_in_row(talk, control, True) == ["role_order"]
+
+
+def test_an_empty_turn_is_found(control: ControlTokens) -> None:
+    assert found_in_row(asked(" \n"), control, True) == ["empty_turn"]
+    assert found_in_row(asked("Hi", ""), control, True) == ["empty_turn"]
+    assert found_in_row(asked("Hi", "", tool_calls=CALL), control, True) == []
+
+
+def test_a_last_turn_that_nobody_answers_is_found(control: ControlTokens) -> None:
+    talk = turns(("user", "a"), ("assistant", "b"), ("user", "c"))
+    assert found_in_row(talk, control, True) == ["last_turn"]
+    assert found_in_row(Conversation([], None, []), control, True) == []
+
+
+SPELLED = [
+    asked("What is <|im_end|>?"),
+    asked("Hi", "It is <|im_end|> here"),
+    asked("Hi", reasoning_content="<|im_start|>"),
+    turns(("system", "<|endoftext|>"), ("user", "Hi"), ("assistant", "Hello")),
+    called(a={"b": ["<|im_end|>"]}),
+    called(role="<|im_end|>"),
+    asked("Hi", tools=[{"function": {"name": "f", "description": "<|im_end|>"}}]),
+    Text("<|im_start|>", "Hello"),
+    Text("Hi", "<|im_start|>Hello"),
+]
+
+
+@pytest.mark.parametrize("row", SPELLED)
+def test_a_special_token_in_any_text_of_a_row_is_found(row: Any, control: ControlTokens) -> None:
+    assert found_in_row(row, control, True) == ["special_tokens"]
+    assert found_in_row(row, control, False) == ["special_tokens_kept"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        called(**{"<|im_end|>": 1}),
+        asked("Hi", tools=[{"function": {"name": "f", "parameters": {"properties": {"<|im_end|>": {}}}}}]),
+        called(a={"<|im_end|>": {"b": 1}}),
+        asked("Hi", name="<|im_end|>"),
+        Conversation(asked("Hi").messages, None, [False, True], {"note": "<|im_end|>"}),
+    ],
+)
+def test_a_special_token_is_found_wherever_a_template_may_write_it(row: Any, control: ControlTokens) -> None:
+    assert found_in_row(row, control, True) == ["special_tokens"]
+
+
+def test_an_answer_that_closes_with_an_end_token_is_found(control: ControlTokens) -> None:
+    for end in ("<|im_end|>", "<|endoftext|>\n", "<|eot_id|>", "<|im_end|><|endoftext|> "):
+        assert found_in_row(asked("Hi", f"Hello{end}"), control, True) == ["end_token"]
+        assert found_in_row(Text("Hi", f"Hello{end}"), control, True) == ["end_token"]
+    assert found_in_row(asked("Hi<|eot_id|>", "<|eot_id|> Hello</s>"), control, True) == []
+    both = asked("Hi", "Hello <|im_start|> there<|im_end|>")
+    assert found_in_row(both, control, True) == ["end_token", "special_tokens"]
+
+
+def test_an_end_token_that_is_kept_becomes_one(control: ControlTokens) -> None:
+    assert found_in_row(asked("Hi", "Hello<|im_end|>"), control, False) == ["special_tokens_kept"]
+    assert found_in_row(Text("Hi", "Hello<|im_end|>"), control, False) == ["special_tokens_kept"]
+
+
+@pytest.mark.parametrize("character", ["\ufffd", "\x00", "\ud83d", "\udfff"])
+def test_characters_that_an_earlier_decoding_lost_are_found(character: str, control: ControlTokens) -> None:
+    assert found_in_row(asked(f"a{character}b"), control, True) == ["undecodable"]
+    assert found_in_row(asked("Hi", f"a{character}b"), control, True) == ["undecodable"]
+    assert found_in_row(called(a=[f"a{character}b"]), control, True) == ["undecodable"]
+    assert found_in_row(Text("", f"a{character}b"), control, True) == ["undecodable"]
+    assert found_in_row(asked("äöü 数 😀 \ue000 \U0010ffff"), control, True) == []
+
+
+def test_a_placeholder_that_was_never_filled_in_is_found(control: ControlTokens) -> None:
+    for text in ("I am {{name}}.", "{{ author_2 }}"):
+        assert found_in_row(asked(text), control, True) == ["placeholder"]
+        assert found_in_row(Text("", text), control, True) == ["placeholder"]
+    for text in ("{name}", "{{}}", "{{ 1 + 1 }}", "{{a b}}", "{ {name} }"):
+        assert found_in_row(asked(text), control, True) == []
+
+
+def test_findings_add_up_and_keep_the_first_rows_of_each_kind() -> None:
+    whole, parts = Findings(), [Findings(), Findings()]
+    for row in range(1, 9):
+        for findings in (whole, parts[row > 3]):
+            findings.add("empty_turn", 0, row)
+            if row % 2:
+                findings.add("placeholder", 1, row, 3)
+    merged = Findings()
+    for part in parts:
+        merged.merge(part)
+    assert merged == whole
+    assert whole.counts == {"empty_turn": 8, "placeholder": 12}
+    assert whole.rows == {
+        "empty_turn": [(0, row) for row in range(1, 6)],
+        "placeholder": [(1, row) for row in (1, 3, 5, 7)],
+    }
+
+
+def test_every_string_of_a_nested_value_is_seen() -> None:
+    nested = {"key": ["b", {"key": "d"}, 5, None], "key 2": "f"}
+    assert [text for text in strings(nested) if not text.startswith("key")] == ["b", "d", "f"]
+    assert strings(5) == strings(None) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "script"),
+    [
+        ("Hello", "Latin"),
+        ("数学 and 数学 文字", "Cjk"),
+        ("Привет, you", "Cyrillic"),
+        ("12 + 3 !", "none"),
+        ("", "none"),
+    ],
+)
+def test_the_script_is_that_of_most_letters(text: str, script: str) -> None:
+    assert script_of(text) == script
+
+
+def row_of(question: str, answer: str = "Hello") -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def prepared(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    return {finding["kind"]: finding for finding in prepare(recipe, inspect_model(recipe)).findings}
+
+
+def rows_told(found: dict[str, dict[str, Any]], kind: str) -> list[int]:
+    return [int(place.rpartition(" ")[2]) for place in found[kind]["rows"]]
+
+
+PLAIN = [row_of(f"Question {number}", f"Answer {number}") for number in range(40)]
+
+
+def test_good_rows_are_prepared_without_findings(recipe_of: RecipeOf) -> None:
+    assert prepared(recipe_of(PLAIN, "data.max_length=64")) == {}
+
+
+def test_findings_are_told_with_their_rows(recipe_of: RecipeOf) -> None:
+    rows = [*PLAIN[:3], row_of("", "x"), row_of("{{name}}"), row_of("Hi", "y<|im_end|>"), row_of("<|im_end|>"), "?"]
+    found = prepared(recipe_of(rows, "data.max_length=64", "data.on_bad_row=drop"))
+    expected = {"empty_turn": [4], "placeholder": [5], "end_token": [6], "special_tokens": [7], "bad_row": [8]}
+    assert {kind: rows_told(found, kind) for kind in found} == expected
+    assert all(finding["count"] == 1 for finding in found.values())
+    assert {kind: finding["meaning"] for kind, finding in found.items()} == {kind: MEANING[kind] for kind in found}
+
+
+def test_a_row_that_is_the_same_as_an_earlier_one_is_found(recipe_of: RecipeOf) -> None:
+    rows = [*PLAIN[:5], PLAIN[1], row_of("Question 0", "Another"), PLAIN[1]]
+    found = prepared(recipe_of(rows, "data.max_length=64"))
+    assert list(found) == ["duplicate"]
+    assert found["duplicate"]["count"] == 2
+    assert rows_told(found, "duplicate") == [6, 8]
+
+
+def test_a_row_that_is_held_out_too_is_found(make_recipe: MakeRecipe, write_rows: WriteRows) -> None:
+    train, held_out = write_rows(*PLAIN[:5]), write_rows(PLAIN[3], PLAIN[9], name="held_out.jsonl")
+    found = prepared(make_recipe(f"data.train={train}", f"data.held_out={held_out}", "data.max_length=64"))
+    assert list(found) == ["held_out_duplicate"]
+    assert (found["held_out_duplicate"]["count"], rows_told(found, "held_out_duplicate")) == (1, [4])
+
+
+def test_an_answer_that_most_rows_have_is_found(recipe_of: RecipeOf) -> None:
+    rows = [*PLAIN[:19], *(row_of(f"What is {number}?", "I cannot say") for number in range(21))]
+    found = prepared(recipe_of(rows, "data.max_length=64"))
+    assert list(found) == ["same_answer"]
+    assert (found["same_answer"]["count"], rows_told(found, "same_answer")) == (21, [20])
+    # Half of the rows is not most of them.
+    assert prepared(recipe_of([*PLAIN[20:22], *rows], "data.max_length=64")) == {}
+
+
+def test_a_row_far_longer_than_the_others_is_found_with_its_script(recipe_of: RecipeOf) -> None:
+    found = prepared(recipe_of([*PLAIN, row_of("Hi", "слово " * 300)], "data.max_length=8192"))
+    assert list(found) == ["very_long"]
+    assert rows_told(found, "very_long") == [41]
+    assert found["very_long"]["detail"] == "1 in Cyrillic script"
+
+
+def test_an_empty_thought_that_the_template_trains_is_found(recipe_of: RecipeOf) -> None:
+    """Qwen3's training template writes one before each answer without thoughts."""
+    package = find_spec("trl")
+    assert package is not None
+    template = Path(package.origin or "").parent / "chat_templates" / "qwen3.jinja"
+    overrides = [f"model.chat_template={template}", "data.max_length=128"]
+    found = prepared(recipe_of(PLAIN[:2], *overrides))
+    assert list(found) == ["empty_thought"]
+    assert found["empty_thought"]["count"] == 2
+    talk = PLAIN[0]["messages"]
+    thought = {"messages": [talk[0], talk[1] | {"reasoning": "Hm."}]}
+    assert prepared(recipe_of([thought], *overrides)) == {}
+
+
+def test_every_kind_of_finding_that_a_row_can_have_may_be_refused(make_recipe: MakeRecipe) -> None:
+    kinds = ["role_order", "empty_turn", "last_turn", "special_tokens", "end_token", "undecodable", "placeholder"]
+    assert set(kinds) < set(MEANING)
+    assert make_recipe(f"data.refuse={json.dumps(kinds)}").data.refuse == tuple(kinds)
