@@ -3,7 +3,7 @@
 Templates with `{% generation %}` markers say it themselves. For known families without them TRL ships a marked version of the
 same template, which also shows every turn's thoughts, where the family's own shows only the last turn's. For all others the
 text is rendered once whole and once up to each assistant turn, and the turn is what lies between; a template whose parts are
-not prefixes of the whole is refused. Whichever way was taken, `check_spans` compares it with a second one before any row.
+not prefixes of the whole is refused. Whichever way was taken, sft/template_checks.py compares it with a second one before any row.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sft.errors import ModelError
 from sft.turns import Message
 
 Span = tuple[int, int]
 
-_QUESTION, _ANSWER, _THOUGHT, _TOOL, _VALUE = "Qvaa", "Avbb", "Tvcc", "tool_vdd", "Vvee"
+QUESTION, ANSWER, _THOUGHT, _TOOL, _VALUE = "Qvaa", "Avbb", "Tvcc", "tool_vdd", "Vvee"
 """Words that no template writes by itself, to find again in what it rendered."""
 
 _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>")
@@ -125,7 +124,7 @@ class ChatRenderer:
     @cached_property
     def generation_prompt(self) -> str:
         """What the template writes to have the assistant speak; empty where that cannot be told."""
-        question: list[Message] = [{"role": "user", "content": _QUESTION}]
+        question: list[Message] = [{"role": "user", "content": QUESTION}]
         try:
             asked, prompted = self.apply(question, None, {})[0], self.apply(question, None, {}, prompt=True)[0]
         except ValueError:
@@ -206,7 +205,7 @@ class ChatRenderer:
 
     def _shows(self, word: str, **turn: Any) -> bool:
         tools = turn.pop("tools", None)
-        messages = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER, **turn}]
+        messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER, **turn}]
         try:
             return word in self.apply(messages, tools, {})[0]
         except ValueError:
@@ -238,7 +237,7 @@ class ChatRenderer:
     def trains_empty_thoughts(self) -> bool:
         """Whether a turn without thoughts is trained to begin with an empty one."""
         try:
-            rendered = self.render([{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}])
+            rendered = self.render([{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}])
         except ValueError:
             return False
         return any(_EMPTY_THOUGHT.search(rendered.text[start:end]) for start, end in rendered.spans)
@@ -277,37 +276,3 @@ def _whole_turns(text: str, marked: list[Span], count: int, tokens: Iterable[str
     if len(turns) > count:
         turns = [(start, end) for start, end in turns if text[start:end].strip() not in tokens]
     return [(start, start + len(text[start:end].rstrip())) for start, end in turns]
-
-
-def check_spans(renderer: ChatRenderer) -> None:
-    """Derive the turns of sample conversations a second way, from where their words come to stand, and compare.
-
-    A turn must hold its own answer and no other word of the conversation, and after the answer there must be an end, the same
-    for all turns but the last, to which some templates give another.
-
-    Raises:
-        ModelError: The template's markers or its shape give other turns.
-    """
-    for words in (["1"], ["1", "2", "3"]):
-        messages = [
-            turn
-            for word in words
-            for turn in (
-                {"role": "user", "content": _QUESTION + word},
-                {"role": "assistant", "content": _ANSWER + word},
-            )
-        ]
-        try:
-            rendered = renderer.render(messages)
-        except ValueError as error:
-            raise ModelError(
-                f"Questions and their answers cannot be rendered: {error}. Correct model.chat_template, or name another."
-            ) from None
-        turns = [rendered.text[start:end] for start, end in rendered.spans]
-        ends = [turn.partition(_ANSWER + word)[2] for turn, word in zip(turns, words, strict=False)]
-        alike = all(ends) and len(set(ends[:-1])) <= 1 and not any(_ANSWER in end for end in ends)
-        if len(turns) != len(words) or not alike or any(_QUESTION in turn for turn in turns):
-            raise ModelError(
-                f"The chat template's turns are not where its answers are: of {len(words)} question{'s' if len(words) > 1 else ''} with "
-                f"answers it gives the turns {turns}. Correct its {{% generation %}} markers, or name another in model.chat_template."
-            )

@@ -19,6 +19,7 @@ from sft.control_tokens import ControlTokens, break_up, unused_mark
 from sft.documents import DOCUMENT, IGNORED, LENGTHS, Chunk, Counts
 from sft.findings import MEANING, Findings, found_in_row
 from sft.formats import Conversation, Row, Text, Tokens, renamed, to_example
+from sft.overlong import Overlong, pieces_of
 from sft.readers import BadRow
 from sft.recipe import Data, Source
 from sft.token_ranges import token_range, without_mark
@@ -70,10 +71,6 @@ class _Stop(Exception):
 
     def __init__(self, row: int, reason: str) -> None:
         self.row, self.reason = row, reason
-
-
-class _Overlong(Exception):
-    """A row that is longer than the recipe allows."""
 
 
 class DocumentMaker:
@@ -132,7 +129,7 @@ class DocumentMaker:
     def _bad_rows_told(self, chunk: _Building, row: int) -> Iterator[None]:
         try:
             yield
-        except _Overlong as error:
+        except Overlong as error:
             raise _Stop(row, f"{error}. Raise it, or set data.overlong to drop, truncate or split") from None
         except (ValueError, TypeError, AttributeError) as error:
             if self.data.on_bad_row == "error":
@@ -272,47 +269,11 @@ class DocumentMaker:
         ids, mask = (item.ids, item.mask) if isinstance(item, _Given) else self._tokens_and_mask(item, encoding)
         mask[:1] = 0  # nothing predicts the first token
         chunk.counts.lengths[np.searchsorted(LENGTHS, len(ids))] += 1
-        pieces, cut = self._pieces(ids, mask, chunk.counts)
+        pieces, cut = pieces_of(ids, mask, self.data, chunk.counts)
         digest, answer = _digest(ids, mask), _digest(ids[mask == 1])
         for piece, kept in pieces:
             chunk.parts.append((piece, kept))
             chunk.records.append((len(piece), int(kept.sum()), cut, chunk.source, item.row, digest, answer))
-
-    def _pieces(
-        self, ids: np.ndarray, mask: np.ndarray, counts: Counts
-    ) -> tuple[list[tuple[np.ndarray, np.ndarray]], int]:
-        """A row's documents, none longer than max_length, and how many tokens were cut off.
-
-        Raises:
-            _Overlong: It is too long, and overlong is `error`.
-        """
-        length, limit, policy = len(ids), self.data.max_length, self.data.overlong
-        if not mask.any():
-            counts.drop("no trained token", length)
-            return [], 0
-        if length <= limit:
-            return [(ids, mask)], 0
-        if policy == "error":
-            raise _Overlong(f"{length} tokens, more than data.max_length={limit}")
-        if policy == "drop":
-            counts.drop("longer than max_length", length)
-            return [], 0
-        if policy == "truncate":
-            if not mask[:limit].any():
-                counts.drop("no trained token within max_length", length)
-                return [], 0
-            return [(ids[:limit], mask[:limit])], length - limit
-        pieces = []
-        for start in range(0, length, limit):
-            piece, kept = ids[start : start + limit], mask[start : start + limit].copy()
-            kept[0] = 0
-            if kept.any():
-                pieces.append((piece, kept))
-            else:
-                counts.drop("piece without a trained token", len(piece), rows=0)
-        if not pieces:
-            counts.drop("no trained token within max_length")
-        return pieces, 0
 
 
 def _behind(broken: str, characters: int, mark: str) -> int:

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sft.chat import ChatRenderer, check_spans
 from sft.errors import ModelError, did_you_mean
 from sft.facts import model_path
 from sft.recipe import Recipe
 from sft.recipe_file import find_file
 from sft.sources import BUILTIN, looks_local
+from sft.template_checks import end_of_turn
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 CHOICES = (
@@ -22,8 +22,6 @@ CHOICES = (
     "tokenizer's own EOS), or a .jinja file."
 )
 """What to do about a missing chat template."""
-
-_PROBE = [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "Blue"}]
 
 
 def find_chat_template(name: str) -> str:
@@ -61,34 +59,6 @@ def _known_token(tokenizer: Any, token: str, key: str) -> str:
             "is added by model.new_tokens."
         )
     return token
-
-
-def end_of_turn(tokenizer: Any) -> int:
-    """The id of the token that closes the assistant's turn in this chat template.
-
-    Raises:
-        ModelError: The template closes the turn with nothing that a model could stop at, has other turns than its markers say,
-            or begins twice.
-    """
-    renderer = ChatRenderer(tokenizer)
-    check_spans(renderer)
-    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-    rendered = renderer.render(_PROBE * 2)
-    for start, end in rendered.spans:
-        ids = tokenizer(rendered.text[start:end], add_special_tokens=False)["input_ids"]
-        if ids and ids[-1] in special:
-            continue
-        tail = rendered.text[start:end][-20:]
-        raise ModelError(
-            f"The chat template ends the assistant's turn with {tail!r}, which is no special token: a model trained so never learns to "
-            "stop. Set model.chat_template to one that ends it with a token (plain, chatml or your own), or model.eos_token."
-        )
-    beginning = tokenizer(rendered.text, add_special_tokens=False)["input_ids"][:2]
-    if beginning == [tokenizer.bos_token_id] * 2:
-        raise ModelError(
-            f"The chat template begins a conversation with {tokenizer.bos_token} twice. Correct it, or name another in model.chat_template."
-        )
-    return int(ids[-1])
 
 
 def load_tokenizer(recipe: Recipe) -> Any:

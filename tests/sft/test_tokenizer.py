@@ -10,7 +10,8 @@ import pytest
 from sft.demo import Demo
 from sft.errors import ModelError
 from sft.recipe import Recipe
-from sft.tokenizer import TEMPLATES, check_tokenizer_choice, end_of_turn, find_chat_template, load_tokenizer
+from sft.template_checks import end_of_turn
+from sft.tokenizer import TEMPLATES, check_tokenizer_choice, find_chat_template, load_tokenizer
 
 MakeRecipe = Callable[..., Recipe]
 RealModel = Callable[[str], Path]

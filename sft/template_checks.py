@@ -1,0 +1,72 @@
+"""Law 6, before any row: what is asked of a chat template before it is trained with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sft.chat import ANSWER, QUESTION, ChatRenderer
+from sft.errors import ModelError
+
+_PROBE = [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "Blue"}]
+
+
+def end_of_turn(tokenizer: Any) -> int:
+    """The id of the token that closes the assistant's turn in this chat template.
+
+    Raises:
+        ModelError: The template closes the turn with nothing that a model could stop at, has other turns than its markers say,
+            or begins twice.
+    """
+    renderer = ChatRenderer(tokenizer)
+    check_spans(renderer)
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    rendered = renderer.render(_PROBE * 2)
+    for start, end in rendered.spans:
+        ids = tokenizer(rendered.text[start:end], add_special_tokens=False)["input_ids"]
+        if ids and ids[-1] in special:
+            continue
+        tail = rendered.text[start:end][-20:]
+        raise ModelError(
+            f"The chat template ends the assistant's turn with {tail!r}, which is no special token: a model trained so never learns to "
+            "stop. Set model.chat_template to one that ends it with a token (plain, chatml or your own), or model.eos_token."
+        )
+    beginning = tokenizer(rendered.text, add_special_tokens=False)["input_ids"][:2]
+    if beginning == [tokenizer.bos_token_id] * 2:
+        raise ModelError(
+            f"The chat template begins a conversation with {tokenizer.bos_token} twice. Correct it, or name another in model.chat_template."
+        )
+    return int(ids[-1])
+
+
+def check_spans(renderer: ChatRenderer) -> None:
+    """Derive the turns of sample conversations a second way, from where their words come to stand, and compare.
+
+    A turn must hold its own answer and no other word of the conversation, and after the answer there must be an end, the same
+    for all turns but the last, to which some templates give another.
+
+    Raises:
+        ModelError: The template's markers or its shape give other turns.
+    """
+    for words in (["1"], ["1", "2", "3"]):
+        messages = [
+            turn
+            for word in words
+            for turn in (
+                {"role": "user", "content": QUESTION + word},
+                {"role": "assistant", "content": ANSWER + word},
+            )
+        ]
+        try:
+            rendered = renderer.render(messages)
+        except ValueError as error:
+            raise ModelError(
+                f"Questions and their answers cannot be rendered: {error}. Correct model.chat_template, or name another."
+            ) from None
+        turns = [rendered.text[start:end] for start, end in rendered.spans]
+        ends = [turn.partition(ANSWER + word)[2] for turn, word in zip(turns, words, strict=False)]
+        alike = all(ends) and len(set(ends[:-1])) <= 1 and not any(ANSWER in end for end in ends)
+        if len(turns) != len(words) or not alike or any(QUESTION in turn for turn in turns):
+            raise ModelError(
+                f"The chat template's turns are not where its answers are: of {len(words)} question{'s' if len(words) > 1 else ''} with "
+                f"answers it gives the turns {turns}. Correct its {{% generation %}} markers, or name another in model.chat_template."
+            )
