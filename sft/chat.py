@@ -133,6 +133,8 @@ class ChatRenderer:
 
     def _behind_prompt(self, text: str, start: int) -> int:
         """Where a turn that is marked from `start` leaves what the generation prompt writes: that is never generated."""
+        if text.endswith(self.generation_prompt, 0, start):
+            return start  # as with most templates
         header, thinks, _ = self.generation_prompt.partition("<think>")
         # An answer without a thought follows the header alone.
         for prompt in (self.generation_prompt, header + thinks, header):
