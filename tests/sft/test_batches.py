@@ -1,101 +1,128 @@
-import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from datasets import Dataset, Features, List, Value
 
-from sft.batches import StepOrder, documents_dataset, fill_last_step, pack_documents
-from sft.data import IGNORED
+from sft.batches import Sequences, StepOrder
 from sft.demo import Demo
+from sft.documents import DOCUMENT, IGNORED, Chunk, Counts
+from sft.facts import inspect_model
+from sft.findings import Findings
+from sft.packing import pack
+from sft.prepare import prepare
+from sft.recipe import Recipe
+from sft.store import DocumentStore, DocumentWriter, SequenceIndex
 
-COLUMN = List(Value("int32"))
-
-
-def documents(lengths: list[int]) -> Dataset:
-    """Documents whose tokens tell which they are; the first half of each is hidden."""
-    rows = [
-        {
-            "input_ids": [1000 * number + position for position in range(length)],
-            "labels": [IGNORED] * (length // 2) + [1000 * number + position for position in range(length // 2, length)],
-        }
-        for number, length in enumerate(lengths, start=1)
-    ]
-    return Dataset.from_list(rows, features=Features({"input_ids": COLUMN, "labels": COLUMN}))
+LENGTHS = [5, 9, 16, 1, 3, 3, 12, 7, 8, 2, 15, 4, 6, 16, 10] * 20
 
 
-LENGTHS = [5, 9, 16, 1, 3, 3, 12, 7, 8, 2, 15, 4, 6, 16, 10] * 100
+def documents(lengths: list[int], vocabulary: int = 2**31) -> list[tuple[list[int], list[int]]]:
+    """Tokens that tell which document they are of, and labels: the first half of each is hidden."""
+    found = []
+    for number, length in enumerate(lengths, start=1):
+        ids = [(1000 * number + position) % vocabulary for position in range(length)]
+        found.append((ids, [IGNORED] * (length // 2 or 1) + ids[(length // 2 or 1) :]))
+    return found
+
+
+def stored(folder: Path, rows: list[tuple[list[int], list[int]]]) -> DocumentStore:
+    folder.mkdir()
+    records = np.zeros(len(rows), DOCUMENT)
+    records["length"] = [len(ids) for ids, _ in rows]
+    tokens = np.array([token for ids, _ in rows for token in ids], np.int32)
+    trained = np.array([label != IGNORED for _, labels in rows for label in labels], np.uint8)
+    with DocumentWriter(folder) as writer:
+        writer.write(Chunk(tokens, trained, records, Counts(), Findings()))
+    return DocumentStore.open(folder)
+
+
+def sequences_of(store: DocumentStore, per_step: int, packed: bool, max_length: int = 16) -> Sequences:
+    if packed:
+        index = SequenceIndex(*pack(store.documents["length"], max_length))
+    else:
+        count = len(store.documents)
+        index = SequenceIndex(np.arange(count), np.arange(1, count + 1))
+    return Sequences(store, index, per_step, 7, packed)
 
 
 @pytest.fixture(scope="module")
-def packs(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    return pack_documents(documents(LENGTHS), 16, tmp_path_factory.mktemp("packs") / "packs.arrow")
+def store(tmp_path_factory: pytest.TempPathFactory) -> DocumentStore:
+    return stored(tmp_path_factory.mktemp("store") / "documents", documents(LENGTHS))
 
 
-def cut(values: list[int], lengths: list[int]) -> list[list[int]]:
-    parts, start = [], 0
-    for length in lengths:
-        parts.append(values[start : start + length])
-        start += length
-    return parts
+def cut(values: Any, lengths: list[int]) -> list[list[int]]:
+    return [part.tolist() for part in np.split(np.asarray(values), np.cumsum(lengths)[:-1])]
 
 
-def test_packing_keeps_every_document_whole_and_once(packs: Dataset) -> None:
+def test_packs_hold_every_document_whole_and_once(store: DocumentStore) -> None:
+    packs = sequences_of(store, 1, packed=True)
     found = [
-        (tuple(ids), tuple(labels))
-        for row in packs
+        (ids, labels)
+        for pack in (packs[number] for number in range(len(packs)))
         for ids, labels in zip(
-            cut(row["input_ids"], row["seq_lengths"]), cut(row["labels"], row["seq_lengths"]), strict=True
+            cut(pack["input_ids"], pack["seq_lengths"]), cut(pack["labels"], pack["seq_lengths"]), strict=True
         )
     ]
-    wanted = [(tuple(row["input_ids"]), tuple(row["labels"])) for row in documents(LENGTHS)]
-    assert sorted(found) == sorted(wanted)
+    assert sorted(found) == sorted(documents(LENGTHS))
 
 
-def test_a_pack_is_as_long_as_its_documents_and_no_longer_than_allowed(packs: Dataset) -> None:
-    for row in packs:
-        assert sum(row["seq_lengths"]) == len(row["input_ids"]) == len(row["labels"]) <= 16
+def test_a_pack_is_as_long_as_its_documents_and_no_longer_than_allowed(store: DocumentStore) -> None:
+    packs = sequences_of(store, 8, packed=True)
+    for number in range(len(packs)):
+        pack = packs[number]
+        assert sum(pack["seq_lengths"]) == len(pack["input_ids"]) == len(pack["labels"]) <= 16
+        assert pack["input_ids"].dtype == pack["labels"].dtype == np.int64
 
 
-def test_documents_are_packed_all_at_once(packs: Dataset) -> None:
-    """By batches of 1,000 a part of each batch would be left over; here nearly every pack is full."""
-    assert sum(LENGTHS) / (16 * len(packs)) > 0.99
+def test_the_first_token_of_a_document_is_never_trained(store: DocumentStore) -> None:
+    packs = sequences_of(store, 8, packed=True)
+    for number in range(len(packs)):
+        pack = packs[number]
+        starts = np.cumsum([0, *pack["seq_lengths"][:-1]])
+        assert (pack["labels"][starts] == IGNORED).all()
 
 
-def test_packing_is_the_same_each_time_and_reads_back_from_its_file(packs: Dataset, tmp_path: Path) -> None:
-    assert pack_documents(documents(LENGTHS), 16, tmp_path / "p.arrow").to_list() == packs.to_list()
-    assert documents_dataset(tmp_path / "p.arrow").to_list() == packs.to_list()
-
-
-def test_a_pack_may_hold_more_than_one_batch_of_rows(tmp_path: Path) -> None:
-    packed = pack_documents(documents([1] * 2500), 2500, tmp_path / "p.arrow")
-    assert len(packed) == 1
-    assert packed[0]["seq_lengths"] == [1] * 2500
-
-
-def test_trl_packs_as_it_is_called() -> None:
-    """What `pack_documents` leans on: the names and order of TRL's arguments, and what goes to `map`."""
-    from trl import pack_dataset
-
-    assert list(inspect.signature(pack_dataset).parameters) == ["dataset", "seq_length", "strategy", "map_kwargs"]
-    packed = pack_dataset(documents([2, 3]), 5, "bfd", {"batch_size": 2})
-    assert set(packed.column_names) == {"input_ids", "labels", "seq_lengths"}
+def test_without_packing_a_sequence_is_a_document(store: DocumentStore) -> None:
+    alone = sequences_of(store, 1, packed=False)
+    assert len(alone) == len(LENGTHS)
+    for number, (ids, labels) in enumerate(documents(LENGTHS)):
+        assert set(alone[number]) == {"input_ids", "labels"}
+        assert (alone[number]["input_ids"].tolist(), alone[number]["labels"].tolist()) == (ids, labels)
 
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("per_step", [1, 3, 8, 64, 700])
-def test_the_last_step_is_filled_with_what_is_not_trained(packed: bool, per_step: int, packs: Dataset) -> None:
-    sequences = packs if packed else documents(LENGTHS)
-    filled, fillers = fill_last_step(sequences, per_step, pad_token_id=7)
-    assert len(filled) % per_step == 0
-    assert len(filled) == len(sequences) + fillers
-    assert 0 <= fillers < per_step
-    assert filled.features == sequences.features
-    rows = filled.to_list()
-    assert rows[: len(sequences)] == sequences.to_list()
-    filler = {"input_ids": [7], "labels": [IGNORED]} | ({"seq_lengths": [1]} if packed else {})
-    assert rows[len(sequences) :] == [filler] * fillers
+def test_the_last_step_is_filled_with_what_is_not_trained(packed: bool, per_step: int, store: DocumentStore) -> None:
+    sequences = sequences_of(store, per_step, packed)
+    real = len(sequences.index)
+    assert len(sequences) % per_step == 0
+    assert len(sequences) == real + sequences.fillers
+    assert 0 <= sequences.fillers < per_step
+    for number in range(real, len(sequences)):
+        filler = sequences[number]
+        assert (filler["input_ids"].tolist(), filler["labels"].tolist()) == ([7], [IGNORED])
+        assert filler.get("seq_lengths") == ([1] if packed else None)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_what_training_sees_is_what_the_ledger_counts(
+    packing: bool, make_recipe: Callable[..., Recipe], demo: Demo
+) -> None:
+    recipe = make_recipe(f"data.packing={str(packing).lower()}", "data.train=[{path: 'builtin:demo', epochs: 1.5}]")
+    prepared = prepare(recipe, inspect_model(recipe))
+    index, store = SequenceIndex.load(prepared.folder / "train.npz"), DocumentStore.open(prepared.folder)
+    sequences = Sequences(store, index, 8, 0, packing)
+    rows = [sequences[number] for number in range(len(index))]
+    tokens = prepared.ledger["total"]["tokens"]
+    assert len(rows) == prepared.sequences
+    assert sum(len(row["input_ids"]) for row in rows) == tokens["trained"] + tokens["masked"] == tokens["in"]
+    assert sum(int((row["labels"] != IGNORED).sum()) for row in rows) == tokens["trained"]
+    if packing:
+        assert prepared.ledger["packing"]["padding"] == sum(128 - len(row["input_ids"]) for row in rows)
+        assert prepared.ledger["packing"]["packs"] == len(rows)
 
 
 def orders(sequences: int, fillers: int, seed: int, epochs: range) -> list[list[int]]:
@@ -131,9 +158,6 @@ def test_the_order_is_one_of_seed_and_epoch_alone(monkeypatch: pytest.MonkeyPatc
 def _disturb_every_generator() -> None:
     import random
 
-    import numpy as np
-    import torch
-
     random.seed(99)
     np.random.seed(99)
     torch.manual_seed(99)
@@ -144,32 +168,15 @@ def test_the_order_is_a_shuffle() -> None:
     assert sum(position == value for position, value in enumerate(order)) < 10
 
 
-def test_documents_are_read_from_the_file_that_was_written(tmp_path: Path) -> None:
-    import pyarrow as pa
-
-    from sft.data import SCHEMA
-
-    rows: list[dict[str, Any]] = [{"input_ids": [1, 2], "labels": [IGNORED, 2]}, {"input_ids": [3], "labels": [3]}]
-    with pa.OSFile(str(tmp_path / "d.arrow"), "wb") as sink, pa.ipc.new_stream(sink, SCHEMA) as writer:
-        writer.write_batch(pa.RecordBatch.from_pylist(rows, SCHEMA))
-    assert documents_dataset(tmp_path / "d.arrow").to_list() == rows
-    assert pack_documents(documents_dataset(tmp_path / "d.arrow"), 4, tmp_path / "p.arrow")[0]["seq_lengths"] == [2, 1]
-
-
 def test_packed_documents_get_the_logits_they_get_alone(demo: Demo, tmp_path: Path) -> None:
     """Law 2, with the collator and the attention that training uses on a CPU."""
     from transformers import AutoModelForCausalLM
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     model = AutoModelForCausalLM.from_pretrained(demo.model, attn_implementation="sdpa").eval()
-    rows = [
-        {"input_ids": [(17 * number + token) % 500 + 3 for token in row["input_ids"]], "labels": row["labels"]}
-        for number, row in enumerate(documents([5, 9, 3, 12, 7]))
-    ]
-    alone = Dataset.from_list(rows, features=Features({"input_ids": COLUMN, "labels": COLUMN}))
-    packs = pack_documents(alone, 36, tmp_path / "packs.arrow")
+    packs = sequences_of(stored(tmp_path / "documents", documents([5, 9, 3, 12, 7], 500)), 1, True, max_length=36)
     assert len(packs) == 1
-    batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(list(packs))
+    batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)([packs[0]])
     del batch["labels"]
     pieces = cut(packs[0]["input_ids"], packs[0]["seq_lengths"])
     with torch.no_grad():

@@ -9,12 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import save_file
 
-from sft.data import prepare_documents
 from sft.demo import Demo
 from sft.errors import DataError, ModelError
-from sft.facts import ModelFacts, inspect_data, inspect_model, local_slice, looks_local, model_path, source_files
-from sft.recipe import Recipe, Source
-from sft.tokenizer import load_tokenizer
+from sft.facts import ModelFacts, inspect_data, inspect_model, model_path
+from sft.prepare import prepare
+from sft.recipe import Recipe
 
 MakeRecipe = Callable[..., Recipe]
 ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
@@ -23,16 +22,6 @@ ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "con
 def write_rows(path: Path, count: int) -> Path:
     path.write_text((json.dumps(ROW) + "\n") * count)
     return path
-
-
-@pytest.mark.parametrize("name", ["./m", "/m", "~/m", "a/b/c", "recipes"])
-def test_these_are_paths(name: str) -> None:
-    assert looks_local(name)
-
-
-@pytest.mark.parametrize("name", ["owner/name", "gpt2"])
-def test_these_are_ids_on_the_hub(name: str) -> None:
-    assert not looks_local(name)
 
 
 def test_the_demos_model_is_made_where_it_is_asked_for(make_recipe: MakeRecipe, tmp_path: Path) -> None:
@@ -77,27 +66,34 @@ def test_what_the_hub_would_have_to_tell_is_left_open_for_a_plan(make_recipe: Ma
     assert inspect_data(recipe, facts) is None
 
 
-def test_local_data_is_found_and_a_hub_id_is_left_to_the_hub(tmp_path: Path) -> None:
-    file = write_rows(tmp_path / "b.jsonl", 1)
-    write_rows(tmp_path / "a.jsonl", 1)
-    (tmp_path / "notes.txt").touch()
-    assert source_files(Source(path=str(file)), "") == [file]
-    assert source_files(Source(path=str(tmp_path)), "") == [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    assert source_files(Source(path="owner/data"), "") is None
-    for missing in (str(tmp_path / "c.jsonl"), "c.jsonl", "./gone"):
-        with pytest.raises(DataError, match=r"data.train: there is no file or folder .*looked in"):
-            source_files(Source(path=missing), "")
+KINDS = {
+    "one source": [],
+    "a part of it": ["data.train=[{path: 'builtin:demo', split: 'train[:500]'}]"],
+    "a number of rows": ["data.train=[{path: 'builtin:demo', rows: 500}]"],
+    "less than a pass": ["data.train=[{path: 'builtin:demo', epochs: 0.5}]"],
+    "repeated": ["data.train=[{path: 'builtin:demo', epochs: 3.0}]"],
+    "without packing": ["data.packing=false"],
+    "all trained": ["data.loss_on=all"],
+    "some held out": ["data.held_out=0.4"],
+    "weighted": ["data.train=[{path: 'builtin:demo', weight: 1.0}, {path: SMALL, weight: 1.0}]"],
+}
 
 
-def test_the_estimate_is_near_the_count(make_recipe: MakeRecipe, demo: Demo, tmp_path: Path) -> None:
-    recipe = make_recipe()
-    estimate = inspect_data(recipe, inspect_model(recipe))
-    counted = prepare_documents(recipe, load_tokenizer(recipe), tmp_path / "documents.arrow").total()
+@pytest.mark.parametrize("overrides", KINDS.values(), ids=list(KINDS))
+def test_the_estimate_is_near_the_count(
+    overrides: list[str], make_recipe: MakeRecipe, demo: Demo, tmp_path: Path
+) -> None:
+    small = tmp_path / "small.jsonl"
+    small.write_text("".join(demo.train.read_text().splitlines(keepends=True)[:300]))
+    recipe = make_recipe(*(override.replace("SMALL", str(small)) for override in overrides))
+    model = inspect_model(recipe)
+    estimate, counted = inspect_data(recipe, model), prepare(recipe, model).facts()
     assert estimate is not None
-    assert not estimate.exact
-    assert estimate.documents == pytest.approx(counted.rows_used, rel=0.02)
-    assert estimate.trained_tokens == pytest.approx(counted.trained, rel=0.05)
-    assert estimate.tokens == pytest.approx(counted.trained + counted.masked, rel=0.1)
+    assert (estimate.exact, counted.exact) == (False, True)
+    assert estimate.documents == pytest.approx(counted.documents, rel=0.05)
+    assert estimate.trained_tokens == pytest.approx(counted.trained_tokens, rel=0.1)
+    assert estimate.tokens == pytest.approx(counted.tokens, rel=0.1)
+    assert estimate.sequences == pytest.approx(counted.sequences, rel=0.1)
 
 
 def test_a_small_file_is_counted_and_sources_add_up(make_recipe: MakeRecipe, demo: Demo, tmp_path: Path) -> None:
@@ -145,13 +141,3 @@ def test_all_rows_of_parquet_files_are_counted_without_reading_them(make_recipe:
     facts = inspect_data(make_recipe(f"data.train={tmp_path}"), ModelFacts("some/model"))
     assert facts is not None
     assert facts.documents == 345
-
-
-def test_a_local_source_takes_a_slice_and_refuses_what_files_do_not_have(tmp_path: Path) -> None:
-    path = str(write_rows(tmp_path / "rows.jsonl", 3))
-    assert local_slice(Source(path=path)) == slice(None, None)
-    assert local_slice(Source(path=path, split="train[1:5]")) == slice(1, 5)
-    assert local_slice(Source(path=path, split="train[:2]")) == slice(None, 2)
-    for keys in ({"split": "test"}, {"split": "train[:10%]"}, {"name": "x"}, {"revision": "main"}):
-        with pytest.raises(DataError, match=r"data.train: .*rows.jsonl"):
-            source_files(Source(path=path, **keys), "")

@@ -1,10 +1,12 @@
+import json
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from sft.errors import PlanError, RecipeError
+from sft.errors import DataError, PlanError, RecipeError
 from sft.launch import DEFAULT_RECIPE, Layout, main, parse_command_line, read_layout, torchrun_arguments
 
 PROGRAM = ["-m", "sft.train", "a.yaml", "train.seed=1"]
@@ -93,22 +95,27 @@ def test_torchrun_understands_what_it_is_called_with() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "recipe", "overrides", "plan"),
+    ("words", "recipe", "overrides", "switch"),
     [
-        ([], DEFAULT_RECIPE, [], False),
-        (["a.yaml"], "a.yaml", [], False),
-        (["a.yaml", "x=1", "y=2"], "a.yaml", ["x=1", "y=2"], False),
-        (["a.yaml", "--plan", "x=1"], "a.yaml", ["x=1"], True),
-        (["--plan", "a.yaml"], "a.yaml", [], True),
-        (["x=1"], DEFAULT_RECIPE, ["x=1"], False),
-        (["x=1", "y=2", "--plan"], DEFAULT_RECIPE, ["x=1", "y=2"], True),
+        ([], DEFAULT_RECIPE, [], None),
+        (["a.yaml"], "a.yaml", [], None),
+        (["a.yaml", "x=1", "y=2"], "a.yaml", ["x=1", "y=2"], None),
+        (["a.yaml", "--plan", "x=1"], "a.yaml", ["x=1"], "plan"),
+        (["--plan", "a.yaml"], "a.yaml", [], "plan"),
+        (["x=1"], DEFAULT_RECIPE, ["x=1"], None),
+        (["x=1", "y=2", "--plan"], DEFAULT_RECIPE, ["x=1", "y=2"], "plan"),
+        (["a.yaml", "--prepare", "x=1"], "a.yaml", ["x=1"], "prepare"),
+        (["--show", "3", "a.yaml", "x=1"], "a.yaml", ["x=1"], "show"),
+        (["x=1", "--show=0"], DEFAULT_RECIPE, ["x=1"], "show"),
     ],
 )
 def test_recipe_overrides_and_switches_in_any_order(
-    words: list[str], recipe: str, overrides: list[str], plan: bool
+    words: list[str], recipe: str, overrides: list[str], switch: str | None
 ) -> None:
     understood = parse_command_line(words)
-    assert (understood.recipe, understood.overrides, understood.plan) == (recipe, overrides, plan)
+    assert (understood.recipe, understood.overrides) == (recipe, overrides)
+    given = {"plan": understood.plan, "prepare": understood.prepare, "show": understood.show is not None}
+    assert [name for name, value in given.items() if value] == ([switch] if switch else [])
 
 
 def test_two_recipes_are_one_too_many() -> None:
@@ -141,22 +148,33 @@ def test_a_plan_is_printed_and_nothing_is_started(
     main([str(recipe_file), "--plan"])
     assert "2 processes" in capsys.readouterr().out
     assert not (tmp_path / "outputs" / "mine").exists()
+    assert not (tmp_path / "outputs" / ".prepared").exists()
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that would have taken this process's place."""
+    commands: list[list[str]] = []
+
+    def stop(_: str, command: list[str]) -> None:
+        commands.append(command)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execv", stop)
+    return commands
 
 
 def test_one_process_needs_no_launcher_and_the_command_is_printed(
-    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe_file: Path,
+    tmp_path: Path,
+    started: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    started: list[list[str]] = []
-
-    def stop(_: str, command: list[str]) -> None:
-        started.append(command)
-        raise SystemExit(0)
-
-    monkeypatch.setattr(os, "execv", stop)
     with pytest.raises(SystemExit):
         main([str(recipe_file), "train.seed=1"])
     (command,) = started
@@ -167,15 +185,51 @@ def test_one_process_needs_no_launcher_and_the_command_is_printed(
     assert capsys.readouterr().out.strip() == f"OMP_NUM_THREADS={cores} {' '.join(command)}"
 
 
-def test_threads_that_the_user_has_set_stay(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_threads_that_the_user_has_set_stay(
+    recipe_file: Path, outputs: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("GOMP_SPINCOUNT", "500")
-
-    def stop(*_: object) -> None:
-        raise SystemExit(0)
-
-    monkeypatch.setattr(os, "execv", stop)
     with pytest.raises(SystemExit):
-        main([str(recipe_file)])
+        main([str(recipe_file), f"output_dir={outputs}"])
+    assert len(started) == 1
     assert (os.environ["OMP_NUM_THREADS"], os.environ["GOMP_SPINCOUNT"]) == ("7", "500")
+
+
+@pytest.mark.parametrize("first", [[], ["--prepare"]])
+def test_data_that_is_prepared_once_is_found_by_every_start(
+    first: list[str],
+    recipe_file: Path,
+    outputs: Path,
+    started: list[list[str]],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "completion": "b"}\n' * 5)
+    words = [str(recipe_file), f"output_dir={outputs}", f"data.train={rows}"]
+    with suppress(SystemExit):
+        main([*words, *first])
+    assert f"Preparing {rows} (prompt_completion)" in capfd.readouterr().err
+    before = len(started)
+    # What is trained otherwise is trained on the same data.
+    for others in ([], ["train.learning_rate=1e-3"], ["train.global_batch_size=4"]):
+        with pytest.raises(SystemExit):
+            main([*words, *others])
+        assert "Preparing" not in capfd.readouterr().err
+    assert len(started) == before + 3
+
+
+def test_data_beyond_a_limit_starts_nothing(
+    recipe_file: Path, outputs: Path, started: list[list[str]], tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "completion": "b"}\n' * 5 + json.dumps({"prompt": "a" * 200, "completion": "b"}))
+    words = [str(recipe_file), f"output_dir={outputs}", f"data.train={rows}"]
+    for switch in ([], ["--prepare"], ["--show", "1"]):
+        with pytest.raises(DataError, match=r"1 of 6 rows \(16.7%\) are longer than data.max_length=128"):
+            main([*words, *switch])
+    assert started == []
+    with pytest.raises(SystemExit):
+        main([*words, "data.max_overlong_fraction=0.2"])
+    assert len(started) == 1

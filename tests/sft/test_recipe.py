@@ -1,10 +1,13 @@
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
 
-from sft.recipe import Recipe, Section
+from sft.errors import RecipeError
+from sft.findings import MEANING
+from sft.formats import FORMATS
+from sft.recipe import Data, Finding, Recipe, Section, Source
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -40,7 +43,8 @@ def test_the_keys_that_scripts_rely_on_keep_their_names(make_recipe: MakeRecipe)
         "model.name_or_path model.attn_implementation model.kernels data.train data.max_length data.packing "
         "train.global_batch_size train.micro_batch_size train.learning_rate train.num_train_epochs train.max_steps "
         "train.precision train.seed train.deepspeed train.save_steps train.logging_steps train.resume eval.tasks "
-        "eval.suite eval.limit tracking.report_to tracking.run_name output_dir train.trainer_args"
+        "eval.suite eval.limit tracking.report_to tracking.run_name output_dir train.trainer_args "
+        "data.held_out data.loss_on data.overlong data.deduplicate data.seed model.new_tokens"
     ).split()
     dumped = make_recipe().model_dump()
     for key in keys:
@@ -48,3 +52,71 @@ def test_the_keys_that_scripts_rely_on_keep_their_names(make_recipe: MakeRecipe)
         for part in key.split("."):
             assert part in value, key
             value = value[part]
+
+
+def test_a_path_is_a_list_of_one_source(make_recipe: MakeRecipe) -> None:
+    assert make_recipe("data.train=a.jsonl").sources == (Source(path="a.jsonl"),)
+    assert make_recipe("data.train=[{path: a.jsonl}]").sources == (Source(path="a.jsonl"),)
+
+
+@pytest.mark.parametrize(
+    ("held_out", "sources"),
+    [
+        ("null", ()),
+        ("0.1", ()),
+        ("b.jsonl", (Source(path="b.jsonl"),)),
+        (
+            "[{path: b.jsonl, chat: false}, {path: c.jsonl}]",
+            (Source(path="b.jsonl", chat=False), Source(path="c.jsonl")),
+        ),
+    ],
+)
+def test_what_is_held_out_is_a_fraction_or_sources(
+    held_out: str, sources: tuple[Source, ...], make_recipe: MakeRecipe
+) -> None:
+    assert make_recipe(f"data.held_out={held_out}").held_out_sources == sources
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ("train=[{path: a, weight: 1.0}, {path: b}]", "give `weight` to all sources of `train`, or to none"),
+        ("train=[{path: a, weight: 1.0, rows: 5}]", "`rows` and `weight` of a source both say how much is taken"),
+        ("held_out=[{path: a, rows: 5}]", "held_out sources are taken whole"),
+        ("held_out=[{path: a, epochs: 2.0}]", "held_out sources are taken whole"),
+        ("held_out=[{path: a, weight: 2.0}]", "held_out sources are taken whole"),
+        ("held_out=1.0", "data.held_out"),
+        ("held_out=0.0", "data.held_out"),
+        ("held_out=[]", "data.held_out"),
+        ("train=[]", "data.train"),
+        ("train=[{path: a, epochs: 0}]", "epochs"),
+        ("train=[{path: a, rows: 0}]", "rows"),
+        ("train=[{path: a, format: csv}]", "format"),
+        ("max_length=1", "data.max_length"),
+        ("overlong=cut", "data.overlong"),
+        ("max_overlong_fraction=1.5", "data.max_overlong_fraction"),
+        ("refuse=[role_ordr]", "data.refuse"),
+        ("seed=-1", "data.seed"),
+    ],
+)
+def test_data_that_contradicts_itself_is_refused(section: str, told: str, make_recipe: MakeRecipe) -> None:
+    with pytest.raises(RecipeError, match=told):
+        make_recipe(f"data.{section}")
+
+
+def test_whole_numbers_are_epochs_and_weights_too(make_recipe: MakeRecipe) -> None:
+    """As people write them."""
+    (source,) = make_recipe("data.train=[{path: a, epochs: 2, weight: 1}]").sources
+    assert (source.epochs, source.weight) == (2.0, 1.0)
+
+
+def test_every_format_and_finding_that_a_recipe_may_name_is_one() -> None:
+    formats = get_args(get_args(Source.model_fields["format"].annotation)[0])
+    assert set(formats) == set(FORMATS)
+    assert set(get_args(Finding)) < set(MEANING)
+
+
+def test_nothing_is_lost_by_default() -> None:
+    """What is dropped or held out, the recipe says; a row that cannot be read stops the run."""
+    data = Data(train="a.jsonl")
+    assert (data.on_bad_row, data.held_out, data.deduplicate, data.refuse) == ("error", None, False, ())

@@ -9,14 +9,15 @@ import torch
 from transformers import get_scheduler
 from trl import SFTConfig, SFTTrainer
 
-from sft import batches
-from sft.data import prepare_documents
+from sft.batches import Sequences, StepOrder
 from sft.errors import PlanError, RecipeError
 from sft.hardware import Gpu, Hardware
 from sft.job import Job, open_job
 from sft.metrics import Metrics
 from sft.model import load_model
+from sft.prepare import prepare
 from sft.run_directory import Run
+from sft.store import DocumentStore, SequenceIndex
 from sft.tokenizer import load_tokenizer
 from sft.trainer import (
     SCHEDULES,
@@ -191,17 +192,17 @@ def test_a_few_steps_train_and_leave_whole_checkpoints_and_a_model(make_job: Mak
     run = Run(tmp_path / "mine" / "first")
     run.checkpoints.mkdir(parents=True)
     tokenizer = load_tokenizer(job.recipe)
-    documents = prepare_documents(job.recipe, tokenizer, tmp_path / "documents.arrow")
-    packs = batches.pack_documents(batches.documents_dataset(documents.file), 128, tmp_path / "packs.arrow")
-    sequences, fillers = batches.fill_last_step(packs, 8, tokenizer.pad_token_id)
+    folder = prepare(job.recipe, job.model).folder
+    index = SequenceIndex.load(folder / "train.npz")
+    sequences = Sequences(DocumentStore.open(folder), index, 8, tokenizer.pad_token_id, packed=True)
     trainer = build_trainer(
         job,
         training_arguments(job, run),
         load_model(job, tokenizer),
         tokenizer,
         sequences,
-        batches.StepOrder(len(packs), fillers, 0),
-        Metrics(run.metrics_file, job.hardware, True),
+        StepOrder(len(index), sequences.fillers, 0),
+        [Metrics(run.metrics_file, job.hardware, True)],
     )
     check_what_runs(trainer, job)
     assert job.plan.engine.value == "one process"
