@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 
 from sft.document_maker import DocumentMaker
 from sft.documents import Chunk
+from sft.errors import RunError
 from sft.findings import strings
 from sft.formats import Row
+from sft.processes import end_with_parent
 from sft.readers import BadRow
 from sft.recipe import Source
 
@@ -68,6 +70,11 @@ def made_chunks(
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
+        except BrokenProcessPool:
+            raise RunError(
+                f"A process that prepared {source.path} was ended by the system, most often because memory ran out. Give the preparation "
+                "fewer cores (taskset -c 0-3 bash scripts/sft.sh ...) or more memory."
+            ) from None
         finally:
             for future in waiting:
                 future.cancel()
@@ -93,10 +100,7 @@ def _pieces(rows: Iterator[Numbered]) -> Iterator[list[Numbered]]:
 
 
 def _enter_worker(parent: int) -> None:
-    # A worker whose parent was killed would wait for work forever; the kernel ends it instead (PR_SET_PDEATHSIG).
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    end_with_parent(parent, signal.SIGKILL)  # it would wait for work forever
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers Ctrl-C
     # One process a core is enough threads.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

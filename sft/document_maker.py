@@ -269,11 +269,12 @@ class DocumentMaker:
         ids, mask = (item.ids, item.mask) if isinstance(item, _Given) else self._tokens_and_mask(item, encoding)
         mask[:1] = 0  # nothing predicts the first token
         chunk.counts.lengths[np.searchsorted(LENGTHS, len(ids))] += 1
-        pieces, cut = pieces_of(ids, mask, self.data, chunk.counts)
+        pieces, cut, lost = pieces_of(ids, mask, self.data, chunk.counts)
         digest, answer = _digest(ids, mask), _digest(ids[mask == 1])
         for piece, kept in pieces:
             chunk.parts.append((piece, kept))
-            chunk.records.append((len(piece), int(kept.sum()), cut, chunk.source, item.row, digest, answer))
+            chunk.records.append((len(piece), int(kept.sum()), cut, lost, chunk.source, item.row, digest, answer))
+            lost = 0
 
 
 def _behind(broken: str, characters: int, mark: str) -> int:

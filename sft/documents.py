@@ -20,6 +20,7 @@ DOCUMENT = np.dtype(
         ("length", "<i4"),
         ("trained", "<i4"),
         ("cut", "<i4"),  # tokens that overlong=truncate cut off
+        ("lost", "<i4"),  # with overlong=split, tokens of the row's pieces without a trained one; on its first document
         ("source", "<i4"),
         ("row", "<i8"),  # number of the row in its source, from 1
         ("digest", "<u8"),  # of the row's tokens and labels
@@ -40,9 +41,9 @@ class Counts:
     lengths: np.ndarray = field(default_factory=lambda: np.zeros(len(LENGTHS), np.int64))
     """Rows by length, dropped ones too; bins as in LENGTHS."""
 
-    def drop(self, reason: str, tokens: int = 0, rows: int = 1) -> None:
-        """Count a row that is not used, or a part of one (rows=0)."""
-        self.dropped_rows[reason] += rows
+    def drop(self, reason: str, tokens: int = 0) -> None:
+        """Count a row that is not used."""
+        self.dropped_rows[reason] += 1
         self.dropped_tokens[reason] += tokens
 
     def merge(self, other: Counts) -> None:

@@ -109,6 +109,10 @@ def users_mistakes_end_cleanly() -> Iterator[None]:
     except UserError as error:
         _tell(str(error))
         stop(EXIT_USER_ERROR)
+    except BrokenPipeError:
+        # `--show 100 | head`: the reader has seen enough. What is still in the buffer goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        stop(0)
     except Exception as error:
         if not _disk_was_full(error):
             raise

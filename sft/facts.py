@@ -16,10 +16,11 @@ from typing import Any
 from sft.demo import make_demo
 from sft.errors import ModelError
 from sft.formats import Example, Row, Text, Tokens, common_columns, renamed, row_format, to_example
+from sft.mixture import wanted_rows
 from sft.readers import count_rows
 from sft.recipe import Recipe, Source
 from sft.recipe_file import find_file
-from sft.sources import BUILTIN, first_look, hub_answers, looks_local, source_files
+from sft.sources import BUILTIN, first_look, hub_answers, looks_local, source_files, split_and_slice
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _SAMPLE = 200
@@ -152,17 +153,23 @@ def inspect_model(recipe: Recipe, download: bool = True) -> ModelFacts:
     )
 
 
-def _sample(files: list[Path], source: Source) -> tuple[list[Row], str, float]:
+def _sample(files: list[Path], source: Source) -> tuple[list[Row], str, int]:
+    """The first rows of a source, their format, and about how many rows it has."""
+    rows, format, number = _sample_all(files, source)
+    return rows, format, len(range(number)[split_and_slice(source)[1]])
+
+
+def _sample_all(files: list[Path], source: Source) -> tuple[list[Row], str, int]:
     """The first rows of the first file, their format, and how many rows all files hold at that density."""
     rows = first_look(files, _SAMPLE)
     format = row_format(common_columns(rows), source)
     counts = [count_rows(file) for file in files]
     if None not in counts:
-        return rows, format, float(sum(count or 0 for count in counts))
+        return rows, format, sum(count or 0 for count in counts)
     bytes_a_row = sum(len(json.dumps(row, ensure_ascii=False).encode()) + 2 for row in rows) / len(rows)
     # Text shrinks to about a quarter under gzip or zstd.
     size = sum(file.stat().st_size * (4 if file.suffix in (".gz", ".zst") else 1) for file in files)
-    return rows, format, float(len(rows)) if len(rows) < _SAMPLE and len(files) == 1 else size / bytes_a_row
+    return rows, format, len(rows) if len(rows) < _SAMPLE and len(files) == 1 else round(size / bytes_a_row)
 
 
 def inspect_data(recipe: Recipe, model: ModelFacts) -> DataFacts | None:
@@ -189,25 +196,33 @@ def inspect_data(recipe: Recipe, model: ModelFacts) -> DataFacts | None:
         files = source_files(source, recipe.output_dir)
         if files is not None:
             _sample(files, source)
-    documents = tokens = trained = sequences = 0.0
+    samples = []
     for source in recipe.sources:
         files = source_files(source, recipe.output_dir)
         if files is None:
             return None
-        rows, format, number = _sample(files, source)
-        number = min(number, source.rows or number) * source.epochs
+        samples.append(_sample(files, source))
+    kept = 1 - recipe.data.held_out if isinstance(recipe.data.held_out, float) else 1.0
+    # The numbers are guesses: that a source has fewer rows than the recipe takes is said when they are counted.
+    available = [
+        max(round(number * kept), source.rows or 1)
+        for (_, _, number), source in zip(samples, recipe.sources, strict=True)
+    ]
+    taken = wanted_rows(recipe.sources, available)
+    documents = tokens = trained = sequences = 0.0
+    for source, (rows, format, _), number in zip(recipe.sources, samples, taken, strict=True):
         sampled: list[int] = []
         for row in rows:
             try:
                 example = to_example(renamed(row, source), format, recipe.data, source)
             except (ValueError, KeyError, TypeError, AttributeError):
                 continue  # reported with its number when the data is prepared
-            length, kept = _lengths(example, count)
+            length, answered = _lengths(example, count)
             share = number / len(rows)
             documents += share
             sampled.append(min(length, recipe.data.max_length))
             tokens += share * sampled[-1]
-            trained += share * (length if recipe.data.loss_on == "all" else kept)
+            trained += share * (length if recipe.data.loss_on == "all" else answered)
         sequences += (
             number * (_packs(sampled, recipe.data.max_length) if recipe.data.packing else len(sampled)) / len(rows)
         )

@@ -15,7 +15,6 @@ from sft.errors import ModelError, RunError
 from sft.facts import DataFacts, ModelFacts, inspect_data, inspect_model
 from sft.hardware import Hardware
 from sft.plan import Plan, resolve_plan
-from sft.prepared import entry_folder, find_prepared
 from sft.recipe import Recipe
 from sft.recipe_file import find_file, load_recipe
 from sft.tokenizer import check_tokenizer_choice
@@ -92,9 +91,6 @@ def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to
 
     recipe, path, model = open_recipe(recipe_path, overrides, to_run)
     deepspeed = load_deepspeed(recipe.train.deepspeed) if recipe.train.deepspeed else None
-    # The first look also finds a wrong path or useless columns, before anything is hashed.
-    estimate = inspect_data(recipe, model)
-    prepared = find_prepared(entry_folder(recipe, model)) if estimate is not None else None
-    plan = resolve_plan(recipe, hardware, model, prepared.facts() if prepared else estimate, deepspeed)
+    plan = resolve_plan(recipe, hardware, model, inspect_data(recipe, model), deepspeed)
     check_tasks(recipe.eval, Path(recipe.output_dir))
     return Job(recipe, path, tuple(overrides), hardware, model, deepspeed, plan)

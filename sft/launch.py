@@ -22,6 +22,7 @@ from sft.job import open_job, open_recipe
 from sft.ledger import check_limits
 from sft.plan import print_plan
 from sft.prepare import prepared_data
+from sft.prepared import entry_folder, find_prepared
 from sft.run_directory import check_start
 
 DEFAULT_RECIPE = "recipes/tiny.yaml"
@@ -51,6 +52,8 @@ def main(argv: Sequence[str]) -> None:
     if arguments.plan or arguments.on:
         hardware = described_hardware(arguments.on) if arguments.on else detect_hardware(*_ranks(read_layout()))
         job = open_job(recipe, arguments.overrides, hardware, to_run=False)
+        prepared = find_prepared(entry_folder(job.recipe, job.model)) if Path(job.model.path).is_dir() else None
+        job = job.with_data(prepared.facts()) if prepared else job
         print_plan(job.plan, f"{recipe.stem}: {job.recipe.model.name_or_path} on {hardware.device}")
         return
     if arguments.prepare or arguments.show is not None:

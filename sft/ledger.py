@@ -116,7 +116,8 @@ def settle(names: Sequence[str], counts: Sequence[Counts], documents: np.ndarray
         account.trained = int((times * documents["trained"]).sum())
         account.masked = int((times * documents["length"]).sum()) - account.trained
         account.truncated = int((times * documents["cut"]).sum())
-        whole = documents["length"].astype(np.int64) + documents["cut"]
+        account.tokens_dropped["piece without a trained token"] += int((times * documents["lost"]).sum())
+        whole = documents["length"].astype(np.int64) + documents["cut"] + documents["lost"]
         held_out = own & mixture.held_out
         account.rows_held_out = int(np.count_nonzero(held_out & is_first))
         account.held_out = int(whole[held_out].sum())

@@ -42,7 +42,7 @@ def mix(documents: np.ndarray, sources: Sequence[Source], data: Data) -> Mixture
     Raises:
         DataError: A source has fewer rows than the recipe takes.
     """
-    first = _first_documents(documents)
+    first = first_documents(documents)
     rows = documents[first]
     training = rows["source"] < len(sources)
     held_out = ~training
@@ -69,7 +69,7 @@ def mix(documents: np.ndarray, sources: Sequence[Source], data: Data) -> Mixture
     )
 
 
-def _first_documents(documents: np.ndarray) -> np.ndarray:
+def first_documents(documents: np.ndarray) -> np.ndarray:
     """The index of each row's first document."""
     if not len(documents):
         return np.zeros(0, np.int64)
@@ -80,7 +80,7 @@ def _first_documents(documents: np.ndarray) -> np.ndarray:
 def _spread(digests: np.ndarray, seed: int) -> np.ndarray:
     """A number in [0, 1) for each digest: the same for the same content, so that duplicates fall on one side."""
     with np.errstate(over="ignore"):  # multiplication modulo 2**64 is what mixes the bits (splitmix64)
-        mixed = digests + np.uint64(seed) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = digests + np.uint64(seed % 2**64) * np.uint64(0x9E3779B97F4A7C15)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
         mixed ^= mixed >> np.uint64(31)
@@ -91,7 +91,7 @@ def _times(row_sources: np.ndarray, left: np.ndarray, sources: Sequence[Source],
     """How often each row is trained."""
     times = np.zeros(len(row_sources), np.int64)
     available = [np.flatnonzero(left & (row_sources == number)) for number in range(len(sources))]
-    wanted = _wanted_rows(sources, [len(rows) for rows in available])
+    wanted = wanted_rows(sources, [len(rows) for rows in available])
     for number, (rows, count) in enumerate(zip(available, wanted, strict=True)):
         drawn = rows[np.random.default_rng([seed, number]).permutation(len(rows))]
         drawn = drawn[: sources[number].rows]
@@ -101,7 +101,7 @@ def _times(row_sources: np.ndarray, left: np.ndarray, sources: Sequence[Source],
     return times
 
 
-def _wanted_rows(sources: Sequence[Source], available: list[int]) -> list[int]:
+def wanted_rows(sources: Sequence[Source], available: list[int]) -> list[int]:
     """Rows that each source gives to one pass over the mixture, repetitions counted."""
     capacity = [round(count * source.epochs) for source, count in zip(sources, available, strict=True)]
     for number, source in enumerate(sources):
@@ -115,6 +115,11 @@ def _wanted_rows(sources: Sequence[Source], available: list[int]) -> list[int]:
     weights = [source.weight for source in sources]
     if weights[0] is None:
         return capacity
+    empty = [source.path for source, count in zip(sources, available, strict=True) if not count]
+    if empty:
+        raise DataError(
+            f"data.train: {empty[0]} has a weight and no usable rows, so there is no mixture. Take it out, or look at it."
+        )
     # As many rows as the source that runs out first allows.
     per_weight = min(count / (weight or 1.0) for count, weight in zip(capacity, weights, strict=True))
     return [min(count, round(per_weight * (weight or 1.0))) for count, weight in zip(capacity, weights, strict=True)]

@@ -15,17 +15,17 @@ class Overlong(Exception):
     """A row that is longer than the recipe allows."""
 
 
-def pieces_of(ids: np.ndarray, mask: np.ndarray, data: Data, counts: Counts) -> tuple[list[Piece], int]:
+def pieces_of(ids: np.ndarray, mask: np.ndarray, data: Data, counts: Counts) -> tuple[list[Piece], int, int]:
     """A row's documents, none longer than max_length.
 
     Args:
         ids: Token ids, length T.
         mask: 1 where a token is trained, length T.
         data: Says max_length and overlong.
-        counts: What is dropped is counted here.
+        counts: A row that is dropped whole is counted here.
 
     Returns:
-        The documents, each with a trained token, and how many tokens were cut off.
+        The documents, each with a trained token; how many tokens were cut off; how many are in pieces without a trained token.
 
     Raises:
         Overlong: The row is too long, and overlong is `error`.
@@ -33,31 +33,31 @@ def pieces_of(ids: np.ndarray, mask: np.ndarray, data: Data, counts: Counts) -> 
     length, limit = len(ids), data.max_length
     if not mask.any():
         counts.drop("no trained token", length)
-        return [], 0
+        return [], 0, 0
     if length <= limit:
-        return [(ids, mask)], 0
+        return [(ids, mask)], 0, 0
     if data.overlong == "error":
         raise Overlong(f"{length} tokens, more than data.max_length={limit}")
     if data.overlong == "drop":
         counts.drop("longer than max_length", length)
-        return [], 0
+        return [], 0, 0
     if data.overlong == "split":
-        return _split(ids, mask, limit, counts), 0
+        pieces = _split(ids, mask, limit)
+        if not pieces:
+            counts.drop("no trained token within max_length", length)
+            return [], 0, 0
+        return pieces, 0, length - sum(len(piece) for piece, _ in pieces)
     if not mask[:limit].any():
         counts.drop("no trained token within max_length", length)
-        return [], 0
-    return [(ids[:limit], mask[:limit])], length - limit
+        return [], 0, 0
+    return [(ids[:limit], mask[:limit])], length - limit, 0
 
 
-def _split(ids: np.ndarray, mask: np.ndarray, limit: int, counts: Counts) -> list[Piece]:
+def _split(ids: np.ndarray, mask: np.ndarray, limit: int) -> list[Piece]:
     pieces = []
     for start in range(0, len(ids), limit):
         piece, kept = ids[start : start + limit], mask[start : start + limit].copy()
         kept[0] = 0  # nothing in the piece predicts its first token
         if kept.any():
             pieces.append((piece, kept))
-        else:
-            counts.drop("piece without a trained token", len(piece), rows=0)
-    if not pieces:
-        counts.drop("no trained token within max_length")
     return pieces

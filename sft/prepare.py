@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -36,9 +37,10 @@ from sft.findings import MEANING, Findings, script_of
 from sft.formats import common_columns, row_format
 from sft.job import open_recipe
 from sft.ledger import check_limits, lengths_json, settle, total
-from sft.mixture import Mixture, mix
+from sft.mixture import Mixture, first_documents, mix
 from sft.packing import pack
 from sft.prepared import Prepared, entry_folder, find_prepared
+from sft.processes import end_with_parent
 from sft.readers import BadRow
 from sft.recipe import Recipe, Source
 from sft.sources import open_source, place
@@ -53,6 +55,9 @@ def main(argv: Sequence[str]) -> None:
     """Prepare one recipe's data, or find it prepared."""
     if not argv or argv[0].startswith("-") or "=" in argv[0]:
         raise RecipeError("usage: python -m sft.prepare RECIPE [key=value ...]")
+    signal.signal(signal.SIGTERM, _stopped)
+    if os.environ.get("SFT_PARENT"):
+        end_with_parent(int(os.environ["SFT_PARENT"]), signal.SIGTERM)
     recipe, _, model = open_recipe(Path(argv[0]), argv[1:])
     prepare(recipe, model)
 
@@ -74,15 +79,36 @@ def prepared_data(recipe: Recipe, model: ModelFacts, command: Sequence[str], jud
     if prepared is None:
         launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
         environment = {name: value for name, value in os.environ.items() if name not in launched}
-        ended = subprocess.run([sys.executable, "-m", "sft.prepare", *command], env=environment, check=False)
-        if ended.returncode:
-            stop(ended.returncode if ended.returncode > 0 else 128 - ended.returncode)  # it has said why
+        environment["SFT_PARENT"] = str(os.getpid())
+        status = _run([sys.executable, "-m", "sft.prepare", *command], environment)
+        if status < 0:
+            raise RunError(
+                f"The preparation of the data was ended by signal {-status}, which most often means that memory ran out. Give it fewer "
+                "cores (taskset -c 0-3 bash scripts/sft.sh ...) or more memory, and start again."
+            )
+        if status:
+            stop(status)  # it has said why
         prepared = find_prepared(folder)
         if prepared is None:
             raise DataError("The data has changed while it was prepared. Start again when nobody writes to it.")
     if judge:
         check_limits(prepared.ledger, recipe.data)
     return prepared
+
+
+def _run(command: Sequence[str], environment: dict[str, str]) -> int:
+    """The exit status of a command; Ctrl-C, which reaches both, lets it tidy up first."""
+    with subprocess.Popen(command, env=environment) as process:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                process.wait()
+                raise
+
+
+def _stopped(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def prepare(recipe: Recipe, model: ModelFacts) -> Prepared:
@@ -130,10 +156,23 @@ def _alone(folder: Path) -> Iterator[None]:
         except OSError:  # a file system without locks: both prepare, and the same bytes take the place
             yield
             return
-        for left in folder.parent.glob(f".{folder.name}.*"):
-            if left.is_dir():
-                shutil.rmtree(left, ignore_errors=True)
+        _remove_left_overs(folder)
         yield
+
+
+def _remove_left_overs(folder: Path) -> None:
+    """Remove what preparations that were ended have left, of this entry and of others that nobody is making."""
+    for left in folder.parent.glob(".*.*"):
+        if not left.is_dir():
+            continue
+        entry = left.name[1:].partition(".")[0]
+        with left.with_name(f".{entry}.lock").open("w") as lock:
+            if entry != folder.name:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    continue
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _write_durably(file: Path, value: object) -> None:
@@ -158,6 +197,10 @@ def _build(recipe: Recipe, tokenizer: Any, work: Path) -> dict[str, Any]:
         digests = writer.digests()
     store = DocumentStore.open(work)
     mixture = mix(store.documents, recipe.sources, recipe.data)
+    if isinstance(recipe.data.held_out, float) and not mixture.held_out.any():
+        raise DataError(
+            f"data.held_out={recipe.data.held_out:g} of so few rows holds out none. Raise it, or leave it out."
+        )
     train, held_out = _sequences(store.documents, mixture, recipe)
     train.save(work / "train.npz")
     held_out.save(work / "held_out.npz")
@@ -219,6 +262,7 @@ def _read_source(
     counts = Counts()
     # On a terminal a line that changes; elsewhere one now and then.
     options = {"desc": f"Preparing {source.path} ({format})", "mininterval": 0.2 if sys.stderr.isatty() else 30}
+    tqdm.monitor_interval = 0  # no thread beside: processes are forked
     with tqdm(unit=" rows", **options) as progress:
         for chunk in made_chunks(maker, source, number, format, chain(head, opened.rows)):
             if chunk.error is not None:
@@ -248,30 +292,32 @@ def _sequences(documents: np.ndarray, mixture: Mixture, recipe: Recipe) -> tuple
 
 def _find_in_all(store: DocumentStore, mixture: Mixture, findings: Findings, tokenizer: Any) -> None:
     """What only all rows together show."""
-    documents = store.documents
-    for kind, which in (
-        ("duplicate", mixture.duplicate_rows),
-        ("held_out_duplicate", np.flatnonzero(mixture.dropped["held out too"])),
-    ):
-        for index in which[:10]:
-            findings.add(kind, int(documents["source"][index]), int(documents["row"][index]), 0)
-        findings.counts[kind] += len(which)
-    for source in np.unique(documents["source"]):
-        own = np.flatnonzero(documents["source"] == source)
-        _, first, times = np.unique(documents["answer"][own], return_index=True, return_counts=True)
+    first = first_documents(store.documents)
+    rows = store.documents[first]
+    repeated = np.isin(first, mixture.duplicate_rows)
+    for kind, which in (("duplicate", repeated), ("held_out_duplicate", mixture.dropped["held out too"][first])):
+        for row in rows[which][:10]:
+            findings.add(kind, int(row["source"]), int(row["row"]), 0)
+        findings.counts[kind] += int(np.count_nonzero(which))
+    scripts: Counter[str] = Counter()
+    for source in np.unique(rows["source"]):
+        own = np.flatnonzero(rows["source"] == source)
+        _, at, times = np.unique(rows["answer"][own], return_index=True, return_counts=True)
         if len(own) >= 20 and times.max() > len(own) / 2:
-            findings.add(
-                "same_answer", int(source), int(documents["row"][own[first[times.argmax()]]]), int(times.max())
-            )
-        lengths = documents["length"][own] + documents["cut"][own]
-        long = own[lengths > 20 * np.median(lengths)]
-        if len(long) <= max(1, len(own) // 100):
-            for index in long:
-                findings.add("very_long", int(source), int(documents["row"][index]))
-            scripts = Counter(script_of(tokenizer.decode(store.document(index)[0][:2000])) for index in long[:20])
-            findings.details["very_long"] = ", ".join(
-                f"{count} in {script} script" for script, count in scripts.items()
-            )
+            row = rows[own[at[times.argmax()]]]
+            findings.add("same_answer", int(source), int(row["row"]), int(times.max()))
+        for index in _far_longer(store.documents, first, own):
+            findings.add("very_long", int(source), int(rows["row"][index]))
+            scripts[script_of(tokenizer.decode(store.document(int(first[index]))[0][:2000]))] += 1
+    findings.details["very_long"] = ", ".join(f"{count} in {script} script" for script, count in scripts.items())
+
+
+def _far_longer(documents: np.ndarray, first: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """Of the rows `own`, the few that have more than twenty times the tokens of the middle one."""
+    whole = documents["length"].astype(np.int64) + documents["cut"] + documents["lost"]
+    lengths = np.add.reduceat(whole, first)[own]
+    long: np.ndarray = own[lengths > 20 * np.median(lengths)]
+    return long if len(long) <= max(1, len(own) // 100) else long[:0]
 
 
 def _findings_json(findings: Findings, names: list[str], starts: list[Any]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from functools import cache
 from hashlib import file_digest, sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +39,7 @@ _CODE = (
     "overlong",
     "packing",
     "prepare",
+    "processes",
     "readers",
     "sources",
     "store",
@@ -52,6 +54,13 @@ _LIMITS = {"max_overlong_fraction", "max_dropped_fraction", "min_trained_fractio
 
 
 def _hash_of(file: Path) -> str:
+    state = file.stat()
+    return _hash_once(file, state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino)
+
+
+@cache
+def _hash_once(file: Path, *state: int) -> str:
+    """The hash of a file, once in a process for each state of it."""
     with file.open("rb") as content:
         return file_digest(content, "sha256").hexdigest()
 
@@ -82,7 +91,10 @@ def entry_folder(recipe: Recipe, model: ModelFacts) -> Path:
     files = sorted({file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)}) if folder.is_dir() else []
     parts = {
         "data": recipe.data.model_dump(mode="json", exclude=_LIMITS),
-        "sources": [_source_key(source, recipe.output_dir) for source in (*recipe.sources, *recipe.held_out_sources)],
+        "sources": [
+            (source.model_dump(mode="json"), _source_key(source, recipe.output_dir))
+            for source in (*recipe.sources, *recipe.held_out_sources)
+        ],
         "tokenizer": {file.name: _hash_of(file) for file in files if not file.name.endswith(".index.json")},
         "model": None if folder.is_dir() else [model.path, model.commit or _this_start()],
         "chat_template": find_chat_template(template) if template else None,
@@ -136,6 +148,6 @@ def find_prepared(folder: Path) -> Prepared | None:
     try:
         summary = json.loads((folder / "prepared.json").read_text(encoding="utf-8"))
         sizes = {name: (folder / name).stat().st_size for name in summary["sizes"]}
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return Prepared(folder, summary) if sizes == summary["sizes"] else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
@@ -16,6 +17,8 @@ from sft.recipe import Recipe
 from sft.sources import place
 from sft.store import DocumentStore, SequenceIndex
 
+# What a terminal would obey, but for line breaks and tabs.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _TRAINED, _MASKED, _SPECIAL, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[7m", "\x1b[0m"
 
 
@@ -104,9 +107,10 @@ def marked_text(ids: np.ndarray, trained: np.ndarray, tokenizer: Any, colours: b
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     pieces: list[str] = []
     for start, stop in _stretches(trained, np.isin(ids, list(special))):
-        text = tokenizer.decode(ids[start:stop].tolist())
+        text = _decoded(ids, start, stop, tokenizer)
         is_trained, is_special = bool(trained[start]), int(ids[start]) in special
         if colours:
+            text = _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
             style = (_TRAINED if is_trained else _MASKED) + (_SPECIAL if is_special else "")
             # Each line by itself: a pager would lose the colour at the line's end.
             pieces.append("\n".join(f"{style}{line}{_PLAIN}" if line else "" for line in text.split("\n")))
@@ -115,6 +119,14 @@ def marked_text(ids: np.ndarray, trained: np.ndarray, tokenizer: Any, colours: b
             closes = is_trained and (stop == len(ids) or not trained[stop])
             pieces.append(("[[" if opens else "") + text + ("]]" if closes else ""))
     return "".join(pieces)
+
+
+def _decoded(ids: np.ndarray, start: int, stop: int, tokenizer: Any) -> str:
+    """The text of some tokens as it stands behind the one before: by themselves some tokenizers lose the space between."""
+    if not start:
+        return str(tokenizer.decode(ids[:stop].tolist()))
+    before = tokenizer.decode(ids[start - 1 : start].tolist())
+    return str(tokenizer.decode(ids[start - 1 : stop].tolist())).removeprefix(before)
 
 
 def _stretches(trained: np.ndarray, special: np.ndarray) -> list[tuple[int, int]]:
@@ -133,12 +145,12 @@ def print_ledger(ledger: dict[str, Any]) -> None:
 
     accounts = ledger["sources"] + ([ledger["total"]] if len(ledger["sources"]) > 1 else [])
     table = Table(title="Token ledger", title_justify="left", box=SIMPLE, title_style="bold")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for account in accounts:
         table.add_column(escape(Path(account["source"]).name), justify="right", overflow="fold")
     for label, values in _ledger_rows(accounts):
         table.add_row(label, *values)
-    console = Console() if sys.stdout.isatty() else Console(width=max(80, 30 + 16 * len(accounts)))
+    console = Console() if sys.stdout.isatty() else Console(width=max(80, 50 + 24 * len(accounts)))
     console.print(table)
     if ledger["packing"]:
         packing = ledger["packing"]

@@ -45,7 +45,7 @@ def source_files(source: Source, output_dir: str) -> list[Path] | None:
         )
     if not path.exists() and not pattern:
         raise DataError(f"data.train: there is no file or folder {source.path} (looked in {Path.cwd()}).")
-    split, wanted = _split_and_slice(source)
+    split, wanted = split_and_slice(source)
     if split != "train" and not (path / "dataset_dict.json").is_file():
         raise DataError(
             f"data.train: split={source.split} of the local path {source.path}: files have no splits. Name the file, or take "
@@ -55,8 +55,8 @@ def source_files(source: Source, output_dir: str) -> list[Path] | None:
     return local_files(path, split)
 
 
-def _split_and_slice(source: Source) -> tuple[str, slice]:
-    """`train[10:20]` as its two parts.
+def split_and_slice(source: Source) -> tuple[str, slice]:
+    """`train[10:20]` as its two parts, of a local path.
 
     Raises:
         DataError: Another form, such as per cent, which would need the number of rows first.
@@ -91,7 +91,8 @@ def place(path: str, file_starts: list[tuple[int, str]], row: int) -> str:
     >>> place("data", [(0, "a.jsonl"), (10, "b.jsonl")], 12)
     'b.jsonl, row 2'
     """
-    before, name = max(((start, name) for start, name in file_starts if start < row), default=(0, path))
+    # Of an empty file and the one behind it, the later.
+    before, name = next(((start, name) for start, name in reversed(file_starts) if start < row), (0, path))
     return f"{name}, row {row - before}"
 
 
@@ -114,7 +115,7 @@ def open_source(source: Source, output_dir: str) -> SourceRows:
                 number += 1
                 yield number, row
 
-    wanted = _split_and_slice(source)[1]
+    wanted = split_and_slice(source)[1]
     return SourceRows(islice(rows(), wanted.start, wanted.stop), source.path, starts)
 
 
@@ -177,7 +178,7 @@ def _hub_rows(source: Source) -> Iterator[Row]:
     options: dict[str, Any] = {"revision": source.revision, "streaming": source.streaming}
     try:
         # A streamed split takes no slice in its name.
-        split, wanted = _split_and_slice(source) if source.streaming else (source.split, slice(None))
+        split, wanted = split_and_slice(source) if source.streaming else (source.split, slice(None))
         dataset = datasets.load_dataset(source.path, source.name, split=split, **options)
         # Columnar: a key that one row has is null in all others.
         yield from map(without_nulls, islice(iter(dataset), wanted.start, wanted.stop))

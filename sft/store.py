@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -41,11 +42,12 @@ class DocumentWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for file in self._files.values():
-            if error is None:
+        with ExitStack() as stack:  # a disk that is full at one file leaves none of them open
+            for file in self._files.values():
+                stack.callback(file.close)
+            for file in self._files.values() if error is None else ():
                 file.flush()
                 os.fsync(file.fileno())
-            file.close()
 
     def write(self, chunk: Chunk) -> None:
         """Append a chunk."""

@@ -138,7 +138,8 @@ BAD = {
     ),
     "tools that the template does not show": refused(
         lines(talk(("user", "a"), ("assistant", "b")) | {"tools": [{"type": "function", "function": {"name": "f"}}]}),
-        "row 1", "chat template shows none of them",
+        "row 1",
+        "chat template shows none of them",
         "model.chat_template",
     ),
     "half a weight": refused(

@@ -225,7 +225,8 @@ def test_every_token_is_accounted_for(
     used = set(records["row"].tolist())
     assert counts.rows_in == len(SIZES) == len(used) + counts.dropped_rows.total()
     cut_off = sum(dict(zip(records["row"].tolist(), records["cut"].tolist(), strict=True)).values())
-    assert len(chunk.tokens) + cut_off + counts.dropped_tokens.total() == sum(lengths)
+    lost = int(records["lost"].sum())
+    assert len(chunk.tokens) + cut_off + lost + counts.dropped_tokens.total() == sum(lengths)
     assert counts.lengths.sum() == len(SIZES)
     assert records["trained"].sum() == chunk.trained.sum()
     # Every document can be trained on, fits, and predicts nothing from nothing.

@@ -7,6 +7,7 @@ from sft.errors import EvaluationError, ModelError, PlanError, RunError
 from sft.facts import DataFacts
 from sft.hardware import Hardware, described_hardware
 from sft.job import open_job
+from sft.launch import main as launch
 from sft.prepare import prepare
 from sft.recipe import REPOSITORY
 
@@ -40,16 +41,18 @@ def test_the_plan_follows_the_data_once_it_is_counted(path: Path) -> None:
     )
 
 
-def test_the_plan_counts_data_that_is_prepared_and_estimates_the_rest(path: Path, tmp_path: Path) -> None:
+def test_the_plan_counts_data_that_is_prepared_and_estimates_the_rest(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}", "completion": "b"}}\n' for n in range(100)))
     overrides = [f"data.train={tmp_path / 'rows.jsonl'}", "data.held_out=0.5", "data.packing=false"]
     job = open_job(path, overrides, CPU)
     assert "estimated" in job.plan.steps_per_epoch.reason
     prepared = prepare(job.recipe, job.model)
-    counted = open_job(path, overrides, CPU).plan
+    counted = job.with_data(prepared.facts()).plan
     assert counted.steps_per_epoch.value == ceil(prepared.sequences / 8)
-    assert "estimated" not in counted.steps_per_epoch.reason
-    assert job.with_data(prepared.facts()).plan == counted
+    launch([str(path), *overrides, "--plan"])
+    assert counted.steps_per_epoch.reason in capsys.readouterr().out
 
 
 def test_a_plan_alone_needs_no_model_at_hand(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from sft.recipe import Data, Source
 def documents(*sources: list[int], pieces: int = 1) -> np.ndarray:
     """A row for each number, which is its content; every row of as many documents as `pieces`."""
     records = [
-        (10, 5, 0, number, row, content * 0x9E3779B97F4A7C15 % 2**64, content)
+        (10, 5, 0, 0, number, row, content * 0x9E3779B97F4A7C15 % 2**64, content)
         for number, contents in enumerate(sources)
         for row, content in enumerate(contents, start=1)
         for _ in range(pieces)
