@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sft.documents import IGNORED
+from sft.formats import IGNORED
 from sft.store import DocumentStore, SequenceIndex
 
 

@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -64,10 +65,13 @@ class ChatRenderer:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self.template: str = tokenizer.chat_template
-        self.marked_template = training_template(self.template)
-        self.added = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
+        self.template: str = _with_one_date(tokenizer.chat_template)
+        self.marked_template = training_template(tokenizer.chat_template)
+        if self.marked_template is not None:
+            self.marked_template = _with_one_date(self.marked_template)
         self.tokens = dict(tokenizer.special_tokens_map)
+        self.added = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
+        self.added += tuple(tokenizer.all_special_tokens)
 
     def render(
         self, messages: list[Message], tools: list[Any] | None = None, arguments: dict[str, Any] | None = None
@@ -105,7 +109,6 @@ class ChatRenderer:
         Raises:
             ValueError: The template refuses this conversation.
         """
-        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -117,7 +120,7 @@ class ChatRenderer:
                 add_generation_prompt=prompt,
                 **(self.tokens | arguments),
             )
-        except (TemplateError, TypeError, KeyError, AttributeError) as error:
+        except Exception as error:  # a template is a program of somebody else's
             raise ValueError(f"the chat template refuses it: {error}") from None
         return texts[0], [(start, end) for start, end in ranges[0]] if marked else []
 
@@ -190,6 +193,8 @@ class ChatRenderer:
             )
         read = []
         for message in messages:
+            if message["role"] == "developer" and not self.shows_developer:
+                message = message | {"role": "system"}  # which is what the word stands for
             if message.get("tool_calls"):
                 if not self.shows_calls:
                     raise ValueError(
@@ -218,6 +223,15 @@ class ChatRenderer:
         """Whether a conversation's tools are in its text."""
         function = {"name": _TOOL, "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
         return self._shows(_TOOL, tools=[{"type": "function", "function": function}])
+
+    @cached_property
+    def shows_developer(self) -> bool:
+        """Whether the template has a place for the role `developer`."""
+        messages = [{"role": "developer", "content": _TOOL}, {"role": "user", "content": QUESTION}]
+        try:
+            return _TOOL in self.apply(messages, None, {})[0]
+        except ValueError:
+            return False
 
     def _call(self, arguments: Any) -> dict[str, Any]:
         return {
@@ -248,6 +262,58 @@ class ChatRenderer:
     def shows_reasoning(self) -> bool:
         """Whether a turn's `reasoning_content` is in the text."""
         return self._shows(_THOUGHT, reasoning_content=_THOUGHT)
+
+
+def check_nothing_is_lost(messages: list[Message], trained: list[bool], text: str) -> None:
+    """See that all that is said stands in the text, in its order, white space aside.
+
+    Some templates leave out a second system message, what is said beside a tool call, or thoughts of earlier turns. Those of a
+    turn that is not trained may be left out: so it is when the model answers.
+
+    Args:
+        messages: As they were rendered.
+        trained: Whether a turn is trained, for each.
+        text: What the template made of them.
+
+    Raises:
+        ValueError: Something is not there; the text says what.
+    """
+    at, flat = 0, ""
+    for message, keep in zip(messages, trained, strict=True):
+        if message["role"] == "tool":
+            continue  # some templates write it as JSON
+        contents = [message["content"]]
+        if "think>" in message["content"]:
+            contents = re.split("</?think>", message["content"])
+            contents = contents if keep else contents[-1:]
+        contents += [message["reasoning_content"]] if keep and "reasoning_content" in message else []
+        start = at
+        for content in contents:
+            found = text.find(content.strip(), start) if not flat else -1
+            if found < 0:
+                if not flat:  # from here on, compared without white space
+                    flat, start = "".join(text.split()), len("".join(text[:start].split()))
+                    at = len("".join(text[:at].split()))
+                piece = "".join(content.split())
+                found = flat.find(piece, start)
+                if found < 0:
+                    raise ValueError(
+                        f"the chat template leaves out what the {message['role']} says: {content.strip()[:60]!r}. Set "
+                        "model.chat_template to one that shows it; thoughts are left out by data.reasoning=drop, and those of "
+                        "earlier turns by data.loss_on=last_assistant"
+                    )
+                at = max(at, found + len(piece))
+            else:
+                at = max(at, found + len(content.strip()))
+
+
+def _with_one_date(template: str) -> str:
+    """A template that writes the same date every day: its rows would be other tokens tomorrow. It is Llama's own default."""
+    return re.sub(
+        r"strftime_now\(\s*(['\"])(.*?)\1\s*\)",
+        lambda call: repr(datetime(2024, 7, 26).strftime(call[2])),
+        template,
+    )
 
 
 def _with_parsed_arguments(call: Any) -> Any:

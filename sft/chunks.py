@@ -90,8 +90,11 @@ def _pieces(rows: Iterator[Numbered]) -> Iterator[list[Numbered]]:
     piece: list[Numbered] = []
     characters = 0
     for number, row in rows:
+        try:
+            characters += 0 if isinstance(row, BadRow) else sum(map(len, strings(row)))
+        except RecursionError:
+            row = BadRow("it is nested too deeply")
         piece.append((number, row))
-        characters += 0 if isinstance(row, BadRow) else sum(map(len, strings(row)))
         if len(piece) == _ROWS or characters >= _CHARACTERS:
             yield piece
             piece, characters = [], 0

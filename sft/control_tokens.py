@@ -37,6 +37,10 @@ class ControlTokens:
         """An answer without the end tokens it closes with: the template, or the EOS, writes the right one."""
         return self._end.sub("", answer) if answer.rstrip().endswith(self._last) else answer
 
+    def marked(self, text: str) -> str:
+        """The text with a backslash before each string that spells a special token, to be told from the tokens themselves."""
+        return self._any.sub(r"\\\g<0>", text)
+
     def broken_up(self, text: str, mark: str) -> str:
         """The text with `mark` after the first character of each special token, which makes it none."""
         return self._any.sub(lambda match: match[0][0] + mark + match[0][1:], text)

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from sft.chat import ChatRenderer
+from sft.chat import ChatRenderer, Rendered, Span, check_nothing_is_lost
 from sft.control_tokens import ControlTokens, break_up, unused_mark
-from sft.documents import DOCUMENT, IGNORED, LENGTHS, Chunk, Counts
+from sft.documents import DOCUMENT, LENGTHS, Chunk, Counts
 from sft.findings import MEANING, Findings, found_in_row
-from sft.formats import Conversation, Row, Text, Tokens, renamed, to_example
+from sft.formats import IGNORED, Conversation, Row, Text, Tokens, renamed, to_example
 from sft.overlong import Overlong, pieces_of
 from sft.readers import BadRow
 from sft.recipe import Data, Source
@@ -59,6 +59,11 @@ class _Building:
     findings: Findings
     parts: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     records: list[tuple[int, ...]] = field(default_factory=list)
+
+    def drop(self, reason: str, row: int, tokens: int = 0) -> None:
+        """Count a row that is not used, and tell which."""
+        self.counts.drop(reason, tokens)
+        self.findings.add(reason, self.source, row)
 
     def done(self, error: tuple[int, str] | None) -> Chunk:
         tokens = np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in self.parts)])
@@ -110,7 +115,7 @@ class DocumentMaker:
                 with self._bad_rows_told(chunk, row_number):
                     item = self._ready(row, row_number, source, format, chunk)
                     if item is None:
-                        chunk.counts.drop("no answer to train on")
+                        chunk.drop("no answer to train on", row_number)
                     else:
                         if isinstance(item, _Encodable):
                             item.text.encode()  # half a surrogate pair is no text
@@ -131,11 +136,10 @@ class DocumentMaker:
             yield
         except Overlong as error:
             raise _Stop(row, f"{error}. Raise it, or set data.overlong to drop, truncate or split") from None
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             if self.data.on_bad_row == "error":
                 raise _Stop(row, f"{error}. Correct or remove the row, or set data.on_bad_row=drop") from None
-            chunk.counts.drop("bad row")
-            chunk.findings.add("bad_row", chunk.source, row)
+            chunk.drop("bad row", row)
 
     def _ready(
         self, row: Row | BadRow, row_number: int, source: Source, format: str, chunk: _Building
@@ -202,7 +206,9 @@ class DocumentMaker:
             at = _behind(whole, len(prompt), mark)
             prompt, completion = whole[:at], whole[at:]
         assert self.eos is not None
-        completion = completion.removesuffix(self.eos) + ("" if self.adds_eos else self.eos)
+        if completion.rstrip().endswith(self.eos):  # rendered elsewhere, maybe with a line break behind
+            completion = completion.rstrip().removesuffix(self.eos)
+        completion += "" if self.adds_eos else self.eos
         start = 0 if self.data.loss_on == "all" else len(prompt)
         return _Encodable(row_number, prompt + completion, [(start, len(prompt + completion))], True, mark)
 
@@ -228,16 +234,36 @@ class DocumentMaker:
             mark = unused_mark(json.dumps([messages, tools, arguments], ensure_ascii=False, default=str))
             messages, tools, arguments = (break_up(part, self.control, mark) for part in (messages, tools, arguments))
         rendered = self.renderer.render(messages, tools, arguments)
-        spans = rendered.spans
-        turns = [keep for keep, message in zip(answered, messages, strict=True) if message["role"] == "assistant"]
-        if self.data.loss_on == "all":
-            spans = [(0, len(rendered.text))]
-        elif len(turns) != len(spans):
-            raise ValueError(f"the chat template shows {len(spans)} of the assistant's {len(turns)} turns")
-        else:
-            spans = [span for span, keep in zip(spans, turns, strict=True) if keep]
+        check_nothing_is_lost(messages, answered, rendered.text)
+        spans = self._trained_spans(example, answered, rendered)
         # The template has written the special tokens, BOS included: the tokenizer must not add another.
         return _Encodable(row_number, rendered.text, spans, False, mark)
+
+    def _trained_spans(self, example: Conversation, answered: list[bool], rendered: Rendered) -> list[Span]:
+        """The characters whose tokens are trained.
+
+        Raises:
+            ValueError: The template shows another number of turns, or leaves one open.
+        """
+        assert self.renderer is not None
+        turns = [index for index, message in enumerate(example.messages) if message["role"] == "assistant"]
+        if len(turns) != len(rendered.spans):
+            raise ValueError(f"the chat template shows {len(rendered.spans)} of the assistant's {len(turns)} turns")
+        open_ends = [
+            rendered.text[end - 20 : end]
+            for _, end in rendered.spans
+            if not rendered.text.endswith(self.renderer.added, 0, end)
+        ]
+        if open_ends:
+            raise ValueError(f"the chat template leaves the assistant's turn open: {open_ends[0]!r}")
+        if self.data.loss_on != "all":
+            return [span for span, index in zip(rendered.spans, turns, strict=True) if answered[index]]
+        # All but the turns that the row itself takes out of the loss.
+        edges = [0]
+        for span, index in zip(rendered.spans, turns, strict=True):
+            edges += [] if example.trained[index] else span
+        edges.append(len(rendered.text))
+        return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
 
     def _encoded(self, items: Sequence[_Encodable | _Given]) -> Iterator[tuple[_Encodable | _Given, Any]]:
         """The rows in their order, each with its encoding; the tokenizer takes them all at once."""
@@ -269,8 +295,11 @@ class DocumentMaker:
         ids, mask = (item.ids, item.mask) if isinstance(item, _Given) else self._tokens_and_mask(item, encoding)
         mask[:1] = 0  # nothing predicts the first token
         chunk.counts.lengths[np.searchsorted(LENGTHS, len(ids))] += 1
-        pieces, cut, lost = pieces_of(ids, mask, self.data, chunk.counts)
-        digest, answer = _digest(ids, mask), _digest(ids[mask == 1])
+        chunk.counts.tokens_in += len(ids)
+        pieces, cut, lost, reason = pieces_of(ids, mask, self.data)
+        if reason is not None:
+            chunk.drop(reason, item.row, len(ids))
+        digest, answer = _digest(ids), _digest(ids[mask == 1])
         for piece, kept in pieces:
             chunk.parts.append((piece, kept))
             chunk.records.append((len(piece), int(kept.sum()), cut, lost, chunk.source, item.row, digest, answer))
@@ -286,8 +315,5 @@ def _behind(broken: str, characters: int, mark: str) -> int:
     return at
 
 
-def _digest(*parts: np.ndarray) -> int:
-    state = blake2b(digest_size=8)
-    for part in parts:
-        state.update(part.tobytes())
-    return int.from_bytes(state.digest(), "little")
+def _digest(ids: np.ndarray) -> int:
+    return int.from_bytes(blake2b(ids.tobytes(), digest_size=8).digest(), "little")

@@ -12,9 +12,6 @@ import numpy as np
 
 from sft.findings import Findings
 
-IGNORED = -100
-"""The label of a token that is not trained."""
-
 DOCUMENT = np.dtype(
     [
         ("length", "<i4"),
@@ -23,7 +20,7 @@ DOCUMENT = np.dtype(
         ("lost", "<i4"),  # with overlong=split, tokens of the row's pieces without a trained one; on its first document
         ("source", "<i4"),
         ("row", "<i8"),  # number of the row in its source, from 1
-        ("digest", "<u8"),  # of the row's tokens and labels
+        ("digest", "<u8"),  # of the row's tokens
         ("answer", "<u8"),  # of its trained tokens
     ]
 )
@@ -36,6 +33,9 @@ class Counts:
     """Where the rows and tokens went that became no document."""
 
     rows_in: int = 0
+    tokens_in: int = 0
+    """Of all rows that were tokenized."""
+
     dropped_rows: Counter[str] = field(default_factory=Counter)
     dropped_tokens: Counter[str] = field(default_factory=Counter)
     lengths: np.ndarray = field(default_factory=lambda: np.zeros(len(LENGTHS), np.int64))
@@ -49,6 +49,7 @@ class Counts:
     def merge(self, other: Counts) -> None:
         """Add what was counted in later rows."""
         self.rows_in += other.rows_in
+        self.tokens_in += other.tokens_in
         self.dropped_rows += other.dropped_rows
         self.dropped_tokens += other.dropped_tokens
         self.lengths += other.lengths

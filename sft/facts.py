@@ -20,7 +20,7 @@ from sft.mixture import wanted_rows
 from sft.readers import count_rows
 from sft.recipe import Recipe, Source
 from sft.recipe_file import find_file
-from sft.sources import BUILTIN, first_look, hub_answers, looks_local, source_files, split_and_slice
+from sft.sources import BUILTIN, first_look, hub_answers, looks_local, source_files, split_and_slice, told_as
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _SAMPLE = 200
@@ -162,7 +162,7 @@ def _sample(files: list[Path], source: Source) -> tuple[list[Row], str, int]:
 def _sample_all(files: list[Path], source: Source) -> tuple[list[Row], str, int]:
     """The first rows of the first file, their format, and how many rows all files hold at that density."""
     rows = first_look(files, _SAMPLE)
-    format = row_format(common_columns(rows), source)
+    format = row_format(common_columns(rows), source, {name for row in rows for name in row})
     counts = [count_rows(file) for file in files]
     if None not in counts:
         return rows, format, sum(count or 0 for count in counts)
@@ -193,9 +193,10 @@ def inspect_data(recipe: Recipe, model: ModelFacts) -> DataFacts | None:
         return len(tokenizer.encode(text, add_special_tokens=False).ids) if tokenizer else len(text.encode()) // 4
 
     for source in recipe.held_out_sources:
-        files = source_files(source, recipe.output_dir)
-        if files is not None:
-            _sample(files, source)
+        with told_as("data.held_out"):
+            files = source_files(source, recipe.output_dir)
+            if files is not None:
+                _sample(files, source)
     samples = []
     for source in recipe.sources:
         files = source_files(source, recipe.output_dir)

@@ -14,7 +14,11 @@ from sft.formats import Conversation, Example, Text
 from sft.turns import Message
 
 MEANING = {
-    "bad_row": "a row that cannot be read or rendered; dropped (data.on_bad_row=drop)",
+    "bad row": "a row that cannot be read or rendered; dropped (data.on_bad_row=drop)",
+    "no answer to train on": "no answer to train on; dropped",
+    "no trained token": "no trained token; dropped",
+    "longer than max_length": "longer than data.max_length; dropped",
+    "no trained token within max_length": "no trained token within data.max_length; dropped",
     "role_order": "roles out of order",
     "empty_turn": "an empty turn",
     "last_turn": "the last turn is not the assistant's: nothing follows it to train on",

@@ -21,9 +21,12 @@ from typing import Any
 
 from sft.errors import DataError
 from sft.recipe import Data, Source
-from sft.turns import Message, is_trained, parsed, text_of, to_turn, without_reasoning
+from sft.turns import Message, is_trained, parsed, text_of, to_turn, without_reasoning, without_thoughts
 
 Row = dict[str, Any]
+
+IGNORED = -100
+"""The label of a token that is not trained."""
 
 FORMATS = {
     "messages": {"messages"},
@@ -83,17 +86,18 @@ def common_columns(rows: Sequence[Row]) -> set[str]:
     return {name for name, count in counts.items() if 2 * count >= len(rows)}
 
 
-def row_format(columns: set[str], source: Source) -> str:
+def row_format(columns: set[str], source: Source, anywhere: set[str] | None = None) -> str:
     """Which of FORMATS the rows of a source are.
 
     Args:
-        columns: Of the first rows, as they are in the file.
+        columns: Of most of the first rows, as they are in the file.
         source: May rename columns, or state the format.
+        anywhere: Columns that any of the rows has, for those that few need.
 
     Raises:
         DataError: None, or not the stated one; the message names the columns that were found.
     """
-    missing = [theirs for theirs in source.columns.values() if theirs not in columns]
+    missing = [theirs for theirs in source.columns.values() if theirs not in columns | (anywhere or set())]
     if missing:
         raise DataError(
             f"data.train: {source.path} has no column {', '.join(missing)}, which `columns` names. Found: "
@@ -113,7 +117,7 @@ def row_format(columns: set[str], source: Source) -> str:
     if {"chosen", "rejected"} <= names:
         raise DataError(
             f"{source.path} is preference data (columns chosen and rejected), which is trained otherwise (DPO). To fine-tune on the "
-            "chosen answers, name them: columns: {completion: chosen}, format: prompt_completion."
+            "chosen answers, where `chosen` is the answer alone, name them: columns: {completion: chosen}, format: prompt_completion."
         )
     for name, needed in FORMATS.items():
         if needed <= names:
@@ -139,7 +143,10 @@ def _alpaca(row: Row) -> list[Message]:
     answer = row["output"] if row.get("output") is not None else row.get("response")
     question = "\n".join(part for part in (text_of(row["instruction"]), text_of(row.get("input"))) if part)
     turns: list[Message] = []
-    for asked, answered in row.get("history") or []:
+    history = row.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in history):
+        raise ValueError("`history` is not a list of pairs of question and answer")
+    for asked, answered in history:
         turns += [{"role": "user", "content": text_of(asked)}, {"role": "assistant", "content": text_of(answered)}]
     return [*turns, {"role": "user", "content": question}, {"role": "assistant", "content": text_of(answer)}]
 
@@ -158,11 +165,60 @@ def _whole_numbers(value: Any, name: str) -> list[int]:
 
 
 def _tokens(row: Row) -> Tokens:
+    """A tokenized row, its masks made labels, its padding taken away."""
     input_ids = _whole_numbers(row["input_ids"], "input_ids")
-    labels = _whole_numbers(row["labels"], "labels") if row.get("labels") is not None else None
-    if labels is not None and len(labels) != len(input_ids):
-        raise ValueError(f"`labels` has {len(labels)} numbers, and `input_ids` {len(input_ids)}")
-    return Tokens(input_ids, labels)
+    columns = {}
+    for name in ("labels", "attention_mask", "completion_mask", "assistant_masks"):
+        if row.get(name) is not None:
+            columns[name] = _whole_numbers(row[name], name)
+            if len(columns[name]) != len(input_ids):
+                raise ValueError(f"`{name}` has {len(columns[name])} numbers, and `input_ids` {len(input_ids)}")
+    labels = columns.get("labels")
+    for name in ("completion_mask", "assistant_masks") if labels is None else ():
+        if name in columns:
+            before = labels or input_ids
+            labels = [label if keep else IGNORED for label, keep in zip(before, columns[name], strict=True)]
+    seen = columns.get("attention_mask", [1] * len(input_ids))
+    kept = [index for index, attended in enumerate(seen) if attended]
+    return Tokens([input_ids[index] for index in kept], [labels[index] for index in kept] if labels else labels)
+
+
+_FOR_OTHERS = {
+    "images": "pictures are not trained",
+    "videos": "films are not trained",
+    "audios": "sound is not trained",
+    "functions": "name the column: columns: {tools: functions}",
+}
+_RESERVED = {
+    "messages",
+    "tools",
+    "documents",
+    "chat_template",
+    "tokenize",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_assistant_tokens_mask",
+    "strftime_now",
+}
+
+
+def _template_arguments(row: Row) -> dict[str, Any]:
+    arguments = row.get("chat_template_kwargs") or {}
+    arguments = parsed(arguments, "`chat_template_kwargs`") if isinstance(arguments, str) else arguments
+    if not isinstance(arguments, dict):
+        raise ValueError(f"`chat_template_kwargs` is of type {type(arguments).__name__}, not an object")
+    taken = sorted(name for name in arguments if name in _RESERVED or name.endswith("_token"))
+    if taken:
+        raise ValueError(f"`chat_template_kwargs` sets {', '.join(taken)}, which is not the row's to decide")
+    return arguments
+
+
+def _tools(row: Row) -> list[Any] | None:
+    tools = row.get("tools") or None
+    tools = parsed(tools, "`tools`") if isinstance(tools, str) else tools
+    if not isinstance(tools, list | None):
+        raise ValueError(f"`tools` is of type {type(tools).__name__}, not a list")
+    return [parsed(tool, "a tool") if isinstance(tool, str) else tool for tool in tools] if tools else None
 
 
 def to_example(row: Row, format: str, data: Data, source: Source) -> Example:
@@ -178,6 +234,9 @@ def to_example(row: Row, format: str, data: Data, source: Source) -> Example:
         ValueError: The row is not of that format; the text says where.
         KeyError: A column is missing.
     """
+    for name, why in _FOR_OTHERS.items():
+        if row.get(name):
+            raise ValueError(f"it has `{name}`: {why}")
     if format == "tokens":
         return _tokens(row)
     if format == "text":
@@ -192,13 +251,20 @@ def to_example(row: Row, format: str, data: Data, source: Source) -> Example:
     else:
         prompt, completion = row["prompt"], row["completion"]
         if not source.chat:
-            return Text(text_of(prompt), text_of(completion))
+            beside = [name for name in ("system", "tools") if row.get(name)]
+            if beside:
+                raise ValueError(f"it has {' and '.join(beside)}, which `chat: false` leaves no place for")
+            answer = text_of(completion)
+            return Text(text_of(prompt), without_thoughts(answer) if data.reasoning == "drop" else answer)
         asked, asked_trained = _side(prompt, "prompt", "user")
         answered, answered_trained = _side(completion, "completion", "assistant")
         messages, trained, prompt_turns = [*asked, *answered], [*asked_trained, *answered_trained], len(asked)
         if data.loss_on == "auto":
             trained[:prompt_turns] = [False] * prompt_turns
-    if row.get("system") and not any(message["role"] == "system" for message in messages):
+    system = next((message["content"] for message in messages if message["role"] == "system"), None)
+    if row.get("system") and system not in (None, text_of(row["system"])):
+        raise ValueError("it has a system message and another one in the column `system`")
+    if row.get("system") and system is None:
         messages, trained = [{"role": "system", "content": text_of(row["system"])}, *messages], [False, *trained]
         prompt_turns += 1
     if data.loss_on == "completion":
@@ -208,9 +274,17 @@ def to_example(row: Row, format: str, data: Data, source: Source) -> Example:
         trained = [keep and index == last for index, keep in enumerate(trained)]
     if data.reasoning == "drop":
         messages = [without_reasoning(message) for message in messages]
-    tools = row.get("tools") or None
-    tools = parsed(tools, "`tools`") if isinstance(tools, str) else tools
-    if not isinstance(tools, list | None):
-        raise ValueError(f"`tools` is of type {type(tools).__name__}, not a list")
-    arguments = row.get("chat_template_kwargs") or {}
-    return Conversation(messages, tools or None, trained, dict(arguments))
+    return Conversation(messages, _tools(row), trained, _template_arguments(row))
+
+
+def unread_columns(columns: set[str], format: str, source: Source) -> list[str]:
+    """The columns of the rows that nothing of ours looks at."""
+    read = {
+        "messages": {"messages", "system", "tools", "chat_template_kwargs"},
+        "sharegpt": {"conversations", "system", "tools", "chat_template_kwargs"},
+        "prompt_completion": {"prompt", "completion", "system", "tools", "chat_template_kwargs"},
+        "alpaca": {"instruction", "input", "output", "response", "history", "system", "tools", "chat_template_kwargs"},
+        "tokens": {"input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks"},
+        "text": {"text"},
+    }[format]
+    return sorted(set(renamed(dict.fromkeys(columns), source)) - read - set(_FOR_OTHERS))

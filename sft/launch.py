@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from shlex import join
 from typing import NoReturn
@@ -73,6 +74,9 @@ def main(argv: Sequence[str]) -> None:
 def look_at_data(recipe_path: Path, overrides: Sequence[str], count: int | None) -> None:
     """Prepare the data, on whatever machine, and show some of it."""
     from sft.show import show, summary_lines
+
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # rows may hold what the terminal's encoding does not
 
     recipe, path, model = open_recipe(recipe_path, overrides)
     prepared = prepared_data(recipe, model, [str(path), *overrides], judge=count is None)

@@ -118,6 +118,8 @@ def settle(names: Sequence[str], counts: Sequence[Counts], documents: np.ndarray
         account.truncated = int((times * documents["cut"]).sum())
         account.tokens_dropped["piece without a trained token"] += int((times * documents["lost"]).sum())
         whole = documents["length"].astype(np.int64) + documents["cut"] + documents["lost"]
+        # Law 5, row by row: what the tokenizer gave is in the documents, or dropped for a reason.
+        assert count.tokens_in == whole[own].sum() + count.dropped_tokens.total(), name
         held_out = own & mixture.held_out
         account.rows_held_out = int(np.count_nonzero(held_out & is_first))
         account.held_out = int(whole[held_out].sum())

@@ -93,6 +93,10 @@ def _times(row_sources: np.ndarray, left: np.ndarray, sources: Sequence[Source],
     available = [np.flatnonzero(left & (row_sources == number)) for number in range(len(sources))]
     wanted = wanted_rows(sources, [len(rows) for rows in available])
     for number, (rows, count) in enumerate(zip(available, wanted, strict=True)):
+        if not count and len(rows):
+            raise DataError(
+                f"data.train: of {sources[number].path} no row is taken ({len(rows)} are usable). Take it out, or give it more."
+            )
         drawn = rows[np.random.default_rng([seed, number]).permutation(len(rows))]
         drawn = drawn[: sources[number].rows]
         passes, rest = divmod(count, len(drawn)) if len(drawn) else (0, 0)
@@ -108,8 +112,8 @@ def wanted_rows(sources: Sequence[Source], available: list[int]) -> list[int]:
         if source.rows is not None:
             if source.rows > available[number]:
                 raise DataError(
-                    f"data.train: rows={source.rows} of {source.path}, which has {available[number]} usable rows. Take fewer, or "
-                    f"repeat them with epochs: {source.rows / max(available[number], 1):.2f}."
+                    f"data.train: rows={source.rows} of {source.path}, which has {available[number]} usable rows. Take fewer; or "
+                    f"leave `rows` out and repeat them with epochs: {source.rows / max(available[number], 1):.2f}."
                 )
             capacity[number] = round(source.rows * source.epochs)
     weights = [source.weight for source in sources]

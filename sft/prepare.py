@@ -19,7 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from itertools import chain, islice
 from pathlib import Path
@@ -33,8 +33,8 @@ from sft.document_maker import DocumentMaker
 from sft.documents import Counts
 from sft.errors import DataError, ModelError, RecipeError, RunError, run_main, stop
 from sft.facts import ModelFacts
-from sft.findings import MEANING, Findings, script_of
-from sft.formats import common_columns, row_format
+from sft.findings import MEANING, Findings, found_in_row, script_of
+from sft.formats import Row, common_columns, renamed, row_format, to_example, unread_columns
 from sft.job import open_recipe
 from sft.ledger import check_limits, lengths_json, settle, total
 from sft.mixture import Mixture, first_documents, mix
@@ -43,7 +43,7 @@ from sft.prepared import Prepared, entry_folder, find_prepared
 from sft.processes import end_with_parent
 from sft.readers import BadRow
 from sft.recipe import Recipe, Source
-from sft.sources import open_source, place
+from sft.sources import open_source, place, told_as
 from sft.store import DocumentStore, DocumentWriter, SequenceIndex
 from sft.tokenizer import CHOICES, check_vocabulary, load_tokenizer
 
@@ -129,6 +129,10 @@ def prepare(recipe: Recipe, model: ModelFacts) -> Prepared:
         try:
             work.mkdir()
             summary = _build(recipe, tokenizer, work)
+            if entry_folder(recipe, model) != folder:
+                raise DataError(
+                    "The data or the tokenizer has changed while it was prepared. Start again when nobody writes to it."
+                )
             _write_durably(work / "prepared.json", summary)
             shutil.rmtree(folder, ignore_errors=True)
             work.rename(folder)
@@ -190,16 +194,17 @@ def _build(recipe: Recipe, tokenizer: Any, work: Path) -> dict[str, Any]:
     maker = DocumentMaker(recipe.data, tokenizer)
     with DocumentWriter(work) as writer:
         for number, source in enumerate(sources):
-            count, format, file_starts = _read_source(source, number, recipe, maker, writer, findings)
+            with told_as("data.train" if number < len(recipe.sources) else "data.held_out"):
+                count, format, file_starts = _read_source(source, number, recipe, maker, writer, findings)
             counts.append(count)
             formats.append(format)
             starts.append(file_starts)
         digests = writer.digests()
     store = DocumentStore.open(work)
     mixture = mix(store.documents, recipe.sources, recipe.data)
-    if isinstance(recipe.data.held_out, float) and not mixture.held_out.any():
+    if recipe.data.held_out is not None and len(store.documents) and not mixture.held_out.any():
         raise DataError(
-            f"data.held_out={recipe.data.held_out:g} of so few rows holds out none. Raise it, or leave it out."
+            f"data.held_out={recipe.data.held_out} holds out no row that can be used. Raise it, or leave it out."
         )
     train, held_out = _sequences(store.documents, mixture, recipe)
     train.save(work / "train.npz")
@@ -220,6 +225,9 @@ def _build(recipe: Recipe, tokenizer: Any, work: Path) -> dict[str, Any]:
         "held_out_sequences": len(held_out),
         "sizes": {name: (work / name).stat().st_size for name in files},
         "file_starts": starts,
+        "not_read": {
+            name.removeprefix("unread "): text for name, text in findings.details.items() if name.startswith("unread ")
+        },
         "ledger": {
             "sources": [account.as_json(everything.used) for account in accounts],
             "total": everything.as_json(everything.used),
@@ -244,7 +252,8 @@ def _read_source(
     if not good:
         reason = f": none of its first {len(head)} rows can be read ({head[0][1].reason})" if head else ""  # type: ignore[union-attr]
         raise DataError(f"{source.path} holds no rows{reason}.")
-    format = row_format(common_columns(good), source)
+    columns = {name for row in good for name in row}
+    format = row_format(common_columns(good), source, columns)
     if recipe.data.loss_on == "completion" and format not in ("prompt_completion", "alpaca"):
         raise DataError(
             f"data.loss_on=completion, and {source.path} is of the format {format}, which has no completion. Set data.loss_on to "
@@ -259,6 +268,7 @@ def _read_source(
             f"{recipe.model.name_or_path} has no chat template, which rows of the format {format} need ({source.path}). Set {CHOICES} "
             "Prompts and completions are trained as they stand with `chat: false`."
         )
+    _check_not_rendered(source, format, good, recipe, maker)
     counts = Counts()
     # On a terminal a line that changes; elsewhere one now and then.
     options = {"desc": f"Preparing {source.path} ({format})", "mininterval": 0.2 if sys.stderr.isatty() else 30}
@@ -272,7 +282,33 @@ def _read_source(
             counts.merge(chunk.counts)
             findings.merge(chunk.findings)
             progress.update(chunk.counts.rows_in)
+    unread = unread_columns(columns, format, source)
+    if unread:
+        findings.details[f"unread {source.path}"] = ", ".join(unread)
     return counts, format, opened.file_starts
+
+
+def _check_not_rendered(source: Source, format: str, rows: list[Row], recipe: Recipe, maker: DocumentMaker) -> None:
+    """Refuse prompts that were rendered elsewhere where their special tokens would become plain text.
+
+    Raises:
+        DataError: Half of the first rows or more spell special tokens, which no user types that often.
+    """
+    if format in ("text", "tokens") or recipe.data.special_tokens == "keep":
+        return
+    spelled = 0
+    for row in rows:
+        with suppress(
+            ValueError, KeyError, TypeError, AttributeError, RecursionError
+        ):  # told when the row's turn comes
+            example = to_example(renamed(row, source), format, recipe.data, source)
+            spelled += "special_tokens" in found_in_row(example, maker.control, True)
+    if spelled * 2 >= len(rows) and spelled > 1:
+        again = " and chat: false, so that they are not rendered again" if source.chat else ""
+        raise DataError(
+            f"{spelled} of the first {len(rows)} rows of {source.path} spell special tokens, as rows do that were rendered elsewhere; they "
+            f"would be read as plain text. Set data.special_tokens=keep{again}; or, if they are meant as text, take them out of the rows."
+        )
 
 
 def _sequences(documents: np.ndarray, mixture: Mixture, recipe: Recipe) -> tuple[SequenceIndex, SequenceIndex]:

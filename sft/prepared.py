@@ -98,7 +98,9 @@ def entry_folder(recipe: Recipe, model: ModelFacts) -> Path:
         "tokenizer": {file.name: _hash_of(file) for file in files if not file.name.endswith(".index.json")},
         "model": None if folder.is_dir() else [model.path, model.commit or _this_start()],
         "chat_template": find_chat_template(template) if template else None,
-        "tokens": recipe.model.model_dump(mode="json", include={"pad_token", "eos_token", "new_tokens"}),
+        "tokens": recipe.model.model_dump(
+            mode="json", include={"pad_token", "eos_token", "new_tokens", "trust_remote_code"}
+        ),
         "packages": {package: version(package) for package in _PACKAGES},
         "code": {name: _hash_of(Path(__file__).with_name(f"{name}.py")) for name in _CODE},
     }

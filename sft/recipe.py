@@ -17,6 +17,25 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Column = Literal[
+    "messages",
+    "conversations",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "response",
+    "history",
+    "system",
+    "tools",
+    "text",
+    "input_ids",
+    "labels",
+    "chat_template_kwargs",
+]
+"""What rows are read by."""
+
 Finding = Literal["role_order", "empty_turn", "last_turn", "special_tokens", "end_token", "undecodable", "placeholder"]
 
 
@@ -100,7 +119,7 @@ class Source(Section):
     format: Literal["messages", "sharegpt", "prompt_completion", "alpaca", "text", "tokens"] | None = None
     """What the rows are. None: found out from their columns, and said."""
 
-    columns: dict[str, str] = Field(default_factory=dict)
+    columns: dict[Column, str] = Field(default_factory=dict)
     """Columns under another name: ours to theirs, such as {instruction: question, output: answer}."""
 
     chat: bool = True
@@ -138,7 +157,7 @@ class Data(Section):
 
     loss_on: Literal["auto", "assistant", "completion", "last_assistant", "all"] = "auto"
     """Tokens that are trained, each answer with its end-of-turn token. `auto`: every turn of the assistant; of rows with a
-    prompt, the completion; of plain text, all."""
+    prompt, the completion. Plain text is trained whole, and tokens as they are labelled, whatever is set here."""
 
     reasoning: Literal["keep", "drop"] = "keep"
     """Thoughts of the assistant (`reasoning_content`, `<think>` blocks): trained as part of the turn, or left out."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from sft.control_tokens import ControlTokens
 from sft.ledger import histogram
 from sft.prepared import Prepared
 from sft.recipe import Recipe
@@ -34,7 +35,8 @@ def summary_lines(prepared: Prepared) -> list[str]:
         f"Data: {rows['used']} of {rows['in']} rows used{held_out}{dropped}; {used} tokens, {tokens['trained']} of them trained, "
         f"{tokens['truncated']} truncated, {tokens['dropped']} dropped{packs}."
     )
-    return [line, *finding_lines(prepared)]
+    not_read = [f"Not read: {columns} of {path}" for path, columns in prepared.summary["not_read"].items()]
+    return [line, *not_read, *finding_lines(prepared)]
 
 
 def finding_lines(prepared: Prepared) -> list[str]:
@@ -82,11 +84,8 @@ def show(prepared: Prepared, recipe: Recipe, tokenizer: Any, count: int) -> None
         print(f"── {where}: {record['length']} tokens, {record['trained']} of them trained{cut}")
         print(marked_text(*store.document(int(document)), tokenizer, colours))
         print()
-    legend = (
-        "green: trained, dim: not trained, reversed: special tokens"
-        if colours
-        else "[[...]]: trained; <...>: special tokens"
-    )
+    legend = "green: trained, dim: not trained, reversed: special tokens" if colours else "[[...]]: trained"
+    legend += "; a backslash before <...>: text that only spells a special token"
     print(f"({legend})\n")
     print_ledger(prepared.ledger)
     print(histogram(prepared.ledger))
@@ -104,10 +103,12 @@ def marked_text(ids: np.ndarray, trained: np.ndarray, tokenizer: Any, colours: b
         tokenizer: Decodes them.
         colours: For a terminal; else trained stretches are put in double brackets.
     """
-    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    special, control = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder), ControlTokens(tokenizer)
     pieces: list[str] = []
     for start, stop in _stretches(trained, np.isin(ids, list(special))):
         text = _decoded(ids, start, stop, tokenizer)
+        if int(ids[start]) not in special:
+            text = control.marked(text)
         is_trained, is_special = bool(trained[start]), int(ids[start]) in special
         if colours:
             text = _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,6 +21,15 @@ from sft.recipe import Source
 from sft.recipe_file import find_file
 
 BUILTIN = "builtin:demo"
+
+
+@contextmanager
+def told_as(key: str) -> Iterator[None]:
+    """Have messages about a source name the key that it stands under."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(str(error).replace("data.train", key)) from None
 
 
 def looks_local(name: str) -> bool:

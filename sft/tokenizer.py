@@ -38,7 +38,10 @@ def find_chat_template(name: str) -> str:
             f"model.chat_template={name}: there is no such file{did_you_mean(name, names, '.')} "
             f"Give a .jinja file, or one of: {', '.join(names)}."
         )
-    return path.read_text(encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"model.chat_template={name}: the file cannot be read as UTF-8 text: {error}.") from None
 
 
 def check_tokenizer_choice(recipe: Recipe) -> None:
@@ -95,6 +98,14 @@ def load_tokenizer(recipe: Recipe) -> Any:
         tokenizer.pad_token = _known_token(tokenizer, model.pad_token, "pad_token")
     if model.chat_template is not None:
         tokenizer.chat_template = find_chat_template(model.chat_template)
+    if isinstance(tokenizer.chat_template, dict):
+        names = tokenizer.chat_template
+        if "default" not in names:
+            raise ModelError(
+                f"{model.name_or_path} has several chat templates ({', '.join(names)}) and none called default. Save one as a .jinja file, "
+                "and name that in model.chat_template."
+            )
+        tokenizer.chat_template = names["default"]
     if tokenizer.chat_template is not None:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer))
     elif tokenizer.eos_token is None:
@@ -135,7 +146,11 @@ def _settle_padding(tokenizer: Any, recipe: Recipe, stop: int) -> None:
     )
     raise ModelError(
         f"{recipe.model.name_or_path} {problem} ({tokenizer.eos_token}). Set model.pad_token to another token of its vocabulary"
-        + (f", for example {unused[0]}." if unused else ".")
+        + (
+            f", for example {unused[0]}."
+            if unused
+            else "; it has no other special one, so add it: model.new_tokens=[<|pad|>]."
+        )
     )
 
 

@@ -23,7 +23,7 @@ ROLES = {
     "function": "tool",
     "developer": "developer",
 }
-_WEIGHTS = ("weight", "loss_weight", "train")
+_WEIGHTS = ("weight", "loss_weight", "train", "training", "loss")
 """What other programs call the switch that takes a turn out of the loss."""
 
 
@@ -41,9 +41,13 @@ def text_of(content: Any) -> str:
         kinds = sorted(
             {str(part.get("type")) if isinstance(part, dict) else type(part).__name__ for part in content} - {"text"}
         )
-        parts = [part.get("text", part.get("value")) for part in content if isinstance(part, dict)]
-        if kinds or not all(isinstance(part, str | None) for part in parts):
-            raise ValueError(f"content has parts of type {', '.join(kinds) or 'text'}; only text parts can be trained")
+        if kinds:
+            raise ValueError(f"content has parts of type {', '.join(kinds)}; only text parts can be trained")
+        parts = [part["text"] if part.get("text") is not None else part.get("value") for part in content]
+        if not all(isinstance(part, str | None) for part in parts) or not all(
+            {"text", "value"} & set(part) for part in content
+        ):
+            raise ValueError("content has a part of type text without a `text`")
         return "".join(part for part in parts if part)
     raise ValueError(f"content is of type {type(content).__name__}, not text")
 
@@ -62,9 +66,12 @@ def parsed(text: str, what: str) -> Any:
 
 def _call(call: Any) -> Any:
     """A tool call in OpenAI's form."""
-    if not isinstance(call, dict) or "name" not in (call.get("function") or call):
+    function = (call.get("function") or call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise ValueError(f"a tool call has no name: {json.dumps(call, ensure_ascii=False, default=str)[:80]}")
-    return call if call.get("function") else {"type": "function", "function": call}
+    if function.get("arguments") in (None, ""):
+        function = function | {"arguments": "{}"}  # OpenAI's form for none, which templates would write as no JSON
+    return call | {"function": function} if call.get("function") else {"type": "function", "function": function}
 
 
 def _take_parts(content: Any) -> tuple[Any, str, list[Any]]:
@@ -102,12 +109,14 @@ def to_turn(message: Any) -> Message:
         calls = parsed(text_of(message.get("content")), "a function call")
         calls = calls if isinstance(calls, list) else [calls]
         return {"role": role, "content": "", "tool_calls": [_call(call) for call in calls]}
+    if message.get("train_detail"):
+        raise ValueError("`train_detail` of a message trains parts of a turn, which is not supported")
     content, thoughts, calls = _take_parts(message.get("content"))
     turn: Message = {"role": role, "content": text_of(content)}
     # Columnar files give every message every key, null where it has none; a template must not see those.
     turn |= {key: message[key] for key in ("name", "tool_call_id") if message.get(key)}
     given = message.get("tool_calls") or message.get("function_call") or []
-    given = parsed(given, "`tool_calls`") if isinstance(given, str) else given
+    given = (parsed(given, "`tool_calls`") or []) if isinstance(given, str) else given
     calls = [_call(call) for call in (given if isinstance(given, list) else [given])] or calls
     if calls:
         turn["tool_calls"] = calls
@@ -115,6 +124,8 @@ def to_turn(message: Any) -> Message:
         thoughts = thoughts or text_of(message.get(key))
     if thoughts:
         turn["reasoning_content"] = thoughts
+    if "content" not in message and not calls and not thoughts:
+        raise ValueError(f"a message has no `content`, but {', '.join(map(str, message))}")
     return turn
 
 
@@ -133,16 +144,30 @@ def is_trained(message: Any) -> bool:
     return True
 
 
-_THOUGHT = re.compile(r"^\s*<think>.*?</think>\s*", re.DOTALL)
+# Also one whose opening tag was in the prompt.
+_THOUGHT = re.compile(r"(?:<think>.*?|\A(?:(?!<think>).)*?)</think>\s*", re.DOTALL)
+
+
+def without_thoughts(text: str) -> str:
+    """An answer without its thoughts.
+
+    Raises:
+        ValueError: A thought is opened and never closed.
+
+    >>> without_thoughts("<think>2 + 2</think>Four"), without_thoughts("2 + 2</think>Four")
+    ('Four', 'Four')
+    """
+    rest = _THOUGHT.sub("", text)
+    if "<think>" in rest:
+        raise ValueError(
+            "a thought is opened (<think>) and never closed, so it cannot be left out (data.reasoning=drop)"
+        )
+    return rest
 
 
 def without_reasoning(message: Message) -> Message:
-    """A turn without its thoughts.
-
-    >>> without_reasoning({"role": "assistant", "content": "<think>2 + 2</think>Four", "reasoning_content": "2 + 2"})
-    {'role': 'assistant', 'content': 'Four'}
-    """
+    """A turn without its thoughts; other roles' as they are."""
     if message["role"] != "assistant":
         return message
     turn = {key: value for key, value in message.items() if key != "reasoning_content"}
-    return turn | {"content": _THOUGHT.sub("", turn["content"])}
+    return turn | {"content": without_thoughts(turn["content"])}

@@ -8,9 +8,10 @@ import torch
 
 from sft.batches import Sequences, StepOrder
 from sft.demo import Demo
-from sft.documents import DOCUMENT, IGNORED, Chunk, Counts
+from sft.documents import DOCUMENT, Chunk, Counts
 from sft.facts import inspect_model
 from sft.findings import Findings
+from sft.formats import IGNORED
 from sft.packing import pack
 from sft.prepare import prepare
 from sft.recipe import Recipe

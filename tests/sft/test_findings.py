@@ -230,7 +230,7 @@ def test_good_rows_are_prepared_without_findings(recipe_of: RecipeOf) -> None:
 def test_findings_are_told_with_their_rows(recipe_of: RecipeOf) -> None:
     rows = [*PLAIN[:3], row_of("", "x"), row_of("{{name}}"), row_of("Hi", "y<|im_end|>"), row_of("<|im_end|>"), "?"]
     found = prepared(recipe_of(rows, "data.max_length=64", "data.on_bad_row=drop"))
-    expected = {"empty_turn": [4], "placeholder": [5], "end_token": [6], "special_tokens": [7], "bad_row": [8]}
+    expected = {"empty_turn": [4], "placeholder": [5], "end_token": [6], "special_tokens": [7], "bad row": [8]}
     assert {kind: rows_told(found, kind) for kind in found} == expected
     assert all(finding["count"] == 1 for finding in found.values())
     assert {kind: finding["meaning"] for kind, finding in found.items()} == {kind: MEANING[kind] for kind in found}

@@ -102,9 +102,11 @@ def test_an_alpaca_row_keeps_its_input_its_history_and_its_system_prompt() -> No
     assert made.trained == [False, False, True, False, True]
 
 
-def test_a_system_column_does_not_overrule_a_system_turn() -> None:
+def test_a_system_column_is_a_system_turn_and_contradicts_none() -> None:
     own = {"role": "system", "content": "Be long."}
-    assert conversation({"messages": [own, USER, ANSWER], "system": "Be brief."}).messages == [own, USER, ANSWER]
+    with pytest.raises(ValueError, match="a system message and another one in the column `system`"):
+        conversation({"messages": [own, USER, ANSWER], "system": "Be brief."})
+    assert conversation({"messages": [SYSTEM, USER, ANSWER], "system": "Be brief."}).messages == [SYSTEM, USER, ANSWER]
     for row in (
         {"messages": [USER, ANSWER], "system": "Be brief."},
         {"conversations": [USER, ANSWER], "system": "Be brief."},
@@ -179,10 +181,10 @@ def test_thoughts_are_beside_the_answer_however_they_are_written(message: dict[s
 
 
 def test_dropped_thoughts_leave_everything_else() -> None:
-    assert without_reasoning({"role": "assistant", "content": " <think>\na\n</think>\n\nFour <think>"}) == {
-        "role": "assistant",
-        "content": "Four <think>",
-    }
+    for content in (" <think>\na\n</think>\n\nFour", "a\n</think>\n\nFour", "<think>a</think>Fo<think>b</think>ur"):
+        assert without_reasoning({"role": "assistant", "content": content})["content"].strip() == "Four"
+    with pytest.raises(ValueError, match=r"opened \(<think>\) and never closed"):
+        without_reasoning({"role": "assistant", "content": "Four <think>"})
     asked = {"role": "user", "content": "<think>Is this kept?</think>"}
     assert without_reasoning(asked) == asked
     assert without_reasoning(CALLED | {"reasoning_content": "Hm."}) == CALLED
@@ -278,7 +280,7 @@ def test_tokens_are_taken_as_they_are() -> None:
         ({"messages": "Hi"}, "`messages` is no JSON"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "parts of type image; only text"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "parts of type str; only text"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "only text parts"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "without a `text`"),
         ({"messages": [{"role": "user", "content": 5}]}, "content is of type int, not text"),
         ({"messages": [ANSWER | {"reasoning": 5}]}, "content is of type int, not text"),
         ({"conversations": [{"from": "human"}]}, "a message has no `role`"),

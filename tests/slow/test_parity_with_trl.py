@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from sft.document_maker import DocumentMaker
-from sft.documents import IGNORED
+from sft.formats import IGNORED
 from sft.readers import read_rows
 from sft.recipe import Data, Source
 
