@@ -8,74 +8,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
-from sft.chat import ChatRenderer, Rendered, Span, check_nothing_is_lost
+from sft.chat import ChatRenderer, Rendered, Span
+from sft.chunk_building import Building, Encodable, Given, Stop
 from sft.control_tokens import ControlTokens, break_up, unused_mark
-from sft.documents import DOCUMENT, LENGTHS, Chunk, Counts
+from sft.documents import LENGTHS, Chunk, Counts
 from sft.findings import MEANING, Findings, found_in_row
 from sft.formats import IGNORED, Conversation, Row, Text, Tokens, renamed, to_example
+from sft.lost_content import check_nothing_is_lost
 from sft.overlong import Overlong, pieces_of
 from sft.readers import BadRow
 from sft.recipe import Data, Source
 from sft.token_ranges import token_range, without_mark
-
-
-@dataclass(frozen=True)
-class _Encodable:
-    """A row ready for the tokenizer."""
-
-    row: int
-    text: str
-    spans: list[tuple[int, int]]
-    """Characters whose tokens are trained."""
-
-    special: bool
-    """Whether the tokenizer adds its own special tokens, such as BOS."""
-
-    mark: str | None = None
-    """The character that keeps strings from becoming special tokens; its own tokens are taken out."""
-
-
-@dataclass(frozen=True)
-class _Given:
-    """A row that came tokenized."""
-
-    row: int
-    ids: np.ndarray
-    mask: np.ndarray
-
-
-@dataclass
-class _Building:
-    """A chunk in the making."""
-
-    source: int
-    counts: Counts
-    findings: Findings
-    parts: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-    records: list[tuple[int, ...]] = field(default_factory=list)
-
-    def drop(self, reason: str, row: int, tokens: int = 0) -> None:
-        """Count a row that is not used, and tell which."""
-        self.counts.drop(reason, tokens)
-        self.findings.add(reason, self.source, row)
-
-    def done(self, error: tuple[int, str] | None) -> Chunk:
-        tokens = np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in self.parts)])
-        trained = np.concatenate([np.zeros(0, np.uint8), *(mask for _, mask in self.parts)])
-        return Chunk(tokens, trained, np.array(self.records, DOCUMENT), self.counts, self.findings, error)
-
-
-class _Stop(Exception):
-    """A row at which the run stops."""
-
-    def __init__(self, row: int, reason: str) -> None:
-        self.row, self.reason = row, reason
 
 
 class DocumentMaker:
@@ -107,9 +55,9 @@ class DocumentMaker:
             format: Of sft.formats.FORMATS.
             rows: With their numbers in the source, from 1.
         """
-        chunk = _Building(number, Counts(rows_in=len(rows)), Findings())
-        items: list[_Encodable | _Given] = []
-        stopped: _Stop | None = None
+        chunk = Building(number, Counts(rows_in=len(rows)), Findings())
+        items: list[Encodable | Given] = []
+        stopped: Stop | None = None
         try:
             for row_number, row in rows:
                 with self._bad_rows_told(chunk, row_number):
@@ -117,33 +65,33 @@ class DocumentMaker:
                     if item is None:
                         chunk.drop("no answer to train on", row_number)
                     else:
-                        if isinstance(item, _Encodable):
+                        if isinstance(item, Encodable):
                             item.text.encode()  # half a surrogate pair is no text
                         items.append(item)
-        except _Stop as stop:
+        except Stop as stop:
             stopped = stop  # an earlier row may turn out too long
         try:
             for item, encoding in self._encoded(items):
                 with self._bad_rows_told(chunk, item.row):
                     self._add(item, encoding, chunk)
-        except _Stop as stop:
+        except Stop as stop:
             stopped = stop
         return chunk.done(None if stopped is None else (stopped.row, stopped.reason))
 
     @contextmanager
-    def _bad_rows_told(self, chunk: _Building, row: int) -> Iterator[None]:
+    def _bad_rows_told(self, chunk: Building, row: int) -> Iterator[None]:
         try:
             yield
         except Overlong as error:
-            raise _Stop(row, f"{error}. Raise it, or set data.overlong to drop, truncate or split") from None
+            raise Stop(row, f"{error}. Raise it, or set data.overlong to drop, truncate or split") from None
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             if self.data.on_bad_row == "error":
-                raise _Stop(row, f"{error}. Correct or remove the row, or set data.on_bad_row=drop") from None
+                raise Stop(row, f"{error}. Correct or remove the row, or set data.on_bad_row=drop") from None
             chunk.drop("bad row", row)
 
     def _ready(
-        self, row: Row | BadRow, row_number: int, source: Source, format: str, chunk: _Building
-    ) -> _Encodable | _Given | None:
+        self, row: Row | BadRow, row_number: int, source: Source, format: str, chunk: Building
+    ) -> Encodable | Given | None:
         if isinstance(row, BadRow):
             raise ValueError(row.reason)
         try:
@@ -153,7 +101,7 @@ class DocumentMaker:
                 f"it has no column {error}, as rows of the format {format} do, but {', '.join(row)}"
             ) from None
         if isinstance(example, Tokens):
-            return _Given(row_number, *self._given(example))
+            return Given(row_number, *self._given(example))
         # A text that was rendered elsewhere holds its special tokens on purpose.
         escape = self.data.special_tokens == "escape" and format != "text"
         found = found_in_row(example, self.control, escape)
@@ -192,7 +140,7 @@ class DocumentMaker:
             raise ValueError("labels differ from input_ids elsewhere than in -100; give them unshifted")
         return ids, mask.astype(np.uint8)
 
-    def _text(self, example: Text, row_number: int, escape: bool, breaks: bool) -> _Encodable | None:
+    def _text(self, example: Text, row_number: int, escape: bool, breaks: bool) -> Encodable | None:
         prompt, completion = example.prompt, example.completion
         if escape:
             completion = self.control.without_end(completion)
@@ -210,9 +158,9 @@ class DocumentMaker:
             completion = completion.rstrip().removesuffix(self.eos)
         completion += "" if self.adds_eos else self.eos
         start = 0 if self.data.loss_on == "all" else len(prompt)
-        return _Encodable(row_number, prompt + completion, [(start, len(prompt + completion))], True, mark)
+        return Encodable(row_number, prompt + completion, [(start, len(prompt + completion))], True, mark)
 
-    def _conversation(self, example: Conversation, row_number: int, escape: bool, breaks: bool) -> _Encodable | None:
+    def _conversation(self, example: Conversation, row_number: int, escape: bool, breaks: bool) -> Encodable | None:
         assert self.renderer is not None
         messages, tools, arguments = example.messages, example.tools, example.template_arguments
         if escape:
@@ -237,7 +185,7 @@ class DocumentMaker:
         check_nothing_is_lost(messages, answered, rendered.text)
         spans = self._trained_spans(example, answered, rendered)
         # The template has written the special tokens, BOS included: the tokenizer must not add another.
-        return _Encodable(row_number, rendered.text, spans, False, mark)
+        return Encodable(row_number, rendered.text, spans, False, mark)
 
     def _trained_spans(self, example: Conversation, answered: list[bool], rendered: Rendered) -> list[Span]:
         """The characters whose tokens are trained.
@@ -265,9 +213,9 @@ class DocumentMaker:
         edges.append(len(rendered.text))
         return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
 
-    def _encoded(self, items: Sequence[_Encodable | _Given]) -> Iterator[tuple[_Encodable | _Given, Any]]:
+    def _encoded(self, items: Sequence[Encodable | Given]) -> Iterator[tuple[Encodable | Given, Any]]:
         """The rows in their order, each with its encoding; the tokenizer takes them all at once."""
-        texts = [item for item in items if isinstance(item, _Encodable)]
+        texts = [item for item in items if isinstance(item, Encodable)]
         encodings: dict[int, Any] = {}
         for special in (False, True):
             batch = [item for item in texts if item.special == special]
@@ -276,7 +224,7 @@ class DocumentMaker:
         for item in items:
             yield item, encodings.get(item.row)
 
-    def _tokens_and_mask(self, item: _Encodable, encoding: Any) -> tuple[np.ndarray, np.ndarray]:
+    def _tokens_and_mask(self, item: Encodable, encoding: Any) -> tuple[np.ndarray, np.ndarray]:
         ids = np.array(encoding.ids, np.int32)
         mask = np.zeros(len(ids), np.uint8)
         for start, end in item.spans:
@@ -291,8 +239,8 @@ class DocumentMaker:
             ids, mask = ids[1:], mask[1:]  # the text brings its own
         return ids, mask
 
-    def _add(self, item: _Encodable | _Given, encoding: Any, chunk: _Building) -> None:
-        ids, mask = (item.ids, item.mask) if isinstance(item, _Given) else self._tokens_and_mask(item, encoding)
+    def _add(self, item: Encodable | Given, encoding: Any, chunk: Building) -> None:
+        ids, mask = (item.ids, item.mask) if isinstance(item, Given) else self._tokens_and_mask(item, encoding)
         mask[:1] = 0  # nothing predicts the first token
         chunk.counts.lengths[np.searchsorted(LENGTHS, len(ids))] += 1
         chunk.counts.tokens_in += len(ids)

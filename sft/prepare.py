@@ -17,9 +17,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from hashlib import sha256
 from itertools import chain, islice
 from pathlib import Path
@@ -28,22 +27,23 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from sft.audit import check_not_rendered, find_in_all, findings_json
 from sft.chunks import made_chunks
 from sft.document_maker import DocumentMaker
 from sft.documents import Counts
 from sft.errors import DataError, ModelError, RecipeError, RunError, run_main, stop
 from sft.facts import ModelFacts
-from sft.findings import MEANING, Findings, found_in_row, script_of
-from sft.formats import Row, common_columns, renamed, row_format, to_example, unread_columns
+from sft.findings import Findings
+from sft.formats import common_columns, row_format, unread_columns
 from sft.job import open_recipe
 from sft.ledger import check_limits, lengths_json, settle, total
-from sft.mixture import Mixture, first_documents, mix
+from sft.mixture import Mixture, mix
 from sft.packing import pack
 from sft.prepared import Prepared, entry_folder, find_prepared
 from sft.processes import end_with_parent
 from sft.readers import BadRow
 from sft.recipe import Recipe, Source
-from sft.sources import open_source, place, told_as
+from sft.sources import open_source, told_as
 from sft.store import DocumentStore, DocumentWriter, SequenceIndex
 from sft.tokenizer import CHOICES, check_vocabulary, load_tokenizer
 
@@ -209,7 +209,7 @@ def _build(recipe: Recipe, tokenizer: Any, work: Path) -> dict[str, Any]:
     train, held_out = _sequences(store.documents, mixture, recipe)
     train.save(work / "train.npz")
     held_out.save(work / "held_out.npz")
-    _find_in_all(store, mixture, findings, tokenizer)
+    find_in_all(store, mixture, findings, tokenizer)
     accounts = settle([source.path for source in sources], counts, store.documents, mixture)
     for account, format in zip(accounts, formats, strict=True):
         account.format = format
@@ -234,7 +234,7 @@ def _build(recipe: Recipe, tokenizer: Any, work: Path) -> dict[str, Any]:
             "packing": packing if recipe.data.packing else None,
             "lengths": lengths_json(counts),
         },
-        "findings": _findings_json(findings, [source.path for source in sources], starts),
+        "findings": findings_json(findings, [source.path for source in sources], starts),
     }
 
 
@@ -268,7 +268,7 @@ def _read_source(
             f"{recipe.model.name_or_path} has no chat template, which rows of the format {format} need ({source.path}). Set {CHOICES} "
             "Prompts and completions are trained as they stand with `chat: false`."
         )
-    _check_not_rendered(source, format, good, recipe, maker)
+    check_not_rendered(source, format, good, recipe, maker)
     counts = Counts()
     # On a terminal a line that changes; elsewhere one now and then.
     options = {"desc": f"Preparing {source.path} ({format})", "mininterval": 0.2 if sys.stderr.isatty() else 30}
@@ -288,29 +288,6 @@ def _read_source(
     return counts, format, opened.file_starts
 
 
-def _check_not_rendered(source: Source, format: str, rows: list[Row], recipe: Recipe, maker: DocumentMaker) -> None:
-    """Refuse prompts that were rendered elsewhere where their special tokens would become plain text.
-
-    Raises:
-        DataError: Half of the first rows or more spell special tokens, which no user types that often.
-    """
-    if format in ("text", "tokens") or recipe.data.special_tokens == "keep":
-        return
-    spelled = 0
-    for row in rows:
-        with suppress(
-            ValueError, KeyError, TypeError, AttributeError, RecursionError
-        ):  # told when the row's turn comes
-            example = to_example(renamed(row, source), format, recipe.data, source)
-            spelled += "special_tokens" in found_in_row(example, maker.control, True)
-    if spelled * 2 >= len(rows) and spelled > 1:
-        again = " and chat: false, so that they are not rendered again" if source.chat else ""
-        raise DataError(
-            f"{spelled} of the first {len(rows)} rows of {source.path} spell special tokens, as rows do that were rendered elsewhere; they "
-            f"would be read as plain text. Set data.special_tokens=keep{again}; or, if they are meant as text, take them out of the rows."
-        )
-
-
 def _sequences(documents: np.ndarray, mixture: Mixture, recipe: Recipe) -> tuple[SequenceIndex, SequenceIndex]:
     """The sequences to train on, and the held-out ones."""
     train = np.repeat(np.arange(len(documents)), mixture.times)
@@ -324,50 +301,6 @@ def _sequences(documents: np.ndarray, mixture: Mixture, recipe: Recipe) -> tuple
         else:
             indices.append(SequenceIndex(np.sort(chosen), np.arange(1, len(chosen) + 1)))
     return indices[0], indices[1]
-
-
-def _find_in_all(store: DocumentStore, mixture: Mixture, findings: Findings, tokenizer: Any) -> None:
-    """What only all rows together show."""
-    first = first_documents(store.documents)
-    rows = store.documents[first]
-    repeated = np.isin(first, mixture.duplicate_rows)
-    for kind, which in (("duplicate", repeated), ("held_out_duplicate", mixture.dropped["held out too"][first])):
-        for row in rows[which][:10]:
-            findings.add(kind, int(row["source"]), int(row["row"]), 0)
-        findings.counts[kind] += int(np.count_nonzero(which))
-    scripts: Counter[str] = Counter()
-    for source in np.unique(rows["source"]):
-        own = np.flatnonzero(rows["source"] == source)
-        _, at, times = np.unique(rows["answer"][own], return_index=True, return_counts=True)
-        if len(own) >= 20 and times.max() > len(own) / 2:
-            row = rows[own[at[times.argmax()]]]
-            findings.add("same_answer", int(source), int(row["row"]), int(times.max()))
-        for index in _far_longer(store.documents, first, own):
-            findings.add("very_long", int(source), int(rows["row"][index]))
-            scripts[script_of(tokenizer.decode(store.document(int(first[index]))[0][:2000]))] += 1
-    findings.details["very_long"] = ", ".join(f"{count} in {script} script" for script, count in scripts.items())
-
-
-def _far_longer(documents: np.ndarray, first: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """Of the rows `own`, the few that have more than twenty times the tokens of the middle one."""
-    whole = documents["length"].astype(np.int64) + documents["cut"] + documents["lost"]
-    lengths = np.add.reduceat(whole, first)[own]
-    long: np.ndarray = own[lengths > 20 * np.median(lengths)]
-    return long if len(long) <= max(1, len(own) // 100) else long[:0]
-
-
-def _findings_json(findings: Findings, names: list[str], starts: list[Any]) -> list[dict[str, Any]]:
-    return [
-        {
-            "kind": kind,
-            "meaning": MEANING[kind],
-            "detail": findings.details.get(kind) or None,
-            "count": count,
-            "rows": [place(names[source], starts[source], row) for source, row in findings.rows.get(kind, [])],
-        }
-        for kind, count in findings.counts.most_common()
-        if count
-    ]
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ from sft.tokenizer import find_chat_template
 
 _PACKAGES = ("transformers", "tokenizers", "jinja2", "trl", "numpy", "pyarrow", "datasets")
 _CODE = (
+    "audit",
     "chat",
+    "chunk_building",
     "chunks",
     "columnar_rows",
     "control_tokens",
@@ -35,6 +37,7 @@ _CODE = (
     "formats",
     "json_rows",
     "ledger",
+    "lost_content",
     "mixture",
     "overlong",
     "packing",

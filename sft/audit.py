@@ -1,0 +1,86 @@
+"""What is found in the rows as a whole: before they are read for good, and once all are documents."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from sft.document_maker import DocumentMaker
+from sft.errors import DataError
+from sft.findings import MEANING, Findings, found_in_row, script_of
+from sft.formats import Row, renamed, to_example
+from sft.mixture import Mixture, first_documents
+from sft.recipe import Recipe, Source
+from sft.sources import place
+from sft.store import DocumentStore
+
+
+def check_not_rendered(source: Source, format: str, rows: list[Row], recipe: Recipe, maker: DocumentMaker) -> None:
+    """Refuse prompts that were rendered elsewhere where their special tokens would become plain text.
+
+    Raises:
+        DataError: Half of the first rows or more spell special tokens, which no user types that often.
+    """
+    if format in ("text", "tokens") or recipe.data.special_tokens == "keep":
+        return
+    spelled = 0
+    for row in rows:
+        with suppress(
+            ValueError, KeyError, TypeError, AttributeError, RecursionError
+        ):  # told when the row's turn comes
+            example = to_example(renamed(row, source), format, recipe.data, source)
+            spelled += "special_tokens" in found_in_row(example, maker.control, True)
+    if spelled * 2 >= len(rows) and spelled > 1:
+        again = " and chat: false, so that they are not rendered again" if source.chat else ""
+        raise DataError(
+            f"{spelled} of the first {len(rows)} rows of {source.path} spell special tokens, as rows do that were rendered elsewhere; they "
+            f"would be read as plain text. Set data.special_tokens=keep{again}; or, if they are meant as text, take them out of the rows."
+        )
+
+
+def find_in_all(store: DocumentStore, mixture: Mixture, findings: Findings, tokenizer: Any) -> None:
+    """What only all rows together show."""
+    first = first_documents(store.documents)
+    rows = store.documents[first]
+    repeated = np.isin(first, mixture.duplicate_rows)
+    for kind, which in (("duplicate", repeated), ("held_out_duplicate", mixture.dropped["held out too"][first])):
+        for row in rows[which][:10]:
+            findings.add(kind, int(row["source"]), int(row["row"]), 0)
+        findings.counts[kind] += int(np.count_nonzero(which))
+    scripts: Counter[str] = Counter()
+    for source in np.unique(rows["source"]):
+        own = np.flatnonzero(rows["source"] == source)
+        _, at, times = np.unique(rows["answer"][own], return_index=True, return_counts=True)
+        if len(own) >= 20 and times.max() > len(own) / 2:
+            row = rows[own[at[times.argmax()]]]
+            findings.add("same_answer", int(source), int(row["row"]), int(times.max()))
+        for index in _far_longer(store.documents, first, own):
+            findings.add("very_long", int(source), int(rows["row"][index]))
+            scripts[script_of(tokenizer.decode(store.document(int(first[index]))[0][:2000]))] += 1
+    findings.details["very_long"] = ", ".join(f"{count} in {script} script" for script, count in scripts.items())
+
+
+def _far_longer(documents: np.ndarray, first: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """Of the rows `own`, the few that have more than twenty times the tokens of the middle one."""
+    whole = documents["length"].astype(np.int64) + documents["cut"] + documents["lost"]
+    lengths = np.add.reduceat(whole, first)[own]
+    long: np.ndarray = own[lengths > 20 * np.median(lengths)]
+    return long if len(long) <= max(1, len(own) // 100) else long[:0]
+
+
+def findings_json(findings: Findings, names: list[str], starts: list[Any]) -> list[dict[str, Any]]:
+    """The findings as ledger.json has them, the most frequent first."""
+    return [
+        {
+            "kind": kind,
+            "meaning": MEANING[kind],
+            "detail": findings.details.get(kind) or None,
+            "count": count,
+            "rows": [place(names[source], starts[source], row) for source, row in findings.rows.get(kind, [])],
+        }
+        for kind, count in findings.counts.most_common()
+        if count
+    ]
