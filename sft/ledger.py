@@ -154,10 +154,14 @@ def check_limits(ledger: dict[str, Any], data: Data) -> None:
         )
     too_long = sum(dropped.get(reason, 0) for reason in TOO_LONG)
     if too_long > data.max_overlong_fraction * total_rows:
+        longer, other = {
+            "drop": ("are longer than", "truncate or split"),
+            "truncate": ("have no trained token within", "split"),
+        }.get(data.overlong, ("have no trained token within", "drop"))
         raise DataError(
-            f"{too_long} of {rows['in']} rows ({too_long / total_rows:.1%}) are longer than data.max_length={data.max_length}, more than "
-            f"data.max_overlong_fraction={data.max_overlong_fraction:g} allows. Raise data.max_length, set data.overlong to truncate or "
-            f"split, or raise the limit.\n{histogram(ledger)}"
+            f"{too_long} of {rows['in']} rows ({too_long / total_rows:.1%}) {longer} data.max_length={data.max_length}, more than "
+            f"data.max_overlong_fraction={data.max_overlong_fraction:g} allows. Raise data.max_length, set data.overlong to {other}, or "
+            f"raise the limit.\n{histogram(ledger)}"
         )
     faults = {reason: n for reason, n in dropped.items() if reason not in (*TOO_LONG, *NOT_A_FAULT)}
     if sum(faults.values()) > data.max_dropped_fraction * total_rows:

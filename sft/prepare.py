@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain, islice
 from pathlib import Path
@@ -99,12 +100,11 @@ def prepared_data(recipe: Recipe, model: ModelFacts, command: Sequence[str], jud
 def _run(command: Sequence[str], environment: dict[str, str]) -> int:
     """The exit status of a command; Ctrl-C, which reaches both, lets it tidy up first."""
     with subprocess.Popen(command, env=environment) as process:
-        while True:
-            try:
-                return process.wait()
-            except KeyboardInterrupt:
-                process.wait()
-                raise
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.wait()
+            raise
 
 
 def _stopped(number: int, frame: object) -> None:
@@ -190,29 +190,25 @@ def _build(recipe: Recipe, tokenizer: Any, work: Path) -> dict[str, Any]:
     """Write the entry's files; returns what prepared.json says."""
     started = time.monotonic()
     sources = (*recipe.sources, *recipe.held_out_sources)
-    counts, formats, starts, findings = [], [], [], Findings()
-    maker = DocumentMaker(recipe.data, tokenizer)
+    maker, findings, read = DocumentMaker(recipe.data, tokenizer), Findings(), []
     with DocumentWriter(work) as writer:
         for number, source in enumerate(sources):
             with told_as("data.train" if number < len(recipe.sources) else "data.held_out"):
-                count, format, file_starts = _read_source(source, number, recipe, maker, writer, findings)
-            counts.append(count)
-            formats.append(format)
-            starts.append(file_starts)
+                read.append(_read_source(source, number, recipe, maker, writer, findings))
         digests = writer.digests()
     store = DocumentStore.open(work)
     mixture = mix(store.documents, recipe.sources, recipe.data)
     if recipe.data.held_out is not None and len(store.documents) and not mixture.held_out.any():
-        raise DataError(
-            f"data.held_out={recipe.data.held_out} holds out no row that can be used. Raise it, or leave it out."
-        )
+        what = ", ".join(source.path for source in recipe.held_out_sources) or recipe.data.held_out
+        raise DataError(f"data.held_out={what} holds out no row that can be used. Raise it, or leave it out.")
     train, held_out = _sequences(store.documents, mixture, recipe)
     train.save(work / "train.npz")
     held_out.save(work / "held_out.npz")
     find_in_all(store, mixture, findings, tokenizer)
-    accounts = settle([source.path for source in sources], counts, store.documents, mixture)
-    for account, format in zip(accounts, formats, strict=True):
-        account.format = format
+    names, counts = [source.path for source in sources], [one.counts for one in read]
+    accounts = settle(names, counts, store.documents, mixture)
+    for account, one in zip(accounts, read, strict=True):
+        account.format = one.format
     everything = total(accounts)
     space = len(train) * recipe.data.max_length
     packing = {"packs": len(train), "fill": everything.used / space if space else 0, "padding": space - everything.used}
@@ -224,18 +220,27 @@ def _build(recipe: Recipe, tokenizer: Any, work: Path) -> dict[str, Any]:
         "sequences": len(train),
         "held_out_sequences": len(held_out),
         "sizes": {name: (work / name).stat().st_size for name in files},
-        "file_starts": starts,
-        "not_read": {
-            name.removeprefix("unread "): text for name, text in findings.details.items() if name.startswith("unread ")
-        },
+        "file_starts": [one.file_starts for one in read],
+        "not_read": {name: ", ".join(one.unread) for name, one in zip(names, read, strict=True) if one.unread},
         "ledger": {
             "sources": [account.as_json(everything.used) for account in accounts],
             "total": everything.as_json(everything.used),
             "packing": packing if recipe.data.packing else None,
             "lengths": lengths_json(counts),
         },
-        "findings": findings_json(findings, [source.path for source in sources], starts),
+        "findings": findings_json(findings, names, [one.file_starts for one in read]),
     }
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What is known of a source once its rows are documents."""
+
+    counts: Counts
+    format: str
+    file_starts: list[tuple[int, str]]
+    unread: list[str]
+    """Columns that nothing looks at."""
 
 
 def _read_source(
@@ -245,7 +250,7 @@ def _read_source(
     maker: DocumentMaker,
     writer: DocumentWriter,
     findings: Findings,
-) -> tuple[Counts, str, list[tuple[int, str]]]:
+) -> _Read:
     opened = open_source(source, recipe.output_dir)
     head = list(islice(opened.rows, _FIRST_ROWS))
     good = [row for _, row in head if not isinstance(row, BadRow)]
@@ -282,10 +287,7 @@ def _read_source(
             counts.merge(chunk.counts)
             findings.merge(chunk.findings)
             progress.update(chunk.counts.rows_in)
-    unread = unread_columns(columns, format, source)
-    if unread:
-        findings.details[f"unread {source.path}"] = ", ".join(unread)
-    return counts, format, opened.file_starts
+    return _Read(counts, format, opened.file_starts, unread_columns(columns, format, source))
 
 
 def _sequences(documents: np.ndarray, mixture: Mixture, recipe: Recipe) -> tuple[SequenceIndex, SequenceIndex]:

@@ -65,7 +65,11 @@ def test_a_pretrained_model_without_template_or_padding_learns_alpaca(
             "chat_template": "plain",
             "pad_token": "<unk>",
         },
-        data={"train": str(shared / "sft" / "llamafactory" / "alpaca_en_demo.json"), "max_length": 256},
+        data={
+            "train": str(shared / "sft" / "llamafactory" / "alpaca_en_demo.json"),
+            "max_length": 256,
+            "max_overlong_fraction": 0.7,
+        },
         train={"global_batch_size": 8, "learning_rate": 2e-3, "max_steps": 30, "logging_steps": 5, "warmup_steps": 5},
         eval={"tasks": tasks(tmp_path, shared), "limit": 8, "batch_size": 8},
     )
@@ -104,6 +108,7 @@ def test_a_qwen3_with_its_real_tokenizer_learns_tool_calls(tmp_path: Path, share
             "train": str(shared / "sft" / "sgd_messages_tools_600.jsonl"),
             "max_length": 1024,
             "overlong": "truncate",
+            "max_overlong_fraction": 0.2,  # some rows' tools fill the whole of it
         },
         train={"global_batch_size": 1, "learning_rate": 1e-2, "max_steps": 8, "logging_steps": 1},
         eval={"tasks": tasks(tmp_path, shared), "limit": 2, "batch_size": 2},
