@@ -34,7 +34,11 @@ def check_not_rendered(source: Source, format: str, rows: list[Row], recipe: Rec
             example = to_example(renamed(row, source), format, recipe.data, source)
             spelled += "special_tokens" in found_in_row(example, maker.control, True)
     if spelled * 2 >= len(rows) and spelled > 1:
-        again = " and chat: false, so that they are not rendered again" if source.chat else ""
+        again = (
+            " and chat: false, so that they are not rendered again"
+            if source.chat and format == "prompt_completion"
+            else ""
+        )
         raise DataError(
             f"{spelled} of the first {len(rows)} rows of {source.path} spell special tokens, as rows do that were rendered elsewhere; they "
             f"would be read as plain text. Set data.special_tokens=keep{again}; or, if they are meant as text, take them out of the rows."

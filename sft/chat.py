@@ -201,6 +201,11 @@ class ChatRenderer:
                         "it has calls of tools, and the chat template leaves them out. Set model.chat_template to one that writes "
                         "`tool_calls`, or have the calls in the text of the turn"
                     )
+                if message["content"].strip() and not self.shows_text_beside_calls:
+                    raise ValueError(
+                        f"the chat template leaves out what the assistant says: {message['content'].strip()[:60]!r}. Set "
+                        "model.chat_template to one that shows text beside a call of a tool, or have it in a turn of its own"
+                    )
                 if self.quotes_arguments:
                     message = message | {"tool_calls": [_with_parsed_arguments(call) for call in message["tool_calls"]]}
             if message.get("reasoning_content") and not self.shows_reasoning:
@@ -243,6 +248,20 @@ class ChatRenderer:
     def shows_calls(self) -> bool:
         """Whether the assistant's calls of tools are in the text."""
         return self._shows(_TOOL, **self._call({_VALUE: 1}))
+
+    @cached_property
+    def shows_text_beside_calls(self) -> bool:
+        """Whether what the assistant says beside a call is in the text."""
+        messages: list[Message] = [
+            {"role": "user", "content": QUESTION},
+            {"role": "assistant", **self._call({_VALUE: 1}), "content": ANSWER},
+            {"role": "tool", "name": _TOOL, "content": "1"},
+            {"role": "assistant", "content": "1"},
+        ]
+        try:
+            return ANSWER in self.apply(messages, None, {})[0]
+        except ValueError:
+            return False
 
     @cached_property
     def quotes_arguments(self) -> bool:

@@ -28,7 +28,10 @@ def without_nulls(value: Any) -> Any:
 
     def prune(part: Any) -> Any:
         if isinstance(part, dict):
-            return {key: prune(inner) for key, inner in part.items() if inner is not None}
+            # What a message says may be null in any kind of file: its tool calls say it, or nothing does.
+            says = {"content"} if "role" in part else {"value"} if "from" in part else set()
+            says = {"text", "value"} if part.get("type") == "text" else says
+            return {key: prune(inner) for key, inner in part.items() if inner is not None or key in says}
         return [prune(inner) for inner in part] if isinstance(part, list) else part
 
     # The columns themselves stay: that a row has no output is for others to judge.

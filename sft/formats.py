@@ -204,7 +204,7 @@ _RESERVED = {
 
 def _template_arguments(row: Row) -> dict[str, Any]:
     arguments = row.get("chat_template_kwargs") or {}
-    arguments = parsed(arguments, "`chat_template_kwargs`") if isinstance(arguments, str) else arguments
+    arguments = (parsed(arguments, "`chat_template_kwargs`") or {}) if isinstance(arguments, str) else arguments
     if not isinstance(arguments, dict):
         raise ValueError(f"`chat_template_kwargs` is of type {type(arguments).__name__}, not an object")
     taken = sorted(name for name in arguments if name in _RESERVED or name.endswith("_token"))

@@ -21,30 +21,31 @@ def check_nothing_is_lost(messages: list[Message], trained: list[bool], text: st
     Raises:
         ValueError: Something is not there; the text says what.
     """
-    at, flat = 0, ""
+    at = 0
+    flat: str | None = None  # the text without white space, once that is needed
     for message, keep in zip(messages, trained, strict=True):
         if message["role"] == "tool":
             continue  # some templates write it as JSON
-        contents = [message["content"]]
-        if "think>" in message["content"]:
-            contents = re.split("</?think>", message["content"])
-            contents = contents if keep else contents[-1:]
-        contents += [message["reasoning_content"]] if keep and "reasoning_content" in message else []
-        start = at
-        for content in contents:
-            found = text.find(content.strip(), start) if not flat else -1
+        for said in _pieces(message, keep):
+            found = text.find(said, at) if flat is None else -1
+            if found >= 0:
+                at = found + len(said)
+                continue
+            if flat is None:
+                flat, at = "".join(text.split()), len("".join(text[:at].split()))
+            piece = "".join(said.split())
+            found = flat.find(piece, at)
             if found < 0:
-                if not flat:  # from here on, compared without white space
-                    flat, start = "".join(text.split()), len("".join(text[:start].split()))
-                    at = len("".join(text[:at].split()))
-                piece = "".join(content.split())
-                found = flat.find(piece, start)
-                if found < 0:
-                    raise ValueError(
-                        f"the chat template leaves out what the {message['role']} says: {content.strip()[:60]!r}. Set "
-                        "model.chat_template to one that shows it; thoughts are left out by data.reasoning=drop, and those of "
-                        "earlier turns by data.loss_on=last_assistant"
-                    )
-                at = max(at, found + len(piece))
-            else:
-                at = max(at, found + len(content.strip()))
+                raise ValueError(
+                    f"the chat template leaves out what the {message['role']} says: {said[:60]!r}. Set model.chat_template to one that "
+                    "shows it; thoughts are left out by data.reasoning=drop, and those of earlier turns by data.loss_on=last_assistant"
+                )
+            at = found + len(piece)
+
+
+def _pieces(message: Message, trained: bool) -> list[str]:
+    """What a message says, in the order in which templates write it: thoughts first."""
+    pieces = [message["reasoning_content"]] if trained and "reasoning_content" in message else []
+    content = re.split("</?think>", message["content"]) if "think>" in message["content"] else [message["content"]]
+    pieces += content if trained else content[-1:]
+    return [piece.strip() for piece in pieces if piece.strip()]

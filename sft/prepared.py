@@ -19,7 +19,7 @@ from uuid import uuid4
 from sft.facts import DataFacts, ModelFacts
 from sft.readers import suffix_of
 from sft.recipe import Recipe, Source
-from sft.sources import hub_commit, source_files
+from sft.sources import hub_commit, source_files, told_as
 from sft.tokenizer import find_chat_template
 
 _PACKAGES = ("transformers", "tokenizers", "jinja2", "trl", "numpy", "pyarrow", "datasets")
@@ -76,8 +76,8 @@ def _this_start() -> str:
 def _source_key(source: Source, output_dir: str) -> Any:
     files = source_files(source, output_dir)
     if files is None:
-        return hub_commit(source) or _this_start()
-    return [(str(file), suffix_of(file), _hash_of(file)) for file in files]
+        return [source.model_dump(mode="json"), hub_commit(source) or _this_start()]
+    return [source.model_dump(mode="json"), *((str(file), suffix_of(file), _hash_of(file)) for file in files)]
 
 
 def entry_folder(recipe: Recipe, model: ModelFacts) -> Path:
@@ -92,12 +92,12 @@ def entry_folder(recipe: Recipe, model: ModelFacts) -> Path:
     """
     folder, template = Path(model.path), recipe.model.chat_template
     files = sorted({file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)}) if folder.is_dir() else []
+    with told_as("data.held_out"):
+        held_out = [_source_key(source, recipe.output_dir) for source in recipe.held_out_sources]
     parts = {
         "data": recipe.data.model_dump(mode="json", exclude=_LIMITS),
-        "sources": [
-            (source.model_dump(mode="json"), _source_key(source, recipe.output_dir))
-            for source in (*recipe.sources, *recipe.held_out_sources)
-        ],
+        "sources": [_source_key(source, recipe.output_dir) for source in recipe.sources],
+        "held_out": held_out,
         "tokenizer": {file.name: _hash_of(file) for file in files if not file.name.endswith(".index.json")},
         "model": None if folder.is_dir() else [model.path, model.commit or _this_start()],
         "chat_template": find_chat_template(template) if template else None,

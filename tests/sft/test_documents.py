@@ -3,6 +3,7 @@ import re
 from collections.abc import Callable
 from copy import copy
 from functools import cache
+from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sft.chat import ChatRenderer
 from sft.document_maker import DocumentMaker
 from sft.documents import DOCUMENT, LENGTHS, Chunk, Counts
 from sft.formats import IGNORED, row_format
@@ -571,3 +573,161 @@ def test_real_data_ends_every_answer_with_the_end_of_turn(
     # It is at an answer's end and nowhere else in it, neither as a token nor spelled out.
     for run in chain.from_iterable(trained_runs(chunk, tokenizer)):
         assert run.count(tokenizer.eos_token) == 1
+
+
+OFF = [("weight", 0), ("weight", 0.0), ("weight", False), ("loss_weight", 0), ("train", False), ("training", False)]
+OFF += [("loss", False), ("loss", 0)]
+
+
+@pytest.mark.parametrize(("key", "off"), OFF)
+def test_loss_on_all_leaves_out_exactly_the_turns_that_the_row_takes_out(
+    key: str, off: Any, made: Made, tokenizer_of: TokenizerOf
+) -> None:
+    row = talk("a", "One", "b", "Two", "c", "Three")
+    row["messages"][3][key] = off
+    (runs,) = trained_runs(made("demo", [row], loss_on="all"), tokenizer_of("demo"))
+    begins, ends = "<|im_start|>assistant\n", "<|im_end|><|im_start|>"
+    assert runs == [
+        f"user\na{ends}assistant\nOne{ends}user\nb<|im_end|>{begins}",
+        f"<|im_start|>user\nc<|im_end|>{begins}Three<|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("off", [[1], [3], [5], [1, 3], [3, 5], [1, 5]])
+def test_what_loss_on_all_leaves_out_is_what_the_turns_alone_would_train(name: str, off: list[int], made: Made) -> None:
+    """Two masks that share no token, and together are all."""
+    one, other = (talk("a b", "One, ünï", "b", " Two 数\n", "c", "Three") for _ in range(2))
+    for at in (1, 3, 5):
+        (one if at in off else other)["messages"][at]["weight"] = 0
+    ((ids, rest),), ((same, turns),) = (
+        documents(made(name, [row], loss_on=loss_on)) for row, loss_on in ((one, "all"), (other, "assistant"))
+    )
+    assert ids == same
+    assert [left + right for left, right in zip(rest, turns, strict=True)] == [0] + [1] * (len(ids) - 1)
+
+
+def test_details_of_what_is_trained_are_a_bad_row(made: Made) -> None:
+    row = talk("a", "b")
+    row["messages"][1]["train_detail"] = [{"begin_offset": 0, "end_offset": 1, "train": False}]
+    for loss_on in ("auto", "all"):
+        assert "`train_detail`" in error_of(made("demo", [row], loss_on=loss_on))[1]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_thought_that_is_never_closed_is_a_bad_row_where_thoughts_are_dropped(chat: bool, made: Made) -> None:
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "<think>Hm. b"}]
+    options: dict[str, Any] = {"format": "prompt_completion", "chat": chat}
+    number, reason = error_of(made("demo", rows, reasoning="drop", **options))
+    assert number == 2
+    assert "never closed" in reason
+    chunk = made("demo", rows, reasoning="drop", on_bad_row="drop", **options)
+    assert (len(documents(chunk)), chunk.counts.dropped_rows) == (1, {"bad row": 1})
+    assert len(documents(made("demo", rows, **options))) == 2
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_thought_is_left_where_thoughts_are_dropped(
+    name: str, chat: bool, made: Made, tokenizer_of: TokenizerOf
+) -> None:
+    rows = [{"prompt": "a", "completion": f"{thought}b"} for thought in ("", "<think>Hm</think>", "Hm</think>\n\n")]
+    chunk = made(name, rows, "prompt_completion", chat=chat, reasoning="drop")
+    first, *others = documents(chunk)
+    assert others == [first, first]
+    assert "Hm" not in tokenizer_of(name).decode(first[0])
+
+
+def test_padding_is_cut_off_and_masks_are_trained(made: Made) -> None:
+    ids = {"input_ids": [5, 6, 7, 8, 0, 0], "attention_mask": [1, 1, 1, 1, 0, 0]}
+    rows: list[dict[str, Any]] = [
+        ids,
+        ids | {"labels": [IGNORED, IGNORED, 7, 8, IGNORED, IGNORED]},
+        ids | {"completion_mask": [0, 0, 1, 1, 0, 0]},
+        ids | {"assistant_masks": [0, 1, 0, 1, 0, 0]},
+        ids | {"completion_mask": [0, 0, 1, 1, 1, 1], "assistant_masks": [0, 1, 0, 1, 0, 0]},
+        {"input_ids": [0, 0, 5, 6, 7, 8], "attention_mask": [0, 0, 1, 1, 1, 1], "completion_mask": [0, 0, 0, 1, 1, 1]},
+    ]
+    chunk = made("demo", rows, "tokens")
+    masks = [[0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 1], [0, 1, 1, 1]]
+    assert documents(chunk) == [([5, 6, 7, 8], mask) for mask in masks]
+    assert chunk.counts.tokens_in == 4 * len(rows)
+    empty = made("demo", [ids | {"attention_mask": [0] * 6}, ids | {"completion_mask": [0] * 6}], "tokens")
+    assert (documents(empty), empty.counts.dropped_rows) == ([], {"no trained token": 2})
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("behind", ["", "\n", "\n\n", " \t\n"])
+def test_text_that_ends_with_the_eos_and_white_space_ends_once(
+    name: str, behind: str, made: Made, tokenizer_of: TokenizerOf
+) -> None:
+    tokenizer = tokenizer_of(name)
+    rows = [{"text": text} for text in ("Once upon", f"Once upon{tokenizer.eos_token}{behind}")]
+    (plain, _), (ended, mask) = documents(made(name, rows, "text"))
+    assert ended == plain
+    assert ended.count(tokenizer.eos_token_id) == 1
+    assert mask == [0] + [1] * (len(ended) - 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "date"),
+    [
+        ("strftime_now('%d %b %Y')", "26 Jul 2024"),
+        ('strftime_now("%d %b %Y")', "26 Jul 2024"),
+        ('strftime_now( "%Y-%m-%d" )', "2024-07-26"),
+        ("strftime_now('%A, %B %d, %Y')", "Friday, July 26, 2024"),
+        ('strftime_now("it\'s %H:%M")', "it's 00:00"),
+        ('strftime_now("%d") ~ strftime_now("%m")', "2607"),
+        ("strftime_now('%d') ~ '/' ~ strftime_now(\"%m\")", "26/07"),
+    ],
+)
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_template_that_writes_the_date_writes_the_same_one_every_day(
+    call: str, date: str, marked: bool, make_recipe: MakeRecipe, tokenizer_of: TokenizerOf
+) -> None:
+    tokenizer = copy(tokenizer_of("demo"))
+    template: str = tokenizer.chat_template
+    if not marked:
+        template = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)
+    tokenizer.chat_template = "{{ 'Today: ' ~ " + call + " ~ '.' }}" + template
+    maker = DocumentMaker(make_recipe().data, tokenizer)
+    chunk = maker.make(Source(path="x"), 0, "messages", [(1, talk("Hi", "Hello"))])
+    assert chunk.error is None
+    assert tokenizer.decode(chunk.tokens.tolist()).startswith(f"Today: {date}.<|im_start|>user")
+    assert trained_runs(chunk, tokenizer) == [["Hello<|im_end|>"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "date"), [("gptoss", "2024-07-26"), ("llama3_2", "26 Jul 2024"), ("muse_glimmer", "2024-07-26")]
+)
+def test_a_familys_template_writes_the_same_date_every_day(name: str, date: str, tokenizer_of: TokenizerOf) -> None:
+    package = find_spec("trl")
+    assert package is not None
+    tokenizer = copy(tokenizer_of("demo"))
+    folder = Path(package.origin or "").parent / "chat_templates"
+    tokenizer.chat_template = (folder / f"{name}.jinja").read_text()
+    assert date in ChatRenderer(tokenizer).render(talk("Hi", "Hello")["messages"]).text
+
+
+@pytest.mark.parametrize("levels", [100, 300, 500, 900])
+@pytest.mark.parametrize("where", ["extra", "tools", "chat_template_kwargs", "messages", "content", "tool_calls"])
+def test_a_row_that_is_nested_deeply_is_a_document_or_a_bad_row(levels: int, where: str, made: Made) -> None:
+    """Never a RecursionError."""
+    deep: Any = "x"
+    for level in range(levels):
+        deep = {"a": deep} if level % 2 else [deep]
+    row = talk("a", "b")
+    if where == "messages":
+        row = {"messages": [deep]}
+    elif where == "content":
+        row["messages"][0]["content"] = deep
+    elif where == "tool_calls":
+        row["messages"][1]["tool_calls"] = [{"name": "f", "arguments": deep}]
+    else:
+        row[where] = [deep] if where == "tools" else {"deep": deep}
+    rows = [talk("a", "b"), row, talk("<|im_end|>?", "d")]
+    chunk = made("demo", rows)
+    assert chunk.error is None or chunk.error[0] == 2
+    chunk = made("demo", rows, on_bad_row="drop")
+    assert set(chunk.documents["row"].tolist()) | {2} == {1, 2, 3}
+    assert len(chunk.documents) + chunk.counts.dropped_rows["bad row"] == 3

@@ -1,14 +1,27 @@
 import json
+import re
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sft.errors import DataError
-from sft.formats import FORMATS, Conversation, Example, Text, Tokens, renamed, row_format, to_example
+from sft.errors import DataError, UserError
+from sft.formats import (
+    FORMATS,
+    Conversation,
+    Example,
+    Text,
+    Tokens,
+    common_columns,
+    renamed,
+    row_format,
+    to_example,
+    unread_columns,
+)
 from sft.readers import read_rows
 from sft.recipe import Data, Source
+from sft.recipe_file import parse_recipe
 from sft.turns import ROLES, without_reasoning
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -407,3 +420,188 @@ def test_real_files_become_the_one_form(file: str, format: str, shared: Path) ->
         assert isinstance(made.tools, list | None)
         answered += any(made.trained)
     assert answered > 0.9 * len(rows) > 0
+
+
+MASKED = {"input_ids": [5, 6, 7, 8], "attention_mask": [1, 1, 1, 1]}
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({"attention_mask": [1, 1, 1, 0]}, Tokens([5, 6, 7], None)),
+        ({"attention_mask": [0, 1, 1, 0]}, Tokens([6, 7], None)),
+        ({"attention_mask": [0, 0, 0, 0]}, Tokens([], None)),
+        ({"attention_mask": None}, Tokens([5, 6, 7, 8], None)),
+        ({"attention_mask": [1, 1, 1, 0], "labels": [-100, 6, 7, -100]}, Tokens([5, 6, 7], [-100, 6, 7])),
+        # What is padding is not looked at: some collators give it labels.
+        ({"attention_mask": [0, 1, 1, 1], "labels": [5, 6, -100, 8]}, Tokens([6, 7, 8], [6, -100, 8])),
+        ({"completion_mask": [0, 0, 1, 1]}, Tokens([5, 6, 7, 8], [-100, -100, 7, 8])),
+        ({"assistant_masks": [0, 1, 0, 1]}, Tokens([5, 6, 7, 8], [-100, 6, -100, 8])),
+        ({"completion_mask": [0, 0, 1, 1], "assistant_masks": [0, 1, 0, 1]}, Tokens([5, 6, 7, 8], [-100] * 3 + [8])),
+        ({"completion_mask": [0, 0, 0, 0]}, Tokens([5, 6, 7, 8], [-100] * 4)),
+        ({"completion_mask": None, "assistant_masks": None}, Tokens([5, 6, 7, 8], None)),
+        ({"attention_mask": [1, 1, 1, 0], "completion_mask": [0, 1, 1, 0]}, Tokens([5, 6, 7], [-100, 6, 7])),
+        # Labels say it themselves.
+        (
+            {"labels": [-100, 6, -100, -100], "completion_mask": [0, 0, 1, 1]},
+            Tokens([5, 6, 7, 8], [-100, 6, -100, -100]),
+        ),
+    ],
+)
+def test_the_masks_of_a_tokenized_row_become_its_labels(columns: dict[str, Any], expected: Tokens) -> None:
+    assert example(MASKED | columns) == expected
+
+
+@pytest.mark.parametrize("name", ["labels", "attention_mask", "completion_mask", "assistant_masks"])
+def test_a_mask_of_another_length_is_told(name: str) -> None:
+    for wrong in ([], [1] * 3, [1] * 5):
+        with pytest.raises(ValueError, match=f"`{name}` has {len(wrong)} numbers, and `input_ids` 4"):
+            example(MASKED | {name: wrong})
+    for wrong in ("1111", [1.0] * 4, [True] * 4, [None] * 4, {"a": 1}):
+        with pytest.raises(ValueError, match=f"`{name}` is not a list of whole numbers"):
+            example(MASKED | {name: wrong})
+
+
+def test_tools_may_be_json_in_a_string_one_by_one() -> None:
+    tools = [{"type": "function", "function": {"name": "search"}}, {"name": "add"}]
+    given: list[Any] = [
+        tools,
+        json.dumps(tools),
+        [json.dumps(tool) for tool in tools],
+        [tools[0], json.dumps(tools[1])],
+    ]
+    given.append(json.dumps([json.dumps(tool) for tool in tools]))
+    for value in given:
+        assert conversation({"messages": [USER, ANSWER], "tools": value}).tools == tools
+    with pytest.raises(ValueError, match=r"a tool is no JSON .*: 'search'"):
+        conversation({"messages": [USER, ANSWER], "tools": ["search"]})
+
+
+def test_what_a_row_gives_its_template_may_be_json_in_a_string() -> None:
+    row = {"messages": [USER, ANSWER]}
+    for given in ('{"enable_thinking": false}', {"enable_thinking": False}):
+        assert conversation(row | {"chat_template_kwargs": given}).template_arguments == {"enable_thinking": False}
+    for given in ("", "{}", {}, None, "null"):
+        assert conversation(row | {"chat_template_kwargs": given}).template_arguments == {}
+    with pytest.raises(ValueError, match="`chat_template_kwargs` is no JSON"):
+        conversation(row | {"chat_template_kwargs": "{"})
+    for wrong in ("[1]", [1], "5", 5):
+        with pytest.raises(ValueError, match=r"`chat_template_kwargs` is of type (list|int), not an object"):
+            conversation(row | {"chat_template_kwargs": wrong})
+
+
+@pytest.mark.parametrize(
+    "name",
+    """messages tools documents chat_template tokenize add_generation_prompt continue_final_message
+    return_assistant_tokens_mask strftime_now bos_token eos_token pad_token""".split(),
+)
+def test_what_the_run_decides_is_not_for_a_row_to_set(name: str) -> None:
+    for given in ({name: "x", "thinking": True}, json.dumps({name: "x", "thinking": True})):
+        with pytest.raises(ValueError, match=f"`chat_template_kwargs` sets {name}, which is not the row's to decide"):
+            conversation({"messages": [USER, ANSWER], "chat_template_kwargs": given})
+
+
+def test_a_name_that_is_none_of_ours_is_refused_with_all_that_are() -> None:
+    text = """\
+schema_version: 1
+version: 1
+model: {name_or_path: "builtin:demo"}
+data: {train: [{path: rows.jsonl, columns: {propmt: question}}]}
+train: {global_batch_size: 8}
+"""
+    with pytest.raises(UserError) as error:
+        parse_recipe(text, [])
+    ours = set().union(*FORMATS.values()) | {"input", "system", "tools", "history", "response", "labels"}
+    assert "propmt" in str(error.value)
+    for name in ours:
+        assert re.search(rf"\b{name}\b", str(error.value)), name
+
+
+def test_a_renamed_column_that_few_rows_have_is_found() -> None:
+    asked = source(columns={"instruction": "question", "output": "answer", "system": "persona"})
+    rows = [{"question": "Hi", "answer": "Hello"}] * 9 + [{"question": "Hi", "answer": "Hello", "persona": "Be brief."}]
+    anywhere = set().union(*rows)
+    assert "persona" not in common_columns(rows)
+    assert row_format(common_columns(rows), asked, anywhere) == "alpaca"
+    made = [to_example(renamed(row, asked), "alpaca", Data(train="rows.jsonl"), asked) for row in rows[-2:]]
+    assert made == [
+        Conversation([USER, ANSWER], None, [False, True]),
+        Conversation([SYSTEM, USER, ANSWER], None, [False, False, True]),
+    ]
+    with pytest.raises(DataError, match=r"has no column persona, which `columns` names. Found: answer, question"):
+        row_format(common_columns(rows), asked, {"question", "answer"})
+
+
+THOUGHTS = ["<think>Hm.</think>Hello", "<think>\nHm.\n</think>\n\nHello", "Hm.\n</think>\n\nHello", "</think>Hello"]
+
+
+@pytest.mark.parametrize("answer", THOUGHTS)
+def test_dropped_thoughts_are_dropped_with_and_without_a_chat_template(answer: str) -> None:
+    row = {"prompt": "Hi", "completion": answer}
+    assert example(row, source(chat=False), reasoning="drop") == Text("Hi", "Hello")
+    assert example(row, source(chat=False)) == Text("Hi", answer)
+    said = {"role": "assistant", "content": answer}
+    for given in (row, {"messages": [USER, said]}, {"instruction": "Hi", "output": answer}):
+        assert conversation(given, reasoning="drop").messages == [USER, ANSWER]
+        assert conversation(given).messages == [USER, said]
+
+
+def test_a_question_keeps_its_thoughts_without_a_chat_template_too() -> None:
+    row = {"prompt": "<think>Why?</think>", "completion": "Hello"}
+    assert example(row, source(chat=False), reasoning="drop") == Text("<think>Why?</think>", "Hello")
+
+
+def test_a_thought_that_is_never_closed_is_wrong_where_thoughts_are_dropped() -> None:
+    row = {"prompt": "Hi", "completion": "<think>Hm. Hello"}
+    for of in (source(), source(chat=False)):
+        with pytest.raises(ValueError, match=r"opened \(<think>\) and never closed"):
+            example(row, of, reasoning="drop")
+        example(row, of)
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"system": "Be brief."}, "it has system, which"),
+        ({"tools": [{"name": "f"}]}, "it has tools, which"),
+        ({"system": "Be brief.", "tools": "[]"}, "it has system and tools, which"),
+    ],
+)
+def test_without_a_chat_template_there_is_no_place_for_more_than_two_columns(row: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=f"{told} `chat: false` leaves no place for"):
+        example({"prompt": "Hi", "completion": "Hello"} | row, source(chat=False))
+    none = dict.fromkeys(row)
+    assert example({"prompt": "Hi", "completion": "Hello"} | none, source(chat=False)) == Text("Hi", "Hello")
+
+
+@pytest.mark.parametrize(
+    ("format", "others"),
+    [
+        ("messages", ["prompt_id", "text"]),
+        ("sharegpt", ["id"]),
+        ("prompt_completion", ["source"]),
+        ("alpaca", ["label", "text"]),
+        ("tokens", ["token_type_ids"]),
+        ("text", ["meta"]),
+    ],
+)
+def test_columns_that_nobody_reads_are_known(format: str, others: list[str]) -> None:
+    assert unread_columns(FORMATS[format] | set(others), format, source()) == others
+    assert unread_columns(FORMATS[format], format, source()) == []
+
+
+def test_a_column_is_read_under_the_name_that_the_recipe_gives_it() -> None:
+    asked = source(columns={"prompt": "question", "completion": "answer"})
+    assert unread_columns({"question", "answer", "id"}, "prompt_completion", asked) == ["id"]
+
+
+@pytest.mark.parametrize("name", ["images", "videos", "audios", "functions"])
+def test_a_column_that_would_be_left_out_in_silence_is_refused(name: str) -> None:
+    for row in ({"messages": [USER, ANSWER]}, {"prompt": "Hi", "completion": "Hello"}, {"text": "Hi"}):
+        with pytest.raises(ValueError, match=f"it has `{name}`: "):
+            example(row | {name: ["x"]})
+        for none in (None, [], ""):
+            assert example(row | {name: none}) == example(row)
+    tools = [{"name": "f"}]
+    named = source(columns={"tools": "functions"})
+    assert conversation({"messages": [USER, ANSWER], "functions": tools}, named).tools == tools

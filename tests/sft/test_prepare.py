@@ -4,17 +4,21 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from sft import chunks
 from sft.demo import Demo
 from sft.errors import DataError, ModelError, RunError, users_mistakes_end_cleanly
-from sft.facts import inspect_model
+from sft.facts import inspect_data, inspect_model
 from sft.hardware import Hardware
 from sft.job import Job, open_job
 from sft.prepare import prepare, prepared_data
@@ -481,3 +485,224 @@ def test_a_run_goes_on_with_no_other_data_than_it_was_started_with(
     with pytest.raises(RunError, match=told):
         start_run(job)
     assert start_run(make_job("train.resume=never")).run.last_checkpoint() is None
+
+
+def test_data_that_changes_while_a_process_prepares_it_is_refused_and_not_kept(
+    recipe_file: Path, demo: Demo, tmp_path: Path
+) -> None:
+    path, out = write(tmp_path / "rows.jsonl", VARIED[:20] * 600), tmp_path / "out"
+    process = run(recipe_file, f"model.name_or_path={demo.model}", f"data.train={path}", f"output_dir={out}")
+    while not begun(out):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.001)
+    with path.open("a") as file:
+        file.write(json.dumps(talk("one", "more")) + "\n")
+    told = process.communicate(timeout=100)[1]
+    assert process.returncode == 2, told
+    assert "changed while it was prepared. Start again when nobody writes to it." in told
+    assert "Traceback" not in told
+    assert left_in(out / ".prepared") == []
+
+
+def begun(out: Path) -> bool:
+    """Whether the first tokens of an entry are written."""
+    return any(file.stat().st_size for file in out.glob(".prepared/.*.*/tokens.bin"))
+
+
+def _replace(path: Path) -> None:
+    write(path.with_name("new.jsonl"), VARIED[:9]).replace(path)
+
+
+def _rewrite(path: Path) -> None:
+    other = path.with_name("same_size.jsonl")
+    other.write_text(path.read_text().replace("answer", "ANSWER"))
+    other.replace(path)
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "replaced": _replace,
+    "other letters in as many bytes": _rewrite,
+    "removed": Path.unlink,
+    "touched": Path.touch,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "held_out"), [*((change, False) for change in CHANGES), ("other letters in as many bytes", True)]
+)
+def test_data_that_has_changed_when_it_is_prepared_is_not_kept(
+    change: str,
+    held_out: bool,
+    make: Callable[..., Recipe],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    one_core: Callable[[], None],
+) -> None:
+    """Another thread writes; so no process is forked."""
+    one_core()
+    monkeypatch.setattr(chunks, "_ROWS", 20)
+    train, other = write(tmp_path / "train.jsonl", VARIED[:20] * 100), write(tmp_path / "other.jsonl", VARIED[40:45])
+    recipe = make(f"data.train={train}", f"data.held_out={other}")
+    changed = other if held_out else train
+
+    def write_meanwhile() -> None:
+        while not begun(tmp_path / "out"):
+            time.sleep(0.001)
+        CHANGES[change](changed)
+
+    writer = threading.Thread(target=write_meanwhile)
+    writer.start()
+    try:
+        if change == "touched":  # the same bytes are the same data
+            assert prepared(recipe).ledger["total"]["rows"]["in"] == 2005
+            return
+        with pytest.raises(DataError, match=r"changed while it was prepared\. Start again|there is no file"):
+            prepared(recipe)
+    finally:
+        writer.join()
+    assert left_in(tmp_path / "out" / ".prepared") == []
+
+
+def test_a_row_is_held_out_whatever_its_mask(make: Callable[..., Recipe], tmp_path: Path) -> None:
+    """Trained in two turns here, and held out with a prompt of which nothing is trained."""
+    turns = [{"role": role, "content": f"{role} {at}"} for at in range(2) for role in ("user", "assistant")]
+    train = write(tmp_path / "train.jsonl", [*VARIED[:5], {"messages": turns}, talk("Why", "Because")])
+    prompts = [{"prompt": turns[:3], "completion": turns[3:]}, {"prompt": "Why", "completion": "Because"}]
+    held_out = write(tmp_path / "held_out.jsonl", prompts)
+    for loss_on in ("auto", "last_assistant", "all"):
+        entry = prepared(make(f"data.train={train}", f"data.held_out={held_out}", f"data.loss_on={loss_on}"))
+        assert entry.ledger["total"]["rows"]["dropped"] == {"held out too": 2}
+        assert finding(entry, "held_out_duplicate")["rows"] == [f"{train}, row 6", f"{train}, row 7"]
+
+
+def test_a_fraction_that_holds_out_nothing_is_an_error(make: Callable[..., Recipe], tmp_path: Path) -> None:
+    train = f"data.train={write(tmp_path / 'rows.jsonl', VARIED[:5])}"
+    with pytest.raises(DataError, match=r"data.held_out=0.0001 holds out no row that can be used. Raise it, or leave"):
+        prepared(make(train, "data.held_out=0.0001"))
+    assert left_in(tmp_path / "out" / ".prepared") == []
+
+
+def test_a_source_that_holds_out_nothing_is_an_error(make: Callable[..., Recipe], tmp_path: Path) -> None:
+    train = f"data.train={write(tmp_path / 'rows.jsonl', VARIED[:5])}"
+    held_out = write(tmp_path / "held_out.jsonl", [talk("a", "")] * 3)
+    with pytest.raises(DataError, match=r"data.held_out=.*held_out.jsonl holds out no row"):
+        prepared(make(train, f"data.held_out={held_out}"))
+    # A list of sources is told by their paths, not by how Python shows it.
+    with pytest.raises(DataError, match=r"data.held_out.*held_out.jsonl.* no row") as error:
+        prepared(make(train, f"data.held_out=[{{path: {held_out}}}]"))
+    assert "Source(" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "keys", [("epochs: 0.01", ""), ("weight: 0.01", "weight: 1.0"), ("weight: 1.0", "weight: 0.01")]
+)
+def test_a_source_of_which_no_row_is_taken_is_named(
+    keys: tuple[str, str], make: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    paths = [write(tmp_path / f"{name}.jsonl", VARIED[start : start + 9]) for name, start in (("a", 0), ("b", 40))]
+    sources = [f"{{path: {path}, {key}}}" for path, key in zip(paths, keys, strict=True)]
+    named = paths[[float(key.partition(":")[2] or 1) < 1 for key in keys].index(True)]
+    with pytest.raises(DataError, match=rf"data.train: of {named} no row is taken \(9 are usable\)"):
+        prepared(make(f"data.train=[{', '.join(sources)}]"))
+
+
+def test_a_source_with_a_weight_and_without_rows_is_named(make: Callable[..., Recipe], tmp_path: Path) -> None:
+    good, empty = write(tmp_path / "a.jsonl", VARIED[:9]), write(tmp_path / "b.jsonl", [talk("a", "")] * 3)
+    with pytest.raises(DataError, match=rf"data.train: {empty} has a weight and no usable rows"):
+        prepared(make(f"data.train=[{{path: {good}, weight: 1.0}}, {{path: {empty}, weight: 1.0}}]"))
+
+
+HELD_OUT_MISTAKES = {
+    "no such file": ("gone.jsonl", "there is no file or folder"),
+    "renamed columns that are not there": ("{path: PATH, columns: {prompt: question}}", "has no column question"),
+    "another format": ("{path: PATH, format: alpaca}", "is said to be alpaca"),
+    "chat=false": ("{path: PATH, chat: false}", "chat=false is for rows of prompt and completion"),
+    "a hub's key": ("{path: PATH, revision: main}", "is a local path, which has no"),
+    "a split": ("{path: PATH, split: test}", "files have no splits"),
+    "a slice": ("{path: PATH, split: 'train[:10%]'}", "is not understood"),
+}
+
+
+@pytest.mark.parametrize("name", HELD_OUT_MISTAKES)
+def test_a_message_about_a_held_out_source_names_its_key(
+    name: str, make: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    value, told = HELD_OUT_MISTAKES[name]
+    train = write(tmp_path / "train.jsonl", VARIED[:9])
+    value = value.replace("PATH", str(write(tmp_path / "held_out.jsonl", VARIED[40:49])))
+    recipe = make(f"data.train={train}", f"data.held_out={f'[{value}]' if value.startswith('{') else value}")
+    for step in (lambda: prepared(recipe), lambda: inspect_data(recipe, inspect_model(recipe))):
+        if name == "chat=false" and step.__code__.co_names[0] == "inspect_data":
+            continue  # not looked at before the rows are read
+        with pytest.raises(DataError, match=f"^data.held_out: .*{told}") as error:
+            step()
+        assert "data.train" not in str(error.value)
+
+
+def nested(levels: int) -> Row:
+    deep: Any = "x"
+    for _ in range(levels):
+        deep = {"a": deep}
+    return talk("a", "b") | {"chat_template_kwargs": {"deep": deep}}
+
+
+@pytest.mark.parametrize(
+    ("size", "levels", "name"),
+    [(2, 500, "rows.jsonl"), (2, 900, "rows.jsonl"), (1000, 500, "rows.json"), (1000, 900, "rows.json")],
+)
+def test_a_row_that_is_nested_too_deeply_is_a_bad_row(
+    size: int, levels: int, name: str, make: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With chunks of two rows workers are forked, to whom a row is pickled."""
+    monkeypatch.setattr(chunks, "_ROWS", size)
+    rows = [*VARIED[:6], nested(levels), *VARIED[6:14]]
+    path = write(tmp_path / name, rows)
+    if name == "rows.json":
+        path.write_text(f"[{','.join(path.read_text().splitlines())}]")
+    recipe = make(f"data.train={path}")
+    with pytest.raises(DataError, match=rf"{name}, row 7: .*Correct or remove the row, or set data.on_bad_row=drop"):
+        prepared(recipe)
+    dropping = make(f"data.train={path}", "data.on_bad_row=drop")
+    assert inspect_data(dropping, inspect_model(dropping)) is not None
+    entry = prepared(dropping)
+    assert entry.ledger["total"]["rows"]["dropped"] == {"bad row": 1}
+    assert finding(entry, "bad row")["rows"] == [f"{path}, row 7"]
+
+
+USER = {"role": "user", "content": "Hi"}
+NULLS: dict[str, Row] = {
+    "an answer that is null": {"messages": [USER, {"role": "assistant", "content": None}]},
+    "a question that is null": {"messages": [USER | {"content": None}, {"role": "assistant", "content": "Ho"}]},
+    "a completion that is null": {"prompt": "Hi", "completion": None},
+    "calls that are null": {"messages": [USER, {"role": "assistant", "content": "Ho", "tool_calls": None}]},
+    "labels that are null": {"input_ids": [5, 6, 7], "labels": None},
+    "a part that is null": {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": None}, {"type": "text", "text": "Hi"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "Ho"}]},
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("name", NULLS)
+def test_a_null_means_the_same_in_a_columnar_file_as_in_json(
+    name: str, make: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    """Where a key that is null cannot be told from one that only other rows have."""
+    others: Row = {
+        "an answer that is null": talk("a", "b"),
+        "a question that is null": talk("a", "b"),
+        "a completion that is null": {"prompt": "a", "completion": "b"},
+        "calls that are null": talk("a", "b"),
+        "labels that are null": {"input_ids": [5, 6], "labels": [5, 6]},
+        "a part that is null": {
+            "messages": [{"role": role, "content": [{"type": "text", "text": "a"}]} for role in ("user", "assistant")]
+        },
+    }[name]
+    rows = [others, NULLS[name], others]
+    json_file, columnar_file = write(tmp_path / "rows.jsonl", rows), tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), columnar_file)
+    one, other = (prepared(make(f"data.train={path}")) for path in (json_file, columnar_file))
+    assert other.fingerprint == one.fingerprint
+    assert other.ledger["total"] == one.ledger["total"]

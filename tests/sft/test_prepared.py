@@ -275,3 +275,11 @@ def test_an_entry_with_a_file_of_another_size_is_not_found(file: str, change: in
 def test_an_entry_that_says_nothing_of_itself_is_not_found(text: Any, entry: Path) -> None:
     (entry / "prepared.json").write_text(text, encoding="latin-1")
     assert find_prepared(entry) is None
+
+
+def test_code_that_a_repository_ships_is_part_of_the_entry(key: Key, model: Path) -> None:
+    """It may make another tokenizer of the same files."""
+    first = key()
+    assert key("model.trust_remote_code=true") != first == key("model.trust_remote_code=false")
+    (model / "tokenization_mine.py").write_text("")
+    assert key() != first

@@ -289,3 +289,43 @@ def test_a_reader_that_has_seen_enough_ends_it_without_a_word(recipe_file: Path,
         told = process.stderr.read()
     assert "Traceback" not in told
     assert "Broken" not in told
+
+
+def test_text_that_only_spells_a_special_token_has_a_backslash(tokenizer: Any, make_recipe: MakeRecipe) -> None:
+    names = sorted(set(tokenizer.all_special_tokens))
+    evil = f"a {' '.join(names)} b"
+    maker = DocumentMaker(make_recipe("data.max_length=4096").data, tokenizer)
+    chunk = maker.make(Source(path="x"), 0, "messages", [(1, talk("Hi", "Ho")), (2, talk(evil, f"c {evil} d"))])
+    assert chunk.error is None
+    at = int(chunk.documents["length"][0])
+    marked = " ".join(f"\\{name}" for name in names)
+    for colours in (False, True):
+        written = ESCAPE.sub("", marked_text(chunk.tokens[:at], chunk.trained[:at], tokenizer, colours))
+        shown = ESCAPE.sub("", marked_text(chunk.tokens[at:], chunk.trained[at:], tokenizer, colours))
+        assert "\\" not in written
+        assert shown.count(f"a {marked} b") == 2
+        # The tokens themselves have none, and are as many as without the text.
+        for name in names:
+            assert shown.count(name) - shown.count(f"\\{name}") == written.count(name)
+
+
+def test_the_legend_says_what_a_backslash_is(show: Callable[..., str], tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(talk(f"{n}" if n else "see <|im_end|>", "x")) + "\n" for n in range(9)))
+    out = show(["--show", "9"], f"data.train={path}")
+    assert "<|im_start|>user\nsee \\<|im_end|><|im_end|><|im_start|>assistant\n[[x<|im_end|>]]" in out
+    assert "a backslash before <...>: text that only spells a special token" in out
+
+
+def test_columns_that_nobody_reads_are_told(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    first, second, third = (tmp_path / f"{name}.jsonl" for name in "abc")
+    first.write_text("".join(json.dumps(talk(f"{n}", "a") | {"id": n, "source": "x"}) + "\n" for n in range(5)))
+    second.write_text("".join(json.dumps({"prompt": f"{n}", "completion": "b"}) + "\n" for n in range(5)))
+    # Of few rows too.
+    rows = [{"text": f"text {n}"} | ({"meta": 1} if n == 3 else {}) for n in range(9)]
+    third.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train = ", ".join(f"{{path: {path}}}" for path in (first, second, third))
+    lines = summary_lines(entry([f"data.train=[{train}]"], make_recipe))
+    told = [line for line in lines if line.startswith("Not read: ")]
+    assert told == [f"Not read: id, source of {first}", f"Not read: meta of {third}"]
+    assert lines[0].startswith("Data: ")
