@@ -214,8 +214,12 @@ def _again(of: Recorded) -> list[str]:
     path = Path(record["recipe_path"])
     shown = path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path
     commit = get(record, "git", "commit")
+    folder, script = record.get("working_directory"), "scripts/sft.sh"
     lines = [f"git checkout {commit}"] if commit else []
-    lines.append(shlex.join(["bash", "scripts/sft.sh", str(shown), *map(str, record.get("overrides") or [])]))
+    if folder and shown == path:  # a recipe of the user's, whose paths start where it was called
+        lines, script = [f"cd {shlex.quote(folder)}"], str(REPOSITORY / script)
+        lines += [f"git -C {shlex.quote(str(REPOSITORY))} checkout {commit}"] if commit else []
+    lines.append(shlex.join(["bash", script, str(shown), *map(str, record.get("overrides") or [])]))
     notes = ["The recipe as it was read: [recipe.yaml](recipe.yaml)."] if of.run.recipe_file.is_file() else []
     if get(record, "git", "dirty"):
         notes.append(

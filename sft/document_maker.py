@@ -26,6 +26,10 @@ from sft.recipe import Data, Source
 from sft.token_ranges import token_range, without_mark
 
 
+class _Refused(ValueError):
+    """A row with a finding that the recipe refuses."""
+
+
 class DocumentMaker:
     """Makes documents of rows.
 
@@ -87,7 +91,7 @@ class DocumentMaker:
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             if self.data.on_bad_row == "error":
                 raise Stop(row, f"{error}. Correct or remove the row, or set data.on_bad_row=drop") from None
-            chunk.drop("bad row", row)
+            chunk.drop("refused by data.refuse" if isinstance(error, _Refused) else "bad row", row)
 
     def _ready(
         self, row: Row | BadRow, row_number: int, source: Source, format: str, chunk: Building
@@ -107,7 +111,9 @@ class DocumentMaker:
         found = found_in_row(example, self.control, escape)
         refused = [kind for kind in found if kind.removesuffix("_kept") in self.data.refuse]
         if refused:
-            raise ValueError(f"{', '.join(MEANING[kind] for kind in refused)} (data.refuse: {', '.join(refused)})")
+            for kind in refused:
+                chunk.findings.add(kind, chunk.source, row_number)
+            raise _Refused(f"{', '.join(MEANING[kind] for kind in refused)} (data.refuse: {', '.join(refused)})")
         if format == "text" and "special_tokens_kept" in found:
             found.remove("special_tokens_kept")
         for kind in found:
@@ -115,7 +121,11 @@ class DocumentMaker:
         breaks = "special_tokens" in found
         if isinstance(example, Text):
             return self._text(example, row_number, escape, breaks)
-        item = self._conversation(example, row_number, escape, breaks)
+        try:
+            item = self._conversation(example, row_number, escape, breaks)
+        except ValueError as error:
+            # Templates say in their own words what they cannot render.
+            raise ValueError(f"{error}{'; its roles are out of order' if 'role_order' in found else ''}") from None
         if item is not None and self.renderer is not None and self.renderer.trains_empty_thoughts:
             thoughts = [
                 message.get("reasoning_content") or "</think>" in message["content"] for message in example.messages
@@ -247,6 +257,8 @@ class DocumentMaker:
         pieces, cut, lost, reason = pieces_of(ids, mask, self.data)
         if reason is not None:
             chunk.drop(reason, item.row, len(ids))
+        if cut or len(pieces) > 1:
+            chunk.findings.add("truncated" if cut else "split", chunk.source, item.row)
         digest, answer = _digest(ids), _digest(ids[mask == 1])
         for piece, kept in pieces:
             chunk.parts.append((piece, kept))

@@ -31,6 +31,8 @@ class HeldOutLoss(TrainerCallback):  # type: ignore[misc]
         """Measure the model that training starts from."""
         if state.global_step == 0:
             self.before = self.measure()
+            if state.is_world_process_zero:
+                print(f"Loss on the held-out rows before the first step: {self.before:.4f}", flush=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure where it is time."""

@@ -33,6 +33,8 @@ class Account:
     rows_repeated: int = 0
     """Times that a row is seen again in one pass."""
 
+    rows_truncated: int = 0
+    rows_split: int = 0
     rows_held_out: int = 0
     rows_dropped: Counter[str] = field(default_factory=Counter)
     trained: int = 0
@@ -56,7 +58,7 @@ class Account:
         """Add another account up."""
         self.rows_dropped += other.rows_dropped
         self.tokens_dropped += other.tokens_dropped
-        for name in ("rows_in", "rows_used", "rows_repeated", "rows_held_out"):
+        for name in ("rows_in", "rows_used", "rows_repeated", "rows_truncated", "rows_split", "rows_held_out"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("trained", "masked", "truncated", "held_out"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -74,6 +76,8 @@ class Account:
                 "in": self.rows_in,
                 "used": self.rows_used,
                 "repeated": self.rows_repeated,
+                "truncated": self.rows_truncated,
+                "split": self.rows_split,
                 "held_out": self.rows_held_out,
                 "dropped": {reason: count for reason, count in self.rows_dropped.items() if count},
             },
@@ -113,6 +117,10 @@ def settle(names: Sequence[str], counts: Sequence[Counts], documents: np.ndarray
         times = mixture.times * own
         account.rows_used = int(np.count_nonzero((times > 0) & is_first))
         account.rows_repeated = int(times[is_first].sum()) - account.rows_used
+        account.rows_truncated = int(np.count_nonzero((times > 0) & (documents["cut"] > 0)))
+        again = np.zeros(len(documents), bool)
+        again[:-1] = ~is_first[1:]
+        account.rows_split = int(np.count_nonzero((times > 0) & is_first & (again | (documents["lost"] > 0))))
         account.trained = int((times * documents["trained"]).sum())
         account.masked = int((times * documents["length"]).sum()) - account.trained
         account.truncated = int((times * documents["cut"]).sum())

@@ -104,6 +104,7 @@ def _run(command: Sequence[str], environment: dict[str, str]) -> int:
             return process.wait()
         except KeyboardInterrupt:
             process.wait()
+            print("\nInterrupted while the data was prepared; nothing of it is kept.", file=sys.stderr, flush=True)
             raise
 
 
@@ -206,6 +207,7 @@ def _build(recipe: Recipe, tokenizer: Any, work: Path) -> dict[str, Any]:
     held_out.save(work / "held_out.npz")
     find_in_all(store, mixture, findings, tokenizer)
     names, counts = [source.path for source in sources], [one.counts for one in read]
+    names[len(recipe.sources) :] = [f"{name} (held out)" for name in names[len(recipe.sources) :]]
     accounts = settle(names, counts, store.documents, mixture)
     for account, one in zip(accounts, read, strict=True):
         account.format = one.format

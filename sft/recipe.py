@@ -5,6 +5,7 @@ Imports no torch: a recipe loads in well under a second.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -196,6 +197,10 @@ class Data(Section):
         weighted = [source.weight is not None for source in sources]
         if any(weighted) and not all(weighted):
             raise ValueError("give `weight` to all sources of `train`, or to none")
+        if isinstance(self.held_out, str) and re.fullmatch(r"[\d.,]+ *%?", self.held_out):
+            raise ValueError(
+                f"held_out={self.held_out} is neither a fraction nor a path; five per cent are written 0.05"
+            )
         held_out = self.held_out if isinstance(self.held_out, tuple) else ()
         if any(source.weight or source.rows or source.epochs != 1 for source in held_out):
             raise ValueError("held_out sources are taken whole: weight, rows and epochs are for `train`")

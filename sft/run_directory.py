@@ -310,6 +310,8 @@ def record_start(run: Run, job: Job, timings: dict[str, float], data_fingerprint
         recipe_version=job.recipe.version,
         command=[Path(sys.executable).name, *sys.orig_argv[1:]],
         overrides=list(job.overrides),
+        # Relative paths in the recipe start here.
+        working_directory=str(Path.cwd()),
         ranks=job.hardware.ranks,
         base_model={
             "name_or_path": job.recipe.model.name_or_path,

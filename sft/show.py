@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -148,7 +147,7 @@ def print_ledger(ledger: dict[str, Any]) -> None:
     table = Table(title="Token ledger", title_justify="left", box=SIMPLE, title_style="bold")
     table.add_column("", no_wrap=True)
     for account in accounts:
-        table.add_column(escape(Path(account["source"]).name), justify="right", overflow="fold")
+        table.add_column(escape(account["source"]), justify="right", overflow="fold")
     for label, values in _ledger_rows(accounts):
         table.add_row(label, *values)
     console = Console() if sys.stdout.isatty() else Console(width=max(80, 50 + 24 * len(accounts)))
@@ -164,7 +163,7 @@ def print_ledger(ledger: dict[str, Any]) -> None:
 def _ledger_rows(accounts: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     reasons = sorted({reason for account in accounts for reason in account["rows"]["dropped"]})
     rows: list[tuple[str, list[str]]] = [("format", [account["format"] or "" for account in accounts])]
-    for key in ("in", "used", "repeated", "held_out"):
+    for key in ("in", "used", "repeated", "truncated", "split", "held_out"):
         values = [account["rows"][key] for account in accounts]
         if any(values) or key in ("in", "used"):
             rows.append((f"rows {key.replace('_', ' ')}", [f"{value:,}" for value in values]))

@@ -139,13 +139,10 @@ def _settle_padding(tokenizer: Any, recipe: Recipe, stop: int) -> None:
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != stop:
         return
     unused = [token for token in tokenizer.all_special_tokens if tokenizer.convert_tokens_to_ids(token) != stop]
-    problem = (
-        "has no padding token"
-        if tokenizer.pad_token_id is None
-        else "pads with the end-of-turn token, which would then never be trained"
-    )
+    problem = "has no padding token" if tokenizer.pad_token_id is None else "pads with the end-of-turn token"
     raise ModelError(
-        f"{recipe.model.name_or_path} {problem} ({tokenizer.eos_token}). Set model.pad_token to another token of its vocabulary"
+        f"{recipe.model.name_or_path} {problem}. Set model.pad_token to a token of its vocabulary other than the end-of-turn token "
+        f"{tokenizer.eos_token}, which must be trained"
         + (
             f", for example {unused[0]}."
             if unused

@@ -493,7 +493,7 @@ def test_a_finding_may_be_refused(made: Made) -> None:
     )
     chunk = made("demo", rows, refuse='["placeholder", "end_token"]', on_bad_row="drop")
     assert chunk.documents["row"].tolist() == [1, 3]
-    assert chunk.findings.rows == {"bad row": [(3, 2)]}
+    assert chunk.findings.rows == {"placeholder": [(3, 2)], "refused by data.refuse": [(3, 2)]}
     assert made("demo", rows, refuse='["end_token"]').error is None
 
 

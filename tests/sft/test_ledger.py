@@ -216,7 +216,8 @@ def test_an_account_says_where_all_of_it_went() -> None:
     account.rows_dropped += Counter({"duplicate": 1})
     told = json.loads(json.dumps(account.as_json(24)))
     assert told["tokens"] == {"in": 53, "trained": 5, "masked": 7, "truncated": 11, "held_out": 17, "dropped": 13}
-    assert told["rows"] == {"in": 3, "used": 2, "repeated": 0, "held_out": 0, "dropped": {"duplicate": 1}}
+    nothing = dict.fromkeys(("repeated", "truncated", "split", "held_out"), 0)
+    assert told["rows"] == {"in": 3, "used": 2, **nothing, "dropped": {"duplicate": 1}}
     assert told["share"] == 0.5
     both = total([account, account])
     assert both.as_json(24)["tokens"] == {name: 2 * count for name, count in told["tokens"].items()}
@@ -290,3 +291,16 @@ def test_each_length_is_in_the_bin_that_names_it(make_recipe: MakeRecipe, tmp_pa
     edges = [0, *found["up_to"]]
     for low, high, count in zip(edges[:-1], edges[1:], found["rows"], strict=True):
         assert count == sum(low < length <= high for length in lengths)
+
+
+@pytest.mark.parametrize(("overlong", "kind"), [("truncate", "truncated"), ("split", "split")])
+def test_rows_that_are_cut_or_split_are_counted_and_told(
+    overlong: str, kind: str, make_recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    rows = [{"prompt": "a", "completion": "b" * size} for size in (5, 300, 7, 200)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = make_recipe(f"data.train={tmp_path / 'rows.jsonl'}", f"data.overlong={overlong}", "data.max_length=128")
+    prepared = prepare(recipe, inspect_model(recipe))
+    assert prepared.ledger["total"]["rows"][kind] == 2
+    (found,) = [finding for finding in prepared.findings if finding["kind"] == kind]
+    assert [row.rpartition(" ")[2] for row in found["rows"]] == ["2", "4"]
