@@ -249,6 +249,7 @@ def test_bad_data_is_refused_in_one_message_or_counted(
 AS_A_USER = ("a broken line in the middle", "preference data", "a row of a megabyte", "labels that are all -100")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AS_A_USER)
 def test_a_user_sees_the_message_alone_and_status_2(name: str, tmp_path: Path) -> None:
     bad = BAD[name]

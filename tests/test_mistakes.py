@@ -262,6 +262,7 @@ LATER = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LATER)
 def test_a_mistake_that_only_shows_later_leaves_nothing_either(name: str, tmp_path: Path) -> None:
     mistake = LATER[name]

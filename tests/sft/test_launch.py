@@ -196,6 +196,7 @@ def test_threads_that_the_user_has_set_stay(
     assert (os.environ["OMP_NUM_THREADS"], os.environ["GOMP_SPINCOUNT"]) == ("7", "500")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [[], ["--prepare"]])
 def test_data_that_is_prepared_once_is_found_by_every_start(
     first: list[str],
@@ -220,6 +221,7 @@ def test_data_that_is_prepared_once_is_found_by_every_start(
     assert len(started) == before + 3
 
 
+@pytest.mark.slow
 def test_data_beyond_a_limit_starts_nothing(
     recipe_file: Path, outputs: Path, started: list[list[str]], tmp_path: Path
 ) -> None:

@@ -358,6 +358,7 @@ def run(recipe_file: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_of_two_that_start_at_once_one_prepares_and_the_other_waits(
     recipe_file: Path, demo: Demo, tmp_path: Path
 ) -> None:
@@ -372,6 +373,7 @@ def test_of_two_that_start_at_once_one_prepares_and_the_other_waits(
     assert len(left_in(tmp_path / "out" / ".prepared")) == 1
 
 
+@pytest.mark.slow
 def test_a_process_says_what_it_reads_and_nothing_that_a_library_has_to_say(
     recipe_file: Path, demo: Demo, tmp_path: Path
 ) -> None:
@@ -389,6 +391,7 @@ def test_a_process_says_what_it_reads_and_nothing_that_a_library_has_to_say(
     assert [line for line in lines if not line.startswith("Preparing ")] == []
 
 
+@pytest.mark.slow
 def test_a_start_prepares_in_a_process_of_its_own_and_ends_as_that_does(
     recipe_file: Path,
     make: Callable[..., Recipe],
@@ -487,6 +490,7 @@ def test_a_run_goes_on_with_no_other_data_than_it_was_started_with(
     assert start_run(make_job("train.resume=never")).run.last_checkpoint() is None
 
 
+@pytest.mark.slow
 def test_data_that_changes_while_a_process_prepares_it_is_refused_and_not_kept(
     recipe_file: Path, demo: Demo, tmp_path: Path
 ) -> None:

@@ -253,6 +253,7 @@ def test_the_summary_is_the_ledger_in_a_line(make_recipe: MakeRecipe, rows: Path
     assert any(note.endswith(f"{rows}, row 21, 22") for note in notes)
 
 
+@pytest.mark.slow
 def test_on_a_terminal_there_are_colours(recipe_file: Path, outputs: Path, rows: Path, make_recipe: MakeRecipe) -> None:
     prepared = entry([f"data.train={rows}"], make_recipe)
     ours, theirs = os.openpty()
@@ -278,6 +279,7 @@ def test_on_a_terminal_there_are_colours(recipe_file: Path, outputs: Path, rows:
     assert histogram(prepared.ledger) in out
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough_ends_it_without_a_word(recipe_file: Path, outputs: Path, demo: Demo) -> None:
     """As `--show 1000 | head` does."""
     command = [sys.executable, "-m", "sft.launch", str(recipe_file), f"output_dir={outputs}", "--show", "5000"]
