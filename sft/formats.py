@@ -86,6 +86,11 @@ def common_columns(rows: Sequence[Row]) -> set[str]:
     return {name for name, count in counts.items() if 2 * count >= len(rows)}
 
 
+def _listed(columns: set[str]) -> str:
+    names = sorted(columns)
+    return (", ".join(names[:12]) or "none") + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+
+
 def row_format(columns: set[str], source: Source, anywhere: set[str] | None = None) -> str:
     """Which of FORMATS the rows of a source are.
 
@@ -100,8 +105,7 @@ def row_format(columns: set[str], source: Source, anywhere: set[str] | None = No
     missing = [theirs for theirs in source.columns.values() if theirs not in columns | (anywhere or set())]
     if missing:
         raise DataError(
-            f"data.train: {source.path} has no column {', '.join(missing)}, which `columns` names. Found: "
-            f"{', '.join(sorted(columns)) or 'none'}."
+            f"data.train: {source.path} has no column {', '.join(missing)}, which `columns` names. Found: {_listed(columns)}."
         )
     names = set(renamed(dict.fromkeys(columns), source))
     if "response" in names:
@@ -111,7 +115,7 @@ def row_format(columns: set[str], source: Source, anywhere: set[str] | None = No
         if lacking:
             raise DataError(
                 f"data.train: {source.path} is said to be {source.format}, and has no {', '.join(sorted(lacking))}. Found: "
-                f"{', '.join(sorted(columns)) or 'none'}. Name the columns with `columns`, or leave `format` out."
+                f"{_listed(columns)}. Name the columns with `columns`, or leave `format` out."
             )
         return source.format
     if {"chosen", "rejected"} <= names:
@@ -124,7 +128,7 @@ def row_format(columns: set[str], source: Source, anywhere: set[str] | None = No
             return name
     known = "; ".join(" + ".join(f"`{column}`" for column in sorted(needed)) for needed in FORMATS.values())
     raise DataError(
-        f"{source.path} has no usable columns. Found: {', '.join(sorted(columns)) or 'none'}. Usable: {known}. "
+        f"{source.path} has no usable columns. Found: {_listed(columns)}. Usable: {known}. "
         "Rename the columns to one of these, or name them in the recipe (`columns` of the source)."
     )
 

@@ -145,6 +145,7 @@ def _explain(error: ValidationError) -> list[str]:
         else:
             shown = json.dumps(value, default=str)
             text = f"{problem['msg'][0].lower()}{problem['msg'][1:]}, got {shown if len(shown) < 80 else shown[:77] + '...'}"
+            text += f"; write {{path: {value}}}" if problem["type"] == "model_type" and isinstance(value, str) else ""
             text = text.replace("input should be", "must be").replace("a valid array", "a list")
         lines[where] = f"{lines[where]}, or {text}" if where in lines and text not in lines[where] else text
     # `data.train` is no text, and its first source has a mistake: only the second helps.
