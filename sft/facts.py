@@ -13,10 +13,13 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sft.demo import make_demo
 from sft.errors import ModelError
 from sft.formats import Example, Row, Text, Tokens, common_columns, renamed, row_format, to_example
 from sft.mixture import wanted_rows
+from sft.packing import pack
 from sft.readers import count_rows
 from sft.recipe import Recipe, Source
 from sft.recipe_file import find_file
@@ -225,7 +228,9 @@ def inspect_data(recipe: Recipe, model: ModelFacts) -> DataFacts | None:
             tokens += share * sampled[-1]
             trained += share * (length if recipe.data.loss_on == "all" else answered)
         sequences += (
-            number * (_packs(sampled, recipe.data.max_length) if recipe.data.packing else len(sampled)) / len(rows)
+            number
+            * (len(pack(np.array(sampled), recipe.data.max_length)[1]) if recipe.data.packing else len(sampled))
+            / len(rows)
         )
     if not documents:
         return None
@@ -245,19 +250,3 @@ def _lengths(example: Example, count: Callable[[str], int]) -> tuple[int, int]:
     return sum(length + 5 for length in lengths), sum(
         length + 1 for length, keep in zip(lengths, example.trained, strict=True) if keep
     )
-
-
-def _packs(lengths: list[int], max_length: int) -> int:
-    """How many packs documents of these lengths fill: first-fit decreasing, as good a guess as the best fit.
-
-    >>> _packs([60, 60, 60, 8], 128)
-    2
-    """
-    spaces: list[int] = []
-    for length in sorted(lengths, reverse=True):
-        place = next((index for index, space in enumerate(spaces) if space >= length), None)
-        if place is None:
-            spaces.append(max_length - length)
-        else:
-            spaces[place] -= length
-    return len(spaces)

@@ -15,7 +15,7 @@ import numpy as np
 
 from sft.documents import LENGTHS, Counts
 from sft.errors import DataError
-from sft.mixture import Mixture
+from sft.mixture import Mixture, first_documents
 from sft.recipe import Data
 
 TOO_LONG = ("longer than max_length", "no trained token within max_length")
@@ -105,10 +105,8 @@ def settle(names: Sequence[str], counts: Sequence[Counts], documents: np.ndarray
     """
     accounts = []
     # Of the pieces of a row, the first stands for the row.
-    is_first = np.ones(len(documents), bool)
-    is_first[1:] = (documents["row"][1:] != documents["row"][:-1]) | (
-        documents["source"][1:] != documents["source"][:-1]
-    )
+    is_first = np.zeros(len(documents), bool)
+    is_first[first_documents(documents)] = True
     for number, (name, count) in enumerate(zip(names, counts, strict=True)):
         account = Account(name, rows_in=count.rows_in)
         account.rows_dropped += count.dropped_rows

@@ -70,7 +70,7 @@ def mix(documents: np.ndarray, sources: Sequence[Source], data: Data) -> Mixture
 
 
 def first_documents(documents: np.ndarray) -> np.ndarray:
-    """The index of each row's first document."""
+    """The index of each row's first document: the pieces of a row that was split stand together."""
     if not len(documents):
         return np.zeros(0, np.int64)
     same = (documents["row"][1:] == documents["row"][:-1]) & (documents["source"][1:] == documents["source"][:-1])
