@@ -10,7 +10,7 @@ from transformers import get_scheduler
 from trl import SFTConfig, SFTTrainer
 
 from sft.batches import Sequences, StepOrder
-from sft.errors import PlanError, RecipeError
+from sft.errors import RecipeError
 from sft.hardware import Gpu, Hardware
 from sft.job import Job, open_job
 from sft.metrics import Metrics
@@ -24,7 +24,6 @@ from sft.trainer import (
     _planned_arguments,
     build_trainer,
     check_trainer_args,
-    check_what_runs,
     save_final,
     training_arguments,
 )
