@@ -158,7 +158,7 @@ def _expectations(recipe: Recipe, sequences: int, data: DataFacts | None) -> dic
     how = "counted" if data.exact else "estimated from the first rows"
     per_epoch = data.sequences
     if per_epoch is None:
-        per_epoch = ceil(data.tokens / recipe.data.max_length) if recipe.data.packing else data.documents
+        per_epoch = ceil(data.tokens / recipe.sequence_length) if recipe.data.packing else data.documents
     epoch_steps = max(1, ceil(per_epoch / sequences))
     epochs = recipe.train.num_train_epochs
     mean = data.tokens / data.documents
@@ -200,6 +200,7 @@ def resolve_plan(
     Raises:
         PlanError: What was asked for cannot be had here; the message names values that can.
     """
+    # Positions restart at each document, so that the length of a pack is no matter to the model.
     limit = model.max_position_embeddings
     if limit is not None and recipe.data.max_length > limit:
         raise PlanError(

@@ -57,7 +57,7 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "report_to": list(recipe.tracking.report_to) or "none",
         "disable_tqdm": True,
         "deepspeed": job.deepspeed.config if job.deepspeed else None,
-        "max_length": recipe.data.max_length,
+        "max_length": recipe.sequence_length,
         "packing": recipe.data.packing,
         "packing_strategy": "bfd",
         # The documents come tokenized, masked and packed; TRL's own preparation is not needed.
