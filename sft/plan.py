@@ -32,7 +32,9 @@ class Plan:
     kernels: Resolved[str]
     """`liger` or `none`, as they will run."""
 
-    gradient_checkpointing: Resolved[bool]
+    gradient_checkpointing: Resolved[bool | int | str]
+    """False, True (in every layer), n (in every n-th), `selective` or `offload`."""
+
     global_batch_size: Resolved[int]
     """Sequences per optimizer step."""
 
@@ -126,12 +128,26 @@ def _kernels(recipe: Recipe, hardware: Hardware) -> Resolved[str]:
     return Resolved("liger", "the recipe: fused RMSNorm, RoPE and SwiGLU; the loss path is TRL's fused head")
 
 
-def _checkpointing(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None) -> Resolved[bool]:
+def _checkpointing(
+    recipe: Recipe, hardware: Hardware, attention: str, deepspeed: DeepSpeedFile | None
+) -> Resolved[bool | int | str]:
     wanted = recipe.train.gradient_checkpointing
     adapters_sharded = recipe.model.lora is not None and deepspeed is not None and deepspeed.stage == 3
     kind = "reentrant, which TRL needs for adapters under ZeRO-3" if adapters_sharded else "non-reentrant"
+    if wanted == "selective" and (adapters_sharded or attention == "eager"):
+        why = "its attention is no operator of its own" if attention == "eager" else f"its checkpointing is {kind}"
+        place = "model.attn_implementation=eager" if attention == "eager" else "model.lora with ZeRO-3"
+        raise PlanError(
+            f"train.gradient_checkpointing=selective does not work with {place}: {why}. Set train.gradient_checkpointing=true."
+        )
+    if wanted == "offload" and hardware.gpu is None:
+        raise PlanError(
+            "train.gradient_checkpointing=offload takes activations from a GPU to the machine's memory, and there is no GPU here. Set it "
+            "to true or auto."
+        )
     if wanted != "auto":
-        return Resolved(bool(wanted), f"the recipe; {kind}" if wanted else "the recipe")
+        every = f", every {wanted} layers" if isinstance(wanted, int) and wanted > 1 else ""
+        return Resolved(wanted, f"the recipe{every}; {kind}" if wanted else "the recipe")
     if hardware.gpu is None:
         return Resolved(False, "auto: off on a CPU, where time is what is short")
     return Resolved(True, f"auto: on a GPU, {kind}")
@@ -217,7 +233,7 @@ def resolve_plan(
         precision=precision,
         attention=attention,
         kernels=_kernels(recipe, hardware),
-        gradient_checkpointing=_checkpointing(recipe, hardware, deepspeed),
+        gradient_checkpointing=_checkpointing(recipe, hardware, attention.value, deepspeed),
         global_batch_size=batch,
         micro_batch_size=micro,
         gradient_accumulation_steps=accumulation,

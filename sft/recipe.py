@@ -273,8 +273,9 @@ class Train(Section):
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Number format of the forward and backward pass. `auto`: bf16 where the GPU has it, else fp32."""
 
-    gradient_checkpointing: bool | Literal["auto"] = "auto"
-    """Recompute activations in the backward pass: less memory, about a third more compute. `auto`: on a GPU only."""
+    gradient_checkpointing: bool | Literal["auto", "selective", "offload"] | Annotated[int, Field(ge=2)] = "auto"
+    """Recompute activations in the backward pass: less memory, about a third more compute. A number n: in every n-th layer only.
+    `selective`: all but attention. `offload`: keep what the layers start from in the machine's memory. `auto`: on a GPU only."""
 
     deepspeed: str | None = None
     """A file under ds_configs/ (`zero2`, `ds_configs/zero2.json`) or of your own. None: DDP."""

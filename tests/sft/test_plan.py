@@ -252,11 +252,35 @@ def test_kernels_run_on_a_gpu_and_the_plan_says_where_they_do_not(
 
 @pytest.mark.parametrize(
     ("wanted", "hardware", "on"),
-    [("auto", gpus(), True), ("auto", cpu(), False), ("true", cpu(), True), ("false", gpus(), False)],
+    [
+        ("auto", gpus(), True),
+        ("auto", cpu(), False),
+        ("true", cpu(), True),
+        ("false", gpus(), False),
+        ("selective", cpu(), "selective"),
+        ("offload", gpus(), "offload"),
+        ("2", cpu(), 2),
+    ],
 )
-def test_gradient_checkpointing(wanted: str, hardware: Hardware, on: bool, make_recipe: MakeRecipe) -> None:
+def test_gradient_checkpointing(wanted: str, hardware: Hardware, on: bool | int | str, make_recipe: MakeRecipe) -> None:
     plan = resolve_plan(make_recipe(f"train.gradient_checkpointing={wanted}"), hardware, QWEN)
-    assert plan.gradient_checkpointing.value is on
+    assert (type(plan.gradient_checkpointing.value), plan.gradient_checkpointing.value) == (type(on), on)
+
+
+def test_checkpointing_that_cannot_be_had_here_is_refused(make_recipe: MakeRecipe) -> None:
+    selective = "train.gradient_checkpointing=selective"
+    with pytest.raises(
+        PlanError, match=r"selective does not work with model.lora with ZeRO-3: its checkpointing is reent"
+    ):
+        recipe = make_recipe(selective, "model.lora={}", "train.deepspeed=zero3")
+        resolve_plan(recipe, gpus(), QWEN, deepspeed=load_deepspeed("zero3"))
+    for one in ("model.lora={}", "train.deepspeed=zero3"):
+        deepspeed = load_deepspeed("zero3") if "zero3" in one else None
+        resolve_plan(make_recipe(selective, one), gpus(), QWEN, deepspeed=deepspeed)
+    with pytest.raises(PlanError, match=r"selective does not work with model.attn_implementation=eager"):
+        resolve_plan(make_recipe(selective, "model.attn_implementation=eager"), gpus(), QWEN)
+    with pytest.raises(PlanError, match=r"there is no GPU here. Set it to true or auto"):
+        resolve_plan(make_recipe("train.gradient_checkpointing=offload"), cpu(), QWEN)
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,12 @@ def test_data_that_contradicts_itself_is_refused(section: str, told: str, make_r
         make_recipe(f"data.{section}")
 
 
+@pytest.mark.parametrize("value", ["1", "0", "-2", "2.5", "all", "[2]"])
+def test_checkpointing_of_every_nth_layer_is_a_number_from_two(value: str, make_recipe: MakeRecipe) -> None:
+    with pytest.raises(RecipeError, match=r"train\.gradient_checkpointing"):
+        make_recipe(f"train.gradient_checkpointing={value}")
+
+
 def test_a_pack_length_without_packs_is_refused(make_recipe: MakeRecipe) -> None:
     with pytest.raises(RecipeError, match="pack_length=256 is the length of a pack, and packing is false"):
         make_recipe("data.pack_length=256", "data.packing=false")
