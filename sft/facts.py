@@ -30,6 +30,9 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenize
 _SAMPLE = 200
 """Rows of each source that the estimate reads."""
 
+_PACKS = 16
+"""Packs of which the last, which is seldom full, is a small part."""
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -234,12 +237,18 @@ def inspect_data(recipe: Recipe, model: ModelFacts) -> DataFacts | None:
             trained += share * (length if recipe.data.loss_on == "all" else answered)
         sequences += (
             number
-            * (len(pack(np.array(sampled), recipe.data.max_length)[1]) if recipe.data.packing else len(sampled))
             / len(rows)
+            * (_packs(sampled, number / len(rows), recipe.sequence_length) if recipe.data.packing else len(sampled))
         )
     if not documents:
         return None
     return DataFacts(int(documents), int(tokens), min(int(trained), int(tokens)), ceil(sequences))
+
+
+def _packs(sampled: list[int], rows_for_each: float, capacity: int) -> float:
+    """Packs that the documents of a sample need, where each stands for several: enough of them to fill some packs."""
+    copies = min(ceil(rows_for_each), ceil(_PACKS * capacity / max(1, sum(sampled))))
+    return len(pack(np.tile(sampled, max(1, copies)), capacity)[1]) / max(1, copies)
 
 
 def _lengths(example: Example, count: Callable[[str], int]) -> tuple[int, int]:

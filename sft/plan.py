@@ -33,7 +33,9 @@ class Plan:
     kernels: Resolved[str]
     """`liger` or `none`, as they will run."""
 
-    gradient_checkpointing: Resolved[bool]
+    gradient_checkpointing: Resolved[bool | int | str]
+    """False, True (in every layer), n (in every n-th), `selective` or `offload`."""
+
     global_batch_size: Resolved[int]
     """Sequences per optimizer step."""
 
@@ -93,12 +95,26 @@ def _kernels(recipe: Recipe, hardware: Hardware) -> Resolved[str]:
     return Resolved("liger", "the recipe: fused RMSNorm, RoPE and SwiGLU; the loss path is TRL's fused head")
 
 
-def _checkpointing(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None) -> Resolved[bool]:
+def _checkpointing(
+    recipe: Recipe, hardware: Hardware, attention: str, deepspeed: DeepSpeedFile | None
+) -> Resolved[bool | int | str]:
     wanted = recipe.train.gradient_checkpointing
     adapters_sharded = recipe.model.lora is not None and deepspeed is not None and deepspeed.stage == 3
     kind = "reentrant, which TRL needs for adapters under ZeRO-3" if adapters_sharded else "non-reentrant"
+    if wanted == "selective" and (adapters_sharded or attention == "eager"):
+        why = "its attention is no operator of its own" if attention == "eager" else f"its checkpointing is {kind}"
+        place = "model.attn_implementation=eager" if attention == "eager" else "model.lora with ZeRO-3"
+        raise PlanError(
+            f"train.gradient_checkpointing=selective does not work with {place}: {why}. Set train.gradient_checkpointing=true."
+        )
+    if wanted == "offload" and hardware.gpu is None:
+        raise PlanError(
+            "train.gradient_checkpointing=offload takes activations from a GPU to the machine's memory, and there is no GPU here. Set it "
+            "to true or auto."
+        )
     if wanted != "auto":
-        return Resolved(bool(wanted), f"the recipe; {kind}" if wanted else "the recipe")
+        every = f", every {wanted} layers" if isinstance(wanted, int) and wanted > 1 else ""
+        return Resolved(wanted, f"the recipe{every}; {kind}" if wanted else "the recipe")
     if hardware.gpu is None:
         return Resolved(False, "auto: off on a CPU, where time is what is short")
     return Resolved(True, f"auto: on a GPU, {kind}")
@@ -125,7 +141,7 @@ def _expectations(recipe: Recipe, sequences: int, data: DataFacts | None) -> dic
     how = "counted" if data.exact else "estimated from the first rows"
     per_epoch = data.sequences
     if per_epoch is None:
-        per_epoch = ceil(data.tokens / recipe.data.max_length) if recipe.data.packing else data.documents
+        per_epoch = ceil(data.tokens / recipe.sequence_length) if recipe.data.packing else data.documents
     epoch_steps = max(1, ceil(per_epoch / sequences))
     epochs = recipe.train.num_train_epochs
     mean = data.tokens / data.documents
@@ -167,6 +183,7 @@ def resolve_plan(
     Raises:
         PlanError: What was asked for cannot be had here; the message names values that can.
     """
+    # Positions restart at each document, so that the length of a pack is no matter to the model.
     limit = model.max_position_embeddings
     if limit is not None and recipe.data.max_length > limit:
         raise PlanError(
@@ -183,7 +200,7 @@ def resolve_plan(
         precision=precision,
         attention=attention,
         kernels=_kernels(recipe, hardware),
-        gradient_checkpointing=_checkpointing(recipe, hardware, deepspeed),
+        gradient_checkpointing=_checkpointing(recipe, hardware, attention.value, deepspeed),
         global_batch_size=batch,
         micro_batch_size=micro,
         gradient_accumulation_steps=accumulation,

@@ -13,6 +13,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from trl import SFTConfig, SFTTrainer
 
 from sft.batches import Sequences, StepOrder
+from sft.checkpointing import CheckpointingAsPlanned
 from sft.embeddings import show_head
 from sft.errors import ModelError, RecipeError, did_you_mean
 from sft.job import Job
@@ -46,8 +47,8 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "fp16": plan.precision.value == "fp16",
         # Without it the ranks of a CPU job train by themselves, each as if it were alone.
         "use_cpu": job.hardware.gpu is None,
-        "gradient_checkpointing": plan.gradient_checkpointing.value,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False} if plan.gradient_checkpointing.value else None,
+        "gradient_checkpointing": bool(plan.gradient_checkpointing.value),
+        "gradient_checkpointing_kwargs": _checkpointing_arguments(plan.gradient_checkpointing.value),
         "seed": train.seed,
         "save_strategy": "steps",
         "save_steps": train.save_steps,
@@ -57,7 +58,7 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "report_to": list(recipe.tracking.report_to) or "none",
         "disable_tqdm": True,
         "deepspeed": job.deepspeed.config if job.deepspeed else None,
-        "max_length": recipe.data.max_length,
+        "max_length": recipe.sequence_length,
         "packing": recipe.data.packing,
         "packing_strategy": "bfd",
         # The documents come tokenized, masked and packed; TRL's own preparation is not needed.
@@ -67,6 +68,13 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         # The loss is divided by the trained tokens of the whole step, on all ranks.
         "average_tokens_across_devices": True,
     }
+
+
+def _checkpointing_arguments(planned: bool | int | str) -> dict[str, Any] | None:
+    if not planned:
+        return None
+    every = {"every_n_layers": planned} if planned is not True and isinstance(planned, int) else {}
+    return {"use_reentrant": False, **every} | ({"offload": True} if planned == "offload" else {})
 
 
 # Of SFTConfig's other fields, those that would decide a second time, or behind the plan's back, what the recipe has a key for.
@@ -225,7 +233,7 @@ def build_trainer(
             train_dataset=Dataset.from_list([{name: list(value) for name, value in sequences[0].items()}]),
             processing_class=tokenizer,
             peft_config=lora_config(lora, model, new) if lora else None,
-            callbacks=callbacks,
+            callbacks=[CheckpointingAsPlanned(job.plan.gradient_checkpointing.value), *callbacks],
         )
     except ValueError as error:
         if lora is None or "target" not in str(error).lower():
