@@ -17,6 +17,7 @@ from sft.facts import DataFacts, ModelFacts
 from sft.hardware import Hardware
 from sft.recipe import Recipe
 from sft.resolved import Resolved
+from sft.weights import resolve_gradients, resolve_weights
 from sft.zero import DeepSpeedFile, check_deepspeed
 
 
@@ -28,6 +29,12 @@ class Plan:
     """`one process`, `DDP`, or `ZeRO-<stage>`."""
 
     precision: Resolved[str]
+    weights: Resolved[str]
+    """What the trained weights are kept in; AdamW is always the fused one."""
+
+    gradients: Resolved[str]
+    """What gradients of a step's micro-batches are added up in."""
+
     attention: Resolved[str]
     kernels: Resolved[str]
     """`liger` or `none`, as they will run."""
@@ -214,6 +221,8 @@ def resolve_plan(
     return Plan(
         engine=_engine(recipe, hardware, deepspeed),
         precision=precision,
+        weights=resolve_weights(recipe, hardware, deepspeed, precision.value),
+        gradients=resolve_gradients(recipe, hardware, model, deepspeed, precision.value, accumulation.value),
         attention=attention,
         kernels=_kernels(recipe, hardware),
         gradient_checkpointing=_checkpointing(recipe, hardware, deepspeed),
