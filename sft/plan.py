@@ -12,6 +12,7 @@ from math import ceil
 from typing import Any
 
 from sft.batch_size import resolve_sequences, split_batch
+from sft.engine import AUTO, choose_deepspeed
 from sft.errors import PlanError
 from sft.facts import DataFacts, ModelFacts
 from sft.hardware import Hardware
@@ -50,6 +51,11 @@ class Plan:
     steps_per_epoch: Resolved[int | None]
     max_steps: Resolved[int | None]
     """Optimizer steps; None until the data is counted."""
+
+    def settings(self) -> dict[str, Any]:
+        """The values that every rank must share. Expectations of the data are none: they may be estimates."""
+        estimates = ("documents_per_step", "trained_tokens_per_step", "steps_per_epoch", "max_steps")
+        return {field.name: getattr(self, field.name).value for field in fields(self) if field.name not in estimates}
 
     def decisions(self) -> list[dict[str, Any]]:
         """The plan as plan.json and the table have it."""
@@ -144,7 +150,11 @@ def _checkpointing(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile 
     return Resolved(True, f"auto: on a GPU, {kind}")
 
 
-def _engine(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None) -> Resolved[str]:
+def _engine(recipe: Recipe, hardware: Hardware, model: ModelFacts, deepspeed: DeepSpeedFile | None) -> Resolved[str]:
+    if recipe.train.deepspeed == AUTO:
+        alone = "one process" if hardware.ranks == 1 else "DDP"
+        name = f"ZeRO-{deepspeed.stage}" if deepspeed else alone
+        return Resolved(name, choose_deepspeed(recipe, hardware, model).reason)
     if deepspeed is not None:
         where = f" with offload to {deepspeed.offload}" if deepspeed.offload else ""
         return Resolved(
@@ -202,7 +212,7 @@ def resolve_plan(
         hardware: What there is.
         model: What config.json says.
         data: How much data there is, estimated or counted; None where nothing is known before preparation.
-        deepspeed: The file that train.deepspeed names, or None.
+        deepspeed: The file that train.deepspeed names or stands for, or None.
 
     Raises:
         PlanError: What was asked for cannot be had here; the message names values that can.
@@ -219,7 +229,7 @@ def resolve_plan(
     if deepspeed is not None:
         check_deepspeed(deepspeed, recipe, micro.value, accumulation.value, precision.value)
     return Plan(
-        engine=_engine(recipe, hardware, deepspeed),
+        engine=_engine(recipe, hardware, model, deepspeed),
         precision=precision,
         weights=resolve_weights(recipe, hardware, deepspeed, precision.value),
         gradients=resolve_gradients(recipe, hardware, model, deepspeed, precision.value, accumulation.value),

@@ -261,7 +261,8 @@ class Train(Section):
     """Recompute activations in the backward pass: less memory, about a third more compute. `auto`: on a GPU only."""
 
     deepspeed: str | None = None
-    """A file under ds_configs/ (`zero2`, `ds_configs/zero2.json`) or of your own. None: DDP."""
+    """A file under ds_configs/ (`zero2`, `ds_configs/zero2.json`) or of your own. `auto`: the cheapest that fits, none in one
+    process. None: DDP."""
 
     seed: int = Field(default=0, ge=0)
     """Of the order of the data, dropout and adapter weights."""

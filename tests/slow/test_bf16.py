@@ -29,7 +29,8 @@ def test_bf16_with_fp32_copies_trains_as_fp32_does(tmp_path: Path, command: Call
         model={"name_or_path": "builtin:demo"},
         data={"train": "builtin:demo", "max_length": 128},
         # Clipped at every step, in four micro-batches.
-        train={"global_batch_size": 8, "micro_batch_size": 2, "learning_rate": 1e-3, "max_grad_norm": 0.1, "max_steps": 20, "logging_steps": 1},
+        train={"global_batch_size": 8, "micro_batch_size": 2, "learning_rate": 1e-3, "max_grad_norm": 0.1, "max_steps": 20,
+               "logging_steps": 1},
     )  # fmt: skip
     runs = {}
     for name, overrides in WAYS.items():
