@@ -13,11 +13,13 @@ from typing import Any
 
 from sft.attention_choice import choose_attention
 from sft.batch_size import resolve_sequences, split_batch
+from sft.engine import AUTO, choose_deepspeed
 from sft.errors import PlanError
 from sft.facts import DataFacts, ModelFacts
 from sft.hardware import Hardware
 from sft.recipe import Recipe
 from sft.resolved import Resolved
+from sft.weights import resolve_gradients, resolve_weights
 from sft.zero import DeepSpeedFile, check_deepspeed
 
 
@@ -29,6 +31,12 @@ class Plan:
     """`one process`, `DDP`, or `ZeRO-<stage>`."""
 
     precision: Resolved[str]
+    weights: Resolved[str]
+    """What the trained weights are kept in; AdamW is always the fused one."""
+
+    gradients: Resolved[str]
+    """What gradients of a step's micro-batches are added up in."""
+
     attention: Resolved[str]
     kernels: Resolved[str]
     """`liger` or `none`, as they will run."""
@@ -46,6 +54,11 @@ class Plan:
     steps_per_epoch: Resolved[int | None]
     max_steps: Resolved[int | None]
     """Optimizer steps; None until the data is counted."""
+
+    def settings(self) -> dict[str, Any]:
+        """The values that every rank must share. Expectations of the data are none: they may be estimates."""
+        estimates = ("documents_per_step", "trained_tokens_per_step", "steps_per_epoch", "max_steps")
+        return {field.name: getattr(self, field.name).value for field in fields(self) if field.name not in estimates}
 
     def decisions(self) -> list[dict[str, Any]]:
         """The plan as plan.json and the table have it."""
@@ -120,7 +133,11 @@ def _checkpointing(
     return Resolved(True, f"auto: on a GPU, {kind}")
 
 
-def _engine(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None) -> Resolved[str]:
+def _engine(recipe: Recipe, hardware: Hardware, model: ModelFacts, deepspeed: DeepSpeedFile | None) -> Resolved[str]:
+    if recipe.train.deepspeed == AUTO:
+        alone = "one process" if hardware.ranks == 1 else "DDP"
+        name = f"ZeRO-{deepspeed.stage}" if deepspeed else alone
+        return Resolved(name, choose_deepspeed(recipe, hardware, model).reason)
     if deepspeed is not None:
         where = f" with offload to {deepspeed.offload}" if deepspeed.offload else ""
         return Resolved(
@@ -178,7 +195,7 @@ def resolve_plan(
         hardware: What there is.
         model: What config.json says.
         data: How much data there is, estimated or counted; None where nothing is known before preparation.
-        deepspeed: The file that train.deepspeed names, or None.
+        deepspeed: The file that train.deepspeed names or stands for, or None.
 
     Raises:
         PlanError: What was asked for cannot be had here; the message names values that can.
@@ -196,8 +213,10 @@ def resolve_plan(
     if deepspeed is not None:
         check_deepspeed(deepspeed, recipe, micro.value, accumulation.value, precision.value)
     return Plan(
-        engine=_engine(recipe, hardware, deepspeed),
+        engine=_engine(recipe, hardware, model, deepspeed),
         precision=precision,
+        weights=resolve_weights(recipe, hardware, deepspeed, precision.value),
+        gradients=resolve_gradients(recipe, hardware, model, deepspeed, precision.value, accumulation.value),
         attention=attention,
         kernels=_kernels(recipe, hardware),
         gradient_checkpointing=_checkpointing(recipe, hardware, attention.value, deepspeed),

@@ -154,7 +154,11 @@ def _precision(trainer: Any, engine: Any) -> str:
     if engine is not None:
         return "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
     mixed = trainer.accelerator.mixed_precision
-    return "fp32" if mixed == "no" else str(mixed)
+    if mixed != "no":
+        return str(mixed)
+    # Without autocast the model computes in what its weights are.
+    dtype = next(unwrapped(trainer).parameters()).dtype
+    return SHORT.get(dtype, str(dtype))
 
 
 def _count(parameter: Any) -> int:

@@ -279,7 +279,8 @@ class Train(Section):
     `selective`: all but attention. `offload`: keep what the layers start from in the machine's memory. `auto`: on a GPU only."""
 
     deepspeed: str | None = None
-    """A file under ds_configs/ (`zero2`, `ds_configs/zero2.json`) or of your own. None: DDP."""
+    """A file under ds_configs/ (`zero2`, `ds_configs/zero2.json`) or of your own. `auto`: the cheapest that fits, none in one
+    process. None: DDP."""
 
     seed: int = Field(default=0, ge=0)
     """Of the order of the data, dropout and adapter weights."""
