@@ -54,6 +54,7 @@ arguments = SFTConfig(
     assistant_only_loss=not packs,
     learning_rate=1e-3,
     lr_scheduler_type="linear",
+    adam_beta2=0.95,
     max_grad_norm=1.0,
     gradient_checkpointing=False,
     seed=0,
@@ -86,6 +87,7 @@ packing: true
 assistant_only_loss: true
 learning_rate: 1.0e-3
 lr_scheduler_type: linear
+adam_beta2: 0.95
 max_grad_norm: 1.0
 gradient_checkpointing: false
 seed: 0

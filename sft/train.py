@@ -25,7 +25,7 @@ from sft.job import Job, open_job
 from sft.plan import print_plan
 from sft.run_directory import Run, write_json
 from sft.show import summary_lines
-from sft.start import Start, start_run
+from sft.start import Start, begin_data, start_run, wait_for_data
 from sft.tokenizer import load_tokenizer
 from sft.tracking import finish_trackers, set_up_trackers
 
@@ -34,9 +34,11 @@ def main(argv: Sequence[str]) -> None:
     """Train one recipe: the table of contents."""
     recipe_path, overrides = parse_command_line(argv)
     job = open_job(recipe_path, overrides, distributed.job_hardware())
+    data = begin_data(job)
     enter(job)
-    tokenizer = load_tokenizer(job.recipe)
     check_with_frameworks(job)
+    wait_for_data(job, data)
+    tokenizer = load_tokenizer(job.recipe)
     start = start_run(job)
     with recorded(start.run):
         train(job.with_data(start.prepared.facts()), start, tokenizer)
