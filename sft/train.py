@@ -8,6 +8,7 @@ deepspeed --module sft.train recipes/tiny.yaml
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import signal
@@ -35,8 +36,9 @@ def main(argv: Sequence[str]) -> None:
     recipe_path, overrides = parse_command_line(argv)
     job = open_job(recipe_path, overrides, distributed.job_hardware())
     data = begin_data(job)
-    enter(job)
-    check_with_frameworks(job)
+    with uncollected():
+        enter(job)
+        check_with_frameworks(job)
     wait_for_data(job, data)
     tokenizer = load_tokenizer(job.recipe)
     start = start_run(job)
@@ -55,6 +57,20 @@ def parse_command_line(argv: Sequence[str]) -> tuple[Path, list[str]]:
     if not words or words[0].startswith("-") or "=" in words[0]:
         raise RecipeError("usage: python -m sft.train RECIPE [key=value ...]")
     return Path(words[0]), words[1:]
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Import without looking for garbage, then or later, among what the imports leave.
+
+    They make millions of objects, nearly all of which stay: looking through them again and again is a quarter of the time.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def enter(job: Job) -> None:
