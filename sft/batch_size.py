@@ -104,14 +104,15 @@ def split_batch(
 
 
 def _token_budget(recipe: Recipe, hardware: Hardware, attention: str) -> tuple[int, str]:
-    if hardware.gpu is not None and recipe.data.packing and not attention.startswith("flash"):
+    masked = recipe.data.packing and attention in ("sdpa", "eager")
+    if hardware.gpu is not None and masked:
         return (
             recipe.data.max_length,
             f"one pack: {attention}'s mask over several grows with the square of their tokens",
         )
     # A rule of thumb, not a memory model: activations of a 3B model with checkpointing fit with room at these sizes.
     if hardware.gpu is None:
-        return 512, "on a CPU, sdpa's packed mask grows with the square"
+        return (512, f"on a CPU, {attention}'s packed mask grows with the square") if masked else (1024, "on a CPU")
     for gib, tokens in ((70, 16384), (38, 8192)):
         if hardware.gpu.memory_gib >= gib:
             return tokens, f"a GPU of {hardware.gpu.memory_gib:.0f} GiB"

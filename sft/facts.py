@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from sft.architecture import Architecture, read_architecture
 from sft.demo import make_demo
 from sft.errors import ModelError
 from sft.formats import Example, Row, Text, Tokens, common_columns, renamed, row_format, to_example
@@ -45,6 +46,9 @@ class ModelFacts:
     parameters: int | None = None
     vocab_size: int | None = None
     """Rows of the embedding."""
+
+    architecture: Architecture | None = None
+    """How it attends; None where that is not known."""
 
     commit: str | None = None
     """Of a hub model, what its revision stood for today."""
@@ -152,6 +156,7 @@ def inspect_model(recipe: Recipe, download: bool = True) -> ModelFacts:
         max_position_embeddings=config.get("max_position_embeddings"),
         parameters=sum(file.stat().st_size for file in weights) // width or None,
         vocab_size=config.get("vocab_size"),
+        architecture=read_architecture(config),
         commit=config_file.parent.name if config_file.parent.parent.name == "snapshots" else None,
     )
 

@@ -42,6 +42,9 @@ class Hardware:
     has_flash_attention: bool = False
     """The flash-attn package is installed."""
 
+    has_flash_attention_3: bool = False
+    """flash-attn 3, for Hopper, is installed: a package of its own."""
+
     @property
     def device(self) -> str:
         """A phrase for tables: `8 x NVIDIA H100 (80 GB)`."""
@@ -128,6 +131,7 @@ def detect_hardware(ranks: int | None = None, ranks_per_node: int | None = None)
         cpu_cores=_cores(),
         cpu_memory_gib=_cpu_memory_gib(),
         has_flash_attention=find_spec("flash_attn") is not None,
+        has_flash_attention_3=find_spec("flash_attn_interface") is not None,
     )
 
 

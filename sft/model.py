@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sft import attention
 from sft.embeddings import embed_new_tokens, trainable_rows
 from sft.errors import ModelError
 from sft.job import Job
@@ -71,6 +72,8 @@ def load_model(job: Job, tokenizer: Any) -> Any:
     Raises:
         ModelError: It cannot be loaded, or the tokenizer is not its own.
     """
+    if job.plan.attention.value == attention.NAME:
+        attention.register()
     model = _from_pretrained(job, tokenizer, attn_implementation=job.plan.attention.value)
     if job.plan.kernels.value == "liger":
         from liger_kernel.transformers import _apply_liger_kernel_to_instance

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from math import ceil
 from typing import Any
 
+from sft.attention_choice import choose_attention
 from sft.batch_size import resolve_sequences, split_batch
 from sft.errors import PlanError
 from sft.facts import DataFacts, ModelFacts
@@ -78,40 +79,6 @@ def _precision(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Resolve
             f"train.precision=fp16, and {recipe.model.name_or_path} was trained in bfloat16, whose values overflow fp16. "
             f"Set train.precision={'bf16' if has_bf16 else 'fp32'}."
         )
-    return Resolved(wanted, "the recipe")
-
-
-def _attention(recipe: Recipe, hardware: Hardware, precision: str) -> Resolved[str]:
-    wanted = recipe.model.attn_implementation
-    ampere = hardware.gpu is not None and hardware.gpu.compute_capability >= 8.0
-    flash = ampere and hardware.has_flash_attention and precision != "fp32"
-    if wanted == "auto":
-        if flash:
-            return Resolved(
-                "flash_attention_2", "auto: flash-attn is installed; packed documents stay apart by their boundaries"
-            )
-        why = (
-            "on a CPU"
-            if hardware.gpu is None
-            else "flash-attn is not installed"
-            if not hardware.has_flash_attention
-            else "fp32"
-        )
-        return Resolved(
-            "sdpa",
-            f"auto: {why}; " + ("packed documents stay apart by a block mask" if recipe.data.packing else "no packing"),
-        )
-    if wanted.startswith("flash") and not flash:
-        problem = (
-            "there is no GPU here"
-            if hardware.gpu is None
-            else "the flash-attn package is not installed"
-            if not hardware.has_flash_attention
-            else "it does not run in fp32"
-            if precision == "fp32"
-            else f"this GPU (compute capability {hardware.gpu.compute_capability}) is too old for it"
-        )
-        raise PlanError(f"model.attn_implementation={wanted}, and {problem}. Set it to auto or sdpa.")
     return Resolved(wanted, "the recipe")
 
 
@@ -207,7 +174,7 @@ def resolve_plan(
         )
     batch = resolve_sequences(recipe, hardware)
     precision = _precision(recipe, hardware, model)
-    attention = _attention(recipe, hardware, precision.value)
+    attention = choose_attention(recipe, hardware, precision.value, model.model_type, model.architecture)
     micro, accumulation = split_batch(recipe, hardware, batch.value, attention.value)
     if deepspeed is not None:
         check_deepspeed(deepspeed, recipe, micro.value, accumulation.value, precision.value)

@@ -76,8 +76,9 @@ class Model(Section):
     trust_remote_code: bool = False
     """Run Python code that the model's repository ships."""
 
-    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
-    """Attention function. `auto`: flash-attn where it is installed and the GPU has it, else sdpa."""
+    attn_implementation: Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
+    """Attention function. `varlen`: within each packed document, with nothing to install. `auto`: flash-attn where it is installed
+    and runs, else varlen, else sdpa with a mask over the whole pack; the plan says why."""
 
     kernels: Literal["liger", "none"] = "liger"
     """Liger's fused RMSNorm, RoPE and SwiGLU layers; on a GPU only."""

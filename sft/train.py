@@ -132,10 +132,11 @@ def recorded(run: Run) -> Iterator[None]:
 def train(job: Job, start: Start, tokenizer: Any) -> None:
     """Train, and write final/."""
     from sft.batches import Sequences, StepOrder
+    from sft.before_training import BeforeTraining
     from sft.metrics import Metrics
     from sft.model import load_model
     from sft.store import DocumentStore, SequenceIndex
-    from sft.trainer import build_trainer, check_what_runs, training_arguments
+    from sft.trainer import build_trainer, training_arguments
 
     run, recipe, folder = start.run, job.recipe, start.prepared.folder
     index, store = SequenceIndex.load(folder / "train.npz"), DocumentStore.open(folder)
@@ -146,12 +147,12 @@ def train(job: Job, start: Start, tokenizer: Any) -> None:
     model = load_model(job, tokenizer)
     order = StepOrder(len(index), sequences.fillers, recipe.train.seed)
     held_out = held_out_loss(job, start, tokenizer, store)
-    callbacks = [held_out] if held_out else []
+    before = BeforeTraining(job, run)
+    callbacks = [before, held_out] if held_out else [before]
     callbacks.append(Metrics(run.metrics_file, job.hardware, recipe.model.lora is None, held_out))
     trainer = build_trainer(job, arguments, model, tokenizer, sequences, order, callbacks)
-    if held_out:
-        held_out.trainer = trainer
-    check_what_runs(trainer, job)
+    for callback in filter(None, (before, held_out)):
+        callback.trainer = trainer
     checkpoint = run.last_checkpoint()
     started = time.monotonic()
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

@@ -14,7 +14,7 @@ from trl import SFTConfig, SFTTrainer
 
 from sft.batches import Sequences, StepOrder
 from sft.embeddings import show_head
-from sft.errors import ModelError, PlanError, RecipeError, did_you_mean
+from sft.errors import ModelError, RecipeError, did_you_mean
 from sft.job import Job
 from sft.model import lora_config
 from sft.run_directory import Run
@@ -237,34 +237,6 @@ def build_trainer(
     trainer.train_dataset = sequences
     trainer.step_order = order
     return trainer
-
-
-def check_what_runs(trainer: RecipeTrainer, job: Job) -> None:
-    """Law 3: read back from the live trainer what the plan decided.
-
-    Raises:
-        PlanError: Something else runs than was planned.
-    """
-    plugin = trainer.accelerator.state.deepspeed_plugin
-    if str(trainer.accelerator.distributed_type).endswith("DEEPSPEED") and plugin is not None:
-        engine = f"ZeRO-{plugin.zero_stage}"
-    else:
-        engine = "DDP" if trainer.args.world_size > 1 else "one process"
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    running = {
-        "engine": engine,
-        "attention": model.config.get_text_config()._attn_implementation,
-        "gradient_checkpointing": bool(trainer.args.gradient_checkpointing),
-        "micro_batch_size": trainer.args.per_device_train_batch_size,
-        "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
-    }
-    wrong = [
-        f"  {name}: planned {planned}, running {found}"
-        for name, found in running.items()
-        if (planned := getattr(job.plan, name).value) != found
-    ]
-    if wrong:
-        raise PlanError("\n".join(["The trainer does not run what was planned. Report this with plan.json:", *wrong]))
 
 
 def save_final(trainer: RecipeTrainer, job: Job, target: Path) -> None:

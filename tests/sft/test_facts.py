@@ -47,7 +47,9 @@ def test_what_the_plan_needs_is_read_from_the_config(make_recipe: MakeRecipe, tm
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
     save_file({"w": np.zeros((1000, 100), np.float16)}, tmp_path / "model.safetensors")
     facts = inspect_model(make_recipe(f"model.name_or_path={tmp_path}"))
-    assert replace(facts, parameters=None) == ModelFacts(str(tmp_path), "gemma3_text", "bfloat16", 4096)
+    assert replace(facts, parameters=None, architecture=None) == ModelFacts(
+        str(tmp_path), "gemma3_text", "bfloat16", 4096
+    )
     assert facts.parameters == pytest.approx(100_000, rel=0.01)
 
 

@@ -1,0 +1,103 @@
+"""What attention a model's architecture takes: read in its config.json and in transformers' own source, without importing either.
+
+transformers has no torch-free answer to whether a model goes through its attention interface, has sinks or carries a
+recurrent state; the text of `models/<type>/modeling_<type>.py` says so, and takes a millisecond to read.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+_MASK_ONLY = re.compile(r"create_chunked_causal_mask|indexed_attention|compressed_attention|[Ii]ndexer\b")
+_WINDOW = re.compile(r"sliding_window=(self|getattr|config)\b")
+_RECURRENT = re.compile(r"\b(ssm_states?|conv_states?|recurrent_states?|linear_attention|rwkv)\b")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How a model attends. The defaults are those of an ordinary decoder."""
+
+    has_interface: bool = True
+    """Goes through transformers' attention interface, so that a registered function is what runs."""
+
+    has_sdpa: bool = True
+    has_flash: bool = True
+    sinks: bool = False
+    """Learned scores that attend to nothing (gpt-oss)."""
+
+    softcap: bool = False
+    """Scores are squashed by tanh (Gemma 2)."""
+
+    mask_only: bool = False
+    """What a token sees is said by a mask alone (chunks, chosen tokens, windows that the function is not told of), so that functions
+    that take no mask would compute something else."""
+
+    recurrent: bool = False
+    """Some layers carry a state from token to token (Mamba, linear attention, short convolutions)."""
+
+    head_dim: int | None = None
+    value_head_dim: int | None = None
+    """Where values are narrower than keys (multi-head latent attention)."""
+
+    dropout: float = 0.0
+    """Of attention weights while training."""
+
+    @property
+    def one_kernel(self) -> bool:
+        """Whether FlashAttention computes it: equal heads of a multiple of 8, at most 256."""
+        width = self.head_dim
+        same = self.value_head_dim in (None, width)
+        return same and self.dropout == 0 and (width is None or (width % 8 == 0 and width <= 256))
+
+
+@cache
+def _source(model_type: str) -> str | None:
+    """The text of the model's file in the installed transformers; None where there is none."""
+    package = find_spec("transformers")
+    assert package is not None and package.submodule_search_locations
+    models = Path(package.submodule_search_locations[0]) / "models"
+    names = [model_type.replace("-", "_")]
+    names.append(names[0].removesuffix("_text"))
+    for name in names:
+        file = models / name / f"modeling_{name}.py"
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+    return None
+
+
+def read_architecture(config: dict[str, Any]) -> Architecture | None:
+    """Find out how a model attends.
+
+    Args:
+        config: Its config.json, of the text model where it has several.
+
+    Returns:
+        None where transformers has no such model: its own code comes with it.
+    """
+    source = _source(str(config.get("model_type")))
+    if source is None:
+        return None
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    head_dim = config.get("head_dim") or (hidden // heads if heads and hidden else None)
+    latent = config.get("v_head_dim")
+    if latent is not None:
+        head_dim = (config.get("qk_nope_head_dim") or 0) + (config.get("qk_rope_head_dim") or 0) or head_dim
+    return Architecture(
+        has_interface="_supports_attention_backend = True" in source,
+        has_sdpa="_supports_sdpa = True" in source,
+        has_flash="_supports_flash_attn = True" in source,
+        sinks=bool(re.search(r"\bs_aux=", source)),
+        # A config may switch it off.
+        softcap=bool(re.search(r"\bsoftcap=self\.", source)) and config.get("attn_logit_softcapping", 1) is not None,
+        mask_only=bool(_MASK_ONLY.search(source))
+        or ("create_sliding_window_causal_mask" in source and not _WINDOW.search(source)),
+        recurrent=bool(_RECURRENT.search(source)),
+        head_dim=head_dim,
+        value_head_dim=latent,
+        dropout=float(config.get("attention_dropout") or 0.0),
+    )

@@ -1,0 +1,183 @@
+"""Attention within documents, registered with transformers as `attn_implementation="varlen"`.
+
+A packed batch is one row of several documents. The collator says where each begins (`cu_seq_lens_q`), and here attention runs
+inside those boundaries only: on a GPU in one kernel, FlashAttention as torch ships it; on a CPU document by document. Nothing of
+the size of tokens squared is ever made. What is not packed (padded batches, generation with a cache) goes through sdpa.
+"""
+
+from __future__ import annotations
+
+import inspect
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+NAME = "varlen"
+
+# torch 2.11 groups heads without being told; 2.13 wants to be told, and 2.11 knows no such argument.
+_KERNEL: Any = varlen_attn
+_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def register() -> None:
+    """Make `varlen` known to transformers; again does nothing."""
+    AttentionInterface.register(NAME, document_attention)
+    AttentionMaskInterface.register(NAME, document_mask)
+
+
+def document_mask(*args: Any, allow_is_causal_skip: bool = True, **kwargs: Any) -> torch.Tensor | None:
+    """The mask for what is not packed; for packed documents none is made, their boundaries say the same.
+
+    transformers calls it before the first layer. Arguments are those of its `sdpa_mask`; it has found documents by their
+    position ids where `allow_is_causal_skip` is False and there is no padding mask.
+
+    Returns:
+        Bool, [batch, 1, queries, keys], True where a query sees a key. None: causal, within documents.
+    """
+    if not allow_is_causal_skip and kwargs.get("attention_mask") is None and kwargs["q_length"] == kwargs["kv_length"]:
+        return None
+    mask: torch.Tensor | None = sdpa_mask(*args, allow_is_causal_skip=allow_is_causal_skip, **kwargs)
+    return mask
+
+
+def document_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention, of each token to its own document.
+
+    Args:
+        module: The layer's attention.
+        query: [1, heads, T, head_dim].
+        key: [1, heads or a divisor of them, T, head_dim].
+        value: As key.
+        attention_mask: From document_mask; given for what is not packed.
+        dropout: Of attention weights; must be 0 for packed documents.
+        scaling: Factor of the scores; None for 1 / sqrt(head_dim).
+        sliding_window: Tokens that a query sees, itself included; None for all before it.
+        cu_seq_lens_q: int32, [documents + 1], first token of each document and T.
+        max_length_q: Tokens of the longest document.
+        kwargs: What transformers hands on besides; `position_ids` serve where boundaries are not given.
+
+    Returns:
+        [1, T, heads, head_dim], and None for the attention weights.
+
+    Raises:
+        ValueError: What this function cannot compute: dropout, softcapping, sinks, attention to later tokens, a mask of its own.
+    """
+    if cu_seq_lens_q is None and attention_mask is None:
+        cu_seq_lens_q, max_length_q = _boundaries(kwargs.get("position_ids"), query)
+    if cu_seq_lens_q is None:
+        output: torch.Tensor = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )[0]
+        return output, None
+    _check(module, query, attention_mask, dropout, kwargs)
+    # Rotary embeddings in fp32 leave query and key in fp32 beside a bf16 value under autocast.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    if max_length_q is None:
+        max_length_q = int(cu_seq_lens_q.diff().max())
+    window = sliding_window if sliding_window and sliding_window < max_length_q else None
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        return _in_one_kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling, window), None
+    return _one_by_one(query, key, value, cu_seq_lens_q.tolist(), scaling, window), None
+
+
+def _boundaries(position_ids: torch.Tensor | None, query: torch.Tensor) -> tuple[torch.Tensor | None, int | None]:
+    """Where documents begin by their position ids, for callers without TRL's collator; None where there is only one."""
+    if position_ids is None or query.shape[0] != 1 or position_ids.shape[-1] != query.shape[2] or query.shape[2] == 1:
+        return None, None
+    starts = (position_ids.reshape(-1).diff() != 1).nonzero().flatten() + 1
+    if not len(starts):
+        return None, None
+    ends = torch.cat([starts.new_zeros(1), starts, starts.new_full((1,), query.shape[2])])
+    return ends.to(torch.int32), None
+
+
+def _check(
+    module: torch.nn.Module, query: torch.Tensor, mask: torch.Tensor | None, dropout: float, kwargs: dict[str, Any]
+) -> None:
+    problem = (
+        "a batch of one flattened row, got several"
+        if query.shape[0] != 1
+        else "no mask besides the documents' boundaries"
+        if mask is not None
+        else "no dropout of attention weights (attention_dropout)"
+        if dropout
+        else "no softcapping of scores"
+        if kwargs.get("softcap") is not None
+        else "no attention sinks"
+        if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None
+        else "causal attention"
+        if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False
+        else None
+    )
+    if problem:
+        raise ValueError(f"attn_implementation=varlen takes {problem}. Set model.attn_implementation to sdpa or eager.")
+
+
+def _in_one_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    boundaries: torch.Tensor,
+    longest: int,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """FlashAttention over all documents; heads stay grouped. The kernel counts the tokens to the left without the query's own."""
+    left = window - 1 if window else -1
+    flat = [states[0].transpose(0, 1) for states in (query, key, value)]
+    output: torch.Tensor = _KERNEL(
+        *flat, boundaries, boundaries, longest, longest, scale=scaling, window_size=(left, 0), **_GROUPED
+    )
+    return output[None]
+
+
+def _one_by_one(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    boundaries: list[int],
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """sdpa on each document."""
+    lengths = [end - start for start, end in pairwise(boundaries)]
+    outputs = []
+    # split, not slices: the gradient of each slice would be a tensor of all documents.
+    for q, k, v in zip(*(torch.split(states, lengths, dim=2) for states in (query, key, value)), strict=True):
+        mask = _window_mask(q.shape[2], window, q.device) if window and window < q.shape[2] else None
+        outputs.append(
+            scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scaling,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        )
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """Bool, [length, length]: True for the last `window` tokens up to the query's own."""
+    full = torch.ones(length, length, dtype=torch.bool, device=device)
+    return full.tril() & full.triu(1 - window)

@@ -1,0 +1,63 @@
+"""Between the engine's begin and step 1: the leak probe and the audit of what runs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from transformers.trainer_callback import TrainerCallback
+
+from sft.job import Job
+from sft.probe import check_probe, probe, sample_documents
+from sft.readback import Reading, check_readings, read_back
+from sft.run_directory import Run
+
+
+class BeforeTraining(TrainerCallback):  # type: ignore[misc]
+    """Stops the run where documents see each other or something else runs than was planned.
+
+    Must be called before every other callback.
+
+    Args:
+        job: The plan.
+        run: Where what was found is recorded.
+    """
+
+    def __init__(self, job: Job, run: Run) -> None:
+        self.job, self.run = job, run
+        self.trainer: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Probe, read back, show, compare."""
+        started = time.monotonic()
+        packed = self.job.recipe.data.packing
+        documents = sample_documents(self.trainer.train_dataset)
+        found = probe(self.trainer, documents, packed) if documents else None
+        readings = read_back(self.trainer, self.job, found)
+        if state.is_world_process_zero:
+            self.run.update(
+                running={reading.name: reading.running for reading in readings},
+                probe={"moved": found.moved, "differ": found.differ} if found else None,
+            )
+            show(readings, len(documents), time.monotonic() - started)
+        check_readings(readings)
+        if found is not None:
+            check_probe(found, self.job.plan.attention.value, packed)
+
+
+def show(readings: list[Reading], documents: int, seconds: float) -> None:
+    """Print what was found."""
+    table = Table(box=SIMPLE, title="Read back before the first step", title_justify="left", title_style="bold")
+    for column in ("", "planned", "running"):
+        table.add_column(column, overflow="fold")
+    for reading in readings:
+        table.add_row(reading.name, reading.planned, reading.running, style="red" if reading.wrong else None)
+    console = Console() if Console().is_terminal else Console(width=140)
+    console.print(table)
+    what = (
+        f"{documents} documents do not see each other, and are what they are alone" if documents else "no two documents"
+    )
+    print(f"Checked in {seconds:.1f} s: {what}.", flush=True)

@@ -1,0 +1,242 @@
+"""Law 2 on the live model, before step 1: documents of a batch do not see each other, and together they are what each is alone.
+
+A few short documents of the run go through the trainer's own collator, attention and loss; what is compared are the hidden
+states that the output head gets. Takes four forward passes over about a hundred tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sft.errors import PlanError
+from sft.formats import IGNORED
+
+DOCUMENTS, LONGEST = 4, 32
+
+# Of the norm of the hidden states. A document that is seen moves the others by a tenth and more; the same rows in the same
+# kernel do not move at all, experts that are dealt other rows by rounding. Alone, a document meets kernels of other shapes.
+MOVED = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+DIFFER = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 5e-2}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What was measured."""
+
+    moved: float
+    """Largest share by which changing one document moved another's hidden states."""
+
+    differ: float
+    """Largest share by which a document in the batch differs from itself alone."""
+
+    attention_calls: dict[str, int]
+    """Which attention functions ran in one pass, and how often; the model's own is `eager`."""
+
+    use_cache: bool
+    """Whether the model was told to keep keys and values."""
+
+    head_called: bool
+    """Whether logits of all tokens were made; TRL's fused head uses the output head's weight and never calls it."""
+
+    dtype: torch.dtype
+    """Of the hidden states' arithmetic."""
+
+
+def sample_documents(sequences: Any) -> list[np.ndarray]:
+    """The beginnings of the first documents, [up to LONGEST] token ids each; none of a single token."""
+    store, index = sequences.store, sequences.index
+    found: list[np.ndarray] = []
+    for sequence in range(len(index)):
+        for document in index.of(sequence):
+            tokens = np.asarray(store.document(document)[0][:LONGEST], dtype=np.int64)
+            if len(tokens) > 1:
+                found.append(tokens)
+            if len(found) == DOCUMENTS:
+                return found
+    return found * DOCUMENTS if len(found) == 1 else found
+
+
+def probe(trainer: Any, documents: list[np.ndarray], packed: bool) -> Probe:
+    """Measure on the live model; every rank takes part, with the same documents.
+
+    Args:
+        trainer: Built, its engine begun; its collator, model and loss are what is measured.
+        documents: From sample_documents, two or more.
+        packed: Whether the run packs; else they become a padded batch.
+    """
+    changed = (len(documents) - 1) // 2
+    altered = list(documents)
+    altered[changed] = _other_tokens(documents, changed)
+    with _evaluating(trainer):
+        with recorded_attention() as calls:
+            together = _one_pass(trainer, documents, packed)
+        after = _one_pass(trainer, altered, packed)
+        with _plain_attention(trainer):
+            alone = [_one_pass(trainer, [document], packed).states[0] for document in documents]
+    others = [number for number in range(len(documents)) if number != changed]
+    return Probe(
+        moved=max(_distance(after.states[number], together.states[number]) for number in others),
+        differ=max(_distance(*pair) for pair in zip(together.states, alone, strict=True)),
+        attention_calls=calls,
+        use_cache=together.use_cache,
+        head_called=together.head_called,
+        dtype=_arithmetic(trainer),
+    )
+
+
+def check_probe(found: Probe, attention: str, packed: bool) -> None:
+    """Refuse to train where documents are not apart.
+
+    Raises:
+        PlanError: They see each other, or are not what they are alone; the message names the setting to change.
+    """
+    remedy = (
+        "Set data.packing=false"
+        if not packed or attention in ("sdpa", "eager")
+        else "Set model.attn_implementation=sdpa, or data.packing=false"
+    )
+    where = "pack" if packed else "padded batch"
+    if not found.moved <= MOVED[found.dtype]:
+        raise PlanError(
+            f"The documents of a {where} see each other: other tokens in one moved the hidden states of another by {found.moved:.1%} "
+            f"(noise in this format is below {MOVED[found.dtype]:.2%}). attn_implementation={attention} does not keep them apart on this "
+            f"model. {remedy}. Nothing was trained."
+        )
+    if not found.differ <= DIFFER[found.dtype]:
+        raise PlanError(
+            f"A document in a {where} is not what it is alone: its hidden states differ by {found.differ:.1%} (noise in this format is "
+            f"below {DIFFER[found.dtype]:.1%}). attn_implementation={attention} computes something else on this model. {remedy}. Nothing "
+            "was trained."
+        )
+
+
+@dataclass
+class _Pass:
+    """What a forward pass showed."""
+
+    states: list[torch.Tensor]
+    """What the output head gets of each document, fp32 [length, hidden]."""
+
+    use_cache: bool = False
+    head_called: bool = False
+
+
+def _one_pass(trainer: Any, documents: list[np.ndarray], packed: bool) -> _Pass:
+    """Collator, model and loss as in training."""
+    lengths = [len(document) for document in documents]
+    rows: list[dict[str, Any]] = [{"input_ids": document, "labels": _labels(document)} for document in documents]
+    if packed:
+        joined = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+        rows = [joined | {"seq_lengths": lengths}]
+    seen = _Pass([])
+
+    def keep(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        seen.states = list(output[0].detach().float())
+        seen.use_cache = bool(kwargs.get("use_cache", module.config.use_cache))
+
+    def called(module: Any, args: Any) -> None:
+        seen.head_called = True
+
+    backbone = unwrapped(trainer).base_model
+    hooks = [backbone.register_forward_hook(keep, with_kwargs=True)]
+    hooks.append(unwrapped(trainer).get_output_embeddings().register_forward_pre_hook(called))
+    try:
+        trainer.compute_loss(trainer.model_wrapped, trainer._prepare_inputs(trainer.data_collator(rows)))
+    finally:
+        for hook in hooks:
+            hook.remove()
+        trainer._metrics["eval"].clear()
+    if packed:
+        seen.states = list(torch.split(seen.states[0], lengths))
+    else:
+        seen.states = [row[:length] for row, length in zip(seen.states, lengths, strict=True)]
+    return seen
+
+
+def _labels(document: np.ndarray) -> np.ndarray:
+    """Every token but the first, as in training."""
+    return np.concatenate([[IGNORED], document[1:]])
+
+
+def _other_tokens(documents: list[np.ndarray], changed: int) -> np.ndarray:
+    """Tokens of the documents at hand, none where it was."""
+    known = np.unique(np.concatenate(documents))
+    drawn = np.random.default_rng(0).choice(known, len(documents[changed]))
+    following = known[(np.searchsorted(known, drawn) + 1) % len(known)]
+    return np.where(drawn == documents[changed], following, drawn)
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Norm of the difference over the norm; not a number where a state is none."""
+    return float((one - other).norm() / other.norm().clamp(min=1e-12))
+
+
+def unwrapped(trainer: Any) -> Any:
+    """The model itself, without engine and adapters' wrapper."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _arithmetic(trainer: Any) -> torch.dtype:
+    """What the layers compute in: autocast's format, else the weights'."""
+    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision)
+    return mixed or next(unwrapped(trainer).parameters()).dtype
+
+
+@contextmanager
+def _evaluating(trainer: Any) -> Iterator[None]:
+    """No dropout, no gradients, the training's autocast."""
+    model = trainer.model_wrapped
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), trainer.compute_loss_context_manager():
+            yield
+    finally:
+        model.train(training)
+
+
+@contextmanager
+def _plain_attention(trainer: Any) -> Iterator[None]:
+    """The model's own attention, whatever function runs otherwise: what a document alone is compared with."""
+    model = unwrapped(trainer)
+    config = model.config.get_text_config()
+    running = config._attn_implementation
+    if running not in ("sdpa", "eager"):
+        model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        if running not in ("sdpa", "eager"):
+            model.set_attn_implementation(running)
+
+
+@contextmanager
+def recorded_attention() -> Iterator[dict[str, int]]:
+    """Count the calls of transformers' attention functions by name; a model's own, `eager`, is not among them."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    calls: dict[str, int] = {}
+
+    def counted(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] = calls.get(name, 0) + 1
+            return function(*args, **kwargs)
+
+        return call
+
+    names = [*ALL_ATTENTION_FUNCTIONS.valid_keys()]
+    # The interface's local mapping goes before the registered functions.
+    for name in names:
+        ALL_ATTENTION_FUNCTIONS[name] = counted(name, ALL_ATTENTION_FUNCTIONS[name])
+    try:
+        yield calls
+    finally:
+        for name in names:
+            del ALL_ATTENTION_FUNCTIONS[name]

@@ -1,0 +1,216 @@
+"""Law 3: what really runs, read from the live objects before step 1 and compared with the plan.
+
+Called once the engine is there: what was asked for and what a library made of it can be told apart only then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sft.errors import PlanError
+from sft.job import Job
+from sft.model import weights_dtype
+from sft.probe import Probe, unwrapped
+
+SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+SHARDED = {0: "nothing", 1: "optimizer", 2: "optimizer, gradients", 3: "optimizer, gradients, parameters"}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One thing that was planned, and what was found."""
+
+    name: str
+    planned: str
+    running: str
+    wrong: bool
+
+    @classmethod
+    def equal(cls, name: str, planned: object, running: object) -> Reading:
+        """A reading that must be the very thing."""
+        return cls(name, _word(planned), _word(running), planned != running)
+
+
+def _word(value: object) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def read_back(trainer: Any, job: Job, probe: Probe | None) -> list[Reading]:
+    """Read everything that the plan decided from the live trainer.
+
+    Args:
+        trainer: After its engine was begun.
+        job: What was planned.
+        probe: What a pass through the model showed; None where there were no two documents to probe with.
+    """
+    plan, args = job.plan, trainer.args
+    engine = _engine(trainer)
+    stage = job.deepspeed.stage if job.deepspeed else 0
+    readings = [
+        Reading.equal("engine", plan.engine.value, _engine_name(trainer, engine)),
+        Reading.equal("processes", job.hardware.ranks, trainer.accelerator.num_processes),
+        Reading.equal("sharded", SHARDED[stage], SHARDED[_sharded(trainer, engine)]),
+        _attention(trainer, plan.attention.value, probe),
+        _kernels(trainer, plan.kernels.value),
+        Reading.equal("precision", plan.precision.value, _precision(trainer, engine)),
+        *_weights(trainer, job),
+        _optimizer(trainer),
+        Reading.equal("gradient_checkpointing", plan.gradient_checkpointing.value, _checkpointing(trainer)),
+        Reading.equal("micro_batch_size", plan.micro_batch_size.value, args.per_device_train_batch_size),
+        Reading.equal(
+            "gradient_accumulation_steps",
+            plan.gradient_accumulation_steps.value,
+            engine.gradient_accumulation_steps() if engine is not None else args.gradient_accumulation_steps,
+        ),
+        Reading.equal("packing", job.recipe.data.packing, bool(trainer.padding_free)),
+    ]
+    if probe is not None:
+        readings.append(Reading.equal("use_cache", False, probe.use_cache))
+        loss = "all logits, then cross-entropy" if probe.head_called else "TRL's fused head"
+        readings.append(Reading.equal("loss", "TRL's fused head", loss))
+    return readings
+
+
+def check_readings(readings: Iterable[Reading]) -> None:
+    """Refuse to train something else than was planned.
+
+    Raises:
+        PlanError: What differs, with both values.
+    """
+    wrong = [
+        f"  {reading.name}: planned {reading.planned}, running {reading.running}"
+        for reading in readings
+        if reading.wrong
+    ]
+    if wrong:
+        raise PlanError(
+            "\n".join(
+                [
+                    "What runs is not what was planned, and nothing was trained:",
+                    *wrong,
+                    "Set the recipe's key to what can run, or report this with plan.json and run.json.",
+                ]
+            )
+        )
+
+
+def _engine(trainer: Any) -> Any:
+    """DeepSpeed's engine, or None."""
+    model = trainer.model_wrapped
+    return model if hasattr(model, "zero_optimization_stage") else None
+
+
+def _engine_name(trainer: Any, engine: Any) -> str:
+    if engine is not None:
+        return f"ZeRO-{engine.zero_optimization_stage()}"
+    kind = type(trainer.model_wrapped).__name__
+    known = {"DistributedDataParallel": "DDP", "DataParallel": "DataParallel", "FullyShardedDataParallel": "FSDP"}
+    if kind.startswith("FSDP"):
+        return "FSDP"
+    alone = "one process" if trainer.accelerator.num_processes == 1 else "processes that do not know of each other"
+    return known.get(kind, alone)
+
+
+def _sharded(trainer: Any, engine: Any) -> int:
+    """The ZeRO stage by what the objects are, not by what the configuration says."""
+    if any(hasattr(parameter, "ds_id") for parameter in trainer.model.parameters()):
+        return 3
+    partition_gradients = getattr(engine.optimizer, "partition_gradients", None) if engine is not None else None
+    return {None: 0, False: 1, True: 2}[partition_gradients]
+
+
+def _attention(trainer: Any, planned: str, probe: Probe | None) -> Reading:
+    configured = unwrapped(trainer).config.get_text_config()._attn_implementation
+    if probe is None:
+        return Reading.equal("attention", planned, configured)
+    # A model's own function, `eager`, is called without asking the table of functions.
+    expected = set() if planned == "eager" else {planned}
+    calls = ", ".join(f"{name} in {count} layers" for name, count in probe.attention_calls.items()) or configured
+    wrong = configured != planned or set(probe.attention_calls) != expected
+    # An older architecture picks its own sdpa, without the table.
+    if planned == configured == "sdpa" and not probe.attention_calls:
+        wrong = False
+    return Reading("attention", planned, calls if probe.attention_calls or not wrong else "the model's own", wrong)
+
+
+def _kernels(trainer: Any, planned: str) -> Reading:
+    """Layers whose forward is Liger's."""
+    swapped = Counter(
+        type(module).__name__
+        for module in trainer.model.modules()
+        if getattr(getattr(module.forward, "__func__", None), "__module__", "").startswith("liger_kernel")
+    )
+    running = "liger: " + ", ".join(f"{count} {name}" for name, count in swapped.items()) if swapped else "none"
+    return Reading("kernels", planned, running, (planned == "liger") != bool(swapped))
+
+
+def _precision(trainer: Any, engine: Any) -> str:
+    if engine is not None:
+        return "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
+    mixed = trainer.accelerator.mixed_precision
+    return "fp32" if mixed == "no" else str(mixed)
+
+
+def _count(parameter: Any) -> int:
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _weights(trainer: Any, job: Job) -> list[Reading]:
+    """How many are trained, and in which format they are."""
+    total = trained = 0
+    formats: Counter[str] = Counter()
+    adapters = 0
+    for name, parameter in trainer.model.named_parameters():
+        total += _count(parameter)
+        if parameter.requires_grad:
+            trained += _count(parameter)
+            formats[SHORT.get(parameter.dtype, str(parameter.dtype))] += 1
+            adapters += ".lora_A." in name
+    lora = job.recipe.model.lora
+    expected = SHORT[weights_dtype(job)]
+    # Under DDP and alone peft keeps adapters in fp32, which is what they are trained in.
+    allowed = {expected, "fp32"} if lora is not None and job.deepspeed is None else {expected}
+    share = f"{trained:,} of {total:,} parameters"
+    if lora is None:
+        weights = Reading("trained", "all parameters", share, trained != total)
+    else:
+        weights = Reading(
+            "trained",
+            f"adapters of rank {lora.r}",
+            f"{share}, {adapters} adapters",
+            not 0 < trained < total or not adapters,
+        )
+    kinds = ", ".join(sorted(formats))
+    return [weights, Reading("weights", expected, kinds, not set(formats) <= allowed)]
+
+
+def _optimizer(trainer: Any) -> Reading:
+    """The innermost optimizer, and the format of what it updates: its moments have the same."""
+    optimizer, updated = trainer.optimizer, None
+    while hasattr(optimizer, "optimizer"):
+        # ZeRO-3 hands its partitions over at each step, and takes them away again.
+        updated = getattr(optimizer, "fp32_partitioned_groups_flat", updated)
+        optimizer = optimizer.optimizer
+    updated = updated or [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    formats = {tensor.dtype for tensor in updated}
+    kinds = ", ".join(sorted(SHORT.get(dtype, str(dtype)) for dtype in formats))
+    fused = ", fused" if optimizer.defaults.get("fused") else ""
+    name = type(optimizer).__name__
+    return Reading(
+        "optimizer", "AdamW on fp32", f"{name} on {kinds}{fused}", "Adam" not in name or formats != {torch.float32}
+    )
+
+
+def _checkpointing(trainer: Any) -> bool:
+    """Whether layers recompute, by the layers themselves."""
+    flags = [
+        module.gradient_checkpointing
+        for module in unwrapped(trainer).modules()
+        if hasattr(module, "gradient_checkpointing")
+    ]
+    return any(flags)
