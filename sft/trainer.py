@@ -18,6 +18,7 @@ from sft.checkpointing import CheckpointingAsPlanned
 from sft.embeddings import show_head
 from sft.errors import ModelError, RecipeError, did_you_mean
 from sft.job import Job
+from sft.loss import Tally, is_plain, plain_loss
 from sft.model import lora_config
 from sft.optimizer import MasterAdamW, check_optimizer
 from sft.plan import Plan
@@ -188,6 +189,10 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     step_order: StepOrder
     plan: Plan
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.tally = Tally()
+        super().__init__(*args, **kwargs)
+
     def _get_train_sampler(self, train_dataset: Any = None) -> StepOrder:
         return self.step_order
 
@@ -229,6 +234,22 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         if grad_norm is None and isinstance(masters, MasterAdamW):
             return masters.clip_grad_norm(float("inf"))
         return super()._get_grad_norm(model, grad_norm)
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """TRL's loss without its waits, wherever nothing but the plain loss was asked for."""
+        if return_outputs or not is_plain(self):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss, outputs = plain_loss(self, model, inputs, num_items_in_batch)
+        if self.model.training:
+            self.tally.add(outputs)
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """With the share of trained tokens that the model would have said, and how sure it was."""
+        self._metrics["train"].update(self.tally.take(self.accelerator))
+        super().log(logs, start_time)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the run directory says what a model card would."""
