@@ -114,8 +114,8 @@ def recorded(run: Run) -> Iterator[None]:
 def train(job: Job, start: Start, tokenizer: Any) -> None:
     """Train, and write final/."""
     from sft.batches import Sequences, StepOrder
-    from sft.metrics import Metrics
     from sft.model import load_model
+    from sft.step_work import StepWork
     from sft.store import DocumentStore, SequenceIndex
     from sft.trainer import build_trainer, check_what_runs, training_arguments
 
@@ -128,9 +128,9 @@ def train(job: Job, start: Start, tokenizer: Any) -> None:
     model = load_model(job, tokenizer)
     order = StepOrder(len(index), sequences.fillers, recipe.train.seed)
     held_out = held_out_loss(job, start, tokenizer, store)
-    callbacks = [held_out] if held_out else []
-    callbacks.append(Metrics(run.metrics_file, job.hardware, recipe.model.lora is None, held_out))
-    trainer = build_trainer(job, arguments, model, tokenizer, sequences, order, callbacks)
+    clock, measuring = measurements(job, run, StepWork(store, index, order, recipe.sequences_per_step), held_out)
+    callbacks = [*([held_out] if held_out else []), *measuring]
+    trainer = build_trainer(job, arguments, model, tokenizer, sequences, order, callbacks, clock)
     if held_out:
         held_out.trainer = trainer
     check_what_runs(trainer, job)
@@ -142,6 +142,20 @@ def train(job: Job, start: Start, tokenizer: Any) -> None:
     if distributed.is_first_rank():
         record_end(run, seconds, held_out.before if held_out else None)
     say(f"Trained {trainer.state.global_step} steps in {seconds:.0f} s: {run.final}")
+
+
+def measurements(job: Job, run: Run, work: Any, held_out: Any) -> tuple[Any, list[Any]]:
+    """The clock of the steps, and the callbacks that write what was measured."""
+    from sft.metrics import Metrics
+    from sft.profiling import Profile
+    from sft.step_clock import StepClock
+
+    on_gpu = job.hardware.gpu is not None
+    clock = StepClock(on_gpu)
+    callbacks: list[Any] = [Metrics(run.metrics_file, job.hardware, work, clock, held_out)]
+    if job.recipe.train.profile:
+        callbacks.append(Profile(run.path / "profile", distributed.rank(), on_gpu))
+    return clock, callbacks
 
 
 def held_out_loss(job: Job, start: Start, tokenizer: Any, store: Any) -> Any:

@@ -18,6 +18,7 @@ from sft.errors import ModelError, PlanError, RecipeError, did_you_mean
 from sft.job import Job
 from sft.model import lora_config
 from sft.run_directory import Run
+from sft.step_clock import StepClock
 from sft.tokenizer import new_token_ids
 
 SCHEDULES = {"cosine": "cosine_with_min_lr", "linear": "linear", "constant": "constant_with_warmup"}
@@ -167,6 +168,12 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     """SFTTrainer with the recipe's order of the data and checkpoints that are complete or absent."""
 
     step_order: StepOrder
+    step_clock: StepClock
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """The batches of one optimizer step, which begins here."""
+        self.step_clock.start()
+        return super().get_batch_samples(self.step_clock.timed(epoch_iterator), num_batches, device)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> StepOrder:
         return self.step_order
@@ -203,6 +210,7 @@ def build_trainer(
     sequences: Sequences,
     order: StepOrder,
     callbacks: list[TrainerCallback],
+    clock: StepClock,
 ) -> RecipeTrainer:
     """The trainer, ready to train.
 
@@ -214,6 +222,7 @@ def build_trainer(
         sequences: Of `input_ids`, `labels` and, packed, `seq_lengths`; whole steps.
         order: Their order.
         callbacks: Measure and write the metrics.
+        clock: Times the steps.
     """
     lora = job.recipe.model.lora
     new = new_token_ids(tokenizer, job.recipe.model.new_tokens)
@@ -225,7 +234,7 @@ def build_trainer(
             train_dataset=Dataset.from_list([{name: list(value) for name, value in sequences[0].items()}]),
             processing_class=tokenizer,
             peft_config=lora_config(lora, model, new) if lora else None,
-            callbacks=callbacks,
+            callbacks=[clock, *callbacks],  # before them: what they do at the end of a step is not part of it
         )
     except ValueError as error:
         if lora is None or "target" not in str(error).lower():
@@ -235,7 +244,7 @@ def build_trainer(
         show_head(trainer.model)
     trainer.remove_callback(PrinterCallback)
     trainer.train_dataset = sequences
-    trainer.step_order = order
+    trainer.step_order, trainer.step_clock = order, clock
     return trainer
 
 
