@@ -95,7 +95,7 @@ def attention_layers(config: Any) -> tuple[AttentionLayers, ...] | None:
         None where the layers are of kinds, or of sizes, that this formula does not hold for.
     """
     layers, heads = getattr(config, "num_hidden_layers", None), getattr(config, "num_attention_heads", None)
-    if not isinstance(layers, int) or not isinstance(heads, int) or getattr(config, "per_layer_config", None):
+    if not isinstance(layers, int) or not isinstance(heads, int) or getattr(config, "is_heterogeneous", False):
         return None
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
