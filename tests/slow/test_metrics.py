@@ -26,9 +26,9 @@ def recipe(tmp_path: Path) -> Path:
     return write_recipe(
         tmp_path / "job.yaml",
         model={"name_or_path": "builtin:demo"},
-        data={"train": "builtin:demo", "max_length": 128, "held_out": 0.02},
+        data={"train": [{"path": "builtin:demo", "split": "train[:900]"}], "max_length": 128, "held_out": 0.02},
         train={
-            "global_batch_size": 64,
+            "global_batch_size": 32,
             "micro_batch_size": 8,
             "learning_rate": 1e-3,
             "num_train_epochs": 1.3,
@@ -57,14 +57,14 @@ def test_the_counts_are_of_what_two_ranks_were_given(
 ) -> None:
     overrides = [f"data.packing={str(packing).lower()}", "train.profile=true"]
     # Padded, an epoch has twice as many steps.
-    overrides += [] if packing else ["train.num_train_epochs=0.3"]
+    overrides += [] if packing else ["train.num_train_epochs=0.5"]
     done = command([BIN / "torchrun", "--nproc-per-node", "2", PROGRAM, tmp_path, recipe, *overrides])
     run = Run((tmp_path / "outputs" / "job" / "latest").resolve())
     steps = given(tmp_path, 2)
     (prepared,) = (tmp_path / "outputs").glob("**/train.npz")
     index, store = SequenceIndex.load(prepared), DocumentStore.open(prepared.parent)
-    sequences = Sequences(store, index, 64, 0, packing)
-    work = StepWork(store, index, StepOrder(len(index), sequences.fillers, load_recipe(recipe, []).train.seed), 64)
+    sequences = Sequences(store, index, 32, 0, packing)
+    work = StepWork(store, index, StepOrder(len(index), sequences.fillers, load_recipe(recipe, []).train.seed), 32)
     if packing:
         assert work.steps_per_epoch < len(steps)
         assert sequences.fillers > 0
