@@ -64,9 +64,14 @@ def job_hardware() -> Hardware:
     return detect_hardware(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
 
 
+def rank() -> int:
+    """The number of this process among all of the job."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def is_first_rank() -> bool:
     """Whether this process is the one that writes and speaks."""
-    return int(os.environ.get("RANK", "0")) == 0
+    return rank() == 0
 
 
 def quiet_frameworks() -> None:

@@ -297,6 +297,9 @@ class Train(Section):
     logging_steps: int = Field(default=10, gt=0)
     """Optimizer steps between lines of metrics.jsonl."""
 
+    profile: bool = False
+    """Trace a few steady steps, and on a GPU record the memory of one, to <run>/profile/. The profiled steps are slower."""
+
     resume: Literal["auto", "must", "never"] = "auto"
     """`auto`: go on with the latest run of this recipe where it is unfinished, from its newest checkpoint if it has one."""
 

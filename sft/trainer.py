@@ -23,6 +23,7 @@ from sft.model import lora_config
 from sft.optimizer import MasterAdamW, check_optimizer
 from sft.plan import Plan
 from sft.run_directory import Run
+from sft.step_clock import StepClock
 from sft.tokenizer import new_token_ids
 from sft.weights import MASTER
 
@@ -188,10 +189,16 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
 
     step_order: StepOrder
     plan: Plan
+    step_clock: StepClock
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.tally = Tally()
         super().__init__(*args, **kwargs)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """The batches of one optimizer step, which begins here."""
+        self.step_clock.start()
+        return super().get_batch_samples(self.step_clock.timed(epoch_iterator), num_batches, device)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> StepOrder:
         return self.step_order
@@ -263,6 +270,7 @@ def build_trainer(
     sequences: Sequences,
     order: StepOrder,
     callbacks: list[TrainerCallback],
+    clock: StepClock,
 ) -> RecipeTrainer:
     """The trainer, ready to train.
 
@@ -274,6 +282,7 @@ def build_trainer(
         sequences: Of `input_ids`, `labels` and, packed, `seq_lengths`; whole steps.
         order: Their order.
         callbacks: Measure and write the metrics.
+        clock: Times the steps.
     """
     lora = job.recipe.model.lora
     new = new_token_ids(tokenizer, job.recipe.model.new_tokens)
@@ -285,7 +294,8 @@ def build_trainer(
             train_dataset=Dataset.from_list([{name: list(value) for name, value in sequences[0].items()}]),
             processing_class=tokenizer,
             peft_config=lora_config(lora, model, new) if lora else None,
-            callbacks=[CheckpointingAsPlanned(job.plan.gradient_checkpointing.value), *callbacks],
+            # The clock before the others: what they do at the end of a step is not part of it.
+            callbacks=[clock, CheckpointingAsPlanned(job.plan.gradient_checkpointing.value), *callbacks],
             optimizer_cls_and_kwargs=_optimizer(job),
         )
     except ValueError as error:
@@ -296,8 +306,7 @@ def build_trainer(
         show_head(trainer.model)
     trainer.remove_callback(PrinterCallback)
     trainer.train_dataset = sequences
-    trainer.step_order = order
-    trainer.plan = job.plan
+    trainer.step_order, trainer.step_clock, trainer.plan = order, clock, job.plan
     return trainer
 
 
