@@ -14,6 +14,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from trl import SFTConfig, SFTTrainer
 
 from sft.batches import Sequences, StepOrder
+from sft.compiled_layers import are_compiled, compile_layers
 from sft.embeddings import show_head
 from sft.errors import ModelError, PlanError, RecipeError, did_you_mean
 from sft.job import Job
@@ -115,6 +116,9 @@ SECOND_WAYS = {
     "resume_from_checkpoint": "train.resume",
     "save_only_model": "train.resume: a checkpoint without optimizer cannot be resumed",
     "shuffle_dataset": "train.seed, which decides the order",
+    "torch_compile": "model.compile",
+    "torch_compile_backend": "model.compile",
+    "torch_compile_mode": "model.compile",
     "train_sampling_strategy": "train.seed, which decides the order",
     "truncation_mode": "data.overlong",
     "use_liger_kernel": "model.kernels",
@@ -269,6 +273,8 @@ def build_trainer(
     trainer.train_dataset = sequences
     trainer.step_order = order
     trainer.plan = job.plan
+    if job.plan.compile.value:
+        compile_layers(trainer.model, job.plan.attention.value)
     return trainer
 
 
@@ -300,6 +306,7 @@ def check_what_runs(trainer: RecipeTrainer, job: Job) -> None:
     running = {
         "engine": engine,
         "attention": model.config.get_text_config()._attn_implementation,
+        "compile": are_compiled(model),
         "gradient_checkpointing": bool(trainer.args.gradient_checkpointing),
         "micro_batch_size": trainer.args.per_device_train_batch_size,
         "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
