@@ -83,6 +83,9 @@ class Model(Section):
     kernels: Literal["liger", "none"] = "liger"
     """Liger's fused RMSNorm, RoPE and SwiGLU layers; on a GPU only."""
 
+    compile: bool = False
+    """torch.compile for each decoder layer: a minute or more at the start, for faster steps. Not with Liger or ZeRO-3."""
+
     chat_template: str | None = None
     """A .jinja file, or the name of one of ours (`chatml`, `plain`). None: the tokenizer's own."""
 

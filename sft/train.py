@@ -87,8 +87,9 @@ def check_with_frameworks(job: Job) -> None:
     """The checks that need the frameworks imported, still before data and weights.
 
     Raises:
-        UserError: Kernels, trainer arguments, or new tokens that would stay untrained.
+        UserError: Kernels, trainer arguments, new tokens that would stay untrained, or no compiler.
     """
+    from sft.compiled_layers import check_compiler
     from sft.embeddings import check_new_tokens
     from sft.model import check_kernels
     from sft.trainer import check_trainer_args
@@ -96,6 +97,7 @@ def check_with_frameworks(job: Job) -> None:
     check_kernels(job)
     check_trainer_args(job)
     check_new_tokens(job)
+    check_compiler(job)
 
 
 def say(*lines: str) -> None:

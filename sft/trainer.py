@@ -15,6 +15,7 @@ from trl import SFTConfig, SFTTrainer
 
 from sft.batches import Sequences, StepOrder
 from sft.checkpointing import CheckpointingAsPlanned
+from sft.compiled_layers import compile_layers
 from sft.embeddings import show_head
 from sft.errors import ModelError, RecipeError, did_you_mean
 from sft.job import Job
@@ -125,6 +126,9 @@ SECOND_WAYS = {
     "resume_from_checkpoint": "train.resume",
     "save_only_model": "train.resume: a checkpoint without optimizer cannot be resumed",
     "shuffle_dataset": "train.seed, which decides the order",
+    "torch_compile": "model.compile",
+    "torch_compile_backend": "model.compile",
+    "torch_compile_mode": "model.compile",
     "train_sampling_strategy": "train.seed, which decides the order",
     "truncation_mode": "data.overlong",
     "use_liger_kernel": "model.kernels",
@@ -307,6 +311,8 @@ def build_trainer(
     trainer.remove_callback(PrinterCallback)
     trainer.train_dataset = sequences
     trainer.step_order, trainer.step_clock, trainer.plan = order, clock, job.plan
+    if job.plan.compile.value:
+        compile_layers(trainer.model, job.plan.attention.value)
     return trainer
 
 
