@@ -230,7 +230,7 @@ def _build(recipe: Recipe, tokenizer: Any, work: Path) -> dict[str, Any]:
     for account, one in zip(accounts, read, strict=True):
         account.format = one.format
     everything = total(accounts)
-    space = len(train) * recipe.data.max_length
+    space = len(train) * recipe.sequence_length
     packing = {"packs": len(train), "fill": everything.used / space if space else 0, "padding": space - everything.used}
     fingerprint = sha256("".join([*digests.values(), train.digest(), held_out.digest()]).encode()).hexdigest()
     files = sorted(file.name for file in work.iterdir())
@@ -318,7 +318,7 @@ def _sequences(documents: np.ndarray, mixture: Mixture, recipe: Recipe) -> tuple
     indices = []
     for chosen in (train, np.flatnonzero(mixture.held_out)):
         if recipe.data.packing and len(chosen):
-            members, ends = pack(documents["length"][chosen], recipe.data.max_length)
+            members, ends = pack(documents["length"][chosen], recipe.sequence_length)
             indices.append(SequenceIndex(chosen[members], ends))
         else:
             indices.append(SequenceIndex(np.sort(chosen), np.arange(1, len(chosen) + 1)))

@@ -80,6 +80,7 @@ def enter(job: Job) -> None:
     distributed.quiet_frameworks()
     distributed.check_devices(job.hardware)
     distributed.join_group(job.deepspeed is not None, uses_gpu)
+    distributed.check_same_plan(job.plan.settings())
 
 
 def check_with_frameworks(job: Job) -> None:
