@@ -15,23 +15,18 @@ same documents on all four, and of each step over the same packs between ours an
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import re
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 from machine import described
+from side_by_side import ROOT, check_agreement, losses, seconds_to_steps, show, turned, use_the_cores
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 BARE = """
@@ -120,8 +115,6 @@ train:
 """
 
 SIDES = ("bash scripts/sft.sh", "python -m sft.train", "bare SFTTrainer", "trl sft")
-STEP = re.compile(r"step +\d+/\d+ +loss |\{'loss': ")
-"""The line of a step, ours and transformers'."""
 
 
 @dataclass(frozen=True)
@@ -142,9 +135,7 @@ class Work:
 
 def main() -> None:
     arguments = read_arguments()
-    # What sft/launch.py would set, for every side alike.
-    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    use_the_cores()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model, rows = make_job(folder)
@@ -204,47 +195,7 @@ def command(side: str, work: Work, folder: Path) -> list[str]:
 
 
 def run(side: str, work: Work, folder: Path, until_first: bool = False) -> list[float]:
-    """Seconds from the command to each line that reports a step; to its end, or ended after the first."""
-    environment = os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder) + ".cache"}
-    errors, seconds = Path(f"{folder}.errors"), []
-    words = command(side, work, folder)
-    with errors.open("w") as file:
-        started = time.monotonic()
-        process = subprocess.Popen(
-            words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=file, text=True, start_new_session=True
-        )
-        assert process.stdout is not None
-        for line in process.stdout:
-            if STEP.match(line):
-                seconds.append(time.monotonic() - started)
-                if until_first:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    break
-        status = process.wait()
-    if not seconds or (status and not until_first):
-        raise SystemExit(f"{side} failed:\n{errors.read_text()[-3000:]}")
-    return seconds
-
-
-def losses(folder: Path) -> list[float]:
-    """What a finished run has logged, in full precision."""
-    states = sorted(folder.glob("checkpoint-*/trainer_state.json"))
-    if states:
-        return [line["loss"] for line in json.loads(states[-1].read_text())["log_history"] if "loss" in line]
-    lines = next(folder.glob("*/[0-9]*/metrics.jsonl")).read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
-
-
-def agree(found: dict[str, list[float]], what: str) -> None:
-    """Refuse to go on where the sides did not compute the same."""
-    lengths = {len(values) for values in found.values()}
-    apart = max(max(values) - min(values) for values in zip(*found.values(), strict=False))
-    if len(lengths) > 1 or apart > 1e-4:
-        for side, values in found.items():
-            print(f"{side:20} {values}")
-        print(f"The losses of {what} do not agree: no speed is shown.")
-        raise SystemExit(1)
-    print(f"Same work: the losses of {what} agree to {apart:.1e} ({', '.join(found)}).", flush=True)
+    return seconds_to_steps(command(side, work, folder), folder, until_first)
 
 
 def check_first_step(model: Path, rows: Path, folder: Path) -> None:
@@ -257,7 +208,7 @@ def check_first_step(model: Path, rows: Path, folder: Path) -> None:
     for number, side in enumerate(SIDES):
         run(side, work, folder / f"check-{number}")
         found[side] = losses(folder / f"check-{number}")[:1]
-    agree(found, "a step over the same 64 documents")
+    check_agreement(found, "a step over the same 64 documents")
 
 
 def measure_start(work: Work, folder: Path, rounds: int) -> None:
@@ -294,29 +245,15 @@ def measure_steps(work: Work, packs: Path, folder: Path, rounds: int, steps: int
     sides = {"python -m sft.train": work.data, "bare SFTTrainer": packs}
     for number in range(rounds):
         found = {}
-        for side in turned(tuple(sides), number):
+        for side in turned(list(sides), number):
             target = folder / f"steps-{number}-{SIDES.index(side)}"
             lines = run(side, replace(work, data=sides[side], steps=steps), target)
             found[side] = losses(target)
             # Lines come at steps 1, 10, 20, ...: the first two intervals warm up.
             between = [(later - earlier) / 10 for earlier, later in pairwise(lines[2:])]
             times.setdefault(side, []).append(1000 * median(between))
-        agree(found, f"{steps} steps over the same packs")
+        check_agreement(found, f"{steps} steps over the same packs")
     show("milliseconds per step", times, "bare SFTTrainer", "ms")
-
-
-def turned(sides: tuple[str, ...], number: int) -> tuple[str, ...]:
-    """Each round begins with another side, so that none always meets the machine first."""
-    first = number % len(sides)
-    return sides[first:] + sides[:first]
-
-
-def show(title: str, times: dict[str, list[float]], against: str, unit: str) -> None:
-    print(f"\n{title + ', median (min to max)':52} {'of ' + against + ', round by round':>36}")
-    for side, values in times.items():
-        ratios = [one / other for one, other in zip(values, times[against], strict=True)]
-        spread = f"{median(values):8.2f} {unit} ({min(values):.2f} to {max(values):.2f})"
-        print(f"{side:38} {spread:32} {median(ratios):.3f}x ({min(ratios):.3f} to {max(ratios):.3f})", flush=True)
 
 
 if __name__ == "__main__":
