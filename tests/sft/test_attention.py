@@ -313,7 +313,7 @@ def test_a_mask_of_ones_beside_boundaries_is_refused_or_right() -> None:
     try:
         found = measure(model, [batch], TRAINED)
     except ValueError as error:
-        assert "no mask besides" in str(error)  # noqa: PT017
+        assert "no mask besides" in str(error)
     else:
         assert_equal(found, separate("qwen2"))
 
