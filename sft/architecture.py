@@ -53,7 +53,7 @@ class Architecture:
         """Whether FlashAttention computes it: equal heads of a multiple of 8, at most 256."""
         width = self.head_dim
         same = self.value_head_dim in (None, width)
-        return same and self.dropout == 0 and (width is None or (width % 8 == 0 and width <= 256))
+        return same and (width is None or (width % 8 == 0 and width <= 256))
 
 
 @cache
