@@ -14,6 +14,7 @@ COMMON = [
     "qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "mixtral", "gemma2", "gemma3_text", "phi3", "olmo2", "glm4",
     "granite", "smollm3", "gpt_oss", "gpt_neox", "starcoder2",
 ]  # fmt: skip
+RECURRENT = ["mamba", "mamba2", "qwen3_next", "lfm2", "jamba", "falcon_h1", "rwkv", "xlstm", "zamba2"]
 
 
 def read(model_type: str, **config: Any) -> Architecture:
@@ -62,7 +63,7 @@ def test_an_ordinary_decoder_has_nothing_special(model_type: str) -> None:
     assert read(model_type) == Architecture()
 
 
-@pytest.mark.parametrize("model_type", ["mamba", "mamba2", "qwen3_next", "lfm2", "jamba", "falcon_h1", "rwkv", "xlstm", "zamba2"])  # fmt: skip
+@pytest.mark.parametrize("model_type", RECURRENT)
 def test_layers_with_a_state_are_seen(model_type: str) -> None:
     assert read(model_type).recurrent
 
@@ -110,14 +111,17 @@ def test_the_width_of_heads(config: dict[str, Any], width: int | None, values: i
 @pytest.mark.parametrize("name", ["attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"])
 def test_dropout_of_attention_has_several_names(name: str) -> None:
     assert read("llama", **{name: 0.1}).dropout == 0.1
-    assert not read("llama", **{name: 0.1}).one_kernel
     assert read("llama", **{name: None}).dropout == 0.0
 
 
 @pytest.mark.parametrize(
     ("width", "values", "fits"),
-    [(None, None, True), (64, None, True), (128, 128, True), (80, None, True), (256, None, True)]
-    + [(72, None, True), (300, None, False), (264, None, False), (20, None, False), (192, 128, False)],
+    [
+        *((width, None, True) for width in (None, 64, 72, 80, 128, 256)),
+        *((width, None, False) for width in (20, 264, 300)),
+        (128, 128, True),
+        (192, 128, False),
+    ],
 )
 def test_which_heads_flash_attention_computes(width: int | None, values: int | None, fits: bool) -> None:
     assert Architecture(head_dim=width, value_head_dim=values).one_kernel == fits
