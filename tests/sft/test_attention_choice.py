@@ -189,8 +189,9 @@ def test_the_choice_for_every_type_is_one_that_its_class_supports(make_recipe: M
     for packing, hardware in product(("true", "false"), (CPU, V100, A100, with_flash(A100))):
         recipe = make_recipe(f"data.packing={packing}")
         for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+            if (architecture := read_architecture({"model_type": model_type})) is None:
+                continue  # it counts as a model with code of its own, and loading says what that does not support
             try:
-                architecture = read_architecture({"model_type": model_type})
                 chosen = choose_attention(recipe, hardware, "bf16", model_type, architecture).value
             except PlanError as error:
                 assert "recurrent" in str(error)  # and nothing else is refused by auto
