@@ -21,15 +21,16 @@ def resolve_sequences(recipe: Recipe, hardware: Hardware) -> Resolved[int]:
     Raises:
         PlanError: The recipe gives tokens that are no whole number of sequences.
     """
-    train, length = recipe.train, recipe.data.max_length
+    train, length = recipe.train, recipe.sequence_length
     unit = f"packs of {length} tokens" if recipe.data.packing else "documents"
     if train.global_batch_size is not None:
         return Resolved(train.global_batch_size, f"the recipe, in {unit}")
     tokens = train.global_batch_tokens
     assert tokens is not None
     if tokens % length:
+        key = "max_length" if recipe.data.pack_length is None else "pack_length"
         raise PlanError(
-            f"train.global_batch_tokens={tokens} is not a multiple of data.max_length={length}. The nearest that can be used here: "
+            f"train.global_batch_tokens={tokens} is not a multiple of data.{key}={length}. The nearest that can be used here: "
             f"{_nearest(tokens, length * _share_unit(recipe, hardware))}."
         )
     return Resolved(tokens // length, f"{tokens} tokens = {tokens // length} x {length}, in {unit}")
@@ -55,7 +56,7 @@ def _batch_as_written(recipe: Recipe, sequences: int) -> tuple[str, int]:
     """The recipe's key for the batch, and how many of its units are one sequence."""
     if recipe.train.global_batch_size is not None:
         return f"train.global_batch_size={sequences}", 1
-    return f"train.global_batch_tokens={recipe.train.global_batch_tokens}", recipe.data.max_length
+    return f"train.global_batch_tokens={recipe.train.global_batch_tokens}", recipe.sequence_length
 
 
 def split_batch(
@@ -87,7 +88,7 @@ def split_batch(
     share = sequences // ranks
     if wanted == "auto":
         budget, why = _token_budget(recipe, hardware, attention)
-        fitting = [divisor for divisor in _divisors(share) if divisor * recipe.data.max_length <= budget]
+        fitting = [divisor for divisor in _divisors(share) if divisor * recipe.sequence_length <= budget]
         micro = max(fitting, default=1)
         reason = f"auto: the largest divisor of {share} within {budget} tokens a forward pass ({why})"
     else:
@@ -107,7 +108,7 @@ def _token_budget(recipe: Recipe, hardware: Hardware, attention: str) -> tuple[i
     masked = recipe.data.packing and attention in ("sdpa", "eager")
     if hardware.gpu is not None and masked:
         return (
-            recipe.data.max_length,
+            recipe.sequence_length,
             f"one pack: {attention}'s mask over several grows with the square of their tokens",
         )
     # A rule of thumb, not a memory model: activations of a 3B model with checkpointing fit with room at these sizes.

@@ -144,6 +144,27 @@ def from_first_rank(value: Any) -> Any:
     return box[0]
 
 
+def check_same_plan(decisions: dict[str, Any]) -> None:
+    """Compare this rank's plan with the first one's: machines that differ may resolve `auto` differently.
+
+    Args:
+        decisions: What the plan decided for this rank, by name.
+
+    Raises:
+        PlanError: They differ, and the ranks would wait for each other for ever or train each in its own way.
+    """
+    first = from_first_rank(decisions)
+    wrong = [
+        f"  {name}: {first[name]} there, {value} here" for name, value in decisions.items() if value != first[name]
+    ]
+    if wrong:
+        rank = os.environ.get("RANK", "0")
+        remedy = (
+            "Its machine is another one: write these into the recipe instead of auto, or use machines that are alike."
+        )
+        raise PlanError("\n".join([f"Rank {rank} does not plan what the first rank plans:", *wrong, remedy]))
+
+
 def wait_for_all() -> None:
     """Return when every rank has come here, however long it takes."""
     import torch

@@ -30,6 +30,9 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenize
 _SAMPLE = 200
 """Rows of each source that the estimate reads."""
 
+_PACKS = 16
+"""Packs of which the last, which is seldom full, is a small part."""
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -46,6 +49,9 @@ class ModelFacts:
     parameters: int | None = None
     vocab_size: int | None = None
     """Rows of the embedding."""
+
+    hidden_size: int | None = None
+    num_hidden_layers: int | None = None
 
     architecture: Architecture | None = None
     """How it attends; None where that is not known."""
@@ -119,6 +125,15 @@ def _hub_file(name: str, revision: str | None, file: str) -> Path | None:
         return None
 
 
+def _hub_size(path: str, revision: str | None, download: bool) -> int:
+    """Bytes of the weights of a hub model, from the index that large ones have; 0 where it is not to be had."""
+    index = _hub_file(path, revision, "model.safetensors.index.json") if download and not Path(path).is_dir() else None
+    try:
+        return int(json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"]) if index else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
 def inspect_model(recipe: Recipe, download: bool = True) -> ModelFacts:
     """Read the model's config.json.
 
@@ -149,13 +164,16 @@ def inspect_model(recipe: Recipe, download: bool = True) -> ModelFacts:
         )
     dtype = config.get("dtype") or config.get("torch_dtype")
     width = 4 if dtype == "float32" else 2
+    size = sum(file.stat().st_size for file in weights) or _hub_size(path, recipe.model.revision, download)
     return ModelFacts(
         path=path,
         model_type=config.get("model_type"),
         dtype=dtype,
         max_position_embeddings=config.get("max_position_embeddings"),
-        parameters=sum(file.stat().st_size for file in weights) // width or None,
+        parameters=size // width or None,
         vocab_size=config.get("vocab_size"),
+        hidden_size=config.get("hidden_size"),
+        num_hidden_layers=config.get("num_hidden_layers"),
         architecture=read_architecture(config),
         commit=config_file.parent.name if config_file.parent.parent.name == "snapshots" else None,
     )
@@ -234,12 +252,18 @@ def inspect_data(recipe: Recipe, model: ModelFacts) -> DataFacts | None:
             trained += share * (length if recipe.data.loss_on == "all" else answered)
         sequences += (
             number
-            * (len(pack(np.array(sampled), recipe.data.max_length)[1]) if recipe.data.packing else len(sampled))
             / len(rows)
+            * (_packs(sampled, number / len(rows), recipe.sequence_length) if recipe.data.packing else len(sampled))
         )
     if not documents:
         return None
     return DataFacts(int(documents), int(tokens), min(int(trained), int(tokens)), ceil(sequences))
+
+
+def _packs(sampled: list[int], rows_for_each: float, capacity: int) -> float:
+    """Packs that the documents of a sample need, where each stands for several: enough of them to fill some packs."""
+    copies = min(ceil(rows_for_each), ceil(_PACKS * capacity / max(1, sum(sampled))))
+    return len(pack(np.tile(sampled, max(1, copies)), capacity)[1]) / max(1, copies)
 
 
 def _lengths(example: Example, count: Callable[[str], int]) -> tuple[int, int]:

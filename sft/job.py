@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sft.engine import open_deepspeed
 from sft.errors import ModelError, RunError
 from sft.facts import DataFacts, ModelFacts, inspect_data, inspect_model
 from sft.hardware import Hardware
@@ -18,7 +19,7 @@ from sft.plan import Plan, resolve_plan
 from sft.recipe import Recipe
 from sft.recipe_file import find_file, load_recipe
 from sft.tokenizer import check_tokenizer_choice
-from sft.zero import DeepSpeedFile, load_deepspeed
+from sft.zero import DeepSpeedFile
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to
     from eval.suites import check_tasks
 
     recipe, path, model = open_recipe(recipe_path, overrides, to_run)
-    deepspeed = load_deepspeed(recipe.train.deepspeed) if recipe.train.deepspeed else None
+    deepspeed = open_deepspeed(recipe, hardware, model)
     plan = resolve_plan(recipe, hardware, model, inspect_data(recipe, model), deepspeed)
     check_tasks(recipe.eval, Path(recipe.output_dir))
     return Job(recipe, path, tuple(overrides), hardware, model, deepspeed, plan)

@@ -63,8 +63,10 @@ def main(argv: Sequence[str]) -> None:
     layout = read_layout()
     job = open_job(recipe, arguments.overrides, detect_hardware(*_ranks(layout)))
     check_start(job)
-    # Before any rank is there to wait. On another machine that shares the folder, this waits for the first.
-    prepared_data(job.recipe, job.model, [str(job.recipe_path), *job.overrides])
+    if layout.ranks > 1:
+        # Before any rank is there to wait. On another machine that shares the folder, this waits for the first. A single
+        # process has the data prepared while it imports.
+        prepared_data(job.recipe, job.model, [str(job.recipe_path), *job.overrides])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, job.hardware.cpu_cores // layout.per_node)))
     # A thread that waits spins for microseconds only: on cores that others use too, long spinning takes them from the work.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")

@@ -12,6 +12,7 @@ from sft.embeddings import embed_new_tokens, trainable_rows
 from sft.errors import ModelError
 from sft.job import Job
 from sft.recipe import Lora
+from sft.weights import MASTER
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -19,10 +20,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def weights_dtype(job: Job) -> torch.dtype:
     """What the weights are loaded in.
 
-    DeepSpeed keeps its own fp32 copy of what it trains, and under DDP adapters are fp32 beside a frozen base: both take the
-    weights in the compute format. Everything else trains the weights themselves, which bf16 would round at each step.
+    DeepSpeed and MasterAdamW keep an fp32 copy of what they train, and under DDP adapters are fp32 beside a frozen base: all
+    take the weights in the compute format. Everything else trains the weights themselves, which bf16 would round at each step.
     """
-    keeps_own_copy = job.deepspeed is not None or job.recipe.model.lora is not None
+    keeps_own_copy = job.deepspeed is not None or job.recipe.model.lora is not None or job.plan.weights.value == MASTER
     return DTYPES[job.plan.precision.value] if keeps_own_copy else torch.float32
 
 

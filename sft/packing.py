@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 
-def pack(lengths: np.ndarray, max_length: int) -> tuple[np.ndarray, np.ndarray]:
+def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Put documents into as few sequences as best-fit decreasing finds.
 
     Takes the longest document that is left and puts it where the least space stays free. All at once: TRL packs each 1,000
     documents by themselves, which fills less.
 
     Args:
-        lengths: Tokens of each document, 1 to max_length.
-        max_length: Tokens in a sequence at most.
+        lengths: Tokens of each document, 1 to capacity.
+        capacity: Tokens in a sequence at most.
 
     Returns:
         The documents' indices, sequence by sequence, and for each sequence the end of its stretch of them.
@@ -23,7 +23,7 @@ def pack(lengths: np.ndarray, max_length: int) -> tuple[np.ndarray, np.ndarray]:
     """
     longest_first = np.argsort(-lengths, kind="stable")
     sequence_of = np.empty(len(lengths), np.int64)
-    open_sequences: list[list[int]] = [[] for _ in range(max_length + 1)]  # by the space that is left
+    open_sequences: list[list[int]] = [[] for _ in range(capacity + 1)]  # by the space that is left
     spaces = 0  # bit n is set where a sequence has n tokens free: the least space that fits is one shift away
     count = 0
     for index, length in zip(longest_first.tolist(), lengths[longest_first].tolist(), strict=True):
@@ -34,7 +34,7 @@ def pack(lengths: np.ndarray, max_length: int) -> tuple[np.ndarray, np.ndarray]:
             if not open_sequences[space]:
                 spaces ^= 1 << space
         else:
-            space, sequence = max_length, count
+            space, sequence = capacity, count
             count += 1
         sequence_of[index] = sequence
         left = space - length

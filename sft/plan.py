@@ -13,11 +13,13 @@ from typing import Any
 
 from sft.attention_choice import choose_attention
 from sft.batch_size import resolve_sequences, split_batch
+from sft.engine import AUTO, choose_deepspeed
 from sft.errors import PlanError
 from sft.facts import DataFacts, ModelFacts
 from sft.hardware import Hardware
 from sft.recipe import Recipe
 from sft.resolved import Resolved
+from sft.weights import resolve_gradients, resolve_weights
 from sft.zero import DeepSpeedFile, check_deepspeed
 
 
@@ -29,11 +31,19 @@ class Plan:
     """`one process`, `DDP`, or `ZeRO-<stage>`."""
 
     precision: Resolved[str]
+    weights: Resolved[str]
+    """What the trained weights are kept in; AdamW is always the fused one."""
+
+    gradients: Resolved[str]
+    """What gradients of a step's micro-batches are added up in."""
+
     attention: Resolved[str]
     kernels: Resolved[str]
     """`liger` or `none`, as they will run."""
 
-    gradient_checkpointing: Resolved[bool]
+    gradient_checkpointing: Resolved[bool | int | str]
+    """False, True (in every layer), n (in every n-th), `selective` or `offload`."""
+
     global_batch_size: Resolved[int]
     """Sequences per optimizer step."""
 
@@ -44,6 +54,11 @@ class Plan:
     steps_per_epoch: Resolved[int | None]
     max_steps: Resolved[int | None]
     """Optimizer steps; None until the data is counted."""
+
+    def settings(self) -> dict[str, Any]:
+        """The values that every rank must share. Expectations of the data are none: they may be estimates."""
+        estimates = ("documents_per_step", "trained_tokens_per_step", "steps_per_epoch", "max_steps")
+        return {field.name: getattr(self, field.name).value for field in fields(self) if field.name not in estimates}
 
     def decisions(self) -> list[dict[str, Any]]:
         """The plan as plan.json and the table have it."""
@@ -93,18 +108,36 @@ def _kernels(recipe: Recipe, hardware: Hardware) -> Resolved[str]:
     return Resolved("liger", "the recipe: fused RMSNorm, RoPE and SwiGLU; the loss path is TRL's fused head")
 
 
-def _checkpointing(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None) -> Resolved[bool]:
+def _checkpointing(
+    recipe: Recipe, hardware: Hardware, attention: str, deepspeed: DeepSpeedFile | None
+) -> Resolved[bool | int | str]:
     wanted = recipe.train.gradient_checkpointing
     adapters_sharded = recipe.model.lora is not None and deepspeed is not None and deepspeed.stage == 3
     kind = "reentrant, which TRL needs for adapters under ZeRO-3" if adapters_sharded else "non-reentrant"
+    if wanted == "selective" and (adapters_sharded or attention == "eager"):
+        why = "its attention is no operator of its own" if attention == "eager" else f"its checkpointing is {kind}"
+        place = "model.attn_implementation=eager" if attention == "eager" else "model.lora with ZeRO-3"
+        raise PlanError(
+            f"train.gradient_checkpointing=selective does not work with {place}: {why}. Set train.gradient_checkpointing=true."
+        )
+    if wanted == "offload" and hardware.gpu is None:
+        raise PlanError(
+            "train.gradient_checkpointing=offload takes activations from a GPU to the machine's memory, and there is no GPU here. Set it "
+            "to true or auto."
+        )
     if wanted != "auto":
-        return Resolved(bool(wanted), f"the recipe; {kind}" if wanted else "the recipe")
+        every = f", every {wanted} layers" if isinstance(wanted, int) and wanted > 1 else ""
+        return Resolved(wanted, f"the recipe{every}; {kind}" if wanted else "the recipe")
     if hardware.gpu is None:
         return Resolved(False, "auto: off on a CPU, where time is what is short")
     return Resolved(True, f"auto: on a GPU, {kind}")
 
 
-def _engine(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None) -> Resolved[str]:
+def _engine(recipe: Recipe, hardware: Hardware, model: ModelFacts, deepspeed: DeepSpeedFile | None) -> Resolved[str]:
+    if recipe.train.deepspeed == AUTO:
+        alone = "one process" if hardware.ranks == 1 else "DDP"
+        name = f"ZeRO-{deepspeed.stage}" if deepspeed else alone
+        return Resolved(name, choose_deepspeed(recipe, hardware, model).reason)
     if deepspeed is not None:
         where = f" with offload to {deepspeed.offload}" if deepspeed.offload else ""
         return Resolved(
@@ -125,7 +158,7 @@ def _expectations(recipe: Recipe, sequences: int, data: DataFacts | None) -> dic
     how = "counted" if data.exact else "estimated from the first rows"
     per_epoch = data.sequences
     if per_epoch is None:
-        per_epoch = ceil(data.tokens / recipe.data.max_length) if recipe.data.packing else data.documents
+        per_epoch = ceil(data.tokens / recipe.sequence_length) if recipe.data.packing else data.documents
     epoch_steps = max(1, ceil(per_epoch / sequences))
     epochs = recipe.train.num_train_epochs
     mean = data.tokens / data.documents
@@ -162,11 +195,12 @@ def resolve_plan(
         hardware: What there is.
         model: What config.json says.
         data: How much data there is, estimated or counted; None where nothing is known before preparation.
-        deepspeed: The file that train.deepspeed names, or None.
+        deepspeed: The file that train.deepspeed names or stands for, or None.
 
     Raises:
         PlanError: What was asked for cannot be had here; the message names values that can.
     """
+    # Positions restart at each document, so that the length of a pack is no matter to the model.
     limit = model.max_position_embeddings
     if limit is not None and recipe.data.max_length > limit:
         raise PlanError(
@@ -179,11 +213,13 @@ def resolve_plan(
     if deepspeed is not None:
         check_deepspeed(deepspeed, recipe, micro.value, accumulation.value, precision.value)
     return Plan(
-        engine=_engine(recipe, hardware, deepspeed),
+        engine=_engine(recipe, hardware, model, deepspeed),
         precision=precision,
+        weights=resolve_weights(recipe, hardware, deepspeed, precision.value),
+        gradients=resolve_gradients(recipe, hardware, model, deepspeed, precision.value, accumulation.value),
         attention=attention,
         kernels=_kernels(recipe, hardware),
-        gradient_checkpointing=_checkpointing(recipe, hardware, deepspeed),
+        gradient_checkpointing=_checkpointing(recipe, hardware, attention.value, deepspeed),
         global_batch_size=batch,
         micro_batch_size=micro,
         gradient_accumulation_steps=accumulation,

@@ -63,7 +63,29 @@ def main(argv: Sequence[str]) -> None:
     prepare(recipe, model)
 
 
-def prepared_data(recipe: Recipe, model: ModelFacts, command: Sequence[str], judge: bool = True) -> Prepared:
+def begin_preparation(recipe: Recipe, model: ModelFacts, command: Sequence[str]) -> subprocess.Popen[bytes] | None:
+    """Start the process that prepares the recipe's data; None where it is prepared already.
+
+    Args:
+        recipe: What is prepared.
+        model: From inspect_model.
+        command: The recipe's path and the overrides.
+    """
+    if find_prepared(entry_folder(recipe, model)) is not None:
+        return None
+    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+    environment = {name: value for name, value in os.environ.items() if name not in launched}
+    environment["SFT_PARENT"] = str(os.getpid())
+    return subprocess.Popen([sys.executable, "-m", "sft.prepare", *command], env=environment)
+
+
+def prepared_data(
+    recipe: Recipe,
+    model: ModelFacts,
+    command: Sequence[str],
+    judge: bool = True,
+    begun: subprocess.Popen[bytes] | None = None,
+) -> Prepared:
     """The recipe's prepared data; where there is none yet, a process of its own makes it.
 
     Args:
@@ -71,35 +93,31 @@ def prepared_data(recipe: Recipe, model: ModelFacts, command: Sequence[str], jud
         model: From inspect_model.
         command: The recipe's path and the overrides.
         judge: Hold the ledger against the recipe's limits.
+        begun: From begin_preparation, where it was called before.
 
     Raises:
         DataError: The ledger passes one of them.
     """
-    folder = entry_folder(recipe, model)
-    prepared = find_prepared(folder)
+    process = begun or begin_preparation(recipe, model, command)
+    status = _ended(process) if process else 0
+    if status < 0:
+        raise RunError(
+            f"The preparation of the data was ended by signal {-status}, which most often means that memory ran out. Give it fewer "
+            "cores (taskset -c 0-3 bash scripts/sft.sh ...) or more memory, and start again."
+        )
+    if status:
+        stop(status)  # it has said why
+    prepared = find_prepared(entry_folder(recipe, model))
     if prepared is None:
-        launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
-        environment = {name: value for name, value in os.environ.items() if name not in launched}
-        environment["SFT_PARENT"] = str(os.getpid())
-        status = _run([sys.executable, "-m", "sft.prepare", *command], environment)
-        if status < 0:
-            raise RunError(
-                f"The preparation of the data was ended by signal {-status}, which most often means that memory ran out. Give it fewer "
-                "cores (taskset -c 0-3 bash scripts/sft.sh ...) or more memory, and start again."
-            )
-        if status:
-            stop(status)  # it has said why
-        prepared = find_prepared(folder)
-        if prepared is None:
-            raise DataError("The data has changed while it was prepared. Start again when nobody writes to it.")
+        raise DataError("The data has changed while it was prepared. Start again when nobody writes to it.")
     if judge:
         check_limits(prepared.ledger, recipe.data)
     return prepared
 
 
-def _run(command: Sequence[str], environment: dict[str, str]) -> int:
-    """The exit status of a command; Ctrl-C, which reaches both, lets it tidy up first."""
-    with subprocess.Popen(command, env=environment) as process:
+def _ended(process: subprocess.Popen[bytes]) -> int:
+    """The exit status; Ctrl-C, which reaches both, lets it tidy up first."""
+    with process:
         try:
             return process.wait()
         except KeyboardInterrupt:
@@ -212,7 +230,7 @@ def _build(recipe: Recipe, tokenizer: Any, work: Path) -> dict[str, Any]:
     for account, one in zip(accounts, read, strict=True):
         account.format = one.format
     everything = total(accounts)
-    space = len(train) * recipe.data.max_length
+    space = len(train) * recipe.sequence_length
     packing = {"packs": len(train), "fill": everything.used / space if space else 0, "padding": space - everything.used}
     fingerprint = sha256("".join([*digests.values(), train.digest(), held_out.digest()]).encode()).hexdigest()
     files = sorted(file.name for file in work.iterdir())
@@ -300,7 +318,7 @@ def _sequences(documents: np.ndarray, mixture: Mixture, recipe: Recipe) -> tuple
     indices = []
     for chosen in (train, np.flatnonzero(mixture.held_out)):
         if recipe.data.packing and len(chosen):
-            members, ends = pack(documents["length"][chosen], recipe.data.max_length)
+            members, ends = pack(documents["length"][chosen], recipe.sequence_length)
             indices.append(SequenceIndex(chosen[members], ends))
         else:
             indices.append(SequenceIndex(np.sort(chosen), np.arange(1, len(chosen) + 1)))

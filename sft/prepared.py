@@ -95,7 +95,8 @@ def entry_folder(recipe: Recipe, model: ModelFacts) -> Path:
     with told_as("data.held_out"):
         held_out = [_source_key(source, recipe.output_dir) for source in recipe.held_out_sources]
     parts = {
-        "data": recipe.data.model_dump(mode="json", exclude=_LIMITS),
+        # None and max_length are the same packs.
+        "data": recipe.data.model_dump(mode="json", exclude=_LIMITS) | {"pack_length": recipe.sequence_length},
         "sources": [_source_key(source, recipe.output_dir) for source in recipe.sources],
         "held_out": held_out,
         "tokenizer": {file.name: _hash_of(file) for file in files if not file.name.endswith(".index.json")},

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sft.checkpointing import checkpointed_layers, running_checkpointing
 from sft.errors import PlanError
 from sft.job import Job
 from sft.model import weights_dtype
@@ -60,7 +61,7 @@ def read_back(trainer: Any, job: Job, probe: Probe | None) -> list[Reading]:
         Reading.equal("precision", plan.precision.value, _precision(trainer, engine)),
         *_weights(trainer, job),
         _optimizer(trainer),
-        Reading.equal("gradient_checkpointing", plan.gradient_checkpointing.value, _checkpointing(trainer)),
+        _checkpointing(trainer, plan.gradient_checkpointing.value),
         Reading.equal("micro_batch_size", plan.micro_batch_size.value, args.per_device_train_batch_size),
         Reading.equal(
             "gradient_accumulation_steps",
@@ -153,7 +154,11 @@ def _precision(trainer: Any, engine: Any) -> str:
     if engine is not None:
         return "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
     mixed = trainer.accelerator.mixed_precision
-    return "fp32" if mixed == "no" else str(mixed)
+    if mixed != "no":
+        return str(mixed)
+    # Without autocast the model computes in what its weights are.
+    dtype = next(unwrapped(trainer).parameters()).dtype
+    return SHORT.get(dtype, str(dtype))
 
 
 def _count(parameter: Any) -> int:
@@ -206,11 +211,10 @@ def _optimizer(trainer: Any) -> Reading:
     )
 
 
-def _checkpointing(trainer: Any) -> bool:
-    """Whether layers recompute, by the layers themselves."""
-    flags = [
-        module.gradient_checkpointing
-        for module in unwrapped(trainer).modules()
-        if hasattr(module, "gradient_checkpointing")
-    ]
-    return any(flags)
+def _checkpointing(trainer: Any, planned: bool | int | str) -> Reading:
+    """Whether layers recompute, by the layers themselves; CheckpointingAsPlanned has compared them."""
+    running, layers = checkpointed_layers(trainer.model)
+    kind = running_checkpointing(trainer.model)
+    words = _word(planned) if isinstance(planned, bool | str) else f"every {planned}th layer"
+    found = f"{kind}, {running} of {layers} layers" if running else "off"
+    return Reading("gradient_checkpointing", words, found, bool(planned) != bool(running))

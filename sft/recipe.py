@@ -152,10 +152,13 @@ class Data(Section):
     """Rows that are never trained and whose loss is measured: a fraction of `train`, or other sources."""
 
     max_length: int = Field(default=2048, gt=1)
-    """Tokens: the longest document, and with packing the length of a pack."""
+    """Tokens of the longest document."""
 
     packing: bool = True
-    """Put several documents into one sequence of max_length tokens; they do not see each other."""
+    """Put several documents into one sequence, a pack; they do not see each other."""
+
+    pack_length: int | None = Field(default=None, gt=1)
+    """Tokens of a pack, at least max_length. None: max_length. A larger pack holds more documents and leaves less space free."""
 
     loss_on: Literal["auto", "assistant", "completion", "last_assistant", "all"] = "auto"
     """Tokens that are trained, each answer with its end-of-turn token. `auto`: every turn of the assistant; of rows with a
@@ -209,6 +212,19 @@ class Data(Section):
             raise ValueError("`rows` and `weight` of a source both say how much is taken: give one")
         return self
 
+    @model_validator(mode="after")
+    def _packs_that_hold_any_document(self) -> Data:
+        if self.pack_length is not None and not self.packing:
+            raise ValueError(
+                f"pack_length={self.pack_length} is the length of a pack, and packing is false: leave one of them out"
+            )
+        if self.pack_length is not None and self.pack_length < self.max_length:
+            raise ValueError(
+                f"pack_length={self.pack_length} is less than max_length={self.max_length}, so that a document may fit in no pack: "
+                f"raise pack_length to {self.max_length} or more, or lower max_length"
+            )
+        return self
+
 
 class Train(Section):
     """How long and how hard to train."""
@@ -217,7 +233,7 @@ class Train(Section):
     """Sequences per optimizer step, over all GPUs; with packing a sequence is a pack. Decides the result."""
 
     global_batch_tokens: int | None = Field(default=None, gt=0)
-    """The same in tokens: a multiple of data.max_length. Give one of the two."""
+    """The same in tokens: a multiple of data.pack_length, or of data.max_length where there is none. Give one of the two."""
 
     micro_batch_size: Positive | Literal["auto"] = "auto"
     """Sequences per forward pass on one GPU. Decides memory and speed only."""
@@ -258,11 +274,13 @@ class Train(Section):
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Number format of the forward and backward pass. `auto`: bf16 where the GPU has it, else fp32."""
 
-    gradient_checkpointing: bool | Literal["auto"] = "auto"
-    """Recompute activations in the backward pass: less memory, about a third more compute. `auto`: on a GPU only."""
+    gradient_checkpointing: bool | Literal["auto", "selective", "offload"] | Annotated[int, Field(ge=2)] = "auto"
+    """Recompute activations in the backward pass: less memory, about a third more compute. A number n: in every n-th layer only.
+    `selective`: all but attention. `offload`: keep what the layers start from in the machine's memory. `auto`: on a GPU only."""
 
     deepspeed: str | None = None
-    """A file under ds_configs/ (`zero2`, `ds_configs/zero2.json`) or of your own. None: DDP."""
+    """A file under ds_configs/ (`zero2`, `ds_configs/zero2.json`) or of your own. `auto`: the cheapest that fits, none in one
+    process. None: DDP."""
 
     seed: int = Field(default=0, ge=0)
     """Of the order of the data, dropout and adapter weights."""
@@ -380,9 +398,14 @@ class Recipe(Section):
         return held_out if isinstance(held_out, tuple) else ()
 
     @property
+    def sequence_length(self) -> int:
+        """Tokens of the longest sequence: the length of a pack, or without packing of a document."""
+        return self.data.pack_length or self.data.max_length
+
+    @property
     def sequences_per_step(self) -> int:
         """Sequences per optimizer step. `resolve_plan` has checked that the tokens divide."""
         if self.train.global_batch_size is not None:
             return self.train.global_batch_size
         assert self.train.global_batch_tokens is not None
-        return self.train.global_batch_tokens // self.data.max_length
+        return self.train.global_batch_tokens // self.sequence_length

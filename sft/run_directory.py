@@ -244,6 +244,19 @@ def _folder(job: Job) -> Path:
     return Path(job.recipe.output_dir).expanduser().resolve() / job.recipe_path.stem
 
 
+def _check_same_engine(run: Run, job: Job) -> None:
+    # `auto` may stand for another one on another machine, whose checkpoints are of another kind.
+    earlier = {row["name"]: row["value"] for row in read_json(run.plan_file).get("decisions", [])}
+    for name in ("engine", "weights"):
+        found = getattr(job.plan, name).value
+        if earlier.get(name, found) != found:
+            raise RunError(
+                f"{run.path} is unfinished and was trained with {name}: {earlier[name]}; here train.deepspeed="
+                f"{job.recipe.train.deepspeed or 'null'} and train.precision={job.recipe.train.precision} give {found}, which cannot go on "
+                "from its checkpoint. Go on on a machine like the first, or start anew with train.resume=never."
+            )
+
+
 def check_start(job: Job) -> None:
     """Refuse, before the data is prepared, what open_run would refuse after.
 
@@ -265,6 +278,7 @@ def check_start(job: Job) -> None:
             f"{run.path} is unfinished and was trained by {run.record['ranks']} processes; this start has {job.hardware.ranks}, and a "
             "checkpoint goes on with the same number. Start as many, or anew with train.resume=never."
         )
+    _check_same_engine(run, job)
     config = job.deepspeed.config if job.deepspeed else None
     if read_json(run.plan_file).get("deepspeed") != config:
         raise RunError(

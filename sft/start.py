@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from subprocess import Popen
+from threading import Thread
 
 from sft import distributed
 from sft.errors import RunError
 from sft.job import Job
-from sft.prepare import prepared_data
+from sft.prepare import begin_preparation, prepared_data
 from sft.prepared import Prepared
 from sft.run_directory import Run, check_start, open_run, record_start, write_json
 
@@ -18,6 +21,44 @@ class Start:
 
     run: Run
     prepared: Prepared
+
+
+def begin_data(job: Job) -> Popen[bytes] | None:
+    """Have the data prepared beside the import of the frameworks, which takes as long; None where it is prepared.
+
+    A mistake in the data ends this process as soon as it is told. Ranks that a launcher started are not asked: they must meet
+    within the group's timeout, whatever the data takes.
+
+    Raises:
+        RunError: The run cannot be started.
+    """
+    if "WORLD_SIZE" in os.environ:
+        return None
+    check_start(job)
+    process = begin_preparation(job.recipe, job.model, _command(job))
+    if process is not None:
+        Thread(target=_end_as_it_ends, args=(process,), daemon=True).start()
+    return process
+
+
+def _end_as_it_ends(process: Popen[bytes]) -> None:
+    status = process.wait()
+    if status > 0:  # it has said why; an import cannot be interrupted otherwise
+        os._exit(status)
+
+
+def wait_for_data(job: Job, begun: Popen[bytes] | None) -> None:
+    """Return when the data that begin_data has begun is prepared.
+
+    Raises:
+        UserError: The data cannot be used.
+    """
+    if begun is not None:
+        prepared_data(job.recipe, job.model, _command(job), begun=begun)
+
+
+def _command(job: Job) -> list[str]:
+    return [str(job.recipe_path), *job.overrides]
 
 
 def start_run(job: Job) -> Start:
@@ -34,7 +75,7 @@ def start_run(job: Job) -> Start:
 
 def _start(job: Job) -> Start:
     check_start(job)
-    prepared = prepared_data(job.recipe, job.model, [str(job.recipe_path), *job.overrides])
+    prepared = prepared_data(job.recipe, job.model, _command(job))
     run = open_run(job)
     earlier = run.record.get("data_fingerprint") if (run.path / "run.json").exists() else None
     if earlier not in (None, prepared.fingerprint) and run.last_checkpoint():

@@ -7,20 +7,30 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import torch
 from datasets import Dataset
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 from trl import SFTConfig, SFTTrainer
 
 from sft.batches import Sequences, StepOrder
+from sft.checkpointing import CheckpointingAsPlanned
 from sft.embeddings import show_head
 from sft.errors import ModelError, RecipeError, did_you_mean
 from sft.job import Job
 from sft.model import lora_config
+from sft.optimizer import MasterAdamW, check_optimizer
+from sft.plan import Plan
 from sft.run_directory import Run
 from sft.tokenizer import new_token_ids
+from sft.weights import MASTER
 
 SCHEDULES = {"cosine": "cosine_with_min_lr", "linear": "linear", "constant": "constant_with_warmup"}
+
+
+def _steps_on_copies(job: Job) -> bool:
+    """AdamW keeps the fp32 copies itself; under ZeRO DeepSpeed does."""
+    return job.deepspeed is None and job.plan.weights.value == MASTER
 
 
 def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
@@ -42,12 +52,14 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "adam_beta2": train.adam_beta2,
         "adam_epsilon": train.adam_epsilon,
         "max_grad_norm": train.max_grad_norm,
-        "bf16": plan.precision.value == "bf16",
+        # Autocast is for fp32 weights: those in bf16 compute in bf16 by themselves. DeepSpeed is told by the same name.
+        "bf16": plan.precision.value == "bf16" and not _steps_on_copies(job),
         "fp16": plan.precision.value == "fp16",
+        "optim": "adamw_torch_fused",
         # Without it the ranks of a CPU job train by themselves, each as if it were alone.
         "use_cpu": job.hardware.gpu is None,
-        "gradient_checkpointing": plan.gradient_checkpointing.value,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False} if plan.gradient_checkpointing.value else None,
+        "gradient_checkpointing": bool(plan.gradient_checkpointing.value),
+        "gradient_checkpointing_kwargs": _checkpointing_arguments(plan.gradient_checkpointing.value),
         "seed": train.seed,
         "save_strategy": "steps",
         "save_steps": train.save_steps,
@@ -57,7 +69,7 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "report_to": list(recipe.tracking.report_to) or "none",
         "disable_tqdm": True,
         "deepspeed": job.deepspeed.config if job.deepspeed else None,
-        "max_length": recipe.data.max_length,
+        "max_length": recipe.sequence_length,
         "packing": recipe.data.packing,
         "packing_strategy": "bfd",
         # The documents come tokenized, masked and packed; TRL's own preparation is not needed.
@@ -67,6 +79,13 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         # The loss is divided by the trained tokens of the whole step, on all ranks.
         "average_tokens_across_devices": True,
     }
+
+
+def _checkpointing_arguments(planned: bool | int | str) -> dict[str, Any] | None:
+    if not planned:
+        return None
+    every = {"every_n_layers": planned} if planned is not True and isinstance(planned, int) else {}
+    return {"use_reentrant": False, **every} | ({"offload": True} if planned == "offload" else {})
 
 
 # Of SFTConfig's other fields, those that would decide a second time, or behind the plan's back, what the recipe has a key for.
@@ -167,6 +186,7 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     """SFTTrainer with the recipe's order of the data and checkpoints that are complete or absent."""
 
     step_order: StepOrder
+    plan: Plan
 
     def _get_train_sampler(self, train_dataset: Any = None) -> StepOrder:
         return self.step_order
@@ -190,6 +210,25 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
             incomplete.rmdir()
             rotate_checkpoints(str(complete), self.args.save_total_limit)
         self.accelerator.wait_for_everyone()
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """AdamW as planned."""
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        check_optimizer(optimizer, self.optimizer_cls_and_kwargs is not None, self.plan.gradients.value)
+        return optimizer
+
+    # Gradients in bf16 would be scaled, and their norm taken, in bf16.
+    def _clip_grad_norm(self, model: Any) -> Any:
+        masters = getattr(self.optimizer, "optimizer", None)
+        if isinstance(masters, MasterAdamW):
+            return masters.clip_grad_norm(self.args.max_grad_norm)
+        return super()._clip_grad_norm(model)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        masters = getattr(self.optimizer, "optimizer", None)
+        if grad_norm is None and isinstance(masters, MasterAdamW):
+            return masters.clip_grad_norm(float("inf"))
+        return super()._get_grad_norm(model, grad_norm)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the run directory says what a model card would."""
@@ -225,7 +264,8 @@ def build_trainer(
             train_dataset=Dataset.from_list([{name: list(value) for name, value in sequences[0].items()}]),
             processing_class=tokenizer,
             peft_config=lora_config(lora, model, new) if lora else None,
-            callbacks=callbacks,
+            callbacks=[CheckpointingAsPlanned(job.plan.gradient_checkpointing.value), *callbacks],
+            optimizer_cls_and_kwargs=_optimizer(job),
         )
     except ValueError as error:
         if lora is None or "target" not in str(error).lower():
@@ -236,14 +276,28 @@ def build_trainer(
     trainer.remove_callback(PrinterCallback)
     trainer.train_dataset = sequences
     trainer.step_order = order
+    trainer.plan = job.plan
     return trainer
+
+
+def _optimizer(job: Job) -> tuple[type[MasterAdamW], dict[str, Any]] | None:
+    """Class and arguments; None for the plain AdamW that `optim` names."""
+    train = job.recipe.train
+    if not _steps_on_copies(job):
+        return None
+    return MasterAdamW, {
+        "accumulate_in_fp32": job.plan.gradients.value == "fp32",
+        "lr": train.learning_rate,
+        "betas": (train.adam_beta1, train.adam_beta2),
+        "eps": train.adam_epsilon,
+    }
 
 
 def save_final(trainer: RecipeTrainer, job: Job, target: Path) -> None:
     """Write the trained weights as they are; every rank takes part.
 
     fp32 where the weights themselves were trained in fp32, with bf16 only inside autocast: rounding them would move the
-    logits. bf16 under DeepSpeed, whose engine computes with bf16 weights.
+    logits. bf16 where the model computes with bf16 weights: under DeepSpeed, and where AdamW keeps the fp32 copies.
     """
     if job.deepspeed is not None and job.deepspeed.stage < 3:
         # The weights are whole on each rank. The engine would copy each one, and write tied weights twice.

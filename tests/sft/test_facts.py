@@ -75,6 +75,7 @@ KINDS = {
     "less than a pass": ["data.train=[{path: 'builtin:demo', epochs: 0.5}]"],
     "repeated": ["data.train=[{path: 'builtin:demo', epochs: 3.0}]"],
     "without packing": ["data.packing=false"],
+    "packs of many documents": ["data.pack_length=4096"],
     "all trained": ["data.loss_on=all"],
     "some held out": ["data.held_out=0.4"],
     "weighted": ["data.train=[{path: 'builtin:demo', weight: 1.0}, {path: SMALL, weight: 1.0}]"],

@@ -1,13 +1,18 @@
 import json
 import os
+import shutil
 import stat
-from contextlib import suppress
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from sft.errors import DataError, PlanError, RecipeError
+from sft.hardware import Hardware
+from sft.job import Job, open_job
 from sft.launch import DEFAULT_RECIPE, Layout, main, parse_command_line, read_layout, torchrun_arguments
+from sft.start import begin_data, wait_for_data
 
 PROGRAM = ["-m", "sft.train", "a.yaml", "train.seed=1"]
 
@@ -196,42 +201,62 @@ def test_threads_that_the_user_has_set_stay(
     assert (os.environ["OMP_NUM_THREADS"], os.environ["GOMP_SPINCOUNT"]) == ("7", "500")
 
 
+def opened(words: list[str]) -> Job:
+    return open_job(Path(words[0]), words[1:], Hardware(None, 1, 1, 2, 16.0))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [[], ["--prepare"]])
+@pytest.mark.parametrize("by_itself", [False, True])
 def test_data_that_is_prepared_once_is_found_by_every_start(
-    first: list[str],
-    recipe_file: Path,
-    outputs: Path,
-    started: list[list[str]],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    by_itself: bool, recipe_file: Path, outputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "completion": "b"}\n' * 5)
     words = [str(recipe_file), f"output_dir={outputs}", f"data.train={rows}"]
-    with suppress(SystemExit):
-        main([*words, *first])
+    if by_itself:
+        main([*words, "--prepare"])
+    else:
+        begun = begin_data(opened(words))
+        assert begun is not None
+        wait_for_data(opened(words), begun)
     assert f"Preparing {rows} (prompt_completion)" in capfd.readouterr().err
-    before = len(started)
     # What is trained otherwise is trained on the same data.
     for others in ([], ["train.learning_rate=1e-3"], ["train.global_batch_size=4"]):
-        with pytest.raises(SystemExit):
-            main([*words, *others])
-        assert "Preparing" not in capfd.readouterr().err
-    assert len(started) == before + 3
+        assert begin_data(opened([*words, *others])) is None
 
 
 @pytest.mark.slow
 def test_data_beyond_a_limit_starts_nothing(
-    recipe_file: Path, outputs: Path, started: list[list[str]], tmp_path: Path
+    recipe_file: Path, tmp_path: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = tmp_path / "rows.jsonl"
+    rows, outputs = tmp_path / "rows.jsonl", tmp_path / "outputs"
     rows.write_text('{"prompt": "a", "completion": "b"}\n' * 5 + json.dumps({"prompt": "a" * 200, "completion": "b"}))
     words = [str(recipe_file), f"output_dir={outputs}", f"data.train={rows}"]
-    for switch in ([], ["--prepare"], ["--show", "1"]):
-        with pytest.raises(DataError, match=r"1 of 6 rows \(16.7%\) are longer than data.max_length=128"):
-            main([*words, *switch])
+    told = r"1 of 6 rows \(16.7%\) are longer than data.max_length=128"
+    for switch in ("--prepare", "--show=1"):
+        with pytest.raises(DataError, match=told):
+            main([*words, switch])
+    monkeypatch.setenv("NPROC", "2")
+    with pytest.raises(DataError, match=told):
+        main(words)
+    monkeypatch.delenv("NPROC")
+    shutil.rmtree(outputs / ".prepared")
+    begun = begin_data(opened(words))
+    with pytest.raises(DataError, match=told):
+        wait_for_data(opened(words), begun)
     assert started == []
     with pytest.raises(SystemExit):
         main([*words, "data.max_overlong_fraction=0.2"])
     assert len(started) == 1
+
+
+@pytest.mark.slow
+def test_a_mistake_in_the_data_ends_the_training_before_anything_is_made(recipe_file: Path, tmp_path: Path) -> None:
+    rows, made = tmp_path / "rows.jsonl", tmp_path / "made"
+    rows.write_text('{"messages": []}\n{"x": 1}\n')
+    words = [sys.executable, "-m", "sft.launch", str(recipe_file), f"data.train={rows}", f"output_dir={made}"]
+    ended = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ | {"NPROC": "1"})
+    assert ended.returncode == 2
+    assert ended.stderr.count("rows.jsonl, row") == 1
+    assert "Traceback" not in ended.stderr
+    assert {path.name for path in made.iterdir()} <= {".prepared", ".builtin"}

@@ -109,6 +109,30 @@ def test_a_batch_in_tokens_is_a_number_of_sequences(make_recipe: MakeRecipe) -> 
     assert plan.micro_batch_size.value * plan.gradient_accumulation_steps.value * 4 * 128 == 12 * 128
 
 
+def test_the_batch_and_the_number_of_steps_are_counted_in_packs_of_their_own_length(make_recipe: MakeRecipe) -> None:
+    recipe = with_batch(make_recipe("data.pack_length=512"), None, tokens=8 * 512)
+    plan = resolve_plan(recipe, gpus(4), QWEN, DataFacts(documents=1000, tokens=64 * 512, trained_tokens=20_000))
+    assert (plan.global_batch_size.value, plan.steps_per_epoch.value) == (8, 8)
+    assert recipe.sequences_per_step == 8
+    assert "packs of 512 tokens" in plan.global_batch_size.reason
+    with pytest.raises(PlanError, match=r"not a multiple of data.pack_length=512. .*: 4096 or 6144"):
+        resolve_plan(with_batch(recipe, None, tokens=5 * 1024 - 1), gpus(4), QWEN)
+
+
+@pytest.mark.parametrize("memory", [24, 80])
+def test_auto_holds_a_pack_and_not_a_document_against_the_budget(memory: int, make_recipe: MakeRecipe) -> None:
+    short = resolve_plan(make_recipe("train.global_batch_size=64"), gpus(1, memory=memory, flash=True), QWEN)
+    long = resolve_plan(
+        make_recipe("train.global_batch_size=64", "data.pack_length=16384"), gpus(1, memory=memory, flash=True), QWEN
+    )
+    assert short.micro_batch_size.value > long.micro_batch_size.value == 1
+
+
+def test_a_pack_may_be_longer_than_the_models_positions_which_restart_at_each_document(make_recipe: MakeRecipe) -> None:
+    model = ModelFacts("m", max_position_embeddings=128)
+    resolve_plan(make_recipe("data.max_length=128", "data.pack_length=16384"), cpu(), model)
+
+
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("tokens", [1, 100, 129, 1000, 4100])
 def test_a_batch_in_tokens_that_does_not_divide_names_ones_that_do(
@@ -228,11 +252,35 @@ def test_kernels_run_on_a_gpu_and_the_plan_says_where_they_do_not(
 
 @pytest.mark.parametrize(
     ("wanted", "hardware", "on"),
-    [("auto", gpus(), True), ("auto", cpu(), False), ("true", cpu(), True), ("false", gpus(), False)],
+    [
+        ("auto", gpus(), True),
+        ("auto", cpu(), False),
+        ("true", cpu(), True),
+        ("false", gpus(), False),
+        ("selective", cpu(), "selective"),
+        ("offload", gpus(), "offload"),
+        ("2", cpu(), 2),
+    ],
 )
-def test_gradient_checkpointing(wanted: str, hardware: Hardware, on: bool, make_recipe: MakeRecipe) -> None:
+def test_gradient_checkpointing(wanted: str, hardware: Hardware, on: bool | int | str, make_recipe: MakeRecipe) -> None:
     plan = resolve_plan(make_recipe(f"train.gradient_checkpointing={wanted}"), hardware, QWEN)
-    assert plan.gradient_checkpointing.value is on
+    assert (type(plan.gradient_checkpointing.value), plan.gradient_checkpointing.value) == (type(on), on)
+
+
+def test_checkpointing_that_cannot_be_had_here_is_refused(make_recipe: MakeRecipe) -> None:
+    selective = "train.gradient_checkpointing=selective"
+    with pytest.raises(
+        PlanError, match=r"selective does not work with model.lora with ZeRO-3: its checkpointing is reent"
+    ):
+        recipe = make_recipe(selective, "model.lora={}", "train.deepspeed=zero3")
+        resolve_plan(recipe, gpus(), QWEN, deepspeed=load_deepspeed("zero3"))
+    for one in ("model.lora={}", "train.deepspeed=zero3"):
+        deepspeed = load_deepspeed("zero3") if "zero3" in one else None
+        resolve_plan(make_recipe(selective, one), gpus(), QWEN, deepspeed=deepspeed)
+    with pytest.raises(PlanError, match=r"selective does not work with model.attn_implementation=eager"):
+        resolve_plan(make_recipe(selective, "model.attn_implementation=eager"), gpus(), QWEN)
+    with pytest.raises(PlanError, match=r"there is no GPU here. Set it to true or auto"):
+        resolve_plan(make_recipe("train.gradient_checkpointing=offload"), cpu(), QWEN)
 
 
 @pytest.mark.parametrize(

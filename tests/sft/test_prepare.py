@@ -231,6 +231,24 @@ def test_packs_hold_every_chosen_document_and_none_that_is_held_out(
     assert (entry.sequences, entry.summary["held_out_sequences"]) == (len(train), len(held_out))
 
 
+@pytest.mark.parametrize("overlong", ["drop", "truncate", "split"])
+def test_a_longer_pack_holds_more_documents_and_cuts_none_differently(
+    overlong: str, make: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    path = write(tmp_path / "rows.jsonl", VARIED[:33])
+    limits = [f"data.train={path}", f"data.overlong={overlong}", "data.max_length=32", "data.max_overlong_fraction=1.0"]
+    short, long = prepared(make(*limits)), prepared(make(*limits, "data.pack_length=500"))
+    assert long.ledger["total"] == short.ledger["total"]
+    documents = DocumentStore.open(long.folder).documents
+    assert documents["length"].max() <= 32
+    index = SequenceIndex.load(long.folder / "train.npz")
+    packs = [int(documents["length"][index.of(number)].sum()) for number in range(len(index))]
+    assert 32 < max(packs) <= 500
+    assert len(packs) == -(-sum(packs) // 500)
+    packing = long.ledger["packing"]
+    assert (packing["packs"], packing["padding"]) == (len(packs), 500 * len(packs) - sum(packs))
+
+
 def test_rows_that_are_neighbours_in_a_file_do_not_stay_neighbours_in_packs(
     make: Callable[..., Recipe], tmp_path: Path
 ) -> None:

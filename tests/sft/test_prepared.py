@@ -24,6 +24,7 @@ CHANGES = {
     "held_out": "0.1",
     "max_length": "64",
     "packing": "false",
+    "pack_length": "256",
     "loss_on": "all",
     "reasoning": "drop",
     "special_tokens": "keep",
@@ -75,6 +76,10 @@ def test_every_other_key_of_data_is_another_entry(key: Key) -> None:
     assert set(CHANGES) | set(LIMITS) | {"train"} == set(Data.model_fields), "a key is not tested"
     keys = [key(f"data.{name}={value}") for name, value in CHANGES.items()]
     assert len({key(), *keys}) == len(CHANGES) + 1
+
+
+def test_packs_of_the_default_length_written_out_are_the_same_entry(key: Key) -> None:
+    assert key("data.pack_length=128") == key()
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ def test_what_is_held_out_is_a_fraction_or_sources(
         ("train=[{path: a, rows: 0}]", "rows"),
         ("train=[{path: a, format: csv}]", "format"),
         ("max_length=1", "data.max_length"),
+        ("pack_length=127", "pack_length=127 is less than max_length=128, .*: raise pack_length to 128 or more"),
         ("overlong=cut", "data.overlong"),
         ("max_overlong_fraction=1.5", "data.max_overlong_fraction"),
         ("refuse=[role_ordr]", "data.refuse"),
@@ -102,6 +103,22 @@ def test_what_is_held_out_is_a_fraction_or_sources(
 def test_data_that_contradicts_itself_is_refused(section: str, told: str, make_recipe: MakeRecipe) -> None:
     with pytest.raises(RecipeError, match=told):
         make_recipe(f"data.{section}")
+
+
+@pytest.mark.parametrize("value", ["1", "0", "-2", "2.5", "all", "[2]"])
+def test_checkpointing_of_every_nth_layer_is_a_number_from_two(value: str, make_recipe: MakeRecipe) -> None:
+    with pytest.raises(RecipeError, match=r"train\.gradient_checkpointing"):
+        make_recipe(f"train.gradient_checkpointing={value}")
+
+
+def test_a_pack_length_without_packs_is_refused(make_recipe: MakeRecipe) -> None:
+    with pytest.raises(RecipeError, match="pack_length=256 is the length of a pack, and packing is false"):
+        make_recipe("data.pack_length=256", "data.packing=false")
+
+
+def test_a_sequence_is_as_long_as_a_pack_or_where_there_is_none_as_a_document(make_recipe: MakeRecipe) -> None:
+    overrides: list[list[str]] = [[], ["data.packing=false"], ["data.pack_length=128"], ["data.pack_length=4096"]]
+    assert [make_recipe(*override).sequence_length for override in overrides] == [128, 128, 128, 4096]
 
 
 def test_whole_numbers_are_epochs_and_weights_too(make_recipe: MakeRecipe) -> None:

@@ -176,7 +176,8 @@ def test_a_trainer_arg_of_the_wrong_type_is_refused(name: str, value: str, make_
 
 
 def test_trls_trainer_has_the_methods_that_ours_replaces() -> None:
-    for name in ("_get_train_sampler", "_get_output_dir", "_save_checkpoint", "create_model_card"):
+    names = ("_get_train_sampler", "_get_output_dir", "_save_checkpoint", "create_model_card", "create_optimizer")
+    for name in (*names, "_clip_grad_norm", "_get_grad_norm"):
         assert callable(getattr(SFTTrainer, name))
 
 

@@ -52,7 +52,10 @@ def start_and_signal(recipe: Path, number: signal.Signals, lines: int) -> tuple[
         process.kill()
 
 
-def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(recipe: Path, command: Command) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(precision: str, recipe: Path, command: Command) -> None:
+    """In bf16 the fp32 copies of the weights go on too."""
+    recipe.write_text(recipe.read_text().replace("train:\n", f"train:\n  precision: {precision}\n"))
     status, run = start_and_signal(recipe, signal.SIGKILL, lines=6)
     assert status == -signal.SIGKILL
     checkpoint = run.last_checkpoint()
@@ -67,6 +70,7 @@ def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(recipe: Path, comma
     assert tokens_seen(run) == tokens_seen(undisturbed)
     assert run.record["train_loss"] == undisturbed.record["train_loss"]
     weights, expected = (load_file(path.final / "model.safetensors") for path in (run, undisturbed))
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16 if precision == "bf16" else torch.float32}
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 

@@ -1,0 +1,75 @@
+"""What the weights and their gradients are kept in. Pure arithmetic: no torch.
+
+MASTER is the only choice that sft/optimizer.py carries out by itself; under ZeRO DeepSpeed does.
+"""
+
+from __future__ import annotations
+
+from sft.facts import ModelFacts
+from sft.hardware import Hardware
+from sft.recipe import Recipe
+from sft.resolved import Resolved
+from sft.zero import DeepSpeedFile
+
+MASTER = "bf16 with an fp32 copy"
+
+_ROOM = 0.15
+"""Share of a GPU's memory that stays for activations and buffers."""
+
+
+def resolve_weights(
+    recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None, precision: str
+) -> Resolved[str]:
+    """What the trained weights are kept in."""
+    if recipe.model.lora is not None:
+        return Resolved(f"{precision}, frozen", "adapters are trained beside them")
+    if precision == "fp32":
+        return Resolved("fp32", "the precision")
+    if deepspeed is not None and deepspeed.stage > 0:
+        return Resolved(MASTER.replace("bf16", precision), "DeepSpeed steps on its own copy, which the ranks share out")
+    if deepspeed is not None:
+        return Resolved(precision, "DeepSpeed without ZeRO decides about a copy")
+    if precision == "bf16" and hardware.ranks == 1:
+        return Resolved(MASTER, "AdamW steps on the copy, which keeps what bf16 would round away")
+    if precision == "bf16":
+        return Resolved("fp32", "bf16 by autocast: DDP would add up bf16 gradients over the ranks")
+    return Resolved("fp32", "fp16 by autocast")
+
+
+def resolve_gradients(
+    recipe: Recipe,
+    hardware: Hardware,
+    model: ModelFacts,
+    deepspeed: DeepSpeedFile | None,
+    precision: str,
+    accumulation: int,
+) -> Resolved[str]:
+    """What the gradients of a step's micro-batches are added up in: `fp32`, `bf16` or `fp16`.
+
+    Args:
+        recipe: Says whether adapters are trained.
+        hardware: The memory.
+        model: The number of parameters, where it is known.
+        deepspeed: The file that train.deepspeed names, or None.
+        precision: As planned.
+        accumulation: Micro-batches a step, as planned.
+    """
+    if deepspeed is not None:
+        named = deepspeed.config.get("data_types", {}).get("grad_accum_dtype", precision)
+        return Resolved(str(named), f"data_types.grad_accum_dtype of {deepspeed.path.name}")
+    if recipe.model.lora is not None or resolve_weights(recipe, hardware, None, precision).value != MASTER:
+        return Resolved("fp32", "the format of what is trained")
+    if accumulation == 1:
+        return Resolved("bf16", "one micro-batch a step: nothing is added up")
+    memory = hardware.gpu.memory_gib if hardware.gpu else None
+    if memory is None or model.parameters is None:
+        return Resolved("fp32", f"{accumulation} micro-batches a step, each of which bf16 would round")
+    # 2 weights + 4 copy + 8 moments + 4 gradients
+    needed = 18 * model.parameters / 2**30
+    if needed <= (1 - _ROOM) * memory:
+        return Resolved("fp32", f"{accumulation} micro-batches a step; 18 bytes a parameter: {needed:.0f} GiB")
+    return Resolved(
+        "bf16",
+        f"fp32 would need 18 bytes a parameter, {needed:.0f} of {memory:.0f} GiB, and leave no room for activations: each of the "
+        f"{accumulation} micro-batches is rounded (16 bytes, {needed / 18 * 16:.0f} GiB)",
+    )

@@ -1,0 +1,132 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft.engine import choose_deepspeed, open_deepspeed, size_buckets
+from sft.errors import RunError
+from sft.facts import ModelFacts
+from sft.hardware import Gpu, Hardware
+from sft.job import open_job
+from sft.plan import resolve_plan
+from sft.recipe import Recipe
+from sft.run_directory import Run, check_start, open_run, write_json
+from sft.zero import DeepSpeedFile, load_deepspeed
+
+MakeRecipe = Callable[..., Recipe]
+AUTO = "train.deepspeed=auto"
+# Qwen2.5-3B and 7B: parameters, vocabulary, hidden size, layers.
+QWEN_3B = ModelFacts("m", "qwen2", "bfloat16", 32768, 3_085_938_688, 151_936, hidden_size=2048, num_hidden_layers=36)
+QWEN_7B = ModelFacts("m", "qwen2", "bfloat16", 32768, 7_615_616_512, 152_064, hidden_size=3584, num_hidden_layers=28)
+
+
+def gpus(ranks: int, memory: float = 80.0) -> Hardware:
+    return Hardware(Gpu("GPU", memory, 9.0), ranks, ranks, 16, 128.0)
+
+
+def cpu(ranks: int) -> Hardware:
+    return Hardware(None, ranks, ranks, 2, 16.0)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "model", "overrides", "engine"),
+    [
+        (gpus(1), QWEN_3B, [], "one process"),
+        (cpu(1), QWEN_3B, [], "one process"),
+        (gpus(8), QWEN_3B, [], "ZeRO-2"),  # (2 + 16/8) x 3.1e9 = 11 GiB
+        (gpus(8), QWEN_7B, [], "ZeRO-2"),  # 28 GiB
+        (gpus(2, memory=40), QWEN_3B, [], "ZeRO-2"),  # (2 + 16/2) x 3.1e9 = 29 GiB of 40
+        (gpus(2, memory=24), QWEN_3B, [], "ZeRO-3"),
+        (gpus(8, memory=24), QWEN_7B, [], "ZeRO-3"),
+        (gpus(8), ModelFacts("m"), [], "ZeRO-2"),  # the size is not known
+        (cpu(2), QWEN_7B, [], "ZeRO-2"),
+        (gpus(8, memory=24), QWEN_7B, ["model.lora={}"], "DDP"),  # 14 GiB
+        (gpus(8, memory=16), QWEN_7B, ["model.lora={}"], "ZeRO-3"),
+        (gpus(2, memory=40), QWEN_3B, ["train.precision=fp32"], "ZeRO-3"),  # (4 + 16/2) bytes: 34 GiB
+    ],
+)
+def test_auto_is_the_cheapest_engine_that_holds_the_model(
+    hardware: Hardware, model: ModelFacts, overrides: list[str], engine: str, make_recipe: MakeRecipe
+) -> None:
+    recipe = make_recipe(AUTO, *overrides)
+    planned = resolve_plan(recipe, hardware, model, None, open_deepspeed(recipe, hardware, model)).engine
+    assert planned.value == engine
+    assert planned.reason == choose_deepspeed(recipe, hardware, model).reason
+    assert planned.reason.startswith("auto: ")
+
+
+def test_what_the_recipe_names_stays(make_recipe: MakeRecipe) -> None:
+    for name, engine in (("zero2", "ZeRO-2"), ("zero3_offload", "ZeRO-3"), ("null", "one process")):
+        recipe = make_recipe(f"train.deepspeed={name}")
+        file = open_deepspeed(recipe, gpus(1), QWEN_3B)
+        assert resolve_plan(recipe, gpus(1), QWEN_3B, None, file).engine.value == engine
+
+
+def sizes(file: DeepSpeedFile) -> dict[str, Any]:
+    zero = file.config["zero_optimization"]
+    return {key: value for key, value in zero.items() if "bucket" in key or "threshold" in key}
+
+
+@pytest.mark.parametrize("model", [QWEN_3B, QWEN_7B])
+def test_buckets_are_as_large_as_a_layer_at_least_and_never_larger_than_half_a_billion(model: ModelFacts) -> None:
+    found = sizes(size_buckets(load_deepspeed("zero3"), model))
+    assert found["reduce_bucket_size"] == 500_000_000
+    assert model.hidden_size
+    # One layer: attention and three matrices of the MLP, 75 or 233 million.
+    assert found["stage3_prefetch_bucket_size"] > 12 * model.hidden_size**2
+    assert found["stage3_prefetch_bucket_size"] < 400_000_000
+    assert found["stage3_param_persistence_threshold"] == 10 * model.hidden_size
+    zero2 = sizes(size_buckets(load_deepspeed("zero2"), model))
+    assert zero2 == {"reduce_bucket_size": 500_000_000, "allgather_bucket_size": 500_000_000}
+
+
+def test_buckets_are_not_larger_than_the_model() -> None:
+    small = ModelFacts("m", parameters=560_000, vocab_size=650, hidden_size=128, num_hidden_layers=3)
+    found = sizes(size_buckets(load_deepspeed("zero3"), small))
+    assert found == {
+        "reduce_bucket_size": 560_000,
+        "stage3_prefetch_bucket_size": (560_000 - 650 * 128) // 3,
+        "stage3_param_persistence_threshold": 1280,
+    }
+
+
+def test_without_a_known_size_buckets_are_deepspeeds_own() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    for name in ("zero2", "zero3"):
+        for key, value in sizes(size_buckets(load_deepspeed(name), ModelFacts("m"))).items():
+            field = DeepSpeedZeroConfig.model_fields[key.removeprefix("stage3_")]
+            assert value == field.default, key
+
+
+def test_numbers_in_a_file_stay() -> None:
+    zero = {"stage": 3, "reduce_bucket_size": 7, "stage3_prefetch_bucket_size": "auto"}
+    found = sizes(size_buckets(DeepSpeedFile(Path("mine.json"), {"zero_optimization": zero}), QWEN_3B))
+    assert found["reduce_bucket_size"] == 7
+    assert isinstance(found["stage3_prefetch_bucket_size"], int)
+    empty = DeepSpeedFile(Path("mine.json"), {"train_batch_size": "auto"})
+    assert size_buckets(empty, QWEN_3B).config == empty.config
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme"])
+def test_nothing_is_left_for_transformers_to_guess_from_hidden_size(name: str) -> None:
+    zero = size_buckets(load_deepspeed(name), QWEN_3B).config["zero_optimization"]
+    assert "auto" not in zero.values()
+
+
+def test_an_unfinished_run_does_not_go_on_with_another_engine(recipe_file: Path, tmp_path: Path) -> None:
+    words = [AUTO, f"output_dir={tmp_path / 'out'}"]
+    started = open_job(recipe_file, words, cpu(2))
+    run: Run = open_run(started)
+    decisions = [row | {"value": "ZeRO-3"} if row["name"] == "engine" else row for row in started.plan.decisions()]
+    assert started.deepspeed is not None
+    write_json(run.plan_file, {"decisions": started.plan.decisions(), "deepspeed": started.deepspeed.config})
+    run.update(status="interrupted", overrides=words, ranks=2)
+    (run.checkpoints / "checkpoint-5").mkdir()
+    check_start(started)
+    write_json(run.plan_file, {"decisions": decisions, "deepspeed": started.deepspeed.config})
+    with pytest.raises(
+        RunError, match=r"with engine: ZeRO-3; here train.deepspeed=auto .* give ZeRO-2, .*resume=never"
+    ):
+        check_start(started)
