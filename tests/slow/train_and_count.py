@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sft import train
-from sft.trainer import RecipeTrainer
+from sft.recipe_trainer import RecipeTrainer
 
 
 def count(batches: list[dict[str, Any]]) -> dict[str, int]:
