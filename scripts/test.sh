@@ -20,14 +20,13 @@ export PATH="$PWD/.venv/bin:$PATH" # ninja, for DeepSpeed's kernels
 export HF_HUB_OFFLINE=1 WANDB_MODE=offline OMP_NUM_THREADS=1 # spinning OpenMP threads make two jobs on two cores crawl
 trap 'status=$?; echo "scripts/test.sh ($tests): $([ $status = 0 ] && echo passed || echo FAILED) in $SECONDS s"; exit $status' EXIT
 
-case $tests in
-  fast) selection=(-m "not slow and not gpu") ;;
-  all) selection=(-m "not gpu") ;;
-  gpu) selection=(-m gpu tests/gpu) ;;
-esac
-if [ "$tests" != gpu ]; then
-  ruff format --check .
-  ruff check .
-  mypy
+if [ "$tests" = gpu ]; then
+  python -m pytest -q -m gpu tests/gpu
+  exit
 fi
-python -m pytest -q "${selection[@]}"
+ruff format --check .
+ruff check .
+mypy
+python -m pytest -q -n auto --maxprocesses 4 --dist loadscope
+# One after the other: each starts processes of its own.
+if [ "$tests" = all ]; then python -m pytest -q -m "slow and not gpu"; fi

@@ -17,6 +17,7 @@ from sft.hardware import Hardware
 from sft.job import Job, open_job
 from sft.prepare import prepare
 from sft.run_directory import Run
+from sft.step_clock import StepClock
 from sft.store import DocumentStore, SequenceIndex
 from sft.tokenizer import load_tokenizer
 from sft.trainer import build_trainer, training_arguments
@@ -91,7 +92,7 @@ def trained(job: Job, folder: Path) -> tuple[Gradients, Operators]:
     sequences = Sequences(store, index, 2, tokenizer.pad_token_id, packed=True)
     order, seen, operators = StepOrder(len(index), sequences.fillers, 0), Gradients(), Operators()
     arguments = training_arguments(job, Run(folder / "mine" / "run"))
-    trainer = build_trainer(job, arguments, qwen(len(tokenizer)), tokenizer, sequences, order, [seen])
+    trainer = build_trainer(job, arguments, qwen(len(tokenizer)), tokenizer, sequences, order, [seen], StepClock(False))
     with operators:
         trainer.train()
     return seen, operators
