@@ -115,7 +115,7 @@ def _compile(recipe: Recipe, kernels: str, deepspeed: DeepSpeedFile | None) -> R
     if deepspeed is not None and deepspeed.stage == 3:
         raise PlanError(
             f"model.compile=true, and {deepspeed.path.name} is ZeRO-3, which gathers each weight by hooks inside the layers: they "
-            "cannot be compiled as one. Set model.compile=false, or train.deepspeed=zero2."
+            "would be compiled in many pieces. Set model.compile=false, or train.deepspeed=zero2."
         )
     if kernels == "liger":
         raise PlanError(
