@@ -10,13 +10,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from eval.curve import draw_curve
 from eval.data_report import data_section
 from eval.markdown import MISSING, code, duration, facts, number, table, text
 from eval.recorded import Recorded, entries, get, read_run
+from eval.speed_report import speed_facts
 from sft.errors import RunError, run_main
 from sft.recipe import REPOSITORY, Recipe
 from sft.run_directory import Run, find_run
@@ -136,7 +136,7 @@ def _column(of: Recorded, key: str) -> list[float]:
 def _training(of: Recorded) -> list[str]:
     if not of.metrics:
         return ["There is no loss curve: `metrics.jsonl` holds no optimizer step."]
-    loss, speed, memory = _column(of, "loss"), _column(of, "tokens_per_second"), _column(of, "peak_memory_gib")
+    loss, memory = _column(of, "loss"), _column(of, "peak_memory_gib")
     last, timings = of.metrics[-1], of.record.get("timings")
     planned = next((one.get("value") for one in of.decisions if one.get("name") == "max_steps"), None)
     rows = {
@@ -147,7 +147,7 @@ def _training(of: Recorded) -> list[str]:
         "Loss at the last logged step": number(loss[-1] if loss else None, ".4f"),
         "Mean loss of the training": number(of.record.get("train_loss"), ".4f"),
         **_held_out(of),
-        "Tokens per second, median": number(median(speed) if speed else None, ",.0f"),
+        **speed_facts(of.metrics),
         "Peak memory of the first rank": f"{max(memory):.2f} GiB" if memory else MISSING,
         "Time to prepare the data": duration(get(timings, "prepare_seconds")),
         "Time to train": duration(get(timings, "train_seconds")),

@@ -15,7 +15,8 @@ from typing import Any
 
 _MASK_ONLY = re.compile(r"create_chunked_causal_mask|indexed_attention|compressed_attention|[Ii]ndexer\b")
 _WINDOW = re.compile(r"sliding_window=(self|getattr|config)\b")
-_RECURRENT = re.compile(r"\b(ssm_states?|conv_states?|recurrent_states?|linear_attention|rwkv)\b")
+_RECURRENT = re.compile(r"\b(ssm_states?|conv_states?|recurrent_states?|linear_attention|rwkv)\b|_is_stateful = True")
+_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Architecture:
         """Whether FlashAttention computes it: equal heads of a multiple of 8, at most 256."""
         width = self.head_dim
         same = self.value_head_dim in (None, width)
-        return same and self.dropout == 0 and (width is None or (width % 8 == 0 and width <= 256))
+        return same and (width is None or (width % 8 == 0 and width <= 256))
 
 
 @cache
@@ -68,6 +69,12 @@ def _source(model_type: str) -> str | None:
         if file.is_file():
             return file.read_text(encoding="utf-8")
     return None
+
+
+def _declared(source: str, flag: str) -> bool:
+    """What the file's first class says, which is what its language models are made from; vision and audio come after it."""
+    found = re.search(rf"\b{flag} = (True|False)", source)
+    return found is not None and found[1] == "True"
 
 
 def read_architecture(config: dict[str, Any]) -> Architecture | None:
@@ -88,9 +95,9 @@ def read_architecture(config: dict[str, Any]) -> Architecture | None:
     if latent is not None:
         head_dim = (config.get("qk_nope_head_dim") or 0) + (config.get("qk_rope_head_dim") or 0) or head_dim
     return Architecture(
-        has_interface="_supports_attention_backend = True" in source,
-        has_sdpa="_supports_sdpa = True" in source,
-        has_flash="_supports_flash_attn = True" in source,
+        has_interface=_declared(source, "_supports_attention_backend"),
+        has_sdpa=_declared(source, "_supports_sdpa"),
+        has_flash=_declared(source, "_supports_flash_attn"),
         sinks=bool(re.search(r"\bs_aux=", source)),
         # A config may switch it off.
         softcap=bool(re.search(r"\bsoftcap=self\.", source)) and config.get("attn_logit_softcapping", 1) is not None,
@@ -99,5 +106,5 @@ def read_architecture(config: dict[str, Any]) -> Architecture | None:
         recurrent=bool(_RECURRENT.search(source)),
         head_dim=head_dim,
         value_head_dim=latent,
-        dropout=float(config.get("attention_dropout") or 0.0),
+        dropout=max(float(config.get(name) or 0.0) for name in _DROPOUT),
     )

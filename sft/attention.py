@@ -40,7 +40,8 @@ def document_mask(*args: Any, allow_is_causal_skip: bool = True, **kwargs: Any) 
     Returns:
         Bool, [batch, 1, queries, keys], True where a query sees a key. None: causal, within documents.
     """
-    if not allow_is_causal_skip and kwargs.get("attention_mask") is None and kwargs["q_length"] == kwargs["kv_length"]:
+    one_row = kwargs["batch_size"] == 1 and kwargs["q_length"] == kwargs["kv_length"]
+    if not allow_is_causal_skip and kwargs.get("attention_mask") is None and one_row:
         return None
     mask: torch.Tensor | None = sdpa_mask(*args, allow_is_causal_skip=allow_is_causal_skip, **kwargs)
     return mask
@@ -100,7 +101,7 @@ def document_attention(
 
 def _boundaries(position_ids: torch.Tensor | None, query: torch.Tensor) -> tuple[torch.Tensor | None, int | None]:
     """Where documents begin by their position ids, for callers without TRL's collator; None where there is only one."""
-    if position_ids is None or query.shape[0] != 1 or position_ids.shape[-1] != query.shape[2] or query.shape[2] == 1:
+    if position_ids is None or query.shape[0] != 1 or position_ids.numel() != query.shape[2] or query.shape[2] == 1:
         return None, None
     starts = (position_ids.reshape(-1).diff() != 1).nonzero().flatten() + 1
     if not len(starts):
@@ -142,11 +143,11 @@ def _in_one_kernel(
 ) -> torch.Tensor:
     """FlashAttention over all documents; heads stay grouped. The kernel counts the tokens to the left without the query's own."""
     left = window - 1 if window else -1
-    flat = [states[0].transpose(0, 1) for states in (query, key, value)]
+    flat = [states.squeeze(0).transpose(0, 1) for states in (query, key, value)]
     output: torch.Tensor = _KERNEL(
         *flat, boundaries, boundaries, longest, longest, scale=scaling, window_size=(left, 0), **_GROUPED
     )
-    return output[None]
+    return output.unsqueeze(0)
 
 
 def _one_by_one(

@@ -120,4 +120,6 @@ def _no_flash(name: str, hardware: Hardware, precision: str, known: Architecture
         return f"models of type {kind} have attention sinks, which it has not"
     if known.mask_only:
         return f"models of type {kind} say by a mask alone what a token sees"
-    return None if known.one_kernel or known.dropout else f"it has no kernel for heads of {known.head_dim}"
+    if third and known.dropout:
+        return f"the model's attention_dropout is {known.dropout:g}, which it would leave out"
+    return None if known.one_kernel else f"it has no kernel for heads of {known.head_dim}"

@@ -71,7 +71,10 @@ class StepOrder(torch.utils.data.Sampler[int]):
     def __len__(self) -> int:
         return self.sequences + self.fillers
 
+    def permutation(self, epoch: int) -> np.ndarray:
+        """The real sequences, in the order of an epoch."""
+        return np.random.default_rng([self.seed, epoch]).permutation(self.sequences)
+
     def __iter__(self) -> Iterator[int]:
-        order = np.random.default_rng([self.seed, self.epoch]).permutation(self.sequences)
-        yield from order.tolist()
+        yield from self.permutation(self.epoch).tolist()
         yield from range(self.sequences, len(self))

@@ -64,9 +64,14 @@ def job_hardware() -> Hardware:
     return detect_hardware(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
 
 
+def rank() -> int:
+    """The number of this process among all of the job."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def is_first_rank() -> bool:
     """Whether this process is the one that writes and speaks."""
-    return int(os.environ.get("RANK", "0")) == 0
+    return rank() == 0
 
 
 def quiet_frameworks() -> None:
@@ -177,6 +182,7 @@ def leave_group() -> None:
     """Dissolve the process group, and give the GPU's memory to whoever comes next."""
     import torch
 
+    gc.unfreeze()  # what is frozen at exit is told as leaked, object by object
     gc.collect()  # engines hold themselves in circles
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,6 +1,7 @@
-"""What is measured while training: metrics.jsonl, the line on the terminal, and the bar.
+"""What is measured while training: metrics.jsonl, the line on the terminal, and the bar. docs/metrics.md explains each figure.
 
-Tokens are counted as the trainer feeds them, padding left out, over all ranks.
+Tokens and FLOPs of a step are known from the prepared data (sft/step_work.py), over all ranks; only its time is measured
+(sft/step_clock.py).
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 from transformers.trainer_callback import TrainerCallback
 
+from sft.flops import ModelFlops, model_flops
 from sft.hardware import Hardware
 from sft.held_out import HeldOutLoss
+from sft.step_clock import StepClock
+from sft.step_work import StepWork
 
 # Dense bf16 peak of one GPU, FLOP/s, by the first part of its name that fits: NVIDIA's data sheets.
 PEAK_FLOPS = {
@@ -33,28 +38,11 @@ PEAK_FLOPS = {
 }
 
 
-def model_flops_utilization(
-    parameters: int, tokens_per_second: float, hardware: Hardware, all_trained: bool
-) -> float | None:
-    """Share of the GPUs' bf16 peak that the model's own arithmetic used.
-
-    6 FLOPs a parameter and token (4 where the weights are frozen). Attention's share is left out, so long documents are
-    understated; recomputation does not count as work.
-
-    Args:
-        parameters: Of the model, the embedding included once.
-        tokens_per_second: Over all GPUs.
-        hardware: Names the GPU.
-        all_trained: False under LoRA.
-
-    Returns:
-        0 to 1, or None where the GPU's peak is not known.
-    """
+def peak_flops(hardware: Hardware) -> float | None:
+    """Dense bf16 peak of all GPUs of the job, FLOP/s, or None where it is not known."""
     name = hardware.gpu.name if hardware.gpu else ""
-    peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
-    if peak is None:
-        return None
-    return (6 if all_trained else 4) * parameters * tokens_per_second / (peak * hardware.ranks)
+    of_one = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+    return of_one * hardware.ranks if of_one is not None else None
 
 
 def peak_memory_gib() -> float:
@@ -77,24 +65,28 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
     Args:
         file: metrics.jsonl; lines after the step that training starts from are removed.
         hardware: For the share of the peak.
-        all_trained: False under LoRA.
+        work: What each step holds.
+        clock: What each step takes; a callback too, called before this one.
         held_out: Measures the held-out loss, where rows are held out.
     """
 
-    def __init__(self, file: Path, hardware: Hardware, all_trained: bool, held_out: HeldOutLoss | None = None) -> None:
-        self.file, self.hardware, self.all_trained, self.held_out = file, hardware, all_trained, held_out
+    def __init__(
+        self, file: Path, hardware: Hardware, work: StepWork, clock: StepClock, held_out: HeldOutLoss | None = None
+    ) -> None:
+        self.file, self.work, self.clock, self.held_out = file, work, clock, held_out
+        self.peak = peak_flops(hardware)
+        self.flops: ModelFlops | None = None
         self.bar: tqdm[Any] | None = None
-        self.tokens_before = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Keep the lines up to the step that training starts from, and start the clock."""
-        self.started = self.last_time = time.monotonic()
-        self.first_step, self.last_tokens = state.global_step, 0
-        self.parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()) if model is not None else 0
+        self.started = time.monotonic()
+        self.first_step = self.last_step = state.global_step
         if not state.is_world_process_zero:
             return
         kept = [line for line in self._lines() if line["step"] <= state.global_step]
-        self.tokens_before = kept[-1]["tokens_seen"] if kept else 0
+        self.tokens_seen = self.work.tokens_before(state.global_step)
+        self.flops = model_flops(model) if self.peak is not None else None
         self.file.write_text("".join(json.dumps(line) + "\n" for line in kept))
         if sys.stderr.isatty():
             form = "{percentage:3.0f}% |{bar}| step {n_fmt}/{total_fmt} [{elapsed} < {remaining}, {rate_fmt}]"
@@ -121,28 +113,42 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         """Write the line and show it."""
         if not state.is_world_process_zero or logs is None or "loss" not in logs:
             return
-        now = time.monotonic()
-        tokens = int(logs.get("num_tokens", 0))
-        rate = (tokens - self.last_tokens) / max(now - self.last_time, 1e-9)
         line = {
             "step": state.global_step,
             "epoch": state.epoch,
             "loss": logs["loss"],
             "grad_norm": logs.get("grad_norm"),
             "learning_rate": logs.get("learning_rate"),
-            "tokens_seen": self.tokens_before + tokens,
-            "tokens_per_second": rate,
-            "mfu": model_flops_utilization(self.parameters, rate, self.hardware, self.all_trained),
+            **self._speed(state.global_step),
             "peak_memory_gib": peak_memory_gib(),
-            "seconds": now - self.started,
+            "seconds": time.monotonic() - self.started,
         }
         held_out_loss = self.held_out.take() if self.held_out else None
         if held_out_loss is not None:
             line["held_out_loss"] = held_out_loss
-        self.last_time, self.last_tokens = now, tokens
         with self.file.open("a") as file:
             file.write(json.dumps(line) + "\n")
         self._show(line, state)
+
+    def _speed(self, step: int) -> dict[str, float | None]:
+        """The figures of the steps since the last line."""
+        work, times = self.work.between(self.last_step, step), self.clock.take()
+        self.last_step = step
+        self.tokens_seen += work.tokens
+        seconds = sum(times.seconds)
+        share = None
+        if self.flops is not None and self.peak is not None:
+            share = self.flops.of(work.lengths, work.labelled_tokens) / seconds / self.peak
+        p50, p90 = np.percentile(times.seconds, [50, 90]).tolist()
+        return {
+            "tokens_seen": self.tokens_seen,
+            "tokens_per_second": work.tokens / seconds,
+            "labelled_tokens_per_second": work.labelled_tokens / seconds,
+            "mfu": share,
+            "step_seconds_p50": p50,
+            "step_seconds_p90": p90,
+            "data_seconds": times.data_seconds,
+        }
 
     def _show(self, line: dict[str, Any], state: Any) -> None:
         done = max(1, state.global_step - self.first_step)

@@ -44,6 +44,7 @@ class Plan:
     gradient_checkpointing: Resolved[bool | int | str]
     """False, True (in every layer), n (in every n-th), `selective` or `offload`."""
 
+    compile: Resolved[bool]
     global_batch_size: Resolved[int]
     """Sequences per optimizer step."""
 
@@ -106,6 +107,22 @@ def _kernels(recipe: Recipe, hardware: Hardware) -> Resolved[str]:
             "the recipe asks for liger, whose kernels do not run on a CPU; the plain layers give the same result",
         )
     return Resolved("liger", "the recipe: fused RMSNorm, RoPE and SwiGLU; the loss path is TRL's fused head")
+
+
+def _compile(recipe: Recipe, kernels: str, deepspeed: DeepSpeedFile | None) -> Resolved[bool]:
+    if not recipe.model.compile:
+        return Resolved(False, "the recipe")
+    if deepspeed is not None and deepspeed.stage == 3:
+        raise PlanError(
+            f"model.compile=true, and {deepspeed.path.name} is ZeRO-3, which gathers each weight by hooks inside the layers: they "
+            "cannot be compiled as one. Set model.compile=false, or train.deepspeed=zero2."
+        )
+    if kernels == "liger":
+        raise PlanError(
+            "model.compile=true and model.kernels=liger: both fuse the layers' operations, and together they are untested. Set "
+            "model.kernels=none, or model.compile=false."
+        )
+    return Resolved(True, "the recipe: each decoder layer, for any number of tokens and documents")
 
 
 def _checkpointing(
@@ -212,13 +229,15 @@ def resolve_plan(
     micro, accumulation = split_batch(recipe, hardware, batch.value, attention.value)
     if deepspeed is not None:
         check_deepspeed(deepspeed, recipe, micro.value, accumulation.value, precision.value)
+    kernels = _kernels(recipe, hardware)
     return Plan(
         engine=_engine(recipe, hardware, model, deepspeed),
         precision=precision,
         weights=resolve_weights(recipe, hardware, deepspeed, precision.value),
         gradients=resolve_gradients(recipe, hardware, model, deepspeed, precision.value, accumulation.value),
         attention=attention,
-        kernels=_kernels(recipe, hardware),
+        kernels=kernels,
+        compile=_compile(recipe, kernels.value, deepspeed),
         gradient_checkpointing=_checkpointing(recipe, hardware, attention.value, deepspeed),
         global_batch_size=batch,
         micro_batch_size=micro,

@@ -96,9 +96,12 @@ def check_probe(found: Probe, attention: str, packed: bool) -> None:
     Raises:
         PlanError: They see each other, or are not what they are alone; the message names the setting to change.
     """
+    other = "eager" if attention == "sdpa" else "sdpa"
     remedy = (
-        "Set data.packing=false"
-        if not packed or attention in ("sdpa", "eager")
+        f"Set model.attn_implementation={other}"
+        if not packed
+        else "Set data.packing=false"
+        if attention in ("sdpa", "eager")
         else "Set model.attn_implementation=sdpa, or data.packing=false"
     )
     where = "pack" if packed else "padded batch"
@@ -166,7 +169,8 @@ def _labels(document: np.ndarray) -> np.ndarray:
 
 def _other_tokens(documents: list[np.ndarray], changed: int) -> np.ndarray:
     """Tokens of the documents at hand, none where it was."""
-    known = np.unique(np.concatenate(documents))
+    # And one more that every vocabulary has, where all are the same.
+    known = np.union1d(np.concatenate(documents), [abs(int(documents[0][0]) - 1)])
     drawn = np.random.default_rng(0).choice(known, len(documents[changed]))
     following = known[(np.searchsorted(known, drawn) + 1) % len(known)]
     return np.where(drawn == documents[changed], following, drawn)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sft.checkpointing import checkpointed_layers, running_checkpointing
+from sft.compiled_layers import are_compiled
 from sft.errors import PlanError
 from sft.job import Job
 from sft.model import weights_dtype
@@ -61,6 +62,7 @@ def read_back(trainer: Any, job: Job, probe: Probe | None) -> list[Reading]:
         Reading.equal("precision", plan.precision.value, _precision(trainer, engine)),
         *_weights(trainer, job),
         _optimizer(trainer),
+        Reading.equal("compile", plan.compile.value, are_compiled(trainer.model)),
         _checkpointing(trainer, plan.gradient_checkpointing.value),
         Reading.equal("micro_batch_size", plan.micro_batch_size.value, args.per_device_train_batch_size),
         Reading.equal(

@@ -83,6 +83,9 @@ class Model(Section):
     kernels: Literal["liger", "none"] = "liger"
     """Liger's fused RMSNorm, RoPE and SwiGLU layers; on a GPU only."""
 
+    compile: bool = False
+    """torch.compile for each decoder layer: a minute or more at the start, for faster steps. Not with Liger or ZeRO-3."""
+
     chat_template: str | None = None
     """A .jinja file, or the name of one of ours (`chatml`, `plain`). None: the tokenizer's own."""
 
@@ -296,6 +299,9 @@ class Train(Section):
 
     logging_steps: int = Field(default=10, gt=0)
     """Optimizer steps between lines of metrics.jsonl."""
+
+    profile: bool = False
+    """Trace a few steady steps, and on a GPU record the memory of one, to <run>/profile/. The profiled steps are slower."""
 
     resume: Literal["auto", "must", "never"] = "auto"
     """`auto`: go on with the latest run of this recipe where it is unfinished, from its newest checkpoint if it has one."""

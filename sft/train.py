@@ -87,8 +87,9 @@ def check_with_frameworks(job: Job) -> None:
     """The checks that need the frameworks imported, still before data and weights.
 
     Raises:
-        UserError: Kernels, trainer arguments, or new tokens that would stay untrained.
+        UserError: Kernels, trainer arguments, new tokens that would stay untrained, or no compiler.
     """
+    from sft.compiled_layers import check_compiler
     from sft.embeddings import check_new_tokens
     from sft.model import check_kernels
     from sft.trainer import check_trainer_args
@@ -96,6 +97,7 @@ def check_with_frameworks(job: Job) -> None:
     check_kernels(job)
     check_trainer_args(job)
     check_new_tokens(job)
+    check_compiler(job)
 
 
 def say(*lines: str) -> None:
@@ -134,8 +136,8 @@ def train(job: Job, start: Start, tokenizer: Any) -> None:
     """Train, and write final/."""
     from sft.batches import Sequences, StepOrder
     from sft.before_training import BeforeTraining
-    from sft.metrics import Metrics
     from sft.model import load_model
+    from sft.step_work import StepWork
     from sft.store import DocumentStore, SequenceIndex
     from sft.trainer import build_trainer, training_arguments
 
@@ -148,11 +150,10 @@ def train(job: Job, start: Start, tokenizer: Any) -> None:
     model = load_model(job, tokenizer)
     order = StepOrder(len(index), sequences.fillers, recipe.train.seed)
     held_out = held_out_loss(job, start, tokenizer, store)
-    before = BeforeTraining(job, run)
-    callbacks = [before, held_out] if held_out else [before]
-    callbacks.append(Metrics(run.metrics_file, job.hardware, recipe.model.lora is None, held_out))
-    trainer = build_trainer(job, arguments, model, tokenizer, sequences, order, callbacks)
-    for callback in filter(None, (before, held_out)):
+    clock, measuring = measurements(job, run, StepWork(store, index, order, recipe.sequences_per_step), held_out)
+    checks = [BeforeTraining(job, run), *([held_out] if held_out else [])]
+    trainer = build_trainer(job, arguments, model, tokenizer, sequences, order, [*checks, *measuring], clock)
+    for callback in checks:
         callback.trainer = trainer
     checkpoint = run.last_checkpoint()
     started = time.monotonic()
@@ -162,6 +163,20 @@ def train(job: Job, start: Start, tokenizer: Any) -> None:
     if distributed.is_first_rank():
         record_end(run, seconds, held_out.before if held_out else None)
     say(f"Trained {trainer.state.global_step} steps in {seconds:.0f} s: {run.final}")
+
+
+def measurements(job: Job, run: Run, work: Any, held_out: Any) -> tuple[Any, list[Any]]:
+    """The clock of the steps, and the callbacks that write what was measured."""
+    from sft.metrics import Metrics
+    from sft.profiling import Profile
+    from sft.step_clock import StepClock
+
+    on_gpu = job.hardware.gpu is not None
+    clock = StepClock(on_gpu)
+    callbacks: list[Any] = [Metrics(run.metrics_file, job.hardware, work, clock, held_out)]
+    if job.recipe.train.profile:
+        callbacks.append(Profile(run.path / "profile", distributed.rank(), on_gpu))
+    return clock, callbacks
 
 
 def held_out_loss(job: Job, start: Start, tokenizer: Any, store: Any) -> Any:

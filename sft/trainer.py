@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import torch
 from datasets import Dataset
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
-from transformers.trainer_utils import rotate_checkpoints
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig
 
 from sft.batches import Sequences, StepOrder
 from sft.checkpointing import CheckpointingAsPlanned
+from sft.compiled_layers import compile_layers
 from sft.embeddings import show_head
 from sft.errors import ModelError, RecipeError, did_you_mean
 from sft.job import Job
 from sft.model import lora_config
-from sft.optimizer import MasterAdamW, check_optimizer
-from sft.plan import Plan
+from sft.optimizer import MasterAdamW
+from sft.recipe_trainer import RecipeTrainer
 from sft.run_directory import Run
+from sft.step_clock import StepClock
 from sft.tokenizer import new_token_ids
 from sft.weights import MASTER
 
@@ -123,6 +122,9 @@ SECOND_WAYS = {
     "resume_from_checkpoint": "train.resume",
     "save_only_model": "train.resume: a checkpoint without optimizer cannot be resumed",
     "shuffle_dataset": "train.seed, which decides the order",
+    "torch_compile": "model.compile",
+    "torch_compile_backend": "model.compile",
+    "torch_compile_mode": "model.compile",
     "train_sampling_strategy": "train.seed, which decides the order",
     "truncation_mode": "data.overlong",
     "use_liger_kernel": "model.kernels",
@@ -182,58 +184,6 @@ def training_arguments(job: Job, run: Run) -> Any:
         raise RecipeError(f"train.trainer_args: {error}") from None
 
 
-class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
-    """SFTTrainer with the recipe's order of the data and checkpoints that are complete or absent."""
-
-    step_order: StepOrder
-    plan: Plan
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> StepOrder:
-        return self.step_order
-
-    def _get_output_dir(self, trial: Any) -> str:
-        # Where a checkpoint is written until it is whole.
-        return str(Path(self.args.output_dir) / ".incomplete")
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        complete = Path(self.args.output_dir)
-        incomplete = Path(self._get_output_dir(trial))
-        if self.is_world_process_zero():
-            shutil.rmtree(incomplete, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        super()._save_checkpoint(model, trial)
-        self.accelerator.wait_for_everyone()
-        if self.is_world_process_zero():
-            name = f"checkpoint-{self.state.global_step}"
-            shutil.rmtree(complete / name, ignore_errors=True)
-            (incomplete / name).rename(complete / name)
-            incomplete.rmdir()
-            rotate_checkpoints(str(complete), self.args.save_total_limit)
-        self.accelerator.wait_for_everyone()
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """AdamW as planned."""
-        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
-        check_optimizer(optimizer, self.optimizer_cls_and_kwargs is not None, self.plan.gradients.value)
-        return optimizer
-
-    # Gradients in bf16 would be scaled, and their norm taken, in bf16.
-    def _clip_grad_norm(self, model: Any) -> Any:
-        masters = getattr(self.optimizer, "optimizer", None)
-        if isinstance(masters, MasterAdamW):
-            return masters.clip_grad_norm(self.args.max_grad_norm)
-        return super()._clip_grad_norm(model)
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        masters = getattr(self.optimizer, "optimizer", None)
-        if grad_norm is None and isinstance(masters, MasterAdamW):
-            return masters.clip_grad_norm(float("inf"))
-        return super()._get_grad_norm(model, grad_norm)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the run directory says what a model card would."""
-
-
 def build_trainer(
     job: Job,
     arguments: Any,
@@ -242,6 +192,7 @@ def build_trainer(
     sequences: Sequences,
     order: StepOrder,
     callbacks: list[TrainerCallback],
+    clock: StepClock,
 ) -> RecipeTrainer:
     """The trainer, ready to train.
 
@@ -253,6 +204,7 @@ def build_trainer(
         sequences: Of `input_ids`, `labels` and, packed, `seq_lengths`; whole steps.
         order: Their order.
         callbacks: Measure and write the metrics.
+        clock: Times the steps.
     """
     lora = job.recipe.model.lora
     new = new_token_ids(tokenizer, job.recipe.model.new_tokens)
@@ -264,7 +216,8 @@ def build_trainer(
             train_dataset=Dataset.from_list([{name: list(value) for name, value in sequences[0].items()}]),
             processing_class=tokenizer,
             peft_config=lora_config(lora, model, new) if lora else None,
-            callbacks=[CheckpointingAsPlanned(job.plan.gradient_checkpointing.value), *callbacks],
+            # The clock before the others: what they do at the end of a step is not part of it.
+            callbacks=[clock, CheckpointingAsPlanned(job.plan.gradient_checkpointing.value), *callbacks],
             optimizer_cls_and_kwargs=_optimizer(job),
         )
     except ValueError as error:
@@ -275,8 +228,9 @@ def build_trainer(
         show_head(trainer.model)
     trainer.remove_callback(PrinterCallback)
     trainer.train_dataset = sequences
-    trainer.step_order = order
-    trainer.plan = job.plan
+    trainer.step_order, trainer.step_clock, trainer.plan = order, clock, job.plan
+    if job.plan.compile.value:
+        compile_layers(trainer.model, job.plan.attention.value)
     return trainer
 
 

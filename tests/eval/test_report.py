@@ -53,6 +53,11 @@ def point(step: int, loss: float) -> dict[str, Any]:
         "learning_rate": 1e-5,
         "tokens_seen": 1000 * step,
         "tokens_per_second": 500.0 + step,
+        "labelled_tokens_per_second": 100.0,
+        "mfu": 0.4,
+        "step_seconds_p50": 1.5,
+        "step_seconds_p90": 2.25,
+        "data_seconds": 0.5,
         "peak_memory_gib": 1.5,
     }
 
@@ -113,7 +118,8 @@ def test_a_full_run_is_reported_with_nothing_missing(tmp_path: Path) -> None:
         "| Last logged step | 100 |",
         "| Loss at the first logged step | 2.0000 |",
         "| Loss at the last logged step | 0.2000 |",
-        "| Tokens per second, median | 555 |",
+        "| Tokens per second, mean after the first logged step | 559 |",
+        "| Time of a step, p50 and p90 | 1.500 s, 2.250 s |",
         "| Time to train | 1 h 2 min 5 s |",
         "1,420 tokens in; trained + masked + truncated + dropped = 1,420.",
         "12 packs, 98.5% full; 44 tokens of padding",

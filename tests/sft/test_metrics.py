@@ -1,30 +1,32 @@
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
-from transformers import TrainerControl, TrainerState
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerControl, TrainerState
 
+from sft.batches import StepOrder
+from sft.documents import DOCUMENT
 from sft.hardware import Gpu, Hardware
-from sft.metrics import PEAK_FLOPS, Metrics, model_flops_utilization, peak_memory_gib
+from sft.metrics import PEAK_FLOPS, Metrics, peak_flops, peak_memory_gib
+from sft.step_clock import StepClock, StepTimes
+from sft.step_work import StepWork
+from sft.store import DocumentStore, SequenceIndex
 
 CPU = Hardware(None, 1, 1, 2, 16.0)
-KEYS = ("step epoch loss grad_norm learning_rate tokens_seen tokens_per_second mfu peak_memory_gib seconds").split()
+KEYS = (
+    "step epoch loss grad_norm learning_rate tokens_seen tokens_per_second labelled_tokens_per_second mfu "
+    "step_seconds_p50 step_seconds_p90 data_seconds peak_memory_gib seconds"
+).split()
+LENGTHS = np.array([3, 5, 4, 8, 6, 7, 2, 9] * 5)
+"""Of the documents: 40 sequences of one each, two a step, half of their tokens trained."""
 
 
 def h100(ranks: int = 1, name: str = "NVIDIA H100 80GB HBM3") -> Hardware:
     return Hardware(Gpu(name, 80.0, 9.0), ranks, ranks, 16, 128.0)
-
-
-def test_utilization_is_six_flops_a_parameter_and_token() -> None:
-    # 6 x 3e9 x 40,000 = 7.2e14 FLOP/s, of 8 x 989e12
-    assert model_flops_utilization(3_000_000_000, 40_000, h100(8), True) == pytest.approx(7.2e14 / (8 * 989e12))
-    assert model_flops_utilization(3_000_000_000, 40_000, h100(8), False) == pytest.approx(4.8e14 / (8 * 989e12))
-    twice = model_flops_utilization(3_000_000_000, 80_000, h100(16), True)
-    assert twice == model_flops_utilization(3_000_000_000, 40_000, h100(8), True)
 
 
 @pytest.mark.parametrize(
@@ -44,16 +46,16 @@ def test_utilization_is_six_flops_a_parameter_and_token() -> None:
     ],
 )
 def test_the_peak_is_that_of_the_gpu_or_unknown(name: str, peak: float | None) -> None:
-    expected = None if peak is None else 6e18 / peak
-    assert model_flops_utilization(10**9, 1e9, h100(1, name), True) == (expected and pytest.approx(expected))
-    assert model_flops_utilization(10**9, 1e9, CPU, True) is None
+    assert peak_flops(h100(1, name)) == peak
+    assert peak_flops(h100(8, name)) == (None if peak is None else 8 * peak)
+    assert peak_flops(CPU) is None
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA H100 NVL"])
 def test_a_slower_gpu_of_the_same_name_is_not_measured_by_the_faster_ones_peak(name: str) -> None:
     """By NVIDIA's data sheets 756e12 and 835e12."""
-    utilization = model_flops_utilization(10**9, 1e9, h100(1, name), True)
-    assert utilization is None or utilization > 6e18 / 900e12
+    peak = peak_flops(h100(1, name))
+    assert peak is None or peak < 900e12
 
 
 def test_the_peaks_are_in_flops_and_not_in_teraflops() -> None:
@@ -62,20 +64,6 @@ def test_the_peaks_are_in_flops_and_not_in_teraflops() -> None:
 
 def test_the_memory_of_this_process_is_in_gibibytes() -> None:
     assert 0.01 < peak_memory_gib() < 64
-
-
-class Steps:
-    """Drives the callback as the trainer does."""
-
-    def __init__(self, file: Path, first: bool = True, start: int = 0, hardware: Hardware = CPU) -> None:
-        self.metrics = Metrics(file, hardware, True)
-        self.state = TrainerState(global_step=start, max_steps=20, is_world_process_zero=first)
-        self.metrics.on_train_begin(None, self.state, TrainerControl(), model=torch.nn.Linear(9, 10))
-
-    def log(self, step: int, tokens: int, **values: Any) -> None:
-        self.state.global_step, self.state.epoch = step, step / 10
-        logs = {"loss": 1 / step, "grad_norm": 0.5, "learning_rate": 2e-5, "num_tokens": tokens} | values
-        self.metrics.on_log(None, self.state, TrainerControl(), logs=logs)
 
 
 @pytest.fixture
@@ -89,35 +77,141 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return tick
 
 
+def step_work() -> StepWork:
+    count, records = len(LENGTHS), np.zeros(len(LENGTHS), DOCUMENT)
+    records["length"], records["trained"] = LENGTHS, LENGTHS // 2
+    trained = np.concatenate([np.arange(length) >= length - length // 2 for length in LENGTHS]).astype(np.uint8)
+    starts = np.cumsum(LENGTHS) - LENGTHS
+    store = DocumentStore(np.zeros(LENGTHS.sum(), np.int32), trained, records, starts)
+    index = SequenceIndex(np.arange(count), np.arange(1, count + 1))
+    return StepWork(store, index, StepOrder(count, 0, seed=0), per_step=2)
+
+
+class Steps:
+    """Drives the callbacks as the trainer does."""
+
+    def __init__(
+        self,
+        file: Path,
+        first: bool = True,
+        start: int = 0,
+        hardware: Hardware = CPU,
+        tick: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        self.tick, self.clock = tick, StepClock(on_gpu=False)
+        self.metrics = Metrics(file, hardware, step_work(), self.clock)
+        self.state = TrainerState(global_step=start, max_steps=20, save_steps=0, is_world_process_zero=first)
+        config = LlamaConfig(
+            vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+        )
+        self.model = LlamaForCausalLM(config)
+        for callback in (self.clock, self.metrics):
+            callback.on_train_begin(None, self.state, TrainerControl(), model=self.model)
+
+    def step(self, seconds: float = 1.0, data_seconds: float = 0.0, after: float = 0.0) -> None:
+        """One optimizer step of two micro-batches; `after` goes by between it and the next."""
+
+        def batches() -> Iterator[int]:
+            for number in range(2):
+                self.tick(data_seconds / 2)
+                yield number
+
+        self.clock.start()
+        assert list(self.clock.timed(batches())) == [0, 1]
+        self.tick(seconds - data_seconds)
+        self.state.global_step += 1
+        for callback in (self.clock, self.metrics):
+            callback.on_step_end(None, self.state, TrainerControl())
+        self.tick(after)
+
+    def log(self, step: int, **values: Any) -> None:
+        """Take the steps up to this one, of a second each, and log there."""
+        while self.state.global_step < step:
+            self.step()
+        self.state.epoch = step / 20
+        logs = {"loss": 1 / step, "grad_norm": 0.5, "learning_rate": 2e-5} | values
+        self.metrics.on_log(None, self.state, TrainerControl(), logs=logs)
+
+
 def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def test_a_line_holds_what_was_measured(tmp_path: Path, clock: Callable[[float], None]) -> None:
-    steps = Steps(tmp_path / "m.jsonl", hardware=h100(2))
-    clock(2)
-    steps.log(1, 1000)
-    clock(4)
-    steps.log(5, 7000)
+    steps = Steps(tmp_path / "m.jsonl", hardware=h100(2), tick=clock)
+    steps.step(seconds=2, data_seconds=1)
+    steps.log(1)
+    for seconds in (1, 2, 3, 4):
+        steps.step(seconds=seconds, data_seconds=0.5, after=100)
+    steps.log(5)
     first, second = lines(tmp_path / "m.jsonl")
     assert list(first) == list(second) == KEYS
     assert (first["step"], first["loss"], first["learning_rate"], first["seconds"]) == (1, 1.0, 2e-5, 2)
-    assert (first["tokens_per_second"], second["tokens_per_second"]) == (1000 / 2, 6000 / 4)
-    assert (first["tokens_seen"], second["tokens_seen"]) == (1000, 7000)
-    assert second["mfu"] == pytest.approx(6 * 100 * 1500 / (2 * 989e12))  # a 9 x 10 layer and its bias: 100 parameters
+    alone, four = steps.metrics.work.between(0, 1), steps.metrics.work.between(1, 5)
+    assert (first["tokens_seen"], second["tokens_seen"]) == (alone.tokens, alone.tokens + four.tokens)
+    assert (first["tokens_per_second"], second["tokens_per_second"]) == (alone.tokens / 2, four.tokens / 10)
+    assert second["labelled_tokens_per_second"] == four.labelled_tokens / 10
+    assert (second["step_seconds_p50"], second["step_seconds_p90"]) == (2.5, pytest.approx(3.7))
+    assert (first["data_seconds"], second["data_seconds"]) == (1, 2)
+    assert second["seconds"] == 2 + 10 + 400
+
+
+def test_the_share_of_the_peak_is_of_all_gpus_and_counts_attention(
+    tmp_path: Path, clock: Callable[[float], None]
+) -> None:
+    steps = Steps(tmp_path / "m.jsonl", hardware=h100(2), tick=clock)
+    steps.step(seconds=4)
+    steps.log(1)
+    work = steps.metrics.work.between(0, 1)
+    body, head = 2 * (4 * 16 * 16 + 3 * 16 * 32), 50 * 16
+    flops = 6 * body * work.tokens + 6 * head * work.labelled_tokens + 6 * 2 * 16 * work.squares
+    assert lines(tmp_path / "m.jsonl")[0]["mfu"] == pytest.approx(flops / 4 / (2 * 989e12))
+
+
+def test_on_a_cpu_the_share_of_the_peak_is_not_known(tmp_path: Path, clock: Callable[[float], None]) -> None:
+    Steps(tmp_path / "m.jsonl", tick=clock).log(1)
+    assert lines(tmp_path / "m.jsonl")[0]["mfu"] is None
 
 
 def test_what_is_printed_is_what_is_written(
     tmp_path: Path, clock: Callable[[float], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps = Steps(tmp_path / "m.jsonl")
-    clock(30)
-    steps.log(5, 60_000)
-    assert capsys.readouterr().out == "step  5/20  loss 0.2000  lr 2.00e-05  2,000 tokens/s  ETA 0:01:30\n"
+    steps = Steps(tmp_path / "m.jsonl", tick=clock)
+    for _ in range(5):
+        steps.step(seconds=0.001, after=5.999)
+    steps.log(5)
+    rate = steps.metrics.work.between(0, 5).tokens / 0.005
+    assert capsys.readouterr().out == f"step  5/20  loss 0.2000  lr 2.00e-05  {rate:,.0f} tokens/s  ETA 0:01:30\n"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_batches_go_on_after_a_step_has_taken_its_own(first: bool) -> None:
+    """The trainer takes those of one step at a time from the iterator of the epoch."""
+    clock, batches = StepClock(on_gpu=False), iter(range(6))
+    epoch = (number for number in batches)
+    clock.on_train_begin(None, TrainerState(is_world_process_zero=first), TrainerControl())
+    for step in range(3):
+        clock.start()
+        some = clock.timed(epoch)
+        assert [next(some), next(some)] == [2 * step, 2 * step + 1]
+        del some
+        clock.on_step_end(None, TrainerState(), TrainerControl())
+    assert next(clock.timed(epoch), None) is None
+    assert len(clock.take().seconds) == (3 if first else 0)
+
+
+def test_what_is_taken_is_not_counted_again(clock: Callable[[float], None]) -> None:
+    times = StepClock(on_gpu=False)
+    times.on_train_begin(None, TrainerState(), TrainerControl())
+    times.start()
+    clock(2)
+    times.on_step_end(None, TrainerState(), TrainerControl())
+    assert times.take() == StepTimes([2.0], 0.0)
+    assert times.take() == StepTimes([], 0.0)
 
 
 def test_other_ranks_write_and_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Steps(tmp_path / "m.jsonl", first=False).log(1, 1000)
+    Steps(tmp_path / "m.jsonl", first=False).log(1)
     assert not (tmp_path / "m.jsonl").exists()
     assert capsys.readouterr().out == ""
 
@@ -132,25 +226,26 @@ def test_a_log_without_a_loss_is_no_line(tmp_path: Path) -> None:
 def test_a_resumed_run_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
     steps = Steps(tmp_path / "m.jsonl")
     for step in (1, 5, 10, 15):
-        steps.log(step, 100 * step)
+        steps.log(step)
+    before = [line["tokens_seen"] for line in lines(tmp_path / "m.jsonl")]
     resumed = Steps(tmp_path / "m.jsonl", start=10)
-    resumed.log(15, 500)
+    resumed.log(15)
     assert [line["step"] for line in lines(tmp_path / "m.jsonl")] == [1, 5, 10, 15]
-    assert lines(tmp_path / "m.jsonl")[-1]["tokens_seen"] == 1500
+    assert [line["tokens_seen"] for line in lines(tmp_path / "m.jsonl")] == before
 
 
 def test_a_line_that_was_cut_off_does_not_stop_a_resume(tmp_path: Path) -> None:
     """The machine went down, or the disk was full, while it was written."""
-    Steps(tmp_path / "m.jsonl").log(5, 500)
+    Steps(tmp_path / "m.jsonl").log(5)
     with (tmp_path / "m.jsonl").open("a") as file:
         file.write('{"step": 10, "lo')
-    Steps(tmp_path / "m.jsonl", start=5).log(10, 500)
+    Steps(tmp_path / "m.jsonl", start=5).log(10)
     assert [line["step"] for line in lines(tmp_path / "m.jsonl")] == [5, 10]
 
 
 def test_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_text('{"step": 3, "tokens_seen": 5}\n')
-    Steps(tmp_path / "m.jsonl").log(1, 10)
+    Steps(tmp_path / "m.jsonl").log(1)
     assert [line["step"] for line in lines(tmp_path / "m.jsonl")] == [1]
 
 

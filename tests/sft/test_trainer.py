@@ -17,6 +17,8 @@ from sft.metrics import Metrics
 from sft.model import load_model
 from sft.prepare import prepare
 from sft.run_directory import Run
+from sft.step_clock import StepClock
+from sft.step_work import StepWork
 from sft.store import DocumentStore, SequenceIndex
 from sft.tokenizer import load_tokenizer
 from sft.trainer import (
@@ -177,7 +179,7 @@ def test_a_trainer_arg_of_the_wrong_type_is_refused(name: str, value: str, make_
 
 def test_trls_trainer_has_the_methods_that_ours_replaces() -> None:
     names = ("_get_train_sampler", "_get_output_dir", "_save_checkpoint", "create_model_card", "create_optimizer")
-    for name in (*names, "_clip_grad_norm", "_get_grad_norm"):
+    for name in (*names, "_clip_grad_norm", "_get_grad_norm", "get_batch_samples", "compute_loss", "log"):
         assert callable(getattr(SFTTrainer, name))
 
 
@@ -195,14 +197,17 @@ def test_a_few_steps_train_and_leave_whole_checkpoints_and_a_model(make_job: Mak
     folder = prepare(job.recipe, job.model).folder
     index = SequenceIndex.load(folder / "train.npz")
     sequences = Sequences(DocumentStore.open(folder), index, 8, tokenizer.pad_token_id, packed=True)
+    order, clock = StepOrder(len(index), sequences.fillers, 0), StepClock(on_gpu=False)
+    work = StepWork(sequences.store, index, order, 8)
     trainer = build_trainer(
         job,
         training_arguments(job, run),
         load_model(job, tokenizer),
         tokenizer,
         sequences,
-        StepOrder(len(index), sequences.fillers, 0),
-        [Metrics(run.metrics_file, job.hardware, True)],
+        order,
+        [Metrics(run.metrics_file, job.hardware, work, clock)],
+        clock,
     )
     trainer.train()
     losses = [json.loads(line)["loss"] for line in run.metrics_file.read_text().splitlines()]

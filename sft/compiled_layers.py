@@ -1,0 +1,90 @@
+"""torch.compile for the decoder layers: the one block that repeats, compiled once, in place.
+
+The whole model would take as many times longer to compile as it has layers, and break at the data that packing carries beside
+the tokens. `module.compile()` leaves the names of the weights alone, so checkpoints are the same with and without.
+
+Every micro-batch has another number of tokens and of documents: `dynamic=True` makes sizes symbols from the start, where the
+default would compile for the first size, then again for each new thing that varies, up to a limit after which it silently
+stops compiling.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Any
+
+import torch
+
+from sft.errors import ModelError, PlanError
+from sft.job import Job
+
+TRACED = ("sdpa", "eager")
+"""Attention functions that are compiled with the layer. Any other is called as it is: it may look at the data, such as where
+documents end. Under checkpointing such a call in the middle keeps the whole layer from being compiled, without a word; so then
+the parts of the layer are compiled one by one."""
+
+
+def check_compiler(job: Job) -> None:
+    """Refuse model.compile where nothing could compile what torch generates.
+
+    Raises:
+        PlanError: There is no compiler.
+    """
+    if not job.plan.compile.value:
+        return
+    # What torch calls for a CPU, and Triton for a GPU.
+    names = [os.environ.get("CXX", "g++")] if job.hardware.gpu is None else [os.environ.get("CC", "gcc"), "clang"]
+    if not any(map(shutil.which, names)):
+        raise PlanError(
+            f"model.compile=true, and there is no {' or '.join(names)} on PATH, which torch.compile needs. Install it, or set "
+            "model.compile=false."
+        )
+
+
+def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The repeated blocks, as transformers marks them, also inside adapters.
+
+    Raises:
+        ModelError: There are none.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ModelError(
+            f"model.compile=true, and {type(model).__name__} marks no layers that repeat. Set model.compile=false."
+        )
+    return layers
+
+
+def compile_layers(model: torch.nn.Module, attention: str, **options: Any) -> None:
+    """Compile each decoder layer at its first call.
+
+    Args:
+        model: With its adapters, before an engine wraps it.
+        attention: The attention function, as planned.
+        options: torch.compile's, such as backend.
+
+    Raises:
+        ModelError: The model has no layers that repeat.
+    """
+    if attention not in TRACED:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        as_it_is: Any = torch.compiler.disable
+        ALL_ATTENTION_FUNCTIONS.register(attention, as_it_is(ALL_ATTENTION_FUNCTIONS[attention]))
+    for layer in decoder_layers(model):
+        for module in [layer] if attention in TRACED else layer.children():
+            module.compile(dynamic=True, **options)
+
+
+def are_compiled(model: torch.nn.Module) -> bool:
+    """Law 3: whether each decoder layer is compiled, whole or in all its parts."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return bool(layers) and all(
+        layer._compiled_call_impl is not None or all(part._compiled_call_impl is not None for part in layer.children())
+        for layer in layers
+    )

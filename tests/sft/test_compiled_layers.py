@@ -1,0 +1,63 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from sft.compiled_layers import are_compiled, check_compiler, compile_layers, decoder_layers
+from sft.errors import ModelError, PlanError
+from sft.facts import ModelFacts
+from sft.hardware import Gpu, Hardware
+from sft.job import open_job
+from sft.plan import resolve_plan
+from sft.recipe import Recipe
+from sft.zero import load_deepspeed
+
+CPU = Hardware(None, 1, 1, 2, 16.0)
+GPU = Hardware(Gpu("GPU", 80.0, 9.0), 1, 1, 16, 128.0)
+MakeRecipe = Callable[..., Recipe]
+
+
+def small_model() -> Qwen2ForCausalLM:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return Qwen2ForCausalLM(Qwen2Config(vocab_size=32, num_hidden_layers=3, **sizes))
+
+
+def test_the_decoder_layers_are_compiled_and_no_weight_changes_its_name() -> None:
+    model = small_model()
+    names = list(model.state_dict())
+    assert len(decoder_layers(model)) == 3
+    assert not are_compiled(model)
+    compile_layers(model, "sdpa", backend="eager")
+    assert are_compiled(model)
+    assert list(model.state_dict()) == names
+    assert model._compiled_call_impl is None
+    decoder_layers(model)[1]._compiled_call_impl = None
+    assert not are_compiled(model)
+
+
+def test_a_model_without_repeated_layers_is_refused() -> None:
+    with pytest.raises(ModelError, match="Linear marks no layers that repeat"):
+        compile_layers(torch.nn.Linear(2, 2), "sdpa")
+
+
+def test_compilation_is_refused_by_name_where_it_is_unsound(make_recipe: MakeRecipe) -> None:
+    model, recipe = ModelFacts("m"), make_recipe("model.compile=true")
+    assert resolve_plan(recipe, CPU, model).compile.value is True
+    assert resolve_plan(make_recipe(), GPU, model).compile.value is False
+    assert resolve_plan(make_recipe("model.compile=true", "model.kernels=none"), GPU, model).compile.value is True
+    assert resolve_plan(recipe, CPU, model, None, load_deepspeed("zero2")).compile.value is True
+    with pytest.raises(PlanError, match=r"zero3\.json is ZeRO-3.*train\.deepspeed=zero2"):
+        resolve_plan(recipe, CPU, model, None, load_deepspeed("zero3"))
+    with pytest.raises(PlanError, match=r"model\.kernels=liger.*Set model\.kernels=none"):
+        resolve_plan(recipe, GPU, model)
+
+
+def test_a_machine_without_a_compiler_is_told_before_the_weights_load(
+    recipe_file: Path, outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    check_compiler(open_job(recipe_file, [f"output_dir={outputs}"], CPU))
+    with pytest.raises(PlanError, match="there is no no-such-compiler on PATH"):
+        check_compiler(open_job(recipe_file, [f"output_dir={outputs}", "model.compile=true"], CPU))

@@ -1,0 +1,98 @@
+"""What the run says it trained on, against what its ranks were really given; and the profile that it leaves."""
+
+import gzip
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sft.batches import Sequences, StepOrder
+from sft.recipe import REPOSITORY
+from sft.recipe_file import load_recipe
+from sft.run_directory import Run
+from sft.step_work import StepWork
+from sft.store import DocumentStore, SequenceIndex
+from tests.slow.conftest import BIN, write_recipe
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+PROGRAM = REPOSITORY / "tests" / "slow" / "train_and_count.py"
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return write_recipe(
+        tmp_path / "job.yaml",
+        model={"name_or_path": "builtin:demo"},
+        data={"train": [{"path": "builtin:demo", "split": "train[:900]"}], "max_length": 128, "held_out": 0.02},
+        train={
+            "global_batch_size": 32,
+            "micro_batch_size": 8,
+            "learning_rate": 1e-3,
+            "num_train_epochs": 1.3,
+            "save_steps": 20,
+            "eval_steps": 10,
+            "logging_steps": 4,
+        },
+    )
+
+
+def given(folder: Path, ranks: int) -> list[dict[str, int]]:
+    """What all ranks together were given, by step."""
+    by_rank = [
+        [json.loads(line) for line in (folder / f"rank{rank}.jsonl").read_text().splitlines()] for rank in range(ranks)
+    ]
+    steps = []
+    for parts in zip(*by_rank, strict=True):
+        assert len({part["step"] for part in parts}) == 1
+        steps.append({key: sum(part[key] for part in parts) for key in ("tokens", "labelled", "squares")})
+    return steps
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_counts_are_of_what_two_ranks_were_given(
+    packing: bool, recipe: Path, tmp_path: Path, command: Command
+) -> None:
+    overrides = [f"data.packing={str(packing).lower()}", "train.profile=true"]
+    # Padded, an epoch has twice as many steps.
+    overrides += [] if packing else ["train.num_train_epochs=0.5"]
+    done = command([BIN / "torchrun", "--nproc-per-node", "2", PROGRAM, tmp_path, recipe, *overrides])
+    run = Run((tmp_path / "outputs" / "job" / "latest").resolve())
+    steps = given(tmp_path, 2)
+    (prepared,) = (tmp_path / "outputs").glob("**/train.npz")
+    index, store = SequenceIndex.load(prepared), DocumentStore.open(prepared.parent)
+    sequences = Sequences(store, index, 32, 0, packing)
+    work = StepWork(store, index, StepOrder(len(index), sequences.fillers, load_recipe(recipe, []).train.seed), 32)
+    if packing:
+        assert work.steps_per_epoch < len(steps)
+        assert sequences.fillers > 0
+    found = [work.between(step, step + 1) for step in range(len(steps))]
+    assert steps == [{"tokens": one.tokens, "labelled": one.labelled_tokens, "squares": one.squares} for one in found]
+    lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
+    seen = 0
+    for before, line in zip([{"step": 0}, *lines], lines, strict=False):
+        seen += sum(step["tokens"] for step in steps[before["step"] : line["step"]])
+        assert line["tokens_seen"] == seen
+        assert 0 <= line["data_seconds"] < line["seconds"]
+        assert line["tokens_per_second"] > line["labelled_tokens_per_second"] > 0
+    assert lines[-1]["step"] == len(steps)
+    assert_profiled(run, done.stdout)
+
+
+def assert_profiled(run: Run, shown: str) -> None:
+    assert "Profile of steps 7 to 9" in shown
+    for rank in range(2):
+        with gzip.open(run.path / "profile" / f"rank{rank}.json.gz") as file:
+            names = [str(event.get("name")) for event in json.load(file)["traceEvents"]]
+        assert any("allreduce" in name.replace("_", "").lower() for name in names)  # communication
+        assert any("mm" in name for name in names)
+
+
+def test_a_profile_of_a_run_that_is_too_short_stops_nothing(recipe: Path, tmp_path: Path, command: Command) -> None:
+    words = [BIN / "python", "-m", "sft.train", recipe, "train.max_steps=2", "train.profile=true"]
+    assert "only 2 steps are left of the 9 it takes" in command(words).stdout
+    run = Run((tmp_path / "outputs" / "job" / "latest").resolve())
+    assert (run.path / "profile" / "rank0.json.gz").is_file()
+    assert run.record["status"] == "finished"
