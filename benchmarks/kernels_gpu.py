@@ -135,6 +135,7 @@ def loss_sides(device: str, tokens: int, scale: int) -> tuple[str, dict[str, Sid
 
 def layer_sides(device: str, tokens: int, scale: int) -> tuple[str, dict[str, Side], str]:
     from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.models.qwen2 import modeling_qwen2
 
     from sft.attention import NAME, register
 
@@ -145,21 +146,25 @@ def layer_sides(device: str, tokens: int, scale: int) -> tuple[str, dict[str, Si
     )  # fmt: skip
     plain = Qwen2ForCausalLM(config).to(device, dtype_of(device))
     models: dict[str, Any] = {"plain layer": plain}
+    # Liger replaces the rotary embedding in the module, for every model of the process: each side is given its own.
+    rotary = {"plain layer": modeling_qwen2.apply_rotary_pos_emb}
     if device == "cuda":
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         models["Liger's layer"] = copy.deepcopy(plain)
         _apply_liger_kernel_to_instance(models["Liger's layer"], fused_linear_cross_entropy=False, cross_entropy=False)
+        rotary["Liger's layer"] = modeling_qwen2.apply_rotary_pos_emb
     ids = torch.randint(64, (1, tokens), device=device)
     starts, longest = boundaries(tokens, device)
     within = [torch.arange(int(n), device=device) for n in starts.diff()]
     arguments = {"input_ids": ids, "position_ids": torch.cat(within)[None], "use_cache": False}
     arguments |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
 
-    def forward(model: Any) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    def forward(name: str) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        model, modeling_qwen2.apply_rotary_pos_emb = models[name], rotary[name]
         return model.model(**arguments).last_hidden_state, list(model.model.layers.parameters())
 
-    sides: dict[str, Side] = {name: (lambda model=model: forward(model)) for name, model in models.items()}
+    sides: dict[str, Side] = {name: (lambda name=name: forward(name)) for name in models}
     return f"one decoder layer, {tokens} tokens", sides, "plain layer"
 
 

@@ -1,0 +1,88 @@
+"""Benchmarks run from a fresh clone, and show no speed where the sides did not do the same work."""
+
+import subprocess
+import sys
+
+import pytest
+
+from sft.recipe import REPOSITORY
+
+BENCHMARKS = REPOSITORY / "benchmarks"
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / words[0]), *words[1:]]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+
+
+def check(losses: str) -> subprocess.CompletedProcess[str]:
+    """What side_by_side.check_agreement does with the losses of two sides."""
+    program = f"from side_by_side import check_agreement; check_agreement({losses}, 'a step')"
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=BENCHMARKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "losses",
+    [
+        "{'ours': [1.0, 2.0], 'theirs': [1.0, 2.001]}",
+        "{'ours': [1.0, 2.0], 'theirs': [1.0]}",
+        "{'ours': [float('nan')], 'theirs': [float('nan')]}",
+    ],
+)
+def test_sides_whose_losses_differ_show_no_speed(losses: str) -> None:
+    ended = check(losses)
+    assert ended.returncode == 1
+    assert "no speed is shown" in ended.stdout
+    assert "ours" in ended.stdout
+    assert "theirs" in ended.stdout
+
+
+@pytest.mark.slow
+def test_sides_that_did_the_same_work_go_on() -> None:
+    ended = check("{'ours': [1.0, 2.0], 'theirs': [1.0, 2.00001]}")
+    assert ended.returncode == 0
+    assert "agree to 1.0e-05" in ended.stdout
+
+
+@pytest.mark.slow
+def test_every_arm_of_the_gpu_benchmark_trains_a_miniature_on_a_cpu() -> None:
+    ended = run("throughput_gpu.py", "--size", "tiny", "--steps", "1", "--arm", "A", "S", "B", "ladder")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("same work, first loss") == 3 + 5
+    assert "no speed is shown" in ended.stdout
+    assert "MFU" not in ended.stdout
+
+
+@pytest.mark.slow
+def test_an_arm_with_its_own_steps_is_checked_on_equal_ones() -> None:
+    ended = run("throughput_gpu.py", "--size", "tiny", "--steps", "3", "--arm", "C", "--steps-as", "shipped")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("C: same work") == 1
+
+
+@pytest.mark.slow
+def test_kernels_agree_on_a_cpu_and_need_a_gpu_for_a_speed() -> None:
+    ended = run("kernels_gpu.py", "--cpu")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("same output and gradients") == 2
+    refused = run("kernels_gpu.py")
+    assert refused.returncode == 2
+    assert refused.stdout.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_padded_packed_and_ours_train_the_same_documents() -> None:
+    ended = run("packing_cpu.py", "--max-length", "256", "--tokens", "2048", "--rounds", "1", "--steps", "2")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "Same work" in ended.stdout
+    assert "ours to padded" in ended.stdout
+
+
+@pytest.mark.slow
+def test_our_entry_a_bare_trainer_and_trl_sft_train_the_same() -> None:
+    ended = run("overhead.py", "--rounds", "1", "--steps", "30")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("Same work") == 2
+    assert "milliseconds per step" in ended.stdout
