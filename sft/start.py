@@ -9,7 +9,9 @@ from sft.errors import RunError
 from sft.job import Job
 from sft.prepare import prepared_data
 from sft.prepared import Prepared
+from sft.resolved import Searched
 from sft.run_directory import Run, check_start, open_run, record_start, write_json
+from sft.search_cache import find_answer
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,8 @@ class Start:
 
     run: Run
     prepared: Prepared
+    searched: Searched | None
+    """What a search on this machine has found for the job."""
 
 
 def start_run(job: Job) -> Start:
@@ -44,4 +48,4 @@ def _start(job: Job) -> Start:
         )
     record_start(run, job, {"prepare_seconds": prepared.summary["seconds"]}, prepared.fingerprint)
     write_json(run.ledger_file, prepared.ledger | {"findings": prepared.findings})
-    return Start(run, prepared)
+    return Start(run, prepared, find_answer(job, prepared))
