@@ -41,6 +41,7 @@ class DeviceMemory:
 
     def __init__(self) -> None:
         self.on_gpu = torch.cuda.is_available()
+        self.at_start = 0.0
 
     def capacity(self) -> float:
         """All of it that this rank may have."""
@@ -58,12 +59,14 @@ class DeviceMemory:
             return float(torch.cuda.memory_allocated())
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
-        return _of_process("VmRSS")
+        self.at_start = _of_process("VmRSS")
+        return self.at_start
 
     def peak(self) -> tuple[float, float]:
         """Since start: used on the device, by libraries and other processes too, and held by tensors."""
         if not self.on_gpu:
-            return (_of_process("VmHWM"),) * 2
+            # The kernel counts in batches, so that the peak can be told as less than what there was at the start.
+            return (max(_of_process("VmHWM"), self.at_start),) * 2
         free, total = torch.cuda.mem_get_info()
         # What torch has reserved stays with it until the next start.
         used = max(total - free, torch.cuda.max_memory_reserved())
