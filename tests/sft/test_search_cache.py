@@ -107,6 +107,13 @@ def test_nothing_is_tried_that_should_not_fit_by_what_was_measured() -> None:
     assert Candidate(2, 4) not in tried
 
 
+def test_micro_batches_grow_only_while_that_is_faster() -> None:
+    limit = 0.92 * 80 * GIB
+    sizes = {one.candidate.micro_batch_size for one in searched(machine(5, 0.05, 80, overhead=0.0), limit)}
+    assert sizes == {1, 2}
+    assert 32 in {one.candidate.micro_batch_size for one in searched(machine(5, 0.05, 80, overhead=2.0), limit)}
+
+
 @pytest.mark.parametrize("sequence", [1, 20, 300])
 def test_a_search_goes_on_where_its_process_ended(sequence: float) -> None:
     measure, limit = machine(40, sequence, 80), 0.92 * 80 * GIB
