@@ -8,10 +8,15 @@ from __future__ import annotations
 from sft.errors import PlanError
 from sft.hardware import Hardware
 from sft.recipe import Recipe
-from sft.resolved import Resolved
+from sft.resolved import Resolved, Searched
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """From 1 to the number itself.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
@@ -60,7 +65,7 @@ def _batch_as_written(recipe: Recipe, sequences: int) -> tuple[str, int]:
 
 
 def split_batch(
-    recipe: Recipe, hardware: Hardware, sequences: int, attention: str
+    recipe: Recipe, hardware: Hardware, sequences: int, attention: str, searched: Searched | None = None
 ) -> tuple[Resolved[int], Resolved[int]]:
     """Micro-batch and accumulation, so that micro x accumulation x ranks is the batch exactly.
 
@@ -69,6 +74,7 @@ def split_batch(
         hardware: The ranks, and the memory of each.
         sequences: From resolve_sequences.
         attention: The attention function, as planned.
+        searched: What a search on this machine found.
 
     Returns:
         Sequences per forward pass on one rank, and forward passes per optimizer step.
@@ -80,21 +86,25 @@ def split_batch(
     noun = "GPUs" if hardware.gpu else "processes"
     written, unit = _batch_as_written(recipe, sequences)
     if sequences % ranks:
-        counts = ", ".join(str(divisor) for divisor in _divisors(sequences) if divisor <= 2 * ranks)
+        counts = ", ".join(str(divisor) for divisor in divisors(sequences) if divisor <= 2 * ranks)
         raise PlanError(
             f"{written} cannot be shared by {ranks} {noun}: it is not a multiple. Set {written.partition('=')[0]} to "
             f"{_nearest(sequences * unit, _share_unit(recipe, hardware) * unit)}, or use a number of {noun} that divides it: {counts}."
         )
     share = sequences // ranks
-    if wanted == "auto":
+    found = searched.micro_batch_size if searched else None
+    if wanted == "auto" and searched and found is not None and share % found == 0:
+        micro, reason = found, searched.reason
+    elif wanted == "auto":
         budget, why = _token_budget(recipe, hardware, attention)
-        fitting = [divisor for divisor in _divisors(share) if divisor * recipe.sequence_length <= budget]
+        fitting = [divisor for divisor in divisors(share) if divisor * recipe.sequence_length <= budget]
         micro = max(fitting, default=1)
         reason = f"auto: the largest divisor of {share} within {budget} tokens a forward pass ({why})"
+        reason += f"; {searched.reason}" if searched else ""
     else:
         micro, reason = wanted, "the recipe"
     if share % micro:
-        *smaller, largest = [divisor for divisor in _divisors(share) if divisor <= micro]
+        *smaller, largest = [divisor for divisor in divisors(share) if divisor <= micro]
         raise PlanError(
             f"{written} is not a multiple of micro_batch_size x {noun} = {micro} x {ranks} = {micro * ranks}. "
             f"Set train.micro_batch_size to {largest}" + (f" (or {', '.join(map(str, smaller))})." if smaller else ".")

@@ -53,6 +53,22 @@ def running_checkpointing(model: Any) -> str:
     return "selective" if all(kept) else "full"
 
 
+def has_layers_of_their_own(model: Any) -> bool:
+    """Whether each layer can be switched by itself."""
+    return all(isinstance(layer, GradientCheckpointingLayer) for layer in _layers(model))
+
+
+def checkpoint_every(model: Any, number: int) -> None:
+    """Switch a model whose training has begun with checkpointing to other layers.
+
+    Args:
+        model: Live.
+        number: Every so many layers; 0 for none.
+    """
+    for place, layer in enumerate(_layers(model)):
+        layer.gradient_checkpointing = number > 0 and place % number == 0
+
+
 def select(model: Any) -> None:
     """Have the layers that recompute keep the outputs of attention, so that everything else is recomputed.
 
@@ -83,8 +99,7 @@ def check_checkpointing(model: Any, planned: bool | int | str) -> None:
     wanted = -(-layers // every) if planned else 0
     kind = planned if isinstance(planned, str) else "full" if planned else "off"
     found = running_checkpointing(model)
-    can = every == 1 or all(isinstance(layer, GradientCheckpointingLayer) for layer in _layers(model))
-    if (running, found) == (wanted, kind) and can:
+    if (running, found) == (wanted, kind) and (every == 1 or has_layers_of_their_own(model)):
         return
     raise PlanError(
         f"train.gradient_checkpointing={planned}: {wanted} of {layers} layers should recompute ({kind}), and {running} do ({found}). "

@@ -18,6 +18,7 @@ from sft.hardware import Hardware
 from sft.plan import Plan, resolve_plan
 from sft.recipe import Recipe
 from sft.recipe_file import find_file, load_recipe
+from sft.resolved import Searched
 from sft.tokenizer import check_tokenizer_choice
 from sft.zero import DeepSpeedFile
 
@@ -34,9 +35,10 @@ class Job:
     deepspeed: DeepSpeedFile | None
     plan: Plan
 
-    def with_data(self, data: DataFacts) -> Job:
-        """The job with the data counted, and therefore the number of steps known."""
-        return replace(self, plan=resolve_plan(self.recipe, self.hardware, self.model, data, self.deepspeed))
+    def with_data(self, data: DataFacts, searched: Searched | None = None) -> Job:
+        """The job with the data counted, and therefore the number of steps known; and with what a search has found."""
+        plan = resolve_plan(self.recipe, self.hardware, self.model, data, self.deepspeed, searched)
+        return replace(self, plan=plan)
 
 
 def check_output_dir(recipe: Recipe) -> None:

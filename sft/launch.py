@@ -19,12 +19,14 @@ from typing import NoReturn
 
 from sft.errors import EXIT_USER_ERROR, PlanError, RecipeError, run_main
 from sft.hardware import described_hardware, detect_hardware, visible_gpus
-from sft.job import open_job, open_recipe
+from sft.job import Job, open_job, open_recipe
 from sft.ledger import check_limits
 from sft.plan import print_plan
 from sft.prepare import prepared_data
-from sft.prepared import entry_folder, find_prepared
+from sft.prepared import Prepared, entry_folder, find_prepared
 from sft.run_directory import check_start
+from sft.search import EXIT_DID_NOT_FIT, search
+from sft.search_cache import find_answer, is_searched
 
 DEFAULT_RECIPE = "recipes/tiny.yaml"
 DEFAULT_PORT = 29500
@@ -54,23 +56,38 @@ def main(argv: Sequence[str]) -> None:
         hardware = described_hardware(arguments.on) if arguments.on else detect_hardware(*_ranks(read_layout()))
         job = open_job(recipe, arguments.overrides, hardware, to_run=False)
         prepared = find_prepared(entry_folder(job.recipe, job.model)) if Path(job.model.path).is_dir() else None
-        job = job.with_data(prepared.facts()) if prepared else job
+        job = job.with_data(prepared.facts(), find_answer(job, prepared)) if prepared else job
         print_plan(job.plan, f"{recipe.stem}: {job.recipe.model.name_or_path} on {hardware.device}")
         return
     if arguments.prepare or arguments.show is not None:
         look_at_data(recipe, arguments.overrides, arguments.show)
         return
-    layout = read_layout()
-    job = open_job(recipe, arguments.overrides, detect_hardware(*_ranks(layout)))
+    job, layout = job_and_layout(recipe, arguments.overrides)
     check_start(job)
-    if layout.ranks > 1:
+    searched = job.hardware.gpu is not None and layout.nodes == 1 and is_searched(job)
+    if layout.ranks > 1 or searched:
         # Before any rank is there to wait. On another machine that shares the folder, this waits for the first. A single
         # process has the data prepared while it imports.
-        prepared_data(job.recipe, job.model, [str(job.recipe_path), *job.overrides])
+        prepared = prepared_data(job.recipe, job.model, [str(job.recipe_path), *job.overrides])
+        if searched:
+            search_once(job, prepared)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, job.hardware.cpu_cores // layout.per_node)))
     # A thread that waits spins for microseconds only: on cores that others use too, long spinning takes them from the work.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     start(layout, ["-m", "sft.train", str(job.recipe_path), *arguments.overrides])
+
+
+def job_and_layout(recipe: Path, overrides: Sequence[str]) -> tuple[Job, Layout]:
+    """The recipe on this machine, with as many processes as the environment asks for."""
+    layout = read_layout()
+    return open_job(recipe, overrides, detect_hardware(*_ranks(layout))), layout
+
+
+def search_once(job: Job, prepared: Prepared) -> None:
+    """Measure, once for a recipe and a machine, what the recipe leaves `auto`."""
+    found = find_answer(job, prepared)
+    if found is None or found.micro_batch_size is None:
+        search(job, prepared)
 
 
 def look_at_data(recipe_path: Path, overrides: Sequence[str], count: int | None) -> None:
@@ -226,7 +243,7 @@ def _torchrun(arguments: list[str]) -> NoReturn:
         if failure.exitcode < 0:
             print(f"Rank {rank} was ended by signal {-failure.exitcode}; the others were stopped.", file=sys.stderr)
             sys.exit(128 - failure.exitcode)
-        if failure.exitcode != EXIT_USER_ERROR:
+        if failure.exitcode not in (EXIT_USER_ERROR, EXIT_DID_NOT_FIT):
             print(f"Rank {rank} failed with exit status {failure.exitcode}; its error is above.", file=sys.stderr)
         sys.exit(failure.exitcode)
     except SignalException as signal:

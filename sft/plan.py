@@ -18,7 +18,7 @@ from sft.errors import PlanError
 from sft.facts import DataFacts, ModelFacts
 from sft.hardware import Hardware
 from sft.recipe import Recipe
-from sft.resolved import Resolved
+from sft.resolved import Resolved, Searched
 from sft.weights import resolve_gradients, resolve_weights
 from sft.zero import DeepSpeedFile, check_deepspeed
 
@@ -126,7 +126,7 @@ def _compile(recipe: Recipe, kernels: str, deepspeed: DeepSpeedFile | None) -> R
 
 
 def _checkpointing(
-    recipe: Recipe, hardware: Hardware, attention: str, deepspeed: DeepSpeedFile | None
+    recipe: Recipe, hardware: Hardware, attention: str, deepspeed: DeepSpeedFile | None, searched: Searched | None
 ) -> Resolved[bool | int | str]:
     wanted = recipe.train.gradient_checkpointing
     adapters_sharded = recipe.model.lora is not None and deepspeed is not None and deepspeed.stage == 3
@@ -145,9 +145,13 @@ def _checkpointing(
     if wanted != "auto":
         every = f", every {wanted} layers" if isinstance(wanted, int) and wanted > 1 else ""
         return Resolved(wanted, f"the recipe{every}; {kind}" if wanted else "the recipe")
+    found = searched.gradient_checkpointing if searched else None
+    if searched and found is not None:
+        return Resolved(found, f"{searched.reason}; {kind}" if found else searched.reason)
+    failed = f"; {searched.reason}" if searched else ""
     if hardware.gpu is None:
-        return Resolved(False, "auto: off on a CPU, where time is what is short")
-    return Resolved(True, f"auto: on a GPU, {kind}")
+        return Resolved(False, f"auto: off on a CPU, where time is what is short{failed}")
+    return Resolved(True, f"auto: on a GPU, {kind}{failed}")
 
 
 def _engine(recipe: Recipe, hardware: Hardware, model: ModelFacts, deepspeed: DeepSpeedFile | None) -> Resolved[str]:
@@ -204,6 +208,7 @@ def resolve_plan(
     model: ModelFacts,
     data: DataFacts | None = None,
     deepspeed: DeepSpeedFile | None = None,
+    searched: Searched | None = None,
 ) -> Plan:
     """Decide everything the recipe left open.
 
@@ -213,6 +218,7 @@ def resolve_plan(
         model: What config.json says.
         data: How much data there is, estimated or counted; None where nothing is known before preparation.
         deepspeed: The file that train.deepspeed names or stands for, or None.
+        searched: What a search on this machine found for the values that are `auto`; None: they follow from arithmetic.
 
     Raises:
         PlanError: What was asked for cannot be had here; the message names values that can.
@@ -226,7 +232,7 @@ def resolve_plan(
     batch = resolve_sequences(recipe, hardware)
     precision = _precision(recipe, hardware, model)
     attention = choose_attention(recipe, hardware, precision.value, model.model_type, model.architecture)
-    micro, accumulation = split_batch(recipe, hardware, batch.value, attention.value)
+    micro, accumulation = split_batch(recipe, hardware, batch.value, attention.value, searched)
     if deepspeed is not None:
         check_deepspeed(deepspeed, recipe, micro.value, accumulation.value, precision.value)
     kernels = _kernels(recipe, hardware)
@@ -238,7 +244,7 @@ def resolve_plan(
         attention=attention,
         kernels=kernels,
         compile=_compile(recipe, kernels.value, deepspeed),
-        gradient_checkpointing=_checkpointing(recipe, hardware, attention.value, deepspeed),
+        gradient_checkpointing=_checkpointing(recipe, hardware, attention.value, deepspeed, searched),
         global_batch_size=batch,
         micro_batch_size=micro,
         gradient_accumulation_steps=accumulation,

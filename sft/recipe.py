@@ -239,7 +239,7 @@ class Train(Section):
     """The same in tokens: a multiple of data.pack_length, or of data.max_length where there is none. Give one of the two."""
 
     micro_batch_size: Positive | Literal["auto"] = "auto"
-    """Sequences per forward pass on one GPU. Decides memory and speed only."""
+    """Sequences per forward pass on one GPU. Decides memory and speed only. `auto`: measured on a GPU; docs/memory.md."""
 
     learning_rate: float = Field(default=1e-5, gt=0)
     """Peak learning rate of AdamW."""
@@ -279,7 +279,8 @@ class Train(Section):
 
     gradient_checkpointing: bool | Literal["auto", "selective", "offload"] | Annotated[int, Field(ge=2)] = "auto"
     """Recompute activations in the backward pass: less memory, about a third more compute. A number n: in every n-th layer only.
-    `selective`: all but attention. `offload`: keep what the layers start from in the machine's memory. `auto`: on a GPU only."""
+    `selective`: all but attention. `offload`: keep what the layers start from in the machine's memory. `auto`: measured on a GPU, off
+    on a CPU; docs/memory.md."""
 
     deepspeed: str | None = None
     """A file under ds_configs/ (`zero2`, `ds_configs/zero2.json`) or of your own. `auto`: the cheapest that fits, none in one

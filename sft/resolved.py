@@ -14,3 +14,14 @@ class Resolved(Generic[T]):
 
     value: T
     reason: str
+
+
+@dataclass(frozen=True)
+class Searched:
+    """What a search on the machine found for a job; sft/search.py."""
+
+    gradient_checkpointing: bool | int | str | None
+    """None, like the micro-batch, where it found nothing."""
+
+    micro_batch_size: int | None
+    reason: str

@@ -12,7 +12,9 @@ from sft.errors import RunError
 from sft.job import Job
 from sft.prepare import begin_preparation, prepared_data
 from sft.prepared import Prepared
+from sft.resolved import Searched
 from sft.run_directory import Run, check_start, open_run, record_start, write_json
+from sft.search_cache import find_answer
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class Start:
 
     run: Run
     prepared: Prepared
+    searched: Searched | None
+    """What a search on this machine has found for the job."""
 
 
 def begin_data(job: Job) -> Popen[bytes] | None:
@@ -85,4 +89,4 @@ def _start(job: Job) -> Start:
         )
     record_start(run, job, {"prepare_seconds": prepared.summary["seconds"]}, prepared.fingerprint)
     write_json(run.ledger_file, prepared.ledger | {"findings": prepared.findings})
-    return Start(run, prepared)
+    return Start(run, prepared, find_answer(job, prepared))

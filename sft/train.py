@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
     tokenizer = load_tokenizer(job.recipe)
     start = start_run(job)
     with recorded(start.run):
-        train(job.with_data(start.prepared.facts()), start, tokenizer)
+        train(job.with_data(start.prepared.facts(), start.searched), start, tokenizer)
     finish_trackers(job.recipe.tracking)
     distributed.leave_group()
     if distributed.is_first_rank():

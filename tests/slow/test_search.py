@@ -1,0 +1,111 @@
+"""The search for micro-batch and checkpointing, with real processes and engines; and the training that goes by its answer."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+
+from sft.run_directory import Run
+from tests.slow.conftest import decisions, write_recipe
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+Command = Callable[..., CompletedProcess[str]]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return write_recipe(
+        tmp_path / "job.yaml",
+        model={"name_or_path": "builtin:demo"},
+        data={"train": [{"path": "builtin:demo", "rows": 400}], "max_length": 128},
+        train={"global_batch_size": 8, "max_steps": 2},
+        eval={"tasks": []},
+    )
+
+
+def answer(recipe: Path) -> dict[str, Any]:
+    (file,) = (recipe.parent / "outputs" / ".prepared" / "search").glob("*.json")
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def trained(recipe: Path) -> tuple[dict[str, Any], list[str]]:
+    """The plan's values, and the reasons for the two that are searched."""
+    run = Run((recipe.parent / "outputs" / "job" / "latest").resolve())
+    assert run.record["status"] == "finished"
+    rows = json.loads(run.plan_file.read_text())["decisions"]
+    names = ("micro_batch_size", "gradient_checkpointing")
+    return decisions(run), [row["reason"] for row in rows if row["name"] in names]
+
+
+@pytest.mark.parametrize(
+    ("processes", "overrides"),
+    [("1", []), ("2", ["train.deepspeed=zero2"]), ("2", ["train.deepspeed=zero3", "model.lora={}"])],
+    ids=["one process", "two with ZeRO-2", "adapters on two with ZeRO-3"],
+)
+def test_the_training_runs_what_was_fastest_of_what_was_measured(
+    processes: str, overrides: list[str], recipe: Path, command: Command
+) -> None:
+    done = command([sys.executable, "-m", "sft.search", recipe, *overrides], NPROC=processes)
+    found = answer(recipe)
+    measured = found["measured"]
+    tried = {
+        (str(one["candidate"]["gradient_checkpointing"]), one["candidate"]["micro_batch_size"]) for one in measured
+    }
+    assert tried >= {("True", 1), ("2", 1), ("False", 1), ("True", 2), ("2", 2), ("False", 2)}
+    assert len(tried) == len(measured)
+    assert all(0 < one["at_rest"] <= one["used"] <= found["limit"] for one in measured)
+    fastest = min(one["seconds_per_token"] for one in measured)
+    assert found["chosen"]["seconds_per_token"] <= fastest * 1.02
+    assert "measured on this machine" in done.stdout
+    command([sys.executable, "-m", "sft.launch", recipe, *overrides], NPROC=processes)
+    plan, reasons = trained(recipe)
+    chosen = found["chosen"]["candidate"]
+    assert plan["gradient_checkpointing"] is chosen["gradient_checkpointing"] or plan["gradient_checkpointing"] == 2
+    assert plan["micro_batch_size"] == chosen["micro_batch_size"]
+    assert plan["micro_batch_size"] * plan["gradient_accumulation_steps"] * int(processes) == 8
+    assert all(f"the fastest of {len(measured)} that were tried" in reason for reason in reasons)
+
+
+def test_where_nothing_fits_the_plan_goes_by_arithmetic_and_says_so(recipe: Path, command: Command) -> None:
+    command([sys.executable, "-m", "sft.search", recipe, "--memory-gib", "0.1"])
+    found = answer(recipe)
+    assert (found["chosen"], found["failed"], len(found["measured"])) == (None, "nothing that was tried fits", 1)
+    command([sys.executable, "-m", "sft.train", recipe])
+    plan, reasons = trained(recipe)
+    assert (plan["micro_batch_size"], plan["gradient_checkpointing"]) == (4, False)
+    assert all("found no answer (nothing that was tried fits)" in reason for reason in reasons)
+
+
+def test_memory_that_runs_out_is_an_answer_and_the_search_goes_on_behind_it(recipe: Path, command: Command) -> None:
+    command([sys.executable, "-m", "sft.launch", "--prepare", recipe, "data.pack_length=512"])
+    # A forward pass of 64 packs of 512 tokens needs far more than this under sdpa's mask.
+    words = f"ulimit -v 4500000; exec {sys.executable} -m sft.search {recipe} data.pack_length=512 train.micro_batch_size=64 "
+    done = command(["bash", "-c", words + "train.global_batch_size=64 --memory-gib 100"])
+    assert done.stdout.count("does not fit") == 1
+    assert done.stdout.count("-m sft.search --rank") == 2
+    found = answer(recipe)
+    assert [one["seconds_per_token"] for one in found["measured"]] == [None]
+    assert found["failed"] == "nothing that was tried fits"
+
+
+def test_a_search_whose_processes_die_is_over_and_says_why(recipe: Path, command: Command) -> None:
+    command([sys.executable, "-m", "sft.launch", "--prepare", recipe])
+    # Enough for the program that starts the ranks, and too little for torch.
+    done = command(["bash", "-c", f"ulimit -v 900000; exec {sys.executable} -m sft.search {recipe}"])
+    assert "The search failed: its processes ended with status" in done.stdout
+    assert answer(recipe)["chosen"] is None
+    command([sys.executable, "-m", "sft.train", recipe])
+    plan, reasons = trained(recipe)
+    assert plan["micro_batch_size"] == 4
+    assert all("found no answer (its processes ended with status" in reason for reason in reasons)
+
+
+def test_a_mistake_of_the_users_is_told_once_and_ends_the_search(recipe: Path, command: Command) -> None:
+    done = command([sys.executable, "-m", "sft.search", recipe, "train.trainer_args.optim=no_such"], expect=2)
+    assert done.stderr.count("no_such") == 1
+    assert "search failed" not in done.stdout
