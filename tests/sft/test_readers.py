@@ -445,14 +445,14 @@ def arrow_bytes() -> bytes:
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
-        ("rows.jsonl", gzip.compress(b"{}"), "is gzip-compressed, not text; name it rows.jsonl.gz."),
+        ("rows.jsonl", gzip.compress(b"{}", mtime=0), "is gzip-compressed, not text; name it rows.jsonl.gz."),
         ("rows.csv", zstd(b"{}"), "is zstd-compressed, not text; name it rows.csv.zst."),
         ("rows.v1.jsonl", parquet_bytes(), "is a parquet file, not text; name it rows.v1.parquet."),
         ("rows.json", arrow_bytes(), "is an Arrow file, not text; name it rows.arrow."),
         ("rows.arrow", parquet_bytes(), "is a parquet file, not an Arrow file; name it rows.parquet."),
         ("rows.jsonl.gz", zstd(b"{}"), "is zstd-compressed, not gzip-compressed; name it rows.jsonl.zst."),
         ("rows.jsonl.gz", b'{"a": 1}', "is text, not gzip-compressed; name it rows.jsonl."),
-        ("rows.jsonl.gz", gzip.compress(parquet_bytes()), "is a parquet file, not text; name it rows.jsonl.parquet."),
+        ("rows.jsonl.gz", gzip.compress(parquet_bytes(), mtime=0), "is a parquet file, not text; name it rows.jsonl.parquet."),
         ("rows.csv", b"PK\x03\x04" + b"x" * 99, "is a zip archive, not text; unpack it."),
         ("rows.csv", "q,a\n1,2".encode("utf-16"), "is UTF-16 text, not text; save it as UTF-8."),
         (
@@ -461,7 +461,7 @@ def arrow_bytes() -> bytes:
             "is only a pointer of Git LFS, not a parquet",
         ),
         ("rows.jsonl", b"\x80\x04\x95\x00" + bytes(99), "is not text: it holds the byte 0x04. Name it for what it is."),
-        ("rows.jsonl.gz", gzip.compress(b"rows.jsonl\0\0\0"), "is not text: it holds the byte 0x00."),
+        ("rows.jsonl.gz", gzip.compress(b"rows.jsonl\0\0\0", mtime=0), "is not text: it holds the byte 0x00."),
         ("rows.parquet", b"no", "cannot be read as parquet: "),
         ("rows.arrow", b"no", "cannot be read as arrow: "),
         ("rows.parquet", parquet_bytes()[:-20], "cannot be read as parquet: "),
