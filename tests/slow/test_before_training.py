@@ -1,0 +1,116 @@
+"""Laws 2 and 3 on real processes: packed equals separate on two ranks, and what is read back before the first step."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, OPTConfig
+
+from sft.demo import make_demo
+from sft.recipe import REPOSITORY
+from sft.run_directory import Run
+from tests.slow.conftest import decisions, write_recipe
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+TWO = ["torchrun", "--standalone", "--nproc-per-node", "2"]
+PROGRAM = str(REPOSITORY / "tests" / "slow" / "packed_and_separate.py")
+SFT_SH = ["bash", str(REPOSITORY / "scripts" / "sft.sh")]
+ONE, RANKS = ["python", "-m", "sft.train"], [*TWO, "-m", "sft.train"]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero2"])
+def test_packed_equals_separate_on_two_ranks(engine: str, command: Command, tmp_path: Path) -> None:
+    """Six architectures, three attention functions, with and without checkpointing: the loss and every gradient."""
+    command([*TWO, PROGRAM, engine, tmp_path])
+    differences = json.loads((tmp_path / "differences.json").read_text())
+    assert len(differences) == 6 * 3 * 2
+    for name, found in differences.items():
+        assert found["parameters"] >= 15, name
+        assert found["loss"] <= 1e-5, name
+        assert found["gradient"] <= 1e-5, name
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_recipe(
+        tmp_path_factory.mktemp("before") / "before.yaml",
+        model={"name_or_path": "builtin:demo"},
+        data={"train": "builtin:demo", "max_length": 128},
+        train={"global_batch_size": 8, "max_steps": 1, "save_steps": 10},
+    )
+
+
+WAYS = {
+    "one process": (ONE, [], {"engine": "one process", "processes": "1", "sharded": "nothing"}),
+    "DDP": (RANKS, [], {"engine": "DDP", "processes": "2", "sharded": "nothing"}),
+    "ZeRO-3, adapters": (
+        RANKS,
+        ["train.deepspeed=zero3", "model.lora={}"],
+        {"engine": "ZeRO-3", "processes": "2", "sharded": "optimizer, gradients, parameters"},
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_runs_is_printed_and_recorded(way: str, recipe: Path, command: Command) -> None:
+    launcher, overrides, expected = WAYS[way]
+    name = "".join(letter if letter.isalnum() else "-" for letter in way)
+    done = command([*launcher, recipe, *overrides, f"tracking.run_name={name}"])
+    run = Run(recipe.parent / "outputs" / "before" / name)
+    running = run.record["running"]
+    assert running.items() >= expected.items()
+    assert running["attention"] == "varlen in 3 layers" == f"{decisions(run)['attention']} in 3 layers"
+    assert running["loss"] == "TRL's fused head"
+    assert ("adapters" in running["trained"]) == ("adapters" in way)
+    assert 0 <= run.record["probe"]["moved"] < 1e-5
+    assert 0 <= run.record["probe"]["differ"] < 1e-5
+    assert done.stdout.count("Read back before the first step") == 1
+    assert done.stdout.count("documents do not see each other, and are what they are alone") == 1
+    for reading in running:
+        assert reading in done.stdout
+
+
+@pytest.fixture(scope="module")
+def leaking(recipe: Path) -> Path:
+    """An old architecture that makes its mask without position ids: packed, its documents see each other under sdpa."""
+    folder, demo = recipe.parent / "leaking", make_demo(recipe.parent / "outputs").model
+    configuration = OPTConfig(
+        vocab_size=544,
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        word_embed_proj_dim=32,
+        max_position_embeddings=256,
+        init_std=0.2,
+    )
+    AutoModelForCausalLM.from_config(configuration).save_pretrained(folder)
+    for file in demo.iterdir():
+        if not (folder / file.name).exists() and file.suffix != ".safetensors":
+            shutil.copyfile(file, folder / file.name)
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_that_leaks_is_told_before_the_first_step(
+    ranks: int, recipe: Path, leaking: Path, command: Command
+) -> None:
+    name = f"leaking-{ranks}"
+    words = [*(ONE if ranks == 1 else SFT_SH), recipe, f"model.name_or_path={leaking}"]
+    done = command([*words, "model.attn_implementation=sdpa", f"tracking.run_name={name}"], expect=2, NPROC=str(ranks))
+    assert done.stderr.count("The documents of a pack see each other") == 1
+    assert "Set data.packing=false. Nothing was trained." in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+    run = Run(recipe.parent / "outputs" / "before" / name)
+    assert run.record["status"] == "failed"
+    assert run.record["probe"]["moved"] > 1e-3
+    assert run.record["running"]["attention"] == "sdpa in 2 layers"
+    assert run.last_checkpoint() is None
+    assert not run.final.exists()
+    assert not run.metrics_file.exists() or run.metrics_file.read_text() == ""
