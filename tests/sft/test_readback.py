@@ -26,6 +26,7 @@ from sft.probe import probe, sample_documents
 from sft.readback import Reading, check_readings, read_back
 from sft.resolved import Resolved
 from sft.run_directory import Run
+from sft.step_clock import StepClock
 from sft.store import DocumentStore, SequenceIndex
 from sft.tokenizer import load_tokenizer
 from sft.trainer import build_trainer, training_arguments
@@ -115,7 +116,9 @@ def read(make_job: MakeJob, tmp_path: Path) -> Read:
         look = _Look(planned(job), before, after)
         order = StepOrder(len(index), sequences.fillers, 0)
         arguments = training_arguments(job, run)
-        trainer = build_trainer(job, arguments, load_model(job, tokenizer), tokenizer, sequences, order, [look])
+        trainer = build_trainer(
+            job, arguments, load_model(job, tokenizer), tokenizer, sequences, order, [look], StepClock(False)
+        )
         look.trainer = trainer
         with pytest.raises(_Seen):
             trainer.train()
@@ -165,7 +168,7 @@ def as_planned(**decisions: object) -> Callable[[Job], Job]:
 def test_what_runs_as_planned_is_not_refused(overrides: list[str], read: Read) -> None:
     found = read(*overrides)
     assert wrong(found) == {}
-    assert len(found) == 15
+    assert len(found) == 16
     assert found["engine"].running == "one process"
     assert found["loss"].running == "TRL's fused head"
     assert found["sharded"].running == "nothing"

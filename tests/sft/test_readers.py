@@ -452,7 +452,11 @@ def arrow_bytes() -> bytes:
         ("rows.arrow", parquet_bytes(), "is a parquet file, not an Arrow file; name it rows.parquet."),
         ("rows.jsonl.gz", zstd(b"{}"), "is zstd-compressed, not gzip-compressed; name it rows.jsonl.zst."),
         ("rows.jsonl.gz", b'{"a": 1}', "is text, not gzip-compressed; name it rows.jsonl."),
-        ("rows.jsonl.gz", gzip.compress(parquet_bytes(), mtime=0), "is a parquet file, not text; name it rows.jsonl.parquet."),
+        (
+            "rows.jsonl.gz",
+            gzip.compress(parquet_bytes(), mtime=0),
+            "is a parquet file, not text; name it rows.jsonl.parquet.",
+        ),
         ("rows.csv", b"PK\x03\x04" + b"x" * 99, "is a zip archive, not text; unpack it."),
         ("rows.csv", "q,a\n1,2".encode("utf-16"), "is UTF-16 text, not text; save it as UTF-8."),
         (

@@ -197,7 +197,7 @@ def test_a_deepspeed_file_that_gives_the_micro_batch_leaves_nothing_to_search(
     file = tmp_path / "mine.json"
     file.write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}')
     assert is_searched(make_job(f"train.deepspeed={file}"))
-    file.write_text('{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1}')
+    file.write_text('{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4}')
     assert not is_searched(make_job(f"train.deepspeed={file}"))
 
 
