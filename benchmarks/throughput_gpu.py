@@ -47,9 +47,6 @@ SHAPES = {
 LENGTHS = {"alpaca": (90, 0.7), "long": (2200, 0.9)}
 """Median and sigma of lognormal document lengths, tokens."""
 
-PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-"""Dense bf16 FLOP/s by NVIDIA's data sheets."""
-
 TRL = ROOT / "benchmarks" / "throughput_trl.py"
 S_AS_RECIPE = {
     "data.packing": "false",
@@ -99,7 +96,10 @@ def main() -> None:
         wanted = [arm for choice in arguments.arm for arm in (LADDER if choice == "ladder" else [choice])]
         results = measure(wanted, documents, reference, arguments, folder)
     if gpu is not None:
-        report(results, documents, arguments, next((PEAK[part] for part in PEAK if part in gpu), None))
+        from sft.metrics import PEAK_FLOPS
+
+        peak = next((rate for part, rate in PEAK_FLOPS.items() if part in gpu), None)
+        report(results, documents, arguments, peak)
     print(gpu or "CPU", described(["torch", "transformers", "trl", "deepspeed", "liger-kernel"]), sep=", ")
 
 
