@@ -16,6 +16,8 @@ from typing import Any
 _MASK_ONLY = re.compile(r"create_chunked_causal_mask|indexed_attention|compressed_attention|[Ii]ndexer\b")
 _WINDOW = re.compile(r"sliding_window=(self|getattr|config)\b")
 _RECURRENT = re.compile(r"\b(ssm_states?|conv_states?|recurrent_states?|linear_attention|rwkv)\b|_is_stateful = True")
+_MASK_CALL = re.compile(r"create_(?:causal|sliding_window_causal)_mask\(([^()]*(?:\([^()]*\)[^()]*)*)\)")
+_MASK_ARGUMENTS = re.compile(r"mask_kwargs\w* = \{[^}]*position_ids[^}]*\}")
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
@@ -37,6 +39,9 @@ class Architecture:
     mask_only: bool = False
     """What a token sees is said by a mask alone (chunks, chosen tokens, windows that the function is not told of), so that functions
     that take no mask would compute something else."""
+
+    blind_mask: bool = False
+    """Its masks are made without position ids, so that no mask keeps packed documents apart (OPT, Falcon, gpt-oss)."""
 
     recurrent: bool = False
     """Some layers carry a state from token to token (Mamba, linear attention, short convolutions)."""
@@ -77,6 +82,11 @@ def _declared(source: str, flag: str) -> bool:
     return found is not None and found[1] == "True"
 
 
+def _has_blind_mask(source: str) -> bool:
+    shared = _MASK_ARGUMENTS.search(source) is not None
+    return any("position_ids" not in call and not (shared and "**" in call) for call in _MASK_CALL.findall(source))
+
+
 def read_architecture(config: dict[str, Any]) -> Architecture | None:
     """Find out how a model attends.
 
@@ -103,6 +113,7 @@ def read_architecture(config: dict[str, Any]) -> Architecture | None:
         softcap=bool(re.search(r"\bsoftcap=self\.", source)) and config.get("attn_logit_softcapping", 1) is not None,
         mask_only=bool(_MASK_ONLY.search(source))
         or ("create_sliding_window_causal_mask" in source and not _WINDOW.search(source)),
+        blind_mask=_has_blind_mask(source),
         recurrent=bool(_RECURRENT.search(source)),
         head_dim=head_dim,
         value_head_dim=latent,

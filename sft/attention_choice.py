@@ -34,7 +34,7 @@ def choose_attention(
             "the next. Set data.packing=false."
         )
     if wanted == "auto":
-        return _automatic(recipe, hardware, precision, known, kind)
+        return _kept_apart(recipe, _automatic(recipe, hardware, precision, known, kind), known, kind)
     problem = (
         _no_flash(wanted, hardware, precision, known, kind)
         if wanted in FLASH
@@ -47,7 +47,16 @@ def choose_attention(
     if problem:
         others = "auto or eager" if _no_sdpa(known, kind) else "auto or sdpa"
         raise PlanError(f"model.attn_implementation={wanted}, and {problem}. Set it to {others}.")
-    return Resolved(wanted, "the recipe")
+    return _kept_apart(recipe, Resolved(wanted, "the recipe"), known, kind)
+
+
+def _kept_apart(recipe: Recipe, chosen: Resolved[str], known: Architecture, kind: str) -> Resolved[str]:
+    if recipe.data.packing and known.blind_mask and chosen.value in ("sdpa", "eager"):
+        raise PlanError(
+            f"data.packing=true, and the masks of models of type {kind} do not follow documents: with {chosen.value} they would see each "
+            "other. Set data.packing=false."
+        )
+    return chosen
 
 
 def _automatic(recipe: Recipe, hardware: Hardware, precision: str, known: Architecture, kind: str) -> Resolved[str]:

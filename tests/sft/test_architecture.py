@@ -73,6 +73,24 @@ def test_what_only_a_mask_says_is_seen(model_type: str) -> None:
     assert read(model_type).mask_only
 
 
+def test_masks_that_do_not_follow_documents_are_seen() -> None:
+    """tests/sft/test_probe.py measures that the first ones leak, and that gpt2 and gptj do not."""
+    assert all(read(name).blind_mask for name in ("opt", "falcon", "bloom", "mpt", "biogpt", "xglm", "gpt_oss"))
+    follow = (
+        "gpt2",
+        "gptj",
+        "gpt_neo",
+        "codegen",
+        "stablelm",
+        "gpt_neox",
+        "gemma2",
+        "qwen3_moe",
+        "deepseek_v3",
+        "mixtral",
+    )
+    assert not any(read(name).blind_mask for name in follow)
+
+
 def test_sinks_and_softcapping_are_seen() -> None:
     assert read("gpt_oss").sinks
     assert not read("gpt_oss").softcap

@@ -94,6 +94,23 @@ def test_recurrent_models_are_not_packed(wanted: str, make_recipe: MakeRecipe) -
     assert choose_attention(padded, CPU, "fp32", "mamba", recurrent).value
 
 
+@pytest.mark.parametrize("wanted", ["auto", "sdpa", "eager"])
+def test_models_whose_masks_do_not_follow_documents_are_not_packed_by_a_mask(
+    wanted: str, make_recipe: MakeRecipe
+) -> None:
+    blind, function = Architecture(blind_mask=True, has_interface=False), "eager" if wanted == "eager" else "sdpa"
+    recipe = make_recipe(f"model.attn_implementation={wanted}")
+    with pytest.raises(PlanError) as error:
+        choose_attention(recipe, CPU, "fp32", "opt", blind)
+    assert str(error.value) == (
+        "data.packing=true, and the masks of models of type opt do not follow documents: with "
+        f"{function} they would see each other. Set data.packing=false."
+    )
+    padded = make_recipe("data.packing=false", f"model.attn_implementation={wanted}")
+    assert choose_attention(padded, CPU, "fp32", "opt", blind).value == function
+    assert choose_attention(make_recipe(), CPU, "fp32", "opt", Architecture(blind_mask=True)).value == "varlen"
+
+
 def test_before_a_download_an_ordinary_model_is_assumed_and_one_with_its_own_code_takes_no_other_function(
     make_recipe: MakeRecipe,
 ) -> None:
@@ -194,7 +211,7 @@ def test_the_choice_for_every_type_is_one_that_its_class_supports(make_recipe: M
             try:
                 chosen = choose_attention(recipe, hardware, "bf16", model_type, architecture).value
             except PlanError as error:
-                assert "recurrent" in str(error)  # and nothing else is refused by auto
+                assert re.search("recurrent|do not follow", str(error))  # and nothing else is refused by auto
                 continue
             kind = getattr(transformers, name if isinstance(name, str) else name[0])
             assert chosen == "eager" or getattr(kind, declared[chosen]), (model_type, chosen)

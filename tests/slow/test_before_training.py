@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, OPTConfig
+from transformers import AutoModelForCausalLM, OpenAIGPTConfig
 
 from sft.demo import make_demo
 from sft.recipe import REPOSITORY
@@ -77,17 +77,10 @@ def test_what_runs_is_printed_and_recorded(way: str, recipe: Path, command: Comm
 
 @pytest.fixture(scope="module")
 def leaking(recipe: Path) -> Path:
-    """An old architecture that makes its mask without position ids: packed, its documents see each other under sdpa."""
+    """An old architecture that nothing in its source gives away: packed, its documents see each other."""
     folder, demo = recipe.parent / "leaking", make_demo(recipe.parent / "outputs").model
-    configuration = OPTConfig(
-        vocab_size=544,
-        hidden_size=32,
-        ffn_dim=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        word_embed_proj_dim=32,
-        max_position_embeddings=256,
-        init_std=0.2,
+    configuration = OpenAIGPTConfig(
+        vocab_size=544, n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2
     )
     AutoModelForCausalLM.from_config(configuration).save_pretrained(folder)
     for file in demo.iterdir():
@@ -102,15 +95,15 @@ def test_a_model_that_leaks_is_told_before_the_first_step(
 ) -> None:
     name = f"leaking-{ranks}"
     words = [*(ONE if ranks == 1 else SFT_SH), recipe, f"model.name_or_path={leaking}"]
-    done = command([*words, "model.attn_implementation=sdpa", f"tracking.run_name={name}"], expect=2, NPROC=str(ranks))
+    done = command([*words, "model.attn_implementation=eager", f"tracking.run_name={name}"], expect=2, NPROC=str(ranks))
     assert done.stderr.count("The documents of a pack see each other") == 1
     assert "Set data.packing=false. Nothing was trained." in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
 
     run = Run(recipe.parent / "outputs" / "before" / name)
     assert run.record["status"] == "failed"
-    assert run.record["probe"]["moved"] > 1e-3
-    assert run.record["running"]["attention"] == "sdpa in 2 layers"
+    assert run.record["probe"]["moved"] > 1e-4
+    assert run.record["running"]["attention"] == "eager"
     assert run.last_checkpoint() is None
     assert not run.final.exists()
     assert not run.metrics_file.exists() or run.metrics_file.read_text() == ""
