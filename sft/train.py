@@ -8,6 +8,7 @@ deepspeed --module sft.train recipes/tiny.yaml
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import shutil
@@ -71,6 +72,8 @@ def uncollected() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+        # What is never looked through again is never freed either, and triton tells of each such object at the end.
+        atexit.register(gc.unfreeze)
 
 
 def enter(job: Job) -> None:

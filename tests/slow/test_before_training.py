@@ -71,6 +71,7 @@ def test_what_runs_is_printed_and_recorded(way: str, recipe: Path, command: Comm
     assert 0 <= run.record["probe"]["differ"] < 1e-5
     assert done.stdout.count("Read back before the first step") == 1
     assert done.stdout.count("documents do not see each other, and are what they are alone") == 1
+    assert "leaked" not in done.stderr  # what a library's objects say that were not freed
     for reading in running:
         assert reading in done.stdout
 
