@@ -182,7 +182,6 @@ def leave_group() -> None:
     """Dissolve the process group, and give the GPU's memory to whoever comes next."""
     import torch
 
-    gc.unfreeze()  # what is frozen at exit is told as leaked, object by object
     gc.collect()  # engines hold themselves in circles
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

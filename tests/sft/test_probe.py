@@ -366,7 +366,7 @@ def test_a_state_that_is_not_a_number_is_refused(make_trainer: MakeTrainer) -> N
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_what_is_not_a_number_is_no_pass(number: float) -> None:
     for moved, differ in ((number, 0.0), (0.0, number)):
-        refused(Probe(moved, differ, {}, False, False, torch.float32), "sdpa")
+        refused(Probe(moved, differ, {}, False, False, torch.float32, False), "sdpa")
 
 
 def test_the_head_is_seen_where_all_logits_are_made(make_trainer: MakeTrainer) -> None:
@@ -416,8 +416,13 @@ def test_which_documents_are_sampled(lengths: tuple[int, ...], each: int, expect
 
 
 def test_the_message_has_the_numbers() -> None:
-    message = refused(Probe(0.25, 0.0, {}, False, False, torch.float32), "varlen")
-    assert re.search(r"moved the hidden states of another by 25\.0% \(noise in this format is below 0\.01%\)", message)
-    message = refused(Probe(0.0, 0.25, {}, False, False, torch.bfloat16), "sdpa", packed=False)
+    message = refused(Probe(0.25, 0.0, {}, False, False, torch.float32, False), "varlen")
+    assert re.search(r"moved the hidden states of another by 25\.0% \(noise in this format is below 0\.001%\)", message)
+    message = refused(Probe(0.0, 0.25, {}, False, False, torch.bfloat16, False), "sdpa", packed=False)
     assert "differ by 25.0%" in message
     assert Path(message.split("attn_implementation=")[1].split()[0]).name == "sdpa"
+
+
+def test_what_rounding_may_do_to_experts_it_may_not_do_to_a_dense_model() -> None:
+    check_probe(Probe(0.02, 0.0, {}, False, False, torch.bfloat16, True), "varlen", packed=True)
+    refused(Probe(0.02, 0.0, {}, False, False, torch.bfloat16, False), "varlen")
