@@ -217,6 +217,6 @@ def _checkpointing(trainer: Any, planned: bool | int | str) -> Reading:
     """Whether layers recompute, by the layers themselves; CheckpointingAsPlanned has compared them."""
     running, layers = checkpointed_layers(trainer.model)
     kind = running_checkpointing(trainer.model)
-    words = _word(planned) if isinstance(planned, bool | str) else f"every {planned}th layer"
-    found = f"{kind}, {running} of {layers} layers" if running else "off"
-    return Reading("gradient_checkpointing", words, found, bool(planned) != bool(running))
+    words = {True: "every layer", False: "off", "selective": "selective", "offload": "offload"}.get(planned)
+    found = f"{running} of {layers} layers" + (f", {kind}" if kind != "full" else "") if running else "off"
+    return Reading("gradient_checkpointing", words or f"every {planned} layers", found, bool(planned) != bool(running))

@@ -3,7 +3,7 @@
 Started by the launcher where the recipe leaves one of them `auto` and there is a GPU; by hand anywhere:
 
 python -m sft.search recipes/tiny.yaml                      as many processes as the launcher starts (NPROC)
-python -m sft.search recipes/tiny.yaml --memory-gib 2       on a CPU, what one process may use
+python -m sft.search recipes/tiny.yaml --memory-gib 2       what if one process might use so much: told, and not gone by
 
 What does not fit ends the process that finds it out: an engine is not to be trusted after that, and the other ranks wait for
 one that will not come. The next process goes on behind it.
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> None:
             print("Nothing to search: the recipe or its DeepSpeed file gives micro-batch and checkpointing.")
             return
         search(job, prepared, arguments.memory_gib)
-        found = find_answer(job, prepared)
+        found = find_answer(job, prepared, arguments.memory_gib)
         assert found is not None
         if found.micro_batch_size is None or found.gradient_checkpointing is None:
             print(f"Arithmetic decides: {found.reason}.")
@@ -75,7 +75,10 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--memory-gib", type=float, help="what one process may use (default: 92 %% of what there is)")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_intermixed_args([word for word in argv if not word.startswith("--local_rank")])
+    arguments = parser.parse_intermixed_args([word for word in argv if not word.startswith("--local_rank")])
+    if arguments.memory_gib is not None and not arguments.memory_gib > 0:
+        parser.error(f"--memory-gib {arguments.memory_gib:g}: give a number of GiB greater than 0")
+    return arguments
 
 
 def search(job: Job, prepared: Prepared, memory_gib: float | None = None) -> None:
@@ -88,7 +91,7 @@ def search(job: Job, prepared: Prepared, memory_gib: float | None = None) -> Non
         prepared: Its data.
         memory_gib: What one process may use; None for nearly all there is.
     """
-    answer = answer_file(job, prepared)
+    answer = answer_file(job, prepared, memory_gib)
     journal = answer.with_suffix(".jsonl")
     answer.parent.mkdir(parents=True, exist_ok=True)
     journal.unlink(missing_ok=True)
@@ -150,7 +153,7 @@ def measure(job: Job, memory_gib: float | None) -> None:
     check_with_frameworks(job)
     mine = prepared_data(job.recipe, job.model, list(job.overrides)) if distributed.is_first_rank() else None
     prepared: Prepared = distributed.from_first_rank(mine)
-    answer = answer_file(job, prepared)
+    answer = answer_file(job, prepared, memory_gib)
     steps = Steps(to_measure(job), prepared, tokenizer, memory_gib, answer.with_suffix(".jsonl"), candidates(job))
     steps.run()
     if distributed.is_first_rank():

@@ -213,8 +213,8 @@ def longest_first(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     return order, tokens[order]
 
 
-def answer_file(job: Job, prepared: Prepared) -> Path:
-    """<output_dir>/.prepared/search/<key>.json."""
+def answer_file(job: Job, prepared: Prepared, memory_gib: float | None = None) -> Path:
+    """<output_dir>/.prepared/search/<key>.json; a search with a limit of its own leaves its answer under another name."""
     plan = {one["name"]: one["value"] for one in job.plan.decisions() if one["name"] not in _FOLLOWS}
     recipe, model = job.recipe, Path(job.model.path)
     config = model / "config.json"
@@ -231,7 +231,7 @@ def answer_file(job: Job, prepared: Prepared) -> Path:
         "gpu": asdict(job.hardware.gpu) if job.hardware.gpu else [job.hardware.cpu_cores, job.hardware.cpu_memory_gib],
         "ranks": [job.hardware.ranks, job.hardware.ranks_per_node],
         "packages": {name: _version(name) for name in _PACKAGES},
-    }
+    } | ({} if memory_gib is None else {"memory_gib": memory_gib})
     key = sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
     return prepared.folder.parent / "search" / f"{key}.json"
 
@@ -252,12 +252,18 @@ def write_answer(file: Path, device: str, limit: float, measured: Sequence[Measu
     write_json(file, content | {"measured": [asdict(one) for one in measured]})
 
 
-def find_answer(job: Job, prepared: Prepared) -> Searched | None:
-    """The answer for this job on this machine, or None where nobody has searched."""
+def find_answer(job: Job, prepared: Prepared, memory_gib: float | None = None) -> Searched | None:
+    """The answer for this job on this machine, or None where nobody has searched.
+
+    Args:
+        job: The recipe on this machine.
+        prepared: Its data.
+        memory_gib: The limit that the search was given; None for the machine's own, which is what a training goes by.
+    """
     if not is_searched(job):
         return None
     try:
-        content: dict[str, Any] = json.loads(answer_file(job, prepared).read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(answer_file(job, prepared, memory_gib).read_text(encoding="utf-8"))
         chosen, tried = content["chosen"], len(content["measured"])
         if chosen is None:
             return Searched(None, None, f"the search on this machine found no answer ({content['failed']})")
