@@ -74,8 +74,10 @@ def read_back(trainer: Any, job: Job, probe: Probe | None) -> list[Reading]:
     ]
     if probe is not None:
         readings.append(Reading.equal("use_cache", False, probe.use_cache))
-        loss = "all logits, then cross-entropy" if probe.head_called else "TRL's fused head"
-        readings.append(Reading.equal("loss", "TRL's fused head", loss))
+        paths = {False: "TRL's fused head", True: "all logits, then cross-entropy"}
+        # A smoothed label is spread over the vocabulary, so TRL makes all logits for it.
+        smoothed = trainer.label_smoother is not None and args.loss_type == "nll"
+        readings.append(Reading.equal("loss", paths[smoothed], paths[probe.head_called]))
     return readings
 
 
@@ -123,8 +125,11 @@ def _sharded(trainer: Any, engine: Any) -> int:
     """The ZeRO stage by what the objects are, not by what the configuration says."""
     if any(hasattr(parameter, "ds_id") for parameter in trainer.model.parameters()):
         return 3
-    partition_gradients = getattr(engine.optimizer, "partition_gradients", None) if engine is not None else None
-    return {None: 0, False: 1, True: 2}[partition_gradients]
+    optimizer = engine.optimizer if engine is not None else None
+    if hasattr(optimizer, "partition_gradients"):
+        return 2 if optimizer.partition_gradients else 1
+    # Stage 1 in bf16 with gradients in fp32 has an optimizer of its own, without that switch.
+    return 1 if hasattr(optimizer, "partition_count") else 0
 
 
 def _attention(trainer: Any, planned: str, probe: Probe | None) -> Reading:

@@ -370,6 +370,13 @@ def test_all_logits_instead_of_the_fused_head(read: Read) -> None:
     assert wrong(read(before=compute)) == {"loss": ("TRL's fused head", "all logits, then cross-entropy")}
 
 
+@pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated:FutureWarning")
+def test_smoothed_labels_need_all_logits_and_are_not_refused(read: Read) -> None:
+    found = read("train.trainer_args={label_smoothing_factor: 0.1}")
+    assert wrong(found) == {}
+    assert found["loss"].running == "all logits, then cross-entropy"
+
+
 def test_padding_where_packing_was_planned(read: Read) -> None:
     def packed(job: Job) -> Job:
         return replace(
