@@ -125,7 +125,7 @@ def _sharded(trainer: Any, engine: Any) -> int:
     """The ZeRO stage by what the objects are, not by what the configuration says."""
     if any(hasattr(parameter, "ds_id") for parameter in trainer.model.parameters()):
         return 3
-    optimizer = engine.optimizer if engine is not None else None
+    optimizer: Any = engine.optimizer if engine is not None else None
     if hasattr(optimizer, "partition_gradients"):
         return 2 if optimizer.partition_gradients else 1
     # Stage 1 in bf16 with gradients in fp32 has an optimizer of its own, without that switch.
