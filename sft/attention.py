@@ -81,7 +81,10 @@ def document_attention(
     Raises:
         ValueError: What this function cannot compute: dropout, softcapping, sinks, attention to later tokens, a mask of its own.
     """
-    if cu_seq_lens_q is None and attention_mask is None:
+    if attention_mask is not None and cu_seq_lens_q is not None and len(cu_seq_lens_q) == 2:
+        # A pack of one document has no positions that restart: where it is longer than the window, transformers has made a mask.
+        cu_seq_lens_q = None
+    elif cu_seq_lens_q is None and attention_mask is None:
         cu_seq_lens_q, max_length_q = _boundaries(kwargs.get("position_ids"), query)
     if cu_seq_lens_q is None:
         output: torch.Tensor = sdpa_attention_forward(
