@@ -181,7 +181,8 @@ def _weights(trainer: Any, job: Job) -> list[Reading]:
         total += _count(parameter)
         if parameter.requires_grad:
             trained += _count(parameter)
-            formats[SHORT.get(parameter.dtype, str(parameter.dtype))] += 1
+            if not (parameter.dtype == torch.float32 and _stays_fp32(trainer, name)):
+                formats[SHORT.get(parameter.dtype, str(parameter.dtype))] += 1
             adapters += ".lora_A." in name
     lora = job.recipe.model.lora
     expected = SHORT[weights_dtype(job)]
@@ -199,6 +200,12 @@ def _weights(trainer: Any, job: Job) -> list[Reading]:
         )
     kinds = ", ".join(sorted(formats))
     return [weights, Reading("weights", expected, kinds, not set(formats) <= allowed)]
+
+
+def _stays_fp32(trainer: Any, name: str) -> bool:
+    """Whether the model's code keeps this weight in fp32 whatever it is loaded in, such as the router of some experts."""
+    kept = getattr(unwrapped(trainer), "_keep_in_fp32_modules_strict", None) or ()
+    return any(f".{part}." in f".{name}." for part in kept)
 
 
 def _optimizer(trainer: Any) -> Reading:

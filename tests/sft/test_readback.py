@@ -273,6 +273,18 @@ def test_one_weight_in_another_format(read: Read) -> None:
     assert wrong(read(after=round_one))["weights"] == ("fp32", "bf16, fp32")
 
 
+def test_weights_that_the_model_keeps_in_fp32_are_no_mismatch(read: Read) -> None:
+    def keep(trainer: Any) -> None:
+        trainer.model.model.norm.float()
+
+    def declare(trainer: Any) -> None:
+        keep(trainer)
+        trainer.model._keep_in_fp32_modules_strict = {"norm.weight"}
+
+    assert wrong(read("train.precision=bf16", after=keep)) == {"weights": ("bf16", "bf16, fp32")}
+    assert wrong(read("train.precision=bf16", after=declare)) == {}
+
+
 def test_frozen_parameters(read: Read) -> None:
     def freeze(trainer: Any) -> None:
         trainer.model.model.norm.weight.requires_grad = False
