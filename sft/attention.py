@@ -2,7 +2,8 @@
 
 A packed batch is one row of several documents. The collator says where each begins (`cu_seq_lens_q`), and here attention runs
 inside those boundaries only: on a GPU in one kernel, FlashAttention as torch ships it; on a CPU document by document. Nothing of
-the size of tokens squared is ever made. What is not packed (padded batches, generation with a cache) goes through sdpa.
+the size of tokens squared is made for them. What is not packed (padded batches, generation with a cache, a pack of one document
+that is longer than the model's window) goes through sdpa.
 """
 
 from __future__ import annotations
