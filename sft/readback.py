@@ -199,7 +199,7 @@ def _weights(trainer: Any, job: Job) -> list[Reading]:
             not 0 < trained < total or not adapters,
         )
     kinds = ", ".join(sorted(formats))
-    return [weights, Reading("weights", expected, kinds, not set(formats) <= allowed)]
+    return [weights, Reading("weights", " or ".join(sorted(allowed)), kinds, not set(formats) <= allowed)]
 
 
 def _stays_fp32(trainer: Any, name: str) -> bool:
@@ -229,6 +229,6 @@ def _checkpointing(trainer: Any, planned: bool | int | str) -> Reading:
     """Whether layers recompute, by the layers themselves; CheckpointingAsPlanned has compared them."""
     running, layers = checkpointed_layers(trainer.model)
     kind = running_checkpointing(trainer.model)
-    words = _word(planned) if isinstance(planned, bool | str) else f"every {planned}th layer"
+    words = _word(planned) if isinstance(planned, bool | str) else f"every {planned} layers"
     found = f"{kind}, {running} of {layers} layers" if running else "off"
     return Reading("gradient_checkpointing", words, found, bool(planned) != bool(running))
