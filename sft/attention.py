@@ -2,7 +2,8 @@
 
 A packed batch is one row of several documents. The collator says where each begins (`cu_seq_lens_q`), and here attention runs
 inside those boundaries only: on a GPU in one kernel, FlashAttention as torch ships it; on a CPU document by document. Nothing of
-the size of tokens squared is ever made. What is not packed (padded batches, generation with a cache) goes through sdpa.
+the size of tokens squared is made for them. What is not packed (padded batches, generation with a cache, a pack of one document
+that is longer than the model's window) goes through sdpa.
 """
 
 from __future__ import annotations
@@ -81,7 +82,10 @@ def document_attention(
     Raises:
         ValueError: What this function cannot compute: dropout, softcapping, sinks, attention to later tokens, a mask of its own.
     """
-    if cu_seq_lens_q is None and attention_mask is None:
+    if attention_mask is not None and cu_seq_lens_q is not None and len(cu_seq_lens_q) == 2:
+        # A pack of one document has no positions that restart: where it is longer than the window, transformers has made a mask.
+        cu_seq_lens_q = None
+    elif cu_seq_lens_q is None and attention_mask is None:
         cu_seq_lens_q, max_length_q = _boundaries(kwargs.get("position_ids"), query)
     if cu_seq_lens_q is None:
         output: torch.Tensor = sdpa_attention_forward(

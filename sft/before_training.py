@@ -19,7 +19,7 @@ from sft.run_directory import Run
 class BeforeTraining(TrainerCallback):  # type: ignore[misc]
     """Stops the run where documents see each other or something else runs than was planned.
 
-    Must be called before every other callback.
+    Must be called after the layers' checkpointing is set, and before what measures or trains.
 
     Args:
         job: The plan.
@@ -57,7 +57,7 @@ def show(readings: list[Reading], documents: int, seconds: float) -> None:
         table.add_row(reading.name, reading.planned, reading.running, style="red" if reading.wrong else None)
     console = Console() if Console().is_terminal else Console(width=140)
     console.print(table)
-    what = (
-        f"{documents} documents do not see each other, and are what they are alone" if documents else "no two documents"
+    what = f"{documents} documents in one batch do not see each other; each gives what it gives alone"
+    print(
+        f"Probed in {seconds:.1f} s: {what if documents else 'there are no two documents to probe with'}.", flush=True
     )
-    print(f"Checked in {seconds:.1f} s: {what}.", flush=True)

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -104,6 +105,15 @@ def _cores() -> int:
         return affinity
 
 
+def _is_installed(module: str, distribution: str) -> bool:
+    # By the distribution too, as transformers goes: flash-attn 4 alone is also a module named flash_attn.
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return find_spec(module) is not None
+
+
 def detect_hardware(ranks: int | None = None, ranks_per_node: int | None = None) -> Hardware:
     """This machine.
 
@@ -130,8 +140,8 @@ def detect_hardware(ranks: int | None = None, ranks_per_node: int | None = None)
         ranks_per_node=per_node,
         cpu_cores=_cores(),
         cpu_memory_gib=_cpu_memory_gib(),
-        has_flash_attention=find_spec("flash_attn") is not None,
-        has_flash_attention_3=find_spec("flash_attn_interface") is not None,
+        has_flash_attention=_is_installed("flash_attn", "flash-attn"),
+        has_flash_attention_3=_is_installed("flash_attn_interface", "flash-attn-3"),
     )
 
 

@@ -1,7 +1,8 @@
-"""The loss of a micro-batch, TRL's own, computed without waiting for the device.
+"""The loss of a micro-batch, TRL's own, without its figures being read at each.
 
 TRL gathers four figures from all ranks for each micro-batch and reads them at once, so that no rank can prepare the backward pass
-while its GPU still computes the forward pass. Here they add up where they are, and are read when a line is logged.
+while its GPU still computes the forward pass. Here they add up where they are, and are read when a line is logged. One wait stays
+on a GPU: the fused head takes the labelled tokens only, and has to know how many there are.
 """
 
 from __future__ import annotations

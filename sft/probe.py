@@ -163,7 +163,8 @@ def _one_pass(trainer: Any, documents: list[np.ndarray], packed: bool) -> _Pass:
             hook.remove()
         trainer._metrics["eval"].clear()
     if packed:
-        seen.states = list(torch.split(seen.states[0], lengths))
+        # What the collator puts behind the last document (pad_to_multiple_of) is none.
+        seen.states = list(torch.split(seen.states[0][: sum(lengths)], lengths))
     else:
         seen.states = [row[:length] for row, length in zip(seen.states, lengths, strict=True)]
     return seen

@@ -74,8 +74,10 @@ def read_back(trainer: Any, job: Job, probe: Probe | None) -> list[Reading]:
     ]
     if probe is not None:
         readings.append(Reading.equal("use_cache", False, probe.use_cache))
-        loss = "all logits, then cross-entropy" if probe.head_called else "TRL's fused head"
-        readings.append(Reading.equal("loss", "TRL's fused head", loss))
+        paths = {False: "TRL's fused head", True: "all logits, then cross-entropy"}
+        # A smoothed label is spread over the vocabulary, so TRL makes all logits for it.
+        smoothed = trainer.label_smoother is not None and args.loss_type == "nll"
+        readings.append(Reading.equal("loss", paths[smoothed], paths[probe.head_called]))
     return readings
 
 
@@ -123,8 +125,11 @@ def _sharded(trainer: Any, engine: Any) -> int:
     """The ZeRO stage by what the objects are, not by what the configuration says."""
     if any(hasattr(parameter, "ds_id") for parameter in trainer.model.parameters()):
         return 3
-    partition_gradients = getattr(engine.optimizer, "partition_gradients", None) if engine is not None else None
-    return {None: 0, False: 1, True: 2}[partition_gradients]
+    optimizer: Any = engine.optimizer if engine is not None else None
+    if hasattr(optimizer, "partition_gradients"):
+        return 2 if optimizer.partition_gradients else 1
+    # Stage 1 in bf16 with gradients in fp32 has an optimizer of its own, without that switch.
+    return 1 if hasattr(optimizer, "partition_count") else 0
 
 
 def _attention(trainer: Any, planned: str, probe: Probe | None) -> Reading:
@@ -176,7 +181,8 @@ def _weights(trainer: Any, job: Job) -> list[Reading]:
         total += _count(parameter)
         if parameter.requires_grad:
             trained += _count(parameter)
-            formats[SHORT.get(parameter.dtype, str(parameter.dtype))] += 1
+            if not (parameter.dtype == torch.float32 and _stays_fp32(trainer, name)):
+                formats[SHORT.get(parameter.dtype, str(parameter.dtype))] += 1
             adapters += ".lora_A." in name
     lora = job.recipe.model.lora
     expected = SHORT[weights_dtype(job)]
@@ -193,7 +199,13 @@ def _weights(trainer: Any, job: Job) -> list[Reading]:
             not 0 < trained < total or not adapters,
         )
     kinds = ", ".join(sorted(formats))
-    return [weights, Reading("weights", expected, kinds, not set(formats) <= allowed)]
+    return [weights, Reading("weights", " or ".join(sorted(allowed)), kinds, not set(formats) <= allowed)]
+
+
+def _stays_fp32(trainer: Any, name: str) -> bool:
+    """Whether the model's code keeps this weight in fp32 whatever it is loaded in, such as the router of some experts."""
+    kept = getattr(unwrapped(trainer), "_keep_in_fp32_modules_strict", None) or ()
+    return any(f".{part}." in f".{name}." for part in kept)
 
 
 def _optimizer(trainer: Any) -> Reading:

@@ -78,7 +78,7 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """TRL's loss without its waits, wherever nothing but the plain loss was asked for."""
+        """TRL's loss without its collectives and reads, wherever nothing but the plain loss was asked for."""
         if return_outputs or not is_plain(self):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss, outputs = plain_loss(self, model, inputs, num_items_in_batch)

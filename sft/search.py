@@ -38,6 +38,7 @@ from sft.search_cache import (
     worst,
     write_answer,
 )
+from sft.weights import resolve_gradients
 
 EXIT_DID_NOT_FIT = 75
 
@@ -171,6 +172,10 @@ def to_measure(job: Job) -> Job:
         job.plan,
         micro_batch_size=Resolved(1, "the search"),
         gradient_accumulation_steps=Resolved(PASSES, "the search"),
+        # What gradients take where a step has several micro-batches; a step of one may take less.
+        gradients=resolve_gradients(
+            job.recipe, job.hardware, job.model, job.deepspeed, job.plan.precision.value, PASSES
+        ),
         gradient_checkpointing=Resolved(modes[0], "the search"),
         max_steps=Resolved(10**6, "the search"),
     )

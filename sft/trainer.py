@@ -91,6 +91,7 @@ def _checkpointing_arguments(planned: bool | int | str) -> dict[str, Any] | None
 SECOND_WAYS = {
     "activation_checkpointing": "train.gradient_checkpointing",
     "activation_checkpointing_kwargs": "train.gradient_checkpointing",
+    "activation_offloading": "train.gradient_checkpointing, which has `offload`",
     "accelerator_config": "the plan",
     "assistant_only_loss": "data.loss_on",
     "auto_find_batch_size": "train.micro_batch_size",
@@ -161,6 +162,12 @@ def check_trainer_args(job: Job) -> None:
         f"  {name}: a secret does not belong in a recipe; log in with `hf auth login`"
         for name in extra
         if name == "hub_token"
+    ]
+    # SFTConfig takes any; the trainer refuses them, after the weights are loaded.
+    lines += [
+        f"  loss_type: must be `nll` or `dft`, got {value!r}"
+        for name, value in extra.items()
+        if name == "loss_type" and value not in ("nll", "dft")
     ]
     lines += [f"  {name}: decided by {SECOND_WAYS[name]}" for name in extra if name in SECOND_WAYS]
     lines += [f"  {name}: decided by the recipe's own keys and the plan" for name in extra if name in owned]

@@ -158,6 +158,16 @@ def test_position_ids_that_restart_are_boundaries_enough(family: str) -> None:
     assert_equal(measure(model, [batch], TRAINED), expected)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pack_of_one_document_longer_than_the_window_is_that_document(family: str) -> None:
+    longest = max(documents(), key=len)
+    model = model_of(family)
+    model.set_attn_implementation("eager")
+    alone = measure(model, [{"input_ids": longest[None], "labels": longest[None]}], len(longest) - 1)
+    model.set_attn_implementation("varlen")
+    assert_equal(measure(model, [packed_batch((longest,))], len(longest) - 1), alone)
+
+
 def test_documents_joined_without_boundaries_would_fail_this_test() -> None:
     """So that the ones above can fail."""
     expected, model = separate("qwen2"), model_of("qwen2")

@@ -119,3 +119,15 @@ def test_words_that_are_no_machine_are_quoted_back(words: str) -> None:
 
 def test_a_cpu_with_one_process_is_said_in_the_singular() -> None:
     assert Hardware(None, 1, 1, 2, 16.0).device == "CPU, 2 cores, 1 process"
+
+
+@pytest.mark.parametrize(("distribution", "found"), [("flash-attn-4", False), ("flash_attn", True)])
+def test_flash_attn_4_is_not_taken_for_flash_attn_2(
+    distribution: str, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    information = tmp_path / f"{distribution.replace('-', '_')}-2.8.3.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 2.8.3\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert detect_hardware().has_flash_attention is found

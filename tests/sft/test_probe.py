@@ -156,6 +156,12 @@ def test_packed_documents_pass_in_bf16(name: str, function: str, make_trainer: M
     assert found.dtype == torch.bfloat16
 
 
+def test_padding_behind_the_last_document_is_no_document(make_trainer: MakeTrainer) -> None:
+    found = probe(make_trainer(pad_to_multiple_of=64), USUAL, True)
+    check_probe(found, "varlen", True)
+    assert max(found.moved, found.differ) < 1e-5
+
+
 def altered(trainer: Any, **changes: Callable[[dict[str, Any]], Any]) -> Any:
     """The trainer with the model's inputs changed; None leaves one out."""
     backbone = trainer.model.base_model

@@ -181,7 +181,7 @@ def test_the_table_has_every_reading(read: Read, capsys: pytest.CaptureFixture[s
     for reading in found.values():
         assert reading.name in printed
         assert reading.running[:30] in printed
-    assert "Checked in 0.2 s: 4 documents do not see each other, and are what they are alone." in printed
+    assert "Probed in 0.2 s: 4 documents in one batch do not see each other; each gives what it gives alone." in printed
     show(list(found.values()), 0, 0.25)
     assert "no two documents" in capsys.readouterr().out
 
@@ -271,6 +271,18 @@ def test_one_weight_in_another_format(read: Read) -> None:
         trainer.model.model.norm.to(torch.bfloat16)
 
     assert wrong(read(after=round_one))["weights"] == ("fp32", "bf16, fp32")
+
+
+def test_weights_that_the_model_keeps_in_fp32_are_no_mismatch(read: Read) -> None:
+    def keep(trainer: Any) -> None:
+        trainer.model.model.norm.float()
+
+    def declare(trainer: Any) -> None:
+        keep(trainer)
+        trainer.model._keep_in_fp32_modules_strict = {"norm.weight"}
+
+    assert wrong(read("train.precision=bf16", after=keep)) == {"weights": ("bf16", "bf16, fp32")}
+    assert wrong(read("train.precision=bf16", after=declare)) == {}
 
 
 def test_frozen_parameters(read: Read) -> None:
@@ -368,6 +380,13 @@ def test_all_logits_instead_of_the_fused_head(read: Read) -> None:
         trainer.compute_loss = lambda model, inputs: model(**inputs, use_cache=False).loss
 
     assert wrong(read(before=compute)) == {"loss": ("TRL's fused head", "all logits, then cross-entropy")}
+
+
+@pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated:FutureWarning")
+def test_smoothed_labels_need_all_logits_and_are_not_refused(read: Read) -> None:
+    found = read("train.trainer_args={label_smoothing_factor: 0.1}")
+    assert wrong(found) == {}
+    assert found["loss"].running == "all logits, then cross-entropy"
 
 
 def test_padding_where_packing_was_planned(read: Read) -> None:

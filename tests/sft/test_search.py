@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sft.hardware import Hardware
+from sft.hardware import Gpu, Hardware
 from sft.job import Job, open_job
 from sft.search import PASSES, parse_command_line, read_journal, to_measure
 from sft.search_cache import Candidate, Measurement, candidates
@@ -57,6 +57,14 @@ def test_what_is_measured_is_the_training_but_for_what_it_writes_and_how_a_step_
     }
     assert (ours["per_device_train_batch_size"], ours["gradient_accumulation_steps"]) == (1, PASSES)
     assert candidates(to_measure(job)) == candidates(job)
+
+
+def test_gradients_are_measured_in_the_format_that_takes_most(recipe_file: Path, outputs: Path) -> None:
+    # One micro-batch of 8 by arithmetic, whose gradients are bf16; the search may find that several are faster.
+    words = [f"output_dir={outputs}", "train.deepspeed=auto"]
+    job = open_job(recipe_file, words, Hardware(Gpu("H200", 140.0, 9.0), 1, 1, 2, 16.0))
+    assert (job.plan.gradient_accumulation_steps.value, job.plan.gradients.value) == (1, "bf16")
+    assert to_measure(job).plan.gradients.value == "fp32"
 
 
 def test_the_peak_is_of_what_came_after_the_start() -> None:

@@ -131,6 +131,13 @@ def test_mistakes_in_trainer_args_come_in_one_message(make_job: MakeJob, tmp_pat
     assert "hf_secret" not in message
 
 
+def test_a_loss_that_trl_does_not_have_is_refused_before_weights_load(make_job: MakeJob, tmp_path: Path) -> None:
+    assert "loss_type: must be `nll` or `dft`, got 'mse'" in refused(
+        make_job("train.trainer_args={loss_type: mse}"), tmp_path
+    )
+    check_trainer_args(make_job("train.trainer_args={loss_type: dft}"))
+
+
 def test_everything_that_the_plan_decides_is_refused(make_job: MakeJob, tmp_path: Path) -> None:
     for name in _planned_arguments(make_job(), tmp_path):
         assert f"{name}: decided by" in refused(make_job(f"train.trainer_args.{name}=1"), tmp_path)
@@ -141,6 +148,7 @@ def test_everything_that_the_plan_decides_is_refused(make_job: MakeJob, tmp_path
     [
         ("use_liger_kernel", "true"),  # model.kernels
         ("activation_checkpointing", "true"),  # train.gradient_checkpointing by its newer name
+        ("activation_offloading", "true"),  # train.gradient_checkpointing
         ("fsdp", "true"),  # the engine
         ("auto_find_batch_size", "true"),  # train.micro_batch_size
         ("dataloader_drop_last", "true"),  # the number of steps

@@ -48,6 +48,11 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 WAYS = {
     "one process": (ONE, [], {"engine": "one process", "processes": "1", "sharded": "nothing"}),
     "DDP": (RANKS, [], {"engine": "DDP", "processes": "2", "sharded": "nothing"}),
+    "ZeRO-1, bf16": (
+        RANKS,
+        ["train.deepspeed=zero1", "train.precision=bf16"],
+        {"engine": "ZeRO-1", "processes": "2", "sharded": "optimizer", "weights": "bf16"},
+    ),
     "ZeRO-3, adapters": (
         RANKS,
         ["train.deepspeed=zero3", "model.lora={}"],
@@ -68,9 +73,9 @@ def test_what_runs_is_printed_and_recorded(way: str, recipe: Path, command: Comm
     assert running["loss"] == "TRL's fused head"
     assert ("adapters" in running["trained"]) == ("adapters" in way)
     assert 0 <= run.record["probe"]["moved"] < 1e-5
-    assert 0 <= run.record["probe"]["differ"] < 1e-5
+    assert 0 <= run.record["probe"]["differ"] < (5e-2 if "bf16" in way else 1e-5)
     assert done.stdout.count("Read back before the first step") == 1
-    assert done.stdout.count("documents do not see each other, and are what they are alone") == 1
+    assert done.stdout.count("documents in one batch do not see each other") == 1
     assert "leaked" not in done.stderr  # what a library's objects say that were not freed
     for reading in running:
         assert reading in done.stdout

@@ -71,14 +71,15 @@ def test_the_training_runs_what_was_fastest_of_what_was_measured(
     assert all(f"the fastest of {len(measured)} that were tried" in reason for reason in reasons)
 
 
-def test_where_nothing_fits_the_plan_goes_by_arithmetic_and_says_so(recipe: Path, command: Command) -> None:
+def test_a_limit_of_the_users_is_answered_and_not_gone_by(recipe: Path, command: Command) -> None:
     command([sys.executable, "-m", "sft.search", recipe, "--memory-gib", "0.1"])
     found = answer(recipe)
     assert (found["chosen"], found["failed"], len(found["measured"])) == (None, "nothing that was tried fits", 1)
     command([sys.executable, "-m", "sft.train", recipe])
     plan, reasons = trained(recipe)
-    assert (plan["micro_batch_size"], plan["gradient_checkpointing"]) == (4, False)
-    assert all("found no answer (nothing that was tried fits)" in reason for reason in reasons)
+    # What was asked with a limit is no answer to what this machine can do.
+    assert (plan["micro_batch_size"], plan["gradient_checkpointing"]) == (8, False)
+    assert not any("found no answer" in reason for reason in reasons)
 
 
 def test_memory_that_runs_out_is_an_answer_and_the_search_goes_on_behind_it(recipe: Path, command: Command) -> None:
@@ -89,7 +90,7 @@ def test_memory_that_runs_out_is_an_answer_and_the_search_goes_on_behind_it(reci
     assert done.stdout.count("does not fit") == 1
     assert done.stdout.count("-m sft.search --rank") == 2
     found = answer(recipe)
-    assert [one["seconds_per_token"] for one in found["measured"]] == [None]
+    assert [one["seconds_per_token"] for one in found["measured"]][-1:] == [None]
     assert found["failed"] == "nothing that was tried fits"
 
 
@@ -101,11 +102,11 @@ def test_a_search_whose_processes_die_is_over_and_says_why(recipe: Path, command
     assert answer(recipe)["chosen"] is None
     command([sys.executable, "-m", "sft.train", recipe])
     plan, reasons = trained(recipe)
-    assert plan["micro_batch_size"] == 4
+    assert plan["micro_batch_size"] == 8
     assert all("found no answer (its processes ended with status" in reason for reason in reasons)
 
 
 def test_a_mistake_of_the_users_is_told_once_and_ends_the_search(recipe: Path, command: Command) -> None:
-    done = command([sys.executable, "-m", "sft.search", recipe, "train.trainer_args.optim=no_such"], expect=2)
-    assert done.stderr.count("no_such") == 1
+    done = command([sys.executable, "-m", "sft.search", recipe, "train.trainer_args.lr_scheduler=no_such"], expect=2)
+    assert done.stderr.count("lr_scheduler:") == 1
     assert "search failed" not in done.stdout
