@@ -334,7 +334,7 @@ def test_another_optimizer(read: Read) -> None:
 
 def test_checkpointing_that_does_not_run(read: Read) -> None:
     differing = wrong(read(planned=as_planned(gradient_checkpointing=True)))
-    assert differing == {"gradient_checkpointing": ("on", "off")}
+    assert differing == {"gradient_checkpointing": ("every layer", "off")}
 
 
 def test_checkpointing_that_was_not_planned(read: Read) -> None:

@@ -26,7 +26,15 @@ def recipe(tmp_path: Path) -> Path:
         tmp_path / "job.yaml",
         model={"name_or_path": "builtin:demo"},
         data={"train": "builtin:demo", "max_length": 128},
-        train={"global_batch_size": 8, "learning_rate": 1e-3, "max_steps": 40, "save_steps": 10, "logging_steps": 4},
+        # One sequence at a time: long enough steps for a signal to meet the run.
+        train={
+            "global_batch_size": 8,
+            "micro_batch_size": 1,
+            "learning_rate": 1e-3,
+            "max_steps": 40,
+            "save_steps": 10,
+            "logging_steps": 4,
+        },
     )
 
 
