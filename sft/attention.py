@@ -32,19 +32,18 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, document_mask)
 
 
-def document_mask(*args: Any, allow_is_causal_skip: bool = True, **kwargs: Any) -> torch.Tensor | None:
-    """The mask for what is not packed; for packed documents none is made, their boundaries say the same.
+def document_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """The mask for padded batches and a cache; for a row without padding none is made, boundaries and window say the same.
 
-    transformers calls it before the first layer. Arguments are those of its `sdpa_mask`; it has found documents by their
-    position ids where `allow_is_causal_skip` is False and there is no padding mask.
+    transformers calls it before the first layer. Arguments are those of its `sdpa_mask`.
 
     Returns:
         Bool, [batch, 1, queries, keys], True where a query sees a key. None: causal, within documents.
     """
     one_row = kwargs["batch_size"] == 1 and kwargs["q_length"] == kwargs["kv_length"]
-    if not allow_is_causal_skip and kwargs.get("attention_mask") is None and one_row:
+    if kwargs.get("attention_mask") is None and one_row:
         return None
-    mask: torch.Tensor | None = sdpa_mask(*args, allow_is_causal_skip=allow_is_causal_skip, **kwargs)
+    mask: torch.Tensor | None = sdpa_mask(*args, **kwargs)
     return mask
 
 
@@ -82,11 +81,8 @@ def document_attention(
     Raises:
         ValueError: What this function cannot compute: dropout, softcapping, sinks, attention to later tokens, a mask of its own.
     """
-    if attention_mask is not None and cu_seq_lens_q is not None and len(cu_seq_lens_q) == 2:
-        # A pack of one document has no positions that restart: where it is longer than the window, transformers has made a mask.
-        cu_seq_lens_q = None
-    elif cu_seq_lens_q is None and attention_mask is None:
-        cu_seq_lens_q, max_length_q = _boundaries(kwargs.get("position_ids"), query)
+    if cu_seq_lens_q is None and attention_mask is None:
+        cu_seq_lens_q, max_length_q = _boundaries(kwargs.get("position_ids"), query, sliding_window)
     if cu_seq_lens_q is None:
         output: torch.Tensor = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -103,14 +99,22 @@ def document_attention(
     return _one_by_one(query, key, value, cu_seq_lens_q.tolist(), scaling, window), None
 
 
-def _boundaries(position_ids: torch.Tensor | None, query: torch.Tensor) -> tuple[torch.Tensor | None, int | None]:
-    """Where documents begin by their position ids, for callers without TRL's collator; None where there is only one."""
-    if position_ids is None or query.shape[0] != 1 or position_ids.numel() != query.shape[2] or query.shape[2] == 1:
+def _boundaries(
+    position_ids: torch.Tensor | None, query: torch.Tensor, window: int | None
+) -> tuple[torch.Tensor | None, int | None]:
+    """Where documents begin by their position ids, for callers without TRL's collator.
+
+    None where there is one document only, unless a window is shorter: no mask says so then, and sdpa would not know.
+    """
+    length = query.shape[2]
+    if query.shape[0] != 1 or length == 1:
         return None, None
-    starts = (position_ids.reshape(-1).diff() != 1).nonzero().flatten() + 1
-    if not len(starts):
+    starts = torch.empty(0, dtype=torch.int64, device=query.device)
+    if position_ids is not None and position_ids.numel() == length:
+        starts = (position_ids.reshape(-1).diff() != 1).nonzero().flatten() + 1
+    if not len(starts) and not (window and window < length):
         return None, None
-    ends = torch.cat([starts.new_zeros(1), starts, starts.new_full((1,), query.shape[2])])
+    ends = torch.cat([starts.new_zeros(1), starts, starts.new_full((1,), length)])
     return ends.to(torch.int32), None
 
 

@@ -453,3 +453,20 @@ def test_registering_again_changes_nothing() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     assert ALL_ATTENTION_FUNCTIONS[attention.NAME] is attention.document_attention
+
+
+def test_no_mask_is_made_for_a_row_without_padding_whatever_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for a pack, nor for one document that is longer than the window: its mask would be of tokens squared."""
+    model = model_of("mistral")
+    model.set_attn_implementation("varlen")
+    monkeypatch.setattr(attention, "sdpa_mask", None)
+    longest = max(documents(), key=len)
+    with torch.no_grad():
+        packed = model(**packed_batch((longest,)), use_cache=False).logits
+        bare = model(input_ids=longest[None], use_cache=False).logits
+    monkeypatch.undo()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        alone = model(input_ids=longest[None], use_cache=False).logits
+    for found in (packed, bare):
+        assert float((found - alone).norm() / alone.norm()) < 1e-5
