@@ -28,5 +28,5 @@ ruff format --check .
 ruff check .
 mypy
 python -m pytest -q -n auto --maxprocesses 4 --dist loadscope
-# One after the other: each starts processes of its own.
-if [ "$tests" = all ]; then python -m pytest -q -m "slow and not gpu"; fi
+# Two at a time: each starts processes of its own, which mostly import.
+if [ "$tests" = all ]; then python -m pytest -q -m "slow and not gpu" -n 2 --dist worksteal; fi

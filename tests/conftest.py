@@ -1,4 +1,6 @@
 import os
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,6 +9,10 @@ import pytest
 from sft.demo import Demo, make_demo
 from sft.recipe import REPOSITORY, Recipe
 from sft.recipe_file import parse_recipe
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    # A shell starts what it puts in the background so, and the programs that tests start would not hear of Ctrl-C either.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED = REPOSITORY.parent / "shared" / "data"
 

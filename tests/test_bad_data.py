@@ -271,5 +271,5 @@ def test_a_user_sees_the_message_alone_and_status_2(name: str, tmp_path: Path) -
     assert "Traceback" not in ended.stderr
     for part in bad.told:
         assert part in ended.stderr
-    assert "sft.train" not in ended.stdout
+    assert "Run:" not in ended.stdout
     assert [path.name for path in (tmp_path / "outputs").iterdir() if not path.name.startswith(".")] == []

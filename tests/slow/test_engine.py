@@ -48,6 +48,7 @@ try:
     assert os.environ["RANK"] == "0"
 except PlanError as error:
     assert "Rank 1" in str(error) and "micro_batch_size: 0 there, 1 here" in str(error), error
+distributed.leave_group()
 """
 
 
