@@ -118,11 +118,10 @@ def _no_flash(name: str, hardware: Hardware, precision: str, known: Architecture
         return f"the {'flash-attn 3' if third else 'flash-attn'} package is not installed"
     if precision == "fp32":
         return "it does not run in fp32"
-    if gpu.compute_capability < (9.0 if third else 8.0) or (third and gpu.compute_capability >= 10.0):
-        fits = "runs on Hopper only" if third else "is too old for it"
-        return (
-            f"this GPU (compute capability {gpu.compute_capability}) {fits if not third else 'is not one: it ' + fits}"
-        )
+    if third and not 9.0 <= gpu.compute_capability < 10.0:
+        return f"this GPU (compute capability {gpu.compute_capability}) is not one: it runs on Hopper only"
+    if gpu.compute_capability < 8.0:
+        return f"this GPU (compute capability {gpu.compute_capability}) is too old for it"
     if not known.has_flash:
         return f"models of type {kind} have no flash attention in transformers"
     if known.sinks:
