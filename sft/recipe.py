@@ -229,6 +229,26 @@ class Data(Section):
         return self
 
 
+class Fsdp(Section):
+    """Share weights, gradients and optimizer state by FSDP2 (torch's fully_shard), instead of DeepSpeed."""
+
+    sharding_strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard"] = "full_shard"
+    """`full_shard`: weights are gathered for each pass. `shard_grad_op`: they stay whole from the forward to the backward pass.
+    `hybrid_shard`: shared within a machine, and whole on each."""
+
+    min_num_params: int | None = Field(default=None, gt=0)
+    """Wrap modules of at least as many parameters. None: each decoder layer."""
+
+    prefetch: int = Field(default=1, ge=0)
+    """Layers gathered ahead of the one that computes."""
+
+    offload_params: bool = False
+    """Keep weights, gradients and optimizer state in the CPU's memory; the optimizer steps there."""
+
+    state_dict_type: Literal["full", "sharded"] = "sharded"
+    """Checkpoints: one file of everything, or each rank its share. final/ is always whole."""
+
+
 class Train(Section):
     """How long and how hard to train."""
 
@@ -241,8 +261,18 @@ class Train(Section):
     micro_batch_size: Positive | Literal["auto"] = "auto"
     """Sequences per forward pass on one GPU. Decides memory and speed only. `auto`: measured on a GPU; docs/memory.md."""
 
+    remainder: Literal["refuse", "fill"] = "refuse"
+    """A batch that the processes cannot share evenly: refuse it with sizes that work, or fill each step up with sequences that train
+    nothing, so that the result is that of any other number of processes."""
+
     learning_rate: float = Field(default=1e-5, gt=0)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of AdamW, at base_batch_size where that is given."""
+
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """What another batch than base_batch_size does to learning_rate: nothing, x batch / base, or x the root of that."""
+
+    base_batch_size: int | None = Field(default=None, gt=0)
+    """The batch that learning_rate was found with, in the unit of the batch: sequences, or tokens with global_batch_tokens."""
 
     lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape after the warm-up."""
@@ -285,6 +315,21 @@ class Train(Section):
     deepspeed: str | None = None
     """A file under ds_configs/ (`zero2`, `ds_configs/zero2.json`) or of your own. `auto`: the cheapest that fits, none in one
     process. None: DDP."""
+
+    fsdp: Fsdp | None = None
+    """Set to share the model by FSDP2; `fsdp: {}` takes the defaults."""
+
+    parallel: Literal["auto"] | None = None
+    """`auto`: the cheapest engine that fits, by arithmetic over the memory. None: what deepspeed or fsdp name, else DDP."""
+
+    tensor_parallel_size: int = Field(default=1, gt=0)
+    """GPUs that share the matrices of each layer; they see the same batch."""
+
+    sequence_parallel_size: int = Field(default=1, gt=0)
+    """GPUs that share the tokens of each sequence (DeepSpeed Ulysses); they see the same batch."""
+
+    ddp_timeout: int = Field(default=600, gt=0)
+    """Seconds after which a rank stops waiting for the others."""
 
     seed: int = Field(default=0, ge=0)
     """Of the order of the data, dropout and adapter weights."""
@@ -390,6 +435,9 @@ class Recipe(Section):
 
     output_dir: str = "outputs"
     """Runs go to <output_dir>/<recipe>/<run>."""
+
+    debug: bool = False
+    """Log and compare more, on every rank, to find a hang or a rank that differs. Slower."""
 
     @property
     def sources(self) -> tuple[Source, ...]:
