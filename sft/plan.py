@@ -12,7 +12,13 @@ from math import ceil
 from typing import Any
 
 from sft.attention_choice import choose_attention
-from sft.batch_size import resolve_sequences, split_batch
+from sft.batch_size import (
+    resolve_data_parallel_ranks,
+    resolve_empty,
+    resolve_learning_rate,
+    resolve_sequences,
+    split_batch,
+)
 from sft.engine import AUTO, choose_deepspeed
 from sft.errors import PlanError
 from sft.facts import DataFacts, ModelFacts
@@ -48,8 +54,17 @@ class Plan:
     global_batch_size: Resolved[int]
     """Sequences per optimizer step."""
 
+    data_parallel_ranks: Resolved[int]
+    """Ranks, or groups of ranks, that each see sequences of their own."""
+
     micro_batch_size: Resolved[int]
     gradient_accumulation_steps: Resolved[int]
+    empty_sequences_per_step: Resolved[int]
+    """Places of a step that no sequence fills, so that the ranks share it evenly."""
+
+    learning_rate: Resolved[float]
+    """AdamW's peak."""
+
     documents_per_step: Resolved[float | None]
     trained_tokens_per_step: Resolved[int | None]
     steps_per_epoch: Resolved[int | None]
@@ -233,8 +248,10 @@ def resolve_plan(
     precision = _precision(recipe, hardware, model)
     attention = choose_attention(recipe, hardware, precision.value, model.model_type, model.architecture)
     micro, accumulation = split_batch(recipe, hardware, batch.value, attention.value, searched)
+    ranks = resolve_data_parallel_ranks(recipe, hardware)
+    empty = resolve_empty(recipe, batch.value, micro.value, accumulation.value, ranks.value)
     if deepspeed is not None:
-        check_deepspeed(deepspeed, recipe, micro.value, accumulation.value, precision.value)
+        check_deepspeed(deepspeed, recipe, micro.value, accumulation.value, precision.value, empty.value)
     kernels = _kernels(recipe, hardware)
     return Plan(
         engine=_engine(recipe, hardware, model, deepspeed),
@@ -246,8 +263,11 @@ def resolve_plan(
         compile=_compile(recipe, kernels.value, deepspeed),
         gradient_checkpointing=_checkpointing(recipe, hardware, attention.value, deepspeed, searched),
         global_batch_size=batch,
+        data_parallel_ranks=ranks,
         micro_batch_size=micro,
         gradient_accumulation_steps=accumulation,
+        empty_sequences_per_step=empty,
+        learning_rate=resolve_learning_rate(recipe),
         **_expectations(recipe, batch.value, data),
     )
 

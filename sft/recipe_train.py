@@ -143,3 +143,38 @@ class Train(Section):
                 f"got {self.global_batch_size} and {self.global_batch_tokens}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _a_base_to_scale_by(self) -> Train:
+        if self.lr_scaling != "none" and self.base_batch_size is None:
+            raise ValueError(
+                f"lr_scaling={self.lr_scaling} needs base_batch_size, the batch that learning_rate was found with: give it, or "
+                "lr_scaling: none"
+            )
+        if self.lr_scaling == "none" and self.base_batch_size is not None:
+            raise ValueError(
+                f"base_batch_size={self.base_batch_size} does nothing while lr_scaling is none: leave it out, or set lr_scaling to linear "
+                "or sqrt"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_engine(self) -> Train:
+        if self.deepspeed == "auto":
+            raise ValueError(
+                "deepspeed=auto is now written another way: leave deepspeed out, and write train.parallel: auto"
+            )
+        engines = {"parallel": self.parallel, "deepspeed": self.deepspeed, "fsdp": self.fsdp}
+        given = [name for name, value in engines.items() if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} each name the engine: give one of them")
+        if self.tensor_parallel_size > 1 and self.deepspeed is not None:
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor_parallel_size} does not work with deepspeed={self.deepspeed}: leave one of them out"
+            )
+        if self.sequence_parallel_size > 1 and self.deepspeed is None and self.parallel is None:
+            raise ValueError(
+                f"sequence_parallel_size={self.sequence_parallel_size} is DeepSpeed's, with ZeRO-2 or ZeRO-3: set deepspeed to zero2 or "
+                "zero3, or parallel to auto"
+            )
+        return self
