@@ -19,7 +19,7 @@ from sft.batch_size import (
     resolve_sequences,
     split_batch,
 )
-from sft.engine import AUTO, choose_deepspeed
+from sft.engine import AUTO, choose_engine, resolve_memory
 from sft.errors import PlanError
 from sft.facts import DataFacts, ModelFacts
 from sft.hardware import Hardware
@@ -35,6 +35,9 @@ class Plan:
 
     engine: Resolved[str]
     """`one process`, `DDP`, or `ZeRO-<stage>`."""
+
+    memory: Resolved[float | None]
+    """GiB that each GPU needs, by arithmetic; None where nothing can be counted."""
 
     precision: Resolved[str]
     weights: Resolved[str]
@@ -170,10 +173,10 @@ def _checkpointing(
 
 
 def _engine(recipe: Recipe, hardware: Hardware, model: ModelFacts, deepspeed: DeepSpeedFile | None) -> Resolved[str]:
-    if recipe.train.deepspeed == AUTO:
+    if recipe.train.parallel == AUTO:
         alone = "one process" if hardware.ranks == 1 else "DDP"
         name = f"ZeRO-{deepspeed.stage}" if deepspeed else alone
-        return Resolved(name, choose_deepspeed(recipe, hardware, model).reason)
+        return Resolved(name, choose_engine(recipe, hardware, model).reason)
     if deepspeed is not None:
         where = f" with offload to {deepspeed.offload}" if deepspeed.offload else ""
         return Resolved(
@@ -255,6 +258,7 @@ def resolve_plan(
     kernels = _kernels(recipe, hardware)
     return Plan(
         engine=_engine(recipe, hardware, model, deepspeed),
+        memory=resolve_memory(recipe, hardware, model, deepspeed),
         precision=precision,
         weights=resolve_weights(recipe, hardware, deepspeed, precision.value),
         gradients=resolve_gradients(recipe, hardware, model, deepspeed, precision.value, accumulation.value),

@@ -41,6 +41,7 @@ _FOLLOWS = {
     "gradient_accumulation_steps",
     "empty_sequences_per_step",
     "learning_rate",
+    "memory",
     "documents_per_step",
     "trained_tokens_per_step",
     "steps_per_epoch",

@@ -78,7 +78,7 @@ def load_deepspeed(name: str) -> DeepSpeedFile:
     except FileNotFoundError:
         names = sorted(file.stem for file in (REPOSITORY / "ds_configs").glob("*.json"))
         raise PlanError(
-            f"train.deepspeed={name}: there is no such file{did_you_mean(name, ['auto', *names], '.')} Shipped: {', '.join(names)}."
+            f"train.deepspeed={name}: there is no such file{did_you_mean(name, names, '.')} Shipped: {', '.join(names)}."
         ) from None
     except (OSError, ValueError) as error:
         raise PlanError(f"train.deepspeed={name}: {path} is not readable JSON: {error}.") from None
