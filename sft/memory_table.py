@@ -8,7 +8,6 @@ python -m sft.memory_table recipes/qwen3b.yaml     a recipe's own, at its own le
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
