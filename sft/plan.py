@@ -23,6 +23,7 @@ from sft.engine import AUTO, choose_engine, resolve_memory
 from sft.errors import PlanError
 from sft.facts import DataFacts, ModelFacts
 from sft.hardware import Hardware
+from sft.parallelism import check_parallelism
 from sft.recipe import Recipe
 from sft.resolved import Resolved, Searched
 from sft.weights import resolve_gradients, resolve_weights
@@ -173,10 +174,13 @@ def _checkpointing(
 
 
 def _engine(recipe: Recipe, hardware: Hardware, model: ModelFacts, deepspeed: DeepSpeedFile | None) -> Resolved[str]:
+    engine = _engine_at_hand(recipe, hardware, deepspeed)
     if recipe.train.parallel == AUTO:
-        alone = "one process" if hardware.ranks == 1 else "DDP"
-        name = f"ZeRO-{deepspeed.stage}" if deepspeed else alone
-        return Resolved(name, choose_engine(recipe, hardware, model).reason)
+        return Resolved(engine.value, choose_engine(recipe, hardware, model).reason)
+    return engine
+
+
+def _engine_at_hand(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None) -> Resolved[str]:
     if deepspeed is not None:
         where = f" with offload to {deepspeed.offload}" if deepspeed.offload else ""
         return Resolved(
@@ -253,6 +257,7 @@ def resolve_plan(
     micro, accumulation = split_batch(recipe, hardware, batch.value, attention.value, searched)
     ranks = resolve_data_parallel_ranks(recipe, hardware)
     empty = resolve_empty(recipe, batch.value, micro.value, accumulation.value, ranks.value)
+    check_parallelism(recipe, deepspeed.stage if deepspeed is not None else 0)
     if deepspeed is not None:
         check_deepspeed(deepspeed, recipe, micro.value, accumulation.value, precision.value, empty.value)
     kernels = _kernels(recipe, hardware)

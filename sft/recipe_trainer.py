@@ -31,6 +31,9 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """The batches of one optimizer step, which begins here."""
         self.step_clock.start()
+        # The iterator asks for the order when its first batch is read. accelerate tells the order its epoch too, but does not reach
+        # it behind the batches that a resumed run skips where several ranks share them.
+        self.step_order.set_epoch(int(self.state.epoch or 0))
         return super().get_batch_samples(self.step_clock.timed(epoch_iterator), num_batches, device)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> StepOrder:

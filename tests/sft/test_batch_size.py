@@ -67,7 +67,9 @@ def test_a_refused_batch_names_fill_and_fill_then_works(make_recipe: MakeRecipe)
 def test_ranks_that_share_a_batch_count_once(tensor: int, sequence: int, make_recipe: MakeRecipe) -> None:
     words = [f"train.tensor_parallel_size={tensor}", f"train.sequence_parallel_size={sequence}"]
     words += ["train.parallel=auto"]
-    plan, fewer = plan_of(make_recipe(*words), 8), plan_of(make_recipe(), 8 // (tensor * sequence))
+    file = load_deepspeed("zero2") if sequence > 1 else None
+    plan = resolve_plan(make_recipe(*words), gpus(8), MODEL, deepspeed=file)
+    fewer = plan_of(make_recipe(), 8 // (tensor * sequence))
     assert plan.data_parallel_ranks.value == 8 // (tensor * sequence)
     assert (plan.micro_batch_size, plan.gradient_accumulation_steps.value) == (
         fewer.micro_batch_size,
@@ -137,3 +139,15 @@ def test_keys_that_contradict_each_other_are_one_message(
     with pytest.raises(RecipeError, match=message) as error:
         make_recipe(*(f"train.{word}" for word in words))
     assert len(str(error.value).splitlines()) == 2
+
+
+def test_only_zero_2_and_3_share_sequences(make_recipe: MakeRecipe) -> None:
+    for name, refused in (("zero1", True), ("zero2", False), ("zero3", False)):
+        recipe, file = make_recipe("train.sequence_parallel_size=2", f"train.deepspeed={name}"), load_deepspeed(name)
+        if refused:
+            with pytest.raises(
+                PlanError, match=r"sequence_parallel_size=2 needs ZeRO-2 or ZeRO-3, and .*=zero1 is ZeRO-1"
+            ):
+                resolve_plan(recipe, gpus(4), MODEL, deepspeed=file)
+        else:
+            assert resolve_plan(recipe, gpus(4), MODEL, deepspeed=file).data_parallel_ranks.value == 2

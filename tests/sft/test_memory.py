@@ -147,7 +147,7 @@ def check_offer(offer: str, recipe: Recipe, model: ModelFacts) -> None:
     hardware = on(shape.replace(" ", ""))
     found, _ = first_that_fits(recipe, hardware, model)
     assert found is not None
-    assert engine.rstrip(".").partition(" and ")[0] == engine_words(found, hardware.ranks)
+    assert engine.rstrip(".").partition(" and ")[0] == engine_words(found, recipe, hardware)
 
 
 DEARNESS = {"none": 0, "zero2": 0, "zero3": 1, "zero2_offload": 2, "zero3_offload": 3, None: 4}

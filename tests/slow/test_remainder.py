@@ -13,7 +13,7 @@ from sft.recipe import REPOSITORY
 from sft.run_directory import Run
 from tests.slow.conftest import decisions, losses, write_recipe
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 Command = Callable[..., subprocess.CompletedProcess[str]]
 SFT_SH = ["bash", str(REPOSITORY / "scripts" / "sft.sh")]
 
