@@ -25,21 +25,3 @@ def data_parallel_ranks(recipe: Recipe, hardware: Hardware) -> int:
             "the size."
         )
     return hardware.ranks // together
-
-
-def check_parallelism(recipe: Recipe, stage: int) -> None:
-    """Refuse groups that the engine cannot form. What the recipe alone tells is refused when it is read (sft/recipe_train.py).
-
-    Args:
-        recipe: Names the sizes.
-        stage: ZeRO's, of the file that runs; 0 without DeepSpeed.
-
-    Raises:
-        PlanError: The engine does not share sequences.
-    """
-    train = recipe.train
-    if train.sequence_parallel_size > 1 and stage not in (2, 3):
-        raise PlanError(
-            f"train.sequence_parallel_size={train.sequence_parallel_size} needs ZeRO-2 or ZeRO-3, and train.deepspeed={train.deepspeed} is "
-            f"ZeRO-{stage}. Set train.deepspeed to zero2 or zero3."
-        )

@@ -23,7 +23,6 @@ from sft.engine import AUTO, choose_engine, resolve_memory
 from sft.errors import PlanError
 from sft.facts import DataFacts, ModelFacts
 from sft.hardware import Hardware
-from sft.parallelism import check_parallelism
 from sft.recipe import Recipe
 from sft.resolved import Resolved, Searched
 from sft.weights import resolve_gradients, resolve_weights
@@ -257,7 +256,6 @@ def resolve_plan(
     micro, accumulation = split_batch(recipe, hardware, batch.value, attention.value, searched)
     ranks = resolve_data_parallel_ranks(recipe, hardware)
     empty = resolve_empty(recipe, batch.value, micro.value, accumulation.value, ranks.value)
-    check_parallelism(recipe, deepspeed.stage if deepspeed is not None else 0)
     if deepspeed is not None:
         check_deepspeed(deepspeed, recipe, micro.value, accumulation.value, precision.value, empty.value)
     kernels = _kernels(recipe, hardware)

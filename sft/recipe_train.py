@@ -93,14 +93,13 @@ class Train(Section):
     on a CPU; docs/memory.md."""
 
     deepspeed: str | None = None
-    """A file under ds_configs/ (`zero2`, `ds_configs/zero2.json`) or of your own. `auto`: the cheapest that fits, none in one
-    process. None: DDP."""
+    """A file under ds_configs/ (`zero2`, `ds_configs/zero2.json`) or of your own. None: what parallel or fsdp say, else DDP."""
 
     fsdp: Fsdp | None = None
     """Set to share the model by FSDP2; `fsdp: {}` takes the defaults."""
 
     parallel: Literal["auto"] | None = None
-    """`auto`: the cheapest engine that fits, by arithmetic over the memory. None: what deepspeed or fsdp name, else DDP."""
+    """`auto`: the cheapest engine that fits, by arithmetic over the memory; docs/memory.md. None: what deepspeed or fsdp name, else DDP."""
 
     tensor_parallel_size: int = Field(default=1, gt=0)
     """GPUs that share the matrices of each layer; they see the same batch."""

@@ -139,15 +139,3 @@ def test_keys_that_contradict_each_other_are_one_message(
     with pytest.raises(RecipeError, match=message) as error:
         make_recipe(*(f"train.{word}" for word in words))
     assert len(str(error.value).splitlines()) == 2
-
-
-def test_only_zero_2_and_3_share_sequences(make_recipe: MakeRecipe) -> None:
-    for name, refused in (("zero1", True), ("zero2", False), ("zero3", False)):
-        recipe, file = make_recipe("train.sequence_parallel_size=2", f"train.deepspeed={name}"), load_deepspeed(name)
-        if refused:
-            with pytest.raises(
-                PlanError, match=r"sequence_parallel_size=2 needs ZeRO-2 or ZeRO-3, and .*=zero1 is ZeRO-1"
-            ):
-                resolve_plan(recipe, gpus(4), MODEL, deepspeed=file)
-        else:
-            assert resolve_plan(recipe, gpus(4), MODEL, deepspeed=file).data_parallel_ranks.value == 2

@@ -327,9 +327,17 @@ def test_adapters_beside_a_trained_base(read: Read) -> None:
 
 def test_another_optimizer(read: Read) -> None:
     def exchange(trainer: Any) -> None:
-        trainer.optimizer = torch.optim.SGD(trainer.model.parameters())
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=trainer.args.learning_rate)
 
     assert wrong(read(after=exchange)) == {"optimizer": ("AdamW on fp32", "SGD on fp32")}
+
+
+def test_another_learning_rate(read: Read) -> None:
+    def exchange(trainer: Any) -> None:
+        for group in trainer.optimizer.param_groups:
+            group["initial_lr"] = group["lr"] = 0.5
+
+    assert wrong(read(after=exchange)) == {"learning_rate": ("1e-05", "0.5")}
 
 
 def test_checkpointing_that_does_not_run(read: Read) -> None:

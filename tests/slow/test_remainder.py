@@ -31,7 +31,7 @@ def test_three_ranks_train_eight_sequences_as_one_process_does(
 ) -> None:
     from sft.demo import make_demo
 
-    rows = make_demo(tmp_path).train.read_text().splitlines()[: 101 if packed else 45]
+    rows = make_demo(tmp_path).train.read_text().splitlines()[: 91 if packed else 45]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     recipe = write_recipe(
         tmp_path / "fill.yaml",
@@ -63,7 +63,9 @@ def test_three_ranks_train_eight_sequences_as_one_process_does(
     assert max(column(three, "learning_rate")) == pytest.approx(1e-3)
     same_weights(three.final, alone.final)
 
-    # From a checkpoint in the middle of an epoch or at its end: the batches that are skipped are counted with their fillers.
+    # In the middle of the second epoch: the batches that are skipped are counted with their fillers, and are those of that epoch.
+    assert decisions(three)["steps_per_epoch"] < 7
+    assert 7 % decisions(three)["steps_per_epoch"] > 0
     metrics = three.metrics_file.read_text()
     interrupt(three, 7)
     command([*SFT_SH, recipe, *words, "tracking.run_name=three"], NPROC="3")
