@@ -69,8 +69,8 @@ def test_three_ranks_train_eight_sequences_as_one_process_does(
     metrics = three.metrics_file.read_text()
     interrupt(three, 7)
     command([*SFT_SH, recipe, *words, "tracking.run_name=three"], NPROC="3")
-    again = [json.loads(line) for line in three.metrics_file.read_text().splitlines()]
-    assert [line["loss"] for line in again] == [json.loads(line)["loss"] for line in metrics.splitlines()]
+    # DDP of three ranks may add up in another order after a start; another epoch's order is off by hundredths.
+    assert losses(three) == pytest.approx([json.loads(line)["loss"] for line in metrics.splitlines()], abs=2e-6)
 
 
 def column(run: Run, key: str) -> list[float]:
