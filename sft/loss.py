@@ -19,7 +19,7 @@ def is_plain(trainer: Any) -> bool:
         and trainer.compute_loss_func is None
         and trainer.label_smoother is None
         and not trainer.aux_loss_enabled
-        and trainer.accelerator.parallelism_config is None
+        and not getattr(trainer.accelerator.parallelism_config, "cp_enabled", False)
     )
 
 
@@ -40,7 +40,7 @@ def plain_loss(trainer: Any, model: Any, inputs: dict[str, Any], tokens_in_step:
     tokens = outputs.label_mask.sum() if tokens_in_step is None else torch.as_tensor(tokens_in_step)
     loss = -outputs.log_probs.sum() / tokens.clamp(min=1)
     if tokens_in_step is not None and trainer.args.average_tokens_across_devices:
-        loss = loss * trainer.accelerator.num_processes
+        loss = loss * trainer.data_parallel_ranks
     return loss, outputs
 
 

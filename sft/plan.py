@@ -167,6 +167,8 @@ def _engine(recipe: Recipe, hardware: Hardware, model: ModelFacts, deepspeed: De
         )
     if hardware.ranks == 1:
         return Resolved("one process", "train.deepspeed is not set, and there is one process")
+    if recipe.train.tensor_parallel_size > 1:
+        return Resolved("tensor parallel", f"train.tensor_parallel_size; {hardware.ranks} ranks share each layer")
     return Resolved("DDP", f"train.deepspeed is not set; {hardware.ranks} ranks each hold the whole model")
 
 

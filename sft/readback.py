@@ -18,6 +18,7 @@ from sft.errors import PlanError
 from sft.job import Job
 from sft.model import weights_dtype
 from sft.probe import Probe, unwrapped
+from sft.tensor_parallel import is_spread
 
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SHARDED = {0: "nothing", 1: "optimizer", 2: "optimizer, gradients", 3: "optimizer, gradients, parameters"}
@@ -113,6 +114,8 @@ def _engine(trainer: Any) -> Any:
 def _engine_name(trainer: Any, engine: Any) -> str:
     if engine is not None:
         return f"ZeRO-{engine.zero_optimization_stage()}"
+    if is_spread(trainer.model):
+        return "tensor parallel"
     kind = type(trainer.model_wrapped).__name__
     known = {"DistributedDataParallel": "DDP", "DataParallel": "DataParallel", "FullyShardedDataParallel": "FSDP"}
     if kind.startswith("FSDP"):

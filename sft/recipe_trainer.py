@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import rotate_checkpoints
 from trl import SFTTrainer
 
@@ -15,6 +16,7 @@ from sft.loss import Tally, is_plain, plain_loss
 from sft.optimizer import MasterAdamW, check_optimizer
 from sft.plan import Plan
 from sft.step_clock import StepClock
+from sft.tensor_parallel import is_spread, load_optimizer_state, load_weights, whole_optimizer_state, whole_weights
 
 
 class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
@@ -27,6 +29,12 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.tally = Tally()
         super().__init__(*args, **kwargs)
+
+    @property
+    def data_parallel_ranks(self) -> int:
+        """Ranks, or groups of ranks, with a batch of their own."""
+        groups = self.accelerator.parallelism_config
+        return int(self.accelerator.num_processes) // (groups.non_data_parallel_size if groups else 1)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """The batches of one optimizer step, which begins here."""
@@ -55,6 +63,40 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
             incomplete.rmdir()
             rotate_checkpoints(str(complete), self.args.save_total_limit)
         self.accelerator.wait_for_everyone()
+
+    # A model whose layers are spread over ranks: transformers has no checkpoints for it.
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Every rank takes part where the layers are spread."""
+        if not is_spread(self.model):
+            super().save_model(output_dir, _internal_call)
+            return
+        self.model.save_pretrained(
+            output_dir, state_dict=whole_weights(self.model), is_main_process=self.args.should_save
+        )
+        if self.args.should_save:
+            self.processing_class.save_pretrained(output_dir)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not is_spread(self.model):
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        state = whole_optimizer_state(self.optimizer)
+        if self.args.should_save:
+            torch.save(state, Path(output_dir, OPTIMIZER_NAME))
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not is_spread(self.model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        load_weights(self.model, Path(resume_from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not is_spread(self.model):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        load_optimizer_state(self.optimizer, Path(checkpoint, OPTIMIZER_NAME))
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """AdamW as planned."""
