@@ -9,14 +9,21 @@ from sft.job import Job
 
 def parallelism_config(job: Job) -> Any:
     """accelerate's configuration of the groups; None where every rank has a batch of its own."""
-    train, tensor, sequence = job.recipe.train, job.recipe.train.tensor_parallel_size, 1
-    if tensor == 1 and train.sequence_parallel_size == 1:
+    tensor, sequence = job.recipe.train.tensor_parallel_size, job.recipe.train.sequence_parallel_size
+    if tensor == sequence == 1:
         return None
     from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
 
+    if sequence > 1:
+        handler = DeepSpeedSequenceParallelConfig()
+        # Its constructor knows the attention functions of transformers only; DeepSpeed takes any that is registered there.
+        handler.sp_attn_implementation = job.plan.attention.value
+        groups = job.hardware.ranks // sequence
+        return ParallelismConfig(sp_size=sequence, dp_shard_size=groups, sp_handler=handler)
     if job.hardware.gpu is None:
         allow_cpu_ranks()
-    return ParallelismConfig(tp_size=tensor, sp_size=sequence)
+    return ParallelismConfig(tp_size=tensor)
 
 
 def allow_cpu_ranks() -> None:

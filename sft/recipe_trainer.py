@@ -15,6 +15,7 @@ from sft.batches import StepOrder
 from sft.loss import Tally, is_plain, plain_loss
 from sft.optimizer import MasterAdamW, check_optimizer
 from sft.plan import Plan
+from sft.sequence_parallel import labels_of_all, share_batches
 from sft.step_clock import StepClock
 from sft.tensor_parallel import is_spread, load_optimizer_state, load_weights, whole_optimizer_state, whole_weights
 
@@ -29,12 +30,44 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.tally = Tally()
         super().__init__(*args, **kwargs)
+        if self.sequence_parallel_size > 1:
+            # The loss is ours, over the labels of the whole step, and so are the batches.
+            self.model_accepts_loss_kwargs = True
+            self.accelerator.deepspeed_ulysses_dl_adapter = lambda loader, model: loader
 
     @property
     def data_parallel_ranks(self) -> int:
         """Ranks, or groups of ranks, with a batch of their own."""
         groups = self.accelerator.parallelism_config
         return int(self.accelerator.num_processes) // (groups.non_data_parallel_size if groups else 1)
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Ranks that share the tokens of a sequence."""
+        groups = self.accelerator.parallelism_config
+        return int(groups.sp_size) if groups else 1
+
+    def get_sp_size(self) -> int:
+        """One: transformers multiplies the batches of an epoch by it, which DeepSpeed's adapter would make so many."""
+        return 1
+
+    def get_train_dataloader(self) -> Any:
+        """One batch for each group of ranks that share sequences."""
+        loader = super().get_train_dataloader()
+        if self.sequence_parallel_size > 1:
+            place = self.accelerator.process_index, self.accelerator.num_processes
+            share_batches(loader, self.data_collator, self.sequence_parallel_size, *place)
+        return loader
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        if self.sequence_parallel_size > 1:
+            return labels_of_all(batch_samples, self.accelerator)
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The loss of the micro-batch, of which each rank that shares its sequences has a part."""
+        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        return loss * self.sequence_parallel_size
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """The batches of one optimizer step, which begins here."""
