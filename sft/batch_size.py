@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from sft.errors import PlanError
 from sft.hardware import Hardware
-from sft.parallelism import data_parallel_ranks
 from sft.recipe import Recipe
 from sft.resolved import Resolved, Searched
 
@@ -45,7 +44,7 @@ def resolve_sequences(recipe: Recipe, hardware: Hardware) -> Resolved[int]:
 def _share_unit(recipe: Recipe, hardware: Hardware) -> int:
     """What the batch must be a multiple of: the ranks, times the recipe's micro-batch where it has one."""
     micro = recipe.train.micro_batch_size
-    return data_parallel_ranks(recipe, hardware) * (micro if isinstance(micro, int) else 1)
+    return hardware.ranks * (micro if isinstance(micro, int) else 1)
 
 
 def _nearest(number: int, unit: int) -> str:
@@ -83,7 +82,7 @@ def split_batch(
     Raises:
         PlanError: It cannot be shared; the message names sizes that can.
     """
-    ranks, wanted = data_parallel_ranks(recipe, hardware), recipe.train.micro_batch_size
+    ranks, wanted = hardware.ranks, recipe.train.micro_batch_size
     noun = "GPUs" if hardware.gpu else "processes"
     written, unit = _batch_as_written(recipe, sequences)
     if sequences % ranks:
