@@ -214,7 +214,7 @@ train:
   learning_rate: 1e-6
   lr_scheduler_type: constant
   gradient_checkpointing: false
-  deepspeed: auto
+  parallel: auto
   logging_steps: 1
   save_steps: 1000000
   resume: never

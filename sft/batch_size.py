@@ -1,12 +1,16 @@
-"""The arithmetic of a step: sequences = micro-batch x accumulation x ranks, exactly, or a refusal with sizes that work.
+"""The arithmetic of a step: sequences = micro-batch x accumulation x data-parallel ranks, or a refusal with sizes that work.
 
-A step holds what the recipe says on any number of ranks; only who computes what follows from the machine.
+A step holds what the recipe says on any number of ranks; only who computes what follows from the machine. Where the ranks cannot
+share it evenly, train.remainder=fill gives them more places than there are sequences, and leaves the last ones empty.
 """
 
 from __future__ import annotations
 
+from math import ceil, sqrt
+
 from sft.errors import PlanError
 from sft.hardware import Hardware
+from sft.parallelism import data_parallel_ranks
 from sft.recipe import Recipe
 from sft.resolved import Resolved, Searched
 
@@ -44,7 +48,7 @@ def resolve_sequences(recipe: Recipe, hardware: Hardware) -> Resolved[int]:
 def _share_unit(recipe: Recipe, hardware: Hardware) -> int:
     """What the batch must be a multiple of: the ranks, times the recipe's micro-batch where it has one."""
     micro = recipe.train.micro_batch_size
-    return hardware.ranks * (micro if isinstance(micro, int) else 1)
+    return data_parallel_ranks(recipe, hardware) * (micro if isinstance(micro, int) else 1)
 
 
 def _nearest(number: int, unit: int) -> str:
@@ -64,10 +68,34 @@ def _batch_as_written(recipe: Recipe, sequences: int) -> tuple[str, int]:
     return f"train.global_batch_tokens={recipe.train.global_batch_tokens}", recipe.sequence_length
 
 
+def _sharers(recipe: Recipe, hardware: Hardware) -> str:
+    """What shares a batch, in words."""
+    noun = "GPUs" if hardware.gpu else "processes"
+    train = recipe.train
+    sizes = {"tensor": train.tensor_parallel_size, "sequence": train.sequence_parallel_size}
+    shared = " x ".join(f"train.{name}_parallel_size={size}" for name, size in sizes.items() if size > 1)
+    return f"groups of {noun} ({shared})" if shared else noun
+
+
+def resolve_data_parallel_ranks(recipe: Recipe, hardware: Hardware) -> Resolved[int]:
+    """Ranks, or groups of ranks, that each see a batch of their own.
+
+    Raises:
+        PlanError: The ranks do not divide into such groups.
+    """
+    ranks, train = data_parallel_ranks(recipe, hardware), recipe.train
+    groups = {"the matrices of a layer": train.tensor_parallel_size, "a sequence": train.sequence_parallel_size}
+    shared = "".join(f" / {size} that share {what}" for what, size in groups.items() if size > 1)
+    plural = "s" if hardware.ranks > 1 else ""
+    return Resolved(
+        ranks, f"{hardware.ranks} rank{plural}{shared}" + ("" if shared else ", each with sequences of its own")
+    )
+
+
 def split_batch(
     recipe: Recipe, hardware: Hardware, sequences: int, attention: str, searched: Searched | None = None
 ) -> tuple[Resolved[int], Resolved[int]]:
-    """Micro-batch and accumulation, so that micro x accumulation x ranks is the batch exactly.
+    """Micro-batch and accumulation, so that micro x accumulation x ranks is the batch, or with `fill` the next that it can be.
 
     Args:
         recipe: The batch, and the micro-batch where the recipe gives one.
@@ -82,16 +110,10 @@ def split_batch(
     Raises:
         PlanError: It cannot be shared; the message names sizes that can.
     """
-    ranks, wanted = hardware.ranks, recipe.train.micro_batch_size
-    noun = "GPUs" if hardware.gpu else "processes"
-    written, unit = _batch_as_written(recipe, sequences)
-    if sequences % ranks:
-        counts = ", ".join(str(divisor) for divisor in divisors(sequences) if divisor <= 2 * ranks)
-        raise PlanError(
-            f"{written} cannot be shared by {ranks} {noun}: it is not a multiple. Set {written.partition('=')[0]} to "
-            f"{_nearest(sequences * unit, _share_unit(recipe, hardware) * unit)}, or use a number of {noun} that divides it: {counts}."
-        )
-    share = sequences // ranks
+    ranks, wanted = data_parallel_ranks(recipe, hardware), recipe.train.micro_batch_size
+    if recipe.train.remainder == "refuse":
+        _check_share(recipe, hardware, sequences, ranks)
+    share = ceil(sequences / ranks)
     found = searched.micro_batch_size if searched else None
     if wanted == "auto" and searched and found is not None and share % found == 0:
         micro, reason = found, searched.reason
@@ -103,15 +125,81 @@ def split_batch(
         reason += f"; {searched.reason}" if searched else ""
     else:
         micro, reason = wanted, "the recipe"
-    if share % micro:
-        *smaller, largest = [divisor for divisor in divisors(share) if divisor <= micro]
-        raise PlanError(
-            f"{written} is not a multiple of micro_batch_size x {noun} = {micro} x {ranks} = {micro * ranks}. "
-            f"Set train.micro_batch_size to {largest}" + (f" (or {', '.join(map(str, smaller))})." if smaller else ".")
-        )
-    accumulation = share // micro
-    arithmetic = f"{sequences} = {micro} x {accumulation} x {ranks} (micro-batch x accumulation x {noun})"
+    if recipe.train.remainder == "refuse":
+        _check_micro_batch(recipe, hardware, sequences, ranks, micro)
+    accumulation = ceil(share / micro)
+    noun = "GPUs" if hardware.gpu else "processes"
+    of = noun if ranks == hardware.ranks else f"groups of {noun}"
+    empty = micro * accumulation * ranks - sequences
+    filled = f" - {empty} empty" if empty else ""
+    arithmetic = f"{sequences} = {micro} x {accumulation} x {ranks}{filled} (micro-batch x accumulation x {of})"
     return Resolved(micro, reason), Resolved(accumulation, arithmetic)
+
+
+def resolve_empty(recipe: Recipe, sequences: int, micro: int, accumulation: int, ranks: int) -> Resolved[int]:
+    """Places of a step that hold no sequence of the data.
+
+    Args:
+        recipe: Says what is done with a remainder.
+        sequences: Of a step.
+        micro: Sequences of a forward pass on one rank.
+        accumulation: Forward passes of a step.
+        ranks: Those that see batches of their own.
+    """
+    places = micro * accumulation * ranks
+    if places == sequences:
+        return Resolved(0, "the batch divides")
+    shared = f"train.remainder=fill: {places} places for {sequences} sequences"
+    return Resolved(places - sequences, f"{shared}; a filler is one token that trains nothing and counts for nothing")
+
+
+def resolve_learning_rate(recipe: Recipe) -> Resolved[float]:
+    """The peak learning rate, scaled where the recipe has a base for it."""
+    train = recipe.train
+    if train.lr_scaling == "none" or train.base_batch_size is None:
+        return Resolved(train.learning_rate, "the recipe")
+    batch = train.global_batch_size or train.global_batch_tokens
+    assert batch is not None
+    ratio = batch / train.base_batch_size
+    factor = ratio if train.lr_scaling == "linear" else sqrt(ratio)
+    how = f"{train.lr_scaling}: {batch} / base_batch_size {train.base_batch_size}"
+    return Resolved(train.learning_rate * factor, f"{_exponent(train.learning_rate)} x {factor:.6g} ({how})")
+
+
+def _exponent(number: float) -> str:
+    """A learning rate as people write it.
+
+    >>> _exponent(1e-05), _exponent(0.00025)
+    ('1e-5', '2.5e-4')
+    """
+    digits, _, power = f"{number:e}".partition("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
+
+
+def _check_share(recipe: Recipe, hardware: Hardware, sequences: int, ranks: int) -> None:
+    if sequences % ranks == 0:
+        return
+    written, unit = _batch_as_written(recipe, sequences)
+    noun = "GPUs" if hardware.gpu else "processes"
+    together = hardware.ranks // ranks
+    counts = ", ".join(str(divisor * together) for divisor in divisors(sequences) if divisor <= 2 * ranks)
+    raise PlanError(
+        f"{written} cannot be shared by {ranks} {_sharers(recipe, hardware)}: it is not a multiple. Set {written.partition('=')[0]} to "
+        f"{_nearest(sequences * unit, _share_unit(recipe, hardware) * unit)}, or use a number of {noun} that divides it: {counts}. "
+        "Or keep both with train.remainder=fill, which leaves some places of each step empty."
+    )
+
+
+def _check_micro_batch(recipe: Recipe, hardware: Hardware, sequences: int, ranks: int, micro: int) -> None:
+    share = sequences // ranks
+    if share % micro == 0:
+        return
+    written, _ = _batch_as_written(recipe, sequences)
+    *smaller, largest = [divisor for divisor in divisors(share) if divisor <= micro]
+    raise PlanError(
+        f"{written} is not a multiple of micro_batch_size x {_sharers(recipe, hardware)} = {micro} x {ranks} = {micro * ranks}. "
+        f"Set train.micro_batch_size to {largest}" + (f" (or {', '.join(map(str, smaller))})." if smaller else ".")
+    )
 
 
 def _token_budget(recipe: Recipe, hardware: Hardware, attention: str) -> tuple[int, str]:

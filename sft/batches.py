@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -24,13 +26,20 @@ class Sequences(torch.utils.data.Dataset[dict[str, Any]]):
         per_step: Sequences of an optimizer step.
         pad_token_id: What fillers are made of.
         packed: Whether sequences hold several documents, whose lengths the collator needs.
+        empty: Places that each step has besides, where the ranks cannot share its sequences evenly.
     """
 
     def __init__(
-        self, store: DocumentStore, index: SequenceIndex, per_step: int, pad_token_id: int, packed: bool
+        self,
+        store: DocumentStore,
+        index: SequenceIndex,
+        per_step: int,
+        pad_token_id: int,
+        packed: bool,
+        empty: int = 0,
     ) -> None:
         self.store, self.index, self.pad_token_id, self.packed = store, index, pad_token_id, packed
-        self.fillers = -len(index) % per_step
+        self.fillers = -len(index) % per_step + empty * ceil(len(index) / per_step)
 
     def __len__(self) -> int:
         return len(self.index) + self.fillers
@@ -49,19 +58,22 @@ class Sequences(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 class StepOrder(torch.utils.data.Sampler[int]):
-    """The order of the sequences: a permutation by seed and epoch, fillers last.
+    """The order of the sequences: a permutation by seed and epoch, cut into steps, and fillers at the end of a step.
 
-    Every `per_step` entries are one optimizer step. The trainer deals them out to ranks and micro-batches, which changes
-    who computes what but never what a step holds.
+    Every `per_step` sequences and the empty places behind them are one optimizer step. The trainer deals them out to ranks and
+    micro-batches, which changes who computes what but never which sequences a step holds.
 
     Args:
         sequences: Real sequences.
-        fillers: Sequences behind them that only complete the last step.
+        fillers: As Sequences counts them: those that complete the last step, and those of the empty places.
         seed: The recipe's.
+        per_step: Real sequences of a step; of no matter where no step has empty places.
+        empty: Places of each step that fillers take.
     """
 
-    def __init__(self, sequences: int, fillers: int, seed: int) -> None:
+    def __init__(self, sequences: int, fillers: int, seed: int, per_step: int = 1, empty: int = 0) -> None:
         self.sequences, self.fillers, self.seed = sequences, fillers, seed
+        self.per_step, self.empty = per_step, empty
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -76,5 +88,12 @@ class StepOrder(torch.utils.data.Sampler[int]):
         return np.random.default_rng([self.seed, epoch]).permutation(self.sequences)
 
     def __iter__(self) -> Iterator[int]:
-        yield from self.permutation(self.epoch).tolist()
-        yield from range(self.sequences, len(self))
+        order = self.permutation(self.epoch).tolist()
+        fillers = iter(range(self.sequences, len(self)))
+        # The last step's, whole or not, come behind everything.
+        whole = self.sequences // self.per_step * self.per_step if self.empty else 0
+        for start in range(0, whole, self.per_step):
+            yield from order[start : start + self.per_step]
+            yield from islice(fillers, self.empty)
+        yield from order[whole:]
+        yield from fillers

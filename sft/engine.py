@@ -1,67 +1,192 @@
-"""What carries the training out: the cheapest engine that holds the model, and DeepSpeed's buckets in the model's size.
+"""What carries the training out: the cheapest engine that fits, and DeepSpeed's buckets in the model's size.
 
-Pure arithmetic over the recipe, the machine and config.json: no torch.
+Pure arithmetic over the recipe, the machine and config.json: no torch. The sums are in sft/memory.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
+from sft.errors import PlanError
 from sft.facts import ModelFacts
-from sft.hardware import Hardware
-from sft.recipe import Recipe
+from sft.hardware import Gpu, Hardware
+from sft.memory import ENGINES, GIB, LARGEST_BUCKET, Need, engine_of, is_half, layer_size, needed
+from sft.parallelism import data_parallel_ranks
+from sft.recipe import Lora, Recipe
 from sft.resolved import Resolved
 from sft.zero import DeepSpeedFile, load_deepspeed
 
 AUTO = "auto"
 
-_ROOM = 0.25
-"""Share of a GPU's memory that stays for activations, DeepSpeed's buckets and fragmentation."""
+SHAPES = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8))
+"""Machines and GPUs of each, from the smallest."""
 
-_LARGEST_BUCKET = 500_000_000
-"""Elements, 1 GB in bf16: larger ones win nothing more."""
+MEMORIES = (24, 40, 80, 141)
+"""GB of the GPUs that are sold."""
 
 
-def choose_deepspeed(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Resolved[str | None]:
-    """The file under ds_configs/ that `train.deepspeed: auto` stands for here, or None for no DeepSpeed.
+def order_of_engines(recipe: Recipe, hardware: Hardware) -> list[str]:
+    """What `auto` tries, the cheapest first, by what an optimizer step of a micro-batches sends to or from each rank.
 
-    One process shares with nobody. Several share optimizer state and gradients (`zero2`) where that leaves room, else the
-    weights too (`zero3`). Adapters are so small that only a frozen base without room is a reason.
+    For P parameters in bf16, in bytes: ZeRO-2 reduces gradients at each micro-batch and gathers weights once, (2 a + 2) P; DDP reduces
+    fp32 gradients once, 8 P, and computes with fp32 weights that are cast; ZeRO-3 gathers weights twice and reduces once at each
+    micro-batch, 6 a P. So for all weights in half precision it is ZeRO-2 before anything else: it sends no more than DDP up to
+    three micro-batches, and takes 2 + 16/N bytes a parameter instead of 22, which holds larger micro-batches, of which there are
+    fewer. In fp32 DDP sends 8 P and ZeRO-2 (4 a + 4) P: DDP comes first. Offload comes last, since the CPU's step and the way to it are
+    slower than any network between GPUs. Adapters are small: DDP, and ZeRO-3 where the frozen weights do not fit.
+
+    Never tried: ZeRO-1, which needs 6 bytes a parameter more than ZeRO-2; NVMe, which cannot be resumed. Name them in
+    train.deepspeed.
     """
+    train, adapters = recipe.train, recipe.model.lora is not None
+    if train.tensor_parallel_size > 1:
+        return ["none"]
+    if train.sequence_parallel_size > 1:
+        return ["zero2", "zero3", "zero2_offload", "zero3_offload"]
     if hardware.ranks == 1:
-        return Resolved(None, "auto: one process shares with nobody, and needs no engine")
-    adapters = recipe.model.lora is not None
-    whole = "DDP" if adapters else "zero2"
-    name = None if adapters else "zero2"
+        order = ["none", "zero2_offload", "zero3_offload"]
+    elif adapters:
+        order = ["none", "zero3", "zero3_offload"]
+    else:
+        order = [] if is_half(recipe, hardware.gpu) else ["none"]
+        order += ["zero2", "zero3", "zero2_offload", "zero3_offload"]
+    # Adapters leave no optimizer to speak of on the GPU, and ZeRO-3 does not compile.
+    unfit = {"zero2_offload"} if adapters else set()
+    unfit |= {name for name in order if name.startswith("zero3")} if recipe.model.compile else set()
+    return [name for name in order if name not in unfit]
+
+
+def first_that_fits(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> tuple[str | None, dict[str, Need]]:
+    """The cheapest engine that fits, or None; and the needs of those that were looked at."""
+    needs: dict[str, Need] = {}
+    for name in order_of_engines(recipe, hardware):
+        needs[name] = needed(recipe, hardware, model, ENGINES[name])
+        if needs[name].fits(hardware):
+            return name, needs
+    return None, needs
+
+
+def choose_engine(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Resolved[str | None]:
+    """The file under ds_configs/ that `train.parallel: auto` stands for here, or None for no DeepSpeed.
+
+    Raises:
+        PlanError: None fits; the message names the smallest machine that does.
+    """
     if hardware.gpu is None or model.parameters is None:
+        name = order_of_engines(recipe, hardware)[0]
         why = "on a CPU" if hardware.gpu is None else "the model's size is not known before it is downloaded"
-        return Resolved(name, f"auto: {whole} for several ranks ({why})")
-    # Weights on each rank; gradients, fp32 weights and moments shared out: ds_configs/README.md has the sums.
-    width = 2 if _half_precision(recipe, hardware) else 4
-    each = width + (0 if adapters else 16 / hardware.ranks)
-    needed, memory = each * model.parameters / 2**30, hardware.gpu.memory_gib
-    arithmetic = f"{each:g} bytes x {model.parameters / 1e9:.3g}e9 parameters = {needed:.3g} of {memory:.0f} GiB"
-    if needed <= (1 - _ROOM) * memory:
-        return Resolved(name, f"auto: {whole} fits, {arithmetic}")
-    return Resolved("zero3", f"auto: {whole} would need {arithmetic}")
+        return Resolved(_file(name), f"auto: {engine_words(name, hardware.ranks)}, the first that is tried ({why})")
+    found, needs = first_that_fits(recipe, hardware, model)
+    if found is None:
+        raise PlanError(_does_not_fit(recipe, hardware, model, needs))
+    others = [
+        f"{engine_words(name, hardware.ranks)} {_lack(need, hardware)}" for name, need in needs.items() if name != found
+    ]
+    why = f"; {', '.join(others)}" if others else ""
+    return Resolved(_file(found), f"auto: {engine_words(found, hardware.ranks)} is the cheapest that fits{why}")
 
 
-def _half_precision(recipe: Recipe, hardware: Hardware) -> bool:
-    wanted = recipe.train.precision
-    return wanted in ("bf16", "fp16") or (
-        wanted == "auto" and hardware.gpu is not None and hardware.gpu.compute_capability >= 8.0
+def _file(name: str) -> str | None:
+    return None if name == "none" else name
+
+
+def engine_words(name: str, ranks: int) -> str:
+    """An engine as a person calls it: the file's name, or what there is without one."""
+    return name if name != "none" else "one process" if ranks == 1 else "DDP"
+
+
+def _lack(need: Need, hardware: Hardware) -> str:
+    """What there is too little of."""
+    assert hardware.gpu is not None
+    if need.gpu_bytes > hardware.gpu.memory_gib * GIB:
+        return f"needs {need.gpu_bytes / GIB:.1f} of {hardware.gpu.memory_gib:.0f} GiB"
+    return f"needs {need.cpu / GIB:.0f} of {hardware.cpu_memory_gib:.0f} GiB of the machine's memory"
+
+
+def _does_not_fit(recipe: Recipe, hardware: Hardware, model: ModelFacts, needs: dict[str, Need]) -> str:
+    assert model.parameters is not None
+    what = "adapters on a model" if recipe.model.lora is not None else "all weights of a model"
+    lacks = ", ".join(f"{engine_words(name, hardware.ranks)} {_lack(need, hardware)}" for name, need in needs.items())
+    return (
+        f"train.parallel=auto: training {what} of {model.parameters / 1e9:.3g}e9 parameters does not fit on {hardware.device}, by "
+        f"arithmetic: {lacks}. {smallest_that_fits(recipe, hardware, model)}"
     )
+
+
+def smallest_that_fits(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> str:
+    """The remedies, in words: fewest GPUs of this memory, or of a larger one; or adapters."""
+    assert hardware.gpu is not None
+    ways = list(machines_that_fit(recipe, hardware.gpu, model))
+    if recipe.model.lora is None:
+        model_with_lora = recipe.model.model_copy(update={"lora": Lora()})
+        adapters = recipe.model_copy(update={"model": model_with_lora})
+        here, _ = first_that_fits(adapters, hardware, model)
+        others = machines_that_fit(adapters, hardware.gpu, model)
+        machine = f"here, with {engine_words(here, hardware.ranks)}" if here else next(others, None)
+        ways += [f"with model.lora={{}}: {machine}"] if machine else []
+    if not ways:
+        return "Nothing of up to 8 x 8 x 141 GB does: shorten data.max_length and data.pack_length."
+    return f"The smallest that does: {' | '.join(ways)}."
+
+
+def machines_that_fit(recipe: Recipe, gpu: Gpu, model: ModelFacts) -> Iterator[str]:
+    """The fewest GPUs that do, in words: of this memory, and of each larger one that needs fewer."""
+    memories = sorted({gpu.memory_gib, *(memory for memory in MEMORIES if memory > gpu.memory_gib + 1)})
+    fewest = len(SHAPES)
+    for memory in memories:
+        for place, shape in enumerate(SHAPES[:fewest]):
+            hardware = machine(replace(gpu, memory_gib=memory), *shape)
+            if hardware.ranks % (recipe.train.tensor_parallel_size * recipe.train.sequence_parallel_size):
+                continue
+            found, needs = first_that_fits(recipe, hardware, model)
+            if found is not None:
+                fewest = place  # more memory is a remedy only where fewer GPUs do
+                yield _machine_words(shape, memory, engine_words(found, hardware.ranks), needs[found])
+                break
+
+
+def machine(gpu: Gpu, nodes: int, gpus: int) -> Hardware:
+    """A machine to do arithmetic for, with twice the memory of its GPUs."""
+    memory = 2 * gpus * gpu.memory_gib
+    return Hardware(gpu, nodes * gpus, gpus, 8, memory, cpu_memory_assumed=True)
+
+
+def _machine_words(shape: tuple[int, int], memory: float, engine: str, need: Need) -> str:
+    nodes, gpus = shape
+    cpu = f" and {need.cpu / GIB:.0f} GiB of the machine's memory" if need.cpu else ""
+    return f"{f'{nodes} x ' if nodes > 1 else ''}{gpus} x {memory:.0f} GB with {engine}{cpu}"
+
+
+def resolve_memory(
+    recipe: Recipe, hardware: Hardware, model: ModelFacts, file: DeepSpeedFile | None
+) -> Resolved[float | None]:
+    """GiB that each GPU needs, by arithmetic, and the sum; with a warning where that is more than there is."""
+    if hardware.gpu is None:
+        return Resolved(None, "on a CPU nothing is counted")
+    if model.parameters is None:
+        return Resolved(None, "the model's size is not known before it is downloaded")
+    if recipe.train.fsdp is not None:
+        return Resolved(None, "not counted for FSDP")
+    need = needed(recipe, hardware, model, engine_of(file))
+    words = f"by arithmetic, for a micro-batch of 1: {need.words(hardware)}"
+    if not need.fits(hardware):
+        words = f"WARNING: does not fit, {words}. {smallest_that_fits(recipe, hardware, model)}"
+    return Resolved(round(need.gpu_bytes / GIB, 1), words)
 
 
 def open_deepspeed(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> DeepSpeedFile | None:
     """The DeepSpeed file that runs, its buckets sized for the model; None without DeepSpeed.
 
     Raises:
-        PlanError: train.deepspeed names a file that there is not, or that DeepSpeed would not follow.
+        PlanError: train.deepspeed names a file that there is not, or that DeepSpeed would not follow; or no engine fits.
     """
     name = recipe.train.deepspeed
-    if name == AUTO:
-        name = choose_deepspeed(recipe, hardware, model).value
+    if recipe.train.parallel == AUTO:
+        data_parallel_ranks(
+            recipe, hardware
+        )  # ranks that do not divide into groups are told before any engine is looked for
+        name = choose_engine(recipe, hardware, model).value
     return size_buckets(load_deepspeed(name), model) if name else None
 
 
@@ -76,23 +201,14 @@ def size_buckets(file: DeepSpeedFile, model: ModelFacts) -> DeepSpeedFile:
     """
     parameters, hidden, layers = model.parameters, model.hidden_size, model.num_hidden_layers
     # All of a small model in one reduction; never more than the model has.
-    bucket = min(_LARGEST_BUCKET, parameters or _LARGEST_BUCKET)
-    layer = _layer_size(model) if parameters and hidden and layers else 50_000_000
+    bucket = min(LARGEST_BUCKET, parameters or LARGEST_BUCKET)
+    layer = layer_size(model) if parameters and hidden and layers else 50_000_000
     sizes = {
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
-        "stage3_prefetch_bucket_size": min(_LARGEST_BUCKET, layer),
+        "stage3_prefetch_bucket_size": min(LARGEST_BUCKET, layer),
         "stage3_param_persistence_threshold": 10 * hidden if hidden else 100_000,
     }
     zero = file.config.get("zero_optimization", {})
     sized = {key: sizes[key] if value == AUTO and key in sizes else value for key, value in zero.items()}
     return replace(file, config=file.config | {"zero_optimization": sized}) if sized else file
-
-
-def _layer_size(model: ModelFacts) -> int:
-    """Weights of one layer: those of the model but its embedding, shared evenly."""
-    assert model.parameters
-    assert model.hidden_size
-    assert model.num_hidden_layers
-    embedding = (model.vocab_size or 0) * model.hidden_size
-    return max(model.parameters - embedding, 0) // model.num_hidden_layers or model.parameters

@@ -40,11 +40,16 @@ class Hardware:
     ranks_per_node: int
     cpu_cores: int
     cpu_memory_gib: float
+    """Of one machine."""
+
     has_flash_attention: bool = False
     """The flash-attn package is installed."""
 
     has_flash_attention_3: bool = False
     """flash-attn 3, for Hopper, is installed: a package of its own."""
+
+    cpu_memory_assumed: bool = False
+    """Nobody has said how much memory the machine has."""
 
     @property
     def device(self) -> str:
@@ -146,18 +151,34 @@ def detect_hardware(ranks: int | None = None, ranks_per_node: int | None = None)
 
 
 def described_hardware(description: str) -> Hardware:
-    """A machine in words, to plan for one that is not here.
+    """A machine in words, to plan for one that is not here: [machines x] GPUs x memory of each [+ memory of a machine].
+
+    Without the last, a machine is taken to have twice the memory of its GPUs, as rented ones mostly have.
 
     >>> described_hardware("8x80GB").device
     '8 x GPU (80 GiB)'
+    >>> described_hardware("2x8x80GB+1000GB").ranks
+    16
 
     Raises:
-        PlanError: The words are not of the form GPUSxMEMORY.
+        PlanError: The words are not of that form.
     """
-    match = re.fullmatch(r"(\d+)x(\d+)(?:GB|GiB|G)?", description, flags=re.IGNORECASE)
-    if not match or int(match[1]) < 1:
-        raise PlanError(f"--on {description}: write the number of GPUs and the memory of each, for example 8x80GB.")
-    count = int(match[1])
-    # Every GPU sold with 24 GB or more in the last years has bf16.
-    gpu = Gpu("GPU", float(match[2]), 8.0)
-    return Hardware(gpu, count, min(count, 8), _cores(), _cpu_memory_gib())
+    unit = "(?:GB|GiB|G)?"
+    match = re.fullmatch(rf"(?:(\d+)x)?(\d+)x(\d+){unit}(?:\+(\d+){unit})?", description, flags=re.IGNORECASE)
+    if not match or min(int(number) for number in match.groups() if number) < 1:
+        raise PlanError(
+            f"--on {description}: write the number of GPUs and the memory of each, for example 8x80GB; with machines before it, "
+            "2x8x80GB; with the memory of a machine behind it, 8x80GB+1000GB."
+        )
+    count, memory = int(match[2]), float(match[3])
+    per_node = count if match[1] else min(count, 8)
+    cpu_memory = float(match[4]) if match[4] else 2 * per_node * memory
+    return Hardware(
+        # Every GPU sold with 24 GB or more in the last years has bf16.
+        Gpu("GPU", memory, 8.0),
+        ranks=int(match[1] or 1) * count,
+        ranks_per_node=per_node,
+        cpu_cores=_cores(),
+        cpu_memory_gib=cpu_memory,
+        cpu_memory_assumed=match[4] is None,
+    )

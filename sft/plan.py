@@ -12,8 +12,14 @@ from math import ceil
 from typing import Any
 
 from sft.attention_choice import choose_attention
-from sft.batch_size import resolve_sequences, split_batch
-from sft.engine import AUTO, choose_deepspeed
+from sft.batch_size import (
+    resolve_data_parallel_ranks,
+    resolve_empty,
+    resolve_learning_rate,
+    resolve_sequences,
+    split_batch,
+)
+from sft.engine import AUTO, choose_engine, resolve_memory
 from sft.errors import PlanError
 from sft.facts import DataFacts, ModelFacts
 from sft.hardware import Hardware
@@ -29,6 +35,9 @@ class Plan:
 
     engine: Resolved[str]
     """`one process`, `DDP`, or `ZeRO-<stage>`."""
+
+    memory: Resolved[float | None]
+    """GiB that each GPU needs, by arithmetic; None where nothing can be counted."""
 
     precision: Resolved[str]
     weights: Resolved[str]
@@ -48,8 +57,17 @@ class Plan:
     global_batch_size: Resolved[int]
     """Sequences per optimizer step."""
 
+    data_parallel_ranks: Resolved[int]
+    """Ranks, or groups of ranks, that each see sequences of their own."""
+
     micro_batch_size: Resolved[int]
     gradient_accumulation_steps: Resolved[int]
+    empty_sequences_per_step: Resolved[int]
+    """Places of a step that no sequence fills, so that the ranks share it evenly."""
+
+    learning_rate: Resolved[float]
+    """AdamW's peak."""
+
     documents_per_step: Resolved[float | None]
     trained_tokens_per_step: Resolved[int | None]
     steps_per_epoch: Resolved[int | None]
@@ -155,10 +173,10 @@ def _checkpointing(
 
 
 def _engine(recipe: Recipe, hardware: Hardware, model: ModelFacts, deepspeed: DeepSpeedFile | None) -> Resolved[str]:
-    if recipe.train.deepspeed == AUTO:
+    if recipe.train.parallel == AUTO:
         alone = "one process" if hardware.ranks == 1 else "DDP"
         name = f"ZeRO-{deepspeed.stage}" if deepspeed else alone
-        return Resolved(name, choose_deepspeed(recipe, hardware, model).reason)
+        return Resolved(name, choose_engine(recipe, hardware, model).reason)
     if deepspeed is not None:
         where = f" with offload to {deepspeed.offload}" if deepspeed.offload else ""
         return Resolved(
@@ -235,11 +253,14 @@ def resolve_plan(
     precision = _precision(recipe, hardware, model)
     attention = choose_attention(recipe, hardware, precision.value, model.model_type, model.architecture)
     micro, accumulation = split_batch(recipe, hardware, batch.value, attention.value, searched)
+    ranks = resolve_data_parallel_ranks(recipe, hardware)
+    empty = resolve_empty(recipe, batch.value, micro.value, accumulation.value, ranks.value)
     if deepspeed is not None:
-        check_deepspeed(deepspeed, recipe, micro.value, accumulation.value, precision.value)
+        check_deepspeed(deepspeed, recipe, micro.value, accumulation.value, precision.value, empty.value)
     kernels = _kernels(recipe, hardware)
     return Plan(
         engine=_engine(recipe, hardware, model, deepspeed),
+        memory=resolve_memory(recipe, hardware, model, deepspeed),
         precision=precision,
         weights=resolve_weights(recipe, hardware, deepspeed, precision.value),
         gradients=resolve_gradients(recipe, hardware, model, deepspeed, precision.value, accumulation.value),
@@ -248,8 +269,11 @@ def resolve_plan(
         compile=_compile(recipe, kernels.value, deepspeed),
         gradient_checkpointing=_checkpointing(recipe, hardware, attention.value, deepspeed, searched),
         global_batch_size=batch,
+        data_parallel_ranks=ranks,
         micro_batch_size=micro,
         gradient_accumulation_steps=accumulation,
+        empty_sequences_per_step=empty,
+        learning_rate=resolve_learning_rate(recipe),
         **_expectations(recipe, batch.value, data),
     )
 

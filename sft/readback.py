@@ -71,6 +71,7 @@ def read_back(trainer: Any, job: Job, probe: Probe | None) -> list[Reading]:
             plan.gradient_accumulation_steps.value,
             engine.gradient_accumulation_steps() if engine is not None else args.gradient_accumulation_steps,
         ),
+        _learning_rate(trainer, plan.learning_rate.value),
         Reading.equal("packing", job.recipe.data.packing, bool(trainer.padding_free)),
     ]
     if probe is not None:
@@ -226,6 +227,15 @@ def _optimizer(trainer: Any) -> Reading:
     return Reading(
         "optimizer", "AdamW on fp32", f"{name} on {kinds}{fused}", "Adam" not in name or formats != {torch.float32}
     )
+
+
+def _learning_rate(trainer: Any, planned: float) -> Reading:
+    """The peak, as the optimizer was built with it: what it has now is the schedule's."""
+    optimizer = trainer.optimizer
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    peaks = {float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups}
+    return Reading("learning_rate", str(planned), ", ".join(map(str, sorted(peaks))), peaks != {planned})
 
 
 def _checkpointing(trainer: Any, planned: bool | int | str) -> Reading:

@@ -244,6 +244,11 @@ def _folder(job: Job) -> Path:
     return Path(job.recipe.output_dir).expanduser().resolve() / job.recipe_path.stem
 
 
+def _engine_as_written(recipe: Recipe) -> str:
+    name = "parallel" if recipe.train.parallel else "fsdp" if recipe.train.fsdp else "deepspeed"
+    return f"train.{name}={getattr(recipe.train, name) or 'null'}"
+
+
 def _check_same_engine(run: Run, job: Job) -> None:
     # `auto` may stand for another one on another machine, whose checkpoints are of another kind.
     earlier = {row["name"]: row["value"] for row in read_json(run.plan_file).get("decisions", [])}
@@ -251,8 +256,8 @@ def _check_same_engine(run: Run, job: Job) -> None:
         found = getattr(job.plan, name).value
         if earlier.get(name, found) != found:
             raise RunError(
-                f"{run.path} is unfinished and was trained with {name}: {earlier[name]}; here train.deepspeed="
-                f"{job.recipe.train.deepspeed or 'null'} and train.precision={job.recipe.train.precision} give {found}, which cannot go on "
+                f"{run.path} is unfinished and was trained with {name}: {earlier[name]}; here "
+                f"{_engine_as_written(job.recipe)} and train.precision={job.recipe.train.precision} give {found}, which cannot go on "
                 "from its checkpoint. Go on on a machine like the first, or start anew with train.resume=never."
             )
 

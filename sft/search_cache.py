@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ _FOLLOWS = {
     "gradient_checkpointing",
     "micro_batch_size",
     "gradient_accumulation_steps",
+    "empty_sequences_per_step",
+    "learning_rate",
+    "memory",
     "documents_per_step",
     "trained_tokens_per_step",
     "steps_per_epoch",
@@ -99,7 +103,7 @@ def is_searched(job: Job) -> bool:
 
 def candidates(job: Job) -> tuple[list[bool | int | str], list[int]]:
     """Ways to checkpoint, those of least memory first, and micro-batches from the smallest."""
-    train, share = job.recipe.train, job.plan.global_batch_size.value // job.hardware.ranks
+    train, share = job.recipe.train, ceil(job.plan.global_batch_size.value / job.plan.data_parallel_ranks.value)
     modes: list[bool | int | str] = [True, 2, False]
     if train.gradient_checkpointing != "auto":
         modes = [train.gradient_checkpointing]

@@ -114,7 +114,7 @@ class Steps(TrainerCallback):  # type: ignore[misc]
         self.folder = prepared.folder
         self.order, self.tokens = longest_first(prepared.folder)
         index, store = SequenceIndex.load(self.folder / "train.npz"), DocumentStore.open(self.folder)
-        per_step = job.hardware.ranks * PASSES
+        per_step = job.plan.data_parallel_ranks.value * PASSES
         self.sequences = Sequences(store, index, per_step, tokenizer.pad_token_id, job.recipe.data.packing)
         self.memory = DeviceMemory()
         capacity = self.memory.capacity() * LARGEST_SHARE if memory_gib is None else memory_gib * 2**30
@@ -166,7 +166,7 @@ class Steps(TrainerCallback):  # type: ignore[misc]
             self.begin()
         batch = self.trainer.data_collator([self.sequences[int(number)] for number in self.of_candidate(self.order)])
         if num_items_in_batch is not None:
-            count = int((batch["labels"] >= 0).sum()) * PASSES * self.job.hardware.ranks
+            count = int((batch["labels"] >= 0).sum()) * PASSES * self.job.plan.data_parallel_ranks.value
             num_items_in_batch = num_items_in_batch * 0 + count
         self.memory.synchronize()
         started = time.perf_counter()

@@ -7,6 +7,7 @@ device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 import numpy as np
 
@@ -42,13 +43,12 @@ class StepWork:
         store: The documents.
         index: Which of them make up each sequence.
         order: Of the sequences; its epoch is not touched.
-        per_step: Sequences of an optimizer step. Fillers complete the last step of each epoch.
+        per_step: Real sequences of an optimizer step. Fillers complete the last step of each epoch, and stand in empty places.
     """
 
     def __init__(self, store: DocumentStore, index: SequenceIndex, order: StepOrder, per_step: int) -> None:
-        assert len(order) % per_step == 0
         self.store, self.index, self.order, self.per_step = store, index, order, per_step
-        self.steps_per_epoch = len(order) // per_step
+        self.steps_per_epoch = ceil(order.sequences / per_step)
         self._epoch, self._permutation = -1, np.zeros(0, np.int64)
 
     def between(self, first: int, last: int) -> Work:

@@ -148,14 +148,15 @@ def train(job: Job, start: Start, tokenizer: Any) -> None:
 
     run, recipe, folder = start.run, job.recipe, start.prepared.folder
     index, store = SequenceIndex.load(folder / "train.npz"), DocumentStore.open(folder)
-    sequences = Sequences(store, index, recipe.sequences_per_step, tokenizer.pad_token_id, recipe.data.packing)
+    per_step, empty = recipe.sequences_per_step, job.plan.empty_sequences_per_step.value
+    sequences = Sequences(store, index, per_step, tokenizer.pad_token_id, recipe.data.packing, empty)
     if distributed.is_first_rank():
         show_start(job, start)
     arguments = training_arguments(job, run)
     model = load_model(job, tokenizer)
-    order = StepOrder(len(index), sequences.fillers, recipe.train.seed)
+    order = StepOrder(len(index), sequences.fillers, recipe.train.seed, per_step, empty)
     held_out = held_out_loss(job, start, tokenizer, store)
-    clock, measuring = measurements(job, run, StepWork(store, index, order, recipe.sequences_per_step), held_out)
+    clock, measuring = measurements(job, run, StepWork(store, index, order, per_step), held_out)
     checks = [BeforeTraining(job, run), *([held_out] if held_out else [])]
     trainer = build_trainer(job, arguments, model, tokenizer, sequences, order, [*checks, *measuring], clock)
     for callback in checks:
@@ -193,7 +194,8 @@ def held_out_loss(job: Job, start: Start, tokenizer: Any, store: Any) -> Any:
     index = SequenceIndex.load(start.prepared.folder / "held_out.npz")
     if not len(index):
         return None
-    sequences = Sequences(store, index, job.hardware.ranks, tokenizer.pad_token_id, job.recipe.data.packing)
+    ranks = job.plan.data_parallel_ranks.value
+    sequences = Sequences(store, index, ranks, tokenizer.pad_token_id, job.recipe.data.packing)
     return HeldOutLoss(sequences, job.recipe.train.eval_steps or job.recipe.train.save_steps)
 
 

@@ -43,7 +43,7 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "gradient_accumulation_steps": plan.gradient_accumulation_steps.value,
         "max_steps": plan.max_steps.value or 1,
         "num_train_epochs": train.num_train_epochs,
-        "learning_rate": train.learning_rate,
+        "learning_rate": plan.learning_rate.value,
         "lr_scheduler_type": SCHEDULES[train.lr_scheduler_type],
         "lr_scheduler_kwargs": {"min_lr_rate": train.min_lr_ratio} if train.lr_scheduler_type == "cosine" else {},
         "warmup_steps": train.warmup_steps,
@@ -251,7 +251,7 @@ def _optimizer(job: Job) -> tuple[type[MasterAdamW], dict[str, Any]] | None:
         return None
     return MasterAdamW, {
         "accumulate_in_fp32": job.plan.gradients.value == "fp32",
-        "lr": train.learning_rate,
+        "lr": job.plan.learning_rate.value,
         "betas": (train.adam_beta1, train.adam_beta2),
         "eps": train.adam_epsilon,
     }

@@ -17,6 +17,19 @@ _ROOM = 0.15
 """Share of a GPU's memory that stays for activations and buffers."""
 
 
+def gradient_bytes(parameters: float, memory_gib: float, several_micro_batches: bool) -> int:
+    """Bytes of a gradient beside MASTER: 4 where micro-batches are added up and the memory holds it, else 2.
+
+    Args:
+        parameters: Trained ones.
+        memory_gib: Of the GPU.
+        several_micro_batches: Of a step.
+    """
+    # 2 weights + 4 copy + 8 moments + 4 gradients
+    fits = 18 * parameters / 2**30 <= (1 - _ROOM) * memory_gib
+    return 4 if several_micro_batches and fits else 2
+
+
 def resolve_weights(
     recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None, precision: str
 ) -> Resolved[str]:
@@ -64,9 +77,8 @@ def resolve_gradients(
     memory = hardware.gpu.memory_gib if hardware.gpu else None
     if memory is None or model.parameters is None:
         return Resolved("fp32", f"{accumulation} micro-batches a step, each of which bf16 would round")
-    # 2 weights + 4 copy + 8 moments + 4 gradients
     needed = 18 * model.parameters / 2**30
-    if needed <= (1 - _ROOM) * memory:
+    if gradient_bytes(model.parameters, memory, several_micro_batches=True) == 4:
         return Resolved("fp32", f"{accumulation} micro-batches a step; 18 bytes a parameter: {needed:.0f} GiB")
     return Resolved(
         "bf16",

@@ -78,7 +78,7 @@ def load_deepspeed(name: str) -> DeepSpeedFile:
     except FileNotFoundError:
         names = sorted(file.stem for file in (REPOSITORY / "ds_configs").glob("*.json"))
         raise PlanError(
-            f"train.deepspeed={name}: there is no such file{did_you_mean(name, ['auto', *names], '.')} Shipped: {', '.join(names)}."
+            f"train.deepspeed={name}: there is no such file{did_you_mean(name, names, '.')} Shipped: {', '.join(names)}."
         ) from None
     except (OSError, ValueError) as error:
         raise PlanError(f"train.deepspeed={name}: {path} is not readable JSON: {error}.") from None
@@ -143,7 +143,7 @@ def _same(found: Any, wanted: Any) -> bool:
 
 
 def check_deepspeed(
-    file: DeepSpeedFile, recipe: Recipe, micro_batch_size: int, accumulation: int, precision: str
+    file: DeepSpeedFile, recipe: Recipe, micro_batch_size: int, accumulation: int, precision: str, empty: int = 0
 ) -> None:
     """Refuse a JSON that says something else than the recipe.
 
@@ -153,13 +153,17 @@ def check_deepspeed(
         micro_batch_size: Sequences per forward pass on one rank, as planned.
         accumulation: Forward passes per optimizer step, as planned.
         precision: bf16, fp16 or fp32, as planned.
+        empty: Places of a step that hold no sequence, which DeepSpeed counts like the others.
 
     Raises:
         PlanError: Every contradiction, with both values.
     """
     train = recipe.train
     wanted = {
-        "train_batch_size": (recipe.sequences_per_step, "train.global_batch_size"),
+        "train_batch_size": (
+            recipe.sequences_per_step + empty,
+            f"train.global_batch_size with its {empty} empty places" if empty else "train.global_batch_size",
+        ),
         "train_micro_batch_size_per_gpu": (micro_batch_size, "train.micro_batch_size"),
         "gradient_accumulation_steps": (accumulation, "accumulation in the plan"),
         "gradient_clipping": (train.max_grad_norm, "train.max_grad_norm"),

@@ -156,6 +156,32 @@ def test_the_order_is_one_of_seed_and_epoch_alone(monkeypatch: pytest.MonkeyPatc
     assert len({tuple(order) for order in different}) == 8
 
 
+@pytest.mark.parametrize(("real", "per_step", "empty"), [(8, 8, 1), (20, 8, 1), (3, 8, 4), (17, 4, 2), (16, 4, 2)])
+def test_a_step_with_empty_places_holds_the_sequences_of_one_without(real: int, per_step: int, empty: int) -> None:
+    def steps(empty: int) -> list[list[int]]:
+        count = -(-real // per_step)
+        order = StepOrder(real, count * (per_step + empty) - real, 3, per_step, empty)
+        order.set_epoch(1)
+        numbers = list(order)
+        assert len(numbers) == len(order) == count * (per_step + empty)
+        assert sorted(numbers) == list(range(len(order)))
+        size = per_step + empty
+        return [numbers[start : start + size] for start in range(0, len(numbers), size)]
+
+    for with_empty, without in zip(steps(empty), steps(0), strict=True):
+        sequences = [number for number in without if number < real]
+        assert [number for number in with_empty if number < real] == sequences
+        assert with_empty[: len(sequences)] == sequences, "fillers stand at the end of a step"
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_empty_places_of_all_steps_are_fillers(packed: bool, store: DocumentStore) -> None:
+    plain = sequences_of(store, 8, packed)
+    filled = Sequences(store, plain.index, 8, 7, packed, empty=1)
+    assert len(filled) == len(plain) // 8 * 9
+    assert filled[len(filled) - 1]["labels"].tolist() == [IGNORED]
+
+
 def _disturb_every_generator() -> None:
     import random
 

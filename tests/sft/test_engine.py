@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sft.engine import choose_deepspeed, open_deepspeed, size_buckets
+from sft.engine import choose_engine, open_deepspeed, size_buckets
 from sft.errors import RunError
 from sft.facts import ModelFacts
 from sft.hardware import Gpu, Hardware
@@ -15,7 +15,7 @@ from sft.run_directory import Run, check_start, open_run, write_json
 from sft.zero import DeepSpeedFile, load_deepspeed
 
 MakeRecipe = Callable[..., Recipe]
-AUTO = "train.deepspeed=auto"
+AUTO = "train.parallel=auto"
 # Qwen2.5-3B and 7B: parameters, vocabulary, hidden size, layers.
 QWEN_3B = ModelFacts("m", "qwen2", "bfloat16", 32768, 3_085_938_688, 151_936, hidden_size=2048, num_hidden_layers=36)
 QWEN_7B = ModelFacts("m", "qwen2", "bfloat16", 32768, 7_615_616_512, 152_064, hidden_size=3584, num_hidden_layers=28)
@@ -34,16 +34,21 @@ def cpu(ranks: int) -> Hardware:
     [
         (gpus(1), QWEN_3B, [], "one process"),
         (cpu(1), QWEN_3B, [], "one process"),
-        (gpus(8), QWEN_3B, [], "ZeRO-2"),  # (2 + 16/8) x 3.1e9 = 11 GiB
+        (gpus(8), QWEN_3B, [], "ZeRO-2"),  # (2 + 16/8) x 3.1e9 = 11 GiB, and buffers
         (gpus(8), QWEN_7B, [], "ZeRO-2"),  # 28 GiB
         (gpus(2, memory=40), QWEN_3B, [], "ZeRO-2"),  # (2 + 16/2) x 3.1e9 = 29 GiB of 40
-        (gpus(2, memory=24), QWEN_3B, [], "ZeRO-3"),
-        (gpus(8, memory=24), QWEN_7B, [], "ZeRO-3"),
+        (gpus(4, memory=24), QWEN_3B, [], "ZeRO-3"),
+        (gpus(2, memory=24), QWEN_3B, [], "ZeRO-2"),  # its optimizer in the machine's memory
+        (gpus(1, memory=40), QWEN_3B, [], "ZeRO-2"),
         (gpus(8), ModelFacts("m"), [], "ZeRO-2"),  # the size is not known
-        (cpu(2), QWEN_7B, [], "ZeRO-2"),
+        (cpu(2), QWEN_7B, [], "DDP"),  # in fp32 it sends less
+        (cpu(2), QWEN_7B, ["train.precision=bf16"], "ZeRO-2"),
         (gpus(8, memory=24), QWEN_7B, ["model.lora={}"], "DDP"),  # 14 GiB
         (gpus(8, memory=16), QWEN_7B, ["model.lora={}"], "ZeRO-3"),
-        (gpus(2, memory=40), QWEN_3B, ["train.precision=fp32"], "ZeRO-3"),  # (4 + 16/2) bytes: 34 GiB
+        (gpus(2, memory=80), QWEN_3B, ["train.precision=fp32"], "DDP"),  # (16 + 4) bytes: 57 GiB
+        (gpus(4, memory=40), QWEN_3B, ["train.precision=fp32"], "ZeRO-2"),  # (4 + 16/4) bytes: 23 GiB
+        (gpus(4), QWEN_3B, ["train.tensor_parallel_size=2"], "DDP"),
+        (gpus(4), QWEN_3B, ["train.sequence_parallel_size=2", "model.lora={}"], "ZeRO-2"),
     ],
 )
 def test_auto_is_the_cheapest_engine_that_holds_the_model(
@@ -52,7 +57,7 @@ def test_auto_is_the_cheapest_engine_that_holds_the_model(
     recipe = make_recipe(AUTO, *overrides)
     planned = resolve_plan(recipe, hardware, model, None, open_deepspeed(recipe, hardware, model)).engine
     assert planned.value == engine
-    assert planned.reason == choose_deepspeed(recipe, hardware, model).reason
+    assert planned.reason == choose_engine(recipe, hardware, model).reason
     assert planned.reason.startswith("auto: ")
 
 
@@ -116,7 +121,7 @@ def test_nothing_is_left_for_transformers_to_guess_from_hidden_size(name: str) -
 
 
 def test_an_unfinished_run_does_not_go_on_with_another_engine(recipe_file: Path, tmp_path: Path) -> None:
-    words = [AUTO, f"output_dir={tmp_path / 'out'}"]
+    words = [AUTO, "train.precision=bf16", f"output_dir={tmp_path / 'out'}"]
     started = open_job(recipe_file, words, cpu(2))
     run: Run = open_run(started)
     decisions = [row | {"value": "ZeRO-3"} if row["name"] == "engine" else row for row in started.plan.decisions()]
@@ -126,7 +131,5 @@ def test_an_unfinished_run_does_not_go_on_with_another_engine(recipe_file: Path,
     (run.checkpoints / "checkpoint-5").mkdir()
     check_start(started)
     write_json(run.plan_file, {"decisions": decisions, "deepspeed": started.deepspeed.config})
-    with pytest.raises(
-        RunError, match=r"with engine: ZeRO-3; here train.deepspeed=auto .* give ZeRO-2, .*resume=never"
-    ):
+    with pytest.raises(RunError, match=r"with engine: ZeRO-3; here train.parallel=auto .* give ZeRO-2, .*resume=never"):
         check_start(started)

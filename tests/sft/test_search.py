@@ -61,7 +61,7 @@ def test_what_is_measured_is_the_training_but_for_what_it_writes_and_how_a_step_
 
 def test_gradients_are_measured_in_the_format_that_takes_most(recipe_file: Path, outputs: Path) -> None:
     # One micro-batch of 8 by arithmetic, whose gradients are bf16; the search may find that several are faster.
-    words = [f"output_dir={outputs}", "train.deepspeed=auto"]
+    words = [f"output_dir={outputs}", "train.parallel=auto"]
     job = open_job(recipe_file, words, Hardware(Gpu("H200", 140.0, 9.0), 1, 1, 2, 16.0))
     assert (job.plan.gradient_accumulation_steps.value, job.plan.gradients.value) == (1, "bf16")
     assert to_measure(job).plan.gradients.value == "fp32"

@@ -31,11 +31,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> DocumentStore:
     return DocumentStore.open(folder)
 
 
-def prepared(store: DocumentStore, per_step: int, packed: bool) -> tuple[Sequences, StepOrder, StepWork]:
+def prepared(
+    store: DocumentStore, per_step: int, packed: bool, empty: int = 0
+) -> tuple[Sequences, StepOrder, StepWork]:
     count = len(LENGTHS)
     arrays = pack(store.documents["length"], MAX_LENGTH) if packed else (np.arange(count), np.arange(1, count + 1))
-    sequences = Sequences(store, SequenceIndex(*arrays), per_step, 0, packed)
-    order = StepOrder(len(sequences.index), sequences.fillers, seed=3)
+    sequences = Sequences(store, SequenceIndex(*arrays), per_step, 0, packed, empty)
+    order = StepOrder(len(sequences.index), sequences.fillers, 3, per_step, empty)
     return sequences, order, StepWork(store, sequences.index, order, per_step)
 
 
@@ -62,10 +64,11 @@ def counted(work: StepWork, first: int, last: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("micro_batch", [1, 2, 6])
+@pytest.mark.parametrize("empty", [0, 1, 2])
 def test_each_step_of_three_epochs_holds_what_the_collator_yields(
-    store: DocumentStore, packed: bool, micro_batch: int
+    store: DocumentStore, packed: bool, micro_batch: int, empty: int
 ) -> None:
-    sequences, order, work = prepared(store, 6, packed)
+    sequences, order, work = prepared(store, 6 - empty, packed, empty)
     assert sequences.fillers > 0
     step = 0
     for epoch in range(3):

@@ -1,4 +1,4 @@
-"""`train.deepspeed: auto` and the buckets, read back from live engines of two ranks."""
+"""`train.parallel: auto` and the buckets, read back from live engines of two ranks."""
 
 import json
 from collections.abc import Callable
@@ -14,15 +14,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2"]
 
 
-@pytest.mark.parametrize(("named", "stage"), [("auto", 2), ("zero3", 3)])
+@pytest.mark.parametrize(("named", "stage"), [({"parallel": "auto", "precision": "bf16"}, 2), ({"deepspeed": "zero3"}, 3)])
 def test_the_live_engine_has_the_planned_buckets(
-    named: str, stage: int, tmp_path: Path, command: Callable[..., object]
+    named: dict[str, str], stage: int, tmp_path: Path, command: Callable[..., object]
 ) -> None:
     recipe = write_recipe(
         tmp_path / "job.yaml",
         model={"name_or_path": "builtin:demo"},
         data={"train": "builtin:demo", "max_length": 128},
-        train={"global_batch_size": 8, "max_steps": 2, "deepspeed": named},
+        train={"global_batch_size": 8, "max_steps": 2, **named},
     )
     command([*TORCHRUN, REPOSITORY / "tests" / "slow" / "train_and_tell.py", recipe], PYTHONPATH=str(REPOSITORY))
     run = Run((tmp_path / "outputs" / "job" / "latest").resolve())

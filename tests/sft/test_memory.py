@@ -1,0 +1,244 @@
+"""What each engine needs, against other people's arithmetic; and what fits where, for five real models."""
+
+from collections.abc import Callable
+from itertools import pairwise, product
+
+import pytest
+
+from sft.engine import MEMORIES, choose_engine, engine_words, first_that_fits, machine, resolve_memory
+from sft.errors import PlanError
+from sft.facts import ModelFacts
+from sft.hardware import Gpu, Hardware, described_hardware
+from sft.memory import CPU_FACTOR, ENGINES, GIB, LIVE, Engine, engine_of, needed
+from sft.memory_table import MODELS, ROWS, cell, example, tables
+from sft.plan import resolve_plan
+from sft.recipe import REPOSITORY, Recipe
+from sft.zero import load_deepspeed
+
+MakeRecipe = Callable[..., Recipe]
+STATES = ("weights", "gradients", "optimizer")
+# From config.json: intermediate_size, key-value heads x head_dim, biases of q, k and v, tied embeddings.
+SHAPES = {
+    "Qwen/Qwen2.5-3B": (11008, 256, True, True),
+    "meta-llama/Llama-3.1-8B": (14336, 1024, False, False),
+    "Qwen/Qwen2.5-14B": (13824, 1024, True, False),
+    "Qwen/Qwen2.5-32B": (27648, 1024, True, False),
+    "meta-llama/Llama-3.1-70B": (28672, 1024, False, False),
+}
+SIZES = {name: model.parameters or 0 for name, model in MODELS.items()}
+
+
+def on(words: str) -> Hardware:
+    return described_hardware(words)
+
+
+def states(recipe: Recipe, hardware: Hardware, model: ModelFacts, engine: Engine) -> float:
+    need = needed(recipe, hardware, model, engine)
+    return sum(need.gpu[name] for name in STATES)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_models_of_the_table_have_the_parameters_of_their_shape(name: str) -> None:
+    model, (wide, shared, biased, tied) = MODELS[name], SHAPES[name]
+    hidden, layers, words = model.hidden_size or 0, model.num_hidden_layers or 0, model.vocab_size or 0
+    attention = 2 * hidden**2 + 2 * hidden * shared + (hidden + 2 * shared if biased else 0)
+    layer = attention + 3 * hidden * wide + 2 * hidden
+    assert model.parameters == layers * layer + words * hidden * (1 if tied else 2) + hidden
+
+
+def test_bytes_a_parameter_are_those_of_the_tables_of_the_documentation() -> None:
+    model = ModelFacts("m", parameters=10**9)
+    eight, alone = on("8x80GB"), on("1x80GB")
+    recipe = example("m")
+    expected = {"zero1": 8 + 12 / 8, "zero2": 2 + 16 / 8, "zero3": 18 / 8, "zero2_offload": 2, "zero3_offload": 0}
+    for name, bytes_each in expected.items():
+        assert states(recipe, eight, model, ENGINES[name]) == pytest.approx(bytes_each * 10**9), name
+    assert states(recipe, alone, model, ENGINES["none"]) == 18e9
+    # fp32 weights, gradients and moments, and autocast's copies; the buckets hold the gradients once more.
+    ddp = needed(recipe, eight, model, ENGINES["none"])
+    assert (sum(ddp.gpu[name] for name in STATES), ddp.gpu["buffers"]) == (18e9, 4e9)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("nodes", "gpus"), [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (8, 8)])
+def test_model_states_agree_with_deepspeeds_own_estimates(name: str, nodes: int, gpus: int) -> None:
+    """They count weights, gradients and optimizer, no activations and no buckets.
+
+    Where they differ: for ZeRO-2 DeepSpeed counts the share of 16-bit gradients beside the one in fp32, 2/N bytes, which with
+    data_types.grad_accum_dtype=fp32 are in the buckets; for ZeRO-3 it adds the largest layer, which is in our buffers. Of the
+    machine's memory it counts what loading takes too, so that for ZeRO-2 with more than four ranks its figure is larger, and it
+    does not share ZeRO-2's out over machines.
+    """
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as zero3
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs as zero2
+
+    recipe, model, size = example(name), MODELS[name], SIZES[name]
+    hardware, ranks = machine(Gpu("GPU", 80.0, 8.0), nodes, gpus), nodes * gpus
+    _, theirs = zero2(size, gpus, nodes, cpu_offload=False)
+    assert states(recipe, hardware, model, ENGINES["zero2"]) + 2 * size / ranks == pytest.approx(theirs, abs=2)
+    _, theirs, largest = zero3(size, 0, gpus, nodes, cpu_offload=False)
+    assert states(recipe, hardware, model, ENGINES["zero3"]) + largest == pytest.approx(theirs, abs=2)
+
+    cpu, theirs = zero2(size, gpus, nodes, cpu_offload=True, additional_buffer_factor=CPU_FACTOR)
+    ours = needed(recipe, hardware, model, ENGINES["zero2_offload"])
+    assert sum(ours.gpu[name] for name in STATES) == pytest.approx(theirs, abs=2)
+    assert ours.cpu <= cpu + 2
+    if ranks <= 4:
+        assert ours.cpu == pytest.approx(cpu, abs=2)
+    cpu, theirs, _ = zero3(size, 0, gpus, nodes, additional_buffer_factor=CPU_FACTOR)
+    ours = needed(recipe, hardware, model, ENGINES["zero3_offload"])
+    assert sum(ours.gpu[name] for name in STATES) == theirs == 0
+    assert ours.cpu == pytest.approx(cpu, abs=2)
+
+
+def test_numbers_of_the_libraries_are_still_theirs() -> None:
+    from accelerate.utils import DistributedDataParallelKwargs
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from trl.kernels import chunked_logprob
+    from trl.trainer import utils
+
+    from sft import memory
+
+    assert (chunked_logprob.TOKEN_CHUNK_SIZE, utils._CHUNKED_LOGPROB_CHUNK_SIZE) == (
+        memory._TILE_TOKENS,
+        memory._TILE_WORDS,
+    )
+    fields = DeepSpeedZeroConfig.model_fields
+    assert fields["max_live_parameters"].default == fields["sub_group_size"].default == LIVE
+    assert not DistributedDataParallelKwargs().gradient_as_bucket_view, "DDP's buckets hold the gradients once more"
+
+
+@pytest.mark.parametrize("lora", ["null", "{}"])
+@pytest.mark.parametrize("precision", ["auto", "fp32", "fp16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_cell_is_an_engine_that_fits_or_a_refusal_that_names_one_that_does(
+    name: str, precision: str, lora: str, make_recipe: MakeRecipe
+) -> None:
+    words = ["train.parallel=auto", f"train.precision={precision}", f"model.lora={lora}", "data.max_length=4096"]
+    recipe, model = make_recipe(*words), MODELS[name]
+    for shape, memory in product(ROWS, MEMORIES):
+        hardware = machine(Gpu("GPU", float(memory), 8.0), *shape)
+        try:
+            found = choose_engine(recipe, hardware, model)
+        except PlanError as error:
+            for offer in str(error).partition("The smallest that does: ")[2].split(" | "):
+                assert offer
+                check_offer(offer, recipe, model)
+            continue
+        need = needed(recipe, hardware, model, ENGINES[found.value or "none"])
+        assert need.gpu_bytes <= memory * GIB
+        assert need.cpu <= hardware.cpu_memory_gib * GIB
+        shown = resolve_memory(recipe, hardware, model, load_deepspeed(found.value) if found.value else None)
+        assert shown.value == round(need.gpu_bytes / GIB, 1)
+        assert "WARNING" not in shown.reason
+        assert need.words(hardware) in shown.reason
+
+
+def check_offer(offer: str, recipe: Recipe, model: ModelFacts) -> None:
+    """What a refusal offers is what the machine would then be given."""
+    from sft.recipe import Lora
+
+    if offer.startswith("with model.lora={}: "):
+        offer = offer.removeprefix("with model.lora={}: ")
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"lora": Lora()})})
+    if offer.startswith("here"):
+        return
+    shape, _, engine = offer.partition(" with ")
+    hardware = on(shape.replace(" ", ""))
+    found, _ = first_that_fits(recipe, hardware, model)
+    assert found is not None
+    assert engine.rstrip(".").partition(" and ")[0] == engine_words(found, hardware.ranks)
+
+
+DEARNESS = {"none": 0, "zero2": 0, "zero3": 1, "zero2_offload": 2, "zero3_offload": 3, None: 4}
+"""One process and ZeRO-2 alike: a second GPU cannot be used without an engine."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_more_memory_or_more_gpus_never_need_a_dearer_engine(name: str) -> None:
+    recipe, model = example(name), MODELS[name]
+    dear = {
+        (shape, memory): DEARNESS[first_that_fits(recipe, machine(Gpu("GPU", memory, 8.0), *shape), model)[0]]
+        for shape, memory in product(ROWS, (16, 24, 32, 40, 48, 64, 80, 96, 141, 180))
+    }
+    for (shape, memory), found in dear.items():
+        for (other, more), then in dear.items():
+            if other >= shape and more >= memory:
+                assert then <= found, f"{shape} x {memory} GB, then {other} x {more} GB"
+    assert len(set(dear.values())) > 2
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_more_ranks_or_shorter_sequences_never_need_more_of_a_gpu(name: str) -> None:
+    model = MODELS[name]
+    for engine, memory in product(ENGINES.values(), MEMORIES):
+        gpu = Gpu("GPU", float(memory), 8.0)
+        sums = [needed(example(name), machine(gpu, *shape), model, engine).gpu_bytes for shape in ROWS[1:]]
+        assert all(later <= earlier for earlier, later in pairwise(sums))
+        lengths = [needed(example(name, n), machine(gpu, 1, 8), model, engine).gpu_bytes for n in (512, 4096, 32768)]
+        assert lengths == sorted(lengths)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_checkpointing_that_keeps_less_needs_less(name: str, make_recipe: MakeRecipe) -> None:
+    def of(mode: str) -> float:
+        recipe = make_recipe(f"train.gradient_checkpointing={mode}", "data.max_length=8192")
+        return needed(recipe, on("8x80GB"), MODELS[name], ENGINES["zero3_offload"]).gpu["activations"]
+
+    assert of("offload") < of("true") == of("auto") < of("selective") < of("2") < of("4") < of("false")
+
+
+def test_a_sum_is_that_of_its_parts_and_is_shown_with_them() -> None:
+    hardware, model = on("2x8x80GB"), MODELS["Qwen/Qwen2.5-32B"]
+    need = needed(example("m"), hardware, model, ENGINES["zero3_offload"])
+    assert need.gpu_bytes == sum(need.gpu.values())
+    words = need.words(hardware)
+    assert (
+        f"= {need.gpu_bytes / GIB:.1f} of 80 GiB; {need.cpu / GIB:.0f} of 1280 GiB of the machine's memory (assumed"
+        in words
+    )
+    assert "assumed" not in need.words(on("2x8x80GB+1280GB"))
+
+
+def test_the_memory_of_the_machine_decides_about_offload() -> None:
+    recipe, model = example("m"), MODELS["Qwen/Qwen2.5-14B"]
+    assert choose_engine(recipe, on("2x141GB+400GB"), model).value == "zero2_offload"
+    with pytest.raises(PlanError, match=r"zero2_offload needs 330 of 300 GiB of the machine's memory"):
+        choose_engine(recipe, on("2x141GB+300GB"), model)
+
+
+def test_an_engine_that_the_recipe_names_is_warned_about_and_not_refused(make_recipe: MakeRecipe) -> None:
+    recipe, model, hardware = make_recipe("train.deepspeed=zero2"), MODELS["meta-llama/Llama-3.1-70B"], on("8x80GB")
+    memory = resolve_plan(recipe, hardware, model, None, load_deepspeed("zero2")).memory
+    assert memory.reason.startswith("WARNING: does not fit, ")
+    assert memory.value is not None and memory.value > 80
+    assert "The smallest that does: " in memory.reason
+    fits = resolve_plan(recipe, hardware, MODELS["Qwen/Qwen2.5-3B"], None, load_deepspeed("zero2")).memory
+    assert "WARNING" not in fits.reason
+
+
+def test_nothing_is_counted_that_is_not_known(make_recipe: MakeRecipe) -> None:
+    cpu = Hardware(None, 2, 2, 2, 16.0)
+    for hardware, model in ((cpu, MODELS["Qwen/Qwen2.5-3B"]), (on("8x80GB"), ModelFacts("m"))):
+        memory = resolve_plan(make_recipe(), hardware, model).memory
+        assert memory.value is None
+        assert memory.reason
+
+
+def test_a_file_of_the_users_counts_as_what_it_asks_for() -> None:
+    for name, engine in ENGINES.items():
+        if name != "none":
+            assert engine_of(load_deepspeed(name)) == engine
+    assert engine_of(None) == ENGINES["none"]
+    assert engine_of(load_deepspeed("zero3_nvme")) == Engine(3, "nvme", "nvme")
+
+
+def test_the_documentation_has_the_tables_that_the_command_prints() -> None:
+    text = (REPOSITORY / "docs" / "memory.md").read_text(encoding="utf-8")
+    assert tables() in text, "run python -m sft.memory_table, and put what it prints into docs/memory.md"
+
+
+def test_a_cell_without_an_engine_says_what_there_is_too_little_of() -> None:
+    short, whole = cell(example("m"), MODELS["meta-llama/Llama-3.1-8B"], (1, 1), 80)
+    assert short == "no; 2 x 80 GB do"
+    assert "zero2_offload needs 179 of 160 GiB of the machine's memory" in whole
