@@ -15,7 +15,7 @@ from sft.batches import StepOrder
 from sft.loss import Tally, is_plain, plain_loss
 from sft.optimizer import MasterAdamW, check_optimizer
 from sft.plan import Plan
-from sft.sequence_parallel import labels_of_all, share_batches
+from sft.sequence_parallel import PartOfSequences, labels_of_all, share_batches
 from sft.step_clock import StepClock
 from sft.tensor_parallel import is_spread, load_optimizer_state, load_weights, whole_optimizer_state, whole_weights
 
@@ -53,10 +53,18 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
         """One batch for each group of ranks that share sequences."""
-        loader = super().get_train_dataloader()
-        if self.sequence_parallel_size > 1:
-            place = self.accelerator.process_index, self.accelerator.num_processes
-            share_batches(loader, self.data_collator, self.sequence_parallel_size, *place)
+        size = self.sequence_parallel_size
+        if size == 1:
+            return super().get_train_dataloader()
+        rank, ranks, whole = self.accelerator.process_index, self.accelerator.num_processes, self.data_collator
+        whole.pad_to_multiple_of = size
+        self.data_collator = PartOfSequences(whole, rank % size, size)
+        try:
+            loader = super().get_train_dataloader()
+        finally:
+            # What measures without training gives each rank whole sequences.
+            self.data_collator = whole
+        share_batches(loader, size, rank, ranks)
         return loader
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:

@@ -42,12 +42,11 @@ class PartOfSequences:
         return parted | {"labels": labels[:, mine], "shift_labels": labels[:, mine]}
 
 
-def share_batches(loader: Any, collator: Any, sequence_parallel_size: int, rank: int, ranks: int) -> None:
-    """Let the ranks of a group load the same batches of an accelerate data loader, and keep their parts.
+def share_batches(loader: Any, sequence_parallel_size: int, rank: int, ranks: int) -> None:
+    """Let the ranks of a group load the same batches.
 
     Args:
-        loader: Deals batches to all ranks, each its own.
-        collator: TRL's.
+        loader: accelerate's: deals batches to all ranks, each its own.
         sequence_parallel_size: Ranks of a group.
         rank: Of this process.
         ranks: Of the job.
@@ -55,8 +54,6 @@ def share_batches(loader: Any, collator: Any, sequence_parallel_size: int, rank:
     shard = loader.batch_sampler
     assert (shard.num_processes, shard.process_index) == (ranks, rank)
     shard.num_processes, shard.process_index = ranks // sequence_parallel_size, rank // sequence_parallel_size
-    collator.pad_to_multiple_of = sequence_parallel_size
-    loader.collate_fn = PartOfSequences(collator, rank % sequence_parallel_size, sequence_parallel_size)
 
 
 def labels_of_all(batches: list[Batch], accelerator: Any) -> torch.Tensor:

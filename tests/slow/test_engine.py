@@ -14,7 +14,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2"]
 
 
-@pytest.mark.parametrize(("named", "stage"), [({"parallel": "auto", "precision": "bf16"}, 2), ({"deepspeed": "zero3"}, 3)])
+@pytest.mark.parametrize(
+    ("named", "stage"), [({"parallel": "auto", "precision": "bf16"}, 2), ({"deepspeed": "zero3"}, 3)]
+)
 def test_the_live_engine_has_the_planned_buckets(
     named: dict[str, str], stage: int, tmp_path: Path, command: Callable[..., object]
 ) -> None:
