@@ -176,6 +176,8 @@ def _untested_with_tensor(recipe: Recipe, kernels: str, precision: str) -> str |
 
 def _no_zero(deepspeed: DeepSpeedFile | None) -> str | None:
     if deepspeed is not None and deepspeed.stage in (2, 3):
+        if deepspeed.config["zero_optimization"].get("reduce_scatter", True) is not True:
+            return f" needs gradients that are reduced by scattering: remove reduce_scatter from {deepspeed.path.name}."
         return None
     runs = f"{deepspeed.path.name} is ZeRO-{deepspeed.stage}" if deepspeed else "train.deepspeed is not set"
     return f" is DeepSpeed's, over ZeRO-2 or 3, and {runs}. Set train.deepspeed=zero2 or zero3."

@@ -26,6 +26,7 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     step_order: StepOrder
     plan: Plan
     step_clock: StepClock
+    data_collator: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.tally = Tally()
@@ -40,6 +41,14 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         """Ranks, or groups of ranks, with a batch of their own."""
         groups = self.accelerator.parallelism_config
         return int(self.accelerator.num_processes) // (groups.non_data_parallel_size if groups else 1)
+
+    @property
+    def gradients_divided_by(self) -> int:
+        """What the engine divides the sum of the ranks' gradients by."""
+        if self.sequence_parallel_size > 1 and self.model_wrapped.zero_optimization_stage() == 3:
+            # Reducing by scattering, ZeRO-3 forgets that ranks of a group have one batch; ZeRO-2 does not.
+            return int(self.accelerator.num_processes)
+        return self.data_parallel_ranks
 
     @property
     def sequence_parallel_size(self) -> int:
@@ -73,9 +82,12 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         return super()._get_num_items_in_batch(batch_samples, device)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The loss of the micro-batch, of which each rank that shares its sequences has a part."""
+        """The loss of the micro-batch, for the mean over ranks that is logged."""
         loss: torch.Tensor = super().training_step(*args, **kwargs)
-        return loss * self.sequence_parallel_size
+        if self.sequence_parallel_size == 1:
+            return loss
+        logged: torch.Tensor = loss * (self.accelerator.num_processes // self.gradients_divided_by)
+        return logged
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """The batches of one optimizer step, which begins here."""

@@ -61,3 +61,13 @@ def labels_of_all(batches: list[Batch], accelerator: Any) -> torch.Tensor:
     mine = sum(batch["shift_labels"].ne(IGNORED).sum() for batch in batches)
     total: torch.Tensor = accelerator.gather(torch.as_tensor(mine, device=accelerator.device)).sum()
     return total
+
+
+def sequence_parallel_ranks(trainer: Any, attention: str) -> int:
+    """Ranks that share the tokens of a sequence, by DeepSpeed's engine and the attention function that it has put in place."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if attention not in ALL_ATTENTION_FUNCTIONS:
+        return 1
+    exchanges = "UlyssesSPAttentionHF" in ALL_ATTENTION_FUNCTIONS[attention].__qualname__
+    return int(getattr(trainer.model_wrapped, "sequence_parallel_size", 1)) if exchanges else 1

@@ -20,6 +20,18 @@ def is_spread(model: torch.nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
+def tensor_parallel_ranks(model: torch.nn.Module) -> int:
+    """Ranks that each have a part of the decoder layers' matrices, by the matrices themselves; 1 where they are whole."""
+    parts = [
+        dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.device_mesh.shape, strict=False)).get("tp", 1)
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, DTensor)
+        and "_proj." in name
+        and not all(p.is_replicate() for p in parameter.placements)
+    ]
+    return max(parts, default=1)
+
+
 def whole(value: Any) -> Any:
     """A tensor with all ranks' parts, on the CPU; everything else as it is. Every rank takes part."""
     if isinstance(value, DTensor):

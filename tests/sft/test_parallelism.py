@@ -154,6 +154,12 @@ def test_what_sequence_parallelism_cannot_do_is_refused(
         sequence(recipe, cpu(6), **changes)
 
 
+def test_gradients_that_are_not_scattered_are_refused(make_recipe: Make) -> None:
+    whole_gradients = DeepSpeedFile(Path("mine.json"), {"zero_optimization": {"stage": 3, "reduce_scatter": False}})
+    with pytest.raises(PlanError, match=r"remove reduce_scatter from mine\.json"):
+        resolve_sequence_parallel(make_recipe(*sizes(1, 2)), cpu(2), LLAMA, whole_gradients, "varlen", 1)
+
+
 def test_packs_are_shared_one_at_a_time_and_never_through_a_mask(make_recipe: Make) -> None:
     recipe = make_recipe(*sizes(1, 2), "data.packing=true")
     assert sequence(recipe, cpu(2), attention="varlen") == 2
