@@ -62,6 +62,9 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
         """One batch for each group of ranks that share sequences."""
+        # accelerate's set_epoch does not reach an order whose batches are dealt to ranks and skipped when a run goes on; it calls
+        # the data's own then.
+        self.train_dataset.set_epoch = self.step_order.set_epoch
         size = self.sequence_parallel_size
         if size == 1:
             return super().get_train_dataloader()
