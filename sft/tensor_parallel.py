@@ -20,10 +20,16 @@ def is_spread(model: torch.nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
+def tensor_mesh(parameter: DTensor) -> Any:
+    """The ranks that a parameter is divided over; in transformers 5.17 the only dimension, without a name."""
+    mesh = parameter.device_mesh
+    return mesh if mesh.ndim == 1 else mesh["tp"]
+
+
 def tensor_parallel_ranks(model: torch.nn.Module) -> int:
     """Ranks that each have a part of the decoder layers' matrices, by the matrices themselves; 1 where they are whole."""
     parts = [
-        dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.device_mesh.shape, strict=False)).get("tp", 1)
+        tensor_mesh(parameter).size()
         for name, parameter in model.named_parameters()
         if isinstance(parameter, DTensor)
         and "_proj." in name
@@ -102,7 +108,9 @@ def sum_norm_gradients_once(model: Any) -> None:
     """
     plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}
     summed = {name for name, style in plan.items() if style == "replicated_with_grad_allreduce"}
-    group = model._device_mesh["tp"].get_group()
+    group = next(
+        tensor_mesh(parameter).get_group() for parameter in model.parameters() if isinstance(parameter, DTensor)
+    )
 
     def add_up(gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient.clone()
