@@ -142,6 +142,7 @@ def _uneven_layers(size: int, model: ModelFacts) -> str | None:
         "attention heads": model.num_attention_heads,
         "key and value heads": model.num_key_value_heads,
         "feed-forward units": model.intermediate_size,
+        "tokens of the vocabulary": model.vocab_size,
     }
     uneven = [f"{count} {name}" for name, count in widths.items() if count is not None and count % size]
     if not uneven:
