@@ -50,6 +50,7 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     """20 steps over 10 a pass, the last of which is not full; packed and padded."""
     folder = tmp_path_factory.mktemp("parallel")
     rows = make_demo(folder).train.read_text().splitlines()
+    (folder / "held_out.jsonl").write_text("\n".join(rows[200:209]))
     files = {}
     for packed, name, count in ((True, "packed", 157), (False, "padded", 77)):
         (folder / f"{name}.jsonl").write_text("\n".join(rows[:count]))
@@ -60,7 +61,7 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
                 "train": str(folder / f"{name}.jsonl"),
                 "max_length": 128,
                 "packing": packed,
-                "held_out": str(folder / "packed.jsonl"),
+                "held_out": str(folder / "held_out.jsonl"),
             },
             train={
                 "global_batch_size": 8,
