@@ -18,6 +18,7 @@ _WINDOW = re.compile(r"sliding_window=(self|getattr|config)\b")
 _RECURRENT = re.compile(r"\b(ssm_states?|conv_states?|recurrent_states?|linear_attention|rwkv)\b|_is_stateful = True")
 _MASK_CALL = re.compile(r"create_(?:causal|sliding_window_causal)_mask\(([^()]*(?:\([^()]*\)[^()]*)*)\)")
 _MASK_ARGUMENTS = re.compile(r"mask_kwargs\w* = \{[^}]*position_ids[^}]*\}")
+_TENSOR_PLAN = re.compile(r"base_model_tp_plan = \{(.*?)\}", re.DOTALL)
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
@@ -53,6 +54,9 @@ class Architecture:
     dropout: float = 0.0
     """Of attention weights while training."""
 
+    tensor_plan: frozenset[str] = frozenset()
+    """In which ways transformers' tensor parallel plan divides its layers; empty where it has none."""
+
     @property
     def one_kernel(self) -> bool:
         """Whether FlashAttention computes it: equal heads of a multiple of 8, at most 256."""
@@ -62,15 +66,15 @@ class Architecture:
 
 
 @cache
-def _source(model_type: str) -> str | None:
-    """The text of the model's file in the installed transformers; None where there is none."""
+def _source(model_type: str, kind: str = "modeling") -> str | None:
+    """The text of one of the model's files in the installed transformers; None where there is none."""
     package = find_spec("transformers")
     assert package is not None and package.submodule_search_locations
     models = Path(package.submodule_search_locations[0]) / "models"
     names = [model_type.replace("-", "_")]
     names.append(names[0].removesuffix("_text"))
     for name in names:
-        file = models / name / f"modeling_{name}.py"
+        file = models / name / f"{kind}_{name}.py"
         if file.is_file():
             return file.read_text(encoding="utf-8")
     return None
@@ -80,6 +84,12 @@ def _declared(source: str, flag: str) -> bool:
     """What the file's first class says, which is what its language models are made from; vision and audio come after it."""
     found = re.search(rf"\b{flag} = (True|False)", source)
     return found is not None and found[1] == "True"
+
+
+def _tensor_plan(model_type: str) -> frozenset[str]:
+    """The styles of the first plan in the configuration's file: the text model comes first."""
+    found = _TENSOR_PLAN.search(_source(model_type, "configuration") or "")
+    return frozenset(re.findall(r":\s*\"(\w+)\"", found[1])) if found else frozenset()
 
 
 def _has_blind_mask(source: str) -> bool:
@@ -117,5 +127,6 @@ def read_architecture(config: dict[str, Any]) -> Architecture | None:
         recurrent=bool(_RECURRENT.search(source)),
         head_dim=head_dim,
         value_head_dim=latent,
+        tensor_plan=_tensor_plan(str(config.get("model_type"))),
         dropout=max(float(config.get(name) or 0.0) for name in _DROPOUT),
     )

@@ -203,6 +203,8 @@ def _check_micro_batch(recipe: Recipe, hardware: Hardware, sequences: int, ranks
 
 
 def _token_budget(recipe: Recipe, hardware: Hardware, attention: str) -> tuple[int, str]:
+    if recipe.data.packing and recipe.train.sequence_parallel_size > 1:
+        return recipe.sequence_length, "one pack, which the ranks of a group share"
     masked = recipe.data.packing and attention in ("sdpa", "eager")
     if hardware.gpu is not None and masked:
         return (

@@ -52,6 +52,13 @@ class ModelFacts:
 
     hidden_size: int | None = None
     num_hidden_layers: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    intermediate_size: int | None = None
+    """Width of the feed-forward layers."""
+
+    sliding_window: int | None = None
+    """Tokens that a query sees in layers with a window, where the model has such."""
 
     architecture: Architecture | None = None
     """How it attends; None where that is not known."""
@@ -174,6 +181,10 @@ def inspect_model(recipe: Recipe, download: bool = True) -> ModelFacts:
         vocab_size=config.get("vocab_size"),
         hidden_size=config.get("hidden_size"),
         num_hidden_layers=config.get("num_hidden_layers"),
+        num_attention_heads=config.get("num_attention_heads"),
+        num_key_value_heads=config.get("num_key_value_heads") or config.get("num_attention_heads"),
+        intermediate_size=config.get("intermediate_size"),
+        sliding_window=config.get("sliding_window") if config.get("use_sliding_window", True) else None,
         architecture=read_architecture(config),
         commit=config_file.parent.name if config_file.parent.parent.name == "snapshots" else None,
     )

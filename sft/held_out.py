@@ -49,11 +49,14 @@ class HeldOutLoss(TrainerCallback):  # type: ignore[misc]
         """Mean loss of a trained token over all held-out sequences, on all ranks."""
         trainer, accelerator = self.trainer, self.trainer.accelerator
         model = trainer.model_wrapped
+        # Ranks that share a batch measure the same sequences, each of them whole.
+        groups = trainer.data_parallel_ranks
+        group = accelerator.process_index // (accelerator.num_processes // groups)
         sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
         training = model.training
         model.eval()
         with torch.no_grad(), trainer.compute_loss_context_manager():
-            for number in range(accelerator.process_index, len(self.sequences), accelerator.num_processes):
+            for number in range(group, len(self.sequences), groups):
                 # One at a time: no padding, and every rank takes part in as many passes, as ZeRO-3 needs.
                 inputs = trainer._prepare_inputs(trainer.data_collator([self.sequences[number]]))
                 count = (inputs["labels"] != -100).sum()

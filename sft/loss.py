@@ -19,7 +19,7 @@ def is_plain(trainer: Any) -> bool:
         and trainer.compute_loss_func is None
         and trainer.label_smoother is None
         and not trainer.aux_loss_enabled
-        and trainer.accelerator.parallelism_config is None
+        and not getattr(trainer.accelerator.parallelism_config, "cp_enabled", False)
     )
 
 
@@ -33,14 +33,14 @@ def plain_loss(trainer: Any, model: Any, inputs: dict[str, Any], tokens_in_step:
         tokens_in_step: Labels of all micro-batches of all ranks; None for those of these inputs.
 
     Returns:
-        The loss, scaled so that the mean of the ranks' gradients is the step's; and the fused head's output.
+        The loss, scaled so that what the engine makes of the ranks' gradients is the step's; and the fused head's output.
     """
     # A cache would keep documents of a pack from being told apart.
     outputs = model(**inputs, use_cache=False, fused_lm_head=True)
     tokens = outputs.label_mask.sum() if tokens_in_step is None else torch.as_tensor(tokens_in_step)
     loss = -outputs.log_probs.sum() / tokens.clamp(min=1)
     if tokens_in_step is not None and trainer.args.average_tokens_across_devices:
-        loss = loss * trainer.accelerator.num_processes
+        loss = loss * trainer.gradients_divided_by
     return loss, outputs
 
 

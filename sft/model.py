@@ -11,7 +11,9 @@ from sft import attention
 from sft.embeddings import embed_new_tokens, trainable_rows
 from sft.errors import ModelError
 from sft.job import Job
+from sft.live_parallelism import loading_arguments
 from sft.recipe import Lora
+from sft.tensor_parallel import sum_norm_gradients_once
 from sft.weights import MASTER
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -75,7 +77,9 @@ def load_model(job: Job, tokenizer: Any) -> Any:
     """
     if job.plan.attention.value == attention.NAME:
         attention.register()
-    model = _from_pretrained(job, tokenizer, attn_implementation=job.plan.attention.value)
+    model = _from_pretrained(job, tokenizer, attn_implementation=job.plan.attention.value, **loading_arguments(job))
+    if job.recipe.train.tensor_parallel_size > 1:
+        sum_norm_gradients_once(model)
     if job.plan.kernels.value == "liger":
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from sft.errors import PlanError
+from sft.facts import ModelFacts
 from sft.hardware import Hardware
 from sft.recipe import Recipe
+from sft.resolved import Resolved
+from sft.zero import DeepSpeedFile
+
+_TENSOR_STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce"})
+"""Ways to divide a layer that were trained and compared with one process."""
+
+_FLASH = ("flash_attention_2", "flash_attention_3")
 
 
 def data_parallel_ranks(recipe: Recipe, hardware: Hardware) -> int:
@@ -25,3 +33,214 @@ def data_parallel_ranks(recipe: Recipe, hardware: Hardware) -> int:
             "the size."
         )
     return hardware.ranks // together
+
+
+def resolve_tensor_parallel(
+    recipe: Recipe, hardware: Hardware, model: ModelFacts, deepspeed: DeepSpeedFile | None, kernels: str, precision: str
+) -> Resolved[int]:
+    """Ranks that share each layer's matrices.
+
+    Args:
+        recipe: The size.
+        hardware: The ranks.
+        model: How wide its layers are, and whether transformers has a plan to divide them.
+        deepspeed: The file that runs, or None.
+        kernels: `liger` or `none`, as planned.
+        precision: bf16, fp16 or fp32, as planned.
+
+    Raises:
+        PlanError: It cannot be so; the message names what to change.
+    """
+    size = recipe.train.tensor_parallel_size
+    if size == 1:
+        return Resolved(1, "the recipe")
+    problem = (
+        _not_together(recipe, hardware, deepspeed)
+        or _no_tensor_plan(model)
+        or _uneven_layers(size, model)
+        or _untested_with_tensor(recipe, kernels, precision)
+        or _across_machines(size, hardware, "twice in each layer")
+    )
+    if problem:
+        raise PlanError(f"train.tensor_parallel_size={size}{problem}")
+    return Resolved(size, f"the recipe: each rank has 1/{size} of the heads and of the feed-forward width")
+
+
+def resolve_sequence_parallel(
+    recipe: Recipe, hardware: Hardware, model: ModelFacts, deepspeed: DeepSpeedFile | None, attention: str, micro: int
+) -> Resolved[int]:
+    """Ranks that share the tokens of each sequence.
+
+    Args:
+        recipe: The size, and whether documents are packed.
+        hardware: The ranks.
+        model: Its heads, and how it attends.
+        deepspeed: The file that runs, or None.
+        attention: The attention function, as planned.
+        micro: Sequences of a forward pass, as planned.
+
+    Raises:
+        PlanError: It cannot be so; the message names what to change.
+    """
+    size = recipe.train.sequence_parallel_size
+    if size == 1:
+        return Resolved(1, "the recipe")
+    problem = (
+        _no_zero(deepspeed)
+        or _uneven_heads(size, model)
+        or _lost_mask(recipe, model, attention)
+        or _several_packs(recipe, micro)
+        or _untested_with_sequences(recipe)
+        or _across_machines(size, hardware, "four times in each layer")
+    )
+    if problem:
+        raise PlanError(f"train.sequence_parallel_size={size}{problem}")
+    padded = -(-recipe.sequence_length // size)
+    return Resolved(
+        size,
+        f"the recipe: each rank has {padded} of at most {recipe.sequence_length} tokens, and 1/{size} of the heads",
+    )
+
+
+def _not_together(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None) -> str | None:
+    train = recipe.train
+    if train.sequence_parallel_size > 1:
+        other = f"train.sequence_parallel_size={train.sequence_parallel_size}"
+        return f" and {other}: one works without DeepSpeed, the other within it. Set one of them to 1."
+    if deepspeed is not None:
+        remedy = "Set train.deepspeed and train.parallel to null."
+        return f", and {deepspeed.path.name} is DeepSpeed's, which takes whole weights. {remedy}"
+    if train.fsdp is not None:
+        return " and train.fsdp: layers that are divided twice are not built here. Leave one of them out."
+    if hardware.ranks != train.tensor_parallel_size:
+        return (
+            f", and there are {hardware.ranks} ranks: the groups would each have a batch of their own, which is not built "
+            f"here. Start {train.tensor_parallel_size} ranks, set the size to {hardware.ranks}, or use train.fsdp or "
+            "train.deepspeed=zero3 instead."
+        )
+    return None
+
+
+def _no_tensor_plan(model: ModelFacts) -> str | None:
+    kind, styles = (
+        model.model_type or "this kind",
+        model.architecture.tensor_plan if model.architecture else frozenset(),
+    )
+    if model.model_type is None:
+        return None  # not known before a download
+    remedy = "Set it to 1, and use train.deepspeed=zero3 to share the weights."
+    if not styles:
+        return f": transformers has no plan to divide the layers of models of type {kind}. {remedy}"
+    untested = sorted(styles - _TENSOR_STYLES)
+    if untested:
+        return f": the plan for models of type {kind} divides layers in ways that are untested here ({', '.join(untested)}). {remedy}"
+    return None
+
+
+def _uneven_layers(size: int, model: ModelFacts) -> str | None:
+    widths = {
+        "attention heads": model.num_attention_heads,
+        "key and value heads": model.num_key_value_heads,
+        "feed-forward units": model.intermediate_size,
+        "tokens of the vocabulary": model.vocab_size,
+    }
+    uneven = [f"{count} {name}" for name, count in widths.items() if count is not None and count % size]
+    if not uneven:
+        return None
+    known = [count for count in widths.values() if count is not None]
+    return f" does not divide the model's {' and '.join(uneven)}. Set it to {_sizes(known)}."
+
+
+def _sizes(widths: list[int]) -> str:
+    """The sizes above 1 that divide all, in words.
+
+    >>> _sizes([32, 8, 11008])
+    '2, 4, 8'
+    """
+    return (
+        ", ".join(str(size) for size in range(1, min(widths) + 1) if size > 1 and not any(n % size for n in widths))
+        or "1"
+    )
+
+
+def _untested_with_tensor(recipe: Recipe, kernels: str, precision: str) -> str | None:
+    untested = {
+        "model.lora": (recipe.model.lora is not None, "leave it out"),
+        "model.new_tokens": (bool(recipe.model.new_tokens), "leave it out"),
+        "model.compile": (recipe.model.compile, "set it to false"),
+        "model.kernels=liger": (kernels == "liger", "set model.kernels=none"),
+        "train.precision=fp16": (precision == "fp16", "set train.precision=bf16 or fp32"),
+    }
+    found = [f"{name} ({remedy})" for name, (asked, remedy) in untested.items() if asked]
+    return f" does not work, or is untested, with {', '.join(found)}." if found else None
+
+
+def _no_zero(deepspeed: DeepSpeedFile | None) -> str | None:
+    if deepspeed is not None and deepspeed.stage in (2, 3):
+        if deepspeed.config["zero_optimization"].get("reduce_scatter", True) is not True:
+            return f" needs gradients that are reduced by scattering: remove reduce_scatter from {deepspeed.path.name}."
+        return None
+    runs = f"{deepspeed.path.name} is ZeRO-{deepspeed.stage}" if deepspeed else "train.deepspeed is not set"
+    return f" is DeepSpeed's, over ZeRO-2 or 3, and {runs}. Set train.deepspeed=zero2 or zero3."
+
+
+def _uneven_heads(size: int, model: ModelFacts) -> str | None:
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    if heads is not None and heads % size:
+        return f" does not divide the model's {heads} attention heads. Set it to {_sizes([heads])}."
+    if kv_heads is not None and kv_heads % size and size % kv_heads:
+        return f" neither divides the model's {kv_heads} key and value heads nor is a multiple of them. Set it to {_sizes([kv_heads])}."
+    return None
+
+
+def _lost_mask(recipe: Recipe, model: ModelFacts, attention: str) -> str | None:
+    """What a model or a batch says by a mask is lost: each rank makes one for its own tokens, and it is thrown away."""
+    known, packed, kind = model.architecture, recipe.data.packing, model.model_type or "this kind"
+    if known is not None and (known.recurrent or known.mask_only or not known.has_interface):
+        why = (
+            "carry a state from token to token"
+            if known.recurrent
+            else "do not say all in transformers' attention interface"
+        )
+        return f", and models of type {kind} {why}, so that ranks cannot exchange tokens for heads. Set it to 1."
+    if attention == "eager":
+        return ", and attn_implementation=eager needs a mask, which the ranks do not exchange. Set model.attn_implementation=sdpa."
+    if packed and attention == "sdpa":
+        remedy = "Set model.attn_implementation=auto, or data.packing=false."
+        return f", and sdpa keeps packed documents apart by a mask, which the ranks do not exchange. {remedy}"
+    window = model.sliding_window
+    if (
+        window is not None
+        and window < recipe.sequence_length
+        and attention not in _FLASH
+        and not (packed and attention == "varlen")
+    ):
+        return (
+            f", and the model sees {window} tokens back, which {attention} says by a mask that the ranks do not exchange. Set "
+            f"data.max_length to at most {window}, or data.packing=true."
+        )
+    return None
+
+
+def _several_packs(recipe: Recipe, micro: int) -> str | None:
+    if not recipe.data.packing or micro == 1:
+        return None
+    return f" shares one pack at a time, and train.micro_batch_size is {micro}. Set it to 1."
+
+
+def _untested_with_sequences(recipe: Recipe) -> str | None:
+    if recipe.model.compile:
+        return " is untested with model.compile=true. Set that to false."
+    extra = recipe.train.trainer_args
+    if extra.get("loss_type", "nll") != "nll" or extra.get("label_smoothing_factor"):
+        return " works with the plain loss only. Remove loss_type and label_smoothing_factor from train.trainer_args."
+    return None
+
+
+def _across_machines(size: int, hardware: Hardware, how_often: str) -> str | None:
+    if hardware.ranks_per_node % size == 0:
+        return None
+    return (
+        f", and a machine has {hardware.ranks_per_node} ranks: a group would wait for the network {how_often}. Set it to a divisor of "
+        f"{hardware.ranks_per_node}; train.deepspeed=zero3 shares weights across machines."
+    )

@@ -23,6 +23,7 @@ from sft.engine import AUTO, choose_engine, resolve_memory
 from sft.errors import PlanError
 from sft.facts import DataFacts, ModelFacts
 from sft.hardware import Hardware
+from sft.parallelism import resolve_sequence_parallel, resolve_tensor_parallel
 from sft.recipe import Recipe
 from sft.resolved import Resolved, Searched
 from sft.weights import resolve_gradients, resolve_weights
@@ -57,6 +58,8 @@ class Plan:
     global_batch_size: Resolved[int]
     """Sequences per optimizer step."""
 
+    tensor_parallel_size: Resolved[int]
+    sequence_parallel_size: Resolved[int]
     data_parallel_ranks: Resolved[int]
     """Ranks, or groups of ranks, that each see sequences of their own."""
 
@@ -188,6 +191,8 @@ def _engine_at_hand(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile
         )
     if hardware.ranks == 1:
         return Resolved("one process", "train.deepspeed is not set, and there is one process")
+    if recipe.train.tensor_parallel_size > 1:
+        return Resolved("tensor parallel", f"train.tensor_parallel_size; {hardware.ranks} ranks share each layer")
     return Resolved("DDP", f"train.deepspeed is not set; {hardware.ranks} ranks each hold the whole model")
 
 
@@ -259,6 +264,8 @@ def resolve_plan(
     if deepspeed is not None:
         check_deepspeed(deepspeed, recipe, micro.value, accumulation.value, precision.value, empty.value)
     kernels = _kernels(recipe, hardware)
+    tensor = resolve_tensor_parallel(recipe, hardware, model, deepspeed, kernels.value, precision.value)
+    sequence = resolve_sequence_parallel(recipe, hardware, model, deepspeed, attention.value, micro.value)
     return Plan(
         engine=_engine(recipe, hardware, model, deepspeed),
         memory=resolve_memory(recipe, hardware, model, deepspeed),
@@ -270,6 +277,8 @@ def resolve_plan(
         compile=_compile(recipe, kernels.value, deepspeed),
         gradient_checkpointing=_checkpointing(recipe, hardware, attention.value, deepspeed, searched),
         global_batch_size=batch,
+        tensor_parallel_size=tensor,
+        sequence_parallel_size=sequence,
         data_parallel_ranks=ranks,
         micro_batch_size=micro,
         gradient_accumulation_steps=accumulation,

@@ -247,12 +247,13 @@ def recorded_attention() -> Iterator[dict[str, int]]:
 
         return call
 
-    names = [*ALL_ATTENTION_FUNCTIONS.valid_keys()]
-    # The interface's local mapping goes before the registered functions.
-    for name in names:
+    # The interface's local mapping goes before the registered functions. DeepSpeed's sequence parallelism is in it, too.
+    local = ALL_ATTENTION_FUNCTIONS._local_mapping
+    before = dict(local)
+    for name in [*ALL_ATTENTION_FUNCTIONS.valid_keys()]:
         ALL_ATTENTION_FUNCTIONS[name] = counted(name, ALL_ATTENTION_FUNCTIONS[name])
     try:
         yield calls
     finally:
-        for name in names:
-            del ALL_ATTENTION_FUNCTIONS[name]
+        local.clear()
+        local.update(before)

@@ -18,6 +18,8 @@ from sft.errors import PlanError
 from sft.job import Job
 from sft.model import weights_dtype
 from sft.probe import Probe, unwrapped
+from sft.sequence_parallel import sequence_parallel_ranks
+from sft.tensor_parallel import is_spread, tensor_parallel_ranks
 
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SHARDED = {0: "nothing", 1: "optimizer", 2: "optimizer, gradients", 3: "optimizer, gradients, parameters"}
@@ -57,6 +59,12 @@ def read_back(trainer: Any, job: Job, probe: Probe | None) -> list[Reading]:
         Reading.equal("engine", plan.engine.value, _engine_name(trainer, engine)),
         Reading.equal("processes", job.hardware.ranks, trainer.accelerator.num_processes),
         Reading.equal("sharded", SHARDED[stage], SHARDED[_sharded(trainer, engine)]),
+        Reading.equal("tensor_parallel_size", plan.tensor_parallel_size.value, tensor_parallel_ranks(trainer.model)),
+        Reading.equal(
+            "sequence_parallel_size",
+            plan.sequence_parallel_size.value,
+            sequence_parallel_ranks(trainer, plan.attention.value),
+        ),
         _attention(trainer, plan.attention.value, probe),
         _kernels(trainer, plan.kernels.value),
         Reading.equal("precision", plan.precision.value, _precision(trainer, engine)),
@@ -114,6 +122,8 @@ def _engine(trainer: Any) -> Any:
 def _engine_name(trainer: Any, engine: Any) -> str:
     if engine is not None:
         return f"ZeRO-{engine.zero_optimization_stage()}"
+    if is_spread(trainer.model):
+        return "tensor parallel"
     kind = type(trainer.model_wrapped).__name__
     known = {"DistributedDataParallel": "DDP", "DataParallel": "DataParallel", "FullyShardedDataParallel": "FSDP"}
     if kind.startswith("FSDP"):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import rotate_checkpoints
 from trl import SFTTrainer
 
@@ -14,7 +15,9 @@ from sft.batches import StepOrder
 from sft.loss import Tally, is_plain, plain_loss
 from sft.optimizer import MasterAdamW, check_optimizer
 from sft.plan import Plan
+from sft.sequence_parallel import PartOfSequences, labels_of_all, share_batches
 from sft.step_clock import StepClock
+from sft.tensor_parallel import is_spread, load_optimizer_state, load_weights, whole_optimizer_state, whole_weights
 
 
 class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
@@ -23,10 +26,71 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     step_order: StepOrder
     plan: Plan
     step_clock: StepClock
+    data_collator: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.tally = Tally()
         super().__init__(*args, **kwargs)
+        if self.sequence_parallel_size > 1:
+            # The loss is ours, over the labels of the whole step, and so are the batches.
+            self.model_accepts_loss_kwargs = True
+            self.accelerator.deepspeed_ulysses_dl_adapter = lambda loader, model: loader
+
+    @property
+    def data_parallel_ranks(self) -> int:
+        """Ranks, or groups of ranks, with a batch of their own."""
+        groups = self.accelerator.parallelism_config
+        return int(self.accelerator.num_processes) // (groups.non_data_parallel_size if groups else 1)
+
+    @property
+    def gradients_divided_by(self) -> int:
+        """What the engine divides the sum of the ranks' gradients by."""
+        if self.sequence_parallel_size > 1 and self.model_wrapped.zero_optimization_stage() == 3:
+            # Reducing by scattering, ZeRO-3 forgets that ranks of a group have one batch; ZeRO-2 does not.
+            return int(self.accelerator.num_processes)
+        return self.data_parallel_ranks
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Ranks that share the tokens of a sequence."""
+        groups = self.accelerator.parallelism_config
+        return int(groups.sp_size) if groups else 1
+
+    def get_sp_size(self) -> int:
+        """One: transformers multiplies the batches of an epoch by it, which DeepSpeed's adapter would make so many."""
+        return 1
+
+    def get_train_dataloader(self) -> Any:
+        """One batch for each group of ranks that share sequences."""
+        # accelerate's set_epoch does not reach an order whose batches are dealt to ranks and skipped when a run goes on; it calls
+        # the data's own then.
+        self.train_dataset.set_epoch = self.step_order.set_epoch
+        size = self.sequence_parallel_size
+        if size == 1:
+            return super().get_train_dataloader()
+        rank, ranks, whole = self.accelerator.process_index, self.accelerator.num_processes, self.data_collator
+        whole.pad_to_multiple_of = size
+        self.data_collator = PartOfSequences(whole, rank % size, size)
+        try:
+            loader = super().get_train_dataloader()
+        finally:
+            # What measures without training gives each rank whole sequences.
+            self.data_collator = whole
+        share_batches(loader, size, rank, ranks)
+        return loader
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        if self.sequence_parallel_size > 1:
+            return labels_of_all(batch_samples, self.accelerator)
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The loss of the micro-batch, for the mean over ranks that is logged."""
+        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        if self.sequence_parallel_size == 1:
+            return loss
+        logged: torch.Tensor = loss * (self.accelerator.num_processes // self.gradients_divided_by)
+        return logged
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """The batches of one optimizer step, which begins here."""
@@ -58,6 +122,40 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
             incomplete.rmdir()
             rotate_checkpoints(str(complete), self.args.save_total_limit)
         self.accelerator.wait_for_everyone()
+
+    # A model whose layers are spread over ranks: transformers has no checkpoints for it.
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Every rank takes part where the layers are spread."""
+        if not is_spread(self.model):
+            super().save_model(output_dir, _internal_call)
+            return
+        self.model.save_pretrained(
+            output_dir, state_dict=whole_weights(self.model), is_main_process=self.args.should_save
+        )
+        if self.args.should_save:
+            self.processing_class.save_pretrained(output_dir)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not is_spread(self.model):
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        state = whole_optimizer_state(self.optimizer)
+        if self.args.should_save:
+            torch.save(state, Path(output_dir, OPTIMIZER_NAME))
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not is_spread(self.model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        load_weights(self.model, Path(resume_from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not is_spread(self.model):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        load_optimizer_state(self.optimizer, Path(checkpoint, OPTIMIZER_NAME))
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """AdamW as planned."""

@@ -16,6 +16,7 @@ from sft.compiled_layers import compile_layers
 from sft.embeddings import show_head
 from sft.errors import ModelError, RecipeError, did_you_mean
 from sft.job import Job
+from sft.live_parallelism import parallelism_config
 from sft.model import lora_config
 from sft.optimizer import MasterAdamW
 from sft.recipe_trainer import RecipeTrainer
@@ -68,6 +69,9 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "report_to": list(recipe.tracking.report_to) or "none",
         "disable_tqdm": True,
         "deepspeed": job.deepspeed.config if job.deepspeed else None,
+        "parallelism_config": parallelism_config(job),
+        # transformers has no checkpoints of an optimizer over spread layers; RecipeTrainer has, and takes this back.
+        "save_only_model": train.tensor_parallel_size > 1,
         "max_length": recipe.sequence_length,
         "packing": recipe.data.packing,
         "packing_strategy": "bfd",
@@ -118,10 +122,8 @@ SECOND_WAYS = {
     "model_init_kwargs": "the keys of `model`",
     "pad_token": "model.pad_token",
     "padding_free": "data.packing",
-    "parallelism_config": "the engine, train.deepspeed",
     "project": "tracking.project",
     "resume_from_checkpoint": "train.resume",
-    "save_only_model": "train.resume: a checkpoint without optimizer cannot be resumed",
     "shuffle_dataset": "train.seed, which decides the order",
     "torch_compile": "model.compile",
     "torch_compile_backend": "model.compile",
@@ -233,6 +235,7 @@ def build_trainer(
         raise ModelError(f"model.lora.target_modules={lora.target_modules}: {str(error).splitlines()[0]}") from None
     if new:
         show_head(trainer.model)
+    trainer.args.save_only_model = False
     trainer.remove_callback(PrinterCallback)
     trainer.train_dataset = sequences
     trainer.step_order, trainer.step_clock, trainer.plan = order, clock, job.plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ def test_what_is_read_is_what_every_class_declares() -> None:
     "model_type", ["qwen2", "qwen3", "llama", "mistral", "gemma3_text", "phi3", "smollm3", "olmo2"]
 )
 def test_an_ordinary_decoder_has_nothing_special(model_type: str) -> None:
-    assert read(model_type) == Architecture()
+    assert replace(read(model_type), tensor_plan=frozenset()) == Architecture()
 
 
 @pytest.mark.parametrize("model_type", RECURRENT)

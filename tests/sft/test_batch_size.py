@@ -6,6 +6,7 @@ from math import sqrt
 
 import pytest
 
+from sft.batch_size import resolve_data_parallel_ranks, split_batch
 from sft.errors import PlanError, RecipeError
 from sft.facts import ModelFacts
 from sft.hardware import Gpu, Hardware
@@ -65,18 +66,19 @@ def test_a_refused_batch_names_fill_and_fill_then_works(make_recipe: MakeRecipe)
 
 @pytest.mark.parametrize(("tensor", "sequence"), [(2, 1), (1, 2), (2, 2), (1, 4)])
 def test_ranks_that_share_a_batch_count_once(tensor: int, sequence: int, make_recipe: MakeRecipe) -> None:
-    words = [f"train.tensor_parallel_size={tensor}", f"train.sequence_parallel_size={sequence}"]
+    words = [f"train.tensor_parallel_size={tensor}", f"train.sequence_parallel_size={sequence}", "data.packing=false"]
     words += ["train.parallel=auto"]
-    file = load_deepspeed("zero2") if sequence > 1 else None
-    plan = resolve_plan(make_recipe(*words), gpus(8), MODEL, deepspeed=file)
-    fewer = plan_of(make_recipe(), 8 // (tensor * sequence))
-    assert plan.data_parallel_ranks.value == 8 // (tensor * sequence)
-    assert (plan.micro_batch_size, plan.gradient_accumulation_steps.value) == (
-        fewer.micro_batch_size,
-        fewer.gradient_accumulation_steps.value,
+    together, ranks = make_recipe(*words), resolve_data_parallel_ranks(make_recipe(*words), gpus(8))
+    fewer = gpus(8 // (tensor * sequence))
+    assert ranks.value == fewer.ranks
+    shares = (
+        split_batch(together, gpus(8), 8, "sdpa"),
+        split_batch(make_recipe("data.packing=false"), fewer, 8, "sdpa"),
     )
+    assert shares[0][0] == shares[1][0]
+    assert shares[0][1].value == shares[1][1].value
     for size, word in ((tensor, f"/ {tensor} that share the matrices"), (sequence, f"/ {sequence} that share a seq")):
-        assert (word in plan.data_parallel_ranks.reason) == (size > 1)
+        assert (word in ranks.reason) == (size > 1)
 
 
 def test_a_message_about_groups_counts_in_gpus_that_can_be_started(make_recipe: MakeRecipe) -> None:
@@ -85,7 +87,8 @@ def test_a_message_about_groups_counts_in_gpus_that_can_be_started(make_recipe: 
         plan_of(make_recipe(*words), 8)
     assert "a number of GPUs that divides it: 2, 6." in str(error.value)
     for ranks in (2, 6):
-        assert places(plan_of(make_recipe(*words), ranks)) == 9
+        micro, accumulation = split_batch(make_recipe(*words), gpus(ranks), 9, "sdpa")
+        assert micro.value * accumulation.value * ranks // 2 == 9
 
 
 def test_deepspeed_is_given_the_places_as_its_batch(make_recipe: MakeRecipe) -> None:
