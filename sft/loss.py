@@ -19,8 +19,12 @@ def is_plain(trainer: Any) -> bool:
         and trainer.compute_loss_func is None
         and trainer.label_smoother is None
         and not trainer.aux_loss_enabled
-        and trainer.accelerator.parallelism_config is None
+        and _ranks_have_batches_of_their_own(trainer.accelerator.parallelism_config)
     )
+
+
+def _ranks_have_batches_of_their_own(parallelism: Any) -> bool:
+    return parallelism is None or parallelism.non_data_parallel_size == 1
 
 
 def plain_loss(trainer: Any, model: Any, inputs: dict[str, Any], tokens_in_step: Any) -> tuple[torch.Tensor, Any]:

@@ -16,6 +16,7 @@ from sft.batch_size import resolve_sequences, split_batch
 from sft.engine import AUTO, choose_deepspeed
 from sft.errors import PlanError
 from sft.facts import DataFacts, ModelFacts
+from sft.fsdp import ENGINE, check_fsdp, describe_fsdp, resolve_fsdp
 from sft.hardware import Hardware
 from sft.recipe import Recipe
 from sft.resolved import Resolved, Searched
@@ -28,7 +29,7 @@ class Plan:
     """Every decision, in the order of the table."""
 
     engine: Resolved[str]
-    """`one process`, `DDP`, or `ZeRO-<stage>`."""
+    """`one process`, `DDP`, `ZeRO-<stage>`, or `FSDP2`."""
 
     precision: Resolved[str]
     weights: Resolved[str]
@@ -165,6 +166,10 @@ def _engine(recipe: Recipe, hardware: Hardware, model: ModelFacts, deepspeed: De
             f"ZeRO-{deepspeed.stage}",
             f"{deepspeed.path.name}{where}, {hardware.ranks} rank{'s' if hardware.ranks > 1 else ''}",
         )
+    if (fsdp := resolve_fsdp(recipe, hardware)) is not None:
+        return Resolved(ENGINE, describe_fsdp(fsdp, hardware))
+    if hardware.ranks == 1 and recipe.train.fsdp is not None:
+        return Resolved("one process", "train.fsdp is set, and one process shares with nobody")
     if hardware.ranks == 1:
         return Resolved("one process", "train.deepspeed is not set, and there is one process")
     return Resolved("DDP", f"train.deepspeed is not set; {hardware.ranks} ranks each hold the whole model")
@@ -235,6 +240,7 @@ def resolve_plan(
     micro, accumulation = split_batch(recipe, hardware, batch.value, attention.value, searched)
     if deepspeed is not None:
         check_deepspeed(deepspeed, recipe, micro.value, accumulation.value, precision.value)
+    check_fsdp(recipe, hardware, precision.value)
     kernels = _kernels(recipe, hardware)
     return Plan(
         engine=_engine(recipe, hardware, model, deepspeed),

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from sft.checkpointing import checkpointed_layers, running_checkpointing
 from sft.compiled_layers import are_compiled
 from sft.errors import PlanError
+from sft.fsdp import ENGINE
+from sft.fully_sharded import computes_in, sharded_units, sharding_readings
 from sft.job import Job
 from sft.model import weights_dtype
 from sft.probe import Probe, unwrapped
@@ -52,11 +55,12 @@ def read_back(trainer: Any, job: Job, probe: Probe | None) -> list[Reading]:
     """
     plan, args = job.plan, trainer.args
     engine = _engine(trainer)
-    stage = job.deepspeed.stage if job.deepspeed else 0
+    stage = job.deepspeed.stage if job.deepspeed else 3 if job.fsdp else 0
     readings = [
         Reading.equal("engine", plan.engine.value, _engine_name(trainer, engine)),
         Reading.equal("processes", job.hardware.ranks, trainer.accelerator.num_processes),
         Reading.equal("sharded", SHARDED[stage], SHARDED[_sharded(trainer, engine)]),
+        *([Reading.equal(*reading) for reading in sharding_readings(trainer, job)] if job.fsdp else []),
         _attention(trainer, plan.attention.value, probe),
         _kernels(trainer, plan.kernels.value),
         Reading.equal("precision", plan.precision.value, _precision(trainer, engine)),
@@ -114,16 +118,16 @@ def _engine_name(trainer: Any, engine: Any) -> str:
     if engine is not None:
         return f"ZeRO-{engine.zero_optimization_stage()}"
     kind = type(trainer.model_wrapped).__name__
-    known = {"DistributedDataParallel": "DDP", "DataParallel": "DataParallel", "FullyShardedDataParallel": "FSDP"}
-    if kind.startswith("FSDP"):
-        return "FSDP"
+    known = {"DistributedDataParallel": "DDP", "DataParallel": "DataParallel", "FullyShardedDataParallel": "FSDP1"}
+    if sharded_units(trainer.model_wrapped)[:1] == [trainer.model_wrapped]:
+        return ENGINE
     alone = "one process" if trainer.accelerator.num_processes == 1 else "processes that do not know of each other"
     return known.get(kind, alone)
 
 
 def _sharded(trainer: Any, engine: Any) -> int:
     """The ZeRO stage by what the objects are, not by what the configuration says."""
-    if any(hasattr(parameter, "ds_id") for parameter in trainer.model.parameters()):
+    if any(hasattr(parameter, "ds_id") or isinstance(parameter, DTensor) for parameter in trainer.model.parameters()):
         return 3
     optimizer: Any = engine.optimizer if engine is not None else None
     if hasattr(optimizer, "partition_gradients"):
@@ -160,6 +164,8 @@ def _kernels(trainer: Any, planned: str) -> Reading:
 def _precision(trainer: Any, engine: Any) -> str:
     if engine is not None:
         return "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
+    if (sharded := computes_in(trainer.model)) is not None:
+        return SHORT[sharded]
     mixed = trainer.accelerator.mixed_precision
     if mixed != "no":
         return str(mixed)

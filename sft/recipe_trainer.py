@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from trl import SFTTrainer
 
 from sft.batches import StepOrder
+from sft.fully_sharded import cpu_ranks_may_shard
 from sft.loss import Tally, is_plain, plain_loss
 from sft.optimizer import MasterAdamW, check_optimizer
 from sft.plan import Plan
@@ -27,6 +29,12 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.tally = Tally()
         super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """accelerate's state, with CPU ranks that may share a model."""
+        shards_on_cpu = self.args.fsdp and self.args.use_cpu
+        with cpu_ranks_may_shard() if shards_on_cpu else nullcontext():
+            super().create_accelerator_and_postprocess()
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """The batches of one optimizer step, which begins here."""

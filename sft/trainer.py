@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from accelerate import ParallelismConfig
 from datasets import Dataset
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from trl import SFTConfig
@@ -15,8 +16,10 @@ from sft.checkpointing import CheckpointingAsPlanned
 from sft.compiled_layers import compile_layers
 from sft.embeddings import show_head
 from sft.errors import ModelError, RecipeError, did_you_mean
+from sft.fsdp import mesh_shape
+from sft.fully_sharded import PrefetchAsAsked, mixed_precision, plugin_arguments
 from sft.job import Job
-from sft.model import lora_config
+from sft.model import DTYPES, lora_config
 from sft.optimizer import MasterAdamW
 from sft.recipe_trainer import RecipeTrainer
 from sft.run_directory import Run
@@ -52,7 +55,8 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "adam_epsilon": train.adam_epsilon,
         "max_grad_norm": train.max_grad_norm,
         # Autocast is for fp32 weights: those in bf16 compute in bf16 by themselves. DeepSpeed is told by the same name.
-        "bf16": plan.precision.value == "bf16" and not _steps_on_copies(job),
+        # FSDP2 casts by a policy of its own.
+        "bf16": plan.precision.value == "bf16" and not _steps_on_copies(job) and job.fsdp is None,
         "fp16": plan.precision.value == "fp16",
         "optim": "adamw_torch_fused",
         # Without it the ranks of a CPU job train by themselves, each as if it were alone.
@@ -77,7 +81,20 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "ddp_find_unused_parameters": False,
         # The loss is divided by the trained tokens of the whole step, on all ranks.
         "average_tokens_across_devices": True,
+        **_sharding_arguments(job),
     }
+
+
+def _sharding_arguments(job: Job) -> dict[str, Any]:
+    """What FSDP2 adds; nothing under another engine."""
+    if job.fsdp is None:
+        return {}
+    copies, shards = mesh_shape(job.fsdp, job.hardware)
+    # Otherwise each rank would hold the gradients of all weights until the last micro-batch of the step.
+    reduced: dict[str, Any] = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
+    if copies > 1:
+        reduced["parallelism_config"] = ParallelismConfig(dp_replicate_size=copies, dp_shard_size=shards)
+    return {"fsdp": True, "fsdp_config": plugin_arguments(job.fsdp), **reduced}
 
 
 def _checkpointing_arguments(planned: bool | int | str) -> dict[str, Any] | None:
@@ -109,8 +126,8 @@ SECOND_WAYS = {
     "eval_packing": "data.packing",
     "eval_strategy": "data.held_out and train.eval_steps",
     "eval_steps": "train.eval_steps",
-    "fsdp": "the engine, train.deepspeed",
-    "fsdp_config": "the engine, train.deepspeed",
+    "fsdp": "the engine, train.fsdp",
+    "fsdp_config": "the engine, train.fsdp",
     "ignore_data_skip": "train.resume: a resumed run sees the data that is left",
     "length_column_name": "train.seed, which decides the order",
     "liger_kernel_config": "model.kernels",
@@ -118,7 +135,7 @@ SECOND_WAYS = {
     "model_init_kwargs": "the keys of `model`",
     "pad_token": "model.pad_token",
     "padding_free": "data.packing",
-    "parallelism_config": "the engine, train.deepspeed",
+    "parallelism_config": "the engine, train.fsdp and the parallel sizes of train",
     "project": "tracking.project",
     "resume_from_checkpoint": "train.resume",
     "save_only_model": "train.resume: a checkpoint without optimizer cannot be resumed",
@@ -184,11 +201,14 @@ def training_arguments(job: Job, run: Run) -> Any:
     """
     check_trainer_args(job)
     try:
-        return SFTConfig(**_planned_arguments(job, run.path), **job.recipe.train.trainer_args)
+        arguments = SFTConfig(**_planned_arguments(job, run.path), **job.recipe.train.trainer_args)
     except (TypeError, ValueError) as error:
         if not job.recipe.train.trainer_args:
             raise
         raise RecipeError(f"train.trainer_args: {error}") from None
+    if job.fsdp is not None:  # transformers has no word for it
+        arguments.fsdp_plugin_args["mixed_precision_policy"] = mixed_precision(DTYPES[job.plan.precision.value])
+    return arguments
 
 
 def build_trainer(
@@ -224,7 +244,7 @@ def build_trainer(
             processing_class=tokenizer,
             peft_config=lora_config(lora, model, new) if lora else None,
             # The clock before the others: what they do at the end of a step is not part of it.
-            callbacks=[clock, CheckpointingAsPlanned(job.plan.gradient_checkpointing.value), *callbacks],
+            callbacks=[clock, *_as_planned(job), *callbacks],
             optimizer_cls_and_kwargs=_optimizer(job),
         )
     except ValueError as error:
@@ -239,6 +259,13 @@ def build_trainer(
     if job.plan.compile.value:
         compile_layers(trainer.model, job.plan.attention.value)
     return trainer
+
+
+def _as_planned(job: Job) -> list[TrainerCallback]:
+    """What completes the engine when the training begins, before anything is measured or trained."""
+    ahead = job.fsdp.prefetch if job.fsdp else None
+    checkpointing = CheckpointingAsPlanned(job.plan.gradient_checkpointing.value)
+    return [checkpointing, PrefetchAsAsked(ahead)] if ahead else [checkpointing]
 
 
 def _optimizer(job: Job) -> tuple[type[MasterAdamW], dict[str, Any]] | None:
@@ -265,6 +292,9 @@ def save_final(trainer: RecipeTrainer, job: Job, target: Path) -> None:
         if trainer.is_world_process_zero():
             trainer.accelerator.unwrap_model(trainer.model).save_pretrained(target)
         return
+    if job.fsdp is not None:
+        # Of shares of a state it would write none, and no whole model either.
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(str(target))
     for name in ("training_args.bin", "README.md"):  # a pickle of one machine's paths; TRL's card
         (target / name).unlink(missing_ok=True)
