@@ -1,37 +1,40 @@
-"""FSDP2 on live objects: the mixed precision, CPU ranks, prefetching, and what is shared out, read back.
+"""FSDP2, set up: mixed precision, CPU ranks, which modules are sharded one by one, prefetching, and the whole model again.
 
-accelerate calls torch's fully_shard when the training begins; sft/trainer.py spells its arguments.
+accelerate calls torch's fully_shard when the training begins; sft/sharding.py reads what came of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_callback import TrainerCallback
 
-from sft.errors import PlanError
-from sft.fsdp import mesh_shape
-from sft.job import Job
+from sft.errors import ModelError
 from sft.recipe import Fsdp
+from sft.sharding import sharded_units
 
 
-def mixed_precision(compute: torch.dtype) -> MixedPrecisionPolicy:
-    """What weights are gathered and computed in; gradients are reduced in fp32.
+def policies(fsdp: Fsdp, compute: torch.dtype, on_gpu: bool) -> dict[str, Any]:
+    """torch's own objects among the arguments of accelerate's plugin.
 
-    accelerate's own policy would reduce gradients in bf16, and round to bf16 what leaves the model, which is the loss.
+    accelerate's policy for bf16 would reduce gradients in bf16, and round to bf16 what leaves the model, which is the loss. Its
+    offload pins memory, for which there must be a GPU.
 
     Args:
-        compute: The plan's precision.
+        fsdp: The recipe's section.
+        compute: What weights are gathered and computed in; gradients are reduced in fp32.
+        on_gpu: Whether the job runs on GPUs.
     """
-    if compute == torch.float32:
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    half = compute != torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
+    offload = {"cpu_offload": CPUOffloadPolicy(pin_memory=on_gpu)} if fsdp.offload_params else {}
+    return {"mixed_precision_policy": policy, **offload}
 
 
 @contextmanager
@@ -58,17 +61,6 @@ def cpu_ranks_may_shard() -> Iterator[None]:
         yield
     finally:
         AcceleratorState.__init__ = original
-
-
-def sharded_units(model: Any) -> list[Any]:
-    """The modules that fully_shard was called on, in the order they are registered; the model itself is the first."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def sharded_layers(model: Any) -> tuple[int, int]:
-    """How many decoder layers are units of their own, and how many there are."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    return sum(isinstance(layer, FSDPModule) for layer in layers), len(layers)
 
 
 def prefetch(model: Any, ahead: int) -> None:
@@ -99,83 +91,18 @@ class PrefetchAsAsked(TrainerCallback):  # type: ignore[misc]
         prefetch(kwargs["model"], self.ahead)
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """How a live model is shared out."""
-
-    shared: int
-    """Parameters of which each rank holds a share."""
-
-    whole: int
-    """Parameters that each rank holds whole."""
-
-    mesh: tuple[int, int]
-    """Copies of the model, and ranks that share each."""
-
-    reshard: bool
-    """Whether layers give their weights back after the forward pass."""
-
-    offload: bool
-    compute: torch.dtype | None
-    """None: what the weights are kept in."""
-
-    reduce: torch.dtype | None
-    """None: the gradients' own."""
-
-    ahead: tuple[int, int]
-    """Units gathered ahead by an explicit order, at most: forward and backward."""
-
-
-def read_sharding(model: Any) -> Sharding:
-    """What torch has made of the model.
+def whole_state(model: Any, adapters_only: bool) -> dict[str, Any]:
+    """The weights gathered in the first rank's memory, each once; nothing on the others. Every rank takes part.
 
     Args:
         model: Sharded.
-
-    Raises:
-        PlanError: Its parts are shared out in different ways, or none is.
+        adapters_only: Leave out what is frozen.
     """
-    units = sharded_units(model)
-    groups = [group for unit in units for group in _groups(unit)]
-    # The parameters of a unit that is not given back after a pass are whole in the model, and shared in the unit.
-    shares = [parameter.sharded_param for group in dict.fromkeys(groups) for parameter in group.fsdp_params]
-    meshes = {tuple(share.device_mesh.shape) for share in shares}
-    policies = {(group.mp_policy.param_dtype, group.mp_policy.reduce_dtype) for group in groups}
-    if len(meshes) != 1 or len(policies) != 1:
-        raise PlanError(
-            f"FSDP2 has not shared the model out in one way, as was planned: meshes {meshes}, formats {policies}."
-        )
-    (mesh,), (policy,) = meshes, policies
-    copies, ranks = (1, *mesh) if len(mesh) == 1 else mesh
-    layers = [unit for unit in units if isinstance(unit, GradientCheckpointingLayer)]
-    states = [layer._get_fsdp_state() for layer in layers]
-    return Sharding(
-        shared=len(shares),
-        whole=len(list(model.parameters())) - len(shares),
-        mesh=(copies, ranks),
-        reshard=any(group.post_forward_mesh_info is not None for group in groups),
-        offload=all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups),
-        compute=policy[0],
-        reduce=policy[1],
-        ahead=(
-            max((len(state._states_to_forward_prefetch) for state in states), default=0),
-            max((len(state._states_to_backward_prefetch) for state in states), default=0),
-        ),
-    )
-
-
-def _groups(unit: Any) -> list[Any]:
-    """The parameters that a unit gathers together: none where its parts have taken all."""
-    state = unit._get_fsdp_state()
-    # Of torch 2.11 on it may have several.
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
-
-
-def computes_in(model: Any) -> torch.dtype | None:
-    """The format that FSDP2 casts weights to, or None where it casts none."""
-    units = sharded_units(model)
-    return units[0]._get_fsdp_state()._mp_policy.param_dtype if units else None
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapters_only)
+    state = get_model_state_dict(model, options=options)
+    # A weight of two names, such as a tied embedding, is gathered for each.
+    once = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
+    return {name: tensor for name, tensor in state.items() if name in once}
 
 
 def plugin_arguments(fsdp: Fsdp) -> dict[str, Any]:
@@ -183,8 +110,7 @@ def plugin_arguments(fsdp: Fsdp) -> dict[str, Any]:
     return {
         "version": 2,
         "reshard_after_forward": fsdp.sharding_strategy != "shard_grad_op",
-        "auto_wrap_policy": "SIZE_BASED_WRAP" if fsdp.min_num_params else "TRANSFORMER_BASED_WRAP",
-        **({"min_num_params": fsdp.min_num_params} if fsdp.min_num_params else {}),
+        "auto_wrap_policy": "NO_WRAP" if fsdp.min_num_params else "TRANSFORMER_BASED_WRAP",
         "cpu_offload": fsdp.offload_params,
         "state_dict_type": f"{fsdp.state_dict_type.upper()}_STATE_DICT",
         # The layers' own checkpointing is what the plan decides about; sft/checkpointing.py.
@@ -193,41 +119,63 @@ def plugin_arguments(fsdp: Fsdp) -> dict[str, Any]:
     }
 
 
-def sharding_readings(trainer: Any, job: Job) -> list[tuple[str, object, object]]:
-    """What was planned of the sharding, and what the live model has, by name.
+def size_units(model: Any, least: int) -> list[Any]:
+    """The modules to shard one by one: from the inside out, each that has so many parameters that no part of it has taken.
+
+    Not the embeddings and the model itself, which accelerate takes care of, nor a list of modules, which is never called.
 
     Args:
-        trainer: Its engine begun.
-        job: With train.fsdp.
+        model: Not sharded.
+        least: Parameters.
     """
-    fsdp, found = job.fsdp, read_sharding(trainer.model)
-    assert fsdp is not None
-    precision = job.plan.precision.value
-    formats = (None, None) if precision == "fp32" else (torch.bfloat16, torch.float32)
-    layers, all_layers = sharded_layers(trainer.model)
-    readings: list[tuple[str, object, object]] = [
-        ("mesh", _mesh(*mesh_shape(fsdp, job.hardware)), _mesh(*found.mesh)),
-        ("parameters held whole", 0, found.whole),
-        ("reshard_after_forward", fsdp.sharding_strategy != "shard_grad_op", found.reshard),
-        ("offload_params", fsdp.offload_params, found.offload),
-        ("gathered, reduced in", _formats(*formats), _formats(found.compute, found.reduce)),
-        (
-            "reduced each micro-batch",
-            True,
-            bool(trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch")),
-        ),
-    ]
+    left_out = (model.get_input_embeddings(), model.get_output_embeddings(), model)
+    units: list[Any] = []
+    taken: set[int] = {id(parameter) for module in left_out[:2] for parameter in module.parameters()}
+
+    def visit(module: Any) -> None:
+        for part in module.children():
+            visit(part)
+        if module in left_out or isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict):
+            return
+        own = [parameter for parameter in module.parameters() if id(parameter) not in taken]
+        if own and sum(parameter.numel() for parameter in own) >= least:
+            units.append(module)
+            taken.update(map(id, own))
+
+    visit(model)
+    return units
+
+
+def choose_units(trainer: Any, fsdp: Fsdp) -> None:
+    """Settle which modules are sharded one by one, before accelerate shards the rest.
+
+    accelerate's choice by size takes lists of modules too, which torch refuses; its choice of layers refuses a model that names a
+    layer that it does not have, as parts of larger models do.
+
+    Args:
+        trainer: Its accelerator made, its model whole.
+        fsdp: The recipe's section.
+
+    Raises:
+        ModelError: The model marks no layers.
+    """
+    model, accelerator = trainer.model, trainer.accelerator
+    plugin = accelerator.state.fsdp_plugin
     if fsdp.min_num_params is None:
-        readings.append(("layers sharded one by one", f"{all_layers} of {all_layers}", f"{layers} of {all_layers}"))
-    if fsdp.prefetch:
-        ahead = min(fsdp.prefetch, layers - 1)
-        readings.append(("prefetch", (ahead, ahead), found.ahead))
-    return readings
-
-
-def _mesh(copies: int, shards: int) -> str:
-    return f"{copies} cop{'ies' if copies > 1 else 'y'} over {shards} ranks"
-
-
-def _formats(compute: torch.dtype | None, reduce: torch.dtype | None) -> str:
-    return f"{compute or 'as kept'}, {reduce or 'as computed'}".replace("torch.", "").replace("s own", "' own")
+        layers = {type(one).__name__ for one in model.modules() if isinstance(one, GradientCheckpointingLayer)}
+        if not layers:
+            raise ModelError(
+                f"train.fsdp, and {type(model).__name__} marks no layers that repeat. Set train.fsdp.min_num_params, so that modules "
+                "are shared out by their size."
+            )
+        plugin.transformer_cls_names_to_wrap = sorted(layers)
+        return
+    mesh, names = accelerator.torch_device_mesh, accelerator.parallelism_config
+    for unit in size_units(model, fsdp.min_num_params):
+        fully_shard(
+            unit,
+            mesh=mesh[tuple(names.fsdp_dim_names)] if mesh is not None else None,
+            reshard_after_forward=plugin.reshard_after_forward,
+            mp_policy=plugin.mixed_precision_policy,
+            offload_policy=plugin.cpu_offload or OffloadPolicy(),
+        )

@@ -16,7 +16,7 @@ import torch
 
 from sft.errors import PlanError
 from sft.formats import IGNORED
-from sft.fully_sharded import computes_in
+from sft.sharding import computes_in
 
 DOCUMENTS, LONGEST = 4, 32
 

@@ -11,16 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from sft.checkpointing import checkpointed_layers, running_checkpointing
 from sft.compiled_layers import are_compiled
 from sft.errors import PlanError
 from sft.fsdp import ENGINE
-from sft.fully_sharded import computes_in, sharded_units, sharding_readings
 from sft.job import Job
 from sft.model import weights_dtype
 from sft.probe import Probe, unwrapped
+from sft.sharding import computes_in, give_back, sharded_units, sharding_readings, shared_parameters
 
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SHARDED = {0: "nothing", 1: "optimizer", 2: "optimizer, gradients", 3: "optimizer, gradients, parameters"}
@@ -55,6 +54,8 @@ def read_back(trainer: Any, job: Job, probe: Probe | None) -> list[Reading]:
     """
     plan, args = job.plan, trainer.args
     engine = _engine(trainer)
+    if job.fsdp:
+        give_back(trainer.model)
     stage = job.deepspeed.stage if job.deepspeed else 3 if job.fsdp else 0
     readings = [
         Reading.equal("engine", plan.engine.value, _engine_name(trainer, engine)),
@@ -127,7 +128,7 @@ def _engine_name(trainer: Any, engine: Any) -> str:
 
 def _sharded(trainer: Any, engine: Any) -> int:
     """The ZeRO stage by what the objects are, not by what the configuration says."""
-    if any(hasattr(parameter, "ds_id") or isinstance(parameter, DTensor) for parameter in trainer.model.parameters()):
+    if any(hasattr(parameter, "ds_id") for parameter in trainer.model.parameters()) or shared_parameters(trainer.model):
         return 3
     optimizer: Any = engine.optimizer if engine is not None else None
     if hasattr(optimizer, "partition_gradients"):

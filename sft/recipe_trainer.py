@@ -12,10 +12,11 @@ from transformers.trainer_utils import rotate_checkpoints
 from trl import SFTTrainer
 
 from sft.batches import StepOrder
-from sft.fully_sharded import cpu_ranks_may_shard
+from sft.fully_sharded import choose_units, cpu_ranks_may_shard
 from sft.loss import Tally, is_plain, plain_loss
 from sft.optimizer import MasterAdamW, check_optimizer
 from sft.plan import Plan
+from sft.recipe import Fsdp
 from sft.step_clock import StepClock
 
 
@@ -25,6 +26,7 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     step_order: StepOrder
     plan: Plan
     step_clock: StepClock
+    fsdp: Fsdp | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.tally = Tally()
@@ -65,7 +67,9 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         self.accelerator.wait_for_everyone()
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """AdamW as planned."""
+        """AdamW as planned, over the parameters that will be sharded."""
+        if self.fsdp is not None:
+            choose_units(self, self.fsdp)
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         check_optimizer(optimizer, self.optimizer_cls_and_kwargs is not None, self.plan.gradients.value)
         return optimizer

@@ -17,7 +17,7 @@ from sft.compiled_layers import compile_layers
 from sft.embeddings import show_head
 from sft.errors import ModelError, RecipeError, did_you_mean
 from sft.fsdp import mesh_shape
-from sft.fully_sharded import PrefetchAsAsked, mixed_precision, plugin_arguments
+from sft.fully_sharded import PrefetchAsAsked, plugin_arguments, policies, whole_state
 from sft.job import Job
 from sft.model import DTYPES, lora_config
 from sft.optimizer import MasterAdamW
@@ -206,8 +206,8 @@ def training_arguments(job: Job, run: Run) -> Any:
         if not job.recipe.train.trainer_args:
             raise
         raise RecipeError(f"train.trainer_args: {error}") from None
-    if job.fsdp is not None:  # transformers has no word for it
-        arguments.fsdp_plugin_args["mixed_precision_policy"] = mixed_precision(DTYPES[job.plan.precision.value])
+    if job.fsdp is not None:  # transformers has no words for these
+        arguments.fsdp_plugin_args |= policies(job.fsdp, DTYPES[job.plan.precision.value], job.hardware.gpu is not None)
     return arguments
 
 
@@ -256,6 +256,7 @@ def build_trainer(
     trainer.remove_callback(PrinterCallback)
     trainer.train_dataset = sequences
     trainer.step_order, trainer.step_clock, trainer.plan = order, clock, job.plan
+    trainer.fsdp = job.fsdp
     if job.plan.compile.value:
         compile_layers(trainer.model, job.plan.attention.value)
     return trainer
@@ -293,8 +294,11 @@ def save_final(trainer: RecipeTrainer, job: Job, target: Path) -> None:
             trainer.accelerator.unwrap_model(trainer.model).save_pretrained(target)
         return
     if job.fsdp is not None:
-        # Of shares of a state it would write none, and no whole model either.
-        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        # The trainer would write nothing where checkpoints are shares, and tied weights twice where they are not.
+        state = whole_state(trainer.model, adapters_only=job.recipe.model.lora is not None)
+        if trainer.is_world_process_zero():
+            trainer.model.save_pretrained(target, state_dict=state)
+        return
     trainer.save_model(str(target))
     for name in ("training_args.bin", "README.md"):  # a pickle of one machine's paths; TRL's card
         (target / name).unlink(missing_ok=True)
