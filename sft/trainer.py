@@ -286,7 +286,7 @@ def save_final(trainer: RecipeTrainer, job: Job, target: Path) -> None:
     """Write the trained weights as they are; every rank takes part.
 
     fp32 where the weights themselves were trained in fp32, with bf16 only inside autocast: rounding them would move the
-    logits. bf16 where the model computes with bf16 weights: under DeepSpeed, and where AdamW keeps the fp32 copies.
+    logits. bf16 where the model computes with bf16 weights: under DeepSpeed and FSDP2, and where AdamW keeps the fp32 copies.
     """
     if job.deepspeed is not None and job.deepspeed.stage < 3:
         # The weights are whole on each rank. The engine would copy each one, and write tied weights twice.
@@ -294,6 +294,8 @@ def save_final(trainer: RecipeTrainer, job: Job, target: Path) -> None:
             trainer.accelerator.unwrap_model(trainer.model).save_pretrained(target)
         return
     if job.fsdp is not None:
+        if job.recipe.model.lora is None:
+            trainer.model.to(DTYPES[job.plan.precision.value])
         # The trainer would write nothing where checkpoints are shares, and tied weights twice where they are not.
         state = whole_state(trainer.model, adapters_only=job.recipe.model.lora is not None)
         if trainer.is_world_process_zero():
