@@ -46,6 +46,11 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     def _get_train_sampler(self, train_dataset: Any = None) -> StepOrder:
         return self.step_order
 
+    def _run_epoch(self, **kwargs: Any) -> None:
+        # A resumed epoch skips batches by one wrapper more, behind which the trainer does not find the order of several ranks.
+        self.step_order.set_epoch(kwargs["epoch"])
+        super()._run_epoch(**kwargs)
+
     def _get_output_dir(self, trial: Any) -> str:
         # Where a checkpoint is written until it is whole.
         return str(Path(self.args.output_dir) / ".incomplete")
