@@ -43,6 +43,12 @@ def check_fsdp(recipe: Recipe, hardware: Hardware, precision: str) -> None:
     fsdp = resolve_fsdp(recipe, hardware)
     if fsdp is None:
         return
+    together = recipe.train.tensor_parallel_size * recipe.train.sequence_parallel_size
+    if together > 1:
+        raise PlanError(
+            f"train.fsdp with groups of {together} ranks on one batch (train.tensor_parallel_size x train.sequence_parallel_size) is not "
+            "built: FSDP2 shares the model among ranks that each have a batch of their own. Leave train.fsdp out, or set both sizes to 1."
+        )
     if precision == "fp16":
         raise PlanError(
             "train.precision=fp16 with train.fsdp: fp16 needs its loss scaled, which is not built for shares of weights. Set "
