@@ -109,15 +109,21 @@ def check_devices(hardware: Hardware) -> None:
     )
 
 
-def join_group(deepspeed: bool, uses_gpu: bool) -> None:
-    """Form the process group, where there is one to form."""
+def join_group(deepspeed: bool, uses_gpu: bool, offloads: bool = False) -> None:
+    """Form the process group, where there is one to form.
+
+    Args:
+        deepspeed: DeepSpeed runs the job.
+        uses_gpu: On GPUs.
+        offloads: FSDP2 keeps its shares in the machine's memory, and their norm is taken there.
+    """
     import torch
 
     if "WORLD_SIZE" not in os.environ or (not deepspeed and os.environ["WORLD_SIZE"] == "1"):
         return
     if uses_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "nccl" if uses_gpu else "gloo"
+    backend = "gloo" if not uses_gpu else "cpu:gloo,cuda:nccl" if offloads else "nccl"
     if deepspeed:
         import deepspeed as engine
 
