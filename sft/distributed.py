@@ -33,7 +33,7 @@ def settle_environment(deepspeed: bool, uses_gpu: bool) -> None:
         if os.environ.get(f"ACCELERATE_USE_{engine}", "").lower() in ("true", "1") and not in_recipe:
             raise PlanError(
                 f"accelerate launch was asked for {engine} (its options, or a configuration left by `accelerate config`), and the "
-                "recipe is not. The recipe names the engine: train.deepspeed, or DDP without it."
+                "recipe alone names the engine: train.deepspeed or train.fsdp, or DDP without them. Start it without."
             )
     # accelerate would follow these over the recipe: ACCELERATE_USE_CPU, for one, turns DeepSpeed into DDP in silence.
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
