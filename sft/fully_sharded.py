@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils import fsdp_utils
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_callback import TrainerCallback
 
@@ -146,11 +147,12 @@ def size_units(model: Any, least: int) -> list[Any]:
     return units
 
 
-def choose_units(trainer: Any, fsdp: Fsdp) -> None:
-    """Settle which modules are sharded one by one, before accelerate shards the rest.
+@contextmanager
+def units_as_asked(trainer: Any, fsdp: Fsdp) -> Iterator[None]:
+    """Which modules accelerate shards one by one, while it does.
 
-    accelerate's choice by size takes lists of modules too, which torch refuses; its choice of layers refuses a model that names a
-    layer that it does not have, as parts of larger models do.
+    Its own choice by size takes lists of modules too, which torch refuses; its choice of layers refuses a model that names a layer
+    that it does not have, as parts of larger models do.
 
     Args:
         trainer: Its accelerator made, its model whole.
@@ -159,8 +161,7 @@ def choose_units(trainer: Any, fsdp: Fsdp) -> None:
     Raises:
         ModelError: The model marks no layers.
     """
-    model, accelerator = trainer.model, trainer.accelerator
-    plugin = accelerator.state.fsdp_plugin
+    model, plugin = trainer.model, trainer.accelerator.state.fsdp_plugin
     if fsdp.min_num_params is None:
         layers = {type(one).__name__ for one in model.modules() if isinstance(one, GradientCheckpointingLayer)}
         if not layers:
@@ -169,13 +170,12 @@ def choose_units(trainer: Any, fsdp: Fsdp) -> None:
                 "are shared out by their size."
             )
         plugin.transformer_cls_names_to_wrap = sorted(layers)
+        yield
         return
-    mesh, names = accelerator.torch_device_mesh, accelerator.parallelism_config
-    for unit in size_units(model, fsdp.min_num_params):
-        fully_shard(
-            unit,
-            mesh=mesh[tuple(names.fsdp_dim_names)] if mesh is not None else None,
-            reshard_after_forward=plugin.reshard_after_forward,
-            mp_policy=plugin.mixed_precision_policy,
-            offload_policy=plugin.cpu_offload or OffloadPolicy(),
-        )
+    units = {id(unit) for unit in size_units(model, fsdp.min_num_params)}
+    original = fsdp_utils.fsdp2_prepare_auto_wrap_policy
+    fsdp_utils.fsdp2_prepare_auto_wrap_policy = lambda plugin, model: lambda module: id(module) in units
+    try:
+        yield
+    finally:
+        fsdp_utils.fsdp2_prepare_auto_wrap_policy = original

@@ -12,7 +12,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from trl import SFTTrainer
 
 from sft.batches import StepOrder
-from sft.fully_sharded import choose_units, cpu_ranks_may_shard
+from sft.fully_sharded import cpu_ranks_may_shard, units_as_asked
 from sft.loss import Tally, is_plain, plain_loss
 from sft.optimizer import MasterAdamW, check_optimizer
 from sft.plan import Plan
@@ -46,6 +46,10 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     def _get_train_sampler(self, train_dataset: Any = None) -> StepOrder:
         return self.step_order
 
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        with units_as_asked(self, self.fsdp) if self.fsdp else nullcontext():
+            return super()._prepare_for_training(*args, **kwargs)
+
     def _run_epoch(self, **kwargs: Any) -> None:
         # A resumed epoch skips batches by one wrapper more, behind which the trainer does not find the order of several ranks.
         self.step_order.set_epoch(kwargs["epoch"])
@@ -72,9 +76,7 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         self.accelerator.wait_for_everyone()
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """AdamW as planned, over the parameters that will be sharded."""
-        if self.fsdp is not None:
-            choose_units(self, self.fsdp)
+        """AdamW as planned."""
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         check_optimizer(optimizer, self.optimizer_cls_and_kwargs is not None, self.plan.gradients.value)
         return optimizer

@@ -197,3 +197,15 @@ def test_a_module_is_a_unit_when_it_has_so_many_parameters_beside_those_of_its_u
     names = {module: name.split(".")[-1] for name, module in model.named_modules()}
     found = ["layer" if isinstance(unit, Layer) else names[unit] for unit in size_units(model, least)]
     assert found == units
+
+
+def test_accelerates_choice_by_size_still_takes_what_torch_refuses() -> None:
+    """Where this fails, size_units can go."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils import fsdp_utils
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=10)
+    choose = fsdp_utils.fsdp2_prepare_auto_wrap_policy(plugin, Small())
+    assert choose is not None
+    assert choose(Small().layers)
+    assert "fsdp2_prepare_auto_wrap_policy(" in inspect.getsource(fsdp_utils.fsdp2_prepare_model)

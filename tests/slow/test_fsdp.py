@@ -120,7 +120,7 @@ def test_two_ranks_that_share_the_model_train_as_one_process(
     run: str, alone: dict[str, Run], two: dict[str, Run]
 ) -> None:
     assert decisions(two[run])["engine"] == "FSDP2"
-    assert decisions(two[run])["steps_per_epoch"] < 10
+    assert 1 < decisions(two[run])["steps_per_epoch"] < 20
     check_same(two[run], alone[run.removesuffix("-by-size")], 1e-5, 1e-4)
     before = [one.record["held_out_loss_before"] for one in (two[run], alone[run.removesuffix("-by-size")])]
     assert before[0] == pytest.approx(before[1], abs=1e-5)
