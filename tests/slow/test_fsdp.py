@@ -174,7 +174,7 @@ def test_shares_of_two_ranks_go_on_with_four(alone: dict[str, Run], two: dict[st
     check_same(two["shares"], alone["packed"], 1e-5, 1e-4)
 
 
-def test_what_ddp_has_begun_does_not_go_on_under_fsdp(recipe: Path, two: dict[str, Run], command: Command) -> None:
+def test_a_finished_run_is_not_resumed_and_says_so(recipe: Path, two: dict[str, Run], command: Command) -> None:
     words = [
         "python",
         "-m",
