@@ -33,7 +33,7 @@ def settle_environment(deepspeed: bool, uses_gpu: bool) -> None:
         if os.environ.get(f"ACCELERATE_USE_{engine}", "").lower() in ("true", "1") and not in_recipe:
             raise PlanError(
                 f"accelerate launch was asked for {engine} (its options, or a configuration left by `accelerate config`), and the "
-                "recipe is not. The recipe names the engine: train.deepspeed, or DDP without it."
+                "recipe alone names the engine: train.deepspeed or train.fsdp, or DDP without them. Start it without."
             )
     # accelerate would follow these over the recipe: ACCELERATE_USE_CPU, for one, turns DeepSpeed into DDP in silence.
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
@@ -109,15 +109,21 @@ def check_devices(hardware: Hardware) -> None:
     )
 
 
-def join_group(deepspeed: bool, uses_gpu: bool) -> None:
-    """Form the process group, where there is one to form."""
+def join_group(deepspeed: bool, uses_gpu: bool, offloads: bool = False) -> None:
+    """Form the process group, where there is one to form.
+
+    Args:
+        deepspeed: DeepSpeed runs the job.
+        uses_gpu: On GPUs.
+        offloads: FSDP2 keeps its shares in the machine's memory, and their norm is taken there.
+    """
     import torch
 
     if "WORLD_SIZE" not in os.environ or (not deepspeed and os.environ["WORLD_SIZE"] == "1"):
         return
     if uses_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "nccl" if uses_gpu else "gloo"
+    backend = "gloo" if not uses_gpu else "cpu:gloo,cuda:nccl" if offloads else "nccl"
     if deepspeed:
         import deepspeed as engine
 

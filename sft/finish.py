@@ -25,7 +25,7 @@ def become_finish(run: Run) -> NoReturn:
     environment = {
         name: value
         for name, value in os.environ.items()
-        if name not in LAUNCHED and not name.startswith("TORCHELASTIC")
+        if name not in LAUNCHED and not name.startswith(("TORCHELASTIC", "ACCELERATE_", "FSDP_"))
     }
     sys.stdout.flush()
     sys.stderr.flush()

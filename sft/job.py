@@ -14,9 +14,10 @@ from pathlib import Path
 from sft.engine import open_deepspeed
 from sft.errors import ModelError, RunError
 from sft.facts import DataFacts, ModelFacts, inspect_data, inspect_model
+from sft.fsdp import resolve_fsdp
 from sft.hardware import Hardware
 from sft.plan import Plan, resolve_plan
-from sft.recipe import Recipe
+from sft.recipe import Fsdp, Recipe
 from sft.recipe_file import find_file, load_recipe
 from sft.resolved import Searched
 from sft.tokenizer import check_tokenizer_choice
@@ -34,6 +35,11 @@ class Job:
     model: ModelFacts
     deepspeed: DeepSpeedFile | None
     plan: Plan
+
+    @property
+    def fsdp(self) -> Fsdp | None:
+        """How FSDP2 shares the model out, where it is what runs."""
+        return resolve_fsdp(self.recipe, self.hardware)
 
     def with_data(self, data: DataFacts, searched: Searched | None = None) -> Job:
         """The job with the data counted, and therefore the number of steps known; and with what a search has found."""

@@ -22,6 +22,7 @@ from sft.batch_size import (
 from sft.engine import AUTO, choose_engine, resolve_memory
 from sft.errors import PlanError
 from sft.facts import DataFacts, ModelFacts
+from sft.fsdp import ENGINE, check_fsdp, describe_fsdp, resolve_fsdp
 from sft.hardware import Hardware
 from sft.parallelism import resolve_sequence_parallel, resolve_tensor_parallel
 from sft.recipe import Recipe
@@ -35,7 +36,7 @@ class Plan:
     """Every decision, in the order of the table."""
 
     engine: Resolved[str]
-    """`one process`, `DDP`, or `ZeRO-<stage>`."""
+    """`one process`, `DDP`, `ZeRO-<stage>`, or `FSDP2`."""
 
     memory: Resolved[float | None]
     """GiB that each GPU needs, by arithmetic; None where nothing can be counted."""
@@ -189,6 +190,10 @@ def _engine_at_hand(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile
             f"ZeRO-{deepspeed.stage}",
             f"{deepspeed.path.name}{where}, {hardware.ranks} rank{'s' if hardware.ranks > 1 else ''}",
         )
+    if (fsdp := resolve_fsdp(recipe, hardware)) is not None:
+        return Resolved(ENGINE, describe_fsdp(fsdp, hardware))
+    if hardware.ranks == 1 and recipe.train.fsdp is not None:
+        return Resolved("one process", "train.fsdp is set, and one process shares with nobody")
     if hardware.ranks == 1:
         return Resolved("one process", "train.deepspeed is not set, and there is one process")
     if recipe.train.tensor_parallel_size > 1:
@@ -263,6 +268,7 @@ def resolve_plan(
     empty = resolve_empty(recipe, batch.value, micro.value, accumulation.value, ranks.value)
     if deepspeed is not None:
         check_deepspeed(deepspeed, recipe, micro.value, accumulation.value, precision.value, empty.value)
+    check_fsdp(recipe, hardware, precision.value)
     kernels = _kernels(recipe, hardware)
     tensor = resolve_tensor_parallel(recipe, hardware, model, deepspeed, kernels.value, precision.value)
     sequence = resolve_sequence_parallel(recipe, hardware, model, deepspeed, attention.value, micro.value)

@@ -16,6 +16,7 @@ import torch
 
 from sft.errors import PlanError
 from sft.formats import IGNORED
+from sft.sharding import computes_in
 
 DOCUMENTS, LONGEST = 4, 32
 
@@ -200,7 +201,9 @@ def unwrapped(trainer: Any) -> Any:
 
 
 def _arithmetic(trainer: Any) -> torch.dtype:
-    """What the layers compute in: autocast's format, else the weights'."""
+    """What the layers compute in: FSDP2's format or autocast's, else the weights'."""
+    if (sharded := computes_in(trainer.model)) is not None:
+        return sharded
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision)
     return mixed or next(unwrapped(trainer).parameters()).dtype
 

@@ -15,10 +15,12 @@ import torch
 from sft.checkpointing import checkpointed_layers, running_checkpointing
 from sft.compiled_layers import are_compiled
 from sft.errors import PlanError
+from sft.fsdp import ENGINE
 from sft.job import Job
 from sft.model import weights_dtype
 from sft.probe import Probe, unwrapped
 from sft.sequence_parallel import sequence_parallel_ranks
+from sft.sharding import computes_in, give_back, sharded_units, sharding_readings, shared_parameters
 from sft.tensor_parallel import is_spread, tensor_parallel_ranks
 
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -54,7 +56,9 @@ def read_back(trainer: Any, job: Job, probe: Probe | None) -> list[Reading]:
     """
     plan, args = job.plan, trainer.args
     engine = _engine(trainer)
-    stage = job.deepspeed.stage if job.deepspeed else 0
+    if job.fsdp:
+        give_back(trainer.model)
+    stage = job.deepspeed.stage if job.deepspeed else 3 if job.fsdp else 0
     readings = [
         Reading.equal("engine", plan.engine.value, _engine_name(trainer, engine)),
         Reading.equal("processes", job.hardware.ranks, trainer.accelerator.num_processes),
@@ -65,6 +69,7 @@ def read_back(trainer: Any, job: Job, probe: Probe | None) -> list[Reading]:
             plan.sequence_parallel_size.value,
             sequence_parallel_ranks(trainer, plan.attention.value),
         ),
+        *([Reading.equal(*reading) for reading in sharding_readings(trainer, job)] if job.fsdp else []),
         _attention(trainer, plan.attention.value, probe),
         _kernels(trainer, plan.kernels.value),
         Reading.equal("precision", plan.precision.value, _precision(trainer, engine)),
@@ -125,16 +130,16 @@ def _engine_name(trainer: Any, engine: Any) -> str:
     if is_spread(trainer.model):
         return "tensor parallel"
     kind = type(trainer.model_wrapped).__name__
-    known = {"DistributedDataParallel": "DDP", "DataParallel": "DataParallel", "FullyShardedDataParallel": "FSDP"}
-    if kind.startswith("FSDP"):
-        return "FSDP"
+    known = {"DistributedDataParallel": "DDP", "DataParallel": "DataParallel", "FullyShardedDataParallel": "FSDP1"}
+    if sharded_units(trainer.model_wrapped)[:1] == [trainer.model_wrapped]:
+        return ENGINE
     alone = "one process" if trainer.accelerator.num_processes == 1 else "processes that do not know of each other"
     return known.get(kind, alone)
 
 
 def _sharded(trainer: Any, engine: Any) -> int:
     """The ZeRO stage by what the objects are, not by what the configuration says."""
-    if any(hasattr(parameter, "ds_id") for parameter in trainer.model.parameters()):
+    if any(hasattr(parameter, "ds_id") for parameter in trainer.model.parameters()) or shared_parameters(trainer.model):
         return 3
     optimizer: Any = engine.optimizer if engine is not None else None
     if hasattr(optimizer, "partition_gradients"):
@@ -171,6 +176,8 @@ def _kernels(trainer: Any, planned: str) -> Reading:
 def _precision(trainer: Any, engine: Any) -> str:
     if engine is not None:
         return "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
+    if (sharded := computes_in(trainer.model)) is not None:
+        return SHORT[sharded]
     mixed = trainer.accelerator.mixed_precision
     if mixed != "no":
         return str(mixed)

@@ -19,8 +19,9 @@ class Fsdp(Section):
     min_num_params: int | None = Field(default=None, gt=0)
     """Wrap modules of at least as many parameters. None: each decoder layer."""
 
-    prefetch: int = Field(default=1, ge=0)
-    """Layers gathered ahead of the one that computes."""
+    prefetch: int | None = Field(default=None, gt=0)
+    """Layers gathered ahead of the one that computes, in the forward and the backward pass. None: FSDP2's own order, about one.
+    More hides slower networks, and each takes the memory of a layer."""
 
     offload_params: bool = False
     """Keep weights, gradients and optimizer state in the CPU's memory; the optimizer steps there."""

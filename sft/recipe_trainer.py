@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from transformers.trainer_utils import rotate_checkpoints
 from trl import SFTTrainer
 
 from sft.batches import StepOrder
+from sft.fully_sharded import cpu_ranks_may_shard, units_as_asked
 from sft.loss import Tally, is_plain, plain_loss
 from sft.optimizer import MasterAdamW, check_optimizer
 from sft.plan import Plan
+from sft.recipe import Fsdp
 from sft.sequence_parallel import PartOfSequences, labels_of_all, share_batches
 from sft.step_clock import StepClock
 from sft.tensor_parallel import is_spread, load_optimizer_state, load_weights, whole_optimizer_state, whole_weights
@@ -27,6 +30,7 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     plan: Plan
     step_clock: StepClock
     data_collator: Any
+    fsdp: Fsdp | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.tally = Tally()
@@ -62,9 +66,6 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
         """One batch for each group of ranks that share sequences."""
-        # accelerate's set_epoch does not reach an order whose batches are dealt to ranks and skipped when a run goes on; it calls
-        # the data's own then.
-        self.train_dataset.set_epoch = self.step_order.set_epoch
         size = self.sequence_parallel_size
         if size == 1:
             return super().get_train_dataloader()
@@ -92,16 +93,28 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         logged: torch.Tensor = loss * (self.accelerator.num_processes // self.gradients_divided_by)
         return logged
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """accelerate's state, with CPU ranks that may share a model."""
+        shards_on_cpu = self.args.fsdp and self.args.use_cpu
+        with cpu_ranks_may_shard() if shards_on_cpu else nullcontext():
+            super().create_accelerator_and_postprocess()
+
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """The batches of one optimizer step, which begins here."""
         self.step_clock.start()
-        # The iterator asks for the order when its first batch is read. accelerate tells the order its epoch too, but does not reach
-        # it behind the batches that a resumed run skips where several ranks share them.
-        self.step_order.set_epoch(int(self.state.epoch or 0))
         return super().get_batch_samples(self.step_clock.timed(epoch_iterator), num_batches, device)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> StepOrder:
         return self.step_order
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        with units_as_asked(self, self.fsdp) if self.fsdp else nullcontext():
+            return super()._prepare_for_training(*args, **kwargs)
+
+    def _run_epoch(self, **kwargs: Any) -> None:
+        # A resumed epoch skips batches by one wrapper more, behind which the trainer does not find the order of several ranks.
+        self.step_order.set_epoch(kwargs["epoch"])
+        super()._run_epoch(**kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
         # Where a checkpoint is written until it is whole.

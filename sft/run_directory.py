@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sft.errors import RunError
+from sft.fsdp import ENGINE
 from sft.recipe import REPOSITORY, Recipe
 from sft.recipe_file import parse_recipe
 
@@ -262,6 +263,12 @@ def _check_same_engine(run: Run, job: Job) -> None:
             )
 
 
+def _goes_on_with_any_ranks(run: Run, job: Job) -> bool:
+    """FSDP2's checkpoints hold each weight by its name and place, whoever wrote which share."""
+    earlier = {row["name"]: row["value"] for row in read_json(run.plan_file).get("decisions", [])}
+    return earlier.get("engine") == job.plan.engine.value == ENGINE
+
+
 def check_start(job: Job) -> None:
     """Refuse, before the data is prepared, what open_run would refuse after.
 
@@ -278,7 +285,7 @@ def check_start(job: Job) -> None:
     checkpoint = run.last_checkpoint()
     if checkpoint is None:
         return
-    if run.record["ranks"] != job.hardware.ranks:
+    if run.record["ranks"] != job.hardware.ranks and not _goes_on_with_any_ranks(run, job):
         raise RunError(
             f"{run.path} is unfinished and was trained by {run.record['ranks']} processes; this start has {job.hardware.ranks}, and a "
             "checkpoint goes on with the same number. Start as many, or anew with train.resume=never."

@@ -229,6 +229,8 @@ def answer_file(job: Job, prepared: Prepared, memory_gib: float | None = None) -
         "new_tokens": len(recipe.model.new_tokens),
         "plan": plan,
         "deepspeed": job.deepspeed.config if job.deepspeed else None,
+        # Among the parts only where there is one, so that other jobs find the answers that they have.
+        **({"fsdp": job.fsdp.model_dump(mode="json")} if job.fsdp else {}),
         "wanted": [recipe.train.micro_batch_size, recipe.train.gradient_checkpointing],
         "trainer_args": recipe.train.trainer_args,
         "lengths": [recipe.data.packing, recipe.sequence_length, int(longest_first(prepared.folder)[1][0])],

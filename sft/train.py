@@ -84,7 +84,8 @@ def enter(job: Job) -> None:
     distributed.settle_environment(job.deepspeed is not None, uses_gpu)
     distributed.quiet_frameworks()
     distributed.check_devices(job.hardware)
-    distributed.join_group(job.deepspeed is not None, uses_gpu)
+    offloads = job.fsdp is not None and job.fsdp.offload_params
+    distributed.join_group(job.deepspeed is not None, uses_gpu, offloads)
     distributed.check_same_plan(job.plan.settings())
 
 

@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from accelerate import ParallelismConfig
 from datasets import Dataset
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from trl import SFTConfig
@@ -15,9 +16,11 @@ from sft.checkpointing import CheckpointingAsPlanned
 from sft.compiled_layers import compile_layers
 from sft.embeddings import show_head
 from sft.errors import ModelError, RecipeError, did_you_mean
+from sft.fsdp import mesh_shape
+from sft.fully_sharded import PrefetchAsAsked, plugin_arguments, policies, whole_state
 from sft.job import Job
 from sft.live_parallelism import parallelism_config
-from sft.model import lora_config
+from sft.model import DTYPES, lora_config
 from sft.optimizer import MasterAdamW
 from sft.recipe_trainer import RecipeTrainer
 from sft.run_directory import Run
@@ -53,7 +56,8 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "adam_epsilon": train.adam_epsilon,
         "max_grad_norm": train.max_grad_norm,
         # Autocast is for fp32 weights: those in bf16 compute in bf16 by themselves. DeepSpeed is told by the same name.
-        "bf16": plan.precision.value == "bf16" and not _steps_on_copies(job),
+        # FSDP2 casts by a policy of its own.
+        "bf16": plan.precision.value == "bf16" and not _steps_on_copies(job) and job.fsdp is None,
         "fp16": plan.precision.value == "fp16",
         "optim": "adamw_torch_fused",
         # Without it the ranks of a CPU job train by themselves, each as if it were alone.
@@ -81,7 +85,20 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "ddp_find_unused_parameters": False,
         # The loss is divided by the trained tokens of the whole step, on all ranks.
         "average_tokens_across_devices": True,
+        **_sharding_arguments(job),
     }
+
+
+def _sharding_arguments(job: Job) -> dict[str, Any]:
+    """What FSDP2 adds; nothing under another engine."""
+    if job.fsdp is None:
+        return {}
+    copies, shards = mesh_shape(job.fsdp, job.hardware)
+    # Otherwise each rank would hold the gradients of all weights until the last micro-batch of the step.
+    reduced: dict[str, Any] = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
+    if copies > 1:
+        reduced["parallelism_config"] = ParallelismConfig(dp_replicate_size=copies, dp_shard_size=shards)
+    return {"fsdp": True, "fsdp_config": plugin_arguments(job.fsdp), **reduced}
 
 
 def _checkpointing_arguments(planned: bool | int | str) -> dict[str, Any] | None:
@@ -113,8 +130,8 @@ SECOND_WAYS = {
     "eval_packing": "data.packing",
     "eval_strategy": "data.held_out and train.eval_steps",
     "eval_steps": "train.eval_steps",
-    "fsdp": "the engine, train.deepspeed",
-    "fsdp_config": "the engine, train.deepspeed",
+    "fsdp": "the engine, train.fsdp",
+    "fsdp_config": "the engine, train.fsdp",
     "ignore_data_skip": "train.resume: a resumed run sees the data that is left",
     "length_column_name": "train.seed, which decides the order",
     "liger_kernel_config": "model.kernels",
@@ -186,11 +203,14 @@ def training_arguments(job: Job, run: Run) -> Any:
     """
     check_trainer_args(job)
     try:
-        return SFTConfig(**_planned_arguments(job, run.path), **job.recipe.train.trainer_args)
+        arguments = SFTConfig(**_planned_arguments(job, run.path), **job.recipe.train.trainer_args)
     except (TypeError, ValueError) as error:
         if not job.recipe.train.trainer_args:
             raise
         raise RecipeError(f"train.trainer_args: {error}") from None
+    if job.fsdp is not None:  # transformers has no words for these
+        arguments.fsdp_plugin_args |= policies(job.fsdp, DTYPES[job.plan.precision.value], job.hardware.gpu is not None)
+    return arguments
 
 
 def build_trainer(
@@ -226,7 +246,7 @@ def build_trainer(
             processing_class=tokenizer,
             peft_config=lora_config(lora, model, new) if lora else None,
             # The clock before the others: what they do at the end of a step is not part of it.
-            callbacks=[clock, CheckpointingAsPlanned(job.plan.gradient_checkpointing.value), *callbacks],
+            callbacks=[clock, *_as_planned(job), *callbacks],
             optimizer_cls_and_kwargs=_optimizer(job),
         )
     except ValueError as error:
@@ -239,9 +259,17 @@ def build_trainer(
     trainer.remove_callback(PrinterCallback)
     trainer.train_dataset = sequences
     trainer.step_order, trainer.step_clock, trainer.plan = order, clock, job.plan
+    trainer.fsdp = job.fsdp
     if job.plan.compile.value:
         compile_layers(trainer.model, job.plan.attention.value)
     return trainer
+
+
+def _as_planned(job: Job) -> list[TrainerCallback]:
+    """What completes the engine when the training begins, before anything is measured or trained."""
+    ahead = job.fsdp.prefetch if job.fsdp else None
+    checkpointing = CheckpointingAsPlanned(job.plan.gradient_checkpointing.value)
+    return [checkpointing, PrefetchAsAsked(ahead)] if ahead else [checkpointing]
 
 
 def _optimizer(job: Job) -> tuple[type[MasterAdamW], dict[str, Any]] | None:
@@ -261,12 +289,20 @@ def save_final(trainer: RecipeTrainer, job: Job, target: Path) -> None:
     """Write the trained weights as they are; every rank takes part.
 
     fp32 where the weights themselves were trained in fp32, with bf16 only inside autocast: rounding them would move the
-    logits. bf16 where the model computes with bf16 weights: under DeepSpeed, and where AdamW keeps the fp32 copies.
+    logits. bf16 where the model computes with bf16 weights: under DeepSpeed and FSDP2, and where AdamW keeps the fp32 copies.
     """
     if job.deepspeed is not None and job.deepspeed.stage < 3:
         # The weights are whole on each rank. The engine would copy each one, and write tied weights twice.
         if trainer.is_world_process_zero():
             trainer.accelerator.unwrap_model(trainer.model).save_pretrained(target)
+        return
+    if job.fsdp is not None:
+        if job.recipe.model.lora is None:
+            trainer.model.to(DTYPES[job.plan.precision.value])
+        # The trainer would write nothing where checkpoints are shares, and tied weights twice where they are not.
+        state = whole_state(trainer.model, adapters_only=job.recipe.model.lora is not None)
+        if trainer.is_world_process_zero():
+            trainer.model.save_pretrained(target, state_dict=state)
         return
     trainer.save_model(str(target))
     for name in ("training_args.bin", "README.md"):  # a pickle of one machine's paths; TRL's card

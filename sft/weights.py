@@ -6,6 +6,7 @@ MASTER is the only choice that sft/optimizer.py carries out by itself; under ZeR
 from __future__ import annotations
 
 from sft.facts import ModelFacts
+from sft.fsdp import resolve_fsdp
 from sft.hardware import Hardware
 from sft.recipe import Recipe
 from sft.resolved import Resolved
@@ -42,6 +43,8 @@ def resolve_weights(
         return Resolved(MASTER.replace("bf16", precision), "DeepSpeed steps on its own copy, which the ranks share out")
     if deepspeed is not None:
         return Resolved(precision, "DeepSpeed without ZeRO decides about a copy")
+    if precision == "bf16" and resolve_fsdp(recipe, hardware) is not None:
+        return Resolved("fp32", "the rank's share, which AdamW steps on; layers are gathered and computed in bf16")
     if precision == "bf16" and hardware.ranks == 1:
         return Resolved(MASTER, "AdamW steps on the copy, which keeps what bf16 would round away")
     if precision == "bf16":
@@ -70,6 +73,8 @@ def resolve_gradients(
     if deepspeed is not None:
         named = deepspeed.config.get("data_types", {}).get("grad_accum_dtype", precision)
         return Resolved(str(named), f"data_types.grad_accum_dtype of {deepspeed.path.name}")
+    if resolve_fsdp(recipe, hardware) is not None:
+        return Resolved("fp32", "reduced over the ranks in fp32 after each micro-batch, into the rank's share")
     if recipe.model.lora is not None or resolve_weights(recipe, hardware, None, precision).value != MASTER:
         return Resolved("fp32", "the format of what is trained")
     if accumulation == 1:
