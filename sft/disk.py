@@ -38,10 +38,6 @@ def checkpoints_to_come(recipe: Recipe, steps: int | None, there: int) -> int:
         recipe: Says how many are kept, and how often one is written.
         steps: Optimizer steps; None: not known yet.
         there: Checkpoints that the run has already.
-
-    >>> from sft.recipe_file import load_recipe
-    >>> checkpoints_to_come(load_recipe(Path("recipes/tiny.yaml"), []), steps=300, there=0)
-    1
     """
     written = recipe.train.save_total_limit + 1
     if steps is not None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from sft.errors import LostRank
-from sft.job import Job
+from sft.recipe import Recipe
 from sft.run_directory import Run
 
 _SIGNS = (
@@ -56,11 +56,11 @@ def lost_rank_message(error: BaseException, doing: str, timeout: int, remedy: st
 
 
 @contextmanager
-def told_of_lost_ranks(job: Job, doing: str | Callable[[], str], run: Run | None = None) -> Iterator[None]:
+def told_of_lost_ranks(recipe: Recipe, doing: str | Callable[[], str], run: Run | None = None) -> Iterator[None]:
     """Turn the error of a collective that did not come back into one message.
 
     Args:
-        job: States the timeout.
+        recipe: States the timeout.
         doing: What the ranks do meanwhile, as a phrase after "while".
         run: The run's folder, once there is one.
 
@@ -77,4 +77,4 @@ def told_of_lost_ranks(job: Job, doing: str | Callable[[], str], run: Run | None
             time.sleep(_NOTICE)
         phrase = doing if isinstance(doing, str) else doing()
         remedy = run.after_an_end if run else "The same command starts it again"
-        raise LostRank(lost_rank_message(error, phrase, job.recipe.train.ddp_timeout, remedy)) from error
+        raise LostRank(lost_rank_message(error, phrase, recipe.train.ddp_timeout, remedy)) from error

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> None:
     from sft.train import join
 
     job = open_job(Path(argv[0]), list(argv[1:]), distributed.job_hardware())
-    with told_of_lost_ranks(job, "the preflight ran"):
+    with told_of_lost_ranks(job.recipe, "the preflight ran"):
         join(job)
         facts, *checks = all_checks(job)
     distributed.leave_group()

@@ -39,12 +39,12 @@ def main(argv: Sequence[str]) -> None:
     recipe_path, overrides = parse_command_line(argv)
     job = open_job(recipe_path, overrides, distributed.job_hardware())
     data = begin_data(job)
-    with uncollected(), told_of_lost_ranks(job, "the processes met"):
+    with uncollected(), told_of_lost_ranks(job.recipe, "the processes met"):
         enter(job)
         check_with_frameworks(job)
     wait_for_data(job, data)
     tokenizer = load_tokenizer(job.recipe)
-    with told_of_lost_ranks(job, "the first one prepared the data"):
+    with told_of_lost_ranks(job.recipe, "the first one prepared the data"):
         start = start_run(job)
     with recorded(start.run):
         train(job.with_data(start.prepared.facts(), start.searched), start, tokenizer)
@@ -166,10 +166,10 @@ def train(job: Job, start: Start, tokenizer: Any) -> None:
         callback.trainer = trainer
     checkpoint = run.last_checkpoint()
     started = time.monotonic()
-    with told_of_lost_ranks(job, lambda: f"step {trainer.state.global_step + 1} was trained", run):
+    with told_of_lost_ranks(job.recipe, lambda: f"step {trainer.state.global_step + 1} was trained", run):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     seconds = time.monotonic() - started
-    with told_of_lost_ranks(job, "final/ was written", run):
+    with told_of_lost_ranks(job.recipe, "final/ was written", run):
         write_final(trainer, job, run, tokenizer)
     if distributed.is_first_rank():
         record_end(run, seconds, held_out.before if held_out else None)
