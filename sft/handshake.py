@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sft.comparison import check_clocks, compare
+from sft.comparison import Check, check_clocks, compare
 from sft.errors import PreflightError
 from sft.host_facts import HostFacts, read_facts
 from sft.network import interface_with
@@ -76,7 +76,7 @@ class Connection:
         self.socket.close()
 
 
-def meet(machine: Machine, address: str, port: int, folder: Path, timeout: float) -> None:
+def meet(machine: Machine, address: str, port: int, folder: Path, timeout: float, local: Sequence[Check] = ()) -> None:
     """Return when all machines are there and fit together, and tell gloo which interface they met on.
 
     Args:
@@ -85,12 +85,15 @@ def meet(machine: Machine, address: str, port: int, folder: Path, timeout: float
         port: MASTER_PORT.
         folder: output_dir, which all must share.
         timeout: Seconds to wait for the others.
+        local: What was checked on the first machine alone.
 
     Raises:
         PreflightError: One is missing, cannot be reached, or does not fit; the same message on every machine that came.
     """
-    own = _receive_others(machine, address, port, folder, timeout) if machine.node_rank == 0 else None
-    own = own or _join_first(machine, address, port, timeout)
+    if machine.node_rank == 0:
+        own = _receive_others(machine, address, port, folder, timeout, local)
+    else:
+        own = _join_first(machine, address, port, timeout)
     interface = interface_with(own)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -104,7 +107,9 @@ def _greeting(machine: Machine) -> dict[str, Any]:
     return {"greeting": _GREETING} | asdict(machine) | {"clock": time.time()}
 
 
-def _receive_others(machine: Machine, address: str, port: int, folder: Path, timeout: float) -> str:
+def _receive_others(
+    machine: Machine, address: str, port: int, folder: Path, timeout: float, local: Sequence[Check]
+) -> str:
     """The first machine's part; returns the address at which the others reached it."""
     deadline = time.monotonic() + timeout
     with ExitStack() as stack:
@@ -118,7 +123,7 @@ def _receive_others(machine: Machine, address: str, port: int, folder: Path, tim
             finally:
                 token.unlink(missing_ok=True)
             blind = [other.where for other, sees in zip(machines[1:], seen, strict=True) if not sees]
-            checks = [*compare([other.facts for other in machines]), shared(folder, machine.where, blind)]
+            checks = [*compare([other.facts for other in machines]), shared(folder, machine.where, blind), *local]
             checks.append(check_clocks([other.facts.host for other in machines], offsets))
             problems = [f"{check.name}: {check.problem}" for check in checks if check.problem]
             for check in checks:

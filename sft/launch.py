@@ -24,6 +24,7 @@ from sft.host_facts import host_facts
 from sft.job import Job, open_job, open_recipe
 from sft.ledger import check_limits
 from sft.plan import print_plan
+from sft.preflight import disk, refuse
 from sft.prepare import prepared_data
 from sft.prepared import Prepared, entry_folder, find_prepared
 from sft.run_directory import check_start
@@ -70,6 +71,8 @@ def main(argv: Sequence[str]) -> None:
     check_start(job)
     if layout.nodes > 1:
         meet_machines(job, layout)
+    elif layout.ranks > 1:
+        refuse([disk(job)])
     if arguments.preflight:
         set_threads(job, layout)
         start(layout, ["-m", "sft.preflight", str(job.recipe_path), *arguments.overrides])
@@ -103,7 +106,7 @@ def meet_machines(job: Job, layout: Layout) -> None:
     facts = host_facts(job, layout.node_rank, entry_folder(job.recipe, job.model).name)
     machine = Machine(layout.node_rank, layout.nodes, layout.per_node, facts, time.time())
     output_dir = Path(job.recipe.output_dir).expanduser().resolve()
-    meet(machine, layout.master_address, layout.master_port, output_dir, timeout)
+    meet(machine, layout.master_address, layout.master_port, output_dir, timeout, [disk(job)])
 
 
 def job_and_layout(recipe: Path, overrides: Sequence[str]) -> tuple[Job, Layout]:

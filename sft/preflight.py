@@ -53,7 +53,7 @@ def check_ranks(job: Job) -> None:
     """
     if job.hardware.ranks == 1:
         return
-    refuse([*compare(_gathered(host_facts(job, distributed.rank()))), check_sum(job), disk(job)])
+    refuse([*compare(_gathered(host_facts(job, distributed.rank()))), check_sum(job), distributed.gather(disk(job))[0]])
 
 
 def _gathered(facts: HostFacts) -> list[HostFacts]:
@@ -69,7 +69,7 @@ def all_checks(job: Job) -> Any:
         *compare(facts),
         check_clocks([host.host for host in facts], [clock - now[0] for clock in now]),
         check_shared(job, facts),
-        disk(job),
+        distributed.gather(disk(job))[0],  # the first rank's, which is the one that all share
         check_sum(job),
     ]
     if job.hardware.ranks > 1 and checks[-1].problem is None:
@@ -91,11 +91,9 @@ def refuse(checks: Sequence[Check]) -> None:
 
 
 def disk(job: Job) -> Check:
-    """The first rank's disk, which is the one that all share, as every rank sees the answer."""
+    """Room for the checkpoints to come, beside those that an unfinished run has."""
     run = unfinished_run(job)
-    there = len(list(run.checkpoints.glob("checkpoint-*"))) if run else 0
-    check: Check = distributed.gather(check_disk(job, there))[0]
-    return check
+    return check_disk(job, len(list(run.checkpoints.glob("checkpoint-*"))) if run else 0)
 
 
 def _device(job: Job) -> Any:
