@@ -73,7 +73,7 @@ def read_back(trainer: Any, job: Job, probe: Probe | None) -> list[Reading]:
         ),
         Reading.equal("packing", job.recipe.data.packing, bool(trainer.padding_free)),
     ]
-    if job.hardware.ranks > 1:
+    if torch.distributed.is_initialized():
         timeouts = ", ".join(f"{seconds} s" for seconds in sorted(group_timeouts()))
         readings.append(Reading.equal("timeout", f"{job.recipe.train.ddp_timeout} s", timeouts))
     if probe is not None:

@@ -155,3 +155,5 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 ip("netns", "del", host.name)
+            for process in host.started:
+                process.wait(timeout=20)
