@@ -19,6 +19,9 @@ TIMEOUT = 10
 """train.ddp_timeout of every job here, in seconds."""
 
 STEPS = 30
+PARAMETERS = 563_200
+BYTES = {"DDP": 12, "ZeRO-2": 20}
+"""Of a parameter in a checkpoint, in fp32: tests/sft/test_disk.py has the same sums."""
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +143,7 @@ def test_a_cut_link_ends_in_one_message_on_each_host_and_the_same_command_goes_o
         hosts[1].plug_cable()
     assert run.record["status"] == "failed"
     assert "LostRank" in run.record["error"]
-    checkpoint = run.last_checkpoint()
-    assert checkpoint is not None
+    checkpoint = checkpoint_after(run)
     assert json.loads((checkpoint / "trainer_state.json").read_text())["global_step"] == int(
         checkpoint.name.split("-")[1]
     )
@@ -150,6 +152,14 @@ def test_a_cut_link_ends_in_one_message_on_each_host_and_the_same_command_goes_o
     assert f"goes on from {checkpoint.name}" in first.output
     assert run.record["running"]["engine"] == engine
     same_result(run, alone)
+    size = sum(file.stat().st_size for file in checkpoint_after(run).rglob("*") if file.is_file())
+    assert size == pytest.approx(PARAMETERS * BYTES[engine], rel=0.06), "sft/disk.py reckons with as many"
+
+
+def checkpoint_after(run: Run) -> Path:
+    checkpoint = run.last_checkpoint()
+    assert checkpoint is not None
+    return checkpoint
 
 
 def wait_for_lines(run: Run, lines: int, started: list[Running]) -> None:
