@@ -7,6 +7,7 @@
 #   bash scripts/sft.sh recipes/tiny.yaml --prepare                   prepare the data for a later start, and stop
 #   bash scripts/sft.sh recipes/qwen3b.yaml --plan                    print every decision, and stop
 #   bash scripts/sft.sh recipes/qwen3b.yaml --plan --on 8x80GB        for a machine that is not here
+#   bash scripts/sft.sh recipes/qwen3b.yaml --preflight               check all machines and processes, and stop
 #   NPROC=2 bash scripts/sft.sh recipes/tiny.yaml                     two processes (default: one for each GPU)
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 bash scripts/sft.sh recipes/qwen3b.yaml    on the first of two machines
 set -euo pipefail

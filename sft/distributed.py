@@ -11,11 +11,18 @@ import logging
 import os
 import socket
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
-from sft.errors import PlanError
+from sft.errors import PlanError, UserError
 from sft.hardware import Hardware, detect_hardware
+from sft.network import use_reachable_interface
+from sft.patience import patience
+
+Value = TypeVar("Value")
 
 
 def settle_environment(deepspeed: bool, uses_gpu: bool) -> None:
@@ -109,79 +116,136 @@ def check_devices(hardware: Hardware) -> None:
     )
 
 
-def join_group(deepspeed: bool, uses_gpu: bool, offloads: bool = False) -> None:
+def join_group(deepspeed: bool, uses_gpu: bool, timeout: int, offloads: bool = False) -> None:
     """Form the process group, where there is one to form.
 
     Args:
-        deepspeed: DeepSpeed runs the job.
-        uses_gpu: On GPUs.
+        deepspeed: DeepSpeed forms it.
+        uses_gpu: Over NCCL, else gloo.
+        timeout: Seconds after which a rank stops waiting for the others, in this group and in all made from it.
         offloads: FSDP2 keeps its shares in the machine's memory, and their norm is taken there.
+
+    Raises:
+        PlanError: The environment tells NCCL to wait for ever.
     """
     import torch
 
     if "WORLD_SIZE" not in os.environ or (not deepspeed and os.environ["WORLD_SIZE"] == "1"):
         return
+    _limit_waiting(timeout)
+    use_reachable_interface()
     if uses_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "gloo" if not uses_gpu else "cpu:gloo,cuda:nccl" if offloads else "nccl"
+    limit = timedelta(seconds=timeout)
     if deepspeed:
         import deepspeed as engine
 
         # transformers would do this too late: ZeRO-3 asks for the number of ranks while the model loads.
-        engine.init_distributed(dist_backend=backend, verbose=False)
+        engine.init_distributed(dist_backend=backend, timeout=limit, verbose=False)
     else:
-        torch.distributed.init_process_group(backend)
+        torch.distributed.init_process_group(backend, timeout=limit)
 
 
-def _patient_group() -> Any:
-    """All ranks in a group of their own, in which a rank may wait for another that works for hours.
-
-    The first rank prepares the data and merges adapters alone. The group of the training keeps its short timeout, so that a
-    hang there is noticed.
-    """
-    import torch
-
-    return torch.distributed.new_group(backend="gloo", timeout=timedelta(days=1))
-
-
-def from_first_rank(value: Any) -> Any:
-    """The first rank's value, on every rank, however long it takes."""
-    import torch
-
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return value
-    box = [value]
-    torch.distributed.broadcast_object_list(box, src=0, group=_patient_group())
-    return box[0]
-
-
-def check_same_plan(decisions: dict[str, Any]) -> None:
-    """Compare this rank's plan with the first one's: machines that differ may resolve `auto` differently.
-
-    Args:
-        decisions: What the plan decided for this rank, by name.
+def _limit_waiting(seconds: int) -> None:
+    """Give every group of this process the timeout that the recipe states.
 
     Raises:
-        PlanError: They differ, and the ranks would wait for each other for ever or train each in its own way.
+        PlanError: The environment tells NCCL to wait for ever.
     """
-    first = from_first_rank(decisions)
-    wrong = [
-        f"  {name}: {first[name]} there, {value} here" for name, value in decisions.items() if value != first[name]
-    ]
-    if wrong:
-        rank = os.environ.get("RANK", "0")
-        remedy = (
-            "Its machine is another one: write these into the recipe instead of auto, or use machines that are alike."
-        )
-        raise PlanError("\n".join([f"Rank {rank} does not plan what the first rank plans:", *wrong, remedy]))
+    from torch.distributed import distributed_c10d
+
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):
+        if os.environ.get(name) == "0":
+            raise PlanError(
+                f"{name}=0: NCCL would wait for a lost rank for ever, whatever train.ddp_timeout. Unset it."
+            )
+    # A group that is made without a timeout takes these, not the default group's: DeepSpeed's and the device mesh's.
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        if getattr(distributed_c10d, name) is not None:  # None: a build without NCCL
+            setattr(distributed_c10d, name, timedelta(seconds=seconds))
 
 
-def wait_for_all() -> None:
-    """Return when every rank has come here, however long it takes."""
+def group_timeouts() -> set[int]:
+    """The timeouts of all groups that this process is part of, in seconds."""
+    from torch.distributed import distributed_c10d
+
+    groups = distributed_c10d._world.pg_map
+    devices = [(group, device) for group in groups for device in group._device_types]
+    return {int(group._get_backend(device).options._timeout.total_seconds()) for group, device in devices}
+
+
+@cache
+def quiet_group() -> Any:
+    """All ranks over gloo, in a group of their own, for what is said between them outside the training."""
     import torch
 
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier(group=_patient_group())
+    return torch.distributed.new_group(backend="gloo")
+
+
+def _is_alone() -> bool:
+    import torch
+
+    return not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+
+
+def from_first_rank(work: Callable[[], Value]) -> Value:
+    """What the first rank's work gives, on every rank, however long it takes.
+
+    Args:
+        work: Called on the first rank alone.
+
+    Raises:
+        UserError: The first rank's, on every rank: each machine says what is wrong.
+        RuntimeError: A rank is gone.
+    """
+    import torch
+
+    if _is_alone():
+        return work()
+    box: list[Any] = [None, None]
+    with _patience():
+        if is_first_rank():
+            try:
+                box[0] = work()
+            except UserError as error:
+                box[1] = error
+    torch.distributed.broadcast_object_list(box, src=0, group=quiet_group())
+    if box[1] is not None:
+        raise box[1]
+    result: Value = box[0]
+    return result
+
+
+def _patience() -> AbstractContextManager[None]:
+    from torch.distributed import distributed_c10d
+
+    return patience(quiet_group(), distributed_c10d.default_pg_timeout.total_seconds())
+
+
+@contextmanager
+def met_at_the_end() -> Iterator[None]:
+    """A stretch that every rank leaves when all have come to its end, however long one of them works in it.
+
+    Raises:
+        RuntimeError: A rank is gone.
+    """
+    if _is_alone():
+        yield
+        return
+    with _patience():
+        yield
+
+
+def gather(value: Value) -> list[Value]:
+    """The value of each rank, by rank, on every rank."""
+    import torch
+
+    if _is_alone():
+        return [value]
+    box: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(box, value, group=quiet_group())
+    return box
 
 
 def leave_group() -> None:
@@ -193,4 +257,5 @@ def leave_group() -> None:
         torch.cuda.empty_cache()
 
     if torch.distributed.is_initialized():
+        quiet_group.cache_clear()
         torch.distributed.destroy_process_group()

@@ -6,7 +6,9 @@
     ├── DataError        a dataset is missing or has no usable rows
     ├── ModelError       a model, tokenizer or chat template
     ├── EvaluationError  a task or an evaluation setting
-    └── RunError         the run directory
+    ├── RunError         the run directory
+    └── PreflightError   the machines or processes of a job do not fit together
+    LostRank             another process of the job is gone: one message, exit status 1, no traceback
 
 Anything else that escapes is our bug and keeps its traceback.
 """
@@ -22,6 +24,9 @@ from difflib import get_close_matches
 from typing import NoReturn
 
 EXIT_USER_ERROR = 2
+EXIT_LOST_RANK = 1
+"""Not 2: nothing has to be changed before the same command can go on, so that a scheduler may start it again."""
+
 EXIT_INTERRUPTED = 130
 
 
@@ -51,6 +56,14 @@ class EvaluationError(UserError):
 
 class RunError(UserError):
     """The run directory."""
+
+
+class PreflightError(UserError):
+    """The machines or processes of a job differ, are not all there, or do not reach each other."""
+
+
+class LostRank(Exception):
+    """Another process of the job, its machine, or the network to it is gone, or does not answer in time."""
 
 
 def did_you_mean(word: str, known: Iterator[str] | list[str], otherwise: str = "") -> str:
@@ -109,6 +122,9 @@ def users_mistakes_end_cleanly() -> Iterator[None]:
     except UserError as error:
         _tell(str(error))
         stop(EXIT_USER_ERROR)
+    except LostRank as error:
+        _tell(str(error))
+        stop(EXIT_LOST_RANK)
     except BrokenPipeError:
         # `--show 100 | head`: the reader has seen enough. What is still in the buffer goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -10,6 +10,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import TextIOWrapper
@@ -19,9 +20,11 @@ from typing import NoReturn
 
 from sft.errors import EXIT_USER_ERROR, PlanError, RecipeError, run_main
 from sft.hardware import described_hardware, detect_hardware, visible_gpus
+from sft.host_facts import host_facts
 from sft.job import Job, open_job, open_recipe
 from sft.ledger import check_limits
 from sft.plan import print_plan
+from sft.preflight import disk, refuse
 from sft.prepare import prepared_data
 from sft.prepared import Prepared, entry_folder, find_prepared
 from sft.run_directory import check_start
@@ -30,6 +33,8 @@ from sft.search_cache import find_answer, is_searched
 
 DEFAULT_RECIPE = "recipes/tiny.yaml"
 DEFAULT_PORT = 29500
+DEFAULT_START_TIMEOUT = 50
+"""Seconds that the machines of a job wait for each other at the start."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,13 @@ def main(argv: Sequence[str]) -> None:
         return
     job, layout = job_and_layout(recipe, arguments.overrides)
     check_start(job)
+    if layout.nodes > 1:
+        meet_machines(job, layout)
+    elif layout.ranks > 1:
+        refuse([disk(job)])
+    if arguments.preflight:
+        set_threads(job, layout)
+        start(layout, ["-m", "sft.preflight", str(job.recipe_path), *arguments.overrides])
     searched = job.hardware.gpu is not None and layout.nodes == 1 and is_searched(job)
     if layout.ranks > 1 or searched:
         # Before any rank is there to wait. On another machine that shares the folder, this waits for the first. A single
@@ -71,10 +83,30 @@ def main(argv: Sequence[str]) -> None:
         prepared = prepared_data(job.recipe, job.model, [str(job.recipe_path), *job.overrides])
         if searched:
             search_once(job, prepared)
+    set_threads(job, layout)
+    start(layout, ["-m", "sft.train", str(job.recipe_path), *arguments.overrides])
+
+
+def set_threads(job: Job, layout: Layout) -> None:
+    """Share the cores out among the processes of this machine."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, job.hardware.cpu_cores // layout.per_node)))
     # A thread that waits spins for microseconds only: on cores that others use too, long spinning takes them from the work.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    start(layout, ["-m", "sft.train", str(job.recipe_path), *arguments.overrides])
+
+
+def meet_machines(job: Job, layout: Layout) -> None:
+    """Wait for the launchers of the other machines, before data is prepared or processes are started.
+
+    Raises:
+        PreflightError: One is missing, cannot be reached, or does not fit.
+    """
+    from sft.handshake import Machine, meet
+
+    timeout = _number("START_TIMEOUT", DEFAULT_START_TIMEOUT, 1)
+    facts = host_facts(job, layout.node_rank, entry_folder(job.recipe, job.model).name)
+    machine = Machine(layout.node_rank, layout.nodes, layout.per_node, facts, time.time())
+    output_dir = Path(job.recipe.output_dir).expanduser().resolve()
+    meet(machine, layout.master_address, layout.master_port, output_dir, timeout, [disk(job)])
 
 
 def job_and_layout(recipe: Path, overrides: Sequence[str]) -> tuple[Job, Layout]:
@@ -118,6 +150,9 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("recipe", nargs="?", default=DEFAULT_RECIPE, help=f"a YAML file (default: {DEFAULT_RECIPE})")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example train.learning_rate=1e-5")
     parser.add_argument("--plan", action="store_true", help="print every decision with its reason, and stop")
+    parser.add_argument(
+        "--preflight", action="store_true", help="check all machines and processes of the job, and stop"
+    )
     parser.add_argument("--prepare", action="store_true", help="prepare the data for a later start, and stop")
     parser.add_argument(
         "--show", metavar="N", type=_rows, help="show N rows as the model gets them, the ledger and what was found"

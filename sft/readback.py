@@ -14,6 +14,7 @@ import torch
 
 from sft.checkpointing import checkpointed_layers, running_checkpointing
 from sft.compiled_layers import are_compiled
+from sft.distributed import group_timeouts
 from sft.errors import PlanError
 from sft.fsdp import ENGINE
 from sft.job import Job
@@ -86,6 +87,9 @@ def read_back(trainer: Any, job: Job, probe: Probe | None) -> list[Reading]:
         _learning_rate(trainer, plan.learning_rate.value),
         Reading.equal("packing", job.recipe.data.packing, bool(trainer.padding_free)),
     ]
+    if torch.distributed.is_initialized():
+        timeouts = ", ".join(f"{seconds} s" for seconds in sorted(group_timeouts()))
+        readings.append(Reading.equal("timeout", f"{job.recipe.train.ddp_timeout} s", timeouts))
     if probe is not None:
         readings.append(Reading.equal("use_cache", False, probe.use_cache))
         paths = {False: "TRL's fused head", True: "all logits, then cross-entropy"}

@@ -142,6 +142,13 @@ class Run:
         found = [path for path in self.checkpoints.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
         return max(found, key=lambda path: int(path.name.split("-")[1]), default=None)
 
+    @property
+    def after_an_end(self) -> str:
+        """What the next start does, as a sentence without its full stop."""
+        checkpoint = self.last_checkpoint()
+        what = f"goes on from {checkpoint.name}" if checkpoint else "starts it again: there is no checkpoint yet"
+        return f"The same command {what}"
+
 
 def find_run(path: Path) -> Run:
     """The run in a folder that the user named.
@@ -230,7 +237,7 @@ def _make(folder: Path, name: str | None) -> Run:
     raise RunError(f"{folder / names[0]} {_TAKEN}")
 
 
-def _unfinished(job: Job) -> Run | None:
+def unfinished_run(job: Job) -> Run | None:
     """The run of the same job that a start goes on with, where there is one."""
     recipe = job.recipe
     run = Run(_folder(job) / (recipe.tracking.run_name or "latest"))
@@ -275,7 +282,7 @@ def check_start(job: Job) -> None:
     Raises:
         RunError: The name is taken, there is nothing to resume, or the unfinished run cannot go on like this.
     """
-    run, name = _unfinished(job), job.recipe.tracking.run_name
+    run, name = unfinished_run(job), job.recipe.tracking.run_name
     if run is None:
         if job.recipe.train.resume == "must":
             raise RunError(f"train.resume=must, and {_folder(job)} has no unfinished run of this recipe.")
@@ -314,7 +321,7 @@ def open_run(job: Job) -> Run:
         RunError: The name is taken, the folder cannot be written, or there is nothing to resume where the recipe says
             it must be.
     """
-    run = _unfinished(job)
+    run = unfinished_run(job)
     if run is not None and _lock(run):
         return run
     if job.recipe.train.resume == "must":

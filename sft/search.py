@@ -152,14 +152,13 @@ def measure(job: Job, memory_gib: float | None) -> None:
 
     tokenizer = load_tokenizer(job.recipe)
     check_with_frameworks(job)
-    mine = prepared_data(job.recipe, job.model, list(job.overrides)) if distributed.is_first_rank() else None
-    prepared: Prepared = distributed.from_first_rank(mine)
+    prepared = distributed.from_first_rank(lambda: prepared_data(job.recipe, job.model, list(job.overrides)))
     answer = answer_file(job, prepared, memory_gib)
     steps = Steps(to_measure(job), prepared, tokenizer, memory_gib, answer.with_suffix(".jsonl"), candidates(job))
     steps.run()
-    if distributed.is_first_rank():
-        write_answer(answer, job.hardware.device, steps.limit, steps.measured)
-    distributed.wait_for_all()
+    with distributed.met_at_the_end():
+        if distributed.is_first_rank():
+            write_answer(answer, job.hardware.device, steps.limit, steps.measured)
     distributed.leave_group()
 
 

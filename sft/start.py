@@ -71,10 +71,7 @@ def start_run(job: Job) -> Start:
     Raises:
         UserError: The data or the run's folder cannot be used.
     """
-    started = _start(job) if distributed.is_first_rank() else None
-    shared: Start | None = distributed.from_first_rank(started)
-    assert shared is not None
-    return shared
+    return distributed.from_first_rank(lambda: _start(job))
 
 
 def _start(job: Job) -> Start:

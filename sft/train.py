@@ -24,7 +24,9 @@ from sft import distributed
 from sft.errors import RecipeError, run_main
 from sft.finish import become_finish
 from sft.job import Job, open_job
+from sft.lost_ranks import told_of_lost_ranks
 from sft.plan import print_plan
+from sft.preflight import check_ranks
 from sft.run_directory import Run, write_json
 from sft.show import summary_lines
 from sft.start import Start, begin_data, start_run, wait_for_data
@@ -37,12 +39,13 @@ def main(argv: Sequence[str]) -> None:
     recipe_path, overrides = parse_command_line(argv)
     job = open_job(recipe_path, overrides, distributed.job_hardware())
     data = begin_data(job)
-    with uncollected():
+    with uncollected(), told_of_lost_ranks(job.recipe, "the processes met"):
         enter(job)
         check_with_frameworks(job)
     wait_for_data(job, data)
     tokenizer = load_tokenizer(job.recipe)
-    start = start_run(job)
+    with told_of_lost_ranks(job.recipe, "the first one prepared the data"):
+        start = start_run(job)
     with recorded(start.run):
         train(job.with_data(start.prepared.facts(), start.searched), start, tokenizer)
     finish_trackers(job.recipe.tracking)
@@ -79,14 +82,19 @@ def uncollected() -> Iterator[None]:
 
 
 def enter(job: Job) -> None:
-    """Join the other ranks."""
+    """Join the other ranks, and compare them."""
+    join(job)
+    check_ranks(job)
+
+
+def join(job: Job) -> None:
+    """Become one of the job's ranks."""
     uses_gpu = job.hardware.gpu is not None
     distributed.settle_environment(job.deepspeed is not None, uses_gpu)
     distributed.quiet_frameworks()
     distributed.check_devices(job.hardware)
     offloads = job.fsdp is not None and job.fsdp.offload_params
-    distributed.join_group(job.deepspeed is not None, uses_gpu, offloads)
-    distributed.check_same_plan(job.plan.settings())
+    distributed.join_group(job.deepspeed is not None, uses_gpu, job.recipe.train.ddp_timeout, offloads)
 
 
 def check_with_frameworks(job: Job) -> None:
@@ -128,11 +136,7 @@ def recorded(run: Run) -> Iterator[None]:
             with suppress(OSError):  # on a full disk the error itself matters more than its record
                 run.update(status=status, error=f"{type(error).__name__}: {error}"[:2000])
             if status == "interrupted":
-                checkpoint = run.last_checkpoint()
-                where = (
-                    f"goes on from {checkpoint.name}" if checkpoint else "starts it again: there is no checkpoint yet"
-                )
-                print(f"\nInterrupted. The same command {where}.", file=sys.stderr)
+                print(f"\nInterrupted. {run.after_an_end}.", file=sys.stderr)
         if isinstance(error, KeyboardInterrupt):
             raise SystemExit(130) from None
         raise
@@ -164,9 +168,11 @@ def train(job: Job, start: Start, tokenizer: Any) -> None:
         callback.trainer = trainer
     checkpoint = run.last_checkpoint()
     started = time.monotonic()
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    with told_of_lost_ranks(job.recipe, lambda: f"step {trainer.state.global_step + 1} was trained", run):
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     seconds = time.monotonic() - started
-    write_final(trainer, job, run, tokenizer)
+    with told_of_lost_ranks(job.recipe, "final/ was written", run):
+        write_final(trainer, job, run, tokenizer)
     if distributed.is_first_rank():
         record_end(run, seconds, held_out.before if held_out else None)
     say(f"Trained {trainer.state.global_step} steps in {seconds:.0f} s: {run.final}")
@@ -238,15 +244,15 @@ def write_final(trainer: Any, job: Job, run: Run, tokenizer: Any) -> None:
     from sft.trainer import save_final
 
     work = run.path / ".final"
-    if distributed.is_first_rank():
-        shutil.rmtree(work, ignore_errors=True)
-    distributed.wait_for_all()
-    save_final(trainer, job, work)
-    distributed.wait_for_all()
-    if distributed.is_first_rank():
-        _complete_final(job, run, tokenizer, work)
-    # Merging takes minutes; nobody leaves the group before.
-    distributed.wait_for_all()
+    with distributed.met_at_the_end():
+        if distributed.is_first_rank():
+            shutil.rmtree(work, ignore_errors=True)
+    # Writing takes long on one rank, and merging on the first; nobody leaves the group before.
+    with distributed.met_at_the_end():
+        save_final(trainer, job, work)
+    with distributed.met_at_the_end():
+        if distributed.is_first_rank():
+            _complete_final(job, run, tokenizer, work)
 
 
 def _complete_final(job: Job, run: Run, tokenizer: Any, work: Path) -> None:

@@ -79,6 +79,8 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "max_length": recipe.sequence_length,
         "packing": recipe.data.packing,
         "packing_strategy": "bfd",
+        # For a group that transformers would make; sft/distributed.py has made the one of all ranks.
+        "ddp_timeout": train.ddp_timeout,
         # The documents come tokenized, masked and packed; TRL's own preparation is not needed.
         "dataset_kwargs": {"skip_prepare_dataset": True},
         # Every weight of a causal language model is used; looking for unused ones costs a walk of the graph each step.
@@ -121,7 +123,7 @@ SECOND_WAYS = {
     "data_seed": "train.seed",
     "dataloader_drop_last": "the plan: no row is dropped",
     "ddp_backend": "the launcher",
-    "ddp_timeout": "the launcher",
+    "ddp_timeout": "train.ddp_timeout",
     "dataset_num_proc": "the data, which is prepared before the trainer",
     "dataset_text_field": "data.train",
     "do_eval": "data.held_out and train.eval_steps",

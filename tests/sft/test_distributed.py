@@ -1,10 +1,15 @@
 import os
 import socket
+from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
+import torch
+from torch.distributed import distributed_c10d
 
+from sft import distributed
 from sft.distributed import free_port, is_first_rank, job_hardware, settle_environment
-from sft.errors import PlanError
+from sft.errors import DataError, PlanError
 
 
 @pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
@@ -36,3 +41,41 @@ def test_one_process_started_by_hand_is_one_rank(monkeypatch: pytest.MonkeyPatch
 def test_a_free_port_can_be_bound() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", free_port()))
+
+
+@pytest.fixture
+def _group_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        # Put back at the end; a build without NCCL has none.
+        monkeypatch.setattr(distributed_c10d, name, timedelta(minutes=10))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    distributed._limit_waiting(33)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.leave_group()
+
+
+@pytest.mark.usefixtures("_group_of_one")
+def test_groups_that_are_made_without_a_timeout_have_the_recipes() -> None:
+    """DeepSpeed's are made so, and the device mesh's."""
+    torch.distributed.new_group([0])
+    assert distributed.group_timeouts() == {33}
+    assert distributed_c10d._get_default_timeout("nccl").total_seconds() == 33
+
+
+@pytest.mark.parametrize("name", ["TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"])
+def test_an_environment_in_which_nccl_waits_for_ever_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "0")
+    with pytest.raises(PlanError, match=f"{name}=0.*Unset it"):
+        distributed._limit_waiting(33)
+
+
+def test_a_single_process_does_the_first_ranks_work_itself() -> None:
+    assert distributed.from_first_rank(lambda: 7) == 7
+    assert distributed.gather("here") == ["here"]
+    with pytest.raises(DataError, match="no rows"):
+        distributed.from_first_rank(_no_rows)
+
+
+def _no_rows() -> int:
+    raise DataError("no rows")

@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import PartialState
-from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from sft.architecture import Architecture, read_architecture
-from sft.batches import StepOrder
 from sft.errors import PlanError
 from sft.facts import ModelFacts
 from sft.formats import IGNORED
@@ -219,35 +216,3 @@ def test_what_is_not_divided_stays_as_it_is() -> None:
     assert part_of(steps, weight) is steps
     torch.testing.assert_close(whole(weight), weight)
     assert whole("name") == "name"
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_order_that_is_skipped_into_is_that_of_its_epoch(ranks: int) -> None:
-    # accelerate's set_epoch stops at the batches that are dealt to ranks; the trainer gives the data one that it calls instead.
-    PartialState(cpu=True)
-    order = StepOrder(16, 0, 0)
-    rows = Rows(16)
-    rows.set_epoch = order.set_epoch
-    loader = prepare_data_loader(
-        torch.utils.data.DataLoader(rows, batch_size=2, sampler=order),
-        num_processes=ranks,
-        process_index=0,
-        put_on_device=False,
-    )
-    skip_first_batches(loader, 1).set_epoch(1)
-    assert order.epoch == 1
-
-
-class Rows(torch.utils.data.Dataset[int]):
-    """As many numbers."""
-
-    set_epoch: Callable[[int], None]
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, number: int) -> int:
-        return number

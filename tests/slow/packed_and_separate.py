@@ -170,7 +170,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     distributed.settle_environment(engine == "zero2", False)
     distributed.quiet_frameworks()
-    distributed.join_group(engine == "zero2", False)
+    distributed.join_group(engine == "zero2", False, 60)
     attention.register()
     rank = torch.distributed.get_rank()
     tokenizer = AutoTokenizer.from_pretrained(make_demo(folder / str(rank)).model)

@@ -35,23 +35,3 @@ def test_the_live_engine_has_the_planned_buckets(
             assert told[key] == value, key
     assert "reduce_bucket_size" in planned
     assert ("stage3_prefetch_bucket_size" in planned) == (stage == 3)
-
-
-PROGRAM = """
-import os
-from sft import distributed
-from sft.errors import PlanError
-distributed.join_group(False, False)
-distributed.check_same_plan({"engine": "DDP"})
-try:
-    distributed.check_same_plan({"engine": "DDP", "micro_batch_size": int(os.environ["RANK"])})
-    assert os.environ["RANK"] == "0"
-except PlanError as error:
-    assert "Rank 1" in str(error) and "micro_batch_size: 0 there, 1 here" in str(error), error
-distributed.leave_group()
-"""
-
-
-def test_ranks_that_plan_differently_say_so(tmp_path: Path, command: Callable[..., object]) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    command([*TORCHRUN, tmp_path / "program.py"], PYTHONPATH=str(REPOSITORY))
