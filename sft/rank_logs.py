@@ -270,7 +270,8 @@ def _wait_for_the_reason() -> None:
     # The launcher ends this process meanwhile, where the one that is gone was of this machine.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     deadline = time.monotonic() + _PATIENCE
-    while time.monotonic() < deadline and seen_ending(os.getppid()) is None:
-        if _voice.run is not None and (_voice.run / "logs" / ENDING).exists():
-            return
+    while time.monotonic() < deadline:
         time.sleep(0.2)
+        if seen_ending(os.getppid()) or (_voice.run is not None and read_ending(_voice.run / "logs" / ENDING)):
+            time.sleep(1.0)  # the launcher hears of the first one first
+            return

@@ -90,15 +90,15 @@ def check_port(layout: Layout) -> None:
     Raises:
         PlanError: It is taken.
     """
-    if layout.node_rank != 0 or (layout.nodes == 1 and "MASTER_PORT" not in os.environ):
+    if layout.ranks == 1 or layout.node_rank != 0 or (layout.nodes == 1 and "MASTER_PORT" not in os.environ):
         return
     try:
         with socket.create_server(("", layout.master_port)):
             pass
     except OSError as error:
         raise PlanError(
-            f"MASTER_PORT={layout.master_port} cannot be listened on here ({error.strerror}): another job uses it, or did until just "
-            f"now. Set another MASTER_PORT{' on every machine' if layout.nodes > 1 else ', or none: a free one is taken then'}."
+            f"MASTER_PORT={layout.master_port} cannot be listened on here ({os.strerror(error.errno or 0)}): another job uses it, or did until "
+            f"just now. Set another MASTER_PORT{' on every machine' if layout.nodes > 1 else ', or none: a free one is taken then'}."
         ) from None
 
 
@@ -172,13 +172,19 @@ def _status(exitcode: int) -> int:
 
 
 def first_failure(failures: Mapping[int, Any]) -> int:
-    """The rank that failed first: torchrun ends the others, and counts those among the failed that are quick to go.
+    """The rank that failed first: torchrun ends the others, and counts those that are quick to go among the failed.
 
     Args:
         failures: torchrun's, by rank.
     """
-    ended = (-signal.SIGTERM, 128 + signal.SIGTERM)
-    return min(failures, key=lambda rank: (failures[rank].exitcode in ended, failures[rank].timestamp, rank))
+
+    def order(rank: int) -> tuple[bool, bool, bool, int, int]:
+        failure = failures[rank]
+        ended = failure.exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM)
+        # A rank that lost another ends with status 1, of which torchrun may hear in the same moment.
+        return ended, failure.exitcode not in FINAL, failure.exitcode >= 0, failure.timestamp, rank
+
+    return min(failures, key=order)
 
 
 def _record_failure() -> None:

@@ -30,8 +30,8 @@ class Failure(TrainerCallback):  # type: ignore[misc]
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "segfault": signal.SIGSEGV}[self.how])
 
 
-rank, step, how, starts = sys.argv[1:5]
-sys.argv[1:5] = []
+words = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]  # the deepspeed launcher's
+rank, step, how, starts, *sys.argv[1:] = words
 measurements = train.measurements
 
 
