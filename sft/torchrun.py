@@ -97,8 +97,8 @@ def check_port(layout: Layout) -> None:
             pass
     except OSError as error:
         raise PlanError(
-            f"MASTER_PORT={layout.master_port} cannot be listened on here ({os.strerror(error.errno or 0)}): another job uses it, or did until "
-            f"just now. Set another MASTER_PORT{' on every machine' if layout.nodes > 1 else ', or none: a free one is taken then'}."
+            f"MASTER_PORT={layout.master_port} cannot be listened on here ({os.strerror(error.errno or 0)}): another job uses it, or did "
+            f"until just now. Set another MASTER_PORT{' on every machine' if layout.nodes > 1 else ', or none: a free one is taken then'}."
         ) from None
 
 
@@ -214,19 +214,23 @@ def _watch_failures(kills: OutOfMemoryKills) -> None:
     class Agent(agent):  # type: ignore[misc]
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result: RunResult = super()._monitor_workers(worker_group)
+            self.has_failed = result.is_failed()
             if result.is_failed():
                 first = first_failure(result.failures)
                 if any(failure.exitcode in FINAL for failure in result.failures.values()):
                     self._remaining_restarts = 0
                 tell_failure(first, result.failures[first].exitcode, kills)
                 if self._remaining_restarts > 0:
-                    done = worker_group.spec.max_restarts - self._remaining_restarts
-                    print(
-                        f"Starting all processes again, {done + 1} of {worker_group.spec.max_restarts}.",
-                        file=sys.stderr,
-                    )
-                    shutil.rmtree(launched_folder(os.getpid()), ignore_errors=True)
+                    most = worker_group.spec.max_restarts
+                    number = most - self._remaining_restarts + 1
+                    print(f"Starting all processes again, {number} of {most}.", file=sys.stderr)
             return result
+
+        def _restart_workers(self, worker_group: WorkerGroup) -> None:
+            if not self.has_failed:
+                tell_of_another_machine()
+            shutil.rmtree(launched_folder(os.getpid()), ignore_errors=True)
+            super()._restart_workers(worker_group)
 
     vars(api)["LocalElasticAgent"] = Agent
 
@@ -249,3 +253,11 @@ def tell_failure(rank: int, exitcode: int, kills: OutOfMemoryKills) -> None:
     name = signal.Signals(number).name if number in list(signal.Signals) else "unknown"
     text = f"was ended by signal {number} ({name}){kills.explanation() if number == signal.SIGKILL else ''}; the others are stopped."
     Ending.of(rank, text).claim(os.getpid())
+
+
+def tell_of_another_machine() -> None:
+    """Say why all processes start again though none of this machine has failed."""
+    run = written_run(os.getpid())
+    ending = read_ending(run / "logs" / ENDING) if run else None
+    text = f"\n{ending.text}" if ending else ""
+    print(f"{text}\nAnother machine of the job starts its processes again, and this one does too.", file=sys.stderr)
