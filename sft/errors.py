@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import NoReturn
 
+from sft.rank_logs import is_rank, tell_crash, tell_lost, tell_message
+
+EXIT_CRASHED = 1
 EXIT_USER_ERROR = 2
 EXIT_LOST_RANK = 1
 """Not 2: nothing has to be changed before the same command can go on, so that a scheduler may start it again."""
@@ -103,39 +105,56 @@ def _disk_was_full(error: BaseException | None) -> bool:
     return False
 
 
-def _tell(message: str) -> None:
-    # A launcher stops all ranks when one has ended. Where all have the same to say, the first of the machine says it and
-    # ends the others while they wait; what only another one knows, it says itself.
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(10)
-    print(f"\n{message}", file=sys.stderr, flush=True)
+def _port_was_taken(error: BaseException) -> bool:
+    return type(error).__name__ == "DistNetworkError" and "EADDRINUSE" in str(error)
+
+
+def _known_mistake(error: BaseException) -> str | None:
+    """What is wrong, where an error of a library is known to be no bug."""
+    if _disk_was_full(error):
+        return "The disk is full. Free some space, or set output_dir to another disk. What was complete is kept."
+    if _port_was_taken(error):
+        return (
+            f"MASTER_PORT={os.environ.get('MASTER_PORT')} is taken on this machine: by another job, or by a second process that was also "
+            "started as RANK=0. Set another MASTER_PORT for all processes of this job, and give each a RANK of its own."
+        )
+    return None
 
 
 @contextmanager
 def users_mistakes_end_cleanly() -> Iterator[None]:
     """Show a UserError as its message alone and exit with status 2; Ctrl-C ends without a traceback too.
 
-    Only the first rank of a machine speaks.
+    Of the ranks of a job only the first to end is shown, a bug with its traceback: see sft/rank_logs.py.
     """
     try:
         yield
     except UserError as error:
-        _tell(str(error))
+        tell_message(str(error))
         stop(EXIT_USER_ERROR)
     except LostRank as error:
-        _tell(str(error))
+        tell_lost(str(error))
         stop(EXIT_LOST_RANK)
     except BrokenPipeError:
         # `--show 100 | head`: the reader has seen enough. What is still in the buffer goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         stop(0)
     except Exception as error:
-        if not _disk_was_full(error):
+        mistake = _known_mistake(error)
+        if mistake is not None:
+            tell_message(mistake)
+            stop(EXIT_USER_ERROR)
+        if not is_rank():
             raise
-        _tell("The disk is full. Free some space, or set output_dir to another disk. What was complete is kept.")
-        stop(EXIT_USER_ERROR)
+        tell_crash(error)
+        stop(EXIT_CRASHED)
     except KeyboardInterrupt:
         stop(EXIT_INTERRUPTED)
+    except SystemExit as ending:
+        # A rank that is still in its group would abort where Python takes it apart.
+        if is_rank() and isinstance(ending.code, int):
+            stop(ending.code)
+        raise
 
 
 def run_main(main: Callable[[list[str]], None]) -> None:

@@ -61,6 +61,29 @@ class Hardware:
 
 def visible_gpus() -> list[Gpu]:
     """The GPUs that this process may use, by nvidia-smi; none where there is no driver. Honours CUDA_VISIBLE_DEVICES."""
+    gpus = _all_gpus()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [gpu for _, gpu in gpus.values()]
+    chosen = []
+    for entry in _entries(visible):
+        match = _matching(entry, gpus)
+        if not match:  # CUDA ignores the first entry that it does not know and all after it
+            break
+        chosen.append(match[0])
+    return chosen
+
+
+def unknown_gpus() -> tuple[list[str], int]:
+    """What CUDA_VISIBLE_DEVICES names and is not there, and how many GPUs are. `-1` and `` stand for none and are no mistake."""
+    gpus, visible = _all_gpus(), _entries(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    if not gpus or visible[:1] in ([], ["-1"], ["NoDevFiles"]):
+        return [], len(gpus)
+    return [entry for entry in visible if not _matching(entry, gpus)], len(gpus)
+
+
+def _all_gpus() -> dict[str, tuple[str, Gpu]]:
+    """By index: the UUID and what it is."""
     try:
         output = subprocess.run(
             ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits"],
@@ -70,26 +93,24 @@ def visible_gpus() -> list[Gpu]:
             timeout=30,
         ).stdout
     except (OSError, subprocess.SubprocessError):
-        return []
+        return {}
     rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines() if line.strip()]
-    gpus = {
+    return {
         index: (uuid, Gpu(name, _memory_gib(mib), float(capability))) for index, uuid, name, mib, capability in rows
     }
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return [gpu for _, gpu in gpus.values()]
-    chosen = []
-    for entry in filter(None, (part.strip() for part in visible.split(","))):
-        # A slice of a GPU (MIG) is not in this list; it is taken for a whole one of its kind.
-        match = [
-            gpu
-            for index, (uuid, gpu) in gpus.items()
-            if entry == index or uuid.startswith(entry) or entry.startswith("MIG-")
-        ]
-        if not match:  # CUDA ignores the first entry that it does not know and all after it
-            break
-        chosen.append(match[0])
-    return chosen
+
+
+def _entries(visible: str) -> list[str]:
+    return [entry for part in visible.split(",") if (entry := part.strip())]
+
+
+def _matching(entry: str, gpus: dict[str, tuple[str, Gpu]]) -> list[Gpu]:
+    # A slice of a GPU (MIG) is not in this list; it is taken for a whole one of its kind.
+    return [
+        gpu
+        for index, (uuid, gpu) in gpus.items()
+        if entry == index or uuid.startswith(entry) or entry.startswith("MIG-")
+    ]
 
 
 def _memory_gib(mebibytes: str) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -23,8 +22,6 @@ _SIGNS = (
     "network is unreachable",
     "pair closure",
 )
-_NOTICE = 5.0
-"""Seconds in which a launcher notices that a process of this machine has ended, and ends the others."""
 
 
 def is_lost(error: BaseException) -> bool:
@@ -72,9 +69,6 @@ def told_of_lost_ranks(recipe: Recipe, doing: str | Callable[[], str], run: Run 
     except RuntimeError as error:
         if not is_lost(error):
             raise
-        if "closed" in str(error) or "reset" in str(error):
-            # Where it was a process of this machine the launcher names it, and ends this one before it speaks.
-            time.sleep(_NOTICE)
         phrase = doing if isinstance(doing, str) else doing()
         remedy = run.after_an_end if run else "The same command starts it again"
         raise LostRank(lost_rank_message(error, phrase, recipe.train.ddp_timeout, remedy)) from error

@@ -12,6 +12,7 @@ from sft.errors import RunError
 from sft.job import Job
 from sft.prepare import begin_preparation, prepared_data
 from sft.prepared import Prepared
+from sft.rank_logs import forget_ending
 from sft.resolved import Searched
 from sft.run_directory import Run, check_start, open_run, record_start, write_json
 from sft.search_cache import find_answer
@@ -78,6 +79,7 @@ def _start(job: Job) -> Start:
     check_start(job)
     prepared = prepared_data(job.recipe, job.model, _command(job))
     run = open_run(job)
+    forget_ending(run.path)
     earlier = run.record.get("data_fingerprint") if (run.path / "run.json").exists() else None
     if earlier not in (None, prepared.fingerprint) and run.last_checkpoint():
         raise RunError(

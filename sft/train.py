@@ -20,10 +20,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from sft import distributed
+from sft import distributed, rank_logs
 from sft.errors import RecipeError, run_main
 from sft.finish import become_finish
 from sft.job import Job, open_job
+from sft.launch_checks import check_rank_variables
 from sft.lost_ranks import told_of_lost_ranks
 from sft.plan import print_plan
 from sft.preflight import check_ranks
@@ -36,6 +37,8 @@ from sft.tracking import finish_trackers, set_up_trackers
 
 def main(argv: Sequence[str]) -> None:
     """Train one recipe: the table of contents."""
+    check_rank_variables()
+    rank_logs.begin()
     recipe_path, overrides = parse_command_line(argv)
     job = open_job(recipe_path, overrides, distributed.job_hardware())
     data = begin_data(job)
@@ -46,6 +49,7 @@ def main(argv: Sequence[str]) -> None:
     tokenizer = load_tokenizer(job.recipe)
     with told_of_lost_ranks(job.recipe, "the first one prepared the data"):
         start = start_run(job)
+    rank_logs.move_to(start.run.path)
     with recorded(start.run):
         train(job.with_data(start.prepared.facts(), start.searched), start, tokenizer)
     finish_trackers(job.recipe.tracking)

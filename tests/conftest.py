@@ -29,7 +29,11 @@ train: {global_batch_size: 8}
 def _a_plain_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offline, nothing that a launcher or a cluster has set, and no GPU but for the tests that need one."""
     launched = ("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
-    for name in [*launched, "LOCAL_WORLD_SIZE", *(name for name in os.environ if name.startswith("SLURM_"))]:
+    for name in [
+        *launched,
+        "LOCAL_WORLD_SIZE",
+        *(name for name in os.environ if name.startswith(("SLURM_", "PET_", "SKYPILOT_"))),
+    ]:
         monkeypatch.delenv(name, raising=False)
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -33,19 +33,6 @@ def test_our_own_bug_keeps_its_traceback() -> None:
         _ = 1 / 0
 
 
-def test_the_first_rank_of_a_machine_speaks_before_the_others(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    waited: list[float] = []
-    monkeypatch.setattr("time.sleep", lambda seconds: waited.append(seconds) or capsys.readouterr().err == "" or 1 / 0)
-    for rank, told in (("0", 0), ("1", 1)):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        with pytest.raises(SystemExit) as stop, users_mistakes_end_cleanly():
-            raise RecipeError("train.seed is wrong")
-        assert (stop.value.code, capsys.readouterr().err.strip()) == (2, "train.seed is wrong")
-        assert len(waited) == told
-
-
 def test_main_gets_the_words_after_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["sft.launch", "a.yaml", "train.seed=1"])
     given: list[str] = []

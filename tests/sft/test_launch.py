@@ -4,6 +4,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,16 @@ import pytest
 from sft.errors import DataError, PlanError, RecipeError
 from sft.hardware import Hardware
 from sft.job import Job, open_job
-from sft.launch import DEFAULT_RECIPE, Layout, main, parse_command_line, read_layout, torchrun_arguments
+from sft.launch import DEFAULT_RECIPE, main, parse_command_line
+from sft.layout import Layout, expanded, read_layout
 from sft.start import begin_data, wait_for_data
+from sft.torchrun import choose_rendezvous, first_failure, torchrun_arguments
 
 PROGRAM = ["-m", "sft.train", "a.yaml", "train.seed=1"]
 
 
 def set_all(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    for word in text.split():
+    for word in text.split(" ") if text else []:
         name, _, value = word.partition("=")
         monkeypatch.setenv(name, value)
 
@@ -44,6 +47,20 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("NPROC=4 SLURM_NNODES=2 SLURM_NODEID=1 SLURM_JOB_NODELIST=node[07-08]", Layout(4, 2, 1, "node07")),
         ("SLURM_NNODES=2 SLURM_NODEID=0 MASTER_ADDR=other SLURM_JOB_NODELIST=node[07-08]", Layout(1, 2, 0, "other")),
         ("SLURM_NNODES=1 SLURM_NODEID=0 SLURM_JOB_NODELIST=node07", Layout(1)),
+        ("SLURM_NNODES=4 SLURM_STEP_NUM_NODES=1 SLURM_NODEID=0", Layout(1)),  # a step on one machine of four
+        (
+            "SLURM_NNODES=2 SLURM_NODEID=0 SLURM_JOB_NODELIST=node[07-08] SLURM_JOB_ID=51234",
+            Layout(1, 2, 0, "node07", 21234),
+        ),
+        ("PET_NNODES=2 PET_NODE_RANK=1 MASTER_ADDR=m MASTER_PORT=23456", Layout(1, 2, 1, "m", 23456)),
+        (
+            "PET_NNODES=2 PET_NODE_RANK=1 PET_MASTER_ADDR=m PET_MASTER_PORT=7 PET_NPROC_PER_NODE=4",
+            Layout(4, 2, 1, "m", 7),
+        ),
+        ("PET_NNODES=1 PET_NODE_RANK=0 PET_NPROC_PER_NODE=auto", Layout(1)),
+        ("SKYPILOT_NUM_NODES=2 SKYPILOT_NODE_RANK=1 SKYPILOT_NODE_IPS=10.0.0.1\n10.0.0.2", Layout(1, 2, 1, "10.0.0.1")),
+        ("SKYPILOT_NUM_NODES=1 SKYPILOT_NODE_RANK=0", Layout(1)),
+        ("NPROC=auto", Layout(1)),
         ("NNODES=1 SLURM_NNODES=2 SLURM_NODEID=1", Layout(1)),  # what the user says counts before what Slurm says
     ],
 )
@@ -81,6 +98,56 @@ def test_a_number_of_processes_that_makes_no_sense_is_told(
         read_layout()
 
 
+@pytest.mark.parametrize(
+    ("nodelist", "hosts"),
+    [
+        ("node07", ["node07"]),
+        ("a,b", ["a", "b"]),
+        ("node[01-03,07]", ["node01", "node02", "node03", "node07"]),
+        ("gpu[9-11],login", ["gpu9", "gpu10", "gpu11", "login"]),
+        ("r[1-2]n[01-02]", ["r1n01", "r1n02", "r2n01", "r2n02"]),
+        ("n[1,3]-ib.cluster", ["n1-ib.cluster", "n3-ib.cluster"]),
+        ("", []),
+        ("n[a-b]", []),
+    ],
+)
+def test_a_list_of_machines_is_read_as_slurm_writes_it(nodelist: str, hosts: list[str]) -> None:
+    assert list(expanded(nodelist)) == hosts
+
+
+def test_the_first_machine_is_known_without_slurms_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    set_all(monkeypatch, "SLURM_NNODES=3 SLURM_NODEID=2 SLURM_JOB_NODELIST=gpu[08-10]")
+    assert read_layout().master_address == "gpu08"
+
+
+def test_machines_that_start_again_meet_by_c10d() -> None:
+    assert choose_rendezvous(Layout(8, 2), None, 0) == "static"
+    assert choose_rendezvous(Layout(8, 2), None, 3) == "c10d"
+    assert choose_rendezvous(Layout(8, 2), "c10d", 0) == "c10d"
+
+
+@dataclass
+class Failed:
+    exitcode: int
+    timestamp: int = 5
+
+
+@pytest.mark.parametrize(
+    ("failures", "first"),
+    [
+        ({0: Failed(1), 1: Failed(1)}, 0),
+        ({0: Failed(143), 1: Failed(-9)}, 1),  # torchrun has ended rank 0 itself
+        ({0: Failed(-15), 2: Failed(7)}, 2),
+        ({0: Failed(1), 1: Failed(2)}, 1),  # rank 0 has lost rank 1, which had a mistake to tell
+        ({0: Failed(1), 1: Failed(-11)}, 1),
+        ({0: Failed(7, 6), 1: Failed(7, 5)}, 1),
+    ],
+)
+def test_of_all_that_failed_the_first_is_the_one_that_was_not_ended(failures: dict[int, Failed], first: int) -> None:
+    assert first_failure(failures) == first
+
+
 def test_torchrun_on_one_machine_takes_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torchrun_arguments(Layout(2), PROGRAM) == ["--standalone", "--nproc-per-node", "2", *PROGRAM]
     monkeypatch.setenv("MASTER_PORT", "4242")
@@ -95,6 +162,9 @@ def test_torchrun_understands_what_it_is_called_with() -> None:
     assert (understood.master_addr, understood.master_port) == ("host0", 4242)
     assert understood.module
     assert (understood.training_script, understood.training_script_args) == ("sft.train", ["a.yaml", "train.seed=1"])
+    again = parse_args(torchrun_arguments(Layout(8, 2, 1, "127.0.0.1", 4242), PROGRAM, "c10d", 3))
+    assert (again.rdzv_backend, again.rdzv_endpoint, again.max_restarts) == ("c10d", "127.0.0.1:4242", 3)
+    assert (again.rdzv_conf, again.local_addr, again.training_script) == ("is_host=0", "127.0.0.1", "sft.train")
     alone = parse_args(torchrun_arguments(Layout(2), PROGRAM))
     assert (alone.standalone, alone.nproc_per_node, alone.training_script) == (True, "2", "sft.train")
 

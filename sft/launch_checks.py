@@ -1,0 +1,86 @@
+"""Mistakes of launching that would otherwise train something else, or hang. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from sft.errors import PlanError
+from sft.hardware import unknown_gpus
+from sft.layout import Layout, whole_number
+
+_LAUNCHERS = {
+    "TORCHELASTIC_RUN_ID": "torchrun or accelerate launch",
+    "OMPI_COMM_WORLD_RANK": "mpirun",
+    "LOCAL_RANK": "a launcher",
+}
+
+
+def check_started_once() -> None:
+    """Refuse a launcher around this launcher: each of its processes would start a whole job.
+
+    Raises:
+        PlanError: There is one, or it has left its variables behind.
+    """
+    for name, launcher in _LAUNCHERS.items():
+        if name in os.environ:
+            raise PlanError(
+                f"{name}={os.environ[name]} is set: {launcher} has started this, and each of its processes would start a whole "
+                "job. Run bash scripts/sft.sh by itself, it starts one process for each GPU; or have the launcher start -m sft.train. "
+                f"Where it is a leftover: unset {name}."
+            )
+
+
+def check_visible_gpus() -> None:
+    """Refuse names of GPUs that are not there: CUDA would use those before the first of them, and say nothing.
+
+    Raises:
+        PlanError: CUDA_VISIBLE_DEVICES names such a GPU.
+    """
+    unknown, count = unknown_gpus()
+    if unknown:
+        there = f"{count} GPU{'s' if count > 1 else ''}, number 0" + (f" to {count - 1}" if count > 1 else "")
+        raise PlanError(
+            f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}: there is no GPU {', '.join(unknown)} here; this machine has "
+            f"{there}. Name those that are there, or unset it for all."
+        )
+
+
+def check_address(layout: Layout) -> None:
+    """Refuse a name of the first machine that nobody knows, at once. In Kubernetes such a name may take a minute to be known.
+
+    Raises:
+        PlanError: It has no address.
+    """
+    if layout.nodes == 1 or "KUBERNETES_SERVICE_HOST" in os.environ or "PET_NNODES" in os.environ:
+        return
+    try:
+        socket.getaddrinfo(layout.master_address, layout.master_port)
+    except OSError as error:
+        raise PlanError(
+            f"MASTER_ADDR={layout.master_address}: no address is known for that name here ({error.strerror}). Set it to the first "
+            "machine's name or address, as this machine sees it (on the first: hostname -I)."
+        ) from None
+
+
+def check_rank_variables() -> None:
+    """Refuse a part of the variables that a launcher sets: the ranks would never meet, or train alone.
+
+    Raises:
+        PlanError: One is missing or does not fit.
+    """
+    ranks = whole_number("WORLD_SIZE", 1, 1)
+    if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
+        raise PlanError(
+            f"RANK={os.environ['RANK']} is set, and WORLD_SIZE is not. Unset RANK for a single process; for several let a launcher set "
+            "both, scripts/sft.sh or torchrun."
+        )
+    if ranks == 1:
+        return
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise PlanError(
+            f"WORLD_SIZE={ranks}, and {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set. A launcher sets them in each "
+            "process: bash scripts/sft.sh, or torchrun --nproc-per-node N -m sft.train. For a single process unset WORLD_SIZE."
+        )
+    whole_number("RANK", 0, 0, ranks - 1)

@@ -1,0 +1,46 @@
+"""Train as sft.train does, and have one rank fail on the way: `torchrun ... train_and_fail.py RANK STEP HOW STARTS RECIPE ...`.
+
+HOW is raise, mistake, kill, segfault or exit; STARTS is how many starts of the job fail so.
+"""
+
+import os
+import signal
+import sys
+from typing import Any
+
+from transformers.trainer_callback import TrainerCallback
+
+from sft import train
+from sft.errors import ModelError, run_main
+
+
+class Failure(TrainerCallback):  # type: ignore[misc]
+    def __init__(self, step: int, how: str) -> None:
+        self.step, self.how = step, how
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step != self.step:
+            return
+        if self.how == "raise":
+            raise ZeroDivisionError("made by the test")
+        if self.how == "mistake":
+            raise ModelError("a mistake made by the test")
+        if self.how == "exit":
+            os._exit(7)
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "segfault": signal.SIGSEGV}[self.how])
+
+
+words = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]  # the deepspeed launcher's
+rank, step, how, starts, *sys.argv[1:] = words
+measurements = train.measurements
+
+
+def failing(*arguments: Any) -> tuple[Any, list[Any]]:
+    clock, callbacks = measurements(*arguments)
+    if os.environ["RANK"] == rank and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) < int(starts):
+        callbacks.append(Failure(int(step), how))
+    return clock, callbacks
+
+
+train.measurements = failing
+run_main(train.main)

@@ -1,0 +1,46 @@
+"""The files for clusters call the launcher, with nothing in between."""
+
+import re
+
+import pytest
+import yaml
+
+from sft.launch import parse_command_line
+from sft.recipe import REPOSITORY
+
+SCRIPTS = REPOSITORY / "scripts"
+
+
+def commands(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+
+
+@pytest.mark.parametrize(("file", "entry"), [("sft.sbatch", "scripts/sft.sh"), ("eval.sbatch", "scripts/eval.sh")])
+def test_a_slurm_script_starts_one_task_a_machine_with_the_entry_that_everybody_uses(file: str, entry: str) -> None:
+    text = (SCRIPTS / "slurm" / file).read_text()
+    last = commands(text)[-1]
+    assert last.startswith("exec srun ")
+    assert f" bash {entry} " in last
+    options = re.findall(r"^#SBATCH (--\S+)", text, flags=re.MULTILINE)
+    assert {"--requeue", "--open-mode=append"} <= set(options)
+    assert {"--ntasks-per-node=1", "--ntasks=1"} & set(options)
+
+
+def test_both_kinds_of_pod_start_the_launcher() -> None:
+    job = yaml.safe_load((SCRIPTS / "kubernetes" / "pytorchjob.yaml").read_text())
+    for kind in ("Master", "Worker"):
+        (container,) = job["spec"]["pytorchReplicaSpecs"][kind]["template"]["spec"]["containers"]
+        assert container["name"] == "pytorch"
+        assert container["command"] == ["bash", "scripts/sft.sh"]
+        understood = parse_command_line(container["args"])
+        assert (REPOSITORY / understood.recipe).is_file()
+        assert understood.overrides == ["output_dir=/outputs"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {"outputs", "shm"}
+
+
+def test_the_skypilot_task_starts_the_launcher() -> None:
+    task = yaml.safe_load((SCRIPTS / "skypilot" / "sft.yaml").read_text())
+    assert commands(task["run"]) == ['bash scripts/sft.sh "$RECIPE" "output_dir=$OUTPUT_DIR"']
+    assert commands(task["setup"]) == ["bash scripts/setup.sh"]
+    assert (REPOSITORY / task["envs"]["RECIPE"]).is_file()
+    assert task["envs"]["OUTPUT_DIR"] in task["file_mounts"]

@@ -1,0 +1,148 @@
+"""What newcomers do wrong when they launch: one message each, with the value and the remedy, before anything heavy is imported."""
+
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sft.errors import EXIT_USER_ERROR, users_mistakes_end_cleanly
+from sft.launch import main
+from sft.train import main as train
+
+TWO_GPUS = "0, GPU-aaaa, NVIDIA H100, 81559, 9.0\n1, GPU-bbbb, NVIDIA H100, 81559, 9.0"
+Tell = Callable[..., str]
+
+
+@pytest.fixture
+def tell(recipe_file: Path, outputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Tell:
+    """Launch with an environment, and get the one message."""
+
+    def stop(status: int) -> None:
+        raise SystemExit(status)
+
+    # A rank of several ends so.
+    monkeypatch.setattr(os, "_exit", stop)
+
+    def told(environment: str, *words: str, program: Callable[[list[str]], None] = main) -> str:
+        for word in environment.split():
+            name, _, value = word.partition("=")
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as ended, users_mistakes_end_cleanly():
+            program([str(recipe_file), f"output_dir={outputs}", *words])
+        assert ended.value.code == EXIT_USER_ERROR
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.err
+        assert printed.out == ""
+        return printed.err
+
+    return told
+
+
+@pytest.fixture
+def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ncat <<END\n{TWO_GPUS}\nEND\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    with socket.create_server(("", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("environment", "value", "remedy"),
+    [
+        ("NPROC=0", "NPROC=0", "at least 1"),
+        ("NPROC=abc", "NPROC=abc", "whole number"),
+        ("NNODES=2", "NNODES=2, and NODE_RANK is not set", "Set it to 0 on the first machine"),
+        ("NNODES=2 NODE_RANK=1", "MASTER_ADDR is not set", "on every machine"),
+        ("NNODES=2 NODE_RANK=2 MASTER_ADDR=localhost", "NODE_RANK=2 with NNODES=2", "from 0 to 1"),
+        (
+            "NNODES=2 NODE_RANK=1 MASTER_ADDR=no-such-host.invalid",
+            "MASTER_ADDR=no-such-host.invalid: no address",
+            "Set it to the first machine's name",
+        ),
+        ("LOCAL_RANK=1 RANK=1", "LOCAL_RANK=1 is set", "Run bash scripts/sft.sh by itself"),
+        ("TORCHELASTIC_RUN_ID=7 LOCAL_RANK=0", "torchrun or accelerate launch has started this", "by itself"),
+        ("OMPI_COMM_WORLD_RANK=1", "mpirun has started this", "by itself"),
+        (
+            "SLURM_NNODES=1 SLURM_STEP_NUM_NODES=1 SLURM_STEP_NUM_TASKS=8",
+            "8 tasks on 1 machine,",
+            "--ntasks-per-node=1",
+        ),
+        ("SLURM_NNODES=2 SLURM_NTASKS_PER_NODE=8 SLURM_NODEID=0", "16 tasks on 2 machines", "--ntasks-per-node=1"),
+        ("PET_NNODES=1:4 PET_NODE_RANK=0", "PET_NNODES=1:4", "whole number"),
+        ("MASTER_PORT=http", "MASTER_PORT=http", "whole number"),
+    ],
+)
+def test_a_mistake_in_the_environment_is_one_message(environment: str, value: str, remedy: str, tell: Tell) -> None:
+    message = tell(environment)
+    assert value in message
+    assert remedy in message
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_more_processes_than_gpus_are_told(tell: Tell) -> None:
+    message = tell("NPROC=8")
+    assert "8 processes were asked for on a machine with 2 visible GPUs" in message
+    assert "at most one for each GPU" in message
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("visible", ["0,1,5", "5", "GPU-cccc"])
+def test_gpus_that_are_not_there_are_told(visible: str, tell: Tell) -> None:
+    message = tell(f"CUDA_VISIBLE_DEVICES={visible}")
+    assert f"CUDA_VISIBLE_DEVICES={visible}: there is no GPU {visible.split(',')[-1]} here" in message
+    assert "2 GPUs, number 0 to 1. Name those" in message
+
+
+@pytest.mark.parametrize("machines", ["", "NNODES=2 NODE_RANK=0 MASTER_ADDR=localhost "])
+def test_a_busy_port_is_told(machines: str, busy_port: int, tell: Tell) -> None:
+    message = tell(f"{machines}MASTER_PORT={busy_port} NPROC=2")
+    assert f"MASTER_PORT={busy_port} cannot be listened on here (Address already in use)" in message
+    assert "Set another MASTER_PORT" in message
+
+
+def test_restarts_of_several_machines_need_them_to_meet_again(tell: Tell) -> None:
+    message = tell("NNODES=2 NODE_RANK=0 MASTER_ADDR=localhost", "--rdzv=static", "--max-restarts=3")
+    assert "--max-restarts 3 on 2 machines needs --rdzv c10d" in message
+
+
+@pytest.mark.parametrize(
+    ("environment", "told", "remedy"),
+    [
+        (
+            "WORLD_SIZE=2",
+            "WORLD_SIZE=2, and RANK and LOCAL_RANK and MASTER_ADDR and MASTER_PORT are not set",
+            "torchrun",
+        ),
+        ("WORLD_SIZE=2 RANK=0 MASTER_ADDR=h MASTER_PORT=1", "LOCAL_RANK is not set", "torchrun"),
+        ("RANK=1", "RANK=1 is set, and WORLD_SIZE is not", "Unset RANK for a single process"),
+        ("WORLD_SIZE=2 RANK=2 LOCAL_RANK=0 MASTER_ADDR=h MASTER_PORT=1", "RANK=2", "at most 1"),
+    ],
+)
+def test_a_process_started_by_hand_without_its_variables_is_told(
+    environment: str, told: str, remedy: str, tell: Tell
+) -> None:
+    message = tell(environment, program=train)
+    assert told in message
+    assert remedy in message
+
+
+def test_a_port_that_a_second_first_rank_has_taken_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], busy_port: int
+) -> None:
+    from torch.distributed import TCPStore
+
+    monkeypatch.setenv("MASTER_PORT", str(busy_port))
+    with pytest.raises(SystemExit) as ended, users_mistakes_end_cleanly():
+        TCPStore("127.0.0.1", busy_port, 2, is_master=True)
+    assert ended.value.code == EXIT_USER_ERROR
+    assert f"MASTER_PORT={busy_port} is taken on this machine" in capsys.readouterr().err
