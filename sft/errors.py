@@ -6,7 +6,8 @@
     ├── DataError        a dataset is missing or has no usable rows
     ├── ModelError       a model, tokenizer or chat template
     ├── EvaluationError  a task or an evaluation setting
-    └── RunError         the run directory
+    ├── RunError         the run directory
+    └── RanksError       the ranks of a job do not do the same
 
 Anything else that escapes is our bug and keeps its traceback.
 """
@@ -51,6 +52,10 @@ class EvaluationError(UserError):
 
 class RunError(UserError):
     """The run directory."""
+
+
+class RanksError(UserError):
+    """The ranks of a job do not do the same."""
 
 
 def did_you_mean(word: str, known: Iterator[str] | list[str], otherwise: str = "") -> str:
