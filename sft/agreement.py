@@ -44,8 +44,8 @@ def check_agreement(told: Sequence[dict[str, Any]], notes: Sequence[str] = ()) -
                 [
                     "The ranks have come apart, and would wait for each other for ever:",
                     *lines,
-                    "Each rank must go through as many micro-batches, over the same data. If code and data are the same everywhere, report it "
-                    "with run.json.",
+                    "Each rank must go through as many micro-batches, over the same data. Where code and data are the same everywhere, "
+                    "report it with run.json.",
                 ]
             )
         )

@@ -82,26 +82,38 @@ class Watchdog(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin to watch."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._stacks = (self.folder / f"rank-{self.rank}.stacks.txt").open("a")
+        self.open(time.monotonic())
         faulthandler.enable(self._stacks)
         # SIGUSR1 is Slurm's.
         faulthandler.register(signal.SIGUSR2, self._stacks, all_threads=True)
-        self._write(Report(self.rank, self._host, self._pid))
-        self._since = self._looked = time.monotonic()
         self._thread.start()
+
+    def open(self, now: float) -> None:
+        """Begin the files.
+
+        Args:
+            now: Seconds of the clock that `look` is given.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._stacks = (self.folder / f"rank-{self.rank}.stacks.txt").open("a")
+        self._write(Report(self.rank, self._host, self._pid))
+        self._since = self._looked = now
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A step is done."""
         self.progress.end()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Watch no longer, and leave no empty files."""
+        """Watch no longer."""
         self._ended.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
         faulthandler.unregister(signal.SIGUSR2)
         faulthandler.enable(sys.__stderr__ or 2)
+        self.close()
+
+    def close(self) -> None:
+        """End the files, and remove those that say nothing."""
         self._stacks.close()
         for file in (self._file(self.rank), Path(self._stacks.name)):
             with suppress(OSError):

@@ -3,12 +3,12 @@
 import ctypes
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 from sft import train
+from sft.errors import run_main
 from sft.recipe_trainer import RecipeTrainer
 
 AT_STEP, SLEEP = 6, 10
@@ -70,7 +70,7 @@ def main() -> None:
         skip_a_micro_batch()
     if fault == "fewer":
         a_batch_fewer()
-    train.main(sys.argv[1:])
+    run_main(train.main)
 
 
 if __name__ == "__main__":
