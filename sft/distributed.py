@@ -25,6 +25,27 @@ from sft.patience import patience
 Value = TypeVar("Value")
 
 
+def set_debug_environment(ddp: bool, uses_gpu: bool) -> None:
+    """Have the libraries log and compare more; before torch is imported. What the user has set stays.
+
+    Args:
+        ddp: The engine is DDP.
+        uses_gpu: The job runs on GPUs.
+    """
+    values = {
+        # Each collective is compared between the ranks before it starts, and one that differs is named with its rank. On CPU ranks
+        # torch's DDP crashes then (SIGSEGV: it takes the group that compares for gloo's own).
+        "TORCH_DISTRIBUTED_DEBUG": "INFO" if ddp and not uses_gpu else "DETAIL",
+        "TORCH_SHOW_CPP_STACKTRACES": "1",
+        "NCCL_DEBUG": "INFO",
+        # The flight recorder: the last collectives of each rank, written where one takes longer than the group's timeout.
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
+
+
 def settle_environment(deepspeed: bool, uses_gpu: bool) -> None:
     """Make the environment say what the plan says; before torch, accelerate or deepspeed is imported.
 

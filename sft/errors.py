@@ -7,7 +7,8 @@
     ├── ModelError       a model, tokenizer or chat template
     ├── EvaluationError  a task or an evaluation setting
     ├── RunError         the run directory
-    └── PreflightError   the machines or processes of a job do not fit together
+    ├── PreflightError   the machines or processes of a job do not fit together
+    └── RanksError       the ranks of a job do not do the same
     LostRank             another process of the job is gone: one message, exit status 1, no traceback
 
 Anything else that escapes is our bug and keeps its traceback.
@@ -62,6 +63,10 @@ class RunError(UserError):
 
 class PreflightError(UserError):
     """The machines or processes of a job differ, are not all there, or do not reach each other."""
+
+
+class RanksError(UserError):
+    """The ranks of a job do not do the same."""
 
 
 class LostRank(Exception):

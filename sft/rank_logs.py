@@ -123,7 +123,7 @@ def move_to(run: Path) -> None:
     except OSError:
         return
     if os.environ["LOCAL_RANK"] == "0":  # the only sign of life on this machine's terminal
-        _to_terminal(f"Rank {_rank()} on {socket.gethostname()} and the others of this machine write to {log.parent}")
+        to_terminal(f"Rank {_rank()} on {socket.gethostname()} and the others of this machine write to {log.parent}")
 
 
 def forget_ending(run: Path) -> None:
@@ -135,7 +135,8 @@ def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
-def _to_terminal(text: str) -> None:
+def to_terminal(text: str) -> None:
+    """Show a line on what was this process's standard error when it started."""
     sys.stdout.flush()
     sys.stderr.flush()
     if _voice.terminal == 2:
@@ -184,7 +185,7 @@ class Ending:
                 (run / "logs").mkdir(exist_ok=True)
                 if _create(run / "logs" / ENDING, self) is None:
                     first = read_ending(run / "logs" / ENDING) or self
-        _to_terminal(f"\n{first.text}")
+        to_terminal(f"\n{first.text}")
 
 
 def _create(path: Path, ending: Ending) -> Ending | None:

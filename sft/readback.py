@@ -5,6 +5,7 @@ Called once the engine is there: what was asked for and what a library made of i
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 
 from sft.checkpointing import checkpointed_layers, running_checkpointing
 from sft.compiled_layers import are_compiled
+from sft.debugging import debug_level
 from sft.distributed import group_timeouts
 from sft.errors import PlanError
 from sft.fsdp import ENGINE
@@ -90,6 +92,9 @@ def read_back(trainer: Any, job: Job, probe: Probe | None) -> list[Reading]:
     if torch.distributed.is_initialized():
         timeouts = ", ".join(f"{seconds} s" for seconds in sorted(group_timeouts()))
         readings.append(Reading.equal("timeout", f"{job.recipe.train.ddp_timeout} s", timeouts))
+    if job.recipe.debug:
+        asked = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper()
+        readings.append(Reading.equal("TORCH_DISTRIBUTED_DEBUG", asked, debug_level()))
     if probe is not None:
         readings.append(Reading.equal("use_cache", False, probe.use_cache))
         paths = {False: "TRL's fused head", True: "all logits, then cross-entropy"}

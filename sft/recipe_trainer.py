@@ -12,11 +12,13 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import rotate_checkpoints
 from trl import SFTTrainer
 
+from sft.agreement import Agreement
 from sft.batches import StepOrder
 from sft.fully_sharded import cpu_ranks_may_shard, units_as_asked
 from sft.loss import Tally, is_plain, plain_loss
 from sft.optimizer import MasterAdamW, check_optimizer
 from sft.plan import Plan
+from sft.progress import CHECKPOINT, Progress
 from sft.recipe import Fsdp
 from sft.sequence_parallel import PartOfSequences, labels_of_all, share_batches
 from sft.step_clock import StepClock
@@ -31,9 +33,10 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     step_clock: StepClock
     data_collator: Any
     fsdp: Fsdp | None = None
+    agreement: Agreement | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.tally = Tally()
+        self.tally, self.progress = Tally(), Progress()
         super().__init__(*args, **kwargs)
         if self.sequence_parallel_size > 1:
             # The loss is ours, over the labels of the whole step, and so are the batches.
@@ -85,14 +88,6 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
             return labels_of_all(batch_samples, self.accelerator)
         return super()._get_num_items_in_batch(batch_samples, device)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The loss of the micro-batch, for the mean over ranks that is logged."""
-        loss: torch.Tensor = super().training_step(*args, **kwargs)
-        if self.sequence_parallel_size == 1:
-            return loss
-        logged: torch.Tensor = loss * (self.accelerator.num_processes // self.gradients_divided_by)
-        return logged
-
     def create_accelerator_and_postprocess(self) -> None:
         """accelerate's state, with CPU ranks that may share a model."""
         shards_on_cpu = self.args.fsdp and self.args.use_cpu
@@ -102,7 +97,23 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """The batches of one optimizer step, which begins here."""
         self.step_clock.start()
-        return super().get_batch_samples(self.step_clock.timed(epoch_iterator), num_batches, device)
+        self.progress.begin(self.state.global_step + 1)
+        asked = self.step_clock.timed(self.progress.watched(epoch_iterator))
+        batches, tokens = super().get_batch_samples(asked, num_batches, device)
+        if self.agreement is not None:
+            self.agreement.batches(batches, tokens)
+        return batches, tokens
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward and backward pass of a micro-batch; its loss, for the mean over ranks that is logged."""
+        self.progress.forward()
+        if self.agreement is not None:
+            self.agreement.micro_batch()
+        loss = super().training_step(*args, **kwargs)
+        self.progress.passed()
+        if self.sequence_parallel_size == 1:
+            return loss
+        return loss * (self.accelerator.num_processes // self.gradients_divided_by)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> StepOrder:
         return self.step_order
@@ -123,6 +134,7 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         complete = Path(self.args.output_dir)
         incomplete = Path(self._get_output_dir(trial))
+        self.progress.at(CHECKPOINT)
         if self.is_world_process_zero():
             shutil.rmtree(incomplete, ignore_errors=True)
         self.accelerator.wait_for_everyone()
@@ -194,10 +206,13 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     ) -> Any:
         """TRL's loss without its collectives and reads, wherever nothing but the plain loss was asked for."""
         if return_outputs or not is_plain(self):
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            self.progress.loss_known(self.model.training)
+            return result
         loss, outputs = plain_loss(self, model, inputs, num_items_in_batch)
         if self.model.training:
             self.tally.add(outputs)
+        self.progress.loss_known(self.model.training)
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -187,7 +187,7 @@ def _git_state() -> dict[str, Any]:
 
 def _same_job(run: Run, recipe_text: str, overrides: Sequence[str]) -> bool:
     def lasting(words: Sequence[str]) -> list[str]:
-        return [word for word in words if not word.startswith(("train.resume=", "train.profile="))]
+        return [word for word in words if not word.startswith(("train.resume=", "train.profile=", "debug="))]
 
     return run.recipe_file.read_text(encoding="utf-8") == recipe_text and lasting(run.record["overrides"]) == lasting(
         overrides

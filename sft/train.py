@@ -94,6 +94,8 @@ def enter(job: Job) -> None:
 def join(job: Job) -> None:
     """Become one of the job's ranks."""
     uses_gpu = job.hardware.gpu is not None
+    if job.recipe.debug:
+        distributed.set_debug_environment(job.plan.engine.value == "DDP", uses_gpu)
     distributed.settle_environment(job.deepspeed is not None, uses_gpu)
     distributed.quiet_frameworks()
     distributed.check_devices(job.hardware)
@@ -166,10 +168,12 @@ def train(job: Job, start: Start, tokenizer: Any) -> None:
     order = StepOrder(len(index), sequences.fillers, recipe.train.seed, per_step, empty)
     held_out = held_out_loss(job, start, tokenizer, store)
     clock, measuring = measurements(job, run, StepWork(store, index, order, per_step), held_out)
+    progress, agreement, watching = watch(job, run)
     checks = [BeforeTraining(job, run), *([held_out] if held_out else [])]
-    trainer = build_trainer(job, arguments, model, tokenizer, sequences, order, [*checks, *measuring], clock)
+    trainer = build_trainer(job, arguments, model, tokenizer, sequences, order, [*watching, *checks, *measuring], clock)
     for callback in checks:
         callback.trainer = trainer
+    trainer.progress, trainer.agreement = progress, agreement
     checkpoint = run.last_checkpoint()
     started = time.monotonic()
     with told_of_lost_ranks(job.recipe, lambda: f"step {trainer.state.global_step + 1} was trained", run):
@@ -194,6 +198,23 @@ def measurements(job: Job, run: Run, work: Any, held_out: Any) -> tuple[Any, lis
     if job.recipe.train.profile:
         callbacks.append(Profile(run.path / "profile", distributed.rank(), on_gpu))
     return clock, callbacks
+
+
+def watch(job: Job, run: Run) -> tuple[Any, Any, list[Any]]:
+    """What counts this rank's progress, what compares it with the others (debug=true only), and the callbacks of both."""
+    from sft.agreement import Agreement
+    from sft.debugging import MemoryLog, prepare_files
+    from sft.progress import Progress
+    from sft.watchdog import Watchdog
+
+    recipe, rank, ranks, logs = job.recipe, distributed.rank(), job.hardware.ranks, run.path / "logs"
+    timeout, progress = recipe.train.ddp_timeout, Progress()
+    watchdog = Watchdog(progress, logs, rank, ranks, timeout, recipe.debug)
+    if not recipe.debug:
+        return progress, None, [watchdog]
+    prepare_files(logs, rank)
+    agreement = Agreement(progress, timeout) if ranks > 1 else None
+    return progress, agreement, [watchdog, MemoryLog(logs / f"rank-{rank}.memory.jsonl"), *filter(None, [agreement])]
 
 
 def held_out_loss(job: Job, start: Start, tokenizer: Any, store: Any) -> Any:
