@@ -168,7 +168,7 @@ def as_planned(**decisions: object) -> Callable[[Job], Job]:
 def test_what_runs_as_planned_is_not_refused(overrides: list[str], read: Read) -> None:
     found = read(*overrides)
     assert wrong(found) == {}
-    assert len(found) == 16
+    assert len(found) == 17
     assert found["engine"].running == "one process"
     assert found["loss"].running == "TRL's fused head"
     assert found["sharded"].running == "nothing"
