@@ -119,6 +119,7 @@ def _become_rank(job: dict[str, Any], environment: dict[str, str], folder: Path,
     program, *sys.argv[1:] = job["words"]
     sys.argv[0] = program
     if program.endswith(".py"):
+        sys.path.insert(0, str(Path(program).parent))
         runpy.run_path(program, run_name="__main__")
     else:
         sys.modules.pop(program, None)  # runpy says so where it is imported already
