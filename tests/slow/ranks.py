@@ -38,6 +38,9 @@ class Ranks:
     """A process that forks ranks, as those who give it jobs see it."""
 
     def __init__(self) -> None:
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
         environment = os.environ | {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "DS_ACCELERATOR": "cpu",
@@ -46,7 +49,7 @@ class Ranks:
             "HF_HUB_OFFLINE": "1",
             "HF_DATASETS_OFFLINE": "1",
         }
-        self.process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-m", "tests.slow.ranks"],
             env=environment,
             stdin=subprocess.PIPE,
@@ -76,7 +79,13 @@ class Ranks:
         with tempfile.TemporaryDirectory() as folder:
             self.process.stdin.write(json.dumps(job | {"folder": folder}) + "\n")
             self.process.stdin.flush()
-            status = self.process.stdout.readline()
+            try:
+                status = self.process.stdout.readline()
+            except BaseException:  # the test's time is up: the ranks end with the process that forked them
+                self.process.kill()
+                self.process.wait()
+                self.process = self._start()
+                raise
             told = {name: (Path(folder) / name).read_text(errors="replace") for name in ("stdout", "stderr")}
         assert status == f"{expect}\n", status + told["stdout"][-4000:] + told["stderr"][-4000:]
         return told
