@@ -22,7 +22,7 @@ def large(tmp_path: Path) -> Path:
     """The demo's model, wide enough that a rank's share of a matrix is more than the 1 MiB that DeepSpeed leaves in memory."""
     demo, folder = make_demo(tmp_path).model, tmp_path / "large"
     wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 8}
-    config = AutoConfig.from_pretrained(demo, **wide, num_key_value_heads=8, layer_types=None)
+    config = AutoConfig.from_pretrained(demo, **wide, num_key_value_heads=8, layer_types=["full_attention"] * 2)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     for file in demo.iterdir():
         if not (folder / file.name).exists() and file.suffix != ".safetensors":

@@ -167,7 +167,7 @@ def test_two_machines_train_alike(science: Science, command: Command, two_machin
     """As two machines would be started, at one address; tests of two addresses are elsewhere."""
     run_name, run = science.run("two machines")
     where = {"NPROC": "1", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    row = ROWS["2 ranks, ZeRO-2"]
+    row = ROWS["2 ranks, DDP"]
     words = [*SFT_SH, science.recipe, *row.overrides, run_name]
     both = [two_machines.submit(command, words, NODE_RANK=str(rank), **where) for rank in (0, 1)]
     assert [done.result().returncode for done in both] == [0, 0]
