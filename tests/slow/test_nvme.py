@@ -49,7 +49,7 @@ def test_weights_and_adam_on_a_disk_train_alike(large: Path, on_disk: Path, tmp_
     recipe = write_recipe(
         tmp_path / "job.yaml",
         model={"name_or_path": str(large)},
-        data={"train": "builtin:demo", "max_length": 64},
+        data={"train": "builtin:demo", "max_length": 128},
         train={
             "global_batch_size": 4,
             "micro_batch_size": 2,
