@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eval.placement import Placement, change_whole, check_placement
 from eval.quiet import chatter_to, first_line
 from eval.settings import Settings
 from eval.tasks import LoadedTasks
@@ -45,7 +46,7 @@ class Target:
     """Tokens that the tokenizer has beside the model's own: their embeddings are what the training started from."""
 
 
-def _load_model(target: Target, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> HFLM:
+def _load_model(target: Target, tokenizer: PreTrainedTokenizerBase, settings: Settings, placement: Placement) -> HFLM:
     """lm_eval's model, with the generation config that both models share."""
     import torch
     from lm_eval.models.huggingface import HFLM
@@ -62,6 +63,7 @@ def _load_model(target: Target, tokenizer: PreTrainedTokenizerBase, settings: Se
             add_bos_token=settings.add_bos_token,
             enable_thinking=settings.enable_thinking,
             device="cuda" if torch.cuda.is_available() else "cpu",
+            parallelize=placement.spread,
             trust_remote_code=target.trust_remote_code,
         )
     except Exception as error:  # missing or broken weights come as a different error from each library
@@ -72,7 +74,7 @@ def _load_model(target: Target, tokenizer: PreTrainedTokenizerBase, settings: Se
     if target.new_tokens:
         from sft.embeddings import embed_new_tokens
 
-        embed_new_tokens(model.model, tokenizer, target.new_tokens, target.model)
+        change_whole(model.model, lambda: embed_new_tokens(model.model, tokenizer, target.new_tokens, target.model))
     # The base model's own would stop it at another token, or repeat less. Its lengths would overrule lm_eval's.
     model.model.generation_config = GenerationConfig(
         **settings.generation, eos_token_id=list(settings.stop_token_ids), pad_token_id=model.tokenizer.pad_token_id
@@ -178,7 +180,13 @@ def _write(results: Results, target: Target, settings: Settings, chat_template: 
 
 
 def evaluate_model(
-    target: Target, tokenizer: PreTrainedTokenizerBase, tasks: LoadedTasks, settings: Settings, output: Path, log: Path
+    target: Target,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: LoadedTasks,
+    settings: Settings,
+    output: Path,
+    log: Path,
+    placement: Placement,
 ) -> None:
     """Measure one model on every task, and put lm_eval's output in a folder: complete, or not there.
 
@@ -188,17 +196,20 @@ def evaluate_model(
         tasks: From `load_tasks`.
         settings: The same for every model to be compared.
         output: The folder; replaced where it exists. results.json has `settings`, `settings_hash`, `measured_model`,
-            `failed` and `prompts_cut` beside lm_eval's own keys.
+            `failed`, `prompts_cut` and `placement` beside lm_eval's own keys.
         log: Where the libraries' words go.
+        placement: The same for every model to be compared.
 
     Raises:
         EvaluationError: The model cannot be loaded, no task can be measured, or the results cannot be written.
     """
     started = time.monotonic()
     with chatter_to(log):
-        model = _load_model(target, tokenizer, settings)
+        model = _load_model(target, tokenizer, settings, placement)
+    modules = check_placement(model.model, placement)
     results = _measure_all(model, target.label, tasks, settings, log)
     results |= {"settings": asdict(settings), "settings_hash": settings.hash, "seconds": time.monotonic() - started}
+    results["placement"] = asdict(placement) | {"modules": modules}
     results["measured_model"] = {"model": target.model, "revision": target.revision}
     template = model.chat_template(True) if settings.apply_chat_template else None
     del model

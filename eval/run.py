@@ -18,6 +18,7 @@ from pathlib import Path
 
 from eval.compare import compare, comparison_table, scores_table
 from eval.measure import Results, Target, evaluate_model
+from eval.placement import Placement, place_model
 from eval.quiet import LOG
 from eval.settings import Reference, Settings, check_vocabulary, load_config, load_reference, resolve_settings
 from eval.suites import check_tasks
@@ -69,6 +70,14 @@ def _on_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def _place(evaluation: Evaluation, reference: Reference, settings: Settings, trust_remote_code: bool) -> Placement:
+    """Where the layers go, said where there is anything to say."""
+    placement = place_model(evaluation.parallelize, reference.config, settings.dtype, trust_remote_code)
+    if placement.spread:
+        print(f"Placement: {placement}")
+    return placement
 
 
 def _results(folder: Path) -> Results:
@@ -136,14 +145,15 @@ def evaluate_run(run: Run, evaluation: Evaluation) -> dict[str, str]:
     base = _base_target(run, recipe.model.trust_remote_code, reference)
     tuned = Target("tuned", str(run.final), None, recipe.model.trust_remote_code)
     settings = resolve_settings(evaluation, selection, reference, _on_gpu())
+    placement = _place(evaluation, reference, settings, recipe.model.trust_remote_code)
     folder = _results_folder(run, settings, reference)
     log = _log_in(folder)
     tasks = load_tasks(selection, settings, evaluation.confirm_run_unsafe_code, log)
     if _measured_before(folder / "base", base, settings):
         print(f"base: measured before under the same settings ({folder / 'base'}); not measured again.")
     else:
-        evaluate_model(base, reference.tokenizer, tasks, settings, folder / "base", log)
-    evaluate_model(tuned, reference.tokenizer, tasks, settings, folder / "tuned", log)
+        evaluate_model(base, reference.tokenizer, tasks, settings, folder / "base", log, placement)
+    evaluate_model(tuned, reference.tokenizer, tasks, settings, folder / "tuned", log, placement)
     return _compare_and_report(run, folder)
 
 
@@ -202,10 +212,11 @@ def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
     reference = load_reference(target.model, None, False)
     check_vocabulary(reference, reference.config, target.model)
     settings = resolve_settings(evaluation, selection, reference, _on_gpu())
+    placement = _place(evaluation, reference, settings, False)
     output = outputs.resolve() / "eval" / target.label.replace("/", "__") / time.strftime("%Y%m%d-%H%M%S")
     log = _log_in(output.parent)
     tasks = load_tasks(selection, settings, evaluation.confirm_run_unsafe_code, log)
-    evaluate_model(target, reference.tokenizer, tasks, settings, output, log)
+    evaluate_model(target, reference.tokenizer, tasks, settings, output, log, placement)
     results = _results(output)
     Console().print(scores_table(results))
     print(f"Results: {output}")

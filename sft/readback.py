@@ -73,6 +73,7 @@ def read_back(trainer: Any, job: Job, probe: Probe | None) -> list[Reading]:
             sequence_parallel_ranks(trainer, plan.attention.value),
         ),
         *([Reading.equal(*reading) for reading in sharding_readings(trainer, job)] if job.fsdp else []),
+        Reading.equal("offloaded", _planned_offload(job), _offloaded(engine)),
         _attention(trainer, plan.attention.value, probe),
         _kernels(trainer, plan.kernels.value),
         Reading.equal("precision", plan.precision.value, _precision(trainer, engine)),
@@ -155,6 +156,28 @@ def _sharded(trainer: Any, engine: Any) -> int:
         return 2 if optimizer.partition_gradients else 1
     # Stage 1 in bf16 with gradients in fp32 has an optimizer of its own, without that switch.
     return 1 if hasattr(optimizer, "partition_count") else 0
+
+
+def _offload_words(optimizer: str | None, parameters: str | None) -> str:
+    places = {"optimizer": optimizer, "parameters": parameters}
+    return ", ".join(f"{what} on {place}" for what, place in places.items() if place) or "nothing"
+
+
+def _planned_offload(job: Job) -> str:
+    zero = job.deepspeed.config.get("zero_optimization", {}) if job.deepspeed else {}
+    devices = [zero.get(key, {}).get("device", "none") for key in ("offload_optimizer", "offload_param")]
+    return _offload_words(*(device if device != "none" else None for device in devices))
+
+
+def _offloaded(engine: Any) -> str:
+    """What ZeRO's optimizer keeps away from the GPU: stages 1 and 2 know of the CPU only."""
+    zero: Any = engine.optimizer if engine is not None else None
+    if not hasattr(zero, "offload_param"):
+        return _offload_words("cpu" if getattr(zero, "cpu_offload", False) else None, None)
+    return _offload_words(
+        ("nvme" if zero.swap_optimizer else "cpu") if zero.offload_optimizer else None,
+        ("nvme" if zero.params_in_nvme_and_cpu else "cpu") if zero.offload_param else None,
+    )
 
 
 def _attention(trainer: Any, planned: str, probe: Probe | None) -> Reading:

@@ -113,6 +113,9 @@ class Evaluation(Section):
     batch_size: Positive | Literal["auto"] = "auto"
     """Documents per forward pass. `auto`: lm_eval's search on a GPU, 32 on a CPU."""
 
+    parallelize: bool | Literal["auto"] = "auto"
+    """Spread the layers over all visible GPUs, which compute one after another. `auto`: where the weights do not fit on one."""
+
     max_gen_toks: int | None = Field(default=None, gt=0)
     """Longest answer in tokens; None for each task's own, or 1,024 where it has none."""
 

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from eval.measure import PROMPT_CUT, Target, evaluate_model
+from eval.placement import Placement
 from eval.settings import Reference, Settings, load_reference, resolve_settings
 from eval.suites import check_tasks
 from eval.tasks import load_tasks
@@ -19,6 +20,7 @@ from sft.recipe import Evaluation
 
 WriteTask = Callable[..., Path]
 Resolve = Callable[..., Settings]
+ON_CPU = Placement(0, "a test")
 
 
 def measure(
@@ -30,7 +32,7 @@ def measure(
     settings = replace(resolve_settings(evaluation, selection, reference, on_gpu=False), **(change or {}))
     log = output.with_name("lm_eval.log")
     loaded = load_tasks(selection, settings, evaluation.confirm_run_unsafe_code, log)
-    evaluate_model(Target("tuned", str(model)), reference.tokenizer, loaded, settings, output, log)
+    evaluate_model(Target("tuned", str(model)), reference.tokenizer, loaded, settings, output, log, ON_CPU)
     return dict(json.loads((output / "results.json").read_text()))
 
 
@@ -185,7 +187,13 @@ def test_a_model_measured_twice_gives_the_same(
     tasks = load_tasks(selection, settings, False, tmp_path / "log")
     for name in ("first", "second"):
         evaluate_model(
-            Target(name, str(tuned_model)), reference.tokenizer, tasks, settings, tmp_path / name, tmp_path / "log"
+            Target(name, str(tuned_model)),
+            reference.tokenizer,
+            tasks,
+            settings,
+            tmp_path / name,
+            tmp_path / "log",
+            ON_CPU,
         )
     first, second = (tmp_path / name / "samples_mine.jsonl" for name in ("first", "second"))
     assert first.read_bytes() == second.read_bytes()

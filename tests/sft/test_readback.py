@@ -8,6 +8,7 @@ import json
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from sft.job import Job, open_job
 from sft.model import load_model
 from sft.prepare import prepare
 from sft.probe import probe, sample_documents
-from sft.readback import Reading, check_readings, read_back
+from sft.readback import Reading, _offloaded, check_readings, read_back
 from sft.resolved import Resolved
 from sft.run_directory import Run
 from sft.step_clock import StepClock
@@ -38,6 +39,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning"),
 ]
 
+ZERO_3 = partial(
+    types.SimpleNamespace,
+    offload_optimizer=False,
+    swap_optimizer=False,
+    offload_param=False,
+    params_in_nvme_and_cpu=False,
+)
 CPU = Hardware(None, 1, 1, 2, 16.0)
 Alter = Callable[[Any], None]
 MakeJob = Callable[..., Job]
@@ -168,7 +176,7 @@ def as_planned(**decisions: object) -> Callable[[Job], Job]:
 def test_what_runs_as_planned_is_not_refused(overrides: list[str], read: Read) -> None:
     found = read(*overrides)
     assert wrong(found) == {}
-    assert len(found) == 19
+    assert len(found) == 20
     assert found["engine"].running == "one process"
     assert found["loss"].running == "TRL's fused head"
     assert found["sharded"].running == "nothing"
@@ -194,6 +202,29 @@ def test_another_engine(read: Read) -> None:
     assert differing["engine"] == ("ZeRO-2", "one process")
     assert differing["sharded"] == ("optimizer, gradients", "nothing")
     assert set(differing) == {"engine", "sharded"}
+
+
+def test_an_offload_that_does_not_run(read: Read) -> None:
+    def offloading(job: Job) -> Job:
+        return replace(as_planned(engine="ZeRO-3")(job), deepspeed=load_deepspeed("zero3_offload"))
+
+    assert wrong(read(planned=offloading))["offloaded"] == ("optimizer on cpu, parameters on cpu", "nothing")
+
+
+@pytest.mark.parametrize(
+    ("zero", "offloaded"),
+    [
+        (types.SimpleNamespace(cpu_offload=False), "nothing"),
+        (types.SimpleNamespace(cpu_offload=True), "optimizer on cpu"),
+        (ZERO_3(), "nothing"),
+        (ZERO_3(offload_optimizer=True), "optimizer on cpu"),
+        (ZERO_3(offload_optimizer=True, swap_optimizer=True), "optimizer on nvme"),
+        (ZERO_3(offload_param=True), "parameters on cpu"),
+        (ZERO_3(offload_param=True, params_in_nvme_and_cpu=True), "parameters on nvme"),
+    ],
+)
+def test_where_deepspeeds_optimizer_says_that_it_keeps_things(zero: Any, offloaded: str) -> None:
+    assert _offloaded(types.SimpleNamespace(optimizer=zero)) == offloaded
 
 
 @pytest.mark.parametrize("engine", ["DDP", "FSDP"])

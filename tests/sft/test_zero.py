@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
+from sft.engine import size_buckets
 from sft.errors import PlanError
 from sft.facts import ModelFacts
 from sft.hardware import Gpu, Hardware
 from sft.plan import resolve_plan
 from sft.recipe import REPOSITORY, Recipe
-from sft.zero import KNOWN_KEYS, DeepSpeedFile, check_deepspeed, load_deepspeed
+from sft.zero import KNOWN_KEYS, ZERO_KEYS, DeepSpeedFile, check_deepspeed, load_deepspeed
 
 MakeRecipe = Callable[..., Recipe]
+OWNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 SHIPPED = sorted((REPOSITORY / "ds_configs").glob("*.json"))
 
 
@@ -82,6 +84,44 @@ def test_the_keys_that_are_let_through_are_deepspeeds() -> None:
     source = "".join(file.read_text() for file in Path(spec.origin).parent.rglob("*.py") if "config" in file.name)
     source += "".join(file.read_text() for file in Path(spec.origin).parent.rglob("constants.py"))
     assert [key for key in KNOWN_KEYS if not re.search(rf"""["']{key}["']|\b{key}\s*:""", source)] == []
+
+
+def test_the_keys_of_zero_are_exactly_deepspeeds() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    fields = DeepSpeedZeroConfig.model_fields
+    names = {field.alias or name for name, field in fields.items()}
+    assert set(ZERO_KEYS) == names
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_deepspeed_takes_every_value_of_a_shipped_file(path: Path) -> None:
+    """As its own classes read it, once the sizes are numbers and transformers has put in what the recipe decides."""
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    model = ModelFacts("m", parameters=3_000_000_000, hidden_size=2048, num_hidden_layers=36, vocab_size=151_936)
+    config = size_buckets(load_deepspeed(path.stem), model).config
+    zero = config["zero_optimization"]
+    assert "auto" not in zero.values()
+    read = DeepSpeedZeroConfig(strict=True, **zero)
+    assert not read.model_extra
+    dumped = read.model_dump(mode="json", by_alias=True)
+    for key, value in zero.items():
+        assert value.items() <= dumped[key].items() if isinstance(value, dict) else dumped[key] == value, key
+    assert not any(getattr(section, "model_extra", None) for section in (read.offload_optimizer, read.offload_param))
+    for section, kind in (("bf16", DeepSpeedBF16Config), ("fp16", DeepSpeedFP16Config)):
+        assert set(config[section]) == {"enabled"} <= kind.model_fields.keys()
+    assert set(config) <= {*OWNED, "bf16", "fp16", "data_types", "zero_optimization"}
+    assert config["data_types"] == {"grad_accum_dtype": "fp32"}
+
+
+def test_deepspeed_reads_the_format_of_accumulated_gradients() -> None:
+    from deepspeed.runtime.config import get_data_types_params
+    from deepspeed.runtime.constants import DATA_TYPES, GRAD_ACCUM_DTYPE
+
+    assert (DATA_TYPES, GRAD_ACCUM_DTYPE) == ("data_types", "grad_accum_dtype")
+    assert get_data_types_params({"data_types": {"grad_accum_dtype": "fp32"}}) == {"grad_accum_dtype": "fp32"}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from sft.run_directory import Run
+from tests.slow.ranks import Ranks
 
 BIN = Path(sys.executable).parent
 
@@ -32,6 +33,14 @@ def command() -> Callable[..., subprocess.CompletedProcess[str]]:
         return done
 
     return run
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Starts programs on real ranks, without their imports."""
+    started = Ranks()
+    yield started
+    started.close()
 
 
 def losses(run: Run) -> list[float]:

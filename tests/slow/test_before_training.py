@@ -13,6 +13,7 @@ from sft.demo import make_demo
 from sft.recipe import REPOSITORY
 from sft.run_directory import Run
 from tests.slow.conftest import decisions, write_recipe
+from tests.slow.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -20,13 +21,12 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 TWO = ["torchrun", "--standalone", "--nproc-per-node", "2"]
 PROGRAM = str(REPOSITORY / "tests" / "slow" / "packed_and_separate.py")
 SFT_SH = ["bash", str(REPOSITORY / "scripts" / "sft.sh")]
-ONE, RANKS = ["python", "-m", "sft.train"], [*TWO, "-m", "sft.train"]
 
 
 @pytest.mark.parametrize("engine", ["ddp", "zero2"])
-def test_packed_equals_separate_on_two_ranks(engine: str, command: Command, tmp_path: Path) -> None:
+def test_packed_equals_separate_on_two_ranks(engine: str, ranks: Ranks, tmp_path: Path) -> None:
     """Six architectures, three attention functions, with and without checkpointing: the loss and every gradient."""
-    command([*TWO, PROGRAM, engine, tmp_path])
+    ranks.run(2, [PROGRAM, engine, tmp_path])
     differences = json.loads((tmp_path / "differences.json").read_text())
     assert len(differences) == 6 * 3 * 2
     for name, found in differences.items():
@@ -46,15 +46,15 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 WAYS = {
-    "one process": (ONE, [], {"engine": "one process", "processes": "1", "sharded": "nothing"}),
-    "DDP": (RANKS, [], {"engine": "DDP", "processes": "2", "sharded": "nothing"}),
+    "one process": (1, [], {"engine": "one process", "processes": "1", "sharded": "nothing"}),
+    "DDP": (2, [], {"engine": "DDP", "processes": "2", "sharded": "nothing"}),
     "ZeRO-1, bf16": (
-        RANKS,
+        2,
         ["train.deepspeed=zero1", "train.precision=bf16"],
         {"engine": "ZeRO-1", "processes": "2", "sharded": "optimizer", "weights": "bf16"},
     ),
     "ZeRO-3, adapters": (
-        RANKS,
+        2,
         ["train.deepspeed=zero3", "model.lora={}"],
         {"engine": "ZeRO-3", "processes": "2", "sharded": "optimizer, gradients, parameters"},
     ),
@@ -62,10 +62,10 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_runs_is_printed_and_recorded(way: str, recipe: Path, command: Command) -> None:
-    launcher, overrides, expected = WAYS[way]
+def test_what_runs_is_printed_and_recorded(way: str, recipe: Path, ranks: Ranks) -> None:
+    count, overrides, expected = WAYS[way]
     name = "".join(letter if letter.isalnum() else "-" for letter in way)
-    done = command([*launcher, recipe, *overrides, f"tracking.run_name={name}"])
+    told = ranks.run(count, ["sft.train", recipe, *overrides, f"tracking.run_name={name}"])
     run = Run(recipe.parent / "outputs" / "before" / name)
     running = run.record["running"]
     assert running.items() >= expected.items()
@@ -74,11 +74,16 @@ def test_what_runs_is_printed_and_recorded(way: str, recipe: Path, command: Comm
     assert ("adapters" in running["trained"]) == ("adapters" in way)
     assert 0 <= run.record["probe"]["moved"] < 1e-5
     assert 0 <= run.record["probe"]["differ"] < (5e-2 if "bf16" in way else 1e-5)
-    assert done.stdout.count("Read back before the first step") == 1
-    assert done.stdout.count("documents in one batch do not see each other") == 1
-    assert "leaked" not in done.stderr  # what a library's objects say that were not freed
+    assert told["stdout"].count("Read back before the first step") == 1
+    assert told["stdout"].count("documents in one batch do not see each other") == 1
     for reading in running:
-        assert reading in done.stdout
+        assert reading in told["stdout"]
+
+
+def test_nothing_is_told_as_leaked_when_the_ranks_end(recipe: Path, command: Command) -> None:
+    """What a library's objects say that were not freed, at the end of processes that a launcher started."""
+    done = command([*TWO, "-m", "sft.train", recipe, "train.deepspeed=zero3", "tracking.run_name=ends"])
+    assert "leaked" not in done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -95,13 +100,15 @@ def leaking(recipe: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_model_that_leaks_is_told_before_the_first_step(
-    ranks: int, recipe: Path, leaking: Path, command: Command
+    processes: int, recipe: Path, leaking: Path, command: Command
 ) -> None:
-    name = f"leaking-{ranks}"
-    words = [*(ONE if ranks == 1 else SFT_SH), recipe, f"model.name_or_path={leaking}"]
-    done = command([*words, "model.attn_implementation=eager", f"tracking.run_name={name}"], expect=2, NPROC=str(ranks))
+    name = f"leaking-{processes}"
+    words = [*SFT_SH, recipe, f"model.name_or_path={leaking}"]
+    done = command(
+        [*words, "model.attn_implementation=eager", f"tracking.run_name={name}"], expect=2, NPROC=str(processes)
+    )
     assert done.stderr.count("The documents of a pack see each other") == 1
     assert "Set data.packing=false. Nothing was trained." in done.stderr
     assert "Traceback" not in done.stdout + done.stderr

@@ -1,13 +1,13 @@
 """bf16 weights with fp32 copies learn as fp32 weights do, by our AdamW and by DeepSpeed's."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from sft.run_directory import Run
 from tests.slow.conftest import decisions, losses, write_recipe
+from tests.slow.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -23,7 +23,7 @@ def norms(run: Run) -> list[float]:
     return [json.loads(line)["grad_norm"] for line in run.metrics_file.read_text().splitlines()]
 
 
-def test_bf16_with_fp32_copies_trains_as_fp32_does(tmp_path: Path, command: Callable[..., object]) -> None:
+def test_bf16_with_fp32_copies_trains_as_fp32_does(tmp_path: Path, ranks: Ranks) -> None:
     recipe = write_recipe(
         tmp_path / "job.yaml",
         model={"name_or_path": "builtin:demo"},
@@ -34,7 +34,7 @@ def test_bf16_with_fp32_copies_trains_as_fp32_does(tmp_path: Path, command: Call
     )  # fmt: skip
     runs = {}
     for name, overrides in WAYS.items():
-        command(["python", "-m", "sft.train", recipe, f"tracking.run_name={name}", *overrides])
+        ranks.run(1, ["sft.train", recipe, f"tracking.run_name={name}", *overrides])
         runs[name] = Run(tmp_path / "outputs" / "job" / name)
     assert [decisions(run)["engine"] for run in runs.values()] == ["one process"] * 3 + ["ZeRO-2"]
     assert decisions(runs["bf16"])["weights"] == decisions(runs["bf16-zero2"])["weights"] == "bf16 with an fp32 copy"

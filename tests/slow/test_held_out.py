@@ -1,9 +1,6 @@
 """The loss on held-out rows is what the model gives each of them alone, on any engine; and they are never trained."""
 
 import json
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,10 +9,10 @@ import torch
 from sft.demo import make_demo
 from sft.run_directory import Run
 from sft.store import DocumentStore, SequenceIndex
-from tests.slow.conftest import BIN, write_recipe
+from tests.slow.conftest import write_recipe
+from tests.slow.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
@@ -48,12 +45,9 @@ def mean_loss(model_folder: Path, prepared: Path) -> float:
 
 
 @pytest.mark.parametrize("engine", ["one process", "ZeRO-3"])
-def test_the_held_out_loss_is_that_of_each_row_alone(engine: str, recipe: Path, command: Command) -> None:
-    program = ["-m", "sft.train", recipe]
-    if engine == "one process":
-        command([sys.executable, *program])
-    else:
-        command([BIN / "torchrun", "--standalone", "--nproc-per-node", "2", *program, "train.deepspeed=zero3"])
+def test_the_held_out_loss_is_that_of_each_row_alone(engine: str, recipe: Path, ranks: Ranks) -> None:
+    count, overrides = (1, []) if engine == "one process" else (2, ["train.deepspeed=zero3"])
+    ranks.run(count, ["sft.train", recipe, *overrides], finish=True)
     run = Run((recipe.parent / "outputs" / "job" / "latest").resolve())
     prepared = next((recipe.parent / "outputs" / ".prepared").glob("*/prepared.json")).parent
     before = mean_loss(make_demo(recipe.parent / "outputs").model, prepared)
@@ -66,9 +60,9 @@ def test_the_held_out_loss_is_that_of_each_row_alone(engine: str, recipe: Path, 
     assert "Loss on held-out rows, after the last" in run.report_file.read_text()
 
 
-def test_measuring_the_held_out_loss_does_not_change_the_training(recipe: Path, command: Command) -> None:
-    command([sys.executable, "-m", "sft.train", recipe, "tracking.run_name=often", "train.eval_steps=1"])
-    command([sys.executable, "-m", "sft.train", recipe, "tracking.run_name=rarely", "train.eval_steps=6"])
+def test_measuring_the_held_out_loss_does_not_change_the_training(recipe: Path, ranks: Ranks) -> None:
+    ranks.run(1, ["sft.train", recipe, "tracking.run_name=often", "train.eval_steps=1"])
+    ranks.run(1, ["sft.train", recipe, "tracking.run_name=rarely", "train.eval_steps=6"])
     folder = recipe.parent / "outputs" / "job"
     weights = [(folder / name / "final" / "model.safetensors").read_bytes() for name in ("often", "rarely")]
     assert weights[0] == weights[1]

@@ -2,8 +2,6 @@
 
 import gzip
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,11 +12,11 @@ from sft.recipe_file import load_recipe
 from sft.run_directory import Run
 from sft.step_work import StepWork
 from sft.store import DocumentStore, SequenceIndex
-from tests.slow.conftest import BIN, write_recipe
+from tests.slow.conftest import write_recipe
+from tests.slow.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PROGRAM = REPOSITORY / "tests" / "slow" / "train_and_count.py"
-Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
@@ -52,13 +50,11 @@ def given(folder: Path, ranks: int) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_the_counts_are_of_what_two_ranks_were_given(
-    packing: bool, recipe: Path, tmp_path: Path, command: Command
-) -> None:
+def test_the_counts_are_of_what_two_ranks_were_given(packing: bool, recipe: Path, tmp_path: Path, ranks: Ranks) -> None:
     overrides = [f"data.packing={str(packing).lower()}", "train.profile=true"]
     # Padded, an epoch has twice as many steps.
     overrides += [] if packing else ["train.num_train_epochs=0.5"]
-    done = command([BIN / "torchrun", "--nproc-per-node", "2", PROGRAM, tmp_path, recipe, *overrides])
+    told = ranks.run(2, [PROGRAM, tmp_path, recipe, *overrides])
     run = Run((tmp_path / "outputs" / "job" / "latest").resolve())
     steps = given(tmp_path, 2)
     (prepared,) = (tmp_path / "outputs").glob("**/train.npz")
@@ -78,7 +74,7 @@ def test_the_counts_are_of_what_two_ranks_were_given(
         assert 0 <= line["data_seconds"] < line["seconds"]
         assert line["tokens_per_second"] > line["labelled_tokens_per_second"] > 0
     assert lines[-1]["step"] == len(steps)
-    assert_profiled(run, done.stdout)
+    assert_profiled(run, told["stdout"])
 
 
 def assert_profiled(run: Run, shown: str) -> None:
@@ -90,9 +86,9 @@ def assert_profiled(run: Run, shown: str) -> None:
         assert any("mm" in name for name in names)
 
 
-def test_a_profile_of_a_run_that_is_too_short_stops_nothing(recipe: Path, tmp_path: Path, command: Command) -> None:
-    words = [BIN / "python", "-m", "sft.train", recipe, "train.max_steps=2", "train.profile=true"]
-    assert "only 2 steps are left of the 9 it takes" in command(words).stdout
+def test_a_profile_of_a_run_that_is_too_short_stops_nothing(recipe: Path, tmp_path: Path, ranks: Ranks) -> None:
+    words = ["sft.train", recipe, "train.max_steps=2", "train.profile=true"]
+    assert "only 2 steps are left of the 9 it takes" in ranks.run(1, words)["stdout"]
     run = Run((tmp_path / "outputs" / "job" / "latest").resolve())
     assert (run.path / "profile" / "rank0.json.gz").is_file()
     assert run.record["status"] == "finished"

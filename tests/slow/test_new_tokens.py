@@ -14,23 +14,23 @@ from sft.demo import make_demo
 from sft.recipe import REPOSITORY
 from sft.run_directory import Run
 from tests.slow.conftest import write_recipe
+from tests.slow.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 PROGRAM = str(REPOSITORY / "tests" / "slow" / "train_new_tokens.py")
-TWO = ["torchrun", "--standalone", "--nproc-per-node", "2"]
 OWN = 541  # tokens of the demo's tokenizer, in an embedding of 544 rows
 PROBE = torch.arange(OWN - 39, OWN + 1).reshape(2, 20)  # what train_new_tokens.py asks: the last is <|begin|>
 FIVE = "model.new_tokens=[<|begin|>, <|a|>, <|b|>, <|c|>, <|d|>]"
 CASES = {
-    "one process": (["python"], [], 544),
-    "one process, a larger embedding": (["python"], [FIVE], 546),
-    "ZeRO-3": (TWO, ["train.deepspeed=zero3"], 544),
-    "ZeRO-3, a larger embedding": (TWO, ["train.deepspeed=zero3", FIVE], 546),
-    "LoRA": (["python"], ["model.lora={}"], 544),
-    "LoRA, a larger embedding, DDP": (TWO, ["model.lora={}", FIVE], 546),
-    "LoRA, untied, ZeRO-2": (TWO, ["model.lora={}", "train.deepspeed=zero2", "untied"], 544),
+    "one process": (1, [], 544),
+    "one process, a larger embedding": (1, [FIVE], 546),
+    "ZeRO-3": (2, ["train.deepspeed=zero3"], 544),
+    "ZeRO-3, a larger embedding": (2, ["train.deepspeed=zero3", FIVE], 546),
+    "LoRA": (1, ["model.lora={}"], 544),
+    "LoRA, a larger embedding, DDP": (2, ["model.lora={}", FIVE], 546),
+    "LoRA, untied, ZeRO-2": (2, ["model.lora={}", "train.deepspeed=zero2", "untied"], 544),
 }
 TEMPLATE = """\
 {%- for message in messages -%}
@@ -76,11 +76,11 @@ def untied(recipe: Path) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_new_tokens_are_trained_and_saved(case: str, recipe: Path, untied: Path, command: Command) -> None:
-    launcher, overrides, rows = CASES[case]
+def test_new_tokens_are_trained_and_saved(case: str, recipe: Path, untied: Path, ranks: Ranks) -> None:
+    count, overrides, rows = CASES[case]
     overrides = [f"model.name_or_path={untied}" if word == "untied" else word for word in overrides]
     name = "".join(letter if letter.isalnum() else "-" for letter in case)
-    command([*launcher, PROGRAM, recipe, *overrides, f"tracking.run_name={name}"])
+    ranks.run(count, [PROGRAM, recipe, *overrides, f"tracking.run_name={name}"])
     run = Run(recipe.parent / "outputs" / "new" / name)
     tokenizer = AutoTokenizer.from_pretrained(run.final)
     assert tokenizer("<|begin|>", add_special_tokens=False)["input_ids"] == [OWN]
@@ -105,18 +105,18 @@ def test_new_tokens_are_trained_and_saved(case: str, recipe: Path, untied: Path,
 
 
 @pytest.mark.parametrize("case", ["ZeRO-3, a larger embedding", "LoRA, a larger embedding, DDP"])
-def test_a_stopped_run_with_new_tokens_ends_as_an_undisturbed_one(case: str, recipe: Path, command: Command) -> None:
-    launcher, overrides, _ = CASES[case]
+def test_a_stopped_run_with_new_tokens_ends_as_an_undisturbed_one(case: str, recipe: Path, ranks: Ranks) -> None:
+    count, overrides, _ = CASES[case]
     runs = []
     for name in ("undisturbed", "stopped"):
         run = Run(recipe.parent / "outputs" / "new" / f"{case[:4]}-{name}")
         runs.append(run)
-        words = [*launcher, PROGRAM, recipe, *overrides, f"tracking.run_name={run.path.name}"]
+        words = [PROGRAM, recipe, *overrides, f"tracking.run_name={run.path.name}"]
         if name == "stopped":
-            command(words, expect=1, STOP_AT_CHECKPOINT="1")
+            ranks.run(count, words, expect=1, STOP_AT_CHECKPOINT="1")
             assert not run.final.exists()
             assert run.last_checkpoint() == run.checkpoints / "checkpoint-4"
-        command(words)
+        ranks.run(count, words)
     expected, resumed = (load_file(run.final / "model.safetensors") for run in runs)
     assert expected.keys() == resumed.keys()
     assert all(torch.equal(resumed[name], expected[name]) for name in expected)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from sft.run_directory import Run
 from tests.slow.conftest import losses, write_recipe
+from tests.slow.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -61,7 +62,9 @@ def start_and_signal(recipe: Path, number: signal.Signals, lines: int) -> tuple[
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(precision: str, recipe: Path, command: Command) -> None:
+def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(
+    precision: str, recipe: Path, command: Command, ranks: Ranks
+) -> None:
     """In bf16 the fp32 copies of the weights go on too."""
     recipe.write_text(recipe.read_text().replace("train:\n", f"train:\n  precision: {precision}\n"))
     status, run = start_and_signal(recipe, signal.SIGKILL, lines=6)
@@ -73,7 +76,7 @@ def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(precision: str, rec
     assert f"goes on from {checkpoint.name}" in resumed.stdout
     assert run.record["status"] == "finished"
     undisturbed = Run(run.path.parent / "undisturbed")
-    command([sys.executable, "-m", "sft.train", recipe, "tracking.run_name=undisturbed"])
+    ranks.run(1, ["sft.train", recipe, "tracking.run_name=undisturbed"])
     assert losses(run) == losses(undisturbed)
     assert tokens_seen(run) == tokens_seen(undisturbed)
     assert run.record["train_loss"] == undisturbed.record["train_loss"]

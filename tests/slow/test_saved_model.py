@@ -1,8 +1,6 @@
 """Law 9: what is on disk, loaded again by transformers alone, gives the logits of the model in memory."""
 
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,22 +10,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sft.recipe import REPOSITORY
 from sft.run_directory import Run
 from tests.slow.conftest import write_recipe
+from tests.slow.ranks import Ranks
 from tests.slow.train_and_probe import PROBE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-Command = Callable[..., subprocess.CompletedProcess[str]]
 
 PROGRAM = str(REPOSITORY / "tests" / "slow" / "train_and_probe.py")
-TWO = ["torchrun", "--standalone", "--nproc-per-node", "2"]
 CASES = {
-    "one process": (["python"], [], "Qwen2ForCausalLM"),
-    "bf16, one process": (["python"], ["train.precision=bf16"], "Qwen2ForCausalLM"),
-    "bf16, ZeRO-2": (TWO, ["train.precision=bf16", "train.deepspeed=zero2"], "DeepSpeedEngine"),
-    "DDP": (TWO, [], "DistributedDataParallel"),
-    "ZeRO-2": (TWO, ["train.deepspeed=zero2"], "DeepSpeedEngine"),
-    "ZeRO-3": (TWO, ["train.deepspeed=zero3"], "DeepSpeedEngine"),
-    "LoRA, one process": (["python"], ["model.lora={}"], "PeftModelForCausalLM"),
-    "LoRA, ZeRO-3": (TWO, ["model.lora={}", "train.deepspeed=zero3"], "DeepSpeedEngine"),
+    "one process": (1, [], "Qwen2ForCausalLM"),
+    "bf16, one process": (1, ["train.precision=bf16"], "Qwen2ForCausalLM"),
+    "bf16, ZeRO-2": (2, ["train.precision=bf16", "train.deepspeed=zero2"], "DeepSpeedEngine"),
+    "DDP": (2, [], "DistributedDataParallel"),
+    "ZeRO-2": (2, ["train.deepspeed=zero2"], "DeepSpeedEngine"),
+    "ZeRO-3": (2, ["train.deepspeed=zero3"], "DeepSpeedEngine"),
+    "LoRA, one process": (1, ["model.lora={}"], "PeftModelForCausalLM"),
+    "LoRA, ZeRO-3": (2, ["model.lora={}", "train.deepspeed=zero3"], "DeepSpeedEngine"),
 }
 
 
@@ -42,10 +39,10 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_saved_model_gives_the_trained_models_logits(case: str, recipe: Path, command: Command) -> None:
-    launcher, overrides, engine = CASES[case]
+def test_the_saved_model_gives_the_trained_models_logits(case: str, recipe: Path, ranks: Ranks) -> None:
+    count, overrides, engine = CASES[case]
     name = "".join(letter if letter.isalnum() else "-" for letter in case)
-    command([*launcher, PROGRAM, recipe, *overrides, f"tracking.run_name={name}"])
+    ranks.run(count, [PROGRAM, recipe, *overrides, f"tracking.run_name={name}"])
     run = Run(recipe.parent / "outputs" / "saved" / name)
     probe = torch.load(run.path / "probe.pt", weights_only=True)
     assert probe["engine"] == engine

@@ -1,0 +1,152 @@
+"""Where a model's layers are kept while it is measured: one GPU, or spread over those that are visible.
+
+Spread, the layers compute one after another on the same kinds of devices, so that no score depends on it: it is recorded with the
+results, and is no part of the settings that two evaluations must share.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from sft.errors import EvaluationError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+ROOM = 0.2
+"""Share of a GPU's free memory that stays for activations, logits and the keys and values of what is being answered."""
+
+Parallelize = bool | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the layers go, and why."""
+
+    devices: int
+    """GPUs that hold them; 0 for the CPU."""
+
+    reason: str
+
+    @property
+    def spread(self) -> bool:
+        """Whether the layers are on several GPUs."""
+        return self.devices > 1
+
+    def __str__(self) -> str:
+        where = {0: "the CPU", 1: "one GPU"}.get(self.devices, f"layers over {self.devices} GPUs")
+        return f"{where} ({self.reason})"
+
+
+def choose_placement(wanted: Parallelize, weights: int, free: Sequence[int]) -> Placement:
+    """One GPU where the weights fit on it, else all.
+
+    Args:
+        wanted: eval.parallelize.
+        weights: Bytes of the weights in the evaluation's number format.
+        free: Free bytes of each visible GPU, the first one first; none without a GPU.
+
+    Raises:
+        EvaluationError: What was asked for cannot be had, or the weights fit nowhere.
+    """
+    if not free:
+        if wanted is True:
+            raise EvaluationError("eval.parallelize=true, and there is no GPU to put layers on. Leave it out.")
+        return Placement(0, "there is no GPU")
+    first, together = (1 - ROOM) * free[0], (1 - ROOM) * sum(free)
+    size = f"{_gib(weights)} of weights"
+    if wanted is True and len(free) == 1:
+        raise EvaluationError("eval.parallelize=true, and one GPU is visible: there is no other to put layers on.")
+    if wanted is not True and weights <= first:
+        return Placement(1, f"{size} fit into {_gib(first)}, which is {1 - ROOM:.0%} of what is free")
+    if wanted is False:
+        raise EvaluationError(
+            f"eval.parallelize=false, and {size} do not fit on one GPU: {_gib(free[0])} are free, and {ROOM:.0%} of that stays for "
+            "activations. Leave eval.parallelize out to spread the layers over all visible GPUs."
+        )
+    if weights > together:
+        raise EvaluationError(
+            f"{size} do not fit on {len(free)} GPU{'s' if len(free) > 1 else ''}: {_gib(sum(free))} are free, and {ROOM:.0%} of that "
+            "stays for activations. Make more GPUs visible, end what else uses them, or set eval.dtype=bfloat16."
+        )
+    why = "eval.parallelize=true" if wanted is True else f"{size}, and one GPU has room for {_gib(first)}"
+    return Placement(len(free), why)
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.3g} GiB"
+
+
+def free_memory() -> list[int]:
+    """Free bytes of each visible GPU."""
+    import torch
+
+    return [torch.cuda.mem_get_info(device)[0] for device in range(torch.cuda.device_count())]
+
+
+def weights_size(config: PreTrainedConfig, dtype: str, trust_remote_code: bool) -> int:
+    """Bytes of a model's weights, tied ones once, without loading or downloading them.
+
+    Args:
+        config: The model's.
+        dtype: The evaluation's; `auto` counts as the config's, or fp32 where it names none.
+        trust_remote_code: As for loading.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    kind = getattr(torch, dtype, None) or getattr(config, "dtype", None) or torch.float32
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return int(sum(parameter.numel() for parameter in model.parameters()) * kind.itemsize)
+
+
+def place_model(wanted: Parallelize, config: PreTrainedConfig, dtype: str, trust_remote_code: bool) -> Placement:
+    """Decide for the GPUs that are visible here.
+
+    Raises:
+        EvaluationError: As choose_placement.
+    """
+    free = free_memory()
+    return choose_placement(wanted, weights_size(config, dtype, trust_remote_code) if free else 0, free)
+
+
+def check_placement(model: Any, placement: Placement) -> dict[str, int]:
+    """What each device holds, read from the model that was loaded.
+
+    Returns:
+        Modules of the device map by the name of the device; empty where the model is on one device.
+
+    Raises:
+        EvaluationError: Part of the model is on a disk, or on the CPU beside GPUs, where it would take days.
+    """
+    modules = Counter(str(device) for device in (getattr(model, "hf_device_map", None) or {}).values())
+    elsewhere = {"cpu", "disk"} & modules.keys()
+    if placement.spread and elsewhere:
+        raise EvaluationError(
+            f"The model does not fit on the GPUs after all: {sum(modules[device] for device in elsewhere)} of its "
+            f"{modules.total()} parts would stay on {' and '.join(sorted(elsewhere))}. End what else uses the GPUs."
+        )
+    return dict(modules) if placement.spread else {}
+
+
+def change_whole(model: Any, change: Callable[[], None]) -> None:
+    """Change a model's embeddings, also where its layers are spread: the hooks between devices are taken off and put back.
+
+    Args:
+        model: From lm_eval.
+        change: Replaces modules of it.
+    """
+    spread = getattr(model, "hf_device_map", None)
+    if spread is None or len(spread) == 1:
+        change()
+        return
+    from accelerate import dispatch_model
+    from accelerate.hooks import remove_hook_from_module
+
+    remove_hook_from_module(model, recurse=True)
+    change()
+    dispatch_model(model, device_map=spread, force_hooks=True)

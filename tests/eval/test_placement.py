@@ -1,0 +1,125 @@
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from eval.placement import Placement, change_whole, check_placement, choose_placement, place_model, weights_size
+from eval.settings import Reference
+from sft.embeddings import embed_new_tokens
+from sft.errors import EvaluationError
+from sft.recipe import Evaluation
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("wanted", "weights", "free", "devices"),
+    [
+        ("auto", 100, [], 0),
+        (False, 100, [], 0),
+        ("auto", 16, [80], 1),
+        ("auto", 64, [80], 1),
+        ("auto", 16, [80, 80], 1),
+        (False, 16, [80, 80], 1),
+        (True, 16, [80, 80], 2),
+        ("auto", 65, [80, 80], 2),
+        ("auto", 140, [80, 80, 80, 80], 4),
+        ("auto", 256, [80, 80, 80, 80], 4),
+        # What another process holds on the first GPU counts.
+        ("auto", 16, [10, 80], 2),
+    ],
+)
+def test_layers_are_spread_where_one_gpu_has_no_room(
+    wanted: bool | str, weights: int, free: list[int], devices: int
+) -> None:
+    placement = choose_placement(wanted, weights * GIB, [one * GIB for one in free])  # type: ignore[arg-type]
+    assert placement.devices == devices
+    assert placement.spread == (devices > 1)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "weights", "free", "told"),
+    [
+        (True, 16, [], "there is no GPU"),
+        (True, 16, [80], "there is no other"),
+        (False, 140, [80, 80], "140 GiB of weights do not fit on one GPU: 80 GiB are free"),
+        ("auto", 70, [80], "70 GiB of weights do not fit on 1 GPU: 80 GiB are free"),
+        ("auto", 140, [80, 80], "140 GiB of weights do not fit on 2 GPUs: 160 GiB are free"),
+        (True, 140, [80, 80], "do not fit on 2 GPUs"),
+    ],
+)
+def test_what_fits_nowhere_is_refused_with_its_arithmetic(
+    wanted: bool | str, weights: int, free: list[int], told: str
+) -> None:
+    with pytest.raises(EvaluationError, match=told):
+        choose_placement(wanted, weights * GIB, [one * GIB for one in free])  # type: ignore[arg-type]
+
+
+def test_the_reason_has_the_sizes() -> None:
+    assert str(choose_placement("auto", 140 * GIB, [80 * GIB] * 4)) == (
+        "layers over 4 GPUs (140 GiB of weights, and one GPU has room for 64 GiB)"
+    )
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2), ("auto", 4)])
+def test_the_weights_are_counted_as_they_lie_on_the_disk(
+    dtype: str, width: int, tuned_model: Path, reference: Reference
+) -> None:
+    stored = load_file(tuned_model / "model.safetensors")
+    assert weights_size(reference.config, dtype, False) == width * sum(weight.numel() for weight in stored.values())
+
+
+def test_without_a_gpu_nothing_is_counted(reference: Reference) -> None:
+    assert place_model(Evaluation().parallelize, reference.config, "float32", False) == Placement(0, "there is no GPU")
+
+
+def test_a_part_that_stays_off_the_gpus_is_refused() -> None:
+    spread = Placement(2, "a test")
+    model = SimpleNamespace(hf_device_map={"embed": 0, "layers.0": 0, "layers.1": 1, "head": 1})
+    assert check_placement(model, spread) == {"0": 2, "1": 2}
+    model.hf_device_map["head"] = "disk"
+    with pytest.raises(EvaluationError, match="1 of its 4 parts would stay on disk"):
+        check_placement(model, spread)
+
+
+def test_a_model_that_lm_eval_spreads_says_the_same(tuned_model: Path, reference: Reference, tmp_path: Path) -> None:
+    """`parallelize` without a GPU: what does not fit into the memory that it is given stays on the disk."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    def load(**keys: object) -> HFLM:
+        return HFLM(str(tuned_model), tokenizer=reference.tokenizer, dtype="float32", device="cpu", **keys)
+
+    whole = load(parallelize=False)
+    memory = 0.6 * sum(weight.nbytes for weight in whole.model.parameters())
+    spread = load(parallelize=True, max_cpu_memory=int(memory), offload_folder=str(tmp_path))
+    assert set(spread.model.hf_device_map.values()) == {"cpu", "disk"}
+    asked = [
+        Instance("loglikelihood", {}, (f"Number {n}?", f" {n}"), n, metadata=("", 0, 1))  # type: ignore[arg-type]
+        for n in range(3)
+    ]
+    assert spread.loglikelihood(asked) == whole.loglikelihood(asked)
+
+
+def test_embeddings_of_a_spread_model_can_be_replaced(tuned_model: Path, reference: Reference) -> None:
+    from accelerate import dispatch_model
+    from transformers import AutoModelForCausalLM
+
+    whole = AutoModelForCausalLM.from_pretrained(tuned_model, dtype=torch.float32)
+    spread = AutoModelForCausalLM.from_pretrained(tuned_model, dtype=torch.float32)
+    parts = {name: "cpu" for name, module in spread.named_modules() if not list(module.children()) and name}
+    spread = dispatch_model(spread, parts, main_device="cpu", force_hooks=True)
+    assert hasattr(spread.get_input_embeddings(), "_hf_hook")
+    tokenizer = copy.deepcopy(reference.tokenizer)
+    rows = spread.get_input_embeddings().num_embeddings
+    assert tokenizer.add_tokens([f"<new{n}>" for n in range(rows + 1 - len(tokenizer))])
+    new = [name for name in tokenizer.get_vocab() if name.startswith("<new")]
+    for model in (whole, spread):
+        change_whole(model, lambda model=model: embed_new_tokens(model, tokenizer, new, "a test"))
+    assert spread.get_input_embeddings().num_embeddings == rows + 1
+    assert hasattr(spread.get_input_embeddings(), "_hf_hook")
+    ids = torch.tensor([[3, 4, rows]])
+    assert torch.equal(spread(ids).logits, whole(ids).logits)

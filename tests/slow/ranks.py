@@ -1,0 +1,195 @@
+"""Real ranks that need not import anything: this process has imported everything, and forks one child for each rank.
+
+Imports are most of the time of a small training. A child is a process like any other: it joins a group of its own, builds an
+engine of its own, and leaves nothing behind for the next. What is not tried this way is a launcher.
+
+It reads a job a line of JSON, and answers each with a line: the exit status.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sft.processes import end_with_parent
+
+IMPORTED = (
+    "deepspeed trl trl.trainer.sft_trainer peft accelerate transformers.models.qwen2.modeling_qwen2 datasets eval.suites "
+    "sft.train sft.trainer sft.before_training sft.model sft.step_work sft.store sft.held_out sft.metrics sft.profiling "
+    "sft.compiled_layers sft.embeddings"
+).split()
+
+
+class Ranks:
+    """A process that forks ranks, as those who give it jobs see it."""
+
+    def __init__(self) -> None:
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        environment = os.environ | {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "DS_ACCELERATOR": "cpu",
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "HF_DATASETS_OFFLINE": "1",
+        }
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.slow.ranks"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+
+    def run(
+        self, ranks: int, words: Sequence[str | Path], expect: int = 0, finish: bool = False, **environment: str
+    ) -> dict[str, str]:
+        """Run a program on so many ranks, and fail with its output where it fails.
+
+        Args:
+            ranks: Processes; one is a process by itself, without a group.
+            words: A module (`sft.train`) or a file, and its arguments.
+            expect: Exit status of the first rank that fails, or 0.
+            finish: The first rank goes on to evaluation and report, as it does for a user; a process of its own.
+            environment: Beside what a launcher sets.
+
+        Returns:
+            `stdout` and `stderr` of all ranks together.
+        """
+        job = {"ranks": ranks, "words": [str(word) for word in words], "finish": finish, "environment": environment}
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with tempfile.TemporaryDirectory() as folder:
+            self.process.stdin.write(json.dumps(job | {"folder": folder}) + "\n")
+            self.process.stdin.flush()
+            try:
+                status = self.process.stdout.readline()
+            except BaseException:  # the test's time is up: the ranks end with the process that forked them
+                self.process.kill()
+                self.process.wait()
+                self.process = self._start()
+                raise
+            told = {name: (Path(folder) / name).read_text(errors="replace") for name in ("stdout", "stderr")}
+        assert status == f"{expect}\n", status + told["stdout"][-4000:] + told["stderr"][-4000:]
+        return told
+
+    def close(self) -> None:
+        """End it."""
+        self.process.communicate()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _environment(job: dict[str, Any], rank: int, port: int) -> dict[str, str]:
+    """What torchrun would set; nothing for a process by itself."""
+    ranks = job["ranks"]
+    launched = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    return {name: str(value) for name, value in launched.items() if ranks > 1} | job["environment"]
+
+
+def _become_rank(job: dict[str, Any], environment: dict[str, str], folder: Path, parent: int) -> None:
+    """The child: run the program as `python -m` or `python FILE` would."""
+    end_with_parent(parent, signal.SIGKILL)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        path = Path(os.devnull) if name == "stdin" else folder / name
+        os.dup2(os.open(path, os.O_RDONLY if name == "stdin" else os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.environ |= environment
+    if not job["finish"]:
+        sys.modules["sft.train"].become_finish = lambda run: None  # type: ignore[attr-defined]
+        sys.modules["sft.finish"].become_finish = lambda run: None  # type: ignore[attr-defined]
+    program, *sys.argv[1:] = job["words"]
+    sys.argv[0] = program
+    if program.endswith(".py"):
+        sys.path.insert(0, str(Path(program).parent))
+        runpy.run_path(program, run_name="__main__")
+    else:
+        sys.modules.pop(program, None)  # runpy says so where it is imported already
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+
+
+def _fork(job: dict[str, Any], rank: int, port: int, folder: Path) -> int:
+    parent = os.getpid()
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        _become_rank(job, _environment(job, rank, port), folder, parent)
+        status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        # Leaving by sys.exit would go through the parent's own `with` and `finally`.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _run(job: dict[str, Any]) -> int:
+    """Fork the ranks and wait: the first that fails ends the others, as under torchrun."""
+    port, folder = _free_port(), Path(job["folder"])
+    children = {_fork(job, rank, port, folder) for rank in range(job["ranks"])}
+    first = 0
+    while children:
+        child, waited = os.wait()
+        if child not in children:
+            continue
+        children.discard(child)
+        status = os.waitstatus_to_exitcode(waited)
+        if status and not first:
+            first = status
+            deadline = time.monotonic() + 5
+            while children and time.monotonic() < deadline:  # those that fail alike say so themselves
+                child, waited = os.waitpid(-1, os.WNOHANG)
+                children.discard(child)
+                time.sleep(0.05)
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+    return first
+
+
+def main() -> None:
+    """Import, then answer jobs until there are no more."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    faulthandler.enable()
+    gc.collect()
+    gc.freeze()  # children share these pages as long as nobody looks through them for garbage
+    for line in sys.stdin:
+        print(_run(json.loads(line)), flush=True)
+    os._exit(0)  # what is frozen would be told as leaked
+
+
+if __name__ == "__main__":
+    main()
