@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import NoReturn
 
-from sft.rank_logs import is_rank, tell_crash, tell_lost, tell_message
+from sft.rank_logs import is_rank, tell_crash, tell_message
 
 EXIT_CRASHED = 1
 EXIT_USER_ERROR = 2
@@ -138,7 +138,7 @@ def users_mistakes_end_cleanly() -> Iterator[None]:
         tell_message(str(error))
         stop(EXIT_USER_ERROR)
     except LostRank as error:
-        tell_lost(str(error))
+        tell_message(str(error), lost=True)
         stop(EXIT_LOST_RANK)
     except BrokenPipeError:
         # `--show 100 | head`: the reader has seen enough. What is still in the buffer goes nowhere.

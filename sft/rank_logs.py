@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -126,6 +127,12 @@ def move_to(run: Path) -> None:
         to_terminal(f"Rank {_rank()} on {socket.gethostname()} and the others of this machine write to {log.parent}")
 
 
+def end() -> None:
+    """Leave nothing in the temporary folder; after the last thing that may fail on several ranks."""
+    if is_rank() and os.environ["LOCAL_RANK"] == "0":
+        shutil.rmtree(launched_folder(os.getppid()), ignore_errors=True)
+
+
 def forget_ending(run: Path) -> None:
     """Remove what an earlier start of the run has left; by the first rank, before the others know the run."""
     (run / "logs" / ENDING).unlink(missing_ok=True)
@@ -222,20 +229,20 @@ def written_run(launcher: int) -> Path | None:
         return None
 
 
-def tell_message(message: str) -> None:
-    """Show a message once for all ranks of this machine that have one."""
+def tell_message(message: str, lost: bool = False) -> None:
+    """Show a message once for all ranks of this machine that have one.
+
+    Args:
+        message: For the user.
+        lost: This rank has only lost the others: who was the reason, or the launcher, may speak first.
+    """
     if not is_rank():
         print(f"\n{message}", file=sys.stderr, flush=True)
         return
     _keep(message)
-    replace(Ending.of(_rank(), ""), text=message).claim(os.getppid())
-
-
-def tell_lost(message: str) -> None:
-    """Show that this rank has lost the others, unless who was the reason, or the launcher, speaks first."""
-    if is_rank():
+    if lost:
         _wait_for_the_reason()
-    tell_message(message)
+    replace(Ending.of(_rank(), ""), text=message).claim(os.getppid())
 
 
 def tell_crash(error: BaseException) -> None:

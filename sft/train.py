@@ -54,6 +54,7 @@ def main(argv: Sequence[str]) -> None:
         train(job.with_data(start.prepared.facts(), start.searched), start, tokenizer)
     finish_trackers(job.recipe.tracking)
     distributed.leave_group()
+    rank_logs.end()
     if distributed.is_first_rank():
         become_finish(start.run)
 

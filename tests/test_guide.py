@@ -26,6 +26,8 @@ RUN_BY = {
     "torchrun --nproc-per-node 2 -m sft.train recipes/tiny.yaml": "tests/slow/test_same_result.py",
     "accelerate launch --multi_gpu --num_processes 2 -m sft.train recipes/tiny.yaml": "tests/slow/test_same_result.py",
     "deepspeed --num_gpus 2 --module sft.train recipes/tiny.yaml": "tests/slow/test_same_result.py",
+    "accelerate launch --config_file mine_accelerate.yaml -m sft.train": "tests/slow/test_launch.py",
+    "deepspeed --hostfile hosts --no_ssh": "tests/slow/test_launch.py",
     "bash scripts/eval.sh": "tests/eval/test_run.py",
 }
 
@@ -128,6 +130,9 @@ WHAT_TRAINS_IT = {
     "ZeRO-2, offload": ("test_same_result.py", "2 ranks, ZeRO-2, offload"),
     "ZeRO-3, offload": ("test_same_result.py", "2 ranks, ZeRO-3, offload"),
     "ZeRO-3, NVMe": ("test_nvme.py", "train.deepspeed="),
+    "FSDP2": ("test_same_result.py", "2 ranks, FSDP2"),
+    "tensor parallel": ("test_parallel.py", "train.tensor_parallel_size="),
+    "sequence parallel": ("test_parallel.py", "train.sequence_parallel_size="),
 }
 
 
@@ -143,7 +148,8 @@ def test_what_the_table_says_to_write_is_what_the_recipe_accepts(
 ) -> None:
     written = ENGINES[engine]["in the recipe"]
     override = written.strip("`").replace(": ", "=")
-    recipe = make_recipe(*([] if written == "nothing" else [override]))
+    beside = ["train.deepspeed=zero2"] if engine == "sequence parallel" else []
+    recipe = make_recipe(*beside, *([] if written == "nothing" else [override]))
     if "deepspeed" in written:
         name = recipe.train.deepspeed
         assert (REPOSITORY / "ds_configs" / f"{name}.json").is_file()

@@ -207,13 +207,23 @@ def test_the_deepspeed_launcher_trains_with_a_hostfile_and_without_ssh(
     finished(recipe)
 
 
+def write_accelerate(config: Path, engine: str) -> Path:
+    config.parent.mkdir(exist_ok=True)
+    settings = {"compute_environment": "LOCAL_MACHINE", "distributed_type": engine, "num_processes": 2}
+    config.write_text(yaml.safe_dump(settings | {"num_machines": 1, "mixed_precision": "no", "use_cpu": False}))
+    return config
+
+
+def test_accelerate_trains_with_a_configuration(recipe: Path, tmp_path: Path, command: Command) -> None:
+    config = write_accelerate(tmp_path / "mine_accelerate.yaml", "MULTI_GPU")
+    command(["accelerate", "launch", "--config_file", config, "-m", "sft.train", recipe], PYTHONPATH=str(REPOSITORY))
+    finished(recipe)
+
+
 def test_an_accelerate_configuration_of_another_project_is_refused_in_one_message(
     recipe: Path, tmp_path: Path, start: Start
 ) -> None:
-    config = tmp_path / "accelerate" / "default_config.yaml"
-    config.parent.mkdir()
-    settings = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "num_processes": 2}
-    config.write_text(yaml.safe_dump(settings | {"num_machines": 1, "mixed_precision": "no", "use_cpu": False}))
+    write_accelerate(tmp_path / "accelerate" / "default_config.yaml", "FSDP")
     job = start(["accelerate", "launch", "-m", "sft.train", recipe], HF_HOME=str(tmp_path))
     told = job.communicate(timeout=100)[0]
     assert job.returncode != 0
