@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def is_spread(model: torch.nn.Module) -> bool:
-    """Whether matrices of the model are divided over ranks."""
+    """Whether matrices of the model are divided over ranks, each of which computes with its part: not so under FSDP."""
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return False
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
@@ -28,6 +31,8 @@ def tensor_mesh(parameter: DTensor) -> Any:
 
 def tensor_parallel_ranks(model: torch.nn.Module) -> int:
     """Ranks that each have a part of the decoder layers' matrices, by the matrices themselves; 1 where they are whole."""
+    if not is_spread(model):
+        return 1
     parts = [
         tensor_mesh(parameter).size()
         for name, parameter in model.named_parameters()

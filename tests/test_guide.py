@@ -130,6 +130,9 @@ WHAT_TRAINS_IT = {
     "ZeRO-2, offload": ("test_same_result.py", "2 ranks, ZeRO-2, offload"),
     "ZeRO-3, offload": ("test_same_result.py", "2 ranks, ZeRO-3, offload"),
     "ZeRO-3, NVMe": ("test_nvme.py", "train.deepspeed="),
+    "FSDP2": ("test_same_result.py", "2 ranks, FSDP2"),
+    "tensor parallel": ("test_parallel.py", "train.tensor_parallel_size="),
+    "sequence parallel": ("test_parallel.py", "train.sequence_parallel_size="),
 }
 
 
@@ -145,7 +148,8 @@ def test_what_the_table_says_to_write_is_what_the_recipe_accepts(
 ) -> None:
     written = ENGINES[engine]["in the recipe"]
     override = written.strip("`").replace(": ", "=")
-    recipe = make_recipe(*([] if written == "nothing" else [override]))
+    beside = ["train.deepspeed=zero2"] if engine == "sequence parallel" else []
+    recipe = make_recipe(*beside, *([] if written == "nothing" else [override]))
     if "deepspeed" in written:
         name = recipe.train.deepspeed
         assert (REPOSITORY / "ds_configs" / f"{name}.json").is_file()

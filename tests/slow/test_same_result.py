@@ -57,6 +57,7 @@ ROWS = {
     "2 ranks, ZeRO-3": zero(2, "zero3", ALL),
     "2 ranks, ZeRO-2, offload": zero(2, "zero2_offload", "optimizer, gradients", "optimizer on cpu"),
     "2 ranks, ZeRO-3, offload": zero(2, "zero3_offload", ALL, "optimizer on cpu, parameters on cpu"),
+    "2 ranks, FSDP2": Row(2, ("train.fsdp={}",), "FSDP2", ALL),
     "4 ranks, ZeRO-3": zero(4, "zero3", ALL),
 }
 KINDS = {

@@ -30,17 +30,21 @@ class Failure(TrainerCallback):  # type: ignore[misc]
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "segfault": signal.SIGSEGV}[self.how])
 
 
-words = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]  # the deepspeed launcher's
-rank, step, how, starts, *sys.argv[1:] = words
-measurements = train.measurements
+def main() -> None:
+    """Take what is ours off the command line, plant the failure, and train."""
+    words = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]  # the deepspeed launcher's
+    rank, step, how, starts, *sys.argv[1:] = words
+    measurements = train.measurements
+
+    def failing(*arguments: Any) -> tuple[Any, list[Any]]:
+        clock, callbacks = measurements(*arguments)
+        if os.environ["RANK"] == rank and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) < int(starts):
+            callbacks.append(Failure(int(step), how))
+        return clock, callbacks
+
+    train.measurements = failing
+    run_main(train.main)
 
 
-def failing(*arguments: Any) -> tuple[Any, list[Any]]:
-    clock, callbacks = measurements(*arguments)
-    if os.environ["RANK"] == rank and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) < int(starts):
-        callbacks.append(Failure(int(step), how))
-    return clock, callbacks
-
-
-train.measurements = failing
-run_main(train.main)
+if __name__ == "__main__":
+    main()
