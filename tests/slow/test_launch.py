@@ -115,7 +115,7 @@ def test_eight_ranks_train_and_start_again_after_one_was_killed(recipe: Path, st
     assert "Starting all processes again, 1 of 1." in told
     went_on = re.search(r"it goes on from checkpoint-(\d+)", told)
     assert went_on is not None
-    assert int(went_on[1]) >= 4
+    assert int(went_on[1]) >= 2  # that of step 4 may not be whole yet
     run = latest(recipe)
     assert (run.record["status"], run.record["ranks"]) == ("finished", 8)
     assert steps(run) == list(range(1, 31))
