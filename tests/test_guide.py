@@ -26,8 +26,6 @@ RUN_BY = {
     "torchrun --nproc-per-node 2 -m sft.train recipes/tiny.yaml": "tests/slow/test_same_result.py",
     "accelerate launch --multi_gpu --num_processes 2 -m sft.train recipes/tiny.yaml": "tests/slow/test_same_result.py",
     "deepspeed --num_gpus 2 --module sft.train recipes/tiny.yaml": "tests/slow/test_same_result.py",
-    "accelerate launch --config_file mine_accelerate.yaml -m sft.train": "tests/slow/test_launch.py",
-    "deepspeed --hostfile hosts --no_ssh": "tests/slow/test_launch.py",
     "bash scripts/eval.sh": "tests/eval/test_run.py",
 }
 
