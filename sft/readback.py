@@ -149,7 +149,9 @@ def _engine_name(trainer: Any, engine: Any) -> str:
 
 def _sharded(trainer: Any, engine: Any) -> int:
     """The ZeRO stage by what the objects are, not by what the configuration says."""
-    if any(hasattr(parameter, "ds_id") for parameter in trainer.model.parameters()) or shared_parameters(trainer.model):
+    if any(hasattr(parameter, "ds_id") for parameter in trainer.model.parameters()):
+        return 3
+    if shared_parameters(trainer.model) and not is_spread(trainer.model):
         return 3
     optimizer: Any = engine.optimizer if engine is not None else None
     if hasattr(optimizer, "partition_gradients"):
