@@ -132,6 +132,22 @@ class Train(Section):
     resume: Literal["auto", "must", "never"] = "auto"
     """`auto`: go on with the latest run of this recipe where it is unfinished, from its newest checkpoint if it has one."""
 
+    resume_allow_changes: tuple[str, ...] = ()
+    """Keys of the recipe, such as `train.max_steps`, that may differ from those that the unfinished run was started with."""
+
+    max_time: str | None = Field(default=None, pattern=r"^(\d+d)?(\d+h)?(\d+m)?(\d+s)?$", min_length=2)
+    """Time from the start after which to save and stop, such as `23h30m`; the same command goes on. None: no limit."""
+
+    on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"
+    """A loss or gradient that is NaN or infinite: stop; skip the step; or go back to the last checkpoint and go on without its rows."""
+
+    max_nonfinite_steps: int = Field(default=10, gt=0)
+    """Steps skipped, or rewound from, before the run stops after all."""
+
+    save_canary: bool = True
+    """At the first step, save as at the end, load that in another process, and compare the logits: a save that loses weights stops the
+    run in its first minute."""
+
     trainer_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Any other field of the installed trl.SFTConfig, checked against it; what the plan decides is refused."""
 
