@@ -97,7 +97,7 @@ def join(job: Job) -> None:
     uses_gpu = job.hardware.gpu is not None
     if job.recipe.debug:
         distributed.set_debug_environment(job.plan.engine.value == "DDP", uses_gpu)
-    distributed.settle_environment(job.deepspeed is not None, uses_gpu)
+    distributed.settle_environment(job.deepspeed is not None, uses_gpu, job.plan.precision.value)
     distributed.quiet_frameworks()
     distributed.check_devices(job.hardware)
     offloads = job.fsdp is not None and job.fsdp.offload_params
