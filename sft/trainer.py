@@ -12,6 +12,7 @@ from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from trl import SFTConfig
 
 from sft.batches import Sequences, StepOrder
+from sft.changes_take_effect import ChangesTakeEffect
 from sft.checkpointing import CheckpointingAsPlanned
 from sft.compiled_layers import compile_layers
 from sft.embeddings import show_head
@@ -271,7 +272,8 @@ def _as_planned(job: Job) -> list[TrainerCallback]:
     """What completes the engine when the training begins, before anything is measured or trained."""
     ahead = job.fsdp.prefetch if job.fsdp else None
     checkpointing = CheckpointingAsPlanned(job.plan.gradient_checkpointing.value)
-    return [checkpointing, PrefetchAsAsked(ahead)] if ahead else [checkpointing]
+    always = [checkpointing, ChangesTakeEffect(job.plan.learning_rate.value)]
+    return [*always, PrefetchAsAsked(ahead)] if ahead else always
 
 
 def _optimizer(job: Job) -> tuple[type[MasterAdamW], dict[str, Any]] | None:
