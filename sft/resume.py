@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from sft.errors import RunError
-from sft.manifest import fault
+from sft.manifest import fault, read_manifest
 from sft.run_directory import Run
 
 
@@ -81,10 +82,12 @@ def choose_checkpoint(run: Run) -> Choice:
 
 
 def ranks_of(checkpoint: Path, recorded: int) -> int:
-    """Ranks that wrote a checkpoint: each leaves the state of its random numbers.
+    """Ranks that wrote a checkpoint. The run's newest session may have had others, and ended before it wrote one.
 
     Args:
         checkpoint: Its folder.
-        recorded: What the run's record says, for a checkpoint that holds no such states.
+        recorded: What the run's record says, for one whose manifest does not tell.
     """
-    return len(list(checkpoint.glob("rng_state*.pth"))) or recorded
+    with suppress(ValueError):
+        return int(read_manifest(checkpoint).get("ranks", recorded))
+    return recorded

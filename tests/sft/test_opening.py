@@ -11,6 +11,7 @@ import pytest
 from sft.errors import RecipeError, RunError
 from sft.hardware import Hardware
 from sft.job import Job, open_job
+from sft.manifest import write_manifest
 from sft.opening import check_start, keep_recipe, open_run, unfinished_run
 from sft.run_directory import Run, write_json
 
@@ -184,8 +185,7 @@ def test_a_checkpoint_goes_on_with_the_number_of_processes_that_wrote_it(
     with pytest.raises(RunError, match=r"was trained by 2 processes; this start has 4.*train.resume=never"):
         open_here(recipe_file, ranks=4)
     # The newest session may have ended before it wrote one.
-    for rank in range(4):
-        (unfinished.checkpoints / "checkpoint-5" / f"rng_state_{rank}.pth").touch()
+    write_manifest(unfinished.checkpoints / "checkpoint-5", {"ranks": 4})
     assert open_here(recipe_file, ranks=4).path == unfinished.path
 
 

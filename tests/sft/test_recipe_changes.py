@@ -38,7 +38,7 @@ def test_every_key_of_a_recipe_is_of_one_kind() -> None:
 
 def test_the_documentation_has_every_kind() -> None:
     text = (REPOSITORY / "docs" / "resume.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)`", text))
+    named = set(re.findall(r"`([a-z0-9_]+(?:\.[a-z0-9_]+)*)`", text))
     assert {key for keys in (FREE, NAMED, FIXED) for key in keys} <= named
 
 

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from sft import resume
 from sft.errors import RunError
+from sft.manifest import write_manifest
 from sft.resume import checkpoints_of, choose_checkpoint, ranks_of
 from sft.run_directory import Run
 
@@ -15,45 +15,41 @@ def run(tmp_path: Path) -> Run:
     run = Run(tmp_path)
     for name in NAMES:
         (run.checkpoints / name).mkdir(parents=True)
+        (run.checkpoints / name / "weights").write_text(name)
+        write_manifest(run.checkpoints / name, {"ranks": 4})
     return run
-
-
-def faults(monkeypatch: pytest.MonkeyPatch, found: dict[str, str]) -> None:
-    """What the manifests say; that they say it is tested where they are written."""
-    monkeypatch.setattr(resume, "fault", lambda folder: found.get(folder.name))
 
 
 def test_checkpoints_are_in_the_order_of_their_steps(run: Run) -> None:
     assert [path.name for path in checkpoints_of(run)] == ["checkpoint-20", "checkpoint-10", "checkpoint-9"]
 
 
-def test_the_newest_that_verifies_is_chosen_and_the_others_are_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    faults(monkeypatch, {})
+def test_the_newest_that_verifies_is_chosen_and_the_others_are_named(run: Run) -> None:
     choice = choose_checkpoint(run)
     assert (choice.checkpoint, choice.step, choice.passed_over) == (run.checkpoints / "checkpoint-20", 20, {})
-    faults(monkeypatch, {"checkpoint-20": "model.safetensors is cut short", "checkpoint-10": "no manifest"})
+    (run.checkpoints / "checkpoint-20" / "weights").write_text("checkpoint-21")
+    (run.checkpoints / "checkpoint-10" / "weights").unlink()
     choice = choose_checkpoint(run)
     assert choice.step == 9
     assert choice.lines() == [
-        "passed over: checkpoint-20: model.safetensors is cut short",
-        "passed over: checkpoint-10: no manifest",
+        "passed over: checkpoint-20: weights has changed since it was written: its checksum differs",
+        "passed over: checkpoint-10: weights is missing",
         "This run was not finished: it goes on from checkpoint-9. train.resume=never starts another.",
     ]
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over_unasked(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    faults(monkeypatch, {"checkpoint-20": "bad", "checkpoint-10": "worse", "checkpoint-9": "no manifest"})
+def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over_unasked(run: Run) -> None:
+    for checkpoint in checkpoints_of(run):
+        (checkpoint / "weights").unlink()
     with pytest.raises(RunError) as refused:
         choose_checkpoint(run)
     assert str(refused.value).splitlines() == [
         f"{run.path} is unfinished, and none of its checkpoints can be used:",
-        "  checkpoint-20: bad",
-        "  checkpoint-10: worse",
-        "  checkpoint-9: no manifest",
-        "Bring one back from a copy. Or start over, which is never done unasked: train.resume=never makes a new run, and leaves this one as "
-        "it is.",
+        "  checkpoint-20: weights is missing",
+        "  checkpoint-10: weights is missing",
+        "  checkpoint-9: weights is missing",
+        "Bring one back from a copy. Or start over, which is never done unasked: train.resume=never makes a new run, and leaves "
+        "this one as it is.",
     ]
 
 
@@ -62,8 +58,8 @@ def test_a_run_without_checkpoints_starts_at_the_first_step(tmp_path: Path) -> N
     assert (choice.checkpoint, choice.step, choice.lines()) == (None, 0, [])
 
 
-def test_a_checkpoint_tells_how_many_ranks_wrote_it(tmp_path: Path) -> None:
-    assert ranks_of(tmp_path, recorded=3) == 3
-    for rank in range(4):
-        (tmp_path / f"rng_state_{rank}.pth").touch()
-    assert ranks_of(tmp_path, recorded=3) == 4
+def test_a_checkpoint_tells_how_many_ranks_wrote_it(run: Run) -> None:
+    checkpoint = run.checkpoints / "checkpoint-9"
+    assert ranks_of(checkpoint, recorded=3) == 4
+    (checkpoint / "manifest.json").unlink()
+    assert ranks_of(checkpoint, recorded=3) == 3
