@@ -46,7 +46,7 @@ def unfinished_run(job: Job) -> Run | None:
     refused = not_allowed(changes, job.recipe.train.resume_allow_changes)
     if not refused:
         return run
-    if not checkpoints_of(run) or _is_claimed(run):
+    if not checkpoints_of(run) or (_is_claimed(run) and job.recipe.tracking.run_name is None):
         return None
     raise RunError(_explain(run, changes, refused))
 
@@ -150,8 +150,11 @@ def check_start(job: Job) -> None:
         if name is not None and (folder_of(job) / name).exists():
             raise RunError(f"{folder_of(job) / name} {_TAKEN}")
         return
-    if must and _is_claimed(run):
-        raise RunError(f"train.resume=must, and another process is training {run.path}.")
+    if (must or name is not None) and _is_claimed(run):
+        raise RunError(
+            f"{'train.resume=must, and a' if must else 'A'}nother process is training {run.path}. Wait for it, or choose another "
+            "tracking.run_name."
+        )
     checkpoints = checkpoints_of(run)
     if checkpoints:
         check_checkpoint(run, job, checkpoints[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from subprocess import Popen
 from threading import Thread
@@ -17,6 +18,7 @@ from sft.opening import check_checkpoint, check_start, decisions_of, keep_recipe
 from sft.prepare import begin_preparation, prepared_data
 from sft.prepared import Prepared
 from sft.rank_logs import forget_ending
+from sft.recipe_changes import Change
 from sft.record import record_start
 from sft.resolved import Searched
 from sft.resume import Choice, choose_checkpoint
@@ -120,7 +122,12 @@ def _start(job: Job) -> Start:
     seconds = {"prepare_seconds": prepared.summary["seconds"]}
     record_start(run, job, seconds, prepared.fingerprint, checkpoint, choice.passed_over, changes)
     write_json(run.ledger_file, prepared.ledger | {"findings": prepared.findings})
-    return replace(start, notes=(*choice.lines(), *(f"changed since the last session: {one}" for one in changes)))
+    return replace(start, notes=tuple(_notes(choice, changes, goes_on)))
+
+
+def _notes(choice: Choice, changes: Sequence[Change], goes_on: bool) -> list[str]:
+    again = ["This run was not finished and has no checkpoint: it starts again."] if goes_on and not choice.step else []
+    return [*choice.lines(), *again, *(f"changed since the last session: {change}" for change in changes)]
 
 
 def _check_same_data(run: Run, fingerprint: str) -> None:

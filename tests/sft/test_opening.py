@@ -100,6 +100,8 @@ def test_a_run_that_another_process_trains_is_left_alone(recipe_file: Path, left
     mine = left_behind("running", checkpoint="checkpoint-5", name="second")
     with claimed(mine):  # a sweep: another learning rate beside it
         assert open_here(recipe_file, "train.learning_rate=2e-3").path != mine.path
+        with pytest.raises(RunError, match=r"Another process is training .*second. Wait for it, or choose another"):
+            open_here(recipe_file, "tracking.run_name=second")
 
 
 def test_a_changed_recipe_is_refused_with_what_differs(recipe_file: Path, left_behind: LeftBehind) -> None:

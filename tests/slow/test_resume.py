@@ -67,6 +67,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "warmup_steps": 3,
             "max_steps": STEPS,
             "logging_steps": 1,
+            "save_total_limit": 5,
         },
     )
 
