@@ -16,6 +16,7 @@ from sft.checkpoint_writer import INCOMPLETE, CheckpointWriter
 from sft.fully_sharded import cpu_ranks_may_shard, units_as_asked
 from sft.loss import Tally, is_plain, plain_loss
 from sft.optimizer import MasterAdamW, check_optimizer
+from sft.plain_data import plain_data_only
 from sft.plan import Plan
 from sft.progress import CHECKPOINT, Progress
 from sft.recipe import Fsdp
@@ -119,7 +120,9 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         return self.step_order
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        with units_as_asked(self, self.fsdp) if self.fsdp else nullcontext():
+        units = units_as_asked(self, self.fsdp) if self.fsdp else nullcontext()
+        # The engines load their checkpoints here.
+        with units, plain_data_only(self.is_deepspeed_enabled):
             return super()._prepare_for_training(*args, **kwargs)
 
     def _run_epoch(self, **kwargs: Any) -> None:
