@@ -13,8 +13,10 @@ from trl import SFTConfig
 
 from sft.batches import Sequences, StepOrder
 from sft.changes_take_effect import ChangesTakeEffect
+from sft.checkpoint_writer import CheckpointWriter
 from sft.checkpointing import CheckpointingAsPlanned
 from sft.compiled_layers import compile_layers
+from sft.disk import checkpoint_bytes
 from sft.embeddings import show_head
 from sft.errors import ModelError, RecipeError, did_you_mean
 from sft.fsdp import mesh_shape
@@ -263,9 +265,19 @@ def build_trainer(
     trainer.train_dataset = sequences
     trainer.step_order, trainer.step_clock, trainer.plan = order, clock, job.plan
     trainer.fsdp = job.fsdp
+    trainer.checkpoints = _checkpoint_writer(job, arguments)
     if job.plan.compile.value:
         compile_layers(trainer.model, job.plan.attention.value)
     return trainer
+
+
+def _checkpoint_writer(job: Job, arguments: Any) -> CheckpointWriter:
+    facts = {
+        "ranks": job.hardware.ranks,
+        "engine": job.plan.engine.value,
+        "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True),
+    }
+    return CheckpointWriter(Path(arguments.output_dir), job.recipe.train.save_total_limit, facts, checkpoint_bytes(job))
 
 
 def _as_planned(job: Job) -> list[TrainerCallback]:
