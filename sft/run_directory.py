@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sft.errors import RunError
-from sft.fsdp import ENGINE
 from sft.recipe import REPOSITORY, Recipe
 from sft.recipe_file import parse_recipe
 
@@ -187,7 +186,10 @@ def _git_state() -> dict[str, Any]:
 
 def _same_job(run: Run, recipe_text: str, overrides: Sequence[str]) -> bool:
     def lasting(words: Sequence[str]) -> list[str]:
-        return [word for word in words if not word.startswith(("train.resume=", "train.profile=", "debug="))]
+        # Who computes what may change: sft/continuation.py decides.
+        who = ("train.deepspeed=", "train.fsdp=", "train.parallel=", "train.micro_batch_size=")
+        ways = (*who, "train.tensor_parallel_size=", "train.sequence_parallel_size=")
+        return [word for word in words if not word.startswith(("train.resume=", "train.profile=", "debug=", *ways))]
 
     return run.recipe_file.read_text(encoding="utf-8") == recipe_text and lasting(run.record["overrides"]) == lasting(
         overrides
@@ -252,30 +254,6 @@ def _folder(job: Job) -> Path:
     return Path(job.recipe.output_dir).expanduser().resolve() / job.recipe_path.stem
 
 
-def _engine_as_written(recipe: Recipe) -> str:
-    name = "parallel" if recipe.train.parallel else "fsdp" if recipe.train.fsdp else "deepspeed"
-    return f"train.{name}={getattr(recipe.train, name) or 'null'}"
-
-
-def _check_same_engine(run: Run, job: Job) -> None:
-    # `auto` may stand for another one on another machine, whose checkpoints are of another kind.
-    earlier = {row["name"]: row["value"] for row in read_json(run.plan_file).get("decisions", [])}
-    for name in ("engine", "weights"):
-        found = getattr(job.plan, name).value
-        if earlier.get(name, found) != found:
-            raise RunError(
-                f"{run.path} is unfinished and was trained with {name}: {earlier[name]}; here "
-                f"{_engine_as_written(job.recipe)} and train.precision={job.recipe.train.precision} give {found}, which cannot go on "
-                "from its checkpoint. Go on on a machine like the first, or start anew with train.resume=never."
-            )
-
-
-def _goes_on_with_any_ranks(run: Run, job: Job) -> bool:
-    """FSDP2's checkpoints hold each weight by its name and place, whoever wrote which share."""
-    earlier = {row["name"]: row["value"] for row in read_json(run.plan_file).get("decisions", [])}
-    return earlier.get("engine") == job.plan.engine.value == ENGINE
-
-
 def check_start(job: Job) -> None:
     """Refuse, before the data is prepared, what open_run would refuse after.
 
@@ -292,22 +270,9 @@ def check_start(job: Job) -> None:
     checkpoint = run.last_checkpoint()
     if checkpoint is None:
         return
-    if run.record["ranks"] != job.hardware.ranks and not _goes_on_with_any_ranks(run, job):
-        raise RunError(
-            f"{run.path} is unfinished and was trained by {run.record['ranks']} processes; this start has {job.hardware.ranks}, and a "
-            "checkpoint goes on with the same number. Start as many, or anew with train.resume=never."
-        )
-    _check_same_engine(run, job)
-    config = job.deepspeed.config if job.deepspeed else None
-    if read_json(run.plan_file).get("deepspeed") != config:
-        raise RunError(
-            f"The DeepSpeed file has changed since {run.path} was started. Change it back, or start anew with train.resume=never."
-        )
-    if job.deepspeed is not None and job.deepspeed.offload == "nvme":
-        raise RunError(
-            f"{checkpoint} cannot be resumed: with offload to NVMe DeepSpeed does not save the optimizer's state. Start anew with "
-            "train.resume=never."
-        )
+    from sft.continuation import resolve_continuation
+
+    resolve_continuation(checkpoint, run, job)
 
 
 def open_run(job: Job) -> Run:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from sft import distributed, rank_logs
+from sft.continuation import resolve_continuation
 from sft.errors import RecipeError, run_main
 from sft.finish import become_finish
 from sft.job import Job, open_job
@@ -176,6 +177,7 @@ def train(job: Job, start: Start, tokenizer: Any) -> None:
         callback.trainer = trainer
     trainer.progress, trainer.agreement = progress, agreement
     checkpoint = run.last_checkpoint()
+    trainer.continuation = resolve_continuation(checkpoint, run, job) if checkpoint else None
     started = time.monotonic()
     with told_of_lost_ranks(job.recipe, lambda: f"step {trainer.state.global_step + 1} was trained", run):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -260,6 +262,7 @@ def show_start(job: Job, start: Start) -> None:
         notes.append(
             f"This run was not finished: it goes on from {checkpoint.name}. train.resume=never starts another."
         )
+        notes += filter(None, [resolve_continuation(checkpoint, run, job).words])
     if not Path(job.model.path).is_dir():
         notes.append(f"Loading {job.model.path}; the first time it is downloaded, which takes a while.")
     print_plan(job.plan, f"{job.recipe_path.stem}: {job.recipe.model.name_or_path} on {job.hardware.device}", notes)

@@ -14,6 +14,7 @@ from trl import SFTConfig
 from sft.batches import Sequences, StepOrder
 from sft.checkpointing import CheckpointingAsPlanned
 from sft.compiled_layers import compile_layers
+from sft.continuation import writer_here
 from sft.embeddings import show_head
 from sft.errors import ModelError, RecipeError, did_you_mean
 from sft.fsdp import mesh_shape
@@ -261,7 +262,7 @@ def build_trainer(
     trainer.remove_callback(PrinterCallback)
     trainer.train_dataset = sequences
     trainer.step_order, trainer.step_clock, trainer.plan = order, clock, job.plan
-    trainer.fsdp = job.fsdp
+    trainer.fsdp, trainer.writer = job.fsdp, writer_here(job)
     if job.plan.compile.value:
         compile_layers(trainer.model, job.plan.attention.value)
     return trainer
