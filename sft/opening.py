@@ -13,12 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from sft.continuation import resolve_continuation
 from sft.errors import RecipeError, RunError
-from sft.fsdp import ENGINE
 from sft.job import Job
 from sft.recipe import Recipe
-from sft.recipe_changes import Change, check_allowed_changes, differences, not_allowed, recipe_differences
-from sft.resume import checkpoints_of, ranks_of
+from sft.recipe_changes import Change, check_allowed_changes, not_allowed, recipe_differences
+from sft.resume import checkpoints_of
 from sft.run_directory import Run, read_json
 
 _TAKEN = "exists already and is not written over. Choose another tracking.run_name, or remove the folder."
@@ -157,67 +157,16 @@ def check_start(job: Job) -> None:
         )
     checkpoints = checkpoints_of(run)
     if checkpoints:
-        check_checkpoint(run, job, checkpoints[0])
+        resolve_continuation(checkpoints[0], run, job)
     elif must:
         raise RunError(
             f"train.resume=must, and {run.path}, which is unfinished, has no checkpoint. train.resume=auto starts it again."
         )
 
 
-def check_checkpoint(run: Run, job: Job, checkpoint: Path) -> None:
-    """Refuse a checkpoint that another kind of job has written. Reads only names and the run's plan.
-
-    Raises:
-        RunError: Another number of processes, engine, format or DeepSpeed file; or one that cannot be resumed at all.
-    """
-    decisions = decisions_of(run)
-    ranks = ranks_of(checkpoint, run.record["ranks"])
-    # FSDP2's checkpoints hold each weight by its name and place, whoever wrote which share.
-    of_any_ranks = decisions.get("engine") == job.plan.engine.value == ENGINE
-    if ranks != job.hardware.ranks and not of_any_ranks:
-        raise RunError(
-            f"{run.path} is unfinished and was trained by {ranks} processes; this start has {job.hardware.ranks}, and a "
-            f"checkpoint goes on with the same number. Start as many, or {_ANEW}."
-        )
-    _check_same_engine(run, job, decisions)
-    _check_same_deepspeed(run, job)
-    if job.deepspeed is not None and job.deepspeed.offload == "nvme":
-        raise RunError(
-            f"{checkpoint} cannot be resumed: with offload to NVMe DeepSpeed does not save the optimizer's state. "
-            f"{_ANEW[0].upper()}{_ANEW[1:]}."
-        )
-
-
 def decisions_of(run: Run) -> dict[str, Any]:
     """The values of the plan that a run was last trained with, by name."""
     return {row["name"]: row["value"] for row in read_json(run.plan_file).get("decisions", [])}
-
-
-def _check_same_engine(run: Run, job: Job, earlier: dict[str, Any]) -> None:
-    # `auto` may stand for another one on another machine, whose checkpoints are of another kind.
-    for name in ("engine", "weights"):
-        found = getattr(job.plan, name).value
-        if earlier.get(name, found) != found:
-            raise RunError(
-                f"{run.path} is unfinished and was trained with {name}: {earlier[name]}; here "
-                f"{_engine_as_written(job.recipe)} and train.precision={job.recipe.train.precision} give {found}, which cannot go on "
-                f"from its checkpoint. Go on on a machine like the first, or {_ANEW}."
-            )
-
-
-def _engine_as_written(recipe: Recipe) -> str:
-    name = "parallel" if recipe.train.parallel else "fsdp" if recipe.train.fsdp else "deepspeed"
-    return f"train.{name}={getattr(recipe.train, name) or 'null'}"
-
-
-def _check_same_deepspeed(run: Run, job: Job) -> None:
-    config = job.deepspeed.config if job.deepspeed else None
-    changes = differences(read_json(run.plan_file).get("deepspeed"), config)
-    if changes:
-        what = "\n".join(f"  {change}" for change in changes)
-        raise RunError(
-            f"The DeepSpeed file has changed since {run.path} was started:\n{what}\nChange it back, or {_ANEW}."
-        )
 
 
 def open_run(job: Job) -> Run:

@@ -13,11 +13,13 @@ from trl import SFTTrainer
 from sft.agreement import Agreement
 from sft.batches import StepOrder
 from sft.checkpoint_writer import INCOMPLETE, CheckpointWriter
+from sft.continuation import Continuation, Writer, write_writer
 from sft.fully_sharded import cpu_ranks_may_shard, units_as_asked
 from sft.loss import Tally, is_plain, plain_loss
 from sft.optimizer import MasterAdamW, check_optimizer
 from sft.plain_data import plain_data_only
 from sft.plan import Plan
+from sft.portable_live import begin_random_streams, go_on, with_parameters
 from sft.progress import CHECKPOINT, Progress
 from sft.recipe import Fsdp
 from sft.sequence_parallel import PartOfSequences, labels_of_all, share_batches
@@ -34,6 +36,8 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     data_collator: Any
     checkpoints: CheckpointWriter
     fsdp: Fsdp | None = None
+    writer: Writer
+    continuation: Continuation | None = None
     agreement: Agreement | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -119,11 +123,22 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     def _get_train_sampler(self, train_dataset: Any = None) -> StepOrder:
         return self.step_order
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        goes_on = self.continuation if self.continuation is not None and self.continuation.whole else None
+        checkpoint = None if goes_on else resume_from_checkpoint
         units = units_as_asked(self, self.fsdp) if self.fsdp else nullcontext()
         # The engines load their checkpoints here.
         with units, plain_data_only(self.is_deepspeed_enabled):
-            return super()._prepare_for_training(*args, **kwargs)
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, checkpoint)
+        if goes_on:
+            go_on(self, goes_on)
+        return prepared
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None or self.continuation is None or self.continuation.random_state:
+            super()._load_rng_state(checkpoint)
+            return
+        begin_random_streams(self.args.seed, self.state.global_step, self.args.process_index)
 
     def _run_epoch(self, **kwargs: Any) -> None:
         # A resumed epoch skips batches by one wrapper more, behind which the trainer does not find the order of several ranks.
@@ -160,6 +175,8 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         self.checkpoints.part(lambda: self._save_optimizer(output_dir))
 
     def _save_optimizer(self, output_dir: str) -> None:
+        if self.args.should_save:
+            write_writer(Path(output_dir), with_parameters(self.writer, self.model, self.optimizer))
         if not is_spread(self.model):
             super()._save_optimizer_and_scheduler(output_dir)
             return
@@ -169,6 +186,8 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self.continuation is not None and self.continuation.whole:
+            return  # when the optimizer is there too
         if not is_spread(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return

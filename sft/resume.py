@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from sft.errors import RunError
-from sft.manifest import fault, read_manifest
+from sft.manifest import fault
 from sft.run_directory import Run
 
 
@@ -79,15 +78,3 @@ def choose_checkpoint(run: Run) -> Choice:
             )
         )
     return Choice(None, {})
-
-
-def ranks_of(checkpoint: Path, recorded: int) -> int:
-    """Ranks that wrote a checkpoint. The run's newest session may have had others, and ended before it wrote one.
-
-    Args:
-        checkpoint: Its folder.
-        recorded: What the run's record says, for one whose manifest does not tell.
-    """
-    with suppress(ValueError):
-        return int(read_manifest(checkpoint).get("ranks", recorded))
-    return recorded

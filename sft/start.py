@@ -12,9 +12,10 @@ from typing import Any
 from sft import distributed
 from sft.again import check_same_data, original_run
 from sft.as_started import as_started
+from sft.continuation import Continuation, resolve_continuation
 from sft.errors import RunError
 from sft.job import Job
-from sft.opening import check_checkpoint, check_start, decisions_of, keep_recipe, open_run, recipe_changes
+from sft.opening import check_start, decisions_of, keep_recipe, open_run, recipe_changes
 from sft.prepare import begin_preparation, prepared_data
 from sft.prepared import Prepared
 from sft.rank_logs import forget_ending
@@ -40,6 +41,9 @@ class Start:
 
     earlier: dict[str, Any]
     """The decisions of the plan that it was trained with, by name; none where it starts at the first step."""
+
+    continuation: Continuation | None = None
+    """How it goes on from the checkpoint."""
 
     notes: tuple[str, ...] = ()
     """Lines to tell the user."""
@@ -109,11 +113,12 @@ def _start(job: Job) -> Start:
     choice = choose_checkpoint(run) if goes_on else Choice(None, {})
     searched, earlier = find_answer(job, prepared), {}
     if choice.checkpoint is not None:
-        check_checkpoint(run, job, choice.checkpoint)
         _check_same_data(run, prepared.fingerprint)
         earlier = decisions_of(run)
     start = Start(run, prepared, searched, choice, earlier)
-    _check_steps_left(start, start.planned(job).plan.max_steps.value)
+    planned = start.planned(job)
+    _check_steps_left(start, planned.plan.max_steps.value)
+    continuation = resolve_continuation(choice.checkpoint, run, planned) if choice.checkpoint else None
     changes = recipe_changes(run, job.recipe) if goes_on else []
     forget_ending(run.path)
     if goes_on:
@@ -122,7 +127,8 @@ def _start(job: Job) -> Start:
     seconds = {"prepare_seconds": prepared.summary["seconds"]}
     record_start(run, job, seconds, prepared.fingerprint, checkpoint, choice.passed_over, changes)
     write_json(run.ledger_file, prepared.ledger | {"findings": prepared.findings})
-    return replace(start, notes=tuple(_notes(choice, changes, goes_on)))
+    words = [continuation.words] if continuation and continuation.words else []
+    return replace(start, continuation=continuation, notes=(*_notes(choice, changes, goes_on), *words))
 
 
 def _notes(choice: Choice, changes: Sequence[Change], goes_on: bool) -> list[str]:

@@ -176,7 +176,7 @@ def train(job: Job, start: Start, tokenizer: Any) -> None:
     for callback in checks:
         callback.trainer = trainer
     trainer.progress, trainer.agreement = progress, agreement
-    checkpoint = start.choice.checkpoint
+    checkpoint, trainer.continuation = start.choice.checkpoint, start.continuation
     if distributed.is_first_rank():
         continue_trackers(trainer, run, start.choice.step)
     started = time.monotonic()

@@ -16,6 +16,7 @@ from sft.changes_take_effect import ChangesTakeEffect
 from sft.checkpoint_writer import CheckpointWriter
 from sft.checkpointing import CheckpointingAsPlanned
 from sft.compiled_layers import compile_layers
+from sft.continuation import writer_here
 from sft.disk import checkpoint_bytes
 from sft.embeddings import show_head
 from sft.errors import ModelError, RecipeError, did_you_mean
@@ -264,7 +265,7 @@ def build_trainer(
     trainer.remove_callback(PrinterCallback)
     trainer.train_dataset = sequences
     trainer.step_order, trainer.step_clock, trainer.plan = order, clock, job.plan
-    trainer.fsdp = job.fsdp
+    trainer.fsdp, trainer.writer = job.fsdp, writer_here(job)
     trainer.checkpoints = _checkpoint_writer(job, arguments)
     if job.plan.compile.value:
         compile_layers(trainer.model, job.plan.attention.value)

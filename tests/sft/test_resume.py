@@ -4,7 +4,7 @@ import pytest
 
 from sft.errors import RunError
 from sft.manifest import write_manifest
-from sft.resume import checkpoints_of, choose_checkpoint, ranks_of
+from sft.resume import checkpoints_of, choose_checkpoint
 from sft.run_directory import Run
 
 NAMES = ("checkpoint-9", "checkpoint-10", "checkpoint-20", "checkpoint-30.tmp", ".incomplete", "checkpoint-x")
@@ -16,7 +16,7 @@ def run(tmp_path: Path) -> Run:
     for name in NAMES:
         (run.checkpoints / name).mkdir(parents=True)
         (run.checkpoints / name / "weights").write_text(name)
-        write_manifest(run.checkpoints / name, {"ranks": 4})
+        write_manifest(run.checkpoints / name)
     return run
 
 
@@ -56,10 +56,3 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over_unasked(run: 
 def test_a_run_without_checkpoints_starts_at_the_first_step(tmp_path: Path) -> None:
     choice = choose_checkpoint(Run(tmp_path))
     assert (choice.checkpoint, choice.step, choice.lines()) == (None, 0, [])
-
-
-def test_a_checkpoint_tells_how_many_ranks_wrote_it(run: Run) -> None:
-    checkpoint = run.checkpoints / "checkpoint-9"
-    assert ranks_of(checkpoint, recorded=3) == 4
-    (checkpoint / "manifest.json").unlink()
-    assert ranks_of(checkpoint, recorded=3) == 3
