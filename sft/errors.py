@@ -98,13 +98,15 @@ def stop(status: int) -> NoReturn:
     sys.exit(status)
 
 
-def _disk_was_full(error: BaseException | None) -> bool:
+def disk_was_full(error: BaseException | None) -> bool:
+    """Whether an error, or what it was raised for, is that a disk or a quota is full."""
     # safetensors, torch and pyarrow each raise an error of their own, some while handling the one that says it.
     while error is not None:
         # torch's zip writer says only that it stands elsewhere than where it wrote.
-        if "No space left on device" in str(error) or (
-            "inline_container" in str(error) and "unexpected pos" in str(error)
-        ):
+        words = str(error)
+        if "No space left on device" in words or "Disk quota exceeded" in words:
+            return True
+        if "inline_container" in words and "unexpected pos" in words:
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -116,7 +118,7 @@ def _port_was_taken(error: BaseException) -> bool:
 
 def _known_mistake(error: BaseException) -> str | None:
     """What is wrong, where an error of a library is known to be no bug."""
-    if _disk_was_full(error):
+    if disk_was_full(error):
         return "The disk is full. Free some space, or set output_dir to another disk. What was complete is kept."
     if _port_was_taken(error):
         return (

@@ -7,6 +7,7 @@ Tokens and FLOPs of a step are known from the prepared data (sft/step_work.py), 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 import time
@@ -53,6 +54,13 @@ def peak_memory_gib() -> float:
     return kibibytes / 2**20
 
 
+def _replace(file: Path, text: str) -> None:
+    """A kill in between leaves the old lines, never a part of them."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(file)
+
+
 def _clock(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -87,7 +95,7 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         kept = [line for line in self._lines() if line["step"] <= state.global_step]
         self.tokens_seen = self.work.tokens_before(state.global_step)
         self.flops = model_flops(model) if self.peak is not None else None
-        self.file.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        _replace(self.file, "".join(json.dumps(line) + "\n" for line in kept))
         if sys.stderr.isatty():
             form = "{percentage:3.0f}% |{bar}| step {n_fmt}/{total_fmt} [{elapsed} < {remaining}, {rate_fmt}]"
             self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", bar_format=form, leave=False)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import json
 import shutil
 import signal
 import sys
@@ -28,11 +27,12 @@ from sft.launch_checks import check_rank_variables
 from sft.lost_ranks import told_of_lost_ranks
 from sft.plan import print_plan
 from sft.preflight import check_ranks
+from sft.record import close_session, record_end
 from sft.run_directory import Run, write_json
 from sft.show import summary_lines
 from sft.start import Start, begin_data, start_run, wait_for_data
 from sft.tokenizer import load_tokenizer
-from sft.tracking import finish_trackers, set_up_trackers
+from sft.tracking import continue_trackers, finish_trackers, set_up_trackers
 
 
 def main(argv: Sequence[str]) -> None:
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
         start = start_run(job)
     rank_logs.move_to(start.run.path)
     with recorded(start.run):
-        train(job.with_data(start.prepared.facts(), start.searched), start, tokenizer)
+        train(start.planned(job), start, tokenizer)
     finish_trackers(job.recipe.tracking)
     distributed.leave_group()
     rank_logs.end()
@@ -141,6 +141,7 @@ def recorded(run: Run) -> Iterator[None]:
         status = "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
         if distributed.is_first_rank():
             with suppress(OSError):  # on a full disk the error itself matters more than its record
+                close_session(run, status)
                 run.update(status=status, error=f"{type(error).__name__}: {error}"[:2000])
             if status == "interrupted":
                 print(f"\nInterrupted. {run.after_an_end}.", file=sys.stderr)
@@ -175,7 +176,9 @@ def train(job: Job, start: Start, tokenizer: Any) -> None:
     for callback in checks:
         callback.trainer = trainer
     trainer.progress, trainer.agreement = progress, agreement
-    checkpoint = run.last_checkpoint()
+    checkpoint, trainer.continuation = start.choice.checkpoint, start.continuation
+    if distributed.is_first_rank():
+        continue_trackers(trainer, run, start.choice.step)
     started = time.monotonic()
     with told_of_lost_ranks(job.recipe, lambda: f"step {trainer.state.global_step + 1} was trained", run):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -232,18 +235,6 @@ def held_out_loss(job: Job, start: Start, tokenizer: Any, store: Any) -> Any:
     return HeldOutLoss(sequences, job.recipe.train.eval_steps or job.recipe.train.save_steps)
 
 
-def record_end(run: Run, seconds: float, held_out_before: float | None) -> None:
-    """Write what is known after training into run.json."""
-    lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
-    # Each line is the mean since the one before.
-    steps = [line["step"] - before for line, before in zip(lines, [0, *(line["step"] for line in lines)], strict=False)]
-    loss = sum(line["loss"] * count for line, count in zip(lines, steps, strict=True)) / sum(steps)
-    timings = run.record["timings"] | {"train_seconds": seconds}
-    run.update(status="finished", finished=time.strftime("%Y-%m-%dT%H:%M:%S%z"), timings=timings, train_loss=loss)
-    if held_out_before is not None:
-        run.update(held_out_loss_before=held_out_before)
-
-
 def show_start(job: Job, start: Start) -> None:
     """Write plan.json, and print what is about to happen."""
     run = start.run
@@ -254,15 +245,11 @@ def show_start(job: Job, start: Start) -> None:
         *summary_lines(start.prepared),
         *set_up_trackers(job.recipe.tracking, run),
         f"Run: {run.path}",
+        *start.notes,
     ]
-    checkpoint = run.last_checkpoint()
-    if checkpoint:
-        notes.append(
-            f"This run was not finished: it goes on from {checkpoint.name}. train.resume=never starts another."
-        )
     if not Path(job.model.path).is_dir():
         notes.append(f"Loading {job.model.path}; the first time it is downloaded, which takes a while.")
-    print_plan(job.plan, f"{job.recipe_path.stem}: {job.recipe.model.name_or_path} on {job.hardware.device}", notes)
+    print_plan(job.plan, f"{job.name}: {job.recipe.model.name_or_path} on {job.hardware.device}", notes)
 
 
 def write_final(trainer: Any, job: Job, run: Run, tokenizer: Any) -> None:
