@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import NoReturn
 
+from sft.credentials import redact
 from sft.rank_logs import is_rank, tell_crash, tell_message
 
 EXIT_CRASHED = 1
@@ -150,7 +152,11 @@ def users_mistakes_end_cleanly() -> Iterator[None]:
             tell_message(mistake)
             stop(EXIT_USER_ERROR)
         if not is_rank():
-            raise
+            told = "".join(traceback.format_exception(error))
+            if redact(told) == told:
+                raise
+            print(redact(told), file=sys.stderr, flush=True)
+            stop(EXIT_CRASHED)
         tell_crash(error)
         stop(EXIT_CRASHED)
     except KeyboardInterrupt:

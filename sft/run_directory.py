@@ -18,10 +18,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sft.credentials import redact, redacted
 from sft.errors import RunError
 from sft.fsdp import ENGINE
 from sft.recipe import REPOSITORY, Recipe
 from sft.recipe_file import parse_recipe
+from sft.remote_code import code_hash
 
 if TYPE_CHECKING:
     from sft.job import Job
@@ -41,10 +43,11 @@ PACKAGES = (
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a JSON file so that a reader sees the old one or the new one, never a part."""
+    """Write a JSON file, without secrets, so that a reader sees the old one or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+        text = redact(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+        temporary.write_text(text + "\n", encoding="utf-8")
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -341,7 +344,7 @@ def record_start(run: Run, job: Job, timings: dict[str, float], data_fingerprint
         recipe=job.recipe_path.stem,
         recipe_path=str(job.recipe_path.resolve()),
         recipe_version=job.recipe.version,
-        command=[Path(sys.executable).name, *sys.orig_argv[1:]],
+        command=redacted([Path(sys.executable).name, *sys.orig_argv[1:]]),
         overrides=list(job.overrides),
         # Relative paths in the recipe start here.
         working_directory=str(Path.cwd()),
@@ -351,6 +354,7 @@ def record_start(run: Run, job: Job, timings: dict[str, float], data_fingerprint
             # The commit, so that a later evaluation measures the same base.
             "revision": job.model.commit or job.recipe.model.revision,
             "path": job.model.path,
+            "code_sha256": code_hash(job.recipe.model, job.model.path),
         },
         data_fingerprint=data_fingerprint,
         git=_git_state(),
