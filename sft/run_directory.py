@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from sft.credentials import redact, redacted
 from sft.errors import RunError
 from sft.fsdp import ENGINE
+from sft.pins import hub_revisions
 from sft.recipe import REPOSITORY, Recipe
 from sft.recipe_file import parse_recipe
 from sft.remote_code import code_hash
@@ -356,6 +357,7 @@ def record_start(run: Run, job: Job, timings: dict[str, float], data_fingerprint
             "path": job.model.path,
             "code_sha256": code_hash(job.recipe.model, job.model.path),
         },
+        hub_revisions=hub_revisions(job.recipe, job.model),
         data_fingerprint=data_fingerprint,
         git=_git_state(),
         versions=installed_versions(),

@@ -26,6 +26,7 @@ from sft.finish import become_finish
 from sft.job import Job, open_job
 from sft.launch_checks import check_rank_variables
 from sft.lost_ranks import told_of_lost_ranks
+from sft.pins import pin_lines
 from sft.plan import print_plan
 from sft.preflight import check_ranks
 from sft.run_directory import Run, write_json
@@ -253,6 +254,7 @@ def show_start(job: Job, start: Start) -> None:
     notes = [
         *summary_lines(start.prepared),
         *set_up_trackers(job.recipe.tracking, run),
+        *pin_lines(run.record["hub_revisions"]),
         f"Run: {run.path}",
     ]
     checkpoint = run.last_checkpoint()
