@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from sft.credentials import redact, redacted
 from sft.errors import RunError
 from sft.fsdp import ENGINE
+from sft.inside import check_inside
 from sft.pins import hub_revisions
 from sft.recipe import REPOSITORY, Recipe
 from sft.recipe_file import parse_recipe
@@ -158,11 +159,12 @@ def find_run(path: Path) -> Run:
     """The run in a folder that the user named.
 
     Raises:
-        RunError: There is none.
+        RunError: There is none, or it holds links that lead out of it.
     """
     path = path.expanduser().resolve()
     if not (path / "run.json").is_file():
         raise RunError(f"{path} is not the folder of a run: it holds no run.json.")
+    check_inside(path)
     return Run(path)
 
 
@@ -249,7 +251,10 @@ def unfinished_run(job: Job) -> Run | None:
         return None
     run = Run(run.path.resolve())
     same = _same_job(run, job.recipe_path.read_text(encoding="utf-8"), job.overrides)
-    return run if same and run.record["status"] != "finished" else None
+    if not same or run.record["status"] == "finished":
+        return None
+    check_inside(run.path, _folder(job))
+    return run
 
 
 def _folder(job: Job) -> Path:

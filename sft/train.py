@@ -23,6 +23,7 @@ from typing import Any
 from sft import distributed, rank_logs
 from sft.errors import RecipeError, run_main
 from sft.finish import become_finish
+from sft.inside import remove
 from sft.job import Job, open_job
 from sft.launch_checks import check_rank_variables
 from sft.lost_ranks import told_of_lost_ranks
@@ -274,7 +275,7 @@ def write_final(trainer: Any, job: Job, run: Run, tokenizer: Any) -> None:
     work = run.path / ".final"
     with distributed.met_at_the_end():
         if distributed.is_first_rank():
-            shutil.rmtree(work, ignore_errors=True)
+            remove(work)
     # Writing takes long on one rank, and merging on the first; nobody leaves the group before.
     with distributed.met_at_the_end():
         save_final(trainer, job, work)
@@ -287,12 +288,13 @@ def _complete_final(job: Job, run: Run, tokenizer: Any, work: Path) -> None:
     from sft.model import merge_adapter
 
     if job.recipe.model.lora is not None:
+        remove(run.path / ".adapter")
         adapter = work.rename(run.path / ".adapter")
         merge_adapter(job, tokenizer, adapter, work)
         shutil.rmtree(work / "adapter", ignore_errors=True)
         adapter.rename(work / "adapter")
     tokenizer.save_pretrained(work)
-    shutil.rmtree(run.final, ignore_errors=True)
+    remove(run.final)
     work.rename(run.final)
 
 
