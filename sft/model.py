@@ -66,6 +66,11 @@ def _from_pretrained(job: Job, tokenizer: Any, **arguments: Any) -> Any:
                 f"model.name_or_path={model.name_or_path}: the model is code of its own, which is not run unless the recipe says so. "
                 f"{HOW_TO_ALLOW}"
             ) from None
+        if isinstance(error, UnpicklingError):
+            raise ModelError(
+                f"model.name_or_path={model.name_or_path}: its .bin file holds other things than tensors, or is damaged, and is not "
+                "loaded: what it holds could run as a program. Get the model as safetensors."
+            ) from None
         raise ModelError(f"{model.name_or_path} cannot be loaded: {str(error).splitlines()[0]}") from None
     embed_new_tokens(loaded, tokenizer, model.new_tokens, model.name_or_path)
     _agree_on_special_tokens(loaded, tokenizer)

@@ -31,6 +31,7 @@ from sft.pins import pin_lines
 from sft.plan import print_plan
 from sft.preflight import check_ranks
 from sft.run_directory import Run, write_json
+from sft.safe_loading import load_only_tensors
 from sft.show import summary_lines
 from sft.start import Start, begin_data, start_run, wait_for_data
 from sft.tokenizer import load_tokenizer
@@ -104,6 +105,7 @@ def join(job: Job) -> None:
     distributed.check_devices(job.hardware)
     offloads = job.fsdp is not None and job.fsdp.offload_params
     distributed.join_group(job.deepspeed is not None, uses_gpu, job.recipe.train.ddp_timeout, offloads)
+    load_only_tensors(job.deepspeed is not None)
 
 
 def check_with_frameworks(job: Job) -> None:
