@@ -60,6 +60,8 @@ def _links(folder: Path) -> list[Path]:
     found = []
     for place, folders, files in os.walk(folder):  # follows none
         found += [path for name in (*folders, *files) if (path := Path(place, name)).is_symlink()]
+        if Path(place) == folder and "wandb" in folders:
+            folders.remove("wandb")  # it links its logs to the user's cache, and each start writes to a new folder
     return sorted(found)
 
 

@@ -74,7 +74,19 @@ def test_a_link_out_of_a_run_ends_its_resume(name: str, job: Job, run: Run, tmp_
 def test_links_inside_a_run_stay(run: Run) -> None:
     (run.path / "wandb").mkdir()
     (run.path / "wandb" / "latest-run").symlink_to("offline-run-1")
+    (run.path / "final").symlink_to("checkpoints")
     check_inside(run.path)
+
+
+def test_what_wandb_links_stays_and_wandb_itself_is_no_link(run: Run, tmp_path: Path) -> None:
+    logs = run.path / "wandb" / "offline-run-1" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "debug-core.log").symlink_to(tmp_path / "cache.log")
+    check_inside(run.path)
+    (run.path / "wandb").rename(tmp_path / "wandb")
+    (run.path / "wandb").symlink_to(tmp_path / "wandb")
+    with pytest.raises(RunError, match=r"wandb is a link"):
+        check_inside(run.path)
 
 
 def test_a_link_below_a_folder_of_the_run_is_found_too(run: Run) -> None:
