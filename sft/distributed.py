@@ -17,6 +17,7 @@ from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
 
+from sft.built_operations import settle_operations
 from sft.errors import PlanError, UserError
 from sft.hardware import Hardware, detect_hardware
 from sft.network import use_reachable_interface
@@ -77,6 +78,11 @@ def settle_environment(deepspeed: bool, uses_gpu: bool, precision: str) -> None:
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     if not uses_gpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
+    if deepspeed:
+        # On CPU ranks it reduces by an operation of its own.
+        lines = settle_operations(builds=not uses_gpu)
+        if lines and os.environ.get("LOCAL_RANK", "0") == "0":
+            print(*lines, sep="\n", flush=True)
     if "WORLD_SIZE" in os.environ:
         return
     if uses_gpu:  # one process uses one GPU; with several visible, transformers would wrap the model in DataParallel

@@ -17,12 +17,15 @@ Anything else that escapes is our bug and keeps its traceback.
 from __future__ import annotations
 
 import os
+import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import NoReturn
 
+from sft.credentials import redact
 from sft.rank_logs import is_rank, tell_crash, tell_message
 
 EXIT_CRASHED = 1
@@ -112,6 +115,12 @@ def disk_was_full(error: BaseException | None) -> bool:
     return False
 
 
+def _what_was_refused(text: str) -> str:
+    """torch names it within pages of advice on how to load it all the same."""
+    named = re.search(r"GLOBAL ([\w.]+)", text)
+    return f" It names {named[1]}." if named else ""
+
+
 def _port_was_taken(error: BaseException) -> bool:
     return type(error).__name__ == "DistNetworkError" and "EADDRINUSE" in str(error)
 
@@ -120,6 +129,11 @@ def _known_mistake(error: BaseException) -> str | None:
     """What is wrong, where an error of a library is known to be no bug."""
     if disk_was_full(error):
         return "The disk is full. Free some space, or set output_dir to another disk. What was complete is kept."
+    if type(error).__name__ == "UnpicklingError":
+        return (
+            "A file holds other things than tensors and plain values, or is damaged, and is not loaded: what it holds could run as a "
+            f"program. Go on from another checkpoint, or get the file again from who made it.{_what_was_refused(str(error))}"
+        )
     if _port_was_taken(error):
         return (
             f"MASTER_PORT={os.environ.get('MASTER_PORT')} is taken on this machine: by another job, or by a second process that was also "
@@ -152,7 +166,11 @@ def users_mistakes_end_cleanly() -> Iterator[None]:
             tell_message(mistake)
             stop(EXIT_USER_ERROR)
         if not is_rank():
-            raise
+            told = "".join(traceback.format_exception(error))
+            if redact(told) == told:
+                raise
+            print(redact(told), file=sys.stderr, flush=True)
+            stop(EXIT_CRASHED)
         tell_crash(error)
         stop(EXIT_CRASHED)
     except KeyboardInterrupt:

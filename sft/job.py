@@ -16,6 +16,7 @@ from sft.errors import ModelError, RunError
 from sft.facts import DataFacts, ModelFacts, inspect_data, inspect_model
 from sft.fsdp import resolve_fsdp
 from sft.hardware import Hardware
+from sft.inside import check_names
 from sft.plan import Plan, resolve_plan
 from sft.recipe import Fsdp, Recipe
 from sft.recipe_file import find_file, load_recipe
@@ -79,6 +80,7 @@ def open_recipe(recipe_path: Path, overrides: Sequence[str], to_run: bool = True
     """
     path = find_file(str(recipe_path))
     recipe = load_recipe(path, overrides)
+    check_names(path, recipe.tracking.run_name)
     check_output_dir(recipe)
     check_tokenizer_choice(recipe)
     model = inspect_model(recipe, download=to_run)

@@ -15,6 +15,7 @@ from typing import Any
 
 from sft.continuation import resolve_continuation
 from sft.errors import RecipeError, RunError
+from sft.inside import check_inside
 from sft.job import Job
 from sft.recipe import Recipe
 from sft.recipe_changes import Change, check_allowed_changes, not_allowed, recipe_differences
@@ -42,6 +43,7 @@ def unfinished_run(job: Job) -> Run | None:
     run = Run(run.path.resolve())
     if run.record["status"] == "finished":
         return None
+    check_inside(run.path, folder_of(job))
     changes = recipe_changes(run, job.recipe)
     refused = not_allowed(changes, job.recipe.train.resume_allow_changes)
     if not refused:

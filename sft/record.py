@@ -16,8 +16,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sft.credentials import redacted
+from sft.pins import hub_revisions
 from sft.recipe import REPOSITORY
 from sft.recipe_changes import Change
+from sft.remote_code import code_hash
 from sft.run_directory import Run
 
 if TYPE_CHECKING:
@@ -112,7 +115,7 @@ def record_start(
         recipe_version=job.recipe.version,
         # With all defaults: what the recipe means stays known when a default changes.
         recipe_values=job.recipe.model_dump(mode="json"),
-        command=[Path(sys.executable).name, *sys.orig_argv[1:]],
+        command=redacted([Path(sys.executable).name, *sys.orig_argv[1:]]),
         overrides=list(job.overrides),
         # Relative paths in the recipe start here.
         working_directory=str(Path.cwd()),
@@ -122,7 +125,9 @@ def record_start(
             # The commit, so that a later evaluation measures the same base.
             "revision": job.model.commit or job.recipe.model.revision,
             "path": job.model.path,
+            "code_sha256": code_hash(job.recipe.model, job.model.path),
         },
+        hub_revisions=hub_revisions(job.recipe, job.model),
         data_fingerprint=data_fingerprint,
         git=session["git"],
         versions=session["versions"],

@@ -13,16 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sft.credentials import redact
 from sft.errors import RunError
+from sft.inside import check_inside
 from sft.recipe import Recipe
 from sft.recipe_file import parse_recipe
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a JSON file so that a reader sees the old one or the new one, never a part."""
+    """Write a JSON file, without secrets, so that a reader sees the old one or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+        text = redact(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+        temporary.write_text(text + "\n", encoding="utf-8")
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -132,9 +135,10 @@ def find_run(path: Path) -> Run:
     """The run in a folder that the user named.
 
     Raises:
-        RunError: There is none.
+        RunError: There is none, or it holds links that lead out of it.
     """
     path = path.expanduser().resolve()
     if not (path / "run.json").is_file():
         raise RunError(f"{path} is not the folder of a run: it holds no run.json.")
+    check_inside(path)
     return Run(path)

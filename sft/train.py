@@ -22,13 +22,16 @@ from typing import Any
 from sft import distributed, rank_logs
 from sft.errors import RecipeError, run_main
 from sft.finish import become_finish
+from sft.inside import remove
 from sft.job import Job, open_job
 from sft.launch_checks import check_rank_variables
 from sft.lost_ranks import told_of_lost_ranks
+from sft.pins import pin_lines
 from sft.plan import print_plan
 from sft.preflight import check_ranks
 from sft.record import close_session, record_end
 from sft.run_directory import Run, write_json
+from sft.safe_loading import load_only_tensors
 from sft.show import summary_lines
 from sft.start import Start, begin_data, start_run, wait_for_data
 from sft.tokenizer import load_tokenizer
@@ -102,6 +105,7 @@ def join(job: Job) -> None:
     distributed.check_devices(job.hardware)
     offloads = job.fsdp is not None and job.fsdp.offload_params
     distributed.join_group(job.deepspeed is not None, uses_gpu, job.recipe.train.ddp_timeout, offloads)
+    load_only_tensors(job.deepspeed is not None)
 
 
 def check_with_frameworks(job: Job) -> None:
@@ -244,6 +248,7 @@ def show_start(job: Job, start: Start) -> None:
     notes = [
         *summary_lines(start.prepared),
         *set_up_trackers(job.recipe.tracking, run),
+        *pin_lines(run.record["hub_revisions"]),
         f"Run: {run.path}",
         *start.notes,
     ]
@@ -259,7 +264,7 @@ def write_final(trainer: Any, job: Job, run: Run, tokenizer: Any) -> None:
     work = run.path / ".final"
     with distributed.met_at_the_end():
         if distributed.is_first_rank():
-            shutil.rmtree(work, ignore_errors=True)
+            remove(work)
     # Writing takes long on one rank, and merging on the first; nobody leaves the group before.
     with distributed.met_at_the_end():
         save_final(trainer, job, work)
@@ -272,12 +277,13 @@ def _complete_final(job: Job, run: Run, tokenizer: Any, work: Path) -> None:
     from sft.model import merge_adapter
 
     if job.recipe.model.lora is not None:
+        remove(run.path / ".adapter")
         adapter = work.rename(run.path / ".adapter")
         merge_adapter(job, tokenizer, adapter, work)
         shutil.rmtree(work / "adapter", ignore_errors=True)
         adapter.rename(work / "adapter")
     tokenizer.save_pretrained(work)
-    shutil.rmtree(run.final, ignore_errors=True)
+    remove(run.final)
     work.rename(run.final)
 
 

@@ -153,6 +153,7 @@ SECOND_WAYS = {
     "torch_compile_mode": "model.compile",
     "train_sampling_strategy": "train.seed, which decides the order",
     "truncation_mode": "data.overlong",
+    "trust_remote_code": "model.trust_remote_code",
     "use_liger_kernel": "model.kernels",
 }
 
