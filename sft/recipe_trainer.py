@@ -34,6 +34,7 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     data_collator: Any
     fsdp: Fsdp | None = None
     agreement: Agreement | None = None
+    canary: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.tally, self.progress = Tally(), Progress()
