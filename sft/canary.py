@@ -47,7 +47,7 @@ LOGITS = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 5e-2}
 
 
 class SaveCanary(TrainerCallback):  # type: ignore[misc]
-    """Checks the save after the first step that this process trains, and final/ when it is asked to.
+    """Checks the save after the first step that this process has trained, and final/ when it is asked to.
 
     Args:
         job: Says what the model is.
@@ -59,11 +59,15 @@ class SaveCanary(TrainerCallback):  # type: ignore[misc]
     def __init__(self, job: Job, run: Run, tokenizer: Any, checker: Checker | None) -> None:
         self.job, self.run, self.tokenizer, self.checker = job, run, tokenizer, checker
         self.trainer: Any = None
-        self._checked = False
+        self._moved = self._checked = False
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A step of a warm-up that begins at a rate of 0 trains nothing: an adapter would be none, whether it is saved or not."""
+        self._moved = max(kwargs["lr_scheduler"].get_last_lr()) > 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After the first step; not where that is the last, since final/ comes next."""
-        if self._checked or state.global_step >= state.max_steps:
+        """After the first step that has trained; not where that is the last, since final/ comes next."""
+        if self._checked or not self._moved or state.global_step >= state.max_steps:
             return
         self._checked = True
         self.trainer.progress.at(CHECKPOINT)

@@ -82,7 +82,8 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def _own(path: str, module: Any, dtype: torch.dtype | None, seen: set[int], but: str = "") -> Iterator[Whole]:
     kept = {name: buffer for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set}
-    for name, tensor in (module._parameters | kept).items():
+    # Not `|`: ZeRO-3's dictionary of parameters would give an empty one.
+    for name, tensor in [*module._parameters.items(), *kept.items()]:
         if tensor is None or id(tensor) in seen or name == but:
             continue
         seen.add(id(tensor))
