@@ -34,6 +34,7 @@ from sft.progress import BETWEEN, CHECKPOINT
 from sft.run_directory import Run
 from sft.save_comparison import Comparison, Found, facts, message
 from sft.saving import write_model
+from sft.sharding import give_back
 from sft.tokenizer import new_token_ids
 from sft.whole_model import whole_tensors
 
@@ -188,6 +189,7 @@ def live_logits(trainer: Any, rows: list[list[int]]) -> torch.Tensor:
     # Compiled layers would be compiled once more, for a shape that the training never has.
     with evaluating(trainer), torch.compiler.set_stance("force_eager"):
         logits: torch.Tensor = trainer.model_wrapped(input_ids=ids, use_cache=False).logits
+    give_back(trainer.model)
     return logits.float().cpu()
 
 

@@ -5,6 +5,7 @@ Imports no torch; sft/load_saved.py is the program.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -82,6 +83,7 @@ class Checker:
         Raises:
             Ended: The process is gone.
         """
+        values = None if values is None else values.contiguous()
         raw = None if values is None else _raw(values)
         try:
             length = {} if raw is None else {"bytes": len(raw)}
@@ -111,7 +113,7 @@ class Checker:
         self.errors.close()
 
 
-def _raw(tensor: Any) -> memoryview:
-    import torch
-
-    return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
+def _raw(tensor: Any) -> Any:
+    """The bytes of a tensor on the CPU, of which the caller keeps hold."""
+    # Not by numpy: what it has looked at can never be given back, and a weight of the live engine may have to be.
+    return (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())

@@ -11,12 +11,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from sft.distributed import is_first_rank
-from sft.sharding import give_back, sharded_units
 
-# An update that adapters make is added in another order, and by another machine's arithmetic, when they are merged: what differs is
-# a few roundings. In bf16 an element in some hundreds is rounded the other way, measured as 0.05 of the update's norm at most;
-# adapters that were not merged differ by 1.
-_OF_AN_UPDATE = 0.25
+# Norm of the difference over the update's that is none where adapters are merged: the sum is made in another order, maybe on another
+# device. In bf16 one element in hundreds of a small update is then rounded the other way, which makes up to 0.08 of its norm. An adapter
+# that was not merged makes 1.
+_OF_AN_UPDATE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
 _OF_FP32 = 4 * torch.finfo(torch.float32).eps
 
 
@@ -38,11 +37,9 @@ def whole_tensors(model: Any, dtype: torch.dtype | None) -> Iterator[Whole]:
     """Each parameter and persistent buffer once. Every rank takes part, to the end.
 
     Args:
-        model: Without the engine's wrapper and without peft's; its layers may hold adapters.
+        model: Without the engine's wrapper and without peft's; its layers may hold adapters. Under FSDP2 each rank has its shares only.
         dtype: What the weights are saved in; None: what each is in.
     """
-    if sharded_units(model):
-        give_back(model)
     seen: set[int] = set()
     for path, module in _modules(model, ""):
         if hasattr(module, "token_adapter"):
@@ -104,7 +101,7 @@ def _merged(path: str, layer: Any, dtype: torch.dtype | None) -> Iterator[Whole]
         delta = sum(_whole(layer.get_delta_weight(name)).float() for name in layer.active_adapters)
     value = (base.float() + delta).to(base.dtype)
     update = float((value.float() - base.float()).norm())
-    yield Whole(f"{path}weight", value, _OF_AN_UPDATE * update + _OF_FP32 * float(base.float().norm()))
+    yield Whole(f"{path}weight", value, _OF_AN_UPDATE[base.dtype] * update + _OF_FP32 * float(base.float().norm()))
 
 
 def _adapter_parameters(layer: Any) -> list[Any]:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sft import saving, train, trainer
+from sft.errors import run_main
 
 State = dict[str, torch.Tensor]
 
@@ -163,4 +163,4 @@ def no_chat_template() -> None:
 if __name__ == "__main__":
     if fault := os.environ.get("FAULT"):
         globals()[fault]()
-    train.main(sys.argv[1:])
+    run_main(train.main)
