@@ -10,6 +10,7 @@
     ├── PreflightError   the machines or processes of a job do not fit together
     └── RanksError       the ranks of a job do not do the same
     LostRank             another process of the job is gone: one message, exit status 1, no traceback
+    WrongSave            what was written is not the model in memory: one message, exit status 1, no traceback
 
 Anything else that escapes is our bug and keeps its traceback.
 """
@@ -32,6 +33,9 @@ EXIT_CRASHED = 1
 EXIT_USER_ERROR = 2
 EXIT_LOST_RANK = 1
 """Not 2: nothing has to be changed before the same command can go on, so that a scheduler may start it again."""
+
+EXIT_WRONG_SAVE = 1
+"""Not 2: nothing that the user has written is wrong."""
 
 EXIT_INTERRUPTED = 130
 
@@ -74,6 +78,10 @@ class RanksError(UserError):
 
 class LostRank(Exception):
     """Another process of the job, its machine, or the network to it is gone, or does not answer in time."""
+
+
+class WrongSave(Exception):
+    """A saved model that is not the model in memory: a bug of this project or of a library."""
 
 
 def did_you_mean(word: str, known: Iterator[str] | list[str], otherwise: str = "") -> str:
@@ -156,6 +164,9 @@ def users_mistakes_end_cleanly() -> Iterator[None]:
     except LostRank as error:
         tell_message(str(error), lost=True)
         stop(EXIT_LOST_RANK)
+    except WrongSave as error:
+        tell_message(str(error))
+        stop(EXIT_WRONG_SAVE)
     except BrokenPipeError:
         # `--show 100 | head`: the reader has seen enough. What is still in the buffer goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -39,6 +39,7 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     writer: Writer
     continuation: Continuation | None = None
     agreement: Agreement | None = None
+    canary: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.tally, self.progress = Tally(), Progress()

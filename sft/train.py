@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import shutil
 import signal
 import sys
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sft import distributed, rank_logs
+from sft.checker import Checker
 from sft.errors import RecipeError, run_main
 from sft.finish import become_finish
 from sft.inside import remove
@@ -32,6 +32,7 @@ from sft.preflight import check_ranks
 from sft.record import close_session, record_end
 from sft.run_directory import Run, write_json
 from sft.safe_loading import load_only_tensors
+from sft.saving import write_model
 from sft.show import summary_lines
 from sft.start import Start, begin_data, start_run, wait_for_data
 from sft.tokenizer import load_tokenizer
@@ -45,6 +46,7 @@ def main(argv: Sequence[str]) -> None:
     recipe_path, overrides = parse_command_line(argv)
     job = open_job(recipe_path, overrides, distributed.job_hardware())
     data = begin_data(job)
+    checker = Checker() if job.recipe.train.save_canary and distributed.is_first_rank() else None
     with uncollected(), told_of_lost_ranks(job.recipe, "the processes met"):
         enter(job)
         check_with_frameworks(job)
@@ -54,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
         start = start_run(job)
     rank_logs.move_to(start.run.path)
     with recorded(start.run):
-        train(start.planned(job), start, tokenizer)
+        train(start.planned(job), start, tokenizer, checker)
     finish_trackers(job.recipe.tracking)
     distributed.leave_group()
     rank_logs.end()
@@ -154,10 +156,11 @@ def recorded(run: Run) -> Iterator[None]:
         raise
 
 
-def train(job: Job, start: Start, tokenizer: Any) -> None:
+def train(job: Job, start: Start, tokenizer: Any, checker: Checker | None) -> None:
     """Train, and write final/."""
     from sft.batches import Sequences, StepOrder
     from sft.before_training import BeforeTraining
+    from sft.canary import SaveCanary
     from sft.model import load_model
     from sft.step_work import StepWork
     from sft.store import DocumentStore, SequenceIndex
@@ -175,11 +178,12 @@ def train(job: Job, start: Start, tokenizer: Any) -> None:
     held_out = held_out_loss(job, start, tokenizer, store)
     clock, measuring = measurements(job, run, StepWork(store, index, order, per_step), held_out)
     progress, agreement, watching = watch(job, run)
-    checks = [BeforeTraining(job, run), *([held_out] if held_out else [])]
+    canary = SaveCanary(job, run, tokenizer, checker) if recipe.train.save_canary else None
+    checks = [BeforeTraining(job, run), *filter(None, [held_out, canary])]
     trainer = build_trainer(job, arguments, model, tokenizer, sequences, order, [*watching, *checks, *measuring], clock)
     for callback in checks:
         callback.trainer = trainer
-    trainer.progress, trainer.agreement = progress, agreement
+    trainer.progress, trainer.agreement, trainer.canary = progress, agreement, canary
     checkpoint, trainer.continuation = start.choice.checkpoint, start.continuation
     if distributed.is_first_rank():
         continue_trackers(trainer, run, start.choice.step)
@@ -258,33 +262,15 @@ def show_start(job: Job, start: Start) -> None:
 
 
 def write_final(trainer: Any, job: Job, run: Run, tokenizer: Any) -> None:
-    """final/: complete or absent."""
-    from sft.trainer import save_final
-
+    """final/: complete, and what the model in memory is; or absent."""
     work = run.path / ".final"
+    write_model(trainer, job, tokenizer, work)
+    if trainer.canary is not None:
+        trainer.canary.check(work)
     with distributed.met_at_the_end():
         if distributed.is_first_rank():
-            remove(work)
-    # Writing takes long on one rank, and merging on the first; nobody leaves the group before.
-    with distributed.met_at_the_end():
-        save_final(trainer, job, work)
-    with distributed.met_at_the_end():
-        if distributed.is_first_rank():
-            _complete_final(job, run, tokenizer, work)
-
-
-def _complete_final(job: Job, run: Run, tokenizer: Any, work: Path) -> None:
-    from sft.model import merge_adapter
-
-    if job.recipe.model.lora is not None:
-        remove(run.path / ".adapter")
-        adapter = work.rename(run.path / ".adapter")
-        merge_adapter(job, tokenizer, adapter, work)
-        shutil.rmtree(work / "adapter", ignore_errors=True)
-        adapter.rename(work / "adapter")
-    tokenizer.save_pretrained(work)
-    remove(run.final)
-    work.rename(run.final)
+            remove(run.final)
+            work.rename(run.final)
 
 
 if __name__ == "__main__":

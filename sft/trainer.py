@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -315,12 +316,16 @@ def save_final(trainer: RecipeTrainer, job: Job, target: Path) -> None:
             trainer.accelerator.unwrap_model(trainer.model).save_pretrained(target)
         return
     if job.fsdp is not None:
-        if job.recipe.model.lora is None:
-            trainer.model.to(DTYPES[job.plan.precision.value])
+        adapters = job.recipe.model.lora is not None
+        dtype = None if adapters else DTYPES[job.plan.precision.value]
         # The trainer would write nothing where checkpoints are shares, and tied weights twice where they are not.
-        state = whole_state(trainer.model, adapters_only=job.recipe.model.lora is not None)
+        state = whole_state(trainer.model, adapters, dtype)
         if trainer.is_world_process_zero():
             trainer.model.save_pretrained(target, state_dict=state)
+            if dtype is not None:  # else it says what the shares are kept in
+                config = deepcopy(trainer.model.config)
+                config.dtype = dtype
+                config.save_pretrained(target)
         return
     trainer.save_model(str(target))
     for name in ("training_args.bin", "README.md"):  # a pickle of one machine's paths; TRL's card
