@@ -19,6 +19,7 @@ import torch
 from tqdm import tqdm
 from transformers.trainer_callback import TrainerCallback
 
+from sft.fingerprint import Fingerprint
 from sft.flops import ModelFlops, model_flops
 from sft.hardware import Hardware
 from sft.held_out import HeldOutLoss
@@ -67,13 +68,21 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         hardware: For the share of the peak.
         work: What each step holds.
         clock: What each step takes; a callback too, called before this one.
+        fingerprint: Of the batches; the trainer's.
         held_out: Measures the held-out loss, where rows are held out.
     """
 
     def __init__(
-        self, file: Path, hardware: Hardware, work: StepWork, clock: StepClock, held_out: HeldOutLoss | None = None
+        self,
+        file: Path,
+        hardware: Hardware,
+        work: StepWork,
+        clock: StepClock,
+        fingerprint: Fingerprint,
+        held_out: HeldOutLoss | None = None,
     ) -> None:
         self.file, self.work, self.clock, self.held_out = file, work, clock, held_out
+        self.fingerprint = fingerprint
         self.peak = peak_flops(hardware)
         self.flops: ModelFlops | None = None
         self.bar: tqdm[Any] | None = None
@@ -85,6 +94,8 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         if not state.is_world_process_zero:
             return
         kept = [line for line in self._lines() if line["step"] <= state.global_step]
+        # Of the steps between the last line and a checkpoint, only what the ranks were given knew the fingerprint.
+        self.told_all = state.global_step == (kept[-1]["step"] if kept else 0)
         self.tokens_seen = self.work.tokens_before(state.global_step)
         self.flops = model_flops(model) if self.peak is not None else None
         self.file.write_text("".join(json.dumps(line) + "\n" for line in kept))
@@ -119,10 +130,12 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
             "loss": logs["loss"],
             "grad_norm": logs.get("grad_norm"),
             "learning_rate": logs.get("learning_rate"),
+            "batch": self.fingerprint.line if self.told_all else None,
             **self._speed(state.global_step),
             "peak_memory_gib": peak_memory_gib(),
             "seconds": time.monotonic() - self.started,
         }
+        self.told_all = True
         held_out_loss = self.held_out.take() if self.held_out else None
         if held_out_loss is not None:
             line["held_out_loss"] = held_out_loss

@@ -14,6 +14,7 @@ from trl import SFTTrainer
 
 from sft.agreement import Agreement
 from sft.batches import StepOrder
+from sft.fingerprint import Fingerprint, Fingerprinted
 from sft.fully_sharded import cpu_ranks_may_shard, units_as_asked
 from sft.loss import Tally, is_plain, plain_loss
 from sft.optimizer import MasterAdamW, check_optimizer
@@ -32,11 +33,12 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     plan: Plan
     step_clock: StepClock
     data_collator: Any
+    fingerprint: Fingerprint
     fsdp: Fsdp | None = None
     agreement: Agreement | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.tally, self.progress = Tally(), Progress()
+        self.tally, self.progress, self.fingerprint = Tally(), Progress(), Fingerprint()
         super().__init__(*args, **kwargs)
         if self.sequence_parallel_size > 1:
             # The loss is ours, over the labels of the whole step, and so are the batches.
@@ -68,19 +70,20 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         return 1
 
     def get_train_dataloader(self) -> Any:
-        """One batch for each group of ranks that share sequences."""
-        size = self.sequence_parallel_size
-        if size == 1:
-            return super().get_train_dataloader()
-        rank, ranks, whole = self.accelerator.process_index, self.accelerator.num_processes, self.data_collator
-        whole.pad_to_multiple_of = size
-        self.data_collator = PartOfSequences(whole, rank % size, size)
+        """One batch for each group of ranks that share sequences, with its fingerprint."""
+        size, rank, ranks = self.sequence_parallel_size, self.accelerator.process_index, self.accelerator.num_processes
+        whole, shared_by = self.data_collator, ranks // self.data_parallel_ranks
+        self.data_collator = Fingerprinted(whole, counts=rank % shared_by == 0)
+        if size > 1:
+            whole.pad_to_multiple_of = size
+            self.data_collator = PartOfSequences(self.data_collator, rank % size, size)
         try:
             loader = super().get_train_dataloader()
         finally:
             # What measures without training gives each rank whole sequences.
             self.data_collator = whole
-        share_batches(loader, size, rank, ranks)
+        if size > 1:
+            share_batches(loader, size, rank, ranks)
         return loader
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
@@ -100,6 +103,7 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         self.progress.begin(self.state.global_step + 1)
         asked = self.step_clock.timed(self.progress.watched(epoch_iterator))
         batches, tokens = super().get_batch_samples(asked, num_batches, device)
+        self.fingerprint.add(batches)
         if self.agreement is not None:
             self.agreement.batches(batches, tokens)
         return batches, tokens
@@ -126,6 +130,11 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         # A resumed epoch skips batches by one wrapper more, behind which the trainer does not find the order of several ranks.
         self.step_order.set_epoch(kwargs["epoch"])
         super()._run_epoch(**kwargs)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        # A run that goes on begins to average and to add up there: the steps before must have their line.
+        self.control.should_log |= self.control.should_save
+        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
         # Where a checkpoint is written until it is whole.
@@ -218,6 +227,7 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """With the share of trained tokens that the model would have said, and how sure it was."""
         self._metrics["train"].update(self.tally.take(self.accelerator))
+        self.fingerprint.gather(self.accelerator)
         super().log(logs, start_time)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

@@ -153,6 +153,7 @@ def train(job: Job, start: Start, tokenizer: Any) -> None:
     """Train, and write final/."""
     from sft.batches import Sequences, StepOrder
     from sft.before_training import BeforeTraining
+    from sft.fingerprint import Fingerprint
     from sft.model import load_model
     from sft.step_work import StepWork
     from sft.store import DocumentStore, SequenceIndex
@@ -168,13 +169,14 @@ def train(job: Job, start: Start, tokenizer: Any) -> None:
     model = load_model(job, tokenizer)
     order = StepOrder(len(index), sequences.fillers, recipe.train.seed, per_step, empty)
     held_out = held_out_loss(job, start, tokenizer, store)
-    clock, measuring = measurements(job, run, StepWork(store, index, order, per_step), held_out)
+    fingerprint = Fingerprint()
+    clock, measuring = measurements(job, run, StepWork(store, index, order, per_step), held_out, fingerprint)
     progress, agreement, watching = watch(job, run)
     checks = [BeforeTraining(job, run), *([held_out] if held_out else [])]
     trainer = build_trainer(job, arguments, model, tokenizer, sequences, order, [*watching, *checks, *measuring], clock)
     for callback in checks:
         callback.trainer = trainer
-    trainer.progress, trainer.agreement = progress, agreement
+    trainer.progress, trainer.agreement, trainer.fingerprint = progress, agreement, fingerprint
     checkpoint = run.last_checkpoint()
     started = time.monotonic()
     with told_of_lost_ranks(job.recipe, lambda: f"step {trainer.state.global_step + 1} was trained", run):
@@ -187,7 +189,7 @@ def train(job: Job, start: Start, tokenizer: Any) -> None:
     say(f"Trained {trainer.state.global_step} steps in {seconds:.0f} s: {run.final}")
 
 
-def measurements(job: Job, run: Run, work: Any, held_out: Any) -> tuple[Any, list[Any]]:
+def measurements(job: Job, run: Run, work: Any, held_out: Any, fingerprint: Any) -> tuple[Any, list[Any]]:
     """The clock of the steps, and the callbacks that write what was measured."""
     from sft.metrics import Metrics
     from sft.profiling import Profile
@@ -195,7 +197,7 @@ def measurements(job: Job, run: Run, work: Any, held_out: Any) -> tuple[Any, lis
 
     on_gpu = job.hardware.gpu is not None
     clock = StepClock(on_gpu)
-    callbacks: list[Any] = [Metrics(run.metrics_file, job.hardware, work, clock, held_out)]
+    callbacks: list[Any] = [Metrics(run.metrics_file, job.hardware, work, clock, fingerprint, held_out)]
     if job.recipe.train.profile:
         callbacks.append(Profile(run.path / "profile", distributed.rank(), on_gpu))
     return clock, callbacks
