@@ -8,7 +8,8 @@
     ├── EvaluationError  a task or an evaluation setting
     ├── RunError         the run directory
     ├── PreflightError   the machines or processes of a job do not fit together
-    └── RanksError       the ranks of a job do not do the same
+    ├── RanksError       the ranks of a job do not do the same
+    └── NonfiniteError   a loss or gradient is NaN or infinite
     LostRank             another process of the job is gone: one message, exit status 1, no traceback
 
 Anything else that escapes is our bug and keeps its traceback.
@@ -67,6 +68,10 @@ class PreflightError(UserError):
 
 class RanksError(UserError):
     """The ranks of a job do not do the same."""
+
+
+class NonfiniteError(UserError):
+    """A loss or gradient that is NaN or infinite."""
 
 
 class LostRank(Exception):

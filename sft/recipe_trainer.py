@@ -17,12 +17,14 @@ from sft.batches import StepOrder
 from sft.fingerprint import Fingerprint, Fingerprinted
 from sft.fully_sharded import cpu_ranks_may_shard, units_as_asked
 from sft.loss import Tally, is_plain, plain_loss
+from sft.nonfinite import Nonfinite
 from sft.optimizer import MasterAdamW, check_optimizer
 from sft.plan import Plan
 from sft.progress import CHECKPOINT, Progress
 from sft.recipe import Fsdp
 from sft.sequence_parallel import PartOfSequences, labels_of_all, share_batches
 from sft.step_clock import StepClock
+from sft.suspects import finite
 from sft.tensor_parallel import is_spread, load_optimizer_state, load_weights, whole_optimizer_state, whole_weights
 
 
@@ -36,6 +38,7 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     fingerprint: Fingerprint
     fsdp: Fsdp | None = None
     agreement: Agreement | None = None
+    nonfinite: Nonfinite | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.tally, self.progress, self.fingerprint = Tally(), Progress(), Fingerprint()
@@ -104,6 +107,8 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         asked = self.step_clock.timed(self.progress.watched(epoch_iterator))
         batches, tokens = super().get_batch_samples(asked, num_batches, device)
         self.fingerprint.add(batches)
+        if self.nonfinite is not None:
+            self.nonfinite.begin(self, batches)
         if self.agreement is not None:
             self.agreement.batches(batches, tokens)
         return batches, tokens
@@ -127,6 +132,7 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
             return super()._prepare_for_training(*args, **kwargs)
 
     def _run_epoch(self, **kwargs: Any) -> None:
+        self._logged_at = self._globalstep_last_logged
         # A resumed epoch skips batches by one wrapper more, behind which the trainer does not find the order of several ranks.
         self.step_order.set_epoch(kwargs["epoch"])
         super()._run_epoch(**kwargs)
@@ -207,8 +213,9 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         masters = getattr(self.optimizer, "optimizer", None)
         if grad_norm is None and isinstance(masters, MasterAdamW):
-            return masters.clip_grad_norm(float("inf"))
-        return super()._get_grad_norm(model, grad_norm)
+            grad_norm = masters.clip_grad_norm(float("inf"))
+        norm = super()._get_grad_norm(model, grad_norm)
+        return norm if self.nonfinite is None else self.nonfinite.check(self, norm)
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -217,18 +224,34 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         if return_outputs or not is_plain(self):
             result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             self.progress.loss_known(self.model.training)
-            return result
+            return result if return_outputs else self._watched(result)
         loss, outputs = plain_loss(self, model, inputs, num_items_in_batch)
         if self.model.training:
             self.tally.add(outputs)
         self.progress.loss_known(self.model.training)
-        return loss
+        return self._watched(loss)
+
+    def _watched(self, loss: torch.Tensor) -> torch.Tensor:
+        if self.nonfinite is None or not self.model.training:
+            return loss
+        self.nonfinite.loss(loss)
+        return finite(loss)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """With the share of trained tokens that the model would have said, and how sure it was."""
         self._metrics["train"].update(self.tally.take(self.accelerator))
         self.fingerprint.gather(self.accelerator)
+        if self.nonfinite is not None and "loss" in logs:
+            self._leave_skipped_out(logs, self.nonfinite.take())
         super().log(logs, start_time)
+
+    def _leave_skipped_out(self, logs: dict[str, float], skipped: int) -> None:
+        """The mean loss is of the steps that trained; NaN where none did."""
+        steps = self.state.global_step - self._logged_at
+        self._logged_at = self.state.global_step
+        if skipped:
+            logs["loss"] = logs["loss"] * steps / (steps - skipped) if steps > skipped else float("nan")
+            logs["skipped_steps"] = skipped
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the run directory says what a model card would."""

@@ -28,6 +28,7 @@ from sft.launch_checks import check_rank_variables
 from sft.lost_ranks import told_of_lost_ranks
 from sft.plan import print_plan
 from sft.preflight import check_ranks
+from sft.rewind import become_again
 from sft.run_directory import Run, write_json
 from sft.show import summary_lines
 from sft.start import Start, begin_data, start_run, wait_for_data
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
     with told_of_lost_ranks(job.recipe, "the first one prepared the data"):
         start = start_run(job)
     rank_logs.move_to(start.run.path)
-    with recorded(start.run):
+    with recorded(start.run), going_back(argv):
         train(job.with_data(start.prepared.facts(), start.searched), start, tokenizer)
     finish_trackers(job.recipe.tracking)
     distributed.leave_group()
@@ -149,6 +150,17 @@ def recorded(run: Run) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def going_back(argv: Sequence[str]) -> Iterator[None]:
+    """Go back to the last checkpoint where a fault in the numbers asks for it."""
+    from sft.nonfinite import Rewind
+
+    try:
+        yield
+    except Rewind as fault:
+        become_again(argv, str(fault))
+
+
 def train(job: Job, start: Start, tokenizer: Any) -> None:
     """Train, and write final/."""
     from sft.batches import Sequences, StepOrder
@@ -168,6 +180,7 @@ def train(job: Job, start: Start, tokenizer: Any) -> None:
     arguments = training_arguments(job, run)
     model = load_model(job, tokenizer)
     order = StepOrder(len(index), sequences.fillers, recipe.train.seed, per_step, empty)
+    order.left_out = frozenset(run.record.get("left_out_steps", []))
     held_out = held_out_loss(job, start, tokenizer, store)
     fingerprint = Fingerprint()
     clock, measuring = measurements(job, run, StepWork(store, index, order, per_step), held_out, fingerprint)
@@ -177,6 +190,7 @@ def train(job: Job, start: Start, tokenizer: Any) -> None:
     for callback in checks:
         callback.trainer = trainer
     trainer.progress, trainer.agreement, trainer.fingerprint = progress, agreement, fingerprint
+    trainer.nonfinite = nonfinite(job, run, sequences, order, tokenizer)
     checkpoint = run.last_checkpoint()
     started = time.monotonic()
     with told_of_lost_ranks(job.recipe, lambda: f"step {trainer.state.global_step + 1} was trained", run):
@@ -201,6 +215,16 @@ def measurements(job: Job, run: Run, work: Any, held_out: Any, fingerprint: Any)
     if job.recipe.train.profile:
         callbacks.append(Profile(run.path / "profile", distributed.rank(), on_gpu))
     return clock, callbacks
+
+
+def nonfinite(job: Job, run: Run, sequences: Any, order: Any, tokenizer: Any) -> Any:
+    """What watches for a loss or a gradient that is not finite."""
+    from sft.nonfinite import Nonfinite
+    from sft.suspects import StepRows
+
+    train, precision = job.recipe.train, job.plan.precision.value
+    rows = StepRows(sequences, order, [source.path for source in job.recipe.sources], tokenizer)
+    return Nonfinite(run, rows, train.on_nonfinite, train.max_nonfinite_steps, precision == "fp16")
 
 
 def watch(job: Job, run: Run) -> tuple[Any, Any, list[Any]]:
@@ -237,9 +261,13 @@ def held_out_loss(job: Job, start: Start, tokenizer: Any, store: Any) -> Any:
 def record_end(run: Run, seconds: float, held_out_before: float | None) -> None:
     """Write what is known after training into run.json."""
     lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
-    # Each line is the mean since the one before.
-    steps = [line["step"] - before for line, before in zip(lines, [0, *(line["step"] for line in lines)], strict=False)]
-    loss = sum(line["loss"] * count for line, count in zip(lines, steps, strict=True)) / sum(steps)
+    # Each line is the mean since the one before, over the steps that were not skipped.
+    steps = [
+        line["step"] - before - line.get("skipped_steps", 0)
+        for line, before in zip(lines, [0, *(line["step"] for line in lines)], strict=False)
+    ]
+    total = sum(line["loss"] * count for line, count in zip(lines, steps, strict=True) if count)
+    loss = total / sum(steps) if sum(steps) else None
     timings = run.record["timings"] | {"train_seconds": seconds}
     run.update(status="finished", finished=time.strftime("%Y-%m-%dT%H:%M:%S%z"), timings=timings, train_loss=loss)
     if held_out_before is not None:

@@ -11,9 +11,9 @@ from trl import SFTConfig, SFTTrainer
 
 from sft.batches import Sequences, StepOrder
 from sft.errors import RecipeError
+from sft.fingerprint import Fingerprint
 from sft.hardware import Gpu, Hardware
 from sft.job import Job, open_job
-from sft.fingerprint import Fingerprint
 from sft.metrics import Metrics
 from sft.model import load_model
 from sft.prepare import prepare
