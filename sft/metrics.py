@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -61,6 +62,13 @@ def _number(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+def _replace(file: Path, text: str) -> None:
+    """A kill in between leaves the old lines, never a part of them."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(file)
+
+
 def _clock(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -108,7 +116,7 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         self.told_all = state.global_step == (kept[-1]["step"] if kept else 0)
         self.tokens_seen = self.work.tokens_before(state.global_step)
         self.flops = model_flops(model) if self.peak is not None else None
-        self.file.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        _replace(self.file, "".join(json.dumps(line) + "\n" for line in kept))
         if sys.stderr.isatty():
             form = "{percentage:3.0f}% |{bar}| step {n_fmt}/{total_fmt} [{elapsed} < {remaining}, {rate_fmt}]"
             self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", bar_format=form, leave=False)

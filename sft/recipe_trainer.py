@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 from trl import SFTTrainer
 
 from sft.agreement import Agreement
 from sft.batches import StepOrder
+from sft.checkpoint_writer import INCOMPLETE, CheckpointWriter
+from sft.continuation import Continuation, Writer, write_writer
 from sft.fingerprint import Fingerprint, Fingerprinted
 from sft.fully_sharded import cpu_ranks_may_shard, units_as_asked
 from sft.loss import Tally, is_plain, plain_loss
 from sft.nonfinite import Nonfinite
 from sft.optimizer import MasterAdamW, check_optimizer
+from sft.plain_data import plain_data_only
 from sft.plan import Plan
+from sft.portable_live import begin_random_streams, go_on, with_parameters
 from sft.progress import CHECKPOINT, Progress
 from sft.recipe import Fsdp
 from sft.sequence_parallel import PartOfSequences, labels_of_all, share_batches
@@ -36,7 +38,10 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     step_clock: StepClock
     data_collator: Any
     fingerprint: Fingerprint
+    checkpoints: CheckpointWriter
     fsdp: Fsdp | None = None
+    writer: Writer
+    continuation: Continuation | None = None
     agreement: Agreement | None = None
     nonfinite: Nonfinite | None = None
 
@@ -127,9 +132,22 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     def _get_train_sampler(self, train_dataset: Any = None) -> StepOrder:
         return self.step_order
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        with units_as_asked(self, self.fsdp) if self.fsdp else nullcontext():
-            return super()._prepare_for_training(*args, **kwargs)
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        goes_on = self.continuation if self.continuation is not None and self.continuation.whole else None
+        checkpoint = None if goes_on else resume_from_checkpoint
+        units = units_as_asked(self, self.fsdp) if self.fsdp else nullcontext()
+        # The engines load their checkpoints here.
+        with units, plain_data_only(self.is_deepspeed_enabled):
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, checkpoint)
+        if goes_on:
+            go_on(self, goes_on)
+        return prepared
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None or self.continuation is None or self.continuation.random_state:
+            super()._load_rng_state(checkpoint)
+            return
+        begin_random_streams(self.args.seed, self.state.global_step, self.args.process_index)
 
     def _run_epoch(self, **kwargs: Any) -> None:
         self._logged_at = self._globalstep_last_logged
@@ -144,30 +162,23 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
 
     def _get_output_dir(self, trial: Any) -> str:
         # Where a checkpoint is written until it is whole.
-        return str(Path(self.args.output_dir) / ".incomplete")
+        return str(Path(self.args.output_dir) / INCOMPLETE)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        complete = Path(self.args.output_dir)
-        incomplete = Path(self._get_output_dir(trial))
         self.progress.at(CHECKPOINT)
-        if self.is_world_process_zero():
-            shutil.rmtree(incomplete, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        super()._save_checkpoint(model, trial)
-        self.accelerator.wait_for_everyone()
-        if self.is_world_process_zero():
-            name = f"checkpoint-{self.state.global_step}"
-            shutil.rmtree(complete / name, ignore_errors=True)
-            (incomplete / name).rename(complete / name)
-            incomplete.rmdir()
-            rotate_checkpoints(str(complete), self.args.save_total_limit)
-        self.accelerator.wait_for_everyone()
+        save = super()._save_checkpoint
+        self.checkpoints.save(self.state.global_step, lambda: save(model, trial))
 
     # A model whose layers are spread over ranks: transformers has no checkpoints for it.
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Every rank takes part where the layers are spread."""
+        self.checkpoints.part(lambda: self._save_model(output_dir, _internal_call))
+
+    def _save_model(self, output_dir: str | None, _internal_call: bool) -> None:
         if not is_spread(self.model):
             super().save_model(output_dir, _internal_call)
+            # A pickle that nothing reads; the first rank's.
+            Path(output_dir or self.args.output_dir, TRAINING_ARGS_NAME).unlink(missing_ok=True)
             return
         self.model.save_pretrained(
             output_dir, state_dict=whole_weights(self.model), is_main_process=self.args.should_save
@@ -176,6 +187,11 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
             self.processing_class.save_pretrained(output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self.checkpoints.part(lambda: self._save_optimizer(output_dir))
+
+    def _save_optimizer(self, output_dir: str) -> None:
+        if self.args.should_save:
+            write_writer(Path(output_dir), with_parameters(self.writer, self.model, self.optimizer))
         if not is_spread(self.model):
             super()._save_optimizer_and_scheduler(output_dir)
             return
@@ -185,6 +201,8 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self.continuation is not None and self.continuation.whole:
+            return  # when the optimizer is there too
         if not is_spread(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import json
 import shutil
 import signal
 import sys
@@ -23,17 +22,21 @@ from typing import Any
 from sft import distributed, rank_logs
 from sft.errors import RecipeError, run_main
 from sft.finish import become_finish
+from sft.inside import remove
 from sft.job import Job, open_job
 from sft.launch_checks import check_rank_variables
 from sft.lost_ranks import told_of_lost_ranks
+from sft.pins import pin_lines
 from sft.plan import print_plan
 from sft.preflight import check_ranks
+from sft.record import close_session, record_end
 from sft.rewind import become_again
 from sft.run_directory import Run, write_json
+from sft.safe_loading import load_only_tensors
 from sft.show import summary_lines
 from sft.start import Start, begin_data, start_run, wait_for_data
 from sft.tokenizer import load_tokenizer
-from sft.tracking import finish_trackers, set_up_trackers
+from sft.tracking import continue_trackers, finish_trackers, set_up_trackers
 
 
 def main(argv: Sequence[str]) -> None:
@@ -52,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
         start = start_run(job)
     rank_logs.move_to(start.run.path)
     with recorded(start.run), going_back(argv):
-        train(job.with_data(start.prepared.facts(), start.searched), start, tokenizer)
+        train(start.planned(job), start, tokenizer)
     finish_trackers(job.recipe.tracking)
     distributed.leave_group()
     rank_logs.end()
@@ -98,11 +101,12 @@ def join(job: Job) -> None:
     uses_gpu = job.hardware.gpu is not None
     if job.recipe.debug:
         distributed.set_debug_environment(job.plan.engine.value == "DDP", uses_gpu)
-    distributed.settle_environment(job.deepspeed is not None, uses_gpu)
+    distributed.settle_environment(job.deepspeed is not None, uses_gpu, job.plan.precision.value)
     distributed.quiet_frameworks()
     distributed.check_devices(job.hardware)
     offloads = job.fsdp is not None and job.fsdp.offload_params
     distributed.join_group(job.deepspeed is not None, uses_gpu, job.recipe.train.ddp_timeout, offloads)
+    load_only_tensors(job.deepspeed is not None)
 
 
 def check_with_frameworks(job: Job) -> None:
@@ -142,6 +146,7 @@ def recorded(run: Run) -> Iterator[None]:
         status = "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
         if distributed.is_first_rank():
             with suppress(OSError):  # on a full disk the error itself matters more than its record
+                close_session(run, status)
                 run.update(status=status, error=f"{type(error).__name__}: {error}"[:2000])
             if status == "interrupted":
                 print(f"\nInterrupted. {run.after_an_end}.", file=sys.stderr)
@@ -191,7 +196,9 @@ def train(job: Job, start: Start, tokenizer: Any) -> None:
         callback.trainer = trainer
     trainer.progress, trainer.agreement, trainer.fingerprint = progress, agreement, fingerprint
     trainer.nonfinite = nonfinite(job, run, sequences, order, tokenizer)
-    checkpoint = run.last_checkpoint()
+    checkpoint, trainer.continuation = start.choice.checkpoint, start.continuation
+    if distributed.is_first_rank():
+        continue_trackers(trainer, run, start.choice.step)
     started = time.monotonic()
     with told_of_lost_ranks(job.recipe, lambda: f"step {trainer.state.global_step + 1} was trained", run):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -258,22 +265,6 @@ def held_out_loss(job: Job, start: Start, tokenizer: Any, store: Any) -> Any:
     return HeldOutLoss(sequences, job.recipe.train.eval_steps or job.recipe.train.save_steps)
 
 
-def record_end(run: Run, seconds: float, held_out_before: float | None) -> None:
-    """Write what is known after training into run.json."""
-    lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
-    # Each line is the mean since the one before, over the steps that were not skipped.
-    steps = [
-        line["step"] - before - line.get("skipped_steps", 0)
-        for line, before in zip(lines, [0, *(line["step"] for line in lines)], strict=False)
-    ]
-    total = sum(line["loss"] * count for line, count in zip(lines, steps, strict=True) if count)
-    loss = total / sum(steps) if sum(steps) else None
-    timings = run.record["timings"] | {"train_seconds": seconds}
-    run.update(status="finished", finished=time.strftime("%Y-%m-%dT%H:%M:%S%z"), timings=timings, train_loss=loss)
-    if held_out_before is not None:
-        run.update(held_out_loss_before=held_out_before)
-
-
 def show_start(job: Job, start: Start) -> None:
     """Write plan.json, and print what is about to happen."""
     run = start.run
@@ -283,16 +274,13 @@ def show_start(job: Job, start: Start) -> None:
     notes = [
         *summary_lines(start.prepared),
         *set_up_trackers(job.recipe.tracking, run),
+        *pin_lines(run.record["hub_revisions"]),
         f"Run: {run.path}",
+        *start.notes,
     ]
-    checkpoint = run.last_checkpoint()
-    if checkpoint:
-        notes.append(
-            f"This run was not finished: it goes on from {checkpoint.name}. train.resume=never starts another."
-        )
     if not Path(job.model.path).is_dir():
         notes.append(f"Loading {job.model.path}; the first time it is downloaded, which takes a while.")
-    print_plan(job.plan, f"{job.recipe_path.stem}: {job.recipe.model.name_or_path} on {job.hardware.device}", notes)
+    print_plan(job.plan, f"{job.name}: {job.recipe.model.name_or_path} on {job.hardware.device}", notes)
 
 
 def write_final(trainer: Any, job: Job, run: Run, tokenizer: Any) -> None:
@@ -302,7 +290,7 @@ def write_final(trainer: Any, job: Job, run: Run, tokenizer: Any) -> None:
     work = run.path / ".final"
     with distributed.met_at_the_end():
         if distributed.is_first_rank():
-            shutil.rmtree(work, ignore_errors=True)
+            remove(work)
     # Writing takes long on one rank, and merging on the first; nobody leaves the group before.
     with distributed.met_at_the_end():
         save_final(trainer, job, work)
@@ -315,12 +303,13 @@ def _complete_final(job: Job, run: Run, tokenizer: Any, work: Path) -> None:
     from sft.model import merge_adapter
 
     if job.recipe.model.lora is not None:
+        remove(run.path / ".adapter")
         adapter = work.rename(run.path / ".adapter")
         merge_adapter(job, tokenizer, adapter, work)
         shutil.rmtree(work / "adapter", ignore_errors=True)
         adapter.rename(work / "adapter")
     tokenizer.save_pretrained(work)
-    shutil.rmtree(run.final, ignore_errors=True)
+    remove(run.final)
     work.rename(run.final)
 
 

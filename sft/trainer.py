@@ -12,8 +12,12 @@ from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from trl import SFTConfig
 
 from sft.batches import Sequences, StepOrder
+from sft.changes_take_effect import ChangesTakeEffect
+from sft.checkpoint_writer import CheckpointWriter
 from sft.checkpointing import CheckpointingAsPlanned
 from sft.compiled_layers import compile_layers
+from sft.continuation import writer_here
+from sft.disk import checkpoint_bytes
 from sft.embeddings import show_head
 from sft.errors import ModelError, RecipeError, did_you_mean
 from sft.fsdp import mesh_shape
@@ -152,6 +156,7 @@ SECOND_WAYS = {
     "torch_compile_mode": "model.compile",
     "train_sampling_strategy": "train.seed, which decides the order",
     "truncation_mode": "data.overlong",
+    "trust_remote_code": "model.trust_remote_code",
     "use_liger_kernel": "model.kernels",
 }
 
@@ -264,17 +269,28 @@ def build_trainer(
     trainer.remove_callback(PrinterCallback)
     trainer.train_dataset = sequences
     trainer.step_order, trainer.step_clock, trainer.plan = order, clock, job.plan
-    trainer.fsdp = job.fsdp
+    trainer.fsdp, trainer.writer = job.fsdp, writer_here(job)
+    trainer.checkpoints = _checkpoint_writer(job, arguments)
     if job.plan.compile.value:
         compile_layers(trainer.model, job.plan.attention.value)
     return trainer
+
+
+def _checkpoint_writer(job: Job, arguments: Any) -> CheckpointWriter:
+    facts = {
+        "ranks": job.hardware.ranks,
+        "engine": job.plan.engine.value,
+        "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True),
+    }
+    return CheckpointWriter(Path(arguments.output_dir), job.recipe.train.save_total_limit, facts, checkpoint_bytes(job))
 
 
 def _as_planned(job: Job) -> list[TrainerCallback]:
     """What completes the engine when the training begins, before anything is measured or trained."""
     ahead = job.fsdp.prefetch if job.fsdp else None
     checkpointing = CheckpointingAsPlanned(job.plan.gradient_checkpointing.value)
-    return [checkpointing, PrefetchAsAsked(ahead)] if ahead else [checkpointing]
+    always = [checkpointing, ChangesTakeEffect(job.plan.learning_rate.value)]
+    return [*always, PrefetchAsAsked(ahead)] if ahead else always
 
 
 def _optimizer(job: Job) -> tuple[type[MasterAdamW], dict[str, Any]] | None:

@@ -41,6 +41,15 @@ ZERO_KEYS = (
     "log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module"
 ).split()
 
+WRITING_KEYS = (
+    "tensorboard.enabled",
+    "wandb.enabled",
+    "csv_monitor.enabled",
+    "comet.enabled",
+    "flops_profiler.output_file",
+)
+"""Keys that have DeepSpeed write files where they say."""
+
 _OWNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 """Keys that the recipe decides."""
 
@@ -113,6 +122,11 @@ def _check_shape(path: Path, config: dict[str, Any]) -> None:
         if not isinstance(value := _at(config, key, {}), dict)
     ]
     zero = config.get("zero_optimization", {})
+    wrong += [
+        f"  {key}: would write outside of the run's folder; remove it, tracking.report_to and train.profile=true do the same inside"
+        for key in WRITING_KEYS
+        if _at(config, key, False)
+    ]
     wrong += [
         f"  {key}: unknown to DeepSpeed{did_you_mean(key, KNOWN_KEYS)}" for key in config if key not in KNOWN_KEYS
     ]
