@@ -147,6 +147,7 @@ def _training(of: Recorded) -> list[str]:
         "Loss at the last logged step": number(loss[-1] if loss else None, ".4f"),
         "Mean loss of the training": number(of.record.get("train_loss"), ".4f"),
         **_held_out(of),
+        **_faults(of),
         **speed_facts(of.metrics),
         "Peak memory of the first rank": f"{max(memory):.2f} GiB" if memory else MISSING,
         "Time to prepare the data": duration(get(timings, "prepare_seconds")),
@@ -155,6 +156,26 @@ def _training(of: Recorded) -> list[str]:
     if of.comparison:
         rows["Time to evaluate"] = duration(get(timings, "evaluate_seconds"))
     return ["![Training loss and learning rate over optimizer steps](loss.png)", "", *facts(rows)]
+
+
+def _faults(of: Recorded) -> dict[str, str]:
+    """What was not as it should be in the numbers, where something was."""
+    rows = {}
+    faults = [
+        f"step {number(fault.get('step'))} ({text(fault.get('answer'))})" for fault in entries(of.record, "nonfinite")
+    ]
+    if faults:
+        rows["Losses or gradients that were not finite"] = ", ".join(faults)
+    spikes = [
+        f"step {number(point['step'])} ({number(point.get('loss'), '.4f')})"
+        for point in of.metrics
+        if point.get("spike") is True
+    ]
+    if spikes:
+        rows["Spikes of the loss"] = ", ".join(spikes[:10]) + (
+            f" and {len(spikes) - 10} more" if len(spikes) > 10 else ""
+        )
+    return rows
 
 
 def _held_out(of: Recorded) -> dict[str, str]:

@@ -8,7 +8,8 @@
     ├── EvaluationError  a task or an evaluation setting
     ├── RunError         the run directory
     ├── PreflightError   the machines or processes of a job do not fit together
-    └── RanksError       the ranks of a job do not do the same
+    ├── RanksError       the ranks of a job do not do the same
+    └── NonfiniteError   a loss or gradient is NaN or infinite
     LostRank             another process of the job is gone: one message, exit status 1, no traceback
     WrongSave            what was written is not the model in memory: one message, exit status 1, no traceback
 
@@ -74,6 +75,10 @@ class PreflightError(UserError):
 
 class RanksError(UserError):
     """The ranks of a job do not do the same."""
+
+
+class NonfiniteError(UserError):
+    """A loss or gradient that is NaN or infinite."""
 
 
 class LostRank(Exception):

@@ -193,9 +193,13 @@ def record_end(run: Run, seconds: float, held_out_before: float | None) -> None:
         held_out_before: Loss on the held-out rows before the first step; None where it was not measured.
     """
     lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
-    # Each line is the mean since the one before.
-    steps = [line["step"] - before for line, before in zip(lines, [0, *(line["step"] for line in lines)], strict=False)]
-    loss = sum(line["loss"] * count for line, count in zip(lines, steps, strict=True)) / sum(steps)
+    # Each line is the mean since the one before, over the steps that were not skipped.
+    steps = [
+        line["step"] - before - line.get("skipped_steps", 0)
+        for line, before in zip(lines, [0, *(line["step"] for line in lines)], strict=False)
+    ]
+    total = sum(line["loss"] * count for line, count in zip(lines, steps, strict=True) if count)
+    loss = total / sum(steps) if sum(steps) else None
     close_session(run, "finished", seconds)
     run.update(status="finished", finished=_now(), train_loss=loss)
     if held_out_before is not None:

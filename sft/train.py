@@ -30,6 +30,7 @@ from sft.pins import pin_lines
 from sft.plan import print_plan
 from sft.preflight import check_ranks
 from sft.record import close_session, record_end
+from sft.rewind import become_again
 from sft.run_directory import Run, write_json
 from sft.safe_loading import load_only_tensors
 from sft.saving import write_model
@@ -55,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
     with told_of_lost_ranks(job.recipe, "the first one prepared the data"):
         start = start_run(job)
     rank_logs.move_to(start.run.path)
-    with recorded(start.run):
+    with recorded(start.run), going_back(argv):
         train(start.planned(job), start, tokenizer, checker)
     finish_trackers(job.recipe.tracking)
     distributed.leave_group()
@@ -156,11 +157,23 @@ def recorded(run: Run) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def going_back(argv: Sequence[str]) -> Iterator[None]:
+    """Go back to the last checkpoint where a fault in the numbers asks for it."""
+    from sft.nonfinite import Rewind
+
+    try:
+        yield
+    except Rewind as fault:
+        become_again(argv, str(fault))
+
+
 def train(job: Job, start: Start, tokenizer: Any, checker: Checker | None) -> None:
     """Train, and write final/."""
     from sft.batches import Sequences, StepOrder
     from sft.before_training import BeforeTraining
     from sft.canary import SaveCanary
+    from sft.fingerprint import Fingerprint
     from sft.model import load_model
     from sft.step_work import StepWork
     from sft.store import DocumentStore, SequenceIndex
@@ -175,15 +188,18 @@ def train(job: Job, start: Start, tokenizer: Any, checker: Checker | None) -> No
     arguments = training_arguments(job, run)
     model = load_model(job, tokenizer)
     order = StepOrder(len(index), sequences.fillers, recipe.train.seed, per_step, empty)
+    order.left_out = frozenset(run.record.get("left_out_steps", []))
     held_out = held_out_loss(job, start, tokenizer, store)
-    clock, measuring = measurements(job, run, StepWork(store, index, order, per_step), held_out)
+    fingerprint = Fingerprint()
+    clock, measuring = measurements(job, run, StepWork(store, index, order, per_step), held_out, fingerprint)
     progress, agreement, watching = watch(job, run)
     canary = SaveCanary(job, run, tokenizer, checker) if recipe.train.save_canary else None
     checks = [BeforeTraining(job, run), *filter(None, [held_out, canary])]
     trainer = build_trainer(job, arguments, model, tokenizer, sequences, order, [*watching, *checks, *measuring], clock)
     for callback in checks:
         callback.trainer = trainer
-    trainer.progress, trainer.agreement, trainer.canary = progress, agreement, canary
+    trainer.progress, trainer.agreement, trainer.fingerprint = progress, agreement, fingerprint
+    trainer.nonfinite, trainer.canary = nonfinite(job, run, sequences, order, tokenizer), canary
     checkpoint, trainer.continuation = start.choice.checkpoint, start.continuation
     if distributed.is_first_rank():
         continue_trackers(trainer, run, start.choice.step)
@@ -198,7 +214,7 @@ def train(job: Job, start: Start, tokenizer: Any, checker: Checker | None) -> No
     say(f"Trained {trainer.state.global_step} steps in {seconds:.0f} s: {run.final}")
 
 
-def measurements(job: Job, run: Run, work: Any, held_out: Any) -> tuple[Any, list[Any]]:
+def measurements(job: Job, run: Run, work: Any, held_out: Any, fingerprint: Any) -> tuple[Any, list[Any]]:
     """The clock of the steps, and the callbacks that write what was measured."""
     from sft.metrics import Metrics
     from sft.profiling import Profile
@@ -206,10 +222,20 @@ def measurements(job: Job, run: Run, work: Any, held_out: Any) -> tuple[Any, lis
 
     on_gpu = job.hardware.gpu is not None
     clock = StepClock(on_gpu)
-    callbacks: list[Any] = [Metrics(run.metrics_file, job.hardware, work, clock, held_out)]
+    callbacks: list[Any] = [Metrics(run.metrics_file, job.hardware, work, clock, fingerprint, held_out)]
     if job.recipe.train.profile:
         callbacks.append(Profile(run.path / "profile", distributed.rank(), on_gpu))
     return clock, callbacks
+
+
+def nonfinite(job: Job, run: Run, sequences: Any, order: Any, tokenizer: Any) -> Any:
+    """What watches for a loss or a gradient that is not finite."""
+    from sft.nonfinite import Nonfinite
+    from sft.suspects import StepRows
+
+    train, precision = job.recipe.train, job.plan.precision.value
+    rows = StepRows(sequences, order, [source.path for source in job.recipe.sources], tokenizer)
+    return Nonfinite(run, rows, train.on_nonfinite, train.max_nonfinite_steps, precision == "fp16")
 
 
 def watch(job: Job, run: Run) -> tuple[Any, Any, list[Any]]:

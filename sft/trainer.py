@@ -76,6 +76,8 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "logging_steps": train.logging_steps,
         "logging_first_step": True,
         "report_to": list(recipe.tracking.report_to) or "none",
+        # The filter would hide a loss that is not finite, and wait for the device at each micro-batch to find it.
+        "logging_nan_inf_filter": False,
         "disable_tqdm": True,
         "deepspeed": job.deepspeed.config if job.deepspeed else None,
         "parallelism_config": parallelism_config(job),
@@ -143,6 +145,7 @@ SECOND_WAYS = {
     "length_column_name": "train.seed, which decides the order",
     "liger_kernel_config": "model.kernels",
     "load_best_model_at_end": "the plan: final/ is the model after the last step",
+    "logging_nan_inf_filter": "train.on_nonfinite",
     "model_init_kwargs": "the keys of `model`",
     "pad_token": "model.pad_token",
     "padding_free": "data.packing",
