@@ -29,6 +29,7 @@ from sft.lost_ranks import told_of_lost_ranks
 from sft.plan import print_plan
 from sft.preflight import check_ranks
 from sft.run_directory import Run, write_json
+from sft.run_folder import told_of_a_lost_folder
 from sft.show import summary_lines
 from sft.start import Start, begin_data, start_run, wait_for_data
 from sft.tokenizer import load_tokenizer
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
     with told_of_lost_ranks(job.recipe, "the first one prepared the data"):
         start = start_run(job)
     rank_logs.move_to(start.run.path)
-    with recorded(start.run):
+    with recorded(start.run), told_of_a_lost_folder(start.run.checkpoints):
         train(job.with_data(start.prepared.facts(), start.searched), start, tokenizer)
     finish_trackers(job.recipe.tracking)
     distributed.leave_group()
