@@ -4,7 +4,7 @@ full         less is free on the disk than the checkpoint takes, until the next 
 fills        the disk fills while the checkpoint is written, until the next save
 rank-1       what the second rank writes goes to a device that is always full
 gone         the run's folder is removed
-read-only    the disk takes no more writes
+read-only    the checkpoints' folder takes no more writes
 kill-...     this process is killed: while it writes, before the renaming, after it, while an old checkpoint is removed
 """
 
@@ -71,7 +71,9 @@ def patches(how: str, folder: Path) -> list[tuple[Any, str, Any]]:
     if how == "gone":
         shutil.rmtree(folder.parent)
     if how == "read-only":
-        subprocess.run(["mount", "-o", "remount,ro", os.environ["DISK"]], check=True)
+        # The disk itself is in use by files that are open.
+        subprocess.run(["mount", "--bind", folder, folder], check=True)
+        subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
     if how == "kill-writing":
         return [(torch, "save", after(torch.save, die))]
     if how == "kill-before":
