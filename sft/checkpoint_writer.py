@@ -22,6 +22,7 @@ from sft.errors import RunError, disk_was_full
 from sft.lost_ranks import is_lost
 from sft.manifest import Entry, entries, files_in, share, size, sync, write_manifest
 from sft.meetings import Meet, in_step, meetings
+from sft.run_folder import folder_fault
 
 INCOMPLETE = ".incomplete"
 _REMOVED = ".removed-"
@@ -210,21 +211,3 @@ class CheckpointWriter:
 
 class _NoRoom(Exception):
     """Less is free than the checkpoint takes."""
-
-
-def folder_fault(folder: Path) -> str | None:
-    """Why nothing can be written in a run's checkpoints, as a message; None where it can, or where only the disk is full."""
-    if not folder.is_dir():
-        return f"{folder} is gone: it was moved or removed, or its disk is not mounted any more. Bring it back, and start again."
-    probe = folder / ".probe"
-    try:
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        if disk_was_full(error):
-            return None
-        return (
-            f"{folder} cannot be written: {error.strerror}. Make it writable, and start again: the run goes on from its newest "
-            "checkpoint."
-        )
-    return None

@@ -32,6 +32,7 @@ from sft.preflight import check_ranks
 from sft.record import close_session, record_end
 from sft.rewind import become_again
 from sft.run_directory import Run, write_json
+from sft.run_folder import told_of_a_lost_folder
 from sft.safe_loading import load_only_tensors
 from sft.saving import write_model
 from sft.show import summary_lines
@@ -56,7 +57,7 @@ def main(argv: Sequence[str]) -> None:
     with told_of_lost_ranks(job.recipe, "the first one prepared the data"):
         start = start_run(job)
     rank_logs.move_to(start.run.path)
-    with recorded(start.run), going_back(argv):
+    with recorded(start.run), told_of_a_lost_folder(start.run.checkpoints), going_back(argv):
         train(start.planned(job), start, tokenizer, checker)
     finish_trackers(job.recipe.tracking)
     distributed.leave_group()
