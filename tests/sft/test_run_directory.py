@@ -119,11 +119,11 @@ def test_resume_can_be_asked_for_and_forbidden(recipe_file: Path, elsewhere: Els
     assert open_here(recipe_file, "train.resume=never").path != unfinished.path
 
 
-def test_a_checkpoint_goes_on_with_the_number_of_processes_that_wrote_it(
+def test_a_checkpoint_that_does_not_tell_what_wrote_it_goes_on_with_the_same_number_of_processes(
     recipe_file: Path, elsewhere: Elsewhere
 ) -> None:
     elsewhere("interrupted", checkpoint="checkpoint-5", ranks=2)
-    with pytest.raises(RunError, match=r"was trained by 2 processes; this start has 4.*train.resume=never"):
+    with pytest.raises(RunError, match=r"was written by 2 ranks, and cannot go on with 4 ranks.*train.resume=never"):
         open_here(recipe_file, ranks=4)
 
 
