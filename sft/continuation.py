@@ -18,6 +18,7 @@ from sft.job import Job
 from sft.run_directory import Run, read_json
 
 FILE = "written_by.json"
+UNKNOWN = "unknown"
 ANEW = "start anew with train.resume=never"
 
 
@@ -59,6 +60,8 @@ class Writer:
         if self.engine == "one process":
             return "one process"
         ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        if self.engine == UNKNOWN:
+            return ranks
         return f"{ranks} under {self.engine}{groups if self.engine != 'tensor parallel' else ''}"
 
 
@@ -95,6 +98,7 @@ def writer_here(job: Job) -> Writer:
 
 def write_writer(folder: Path, writer: Writer) -> None:
     """Write beside the engine's files what wrote them."""
+    folder.mkdir(parents=True, exist_ok=True)  # the engines make it when they write, which may be later
     (folder / FILE).write_text(json.dumps(asdict(writer), indent=2) + "\n", encoding="utf-8")
 
 
@@ -111,7 +115,7 @@ def writer_of(checkpoint: Path, run: Run) -> Writer:
     if not (checkpoint / FILE).exists():
         plan = read_json(run.plan_file)
         decided = {row["name"]: row["value"] for row in plan.get("decisions", [])}
-        words = {name: decided.get(name, "unknown") for name in ("engine", "weights", "precision")}
+        words = {name: decided.get(name, UNKNOWN) for name in ("engine", "weights", "precision")}
         return Writer(ranks=run.record["ranks"], deepspeed=plan.get("deepspeed"), **words)
     try:
         values = json.loads((checkpoint / FILE).read_text(encoding="utf-8"))
@@ -156,7 +160,7 @@ def _differs_as_far_as_known(writer: Writer, here: Writer) -> bool:
     if writer.engine == here.engine == FSDP2:
         return False
     known = ("engine", "ranks", "weights", "deepspeed")
-    return any(getattr(writer, name) not in (getattr(here, name), "unknown") for name in known)
+    return any(getattr(writer, name) not in (getattr(here, name), UNKNOWN) for name in known)
 
 
 def _form(writer: Writer) -> tuple[Any, ...]:

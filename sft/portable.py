@@ -59,7 +59,8 @@ def open_whole(checkpoint: Path, writer: Writer, adapter_names: dict[str, str]) 
         names, read = _open_numbered(checkpoint, writer.parameters, adapter_names)
 
     def in_fp32(name: str, what: str) -> torch.Tensor:
-        return torch.as_tensor(read(name, what)).detach().float()
+        # A copy: an optimizer would step on what is mapped, and on one number of steps that all parameters share.
+        return torch.as_tensor(read(name, what)).detach().to(torch.float32, copy=True)
 
     return WholeTensors(checkpoint, frozenset(names), in_fp32)
 
@@ -89,7 +90,8 @@ def _open_numbered(checkpoint: Path, parameters: tuple[str, ...], adapter_names:
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     entries = {name: state["state"][number] for name, number in zip(parameters, numbers, strict=True)}
     weights = _open_weights(checkpoint, adapter_names)
-    masters = dict(zip(_rounded(weights, parameters), state.get("masters", ()), strict=False))
+    copies = state.get("masters", [])
+    masters = dict(zip(_rounded(weights, parameters), copies, strict=True)) if copies else {}
 
     def read(name: str, what: str) -> torch.Tensor:
         if what != WEIGHT:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,10 +102,8 @@ def load_schedule(trainer: Any, file: Path) -> None:
 
 def begin_random_streams(seed: int, step: int, rank: int) -> None:
     """Where ranks have no random state of their own: one that depends on where the training is, and differs between ranks."""
-    numbers = torch.Generator().manual_seed(seed)
-    for part in (step, rank):
-        numbers.manual_seed(int(torch.randint(2**31, (1,), generator=numbers)) + part)
-    set_seed(int(torch.randint(2**31, (1,), generator=numbers)))
+    digest = hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()
+    set_seed(int.from_bytes(digest[:4], "big"))
 
 
 def with_parameters(writer: Writer, model: torch.nn.Module, optimizer: Any) -> Writer:

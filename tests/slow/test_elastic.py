@@ -121,6 +121,22 @@ def science(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Science:
     return Science(recipe, ranks)
 
 
+def of_kind(science: Science, kind: str, *overrides: str) -> Science:
+    recipe = science.recipe.with_name(f"{kind}.yaml")
+    shutil.copyfile(science.recipe, recipe)
+    return Science(recipe, science.ranks, overrides)
+
+
+@pytest.fixture(scope="module")
+def adapters(science: Science) -> Science:
+    return of_kind(science, "adapters", "model.lora={r: 4}", "train.learning_rate=5e-3")
+
+
+@pytest.fixture(scope="module")
+def rounded(science: Science) -> Science:
+    return of_kind(science, "rounded", "train.precision=bf16")
+
+
 def check_same(run: Run, expected: Run) -> None:
     assert run.record["status"] == "finished"
     assert len(losses(run)) == STEPS
@@ -138,3 +154,28 @@ def test_a_run_goes_on_elsewhere_as_if_it_had_stayed(source: str, target: str, s
     told = science.train(name, ENGINES[target])
     assert "through whole tensors" in told["stdout"]
     check_same(run, science.whole("1"))
+
+
+ADAPTERS = [("1", "2 ZeRO-3"), ("2 ZeRO-2", "1"), ("2 ZeRO-3", "2 FSDP2")]
+
+
+@pytest.mark.parametrize(("source", "target"), ADAPTERS, ids=lambda engine: engine)
+def test_adapters_go_on_elsewhere(source: str, target: str, adapters: Science) -> None:
+    name = f"from-{source}-to-{target}".replace(" ", "-")
+    run = adapters.stopped(source, name)
+    assert "through whole tensors" in adapters.train(name, ENGINES[target])["stdout"]
+    check_same(run, adapters.whole("1"))
+
+
+# One process steps on fp32 copies of its own, ZeRO-1 with DeepSpeed's BF16_Optimizer, and FSDP2 holds fp32 weights.
+ROUNDED = [("1", "2 ZeRO-2"), ("2 ZeRO-1", "1"), ("2 ZeRO-3", "2 FSDP2"), ("2 DDP", "2 ZeRO-1")]
+
+
+@pytest.mark.parametrize(("source", "target"), ROUNDED, ids=lambda engine: engine)
+def test_bf16_goes_on_elsewhere_from_the_fp32_copies(source: str, target: str, rounded: Science) -> None:
+    """Engines round at other places, so that losses differ by bf16's rounding; copies that were lost would show as more."""
+    name = f"from-{source}-to-{target}".replace(" ", "-")
+    run = rounded.stopped(source, name)
+    assert "through whole tensors" in rounded.train(name, ENGINES[target])["stdout"]
+    assert len(losses(run)) == STEPS
+    assert losses(run) == pytest.approx(losses(rounded.whole("1")), abs=0.03)
