@@ -72,7 +72,13 @@ def recipe_changes(run: Run, recipe: Recipe) -> list[Change]:
             f"{run.path} is unfinished, and was started by another version of this program, whose recipe this one does not read: {error}. "
             f"Go on with that version, or {_ANEW}."
         ) from None
-    return recipe_differences(then, recipe)
+    commit = run.record.get("base_model", {}).get("revision")
+    # To name the commit that it was started with changes nothing.
+    return [
+        change
+        for change in recipe_differences(then, recipe)
+        if change.key != "model.revision" or change.new is None or change.new != commit
+    ]
 
 
 def _explain(run: Run, changes: list[Change], refused: list[Change]) -> str:
@@ -159,10 +165,21 @@ def check_start(job: Job) -> None:
         )
     checkpoints = checkpoints_of(run)
     if checkpoints:
+        _check_same_model(run, job)
         resolve_continuation(checkpoints[0], run, job)
     elif must:
         raise RunError(
             f"train.resume=must, and {run.path}, which is unfinished, has no checkpoint. train.resume=auto starts it again."
+        )
+
+
+def _check_same_model(run: Run, job: Job) -> None:
+    then = run.record.get("base_model", {}).get("revision")
+    now = job.model.commit or job.recipe.model.revision
+    if then and now and then != now:
+        raise RunError(
+            f"{run.path} is unfinished and was started with commit {then} of {job.recipe.model.name_or_path}; the hub's name now stands "
+            f"for {now}. Set model.revision={then} to go on, or {_ANEW}."
         )
 
 

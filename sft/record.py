@@ -89,8 +89,10 @@ def record_start(
         passed_over: Newer checkpoints that could not be used, and why.
         changes: Of the recipe since the session before.
     """
-    close_session(run, "killed")
     earlier = run.record if (run.path / "run.json").exists() else {}
+    status = earlier.get("status", "running")
+    close_session(run, "killed" if status == "running" else status)
+    earlier = run.record if earlier else {}
     now = _now()
     session = {
         "started": now,
@@ -164,7 +166,8 @@ def close_session(run: Run, status: str, seconds: float | None = None) -> None:
     line = _last_line(run, session)
     session["status"], session["last_step"] = status, line.get("step")
     session["seconds"] = seconds if seconds is not None else line.get("seconds")
-    session["ended"] = _now() if status != "killed" else "unknown"
+    # One that is closed by the next start has ended at a time that nobody has written down.
+    session["ended"] = _now() if record["status"] == "running" and status != "killed" else "unknown"
     total = sum(one["seconds"] or 0.0 for one in sessions)
     run.update(sessions=sessions, timings=record["timings"] | {"train_seconds": total})
 

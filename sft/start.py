@@ -19,8 +19,8 @@ from sft.opening import check_start, decisions_of, keep_recipe, open_run, recipe
 from sft.prepare import begin_preparation, prepared_data
 from sft.prepared import Prepared
 from sft.rank_logs import forget_ending
-from sft.recipe_changes import Change
-from sft.record import record_start
+from sft.recipe_changes import Change, differences
+from sft.record import installed_versions, record_start
 from sft.resolved import Searched
 from sft.resume import Choice, choose_checkpoint
 from sft.run_directory import Run, write_json
@@ -120,6 +120,8 @@ def _start(job: Job) -> Start:
     _check_steps_left(start, planned.plan.max_steps.value)
     continuation = resolve_continuation(choice.checkpoint, run, planned) if choice.checkpoint else None
     changes = recipe_changes(run, job.recipe) if goes_on else []
+    versions = installed_versions()
+    updated = differences(run.record.get("versions", versions), versions, "versions") if goes_on else []
     forget_ending(run.path)
     if goes_on:
         keep_recipe(run, job)
@@ -128,7 +130,7 @@ def _start(job: Job) -> Start:
     record_start(run, job, seconds, prepared.fingerprint, checkpoint, choice.passed_over, changes)
     write_json(run.ledger_file, prepared.ledger | {"findings": prepared.findings})
     words = [continuation.words] if continuation and continuation.words else []
-    return replace(start, continuation=continuation, notes=(*_notes(choice, changes, goes_on), *words))
+    return replace(start, continuation=continuation, notes=(*_notes(choice, [*changes, *updated], goes_on), *words))
 
 
 def _notes(choice: Choice, changes: Sequence[Change], goes_on: bool) -> list[str]:

@@ -3,6 +3,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,22 @@ def test_what_wrote_the_newest_checkpoint_is_asked_before_the_data_is_prepared(
 def test_without_a_checkpoint_any_number_of_processes_starts_again(recipe_file: Path, left_behind: LeftBehind) -> None:
     unfinished = left_behind("failed", ranks=2)
     assert open_here(recipe_file, ranks=4).path == unfinished.path
+
+
+def test_a_model_whose_name_on_the_hub_stands_for_another_commit_is_refused(
+    recipe_file: Path, left_behind: LeftBehind
+) -> None:
+    job = job_of(recipe_file)
+    unfinished = left_behind("interrupted", checkpoint="checkpoint-5", base_model={"revision": "a" * 40})
+    moved = replace(job, model=replace(job.model, commit="b" * 40))
+    with pytest.raises(
+        RunError, match=rf"commit {'a' * 40} .*now stands for {'b' * 40}. Set model.revision={'a' * 40}"
+    ):
+        check_start(moved)
+    named = job.recipe.model.model_copy(update={"revision": "a" * 40})
+    pinned = replace(job, recipe=job.recipe.model_copy(update={"model": named}))
+    check_start(pinned)
+    assert unfinished_run(pinned) == unfinished
 
 
 def test_latest_points_at_the_newest(recipe_file: Path, folder: Path) -> None:

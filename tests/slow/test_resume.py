@@ -8,6 +8,7 @@ across the next end.
 import json
 import shutil
 from dataclasses import dataclass
+from math import cos, pi
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,9 @@ def killed_after(run: Run, step: int, name: str) -> Run:
         if step_of(checkpoint) > step:
             shutil.rmtree(checkpoint)
     text = copy.metrics_file.read_text().splitlines(keepends=True)
-    copy.metrics_file.write_text("".join(text[: step + 3]) + text[step + 3][:20])  # the last one cut off
+    copy.metrics_file.write_text(
+        "".join(text[: step + 3]) + "".join(text[step + 3 : step + 4])[:20]
+    )  # the last one cut off
     session = run.record["sessions"][-1] | {"status": "running", "ended": None, "seconds": None, "last_step": None}
     write_json(copy.path / "run.json", run.record | {"status": "running", "sessions": [session]})
     return copy
@@ -127,3 +130,62 @@ def test_resumed_equals_uninterrupted(name: str, recipe: Path, ranks: Ranks) -> 
     assert killed.record["started"] == undisturbed.record["started"]
     assert killed.record["timings"]["train_seconds"] == pytest.approx(first["seconds"] + second["seconds"])
     assert losses(killed)
+
+
+def flip_a_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def logged_to_tensorboard(run: Run) -> list[int]:
+    """Steps of the loss as tensorboard shows them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run.path / "tensorboard"))
+    events.Reload()
+    return [event.step for event in events.Scalars("train/loss")]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own, where it reads
+@pytest.mark.parametrize("name", ["1 process, packed", "ZeRO-2, packed"])
+def test_a_damaged_checkpoint_is_passed_over_and_allowed_changes_take_effect(
+    name: str, recipe: Path, ranks: Ranks
+) -> None:
+    row, plain = ROWS[name], f"changed-{ROWS[name].ranks}"
+    always = ("train.warmup_steps=0", "tracking.report_to=[wandb, tensorboard]")
+    train(ranks, recipe, row, plain, *always, "train.max_steps=8", "train.save_steps=4")
+    killed = killed_after(Run(recipe.parent / "outputs" / "job" / plain), 8, f"{plain}-killed")
+    flip_a_byte(next((killed.checkpoints / "checkpoint-8").rglob("*optim*.pt")))
+    # Without the second checkpoint there is nothing left to go on from.
+    copy = Run(killed.path.with_name(f"{plain}-ruined"))
+    shutil.copytree(killed.path, copy.path)
+    (copy.checkpoints / "checkpoint-4" / "trainer_state.json").unlink()
+    same = (*always, "train.max_steps=8", "train.save_steps=4")
+    words = ["sft.train", recipe, *row.overrides, f"tracking.run_name={copy.path.name}", *same]
+    for resume in ("auto", "must"):
+        told = ranks.run(row.ranks, [*words, f"train.resume={resume}"], expect=2)["stderr"]
+        if row.ranks > 1:  # a launcher shows it, which there is none of here
+            continue
+        assert "none of its checkpoints can be used:\n  checkpoint-8: " in told
+        assert "checkpoint-4: trainer_state.json is missing" in told
+        assert "Traceback" not in told
+    assert copy.record["status"] == "running"
+    changes = ("train.max_steps=10", "train.learning_rate=2e-3", "train.save_steps=3")
+    allowed = "train.resume_allow_changes=[train.max_steps, train.learning_rate]"
+    out = train(ranks, recipe, row, killed.path.name, *always, *changes, allowed)["stdout"]
+    assert "passed over: checkpoint-8: " in out
+    assert "it goes on from checkpoint-4" in out
+    rates = [line["learning_rate"] for line in lines(killed)]
+    assert rates == pytest.approx(
+        [1e-3 / 2 * (1 + cos(pi * step / 8)) for step in range(4)]
+        + [2e-3 / 2 * (1 + cos(pi * step / 10)) for step in range(4, 10)]
+    )
+    assert {step_of(path) for path in checkpoints_of(killed)} >= {6, 9, 10}
+    session = killed.record["sessions"][-1]
+    assert session["changes"]["train.max_steps"] == [8, 10]
+    assert "checkpoint-8" in session["passed_over"]
+    assert logged_to_tensorboard(killed) == list(range(1, 11))
+    folders = [path.name for path in (killed.path / "wandb").glob("offline-run-*")]
+    assert len(folders) == 2
+    assert all(folder.endswith(f"-{killed.record['wandb_id']}") for folder in folders)
