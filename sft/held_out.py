@@ -31,22 +31,25 @@ class HeldOutLoss(TrainerCallback):  # type: ignore[misc]
         """Measure the model that training starts from."""
         if state.global_step == 0:
             self.before = self.measure()
-            if state.is_world_process_zero:
+            if self.before is not None and state.is_world_process_zero:
                 print(f"Loss on the held-out rows before the first step: {self.before:.4f}", flush=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Measure where it is time."""
+        """Measure where it is time, and where it is not to stop."""
+        if control.should_training_stop and self.trainer.stopping.wish:
+            return
         if state.global_step >= state.max_steps or (self.every and state.global_step % self.every == 0):
             self.latest = self.measure()
             control.should_log = True
+            self.trainer.stopping.act(self.trainer.stopping.wish, control)
 
     def take(self) -> float | None:
         """The last figure, once."""
         latest, self.latest = self.latest, None
         return latest
 
-    def measure(self) -> float:
-        """Mean loss of a trained token over all held-out sequences, on all ranks."""
+    def measure(self) -> float | None:
+        """Mean loss of a trained token over all held-out sequences, on all ranks; None where the training is to stop."""
         trainer, accelerator = self.trainer, self.trainer.accelerator
         model = trainer.model_wrapped
         # Ranks that share a batch measure the same sequences, each of them whole.
@@ -57,10 +60,14 @@ class HeldOutLoss(TrainerCallback):  # type: ignore[misc]
         model.eval()
         with torch.no_grad(), trainer.compute_loss_context_manager():
             for number in range(group, len(self.sequences), groups):
+                if trainer.stopping.stops():
+                    break
                 # One at a time: no padding, and every rank takes part in as many passes, as ZeRO-3 needs.
                 inputs = trainer._prepare_inputs(trainer.data_collator([self.sequences[number]]))
                 count = (inputs["labels"] != -100).sum()
                 sums += torch.stack([trainer.compute_loss(model, inputs).double() * count, count])
         model.train(training)
+        if trainer.stopping.wish:
+            return None
         total = accelerator.reduce(sums, reduction="sum")
         return float(total[0] / total[1])

@@ -22,6 +22,7 @@ from sft.progress import CHECKPOINT, Progress
 from sft.recipe import Fsdp
 from sft.sequence_parallel import PartOfSequences, labels_of_all, share_batches
 from sft.step_clock import StepClock
+from sft.stopping import Stopping
 from sft.tensor_parallel import is_spread, load_optimizer_state, load_weights, whole_optimizer_state, whole_weights
 
 
@@ -34,6 +35,7 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     data_collator: Any
     fsdp: Fsdp | None = None
     agreement: Agreement | None = None
+    stopping: Stopping | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.tally, self.progress = Tally(), Progress()
@@ -98,6 +100,8 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         """The batches of one optimizer step, which begins here."""
         self.step_clock.start()
         self.progress.begin(self.state.global_step + 1)
+        if self.stopping is not None:
+            self.stopping.begin(self.state.global_step + 1)
         asked = self.step_clock.timed(self.progress.watched(epoch_iterator))
         batches, tokens = super().get_batch_samples(asked, num_batches, device)
         if self.agreement is not None:
@@ -109,6 +113,8 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         self.progress.forward()
         if self.agreement is not None:
             self.agreement.micro_batch()
+        if self.stopping is not None and self.progress.passes == self.progress.batches:
+            self.stopping.ask()
         loss = super().training_step(*args, **kwargs)
         self.progress.passed()
         if self.sequence_parallel_size == 1:

@@ -40,6 +40,10 @@ PACKAGES = (
 )
 
 
+EVALUATION_LEFT = ("running", "interrupted")
+"""What run.json says of an evaluation that did not come to its end: its process was killed, or asked to stop."""
+
+
 def write_json(path: Path, value: object) -> None:
     """Write a JSON file so that a reader sees the old one or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -145,6 +149,8 @@ class Run:
     @property
     def after_an_end(self) -> str:
         """What the next start does, as a sentence without its full stop."""
+        if self.record.get("evaluation") in EVALUATION_LEFT:
+            return "The same command goes on with the evaluation"
         checkpoint = self.last_checkpoint()
         what = f"goes on from {checkpoint.name}" if checkpoint else "starts it again: there is no checkpoint yet"
         return f"The same command {what}"
@@ -187,14 +193,18 @@ def _git_state() -> dict[str, Any]:
 
 def _same_job(run: Run, recipe_text: str, overrides: Sequence[str]) -> bool:
     def lasting(words: Sequence[str]) -> list[str]:
-        return [word for word in words if not word.startswith(("train.resume=", "train.profile=", "debug="))]
+        return [
+            word
+            for word in words
+            if not word.startswith(("train.resume=", "train.max_time=", "train.profile=", "debug="))
+        ]
 
     return run.recipe_file.read_text(encoding="utf-8") == recipe_text and lasting(run.record["overrides"]) == lasting(
         overrides
     )
 
 
-def _lock(run: Run) -> bool:
+def claim(run: Run) -> bool:
     """Claim the folder until this process ends, however it ends. False: another process has it."""
     descriptor = os.open(run.path, os.O_RDONLY)
     try:
@@ -245,7 +255,8 @@ def unfinished_run(job: Job) -> Run | None:
         return None
     run = Run(run.path.resolve())
     same = _same_job(run, job.recipe_path.read_text(encoding="utf-8"), job.overrides)
-    return run if same and run.record["status"] != "finished" else None
+    done = run.record["status"] == "finished" and run.record.get("evaluation") not in EVALUATION_LEFT
+    return run if same and not done else None
 
 
 def _folder(job: Job) -> Path:
@@ -322,12 +333,12 @@ def open_run(job: Job) -> Run:
             it must be.
     """
     run = unfinished_run(job)
-    if run is not None and _lock(run):
+    if run is not None and claim(run):
         return run
     if job.recipe.train.resume == "must":
         raise RunError(f"train.resume=must, and another process is training {run.path if run else 'the run'}.")
     run = _make(_folder(job), job.recipe.tracking.run_name)
-    _lock(run)
+    claim(run)
     run.recipe_file.write_bytes(job.recipe_path.read_bytes())
     _point_latest_at(run)
     return run

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from subprocess import Popen
 from threading import Thread
 
-from sft import distributed
+from sft import distributed, interruption
 from sft.errors import RunError
+from sft.interruption import EXITS
 from sft.job import Job
 from sft.prepare import begin_preparation, prepared_data
 from sft.prepared import Prepared
@@ -48,7 +49,10 @@ def begin_data(job: Job) -> Popen[bytes] | None:
 
 def _end_as_it_ends(process: Popen[bytes]) -> None:
     status = process.wait()
-    if status > 0:  # it has said why; an import cannot be interrupted otherwise
+    if status in EXITS:  # somebody has stopped it alone, or this process too
+        if interruption.asked() is None:
+            os.kill(os.getpid(), status - 128)
+    elif status > 0:  # it has said why; an import cannot be interrupted otherwise
         os._exit(status)
 
 
@@ -86,6 +90,7 @@ def _start(job: Job) -> Start:
             f"The data, tokenizer or chat template has changed since {run.path} was started, so it cannot go on. Start anew with "
             "train.resume=never."
         )
+    interruption.is_of(run)
     record_start(run, job, {"prepare_seconds": prepared.summary["seconds"]}, prepared.fingerprint)
     write_json(run.ledger_file, prepared.ledger | {"findings": prepared.findings})
     return Start(run, prepared, find_answer(job, prepared))

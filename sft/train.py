@@ -11,18 +11,17 @@ from __future__ import annotations
 import atexit
 import gc
 import json
+import os
 import shutil
-import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from sft import distributed, rank_logs
-from sft.errors import RecipeError, run_main
-from sft.finish import become_finish
+from sft import distributed, interruption, rank_logs
+from sft.errors import EXIT_CRASHED, Interrupted, RecipeError, run_main
+from sft.finish import become_finish, evaluation_left
 from sft.job import Job, open_job
 from sft.launch_checks import check_rank_variables
 from sft.lost_ranks import told_of_lost_ranks
@@ -41,6 +40,7 @@ def main(argv: Sequence[str]) -> None:
     rank_logs.begin()
     recipe_path, overrides = parse_command_line(argv)
     job = open_job(recipe_path, overrides, distributed.job_hardware())
+    evaluate_what_is_trained(job)
     data = begin_data(job)
     with uncollected(), told_of_lost_ranks(job.recipe, "the processes met"):
         enter(job)
@@ -49,6 +49,7 @@ def main(argv: Sequence[str]) -> None:
     tokenizer = load_tokenizer(job.recipe)
     with told_of_lost_ranks(job.recipe, "the first one prepared the data"):
         start = start_run(job)
+    interruption.is_of(start.run)
     rank_logs.move_to(start.run.path)
     with recorded(start.run):
         train(job.with_data(start.prepared.facts(), start.searched), start, tokenizer)
@@ -129,23 +130,13 @@ def say(*lines: str) -> None:
 
 @contextmanager
 def recorded(run: Run) -> Iterator[None]:
-    """Keep run.json's status true however the training ends."""
-
-    def stop(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, stop)
+    """Keep run.json's status true however the training ends. An interruption is recorded by who tells it: sft/interruption.py."""
     try:
         yield
-    except BaseException as error:
-        status = "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
+    except Exception as error:
         if distributed.is_first_rank():
             with suppress(OSError):  # on a full disk the error itself matters more than its record
-                run.update(status=status, error=f"{type(error).__name__}: {error}"[:2000])
-            if status == "interrupted":
-                print(f"\nInterrupted. {run.after_an_end}.", file=sys.stderr)
-        if isinstance(error, KeyboardInterrupt):
-            raise SystemExit(130) from None
+                run.update(status="failed", error=f"{type(error).__name__}: {error}"[:2000])
         raise
 
 
@@ -155,6 +146,7 @@ def train(job: Job, start: Start, tokenizer: Any) -> None:
     from sft.before_training import BeforeTraining
     from sft.model import load_model
     from sft.step_work import StepWork
+    from sft.stopping import Stopping
     from sft.store import DocumentStore, SequenceIndex
     from sft.trainer import build_trainer, training_arguments
 
@@ -170,21 +162,46 @@ def train(job: Job, start: Start, tokenizer: Any) -> None:
     held_out = held_out_loss(job, start, tokenizer, store)
     clock, measuring = measurements(job, run, StepWork(store, index, order, per_step), held_out)
     progress, agreement, watching = watch(job, run)
+    stopping = Stopping(run.path, recipe, progress, distributed.rank(), job.hardware.ranks)
     checks = [BeforeTraining(job, run), *([held_out] if held_out else [])]
-    trainer = build_trainer(job, arguments, model, tokenizer, sequences, order, [*watching, *checks, *measuring], clock)
+    callbacks = [stopping, *watching, *checks, *measuring]
+    trainer = build_trainer(job, arguments, model, tokenizer, sequences, order, callbacks, clock)
     for callback in checks:
         callback.trainer = trainer
-    trainer.progress, trainer.agreement = progress, agreement
+    trainer.progress, trainer.agreement, trainer.stopping = progress, agreement, stopping
     checkpoint = run.last_checkpoint()
     started = time.monotonic()
     with told_of_lost_ranks(job.recipe, lambda: f"step {trainer.state.global_step + 1} was trained", run):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    leave_where_stopped(job, stopping.end(trainer.state.global_step))
     seconds = time.monotonic() - started
     with told_of_lost_ranks(job.recipe, "final/ was written", run):
         write_final(trainer, job, run, tokenizer)
     if distributed.is_first_rank():
         record_end(run, seconds, held_out.before if held_out else None)
     say(f"Trained {trainer.state.global_step} steps in {seconds:.0f} s: {run.final}")
+
+
+def leave_where_stopped(job: Job, interrupted: Interrupted | None) -> None:
+    """End as a finished training does, where it was stopped with a checkpoint.
+
+    Raises:
+        Interrupted: It was.
+    """
+    if interrupted is not None:
+        with distributed.met_at_the_end():  # who ends first is followed by all others
+            finish_trackers(job.recipe.tracking)
+        distributed.leave_group()
+        raise interrupted
+
+
+def evaluate_what_is_trained(job: Job) -> None:
+    """Go on with the evaluation where it was interrupted; the first rank does, and the others have nothing to do."""
+    run = evaluation_left(job)
+    if run is not None:
+        if distributed.is_first_rank():
+            become_finish(run)
+        raise SystemExit(0)
 
 
 def measurements(job: Job, run: Run, work: Any, held_out: Any) -> tuple[Any, list[Any]]:
@@ -210,12 +227,22 @@ def watch(job: Job, run: Run) -> tuple[Any, Any, list[Any]]:
 
     recipe, rank, ranks, logs = job.recipe, distributed.rank(), job.hardware.ranks, run.path / "logs"
     timeout, progress = recipe.train.ddp_timeout, Progress()
-    watchdog = Watchdog(progress, logs, rank, ranks, timeout, recipe.debug)
+    watchdog = Watchdog(progress, logs, rank, ranks, timeout, recipe.debug, end=lambda text: end_hanging(run, text))
     if not recipe.debug:
         return progress, None, [watchdog]
     prepare_files(logs, rank)
     agreement = Agreement(progress, timeout) if ranks > 1 else None
     return progress, agreement, [watchdog, MemoryLog(logs / f"rank-{rank}.memory.jsonl"), *filter(None, [agreement])]
+
+
+def end_hanging(run: Run, message: str) -> None:
+    """End this process in another thread than its main one, which hangs."""
+    text = f"{message}\n{run.after_an_end}."
+    if distributed.is_first_rank():
+        with suppress(OSError):
+            run.update(status="failed", error=message[:2000])
+    rank_logs.tell_message(text)
+    os._exit(EXIT_CRASHED)
 
 
 def held_out_loss(job: Job, start: Start, tokenizer: Any, store: Any) -> Any:
