@@ -129,6 +129,10 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
             return super()._prepare_for_training(*args, **kwargs)
 
     def _run_epoch(self, **kwargs: Any) -> None:
+        if self.state.global_step >= self.state.max_steps:
+            # Stopped after its last step and before final/ was there; transformers would train another one.
+            self.control.should_training_stop = True
+            return
         # A resumed epoch skips batches by one wrapper more, behind which the trainer does not find the order of several ranks.
         self.step_order.set_epoch(kwargs["epoch"])
         super()._run_epoch(**kwargs)

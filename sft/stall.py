@@ -59,10 +59,8 @@ def end_limit(phase: str, step_seconds: float | None, timeout: float, ranks: int
     """
     if phase == CHECKPOINT:
         return None
-    if phase == START or step_seconds is None:
-        limit = FIRST_STEPS * timeout
-    else:
-        limit = max(timeout, ENDS_AFTER * step_seconds)
+    begins = phase == START or step_seconds is None
+    limit = FIRST_STEPS * timeout if begins else max(timeout, ENDS_AFTER * (step_seconds or 0))
     return limit if ranks == 1 else 1.1 * limit + 10
 
 

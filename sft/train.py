@@ -178,7 +178,7 @@ def train(job: Job, start: Start, tokenizer: Any) -> None:
     with told_of_lost_ranks(job.recipe, "final/ was written", run):
         write_final(trainer, job, run, tokenizer)
     if distributed.is_first_rank():
-        record_end(run, seconds, held_out.before if held_out else None)
+        record_end(run, seconds)
     say(f"Trained {trainer.state.global_step} steps in {seconds:.0f} s: {run.final}")
 
 
@@ -249,6 +249,7 @@ def held_out_loss(job: Job, start: Start, tokenizer: Any, store: Any) -> Any:
     """What measures the held-out loss, or None where no rows are held out."""
     from sft.batches import Sequences
     from sft.held_out import HeldOutLoss
+    from sft.metrics import read_lines
     from sft.store import SequenceIndex
 
     index = SequenceIndex.load(start.prepared.folder / "held_out.npz")
@@ -256,10 +257,16 @@ def held_out_loss(job: Job, start: Start, tokenizer: Any, store: Any) -> Any:
         return None
     ranks = job.plan.data_parallel_ranks.value
     sequences = Sequences(store, index, ranks, tokenizer.pad_token_id, job.recipe.data.packing)
-    return HeldOutLoss(sequences, job.recipe.train.eval_steps or job.recipe.train.save_steps)
+
+    def is_missing(step: int) -> bool:
+        lines = distributed.from_first_rank(lambda: read_lines(start.run.metrics_file))
+        return any(line["step"] == step and "held_out_loss" not in line for line in lines)
+
+    every = job.recipe.train.eval_steps or job.recipe.train.save_steps
+    return HeldOutLoss(sequences, every, is_missing, lambda loss: start.run.update(held_out_loss_before=loss))
 
 
-def record_end(run: Run, seconds: float, held_out_before: float | None) -> None:
+def record_end(run: Run, seconds: float) -> None:
     """Write what is known after training into run.json."""
     lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
     # Each line is the mean since the one before.
@@ -267,8 +274,6 @@ def record_end(run: Run, seconds: float, held_out_before: float | None) -> None:
     loss = sum(line["loss"] * count for line, count in zip(lines, steps, strict=True)) / sum(steps)
     timings = run.record["timings"] | {"train_seconds": seconds}
     run.update(status="finished", finished=time.strftime("%Y-%m-%dT%H:%M:%S%z"), timings=timings, train_loss=loss)
-    if held_out_before is not None:
-        run.update(held_out_loss_before=held_out_before)
 
 
 def show_start(job: Job, start: Start) -> None:

@@ -15,6 +15,7 @@ import importlib
 import json
 import os
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from sft.processes import end_with_parent
+from sft.rank_logs import launched_folder
 
 IMPORTED = (
     "deepspeed trl trl.trainer.sft_trainer peft accelerate transformers.models.qwen2.modeling_qwen2 datasets eval.suites "
@@ -176,6 +178,7 @@ def _run(job: dict[str, Any]) -> int:
                 time.sleep(0.05)
             for child in children:
                 os.kill(child, signal.SIGKILL)
+    shutil.rmtree(launched_folder(os.getpid()), ignore_errors=True)  # as our launcher does
     return first
 
 
