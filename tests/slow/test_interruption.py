@@ -1,7 +1,12 @@
 """A job that is asked to stop, wherever it is: what is left, what it says, and how it goes on."""
 
 import json
-from collections.abc import Iterator
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +46,16 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def undisturbed(recipe: Path, ranks: Ranks) -> Run:
     ranks.run(2, ["sft.train", recipe, "tracking.run_name=undisturbed"])
     return Run(recipe.parent / "outputs" / "job" / "undisturbed")
+
+
+def until(holds: Callable[[], object], process: "subprocess.Popen[str]") -> None:
+    """Wait for what a process does."""
+    for _ in range(6000):
+        if holds():
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    raise AssertionError("it did not come to that")
 
 
 def lines(run: Run) -> list[dict[str, Any]]:
@@ -93,3 +108,51 @@ def test_a_training_stopped_everywhere_once_ends_as_an_undisturbed_one(
     assert run.record["held_out_loss_before"] == undisturbed.record["held_out_loss_before"]
     weights, expected = (load_file(each.final / "model.safetensors") for each in (run, undisturbed))
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+ENTRY = """#!/usr/bin/env bash
+trap 'exit 143' USR1
+trap 'exit 143' TERM
+touch started
+for _ in $(seq ${TENTHS:-100}); do sleep 0.1; done
+exit ${STATUS:-0}
+"""
+
+
+def submit(folder: Path, warns: bool, **environment: str) -> tuple[int, str, list[str]]:
+    """Run the Slurm script over a program that takes a while: exit status, what it says, and calls of scontrol."""
+    programs = {
+        "bin/srun": 'while [[ "$1" == --* ]]; do shift; done\nexec "$@"',
+        "bin/scontrol": 'echo "$@" >> requeued',
+    }
+    for name, text in {**programs, "scripts/setup.sh": "", "scripts/sft.sh": ENTRY}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text if text.startswith("#!") else f"#!/usr/bin/env bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    slurm = {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_ID": "17", "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+    script = REPOSITORY / "scripts" / "slurm" / "sft.sbatch"
+    job = subprocess.Popen(["bash", script], env=os.environ | slurm | environment, stdout=subprocess.PIPE, text=True)
+    until(lambda: (folder / "started").exists(), job)
+    if warns:
+        job.send_signal(signal.SIGUSR1)
+    elif "STATUS" not in environment:
+        job.terminate()
+    told = job.communicate(timeout=30)[0]
+    calls = folder / "requeued"
+    return job.returncode, told, calls.read_text().splitlines() if calls.exists() else []
+
+
+def test_a_slurm_job_whose_time_is_up_is_queued_again_so_many_times(tmp_path: Path) -> None:
+    assert submit(tmp_path / "first", True) == (143, "The time is up: requeued, 1 of 20.\n", ["requeue 17"])
+    status, told, calls = submit(tmp_path / "last", True, SLURM_RESTART_COUNT="3", REQUEUES="3")
+    assert (status, calls) == (143, []) and "submit it again" in told
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"), [({}, 143), ({"STATUS": "0", "TENTHS": "1"}, 0), ({"STATUS": "2", "TENTHS": "1"}, 2)]
+)
+def test_a_slurm_job_that_was_cancelled_is_done_or_has_failed_is_not_queued_again(
+    environment: dict[str, str], expected: int, tmp_path: Path
+) -> None:
+    status, _, calls = submit(tmp_path, False, **environment)
+    assert (status, calls) == (expected, [])
