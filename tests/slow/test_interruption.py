@@ -156,3 +156,30 @@ def test_a_slurm_job_that_was_cancelled_is_done_or_has_failed_is_not_queued_agai
 ) -> None:
     status, _, calls = submit(tmp_path, False, **environment)
     assert (status, calls) == (expected, [])
+
+
+def test_a_second_signal_and_a_hang_end_a_process_whose_main_thread_cannot(recipe: Path, ranks: Ranks) -> None:
+    """The first in C where no handler of Python's runs, the second where nothing is ever heard of again."""
+    at, run = "step 5, micro-batch 1", Run(recipe.parent / "outputs" / "job" / "hangs")
+    words = [SIGNALLED, recipe, "tracking.run_name=hangs", "train.save_steps=2", "train.ddp_timeout=4"]
+    told = ranks.run(1, words, expect=143, AT=at, TWICE="1")
+    assert (run.record["status"], run.record["error"]) == ("interrupted", "Interrupted by SIGTERM")
+    assert "Interrupted by SIGTERM. The same command goes on from checkpoint-4." in told["stderr"]
+    told = ranks.run(1, words, expect=1, AT="step 7, micro-batch 1", SIGNAL="none")
+    assert run.record["status"] == "failed"
+    assert run.record["error"].startswith("The training has not moved for ")
+    assert "step 7, data" not in told["stderr"] and "So it is ended." in told["stderr"]
+    assert told["stderr"].rstrip().endswith("The same command goes on from checkpoint-6.")
+    assert "in send" in (run.path / "logs" / "rank-0.stacks.txt").read_text()
+
+
+def test_the_clock_and_a_file_stop_a_run_as_a_signal_does(recipe: Path, ranks: Ranks) -> None:
+    run = Run(recipe.parent / "outputs" / "job" / "clock")
+    words = ["sft.train", recipe, "tracking.run_name=clock"]
+    told = ranks.run(1, [*words, "train.max_time=1s"], expect=143)
+    assert "Interrupted by train.max_time after step 1. The same command goes on from checkpoint-1." in told["stderr"]
+    (run.path / "stop").touch()
+    (run.path / "save").touch()
+    told = ranks.run(1, words, expect=143)
+    assert "Interrupted by the file `stop` after step 2. The same command goes on from checkpoint-2." in told["stderr"]
+    assert list(left(run)) == []

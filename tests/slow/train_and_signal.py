@@ -1,13 +1,14 @@
 """Train as sft.train does, and be sent a signal at one point: `AT=held_out SIGNAL=SIGTERM ON=1 ... train_and_signal.py RECIPE ...`.
 
-ON is the rank that hears it, or `all`. TWICE=1 sends a second one some time after the first, while the main thread hangs in C++.
+ON is the rank that hears it, or `all`. TWICE=1 sends a second one some time after the first, while the main thread hangs in C.
+SIGNAL=none hangs without one.
 """
 
 import ctypes
 import os
 import signal
 import sys
-import time
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,13 +21,14 @@ def send(point: str) -> None:
     """Where this is the point."""
     if point != os.environ["AT"] or os.environ.get("ON", "all") not in ("all", os.environ.get("RANK", "0")):
         return
-    number = signal.Signals[os.environ.get("SIGNAL", "SIGTERM")]
     os.environ["AT"] = "done"
+    if os.environ.get("SIGNAL") == "none":
+        ctypes.CDLL(None).sleep(600)
+    number = signal.Signals[os.environ.get("SIGNAL", "SIGTERM")]
     os.kill(os.getpid(), number)
     if "TWICE" in os.environ:
-        time.sleep(2.5)  # longer than what a launcher may take to say the same again
-        os.kill(os.getpid(), number)
-        ctypes.CDLL(None).sleep(60)
+        threading.Timer(2.5, os.kill, [os.getpid(), number]).start()  # later than a launcher says the same again
+        ctypes.CDLL(None).sleep(600)
 
 
 def before(where: Any, name: str, point: Callable[..., str]) -> None:
