@@ -48,9 +48,12 @@ def evaluation_left(job: Job) -> Run | None:
 def _evaluate(run: Run) -> int:
     """Exit status of the evaluation, which ends with this process."""
     environment = os.environ | {"SFT_PARENT": str(os.getpid())}
-    with held_back():
-        process = subprocess.Popen([sys.executable, "-m", "eval.run", str(run.path)], env=environment)
+    process = None
     try:
+        # Until it is through, the same command goes on with it, and trains nothing.
+        run.update(status="finished", evaluation="running", error=None)
+        with held_back():
+            process = subprocess.Popen([sys.executable, "-m", "eval.run", str(run.path)], env=environment)
         while True:
             with suppress(subprocess.TimeoutExpired):
                 return process.wait(timeout=1)
@@ -58,11 +61,12 @@ def _evaluate(run: Run) -> int:
                 (run.path / "stop").unlink(missing_ok=True)
                 raise Interrupted("the file `stop`", EXIT_TERMINATED)
     except BaseException:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=10)
-        process.kill()
-        process.wait()
+        if process is not None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=10)
+            process.kill()
+            process.wait()
         run.update(evaluation="interrupted")
         raise
 
@@ -85,8 +89,6 @@ def main(argv: Sequence[str]) -> None:
     if not claim(run):
         raise RunError(f"Another process evaluates {run.path}: wait until it is done, or stop it.")
     started = time.monotonic()
-    # Until it is through, the same command goes on with it, and trains nothing.
-    run.update(status="finished", evaluation="running", error=None)
     status = _evaluate(run)
     timings = run.record["timings"] | {"evaluate_seconds": time.monotonic() - started}
     run.update(timings=timings, evaluation="finished" if status == 0 else "failed")

@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,20 @@ from safetensors.torch import load_file
 
 from sft.recipe import REPOSITORY
 from sft.run_directory import Run
-from tests.slow.conftest import write_recipe
+from tests.slow.conftest import write_recipe, write_task
 from tests.slow.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SIGNALLED = REPOSITORY / "tests" / "slow" / "train_and_signal.py"
+
+TASK = {
+    "output_type": "generate_until",
+    "doc_to_text": "{{text}}",
+    "doc_to_target": "{{answer}}",
+    "test_split": "test",
+    "generation_kwargs": {"until": ["\n"], "max_gen_toks": 4},
+    "metric_list": [{"metric": "exact_match"}],
+}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +77,7 @@ def lines(run: Run) -> list[dict[str, Any]]:
 
 def left(run: Run) -> Iterator[str]:
     """What a run's folder must not hold once nothing runs."""
-    for pattern in ("stop", "save", ".final", ".adapter", "checkpoints/.*", "logs/*.json"):
+    for pattern in ("stop", "save", ".final", ".adapter", "checkpoints/.*", "logs/failed.json"):
         yield from (str(path.relative_to(run.path)) for path in run.path.glob(pattern))
 
 
@@ -183,3 +194,107 @@ def test_the_clock_and_a_file_stop_a_run_as_a_signal_does(recipe: Path, ranks: R
     told = ranks.run(1, words, expect=143)
     assert "Interrupted by the file `stop` after step 2. The same command goes on from checkpoint-2." in told["stderr"]
     assert list(left(run)) == []
+
+
+@pytest.fixture
+def launch(recipe: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+    """Start two ranks with our launcher, and end them with the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*words: str, **environment: str) -> "subprocess.Popen[str]":
+        settings = {"NPROC": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)} | environment
+        command = [sys.executable, "-m", "sft.launch", str(recipe), *words]
+        process = subprocess.Popen(
+            command, env=os.environ | settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        for pid in [*ranks_of(process), process.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def ranks_of(launcher: "subprocess.Popen[str]") -> list[int]:
+    """Process ids, the first rank's first."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+    return sorted(int(pid) for pid in children.read_text().split()) if children.exists() else []
+
+
+def ended(launcher: "subprocess.Popen[str]", run: Run, by: str) -> str:
+    """What it has said; it must have ended as a job does that was interrupted."""
+    pids = ranks_of(launcher)
+    told = launcher.communicate(timeout=60)[0]
+    assert launcher.returncode == (130 if by == "SIGINT" else 143), told
+    assert told.count(f"Interrupted by {by}") == 1 and "Traceback" not in told, told
+    assert "all processes again" not in told and "Rank " not in told
+    assert run.record["status"] == "interrupted"
+    assert list(left(run)) == [] and not list(Path(tempfile.gettempdir()).glob(f"sft-*-{launcher.pid}-*"))
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    return told
+
+
+def test_the_launcher_passes_signals_on_and_waits_for_the_checkpoint(
+    recipe: Path, launch: Callable[..., "subprocess.Popen[str]"]
+) -> None:
+    """To the launcher alone; to one rank alone; and a second one, while a rank is stopped."""
+    words = ["tracking.run_name=launched", "train.max_steps=100000", "--max-restarts", "2"]
+    run = Run(recipe.parent / "outputs" / "job" / "launched")
+
+    def trained(launcher: "subprocess.Popen[str]") -> None:
+        before = len(lines(run)) if run.metrics_file.exists() else 0
+        until(lambda: run.metrics_file.exists() and len(lines(run)) > before, launcher)
+
+    launcher = launch(*words)
+    trained(launcher)
+    (run.path / "save").touch()
+    until(lambda: not (run.path / "save").exists(), launcher)
+    saved = run.last_checkpoint()
+    assert saved is not None
+    launcher.send_signal(signal.SIGINT)
+    told = ended(launcher, run, "SIGINT")
+    step = lines(run)[-1]["step"]
+    assert f"Interrupted by SIGINT after step {step}. The same command goes on from checkpoint-{step}." in told
+
+    launcher = launch(*words)
+    trained(launcher)
+    os.kill(ranks_of(launcher)[1], signal.SIGUSR1)
+    told = ended(launcher, run, "SIGUSR1")
+    assert f"after step {lines(run)[-1]['step']}. " in told
+
+    launcher = launch(*words)
+    trained(launcher)
+    os.kill(ranks_of(launcher)[1], signal.SIGSTOP)
+    launcher.send_signal(signal.SIGTERM)
+    time.sleep(0.7)
+    launcher.send_signal(signal.SIGTERM)
+    ended(launcher, run, "SIGTERM")
+
+
+def test_an_evaluation_that_was_stopped_goes_on_alone(recipe: Path, ranks: Ranks) -> None:
+    tasks = write_task(recipe.parent / "copy.yaml", recipe.parent / "rows.jsonl", **TASK)
+    (recipe.parent / "rows.jsonl").write_text('{"text": "a b", "answer": "b"}\n' * 4)
+    words = [str(recipe), "tracking.run_name=evaluated", f'eval.tasks=["{tasks}"]', "train.max_steps=1"]
+    run = Run(recipe.parent / "outputs" / "job" / "evaluated")
+    ranks.run(1, ["sft.train", *words])
+    weights = (run.final / "model.safetensors").stat().st_mtime_ns
+
+    def start(*command: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    process = start("sft.finish", str(run.path))
+    until(lambda: run.record.get("evaluation") == "running", process)
+    process.terminate()
+    told = process.communicate(timeout=30)[0]
+    assert (process.returncode, run.record["status"], run.record["evaluation"]) == (143, "interrupted", "interrupted")
+    assert told.count("Interrupted by SIGTERM. The same command goes on with the evaluation.") == 1
+    process = start("sft.launch", *words)
+    told = process.communicate(timeout=200)[0]
+    assert (process.returncode, run.record["status"], run.record["evaluation"]) == (0, "finished", "finished"), told
+    assert (run.final / "model.safetensors").stat().st_mtime_ns == weights
+    assert "Comparison" in told or run.comparison_file.is_file()
