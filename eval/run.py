@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from eval.settings import Reference, Settings, check_vocabulary, load_config, lo
 from eval.suites import check_tasks
 from eval.tasks import load_tasks
 from sft.errors import EvaluationError, RecipeError, run_main
+from sft.processes import end_with_parent
 from sft.recipe import Evaluation
 from sft.recipe_file import parse_recipe
 from sft.remote_code import code_hash
@@ -250,6 +252,8 @@ def main(arguments: list[str]) -> None:
         raise EvaluationError(f"Name a run's folder or a model first.\n\n{__doc__}")
     if not _leave_torchrun():
         return
+    if os.environ.get("SFT_PARENT") == str(os.getppid()):
+        end_with_parent(os.getppid(), signal.SIGTERM)
     path = Path(arguments[0]).expanduser()
     # A folder that is neither a model nor a run is told of as a run that is missing.
     if path.is_dir() and not (path / "config.json").is_file():

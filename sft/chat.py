@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sft.time_limit import limited_time
+from sft.processor_time import limited_time
 from sft.turns import Message
 
 Span = tuple[int, int]

@@ -105,7 +105,8 @@ def _pieces(rows: Iterator[Numbered]) -> Iterator[list[Numbered]]:
 def _enter_worker(parent: int) -> None:
     end_with_parent(parent, signal.SIGKILL)  # it would wait for work forever
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers Ctrl-C
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # it has nothing to tidy up
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)  # it has nothing to tidy up
     # One process a core is enough threads.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

@@ -12,6 +12,7 @@
     └── NonfiniteError   a loss or gradient is NaN or infinite
     LostRank             another process of the job is gone: one message, exit status 1, no traceback
     WrongSave            what was written is not the model in memory: one message, exit status 1, no traceback
+    Interrupted          somebody asked it to stop: one line, exit status 130 (Ctrl-C) or 143
 
 Anything else that escapes is our bug and keeps its traceback.
 """
@@ -39,6 +40,10 @@ EXIT_WRONG_SAVE = 1
 """Not 2: nothing that the user has written is wrong."""
 
 EXIT_INTERRUPTED = 130
+"""By Ctrl-C (SIGINT)."""
+
+EXIT_TERMINATED = 143
+"""By whatever else asks a process to stop: docs/interruptions.md."""
 
 
 class UserError(Exception):
@@ -87,6 +92,21 @@ class LostRank(Exception):
 
 class WrongSave(Exception):
     """A saved model that is not the model in memory: a bug of this project or of a library."""
+
+
+class Interrupted(BaseException):
+    """Somebody asked this process to stop.
+
+    Args:
+        by: A signal's name, or what else asked.
+        status: Exit status.
+        after: What was done before, such as ` after step 7`.
+        agreed: All ranks have stopped at the same step, with a checkpoint.
+    """
+
+    def __init__(self, by: str, status: int, after: str = "", agreed: bool = False) -> None:
+        super().__init__(f"Interrupted by {by}{after}")
+        self.status, self.agreed = status, agreed
 
 
 def did_you_mean(word: str, known: Iterator[str] | list[str], otherwise: str = "") -> str:
@@ -155,6 +175,18 @@ def _known_mistake(error: BaseException) -> str | None:
     return None
 
 
+def _tell_interruption(interrupted: Interrupted) -> None:
+    from sft.interruption import tell
+
+    tell(interrupted)
+
+
+def _signals_end_it() -> None:
+    from sft.interruption import give_up
+
+    give_up()
+
+
 @contextmanager
 def users_mistakes_end_cleanly() -> Iterator[None]:
     """Show a UserError as its message alone and exit with status 2; Ctrl-C ends without a traceback too.
@@ -166,7 +198,11 @@ def users_mistakes_end_cleanly() -> Iterator[None]:
     except UserError as error:
         tell_message(str(error))
         stop(EXIT_USER_ERROR)
+    except Interrupted as interrupted:
+        _tell_interruption(interrupted)
+        stop(interrupted.status)
     except LostRank as error:
+        _signals_end_it()
         tell_message(str(error), lost=True)
         stop(EXIT_LOST_RANK)
     except WrongSave as error:
@@ -177,6 +213,7 @@ def users_mistakes_end_cleanly() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         stop(0)
     except Exception as error:
+        _signals_end_it()
         mistake = _known_mistake(error)
         if mistake is not None:
             tell_message(mistake)
@@ -200,5 +237,7 @@ def users_mistakes_end_cleanly() -> Iterator[None]:
 
 def run_main(main: Callable[[list[str]], None]) -> None:
     """Call a module's main with the command line; the last line of each entry point."""
-    with users_mistakes_end_cleanly():
+    from sft.interruption import listening
+
+    with listening(), users_mistakes_end_cleanly():
         main(sys.argv[1:])

@@ -10,11 +10,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from sft.errors import run_main
-from sft.run_directory import Run, find_run
+from sft import interruption
+from sft.errors import EXIT_TERMINATED, Interrupted, RunError, run_main
+from sft.interruption import held_back
+from sft.job import Job
+from sft.opening import claim, unfinished_run
+from sft.run_directory import EVALUATION_LEFT, Run, find_run
 
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What a launcher has told the rank; the evaluation is a process by itself."""
@@ -29,7 +34,42 @@ def become_finish(run: Run) -> NoReturn:
     }
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(sys.executable, [sys.executable, "-m", "sft.finish", str(run.path)], environment)
+    with held_back():
+        os.execve(sys.executable, [sys.executable, "-m", "sft.finish", str(run.path)], environment)
+
+
+def evaluation_left(job: Job) -> Run | None:
+    """The run of this job that is trained, and whose evaluation was interrupted; a start goes on with that alone."""
+    run = unfinished_run(job)
+    if run is None or run.record.get("evaluation") not in EVALUATION_LEFT or not (run.final / "config.json").is_file():
+        return None
+    return run
+
+
+def _evaluate(run: Run) -> int:
+    """Exit status of the evaluation, which ends with this process."""
+    environment = os.environ | {"SFT_PARENT": str(os.getpid())}
+    process = None
+    try:
+        # Until it is through, the same command goes on with it, and trains nothing.
+        run.update(status="finished", evaluation="running", error=None)
+        with held_back():
+            process = subprocess.Popen([sys.executable, "-m", "eval.run", str(run.path)], env=environment)
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(timeout=1)
+            if (run.path / "stop").exists():
+                (run.path / "stop").unlink(missing_ok=True)
+                raise Interrupted("the file `stop`", EXIT_TERMINATED)
+    except BaseException:
+        if process is not None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=10)
+            process.kill()
+            process.wait()
+        run.update(evaluation="interrupted")
+        raise
 
 
 def main(argv: Sequence[str]) -> None:
@@ -37,16 +77,20 @@ def main(argv: Sequence[str]) -> None:
 
     Raises:
         SystemExit: The evaluation failed; the training is finished all the same.
+        RunError: Another process evaluates the run.
     """
     from eval.report import write_report
 
     run = find_run(Path(argv[0]))
+    interruption.is_of(run)
     evaluation = run.recipe().eval
     if not (evaluation.tasks or evaluation.suite):
         print(f"Report: {write_report(run)}", flush=True)
         return
+    if claim(run) is None:
+        raise RunError(f"Another process evaluates {run.path}: wait until it is done, or stop it.")
     started = time.monotonic()
-    status = subprocess.run([sys.executable, "-m", "eval.run", str(run.path)], check=False).returncode
+    status = _evaluate(run)
     timings = run.record["timings"] | {"evaluate_seconds": time.monotonic() - started}
     run.update(timings=timings, evaluation="finished" if status == 0 else "failed")
     report = write_report(run)  # once more: eval.run has shown it, without its own duration

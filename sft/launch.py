@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sft.again import is_run, start_again, told_differences
 from sft.errors import RecipeError, run_main
+from sft.finish import become_finish, evaluation_left
 from sft.hardware import Hardware, described_hardware, detect_hardware
 from sft.host_facts import host_facts
 from sft.job import Job, open_job, open_recipe
@@ -27,6 +28,7 @@ from sft.preflight import disk, refuse
 from sft.prepare import prepared_data
 from sft.prepared import Prepared, entry_folder, find_prepared
 from sft.resume import checkpoints_of
+from sft.run_directory import Run
 from sft.search import search
 from sft.search_cache import find_answer, is_searched
 from sft.torchrun import check_port, choose_rendezvous, start
@@ -54,6 +56,10 @@ def main(argv: Sequence[str]) -> None:
         return
     check_started_once()
     job, layout = job_and_layout(recipe, arguments.overrides)
+    trained = None if arguments.preflight else evaluation_left(job)
+    if trained is not None:
+        evaluate_only(trained, layout)
+        return
     choose_rendezvous(layout, arguments.rdzv, arguments.max_restarts)
     check_address(layout)
     check_port(layout)
@@ -79,6 +85,13 @@ def main(argv: Sequence[str]) -> None:
     set_threads(job, layout)
     program = ["-m", "sft.train", str(job.recipe_path), *arguments.overrides]
     start(layout, program, arguments.rdzv, arguments.max_restarts)
+
+
+def evaluate_only(run: Run, layout: Layout) -> None:
+    """Go on with the evaluation of a run that is trained; the first machine does."""
+    print(f"{run.path} is trained, and its evaluation was interrupted.", flush=True)
+    if layout.node_rank == 0:
+        become_finish(run)
 
 
 def set_threads(job: Job, layout: Layout) -> None:

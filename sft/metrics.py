@@ -75,6 +75,15 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}"
 
 
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    lines = []
+    for text in file.read_text().splitlines() if file.exists() else []:
+        with suppress(ValueError):  # the last may have been cut off
+            lines.append(json.loads(text))
+    return lines
+
+
 class Metrics(TrainerCallback):  # type: ignore[misc]
     """Writes a line each logging step; on the first rank only.
 
@@ -108,7 +117,10 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         self.first_step = self.last_step = state.global_step
         if not state.is_world_process_zero:
             return
-        kept = [line for line in self._lines() if line["step"] <= state.global_step]
+        kept = [line for line in read_lines(self.file) if line["step"] <= state.global_step]
+        held_out_loss = self.held_out.take() if self.held_out else None
+        if held_out_loss is not None and kept and kept[-1]["step"] == state.global_step:
+            kept[-1]["held_out_loss"] = held_out_loss
         self.spikes = Spikes()
         for line in kept:
             self.spikes.sees(line.get("loss"))
@@ -120,13 +132,6 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         if sys.stderr.isatty():
             form = "{percentage:3.0f}% |{bar}| step {n_fmt}/{total_fmt} [{elapsed} < {remaining}, {rate_fmt}]"
             self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", bar_format=form, leave=False)
-
-    def _lines(self) -> list[dict[str, Any]]:
-        lines = []
-        for text in self.file.read_text().splitlines() if self.file.exists() else []:
-            with suppress(ValueError):  # the last may have been cut off
-                lines.append(json.loads(text))
-        return lines
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Move the bar. The last step is logged wherever it falls, and so is each that is saved.

@@ -20,7 +20,7 @@ from sft.job import Job
 from sft.recipe import Recipe
 from sft.recipe_changes import Change, check_allowed_changes, not_allowed, recipe_differences
 from sft.resume import checkpoints_of
-from sft.run_directory import Run, read_json
+from sft.run_directory import EVALUATION_LEFT, Run, read_json
 
 _TAKEN = "exists already and is not written over. Choose another tracking.run_name, or remove the folder."
 _ANEW = "start anew with train.resume=never"
@@ -41,10 +41,13 @@ def unfinished_run(job: Job) -> Run | None:
     if not _may_resume(job.recipe) or not (run.path / "run.json").is_file():
         return None
     run = Run(run.path.resolve())
-    if run.record["status"] == "finished":
+    trained = run.record["status"] == "finished"
+    if trained and run.record.get("evaluation") not in EVALUATION_LEFT:
         return None
     check_inside(run.path, folder_of(job))
     changes = recipe_changes(run, job.recipe)
+    if trained:  # what is left is its evaluation, as it was asked for
+        return None if changes else run
     refused = not_allowed(changes, job.recipe.train.resume_allow_changes)
     if not refused:
         return run
@@ -97,14 +100,14 @@ def _explain(run: Run, changes: list[Change], refused: list[Change]) -> str:
 
 def _is_claimed(run: Run) -> bool:
     """Whether another process is training it now."""
-    descriptor = _lock(run)
+    descriptor = claim(run)
     if descriptor is not None:
         os.close(descriptor)
     return descriptor is None
 
 
-def _lock(run: Run) -> int | None:
-    """Claim the folder until this process ends, however it ends. None: another process has it."""
+def claim(run: Run) -> int | None:
+    """Claim a run's folder until this process ends, however it ends, or the descriptor is closed. None: another process has it."""
     descriptor = os.open(run.path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -199,12 +202,12 @@ def open_run(job: Job) -> Run:
             it must be.
     """
     run = unfinished_run(job)
-    if run is not None and _lock(run) is not None:
+    if run is not None and claim(run) is not None:
         return run
     if job.recipe.train.resume == "must":
         raise RunError(f"train.resume=must, and another process has begun to train {run.path if run else 'the run'}.")
     run = _make(folder_of(job), job.recipe.tracking.run_name)
-    _lock(run)
+    claim(run)
     run.recipe_file.write_bytes(job.recipe_path.read_bytes())
     _point_latest_at(run)
     return run

@@ -32,10 +32,11 @@ from sft.audit import check_not_rendered, find_in_all, findings_json
 from sft.chunks import made_chunks
 from sft.document_maker import DocumentMaker
 from sft.documents import Counts
-from sft.errors import DataError, ModelError, RecipeError, RunError, run_main, stop
+from sft.errors import DataError, Interrupted, ModelError, RecipeError, RunError, run_main, stop
 from sft.facts import ModelFacts
 from sft.findings import Findings
 from sft.formats import common_columns, row_format, unread_columns
+from sft.interruption import EXITS, SIGNALS, exit_status, held_back
 from sft.job import open_recipe
 from sft.ledger import check_limits, lengths_json, settle, total
 from sft.mixture import Mixture, mix
@@ -56,7 +57,6 @@ def main(argv: Sequence[str]) -> None:
     """Prepare one recipe's data, or find it prepared."""
     if not argv or argv[0].startswith("-") or "=" in argv[0]:
         raise RecipeError("usage: python -m sft.prepare RECIPE [key=value ...]")
-    signal.signal(signal.SIGTERM, _stopped)
     if os.environ.get("SFT_PARENT"):
         end_with_parent(int(os.environ["SFT_PARENT"]), signal.SIGTERM)
     recipe, _, model = open_recipe(Path(argv[0]), argv[1:])
@@ -76,7 +76,8 @@ def begin_preparation(recipe: Recipe, model: ModelFacts, command: Sequence[str])
     launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
     environment = {name: value for name, value in os.environ.items() if name not in launched}
     environment["SFT_PARENT"] = str(os.getpid())
-    return subprocess.Popen([sys.executable, "-m", "sft.prepare", *command], env=environment)
+    with held_back():
+        return subprocess.Popen([sys.executable, "-m", "sft.prepare", *command], env=environment)
 
 
 def prepared_data(
@@ -100,6 +101,9 @@ def prepared_data(
     """
     process = begun or begin_preparation(recipe, model, command)
     status = _ended(process) if process else 0
+    if -status in SIGNALS or status in EXITS:
+        number = -status if status < 0 else status - 128
+        raise Interrupted(signal.Signals(number).name, exit_status(number), " while the data was prepared")
     if status < 0:
         raise RunError(
             f"The preparation of the data was ended by signal {-status}, which most often means that memory ran out. Give it fewer "
@@ -116,18 +120,14 @@ def prepared_data(
 
 
 def _ended(process: subprocess.Popen[bytes]) -> int:
-    """The exit status; Ctrl-C, which reaches both, lets it tidy up first."""
+    """The exit status. Where this process is interrupted the other one is too, and tidies up first."""
     with process:
         try:
             return process.wait()
-        except KeyboardInterrupt:
+        except BaseException:
+            process.terminate()
             process.wait()
-            print("\nInterrupted while the data was prepared; nothing of it is kept.", file=sys.stderr, flush=True)
             raise
-
-
-def _stopped(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
 
 
 def prepare(recipe: Recipe, model: ModelFacts) -> Prepared:

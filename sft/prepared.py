@@ -47,7 +47,7 @@ _CODE = (
     "sources",
     "store",
     "template_checks",
-    "time_limit",
+    "processor_time",
     "token_ranges",
     "tokenizer",
     "turns",

@@ -42,6 +42,8 @@ class Progress:
         """Micro-batches of the step that have come."""
         self.passes = 0
         """Micro-batches of the step that went through the model."""
+        self.save_began = time.monotonic()
+        """The last save, in seconds of that clock."""
         self._began: float | None = None
         self._seconds: deque[float] = deque(maxlen=50)
 
@@ -49,6 +51,8 @@ class Progress:
         """The main thread has come to a phase, or on within it."""
         step, moves, _, _ = self.place
         self.place = Place(step, moves + 1, phase, micro_batch)
+        if phase == CHECKPOINT:
+            self.save_began = time.monotonic()
 
     def begin(self, step: int) -> None:
         """A step begins: its first micro-batch is asked for."""

@@ -43,6 +43,7 @@ class _Voice:
 
     log: Path | None = None
     run: Path | None = None
+    asked_to_end: bool = False
 
 
 _voice = _Voice(2)
@@ -297,8 +298,15 @@ def is_echo(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in text for sign in _ECHOES)
 
 
+def asked_to_end() -> None:
+    """A signal has come. From the launcher it may be, because of a rank that is gone."""
+    _voice.asked_to_end = True
+
+
 def _wait_for_the_reason() -> None:
     # The launcher ends this process meanwhile, where the one that is gone was of this machine.
+    if _voice.asked_to_end:
+        os._exit(128 + signal.SIGTERM)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     deadline = time.monotonic() + _PATIENCE
     while time.monotonic() < deadline:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, model_validator
 
 from sft.recipe_section import Fraction, Positive, Section
+from sft.time_limit import parse_duration
 
 
 class Fsdp(Section):
@@ -135,8 +136,8 @@ class Train(Section):
     resume_allow_changes: tuple[str, ...] = ()
     """Keys of the recipe, such as `train.max_steps`, that may differ from those that the unfinished run was started with."""
 
-    max_time: str | None = Field(default=None, pattern=r"^(\d+d)?(\d+h)?(\d+m)?(\d+s)?$", min_length=2)
-    """Time from the start after which to save and stop, such as `23h30m`; the same command goes on. None: no limit."""
+    max_time: str | None = None
+    """Time from the start of the command, such as `23h30m`, within which to save and stop; the same command goes on. None: no limit."""
 
     on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"
     """A loss or gradient that is NaN or infinite: stop; skip the step; or go back to the last checkpoint and go on without its rows."""
@@ -150,6 +151,12 @@ class Train(Section):
 
     trainer_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Any other field of the installed trl.SFTConfig, checked against it; what the plan decides is refused."""
+
+    @model_validator(mode="after")
+    def _a_time(self) -> Train:
+        if self.max_time is not None:
+            parse_duration(self.max_time)
+        return self
 
     @model_validator(mode="after")
     def _one_batch(self) -> Train:

@@ -26,6 +26,7 @@ from sft.progress import CHECKPOINT, Progress
 from sft.recipe import Fsdp
 from sft.sequence_parallel import PartOfSequences, labels_of_all, share_batches
 from sft.step_clock import StepClock
+from sft.stopping import Stopping
 from sft.suspects import finite
 from sft.tensor_parallel import is_spread, load_optimizer_state, load_weights, whole_optimizer_state, whole_weights
 
@@ -45,6 +46,7 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     agreement: Agreement | None = None
     canary: Any = None
     nonfinite: Nonfinite | None = None
+    stopping: Stopping | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.tally, self.progress, self.fingerprint = Tally(), Progress(), Fingerprint()
@@ -110,6 +112,8 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         """The batches of one optimizer step, which begins here."""
         self.step_clock.start()
         self.progress.begin(self.state.global_step + 1)
+        if self.stopping is not None:
+            self.stopping.begin(self.state.global_step + 1)
         asked = self.step_clock.timed(self.progress.watched(epoch_iterator))
         batches, tokens = super().get_batch_samples(asked, num_batches, device)
         self.fingerprint.add(batches)
@@ -124,6 +128,8 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         self.progress.forward()
         if self.agreement is not None:
             self.agreement.micro_batch()
+        if self.stopping is not None and self.progress.passes == self.progress.batches:
+            self.stopping.ask()
         loss = super().training_step(*args, **kwargs)
         self.progress.passed()
         if self.sequence_parallel_size == 1:
@@ -151,6 +157,10 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         begin_random_streams(self.args.seed, self.state.global_step, self.args.process_index)
 
     def _run_epoch(self, **kwargs: Any) -> None:
+        if self.state.global_step >= self.state.max_steps:
+            # Stopped after its last step and before final/ was there; transformers would train another one.
+            self.control.should_training_stop = True
+            return
         self._logged_at = self._globalstep_last_logged
         # A resumed epoch skips batches by one wrapper more, behind which the trainer does not find the order of several ranks.
         self.step_order.set_epoch(kwargs["epoch"])

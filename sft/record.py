@@ -187,13 +187,12 @@ def _last_line(run: Run, session: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def record_end(run: Run, seconds: float, held_out_before: float | None) -> None:
+def record_end(run: Run, seconds: float) -> None:
     """Write what is known after training into run.json.
 
     Args:
         run: The run.
         seconds: That this session has trained.
-        held_out_before: Loss on the held-out rows before the first step; None where it was not measured.
     """
     lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
     # Each line is the mean since the one before, over the steps that were not skipped.
@@ -205,5 +204,3 @@ def record_end(run: Run, seconds: float, held_out_before: float | None) -> None:
     loss = total / sum(steps) if sum(steps) else None
     close_session(run, "finished", seconds)
     run.update(status="finished", finished=_now(), train_loss=loss)
-    if held_out_before is not None:
-        run.update(held_out_loss_before=held_out_before)

@@ -19,6 +19,9 @@ from sft.inside import check_inside
 from sft.recipe import Recipe
 from sft.recipe_file import parse_recipe
 
+EVALUATION_LEFT = ("running", "interrupted")
+"""What run.json says of an evaluation that did not come to its end: its process was killed, or asked to stop."""
+
 
 def write_json(path: Path, value: object) -> None:
     """Write a JSON file, without secrets, so that a reader sees the old one or the new one, never a part."""
@@ -126,6 +129,8 @@ class Run:
     @property
     def after_an_end(self) -> str:
         """What the next start does, as a sentence without its full stop."""
+        if self.record.get("evaluation") in EVALUATION_LEFT:
+            return "The same command goes on with the evaluation"
         checkpoint = self.last_checkpoint()
         what = f"goes on from {checkpoint.name}" if checkpoint else "starts it again: there is no checkpoint yet"
         return f"The same command {what}"

@@ -38,6 +38,32 @@ class Patience:
         return min(most, self.unknown if step_seconds is None else max(self.least, self.steps * step_seconds))
 
 
+ENDS_AFTER = 20
+"""Median steps in one place, after which a job is ended; train.ddp_timeout where that is longer."""
+
+FIRST_STEPS = 10
+"""Times longer for the first steps, which compile, and for what comes before them."""
+
+
+def end_limit(phase: str, step_seconds: float | None, timeout: float, ranks: int) -> float | None:
+    """Seconds in one place after which a job is ended; None where it may take as long as it takes.
+
+    Args:
+        phase: Of sft/progress.py.
+        step_seconds: The median step; None while the first steps are trained.
+        timeout: train.ddp_timeout: how long a rank waits for the others.
+        ranks: Of the job. Of several those that wait give up first, and say for whom.
+
+    >>> end_limit("forward", 2.0, 600, 1), end_limit("forward", 60.0, 600, 1), end_limit("checkpoint", 2.0, 600, 1)
+    (600, 1200.0, None)
+    """
+    if phase == CHECKPOINT:
+        return None
+    begins = phase == START or step_seconds is None
+    limit = FIRST_STEPS * timeout if begins else max(timeout, ENDS_AFTER * (step_seconds or 0))
+    return limit if ranks == 1 else 1.1 * limit + 10
+
+
 ALWAYS, DEBUG = Patience(60, 10, 300), Patience(20, 5, 120)
 
 

@@ -9,11 +9,12 @@ from subprocess import Popen
 from threading import Thread
 from typing import Any
 
-from sft import distributed
+from sft import distributed, interruption
 from sft.again import check_same_data, original_run
 from sft.as_started import as_started
 from sft.continuation import Continuation, resolve_continuation
 from sft.errors import RunError
+from sft.interruption import EXITS
 from sft.job import Job
 from sft.opening import check_start, decisions_of, keep_recipe, open_run, recipe_changes
 from sft.prepare import begin_preparation, prepared_data
@@ -75,7 +76,10 @@ def begin_data(job: Job) -> Popen[bytes] | None:
 
 def _end_as_it_ends(process: Popen[bytes]) -> None:
     status = process.wait()
-    if status > 0:  # it has said why; an import cannot be interrupted otherwise
+    if status in EXITS:  # somebody has stopped it alone, or this process too
+        if interruption.asked() is None:
+            os.kill(os.getpid(), status - 128)
+    elif status > 0:  # it has said why; an import cannot be interrupted otherwise
         os._exit(status)
 
 
@@ -109,6 +113,7 @@ def _start(job: Job) -> Start:
     if original is not None:
         check_same_data(original, job, prepared.fingerprint)
     run = open_run(job)
+    interruption.is_of(run)
     goes_on = (run.path / "run.json").exists()
     choice = choose_checkpoint(run) if goes_on else Choice(None, {})
     searched, earlier = find_answer(job, prepared), {}

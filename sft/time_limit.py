@@ -1,39 +1,74 @@
-"""A limit on how long somebody else's program, such as a chat template, may keep this process busy."""
+"""train.max_time: when to stop so that what is trained is saved before the time is up. Pure; seconds throughout."""
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NoReturn
+import re
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+_BYTES_A_PARAMETER = 16
+_BYTES_A_SECOND = 0.5e9
+_SAVE_FACTOR, _MARGIN = 1.5, 5.0
 
 
-class TookTooLong(Exception):
-    """The time is up."""
-
-
-@contextmanager
-def limited_time(seconds: float) -> Iterator[None]:
-    """End what runs inside after some processor time of this process: not of the clock, so that a busy machine changes nothing.
+def parse_duration(text: str) -> int:
+    """Seconds.
 
     Args:
-        seconds: Processor time, of Python's code and of C code that Python calls in between.
+        text: Days, hours, minutes and seconds, those that there are, in this order.
 
     Raises:
-        TookTooLong: The time is up.
+        ValueError: It is nothing of the kind, or no time at all.
+
+    >>> parse_duration("23h30m")
+    84600
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # a signal reaches the main thread only; all rendering is done there
-        return
+    if not re.fullmatch(r"(\d+d)?(\d+h)?(\d+m)?(\d+s)?", text):
+        raise ValueError(f"max_time={text} is no duration: write days, hours, minutes and seconds, such as 23h30m")
+    seconds = sum(int(number) * _UNITS[unit] for number, unit in re.findall(r"(\d+)([dhms])", text))
+    if not seconds:
+        raise ValueError(f"max_time={text} is no time at all: write such as 23h30m, or leave it out")
+    return seconds
 
-    def end(number: int, frame: Any) -> NoReturn:
-        raise TookTooLong(f"it was not done after {seconds:g} s")
 
-    before = signal.signal(signal.SIGVTALRM, end)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+def assumed_save_seconds(parameters: int) -> float:
+    """How long a save may take that was not measured yet: weights, fp32 copies and two moments to a disk of 0.5 GB/s.
+
+    Args:
+        parameters: That are trained.
+    """
+    return parameters * _BYTES_A_PARAMETER / _BYTES_A_SECOND
+
+
+@dataclass
+class TimeLimit:
+    """Decides, before the end of each step, whether another one may begin."""
+
+    deadline: float
+    """Of the clock that `is_due` is given."""
+
+    save_seconds: float
+    """Of the last save, or what is assumed."""
+
+    _began: float | None = None
+    _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+    """From each step's beginning to the next one's, with all that is between."""
+
+    def begin(self, now: float) -> None:
+        """A step begins."""
+        if self._began is not None:
+            self._seconds.append(now - self._began)
+        self._began = now
+
+    def needed(self, now: float) -> float:
+        """What the rest of this step, one more, and a save take. The longest of the last steps counts, not the usual one."""
+        if not self._seconds or self._began is None:
+            return _SAVE_FACTOR * self.save_seconds + _MARGIN
+        left = max(0.0, median(self._seconds) - (now - self._began))
+        return left + max(self._seconds) + _SAVE_FACTOR * self.save_seconds + _MARGIN
+
+    def is_due(self, now: float) -> bool:
+        """Whether to stop at the end of this step."""
+        return now + self.needed(now) > self.deadline

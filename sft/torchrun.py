@@ -15,6 +15,8 @@ from shlex import join
 from typing import Any, NoReturn
 
 from sft.errors import EXIT_USER_ERROR, PlanError, UserError
+from sft.forwarding import Forwarding, tell_interruption
+from sft.interruption import held_back, speaks_for_ranks
 from sft.layout import Layout
 from sft.out_of_memory import OutOfMemoryKills
 from sft.rank_logs import ENDING, Ending, launched_folder, read_ending, seen_ending, written_run
@@ -119,7 +121,8 @@ def start(layout: Layout, program: Sequence[str], rendezvous: str | None = None,
     if layout.ranks == 1 and not restarts:
         command = [sys.executable, *program]
         print(f"{threads} {join(command)}", flush=True)
-        os.execv(sys.executable, command)
+        with held_back():
+            os.execv(sys.executable, command)
     check_port(layout)
     arguments = torchrun_arguments(layout, program, choose_rendezvous(layout, rendezvous, restarts), restarts)
     print(f"{threads} {join([str(Path(sys.executable).with_name('torchrun')), *arguments])}", flush=True)
@@ -149,12 +152,17 @@ def _torchrun(arguments: list[str]) -> NoReturn:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     # A rank that waits in C++ for one that is gone does not hear SIGTERM; torchrun sends SIGKILL then.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "15")
-    kills = OutOfMemoryKills()
-    _watch_failures(kills)
+    kills, forwarding = OutOfMemoryKills(), Forwarding()
+    _watch_failures(kills, forwarding)
+    speaks_for_ranks()
     folder = launched_folder(os.getpid())
     try:
         run(parse_args(arguments))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
+        status = forwarding.exit_status(error.failures)
+        if status is not None:
+            tell_interruption(forwarding, status)
+            sys.exit(status)
         _record_failure()
         sys.exit(_status(error.failures[first_failure(error.failures)].exitcode))
     except SignalException as signal_:
@@ -203,7 +211,7 @@ def _record_failure() -> None:
         print(f"The same command goes on from {checkpoint.name}.", file=sys.stderr)
 
 
-def _watch_failures(kills: OutOfMemoryKills) -> None:
+def _watch_failures(kills: OutOfMemoryKills, forwarding: Forwarding) -> None:
     """Have torchrun's agent say at once who failed, and not start again what would fail again.
 
     torchrun decides by nothing but the count of restarts, and offers no place to ask: so the class that it makes is replaced.
@@ -214,10 +222,19 @@ def _watch_failures(kills: OutOfMemoryKills) -> None:
     agent: Any = vars(api)["LocalElasticAgent"]
 
     class Agent(agent):  # type: ignore[misc]
+        def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+            with held_back():
+                started: dict[int, Any] = super()._start_workers(worker_group)
+                # torchrun's own way is to wait for half a minute, and to kill then.
+                forwarding.begin(list(self._pcontext.pids().values()))
+            return started
+
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result: RunResult = super()._monitor_workers(worker_group)
             self.has_failed = result.is_failed()
-            if result.is_failed():
+            if result.is_failed() and forwarding.exit_status(result.failures) is not None:
+                self._remaining_restarts = 0
+            elif result.is_failed():
                 first = first_failure(result.failures)
                 if any(failure.exitcode in FINAL for failure in result.failures.values()):
                     self._remaining_restarts = 0
@@ -232,6 +249,7 @@ def _watch_failures(kills: OutOfMemoryKills) -> None:
             if not self.has_failed:
                 tell_of_another_machine()
             shutil.rmtree(launched_folder(os.getpid()), ignore_errors=True)
+            forwarding.end()
             super()._restart_workers(worker_group)
 
     vars(api)["LocalElasticAgent"] = Agent

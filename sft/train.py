@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import atexit
 import gc
-import signal
-import sys
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from sft import distributed, rank_logs
+from sft import distributed, interruption, rank_logs
 from sft.checker import Checker
-from sft.errors import RecipeError, run_main
-from sft.finish import become_finish
+from sft.errors import EXIT_CRASHED, Interrupted, RecipeError, run_main
+from sft.finish import become_finish, evaluation_left
 from sft.inside import remove
 from sft.job import Job, open_job
 from sft.launch_checks import check_rank_variables
@@ -47,6 +46,7 @@ def main(argv: Sequence[str]) -> None:
     rank_logs.begin()
     recipe_path, overrides = parse_command_line(argv)
     job = open_job(recipe_path, overrides, distributed.job_hardware())
+    evaluate_what_is_trained(job)
     data = begin_data(job)
     checker = Checker() if job.recipe.train.save_canary and distributed.is_first_rank() else None
     with uncollected(), told_of_lost_ranks(job.recipe, "the processes met"):
@@ -56,6 +56,7 @@ def main(argv: Sequence[str]) -> None:
     tokenizer = load_tokenizer(job.recipe)
     with told_of_lost_ranks(job.recipe, "the first one prepared the data"):
         start = start_run(job)
+    interruption.is_of(start.run)
     rank_logs.move_to(start.run.path)
     with recorded(start.run), told_of_a_lost_folder(start.run.checkpoints), going_back(argv):
         train(start.planned(job), start, tokenizer, checker)
@@ -137,24 +138,14 @@ def say(*lines: str) -> None:
 
 @contextmanager
 def recorded(run: Run) -> Iterator[None]:
-    """Keep run.json's status true however the training ends."""
-
-    def stop(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, stop)
+    """Keep run.json's status true however the training ends. An interruption is recorded by who tells it: sft/interruption.py."""
     try:
         yield
-    except BaseException as error:
-        status = "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
+    except Exception as error:
         if distributed.is_first_rank():
             with suppress(OSError):  # on a full disk the error itself matters more than its record
-                close_session(run, status)
-                run.update(status=status, error=f"{type(error).__name__}: {error}"[:2000])
-            if status == "interrupted":
-                print(f"\nInterrupted. {run.after_an_end}.", file=sys.stderr)
-        if isinstance(error, KeyboardInterrupt):
-            raise SystemExit(130) from None
+                close_session(run, "failed")
+                run.update(status="failed", error=f"{type(error).__name__}: {error}"[:2000])
         raise
 
 
@@ -177,6 +168,7 @@ def train(job: Job, start: Start, tokenizer: Any, checker: Checker | None) -> No
     from sft.fingerprint import Fingerprint
     from sft.model import load_model
     from sft.step_work import StepWork
+    from sft.stopping import Stopping
     from sft.store import DocumentStore, SequenceIndex
     from sft.trainer import build_trainer, training_arguments
 
@@ -194,25 +186,51 @@ def train(job: Job, start: Start, tokenizer: Any, checker: Checker | None) -> No
     fingerprint = Fingerprint()
     clock, measuring = measurements(job, run, StepWork(store, index, order, per_step), held_out, fingerprint)
     progress, agreement, watching = watch(job, run)
+    stopping = Stopping(run.path, recipe, progress, distributed.rank(), job.hardware.ranks)
     canary = SaveCanary(job, run, tokenizer, checker) if recipe.train.save_canary else None
     checks = [BeforeTraining(job, run), *filter(None, [held_out, canary])]
-    trainer = build_trainer(job, arguments, model, tokenizer, sequences, order, [*watching, *checks, *measuring], clock)
+    callbacks = [stopping, *watching, *checks, *measuring]
+    trainer = build_trainer(job, arguments, model, tokenizer, sequences, order, callbacks, clock)
     for callback in checks:
         callback.trainer = trainer
     trainer.progress, trainer.agreement, trainer.fingerprint = progress, agreement, fingerprint
     trainer.nonfinite, trainer.canary = nonfinite(job, run, sequences, order, tokenizer), canary
+    trainer.stopping = stopping
     checkpoint, trainer.continuation = start.choice.checkpoint, start.continuation
     if distributed.is_first_rank():
         continue_trackers(trainer, run, start.choice.step)
     started = time.monotonic()
     with told_of_lost_ranks(job.recipe, lambda: f"step {trainer.state.global_step + 1} was trained", run):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    leave_where_stopped(job, stopping.end(trainer.state.global_step))
     seconds = time.monotonic() - started
     with told_of_lost_ranks(job.recipe, "final/ was written", run):
         write_final(trainer, job, run, tokenizer)
     if distributed.is_first_rank():
-        record_end(run, seconds, held_out.before if held_out else None)
+        record_end(run, seconds)
     say(f"Trained {trainer.state.global_step} steps in {seconds:.0f} s: {run.final}")
+
+
+def leave_where_stopped(job: Job, interrupted: Interrupted | None) -> None:
+    """End as a finished training does, where it was stopped with a checkpoint.
+
+    Raises:
+        Interrupted: It was.
+    """
+    if interrupted is not None:
+        with distributed.met_at_the_end():  # who ends first is followed by all others
+            finish_trackers(job.recipe.tracking)
+        distributed.leave_group()
+        raise interrupted
+
+
+def evaluate_what_is_trained(job: Job) -> None:
+    """Go on with the evaluation where it was interrupted; the first rank does, and the others have nothing to do."""
+    run = evaluation_left(job)
+    if run is not None:
+        if distributed.is_first_rank():
+            become_finish(run)
+        raise SystemExit(0)
 
 
 def measurements(job: Job, run: Run, work: Any, held_out: Any, fingerprint: Any) -> tuple[Any, list[Any]]:
@@ -248,7 +266,7 @@ def watch(job: Job, run: Run) -> tuple[Any, Any, list[Any]]:
 
     recipe, rank, ranks, logs = job.recipe, distributed.rank(), job.hardware.ranks, run.path / "logs"
     timeout, progress = recipe.train.ddp_timeout, Progress()
-    watchdog = Watchdog(progress, logs, rank, ranks, timeout, recipe.debug)
+    watchdog = Watchdog(progress, logs, rank, ranks, timeout, recipe.debug, end=lambda text: end_hanging(run, text))
     if not recipe.debug:
         return progress, None, [watchdog]
     prepare_files(logs, rank)
@@ -256,10 +274,21 @@ def watch(job: Job, run: Run) -> tuple[Any, Any, list[Any]]:
     return progress, agreement, [watchdog, MemoryLog(logs / f"rank-{rank}.memory.jsonl"), *filter(None, [agreement])]
 
 
+def end_hanging(run: Run, message: str) -> None:
+    """End this process in another thread than its main one, which hangs."""
+    text = f"{message}\n{run.after_an_end}."
+    if distributed.is_first_rank():
+        with suppress(OSError):
+            run.update(status="failed", error=message[:2000])
+    rank_logs.tell_message(text)
+    os._exit(EXIT_CRASHED)
+
+
 def held_out_loss(job: Job, start: Start, tokenizer: Any, store: Any) -> Any:
     """What measures the held-out loss, or None where no rows are held out."""
     from sft.batches import Sequences
     from sft.held_out import HeldOutLoss
+    from sft.metrics import read_lines
     from sft.store import SequenceIndex
 
     index = SequenceIndex.load(start.prepared.folder / "held_out.npz")
@@ -267,7 +296,13 @@ def held_out_loss(job: Job, start: Start, tokenizer: Any, store: Any) -> Any:
         return None
     ranks = job.plan.data_parallel_ranks.value
     sequences = Sequences(store, index, ranks, tokenizer.pad_token_id, job.recipe.data.packing)
-    return HeldOutLoss(sequences, job.recipe.train.eval_steps or job.recipe.train.save_steps)
+
+    def is_missing(step: int) -> bool:
+        lines = distributed.from_first_rank(lambda: read_lines(start.run.metrics_file))
+        return any(line["step"] == step and "held_out_loss" not in line for line in lines)
+
+    every = job.recipe.train.eval_steps or job.recipe.train.save_steps
+    return HeldOutLoss(sequences, every, is_missing, lambda loss: start.run.update(held_out_loss_before=loss))
 
 
 def show_start(job: Job, start: Start) -> None:

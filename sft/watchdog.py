@@ -1,4 +1,6 @@
-"""Tells which rank a job waits for when it stands still. Always on: a thread a rank that compares a number every few seconds.
+"""Tells which rank a job waits for when it stands still, and ends it when it has for too long.
+
+Always on: a thread a rank that compares a number every few seconds.
 
 | file in <run>/logs   | content                                                                                           |
 |----------------------|---------------------------------------------------------------------------------------------------|
@@ -35,7 +37,7 @@ from sft.progress import Place, Progress
 from sft.rank_logs import to_terminal
 from sft.recipe import REPOSITORY
 from sft.run_directory import write_json
-from sft.stall import ALWAYS, DEBUG, Report, message
+from sft.stall import ALWAYS, DEBUG, Report, end_limit, message
 
 FRAMES = 4
 """Innermost frames of a stack that are printed."""
@@ -52,6 +54,7 @@ class Watchdog(TrainerCallback):  # type: ignore[misc]
         timeout: Of the process group, seconds: it ends a job that stands still.
         debug: Tell sooner, and add native stacks where py-spy is installed.
         tell: Shows a message to the user.
+        end: Ends this process with a message, which is the job's last.
     """
 
     def __init__(
@@ -63,9 +66,10 @@ class Watchdog(TrainerCallback):  # type: ignore[misc]
         timeout: float,
         debug: bool,
         tell: Callable[[str], None] = to_terminal,
+        end: Callable[[str], None] | None = None,
     ) -> None:
         self.progress, self.folder, self.rank, self.ranks, self.tell = progress, folder, rank, ranks, tell
-        self.timeout, self.debug = timeout, debug
+        self.timeout, self.debug, self.end = timeout, debug, end
         self.patience = DEBUG if debug else ALWAYS
         self.every = min(1.0 if debug else 5.0, timeout / 20)
         """Seconds between two looks."""
@@ -150,6 +154,10 @@ class Watchdog(TrainerCallback):  # type: ignore[misc]
         if self._tell_at is not None and now >= self._tell_at:
             self._tell_at = None
             self._speak()
+        longest = end_limit(place.phase, self.progress.step_seconds(), self.timeout, self.ranks)
+        if self._stalled and longest is not None and now - self._since > longest and self.end is not None:
+            self._report(place, now - self._since)
+            self.end(self._message("So it is ended."))
 
     def _moves_again(self, seconds: float) -> None:
         if self._stalled:
@@ -173,13 +181,15 @@ class Watchdog(TrainerCallback):  # type: ignore[misc]
         if any(self._read(rank).stalled for rank in range(self.rank)):
             return
         self._told = True
-        reports = [self._read(rank) for rank in range(self.ranks)]
         outcome = f"After train.ddp_timeout={self.timeout:.0f} s of waiting the ranks give up."
         if self.ranks == 1:
-            outcome = "Nothing ends it but you."
-        self.tell(
-            message(reports, self.progress.step_seconds(), str(self.folder / "rank-*.stacks.txt"), outcome),
-        )
+            longest = end_limit(self._seen.phase, self.progress.step_seconds(), self.timeout, 1)
+            outcome = f"After {longest:.0f} s it is ended." if longest is not None else "Nothing ends a save but you."
+        self.tell(self._message(outcome))
+
+    def _message(self, outcome: str) -> str:
+        reports = [self._read(rank) for rank in range(self.ranks)]
+        return message(reports, self.progress.step_seconds(), str(self.folder / "rank-*.stacks.txt"), outcome)
 
     def _file(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.json"

@@ -12,8 +12,8 @@ import pytest
 from sft import chat
 from sft.demo import Demo
 from sft.errors import ModelError
+from sft.processor_time import TookTooLong, limited_time
 from sft.recipe import Recipe
-from sft.time_limit import TookTooLong, limited_time
 from sft.tokenizer import load_tokenizer
 
 ESCAPES = {

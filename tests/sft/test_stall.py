@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from sft.progress import BACKWARD, CHECKPOINT, DATA, FORWARD, OPTIMIZER, Place, Progress
-from sft.stall import ALWAYS, DEBUG, Patience, Report, behind, message, ranks
+from sft.progress import BACKWARD, CHECKPOINT, DATA, FORWARD, OPTIMIZER, START, Place, Progress
+from sft.stall import ALWAYS, DEBUG, Patience, Report, behind, end_limit, message, ranks
 
 HERE = Place(7, 5, FORWARD, 2)
 
@@ -121,3 +121,15 @@ def test_the_median_step_is_known_after_three_and_without_the_first() -> None:
     one_step(progress, 1)
     seconds = progress.step_seconds()
     assert seconds is not None and 0 <= seconds < 1
+
+
+def test_a_job_is_ended_after_many_steps_and_never_before_its_ranks_give_up() -> None:
+    assert end_limit(DATA, 1.0, 600, 1) == 600
+    assert end_limit(DATA, 60.0, 600, 1) == 1200
+    for step_seconds in (None, 0.1, 60.0):
+        assert (end_limit(DATA, step_seconds, 600, 2) or 0) > 600
+
+
+def test_a_save_is_never_ended_and_the_first_steps_may_compile() -> None:
+    assert end_limit(CHECKPOINT, 1.0, 600, 1) is None
+    assert end_limit(DATA, None, 600, 1) == end_limit(START, None, 600, 1) == 6000

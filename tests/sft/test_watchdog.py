@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.progress import DATA, Progress
+from sft.progress import CHECKPOINT, DATA, Progress
 from sft.watchdog import Watchdog, main_frames
 
 Watched = Callable[[int], tuple[list[Watchdog], list[list[str]]]]
@@ -83,3 +83,19 @@ def test_a_process_that_was_stopped_itself_does_not_count_that_time(
 
 def test_frames_are_those_of_the_main_thread() -> None:
     assert any("test_watchdog.py" in frame and "test_frames" in frame for frame in main_frames()[-3:])
+
+
+def test_a_process_that_stands_still_is_ended_once_and_a_save_is_not(tmp_path: Path) -> None:
+    progress, ended = Progress(), list[str]()
+    dog = Watchdog(progress, tmp_path, 0, 1, 600, False, lambda text: None, ended.append)
+    dog.open(0.0)
+    for step in range(1, 5):
+        progress.begin(step)
+        progress.end()
+    progress.at(CHECKPOINT)
+    pass_time([dog], 5, 5000)
+    assert not ended
+    progress.begin(5)
+    pass_time([dog], 5000, 5610)
+    assert len(ended) == 1 and "step 5, data, micro-batch 1" in ended[0] and ended[0].endswith("So it is ended.")
+    dog.close()

@@ -15,6 +15,7 @@ import importlib
 import json
 import os
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from sft.processes import end_with_parent
+from sft.rank_logs import launched_folder
 from tests.slow.forked_checker import Forked
 
 IMPORTED = (
@@ -178,6 +180,7 @@ def _run(job: dict[str, Any]) -> int:
                 time.sleep(0.05)
             for child in children:
                 os.kill(child, signal.SIGKILL)
+    shutil.rmtree(launched_folder(os.getpid()), ignore_errors=True)  # as our launcher does
     return first
 
 

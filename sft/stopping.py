@@ -1,0 +1,182 @@
+"""Stops or saves at the end of a step, on all ranks at the same one.
+
+| asks                                    | hears it         | then                                     |
+|-----------------------------------------|------------------|------------------------------------------|
+| a signal (sft/interruption.py)          | whichever rank   | finish the step, save, stop              |
+| the file <run>/stop                     | the first rank   | the same                                 |
+| train.max_time                          | the first rank   | the same, in time to save                |
+| the file <run>/save                     | the first rank   | finish the step, save, remove it, go on  |
+
+Each rank says what it was asked in one sum over a gloo group of its own, which begins with the last micro-batch of a step and is
+read at the step's end: nothing waits for it, and a rank that is gone is noticed as in any other sum.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers.trainer_callback import TrainerCallback
+
+from sft import interruption
+from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted
+from sft.progress import Progress
+from sft.rank_logs import is_rank
+from sft.recipe import Recipe
+from sft.time_limit import TimeLimit, assumed_save_seconds, parse_duration
+
+
+class Wish(IntEnum):
+    """What a rank was asked; of all ranks' the greatest counts."""
+
+    NOTHING = 0
+    SAVE = 1
+    MAX_TIME = 2
+    STOP_FILE = 3
+    SIGHUP = 4
+    SIGUSR1 = 5
+    SIGTERM = 6
+    SIGINT = 7
+
+
+SAID = {Wish.MAX_TIME: "train.max_time", Wish.STOP_FILE: "the file `stop`"}
+
+
+def began() -> float:
+    """When this start of the job began: its launcher, or this process. Seconds since 1970."""
+    process = psutil.Process(os.getppid() if "LOCAL_RANK" in os.environ else os.getpid())
+    return float(process.create_time())
+
+
+class Stopping(TrainerCallback):  # type: ignore[misc]
+    """Asks all ranks in each step, and acts at its end. Must come before the callbacks that measure.
+
+    Args:
+        run: The run's folder.
+        recipe: Its time limit, and how long a rank waits for another.
+        progress: Knows when a save began.
+        rank: Of this process.
+        ranks: Of the job.
+    """
+
+    def __init__(self, run: Path, recipe: Recipe, progress: Progress, rank: int, ranks: int) -> None:
+        self.run, self.progress, self.rank = run, progress, rank
+        self.wish = Wish.NOTHING
+        """What all ranks have agreed on, once it is to stop."""
+        self.limit: TimeLimit | None = None
+        self._max_time = parse_duration(recipe.train.max_time) if recipe.train.max_time else None
+        self._group: Any = None
+        if ranks > 1:
+            self._group = torch.distributed.new_group(
+                backend="gloo", timeout=timedelta(seconds=recipe.train.ddp_timeout)
+            )
+        self._asked: torch.Tensor | None = None
+        self._work: Any = None
+        self._step = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Know how long a save may take."""
+        if self._max_time is not None:
+            trained = [weight for weight in model.parameters() if weight.requires_grad]
+            count = sum(getattr(weight, "ds_numel", weight.numel()) for weight in trained)
+            self.limit = TimeLimit(began() + self._max_time, assumed_save_seconds(count))
+
+    def begin(self, step: int) -> None:
+        """A step begins: from the first one on there is something to save."""
+        if not self._step:
+            interruption.hold()
+        self._step = step
+        if self.limit is not None:
+            self.limit.begin(time.time())
+
+    def ask(self) -> None:
+        """Begin to ask all ranks; each must."""
+        self._asked = torch.tensor(int(self._own_wish()))
+        if self._group is not None:
+            self._work = torch.distributed.all_reduce(
+                self._asked, op=torch.distributed.ReduceOp.MAX, group=self._group, async_op=True
+            )
+
+    def answer(self) -> Wish:
+        """What all ranks were asked.
+
+        Raises:
+            RuntimeError: gloo's, where a rank is gone.
+        """
+        if self._asked is None:
+            self.ask()
+        if self._work is not None:
+            self._work.wait()
+        assert self._asked is not None
+        wish = Wish(int(self._asked))
+        self._asked = self._work = None
+        if wish > Wish.SAVE:
+            self.wish = wish
+        return wish
+
+    def stops(self) -> bool:
+        """Ask in the midst of something that may be left off, such as a measurement; each rank must."""
+        return bool(self._step) and self.answer() > Wish.SAVE
+
+    def _own_wish(self) -> Wish:
+        asked = interruption.asked()
+        if asked is not None:
+            return Wish[signal.Signals(asked).name]
+        if self.rank:
+            return Wish.NOTHING
+        if (self.run / "stop").exists():
+            return Wish.STOP_FILE
+        if self.limit is not None and self.limit.is_due(time.time()):
+            return Wish.MAX_TIME
+        return Wish.SAVE if (self.run / "save").exists() else Wish.NOTHING
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save, or save and stop, where it was asked for."""
+        self.act(self.answer(), control)
+
+    def act(self, wish: Wish, control: Any) -> None:
+        """Have the trainer do it at the end of this step."""
+        if wish == Wish.NOTHING:
+            return
+        # The mean of a line begins where a run goes on: what is since the last line would be in none.
+        control.should_save = control.should_log = True
+        if wish > Wish.SAVE:
+            control.should_training_stop = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A checkpoint is complete. Who has asked meanwhile need not wait for another step."""
+        if self.limit is not None:
+            self.limit.save_seconds = time.monotonic() - self.progress.save_began
+        if self.rank == 0:
+            (self.run / "save").unlink(missing_ok=True)
+        if self.stops():
+            control.should_training_stop = True
+
+    def end(self, step: int) -> Interrupted | None:
+        """Training has returned.
+
+        Args:
+            step: The last one.
+
+        Returns:
+            What ends the program, where the training was stopped.
+
+        Raises:
+            Interrupted: A signal came after the last step, which is saved.
+        """
+        if self.wish == Wish.NOTHING:
+            interruption.release()
+            return None
+        if is_rank():  # the launcher sends SIGTERM to all when the first of them has ended
+            interruption.ignore()
+        if self.rank == 0:
+            (self.run / "stop").unlink(missing_ok=True)
+        status = EXIT_INTERRUPTED if self.wish == Wish.SIGINT else EXIT_TERMINATED
+        return Interrupted(SAID.get(self.wish, self.wish.name), status, f" after step {step}", agreed=True)
