@@ -1,12 +1,10 @@
-"""No code in checkpoints: what is loaded from one is tensors, plain values, and the few classes named here.
+"""The description of FSDP2's shares, .metadata, is a pickle that torch loads as it is, which calls whatever the file says.
 
-transformers and accelerate load with weights_only; DeepSpeed's files, the plain values among torch's shares, and the .metadata of
-those are unpickled as they are, which calls whatever the file says.
+Here it is held to the classes that torch writes. Of what torch.load reads sft/safe_loading.py takes care.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +13,6 @@ from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint import filesystem
-
-_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 IN_METADATA = {
     "collections": {"OrderedDict"},
@@ -59,34 +55,16 @@ def load_metadata(file: IO[bytes]) -> Any:
     return _Metadata(file).load()
 
 
-def deepspeed_classes() -> list[Any]:
-    """What DeepSpeed writes beside tensors and plain values; none where it is not in use."""
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
-
-
 @contextmanager
-def plain_data_only(deepspeed: bool) -> Iterator[None]:
-    """A stretch in which every `torch.load` takes plain data only, whatever its caller says.
-
-    Args:
-        deepspeed: DeepSpeed's own classes are taken too.
+def plain_metadata() -> Iterator[None]:
+    """A stretch in which torch reads the .metadata of shares with `load_metadata`.
 
     Raises:
-        pickle.UnpicklingError: A file holds something else.
+        pickle.UnpicklingError: One holds something else than torch writes.
     """
-    before, reader = os.environ.get(_FORCE), cast(Any, filesystem)
-    os.environ[_FORCE] = "1"
+    reader = cast(Any, filesystem)
     reader.pickle = SimpleNamespace(load=load_metadata, dump=pickle.dump)
     try:
-        with torch.serialization.safe_globals(deepspeed_classes() if deepspeed else []):
-            yield
+        yield
     finally:
         reader.pickle = pickle
-        if before is None:
-            del os.environ[_FORCE]
-        else:
-            os.environ[_FORCE] = before
