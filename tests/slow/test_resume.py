@@ -102,7 +102,8 @@ def train(ranks: Ranks, recipe: Path, row: Row, name: str, *overrides: str) -> d
 
 def assert_same(run: Run, undisturbed: Run) -> None:
     assert [line["step"] for line in lines(run)] == list(range(1, STEPS + 1))
-    assert lines(run) == lines(undisturbed)
+    assert lines(run) == lines(undisturbed)  # losses, rates, tokens, and the fingerprint of each batch
+    assert len({line["batch"] for line in lines(run)}) == STEPS
     weights, expected = (load_file(path.final / "model.safetensors") for path in (run, undisturbed))
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
