@@ -145,8 +145,9 @@ def resolve_continuation(checkpoint: Path, run: Run, job: Job) -> Continuation:
         raise RunError(
             f"{checkpoint} was written by {writer}, and cannot go on with {here}: {problem}. Go on as it was written, or {ANEW}."
         )
-    same_ranks = writer.ranks == here.ranks
-    return Continuation(checkpoint, writer, whole, same_ranks, _words(checkpoint, writer, here, whole))
+    # One process keeps its random state otherwise under one engine than under another.
+    same_streams = writer.ranks == here.ranks and (here.ranks > 1 or not whole)
+    return Continuation(checkpoint, writer, whole, same_streams, _words(checkpoint, writer, here, whole, same_streams))
 
 
 def _needs_whole_tensors(writer: Writer, here: Writer) -> bool:
@@ -185,14 +186,12 @@ def _why_not(writer: Writer, here: Writer, whole: bool, told: bool) -> str | Non
     return None
 
 
-def _words(checkpoint: Path, writer: Writer, here: Writer, whole: bool) -> str:
-    if not whole and writer.ranks == here.ranks:
+def _words(checkpoint: Path, writer: Writer, here: Writer, whole: bool, same_streams: bool) -> str:
+    if not whole and same_streams:
         return ""
     size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
     how = f", through whole tensors ({_megabytes(size)})" if whole else ""
-    streams = (
-        "" if writer.ranks == here.ranks else " Dropout, where there is any, begins a new random stream on each rank."
-    )
+    streams = "" if same_streams else " Dropout, where there is any, begins a new random stream on each rank."
     return f"{checkpoint.name} was written by {writer}; it goes on with {here}{how}.{streams}"
 
 

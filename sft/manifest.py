@@ -158,6 +158,15 @@ def fault(folder: Path) -> str | None:
         return next(filter(None, reasons), None)
 
 
+def is_damaged(folder: Path, name: str) -> bool:
+    """Whether one file of a checkpoint is not what was written; False where its manifest does not tell."""
+    try:
+        entry = read_manifest(folder)["files"].get(name)
+    except ValueError:
+        return False
+    return entry is not None and _changed(folder / name, name, entry) is not None
+
+
 def size(folder: Path) -> int:
     """Bytes of all files of a checkpoint."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

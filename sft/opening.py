@@ -13,10 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sft.continuation import resolve_continuation
+from sft.continuation import FILE, resolve_continuation
 from sft.errors import RecipeError, RunError
 from sft.inside import check_inside
 from sft.job import Job
+from sft.manifest import is_damaged
 from sft.recipe import Recipe
 from sft.recipe_changes import Change, check_allowed_changes, not_allowed, recipe_differences
 from sft.resume import checkpoints_of
@@ -169,7 +170,9 @@ def check_start(job: Job) -> None:
     checkpoints = checkpoints_of(run)
     if checkpoints:
         _check_same_model(run, job)
-        resolve_continuation(checkpoints[0], run, job)
+        # One whose own words cannot be trusted is passed over later, when all of it is verified.
+        if not is_damaged(checkpoints[0], FILE):
+            resolve_continuation(checkpoints[0], run, job)
     elif must:
         raise RunError(
             f"train.resume=must, and {run.path}, which is unfinished, has no checkpoint. train.resume=auto starts it again."

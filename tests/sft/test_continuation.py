@@ -9,6 +9,7 @@ from sft.continuation import FILE, Writer, resolve_continuation, write_writer, w
 from sft.errors import RunError
 from sft.hardware import Hardware
 from sft.job import Job, open_job
+from sft.manifest import is_damaged, write_manifest
 from sft.run_directory import Run, write_json
 
 Make = Callable[..., Job]
@@ -126,3 +127,15 @@ def test_a_damaged_record_is_told_with_the_checkpoint_to_remove(run: Run, job: M
         (checkpoint / FILE).write_text(text)
         with pytest.raises(RunError, match="damaged"):
             resolve_continuation(checkpoint, run, job(2))
+
+
+def test_a_record_that_has_changed_or_is_gone_is_noticed_before_it_is_believed(run: Run, job: Make) -> None:
+    checkpoint = wrote(run, writer_here(job(2, ZERO2)))
+    assert not is_damaged(checkpoint, FILE)  # no manifest tells
+    write_manifest(checkpoint)
+    assert not is_damaged(checkpoint, FILE)
+    written = (checkpoint / FILE).read_text()
+    (checkpoint / FILE).write_text(written.replace("ZeRO-2", "ZeRO-0"))
+    assert is_damaged(checkpoint, FILE)
+    (checkpoint / FILE).unlink()
+    assert is_damaged(checkpoint, FILE)

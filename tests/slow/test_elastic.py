@@ -40,6 +40,7 @@ ENGINES = {
     "4 DDP": Engine(4, ()),
     "4 ZeRO-2": Engine(4, ("train.deepspeed=zero2",)),
     "4 ZeRO-3": Engine(4, ("train.deepspeed=zero3",)),
+    "2 ZeRO-2 SP": Engine(2, ("train.deepspeed=zero2", "train.sequence_parallel_size=2")),
     "2 TP": Engine(2, ("train.tensor_parallel_size=2",)),
 }
 MOVES = [
@@ -67,6 +68,8 @@ MOVES = [
     ("2 ZeRO-2", "2 ZeRO-2 offload"),
     ("2 TP", "1"),
     ("2 ZeRO-2", "2 TP"),
+    ("2 ZeRO-2 SP", "1"),
+    ("2 ZeRO-3", "2 ZeRO-2 SP"),
 ]
 
 
