@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
+from sft.max_time import parse_duration
 from sft.recipe_section import Fraction, Positive, Section
-from sft.time_limit import parse_duration
 
 
 class Fsdp(Section):

@@ -27,10 +27,10 @@ from transformers.trainer_callback import TrainerCallback
 
 from sft import interruption
 from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted
+from sft.max_time import TimeLimit, assumed_save_seconds, parse_duration
 from sft.progress import Progress
 from sft.rank_logs import is_rank
 from sft.recipe import Recipe
-from sft.time_limit import TimeLimit, assumed_save_seconds, parse_duration
 
 
 class Wish(IntEnum):

@@ -49,7 +49,7 @@ def start_and_signal(recipe: Path, number: signal.Signals, lines: int) -> tuple[
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen([sys.executable, "-m", "sft.train", str(recipe)], env=environment)
     try:
-        for _ in range(2000):
+        for _ in range(6000):
             metrics = latest / "metrics.jsonl"
             if metrics.exists() and len(metrics.read_text().splitlines()) >= lines:
                 break
