@@ -26,6 +26,7 @@ from eval.tasks import load_tasks
 from sft.errors import EvaluationError, RecipeError, run_main
 from sft.recipe import Evaluation
 from sft.recipe_file import parse_recipe
+from sft.remote_code import code_hash
 from sft.run_directory import Run, find_run, read_json, write_json
 
 EXIT_INCOMPLETE = 1
@@ -111,9 +112,20 @@ def _log_in(folder: Path) -> Path:
     return folder / LOG
 
 
+def _check_same_code(run: Run, record: dict[str, str]) -> None:
+    """Refuse to run code that has changed since it was trained with."""
+    trained = record.get("code_sha256")
+    if trained is not None and code_hash(run.recipe().model, record["path"]) != trained:
+        raise EvaluationError(
+            f"The Python files of {record['path']} have changed since {run.path} was trained with them. Put them back: the base model must "
+            "be the one that the training started from."
+        )
+
+
 def _base_target(run: Run, trust_remote_code: bool, reference: Reference) -> Target:
     """The model that the run started from, checked as far as that goes without its weights."""
     record = run.record["base_model"]
+    _check_same_code(run, record)
     path, new_tokens = str(record.get("path") or record["name_or_path"]), run.recipe().model.new_tokens
     target = Target("base", path, record["revision"], trust_remote_code, new_tokens)
     config = load_config(target.model, target.revision, trust_remote_code, called=f"The base model of {run.path},")

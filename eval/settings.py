@@ -16,6 +16,7 @@ from eval.quiet import first_line
 from eval.suites import TaskSelection
 from sft.errors import EvaluationError
 from sft.recipe import Evaluation
+from sft.remote_code import is_refusal
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
@@ -86,6 +87,14 @@ class Reference:
     tokenizer: PreTrainedTokenizerBase
 
 
+def _refuse_code(error: Exception, model: str) -> None:
+    if is_refusal(error):
+        raise EvaluationError(
+            f"{model} has code of its own, which is not run here. A run's models are measured with the run's model.trust_remote_code; "
+            "another model with such code is not measured."
+        ) from None
+
+
 def load_config(
     model: str, revision: str | None, trust_remote_code: bool, called: str = "The model"
 ) -> PreTrainedConfig:
@@ -101,6 +110,7 @@ def load_config(
     try:
         return AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
+        _refuse_code(error, model)
         raise EvaluationError(
             f"{called} {model} cannot be loaded: {first_line(error)} Name a folder that `from_pretrained` can load, or "
             "an id on the hub that this machine can reach."
@@ -119,6 +129,7 @@ def load_reference(model: str, revision: str | None, trust_remote_code: bool) ->
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
+        _refuse_code(error, model)
         raise EvaluationError(f"The tokenizer of {model} cannot be loaded: {first_line(error)}") from None
     # Without its files transformers makes an empty tokenizer of the model's kind and says nothing.
     if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):

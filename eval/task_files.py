@@ -13,6 +13,9 @@ import yaml
 from sft.errors import EvaluationError
 from sft.recipe_file import find_file
 
+CODE_METRIC = "code_eval"
+"""The metric that runs what the model wrote, whatever the task says of itself."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -113,6 +116,9 @@ class LocalTasks:
         task = _task_of(path, config)
         if "group" in config and folder not in self.folders:
             self.folders.append(folder)
-        if config.get("unsafe_code"):
+        metrics = config.get("metric_list")
+        listed = metrics if isinstance(metrics, list) else []
+        named = [metric.get("metric") for metric in listed if isinstance(metric, dict)]
+        if config.get("unsafe_code") or CODE_METRIC in named:
             self.unsafe.add(task.given)
         return task

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from eval.quiet import chatter_to, first_line
 from eval.settings import Settings
 from eval.suites import TaskSelection
-from eval.task_files import Task
+from eval.task_files import CODE_METRIC, Task
 from sft.errors import EvaluationError
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 # In a task's YAML the first of these that is given decides.
 LENGTH_ALIASES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+
+
+_FILE_NAME = re.compile(r"[^\W][\w.()+,:@ -]*")
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,22 @@ def _is_unreachable(error: BaseException) -> bool:
         return True
     # A metric's script, which `evaluate` downloads.
     return isinstance(error, FileNotFoundError) and "Couldn't find a module script" in str(error)
+
+
+def render_in_sandbox() -> None:
+    """Have lm_eval render a task's templates in jinja's sandbox: a task file without functions is text, and stays so."""
+    from jinja2.sandbox import SandboxedEnvironment
+    from lm_eval import utils
+
+    if isinstance(utils.env, SandboxedEnvironment):
+        return
+    sandbox = SandboxedEnvironment(
+        loader=utils.env.loader,
+        undefined=utils.env.undefined,
+        keep_trailing_newline=utils.env.keep_trailing_newline,
+    )
+    sandbox.filters = utils.env.filters
+    utils.env = sandbox
 
 
 def _leaves(loaded: list[ConfigurableTask | Group]) -> list[ConfigurableTask]:
@@ -96,7 +116,13 @@ def _examples_are_the_questions(task: ConfigurableTask) -> bool:
 
 def _problems_of(task: ConfigurableTask, settings: Settings, run_code: bool) -> list[str]:
     problems = [_set_answer_length(task, settings)]
-    if getattr(task, "UNSAFE_CODE", False) and not run_code:
+    if not _FILE_NAME.fullmatch(str(task.task_name)):
+        problems.append(
+            f"The task {task.task_name!r} cannot be measured: its samples go to a file of that name. Rename it, without "
+            "slashes and not beginning with a dot."
+        )
+    metrics = [metric.get("metric") for metric in task.get_config("metric_list") or []]
+    if (getattr(task, "UNSAFE_CODE", False) or CODE_METRIC in metrics) and not run_code:
         problems.append(
             f"{task.task_name} runs Python code that the model writes, on this machine. To allow that, set "
             "eval.confirm_run_unsafe_code=true."
@@ -157,8 +183,9 @@ def load_tasks(selection: TaskSelection, settings: Settings, run_code: bool, log
     """
     from lm_eval.tasks import TaskManager
 
-    if run_code:
-        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # a code task asks `evaluate` for its metric as soon as it is loaded
+    # A code task asks `evaluate` for its metric as soon as it is loaded. That the user's shell has it set is no consent.
+    os.environ["HF_ALLOW_CODE_EVAL"] = "1" if run_code else "0"
+    render_in_sandbox()
     tasks = LoadedTasks({}, {}, run_code)
     problems: list[str] = []
     with chatter_to(log):

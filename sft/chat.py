@@ -19,12 +19,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from sft.time_limit import limited_time
 from sft.turns import Message
 
 Span = tuple[int, int]
 
 QUESTION, ANSWER, _THOUGHT, _TOOL, _VALUE = "Qvaa", "Avbb", "Tvcc", "tool_vdd", "Vvee"
 """Words that no template writes by itself, to find again in what it rendered."""
+
+RENDERING_SECONDS = 10.0
+"""Processor time that a template may take for one conversation; the longest take milliseconds."""
 
 _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>")
 MARKERS = ("{% generation", "{%- generation", "{%generation", "{%-generation")
@@ -112,14 +116,15 @@ class ChatRenderer:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            texts, ranges = render_jinja_template(
-                [messages],
-                tools=tools,
-                chat_template=self.marked_template or self.template,
-                return_assistant_tokens_mask=marked,
-                add_generation_prompt=prompt,
-                **(self.tokens | arguments),
-            )
+            with limited_time(RENDERING_SECONDS):
+                texts, ranges = render_jinja_template(
+                    [messages],
+                    tools=tools,
+                    chat_template=self.marked_template or self.template,
+                    return_assistant_tokens_mask=marked,
+                    add_generation_prompt=prompt,
+                    **(self.tokens | arguments),
+                )
         except Exception as error:  # a template is a program of somebody else's
             raise ValueError(f"the chat template refuses it: {error}") from None
         return texts[0], [(start, end) for start, end in ranges[0]] if marked else []

@@ -17,6 +17,7 @@ from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
 
+from sft.built_operations import settle_operations
 from sft.errors import PlanError, UserError
 from sft.hardware import Hardware, detect_hardware
 from sft.network import use_reachable_interface
@@ -46,15 +47,16 @@ def set_debug_environment(ddp: bool, uses_gpu: bool) -> None:
         os.environ.setdefault(name, value)
 
 
-def settle_environment(deepspeed: bool, uses_gpu: bool) -> None:
+def settle_environment(deepspeed: bool, uses_gpu: bool, precision: str) -> None:
     """Make the environment say what the plan says; before torch, accelerate or deepspeed is imported.
 
     Args:
         deepspeed: The recipe names a DeepSpeed file.
         uses_gpu: The job runs on GPUs.
+        precision: As planned: `bf16`, `fp16` or `fp32`.
 
     Raises:
-        PlanError: `accelerate launch` was asked for an engine that the recipe does not name.
+        PlanError: `accelerate launch` was asked for an engine or a precision that the recipe does not name.
     """
     engines = {"FSDP": False, "DEEPSPEED": deepspeed, "MEGATRON_LM": False}
     for engine, in_recipe in engines.items():
@@ -63,6 +65,12 @@ def settle_environment(deepspeed: bool, uses_gpu: bool) -> None:
                 f"accelerate launch was asked for {engine} (its options, or a configuration left by `accelerate config`), and the "
                 "recipe alone names the engine: train.deepspeed or train.fsdp, or DDP without them. Start it without."
             )
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if asked not in ("no", precision):
+        raise PlanError(
+            f"accelerate launch was asked for mixed precision {asked} (its options, or a configuration left by `accelerate config`), and "
+            f"the recipe alone decides: train.precision gives {precision}. Start it without, or set train.precision={asked}."
+        )
     # accelerate would follow these over the recipe: ACCELERATE_USE_CPU, for one, turns DeepSpeed into DDP in silence.
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         del os.environ[name]
@@ -70,6 +78,11 @@ def settle_environment(deepspeed: bool, uses_gpu: bool) -> None:
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     if not uses_gpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
+    if deepspeed:
+        # On CPU ranks it reduces by an operation of its own.
+        lines = settle_operations(builds=not uses_gpu)
+        if lines and os.environ.get("LOCAL_RANK", "0") == "0":
+            print(*lines, sep="\n", flush=True)
     if "WORLD_SIZE" in os.environ:
         return
     if uses_gpu:  # one process uses one GPU; with several visible, transformers would wrap the model in DataParallel

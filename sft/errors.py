@@ -8,7 +8,8 @@
     ├── EvaluationError  a task or an evaluation setting
     ├── RunError         the run directory
     ├── PreflightError   the machines or processes of a job do not fit together
-    └── RanksError       the ranks of a job do not do the same
+    ├── RanksError       the ranks of a job do not do the same
+    └── NonfiniteError   a loss or gradient is NaN or infinite
     LostRank             another process of the job is gone: one message, exit status 1, no traceback
     WrongSave            what was written is not the model in memory: one message, exit status 1, no traceback
 
@@ -18,12 +19,15 @@ Anything else that escapes is our bug and keeps its traceback.
 from __future__ import annotations
 
 import os
+import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import NoReturn
 
+from sft.credentials import redact
 from sft.rank_logs import is_rank, tell_crash, tell_message
 
 EXIT_CRASHED = 1
@@ -73,6 +77,10 @@ class RanksError(UserError):
     """The ranks of a job do not do the same."""
 
 
+class NonfiniteError(UserError):
+    """A loss or gradient that is NaN or infinite."""
+
+
 class LostRank(Exception):
     """Another process of the job, its machine, or the network to it is gone, or does not answer in time."""
 
@@ -106,16 +114,24 @@ def stop(status: int) -> NoReturn:
     sys.exit(status)
 
 
-def _disk_was_full(error: BaseException | None) -> bool:
+def disk_was_full(error: BaseException | None) -> bool:
+    """Whether an error, or what it was raised for, is that a disk or a quota is full."""
     # safetensors, torch and pyarrow each raise an error of their own, some while handling the one that says it.
     while error is not None:
         # torch's zip writer says only that it stands elsewhere than where it wrote.
-        if "No space left on device" in str(error) or (
-            "inline_container" in str(error) and "unexpected pos" in str(error)
-        ):
+        words = str(error)
+        if "No space left on device" in words or "Disk quota exceeded" in words:
+            return True
+        if "inline_container" in words and "unexpected pos" in words:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _what_was_refused(text: str) -> str:
+    """torch names it within pages of advice on how to load it all the same."""
+    named = re.search(r"GLOBAL ([\w.]+)", text)
+    return f" It names {named[1]}." if named else ""
 
 
 def _port_was_taken(error: BaseException) -> bool:
@@ -124,8 +140,13 @@ def _port_was_taken(error: BaseException) -> bool:
 
 def _known_mistake(error: BaseException) -> str | None:
     """What is wrong, where an error of a library is known to be no bug."""
-    if _disk_was_full(error):
+    if disk_was_full(error):
         return "The disk is full. Free some space, or set output_dir to another disk. What was complete is kept."
+    if type(error).__name__ == "UnpicklingError":
+        return (
+            "A file holds other things than tensors and plain values, or is damaged, and is not loaded: what it holds could run as a "
+            f"program. Go on from another checkpoint, or get the file again from who made it.{_what_was_refused(str(error))}"
+        )
     if _port_was_taken(error):
         return (
             f"MASTER_PORT={os.environ.get('MASTER_PORT')} is taken on this machine: by another job, or by a second process that was also "
@@ -161,7 +182,11 @@ def users_mistakes_end_cleanly() -> Iterator[None]:
             tell_message(mistake)
             stop(EXIT_USER_ERROR)
         if not is_rank():
-            raise
+            told = "".join(traceback.format_exception(error))
+            if redact(told) == told:
+                raise
+            print(redact(told), file=sys.stderr, flush=True)
+            stop(EXIT_CRASHED)
         tell_crash(error)
         stop(EXIT_CRASHED)
     except KeyboardInterrupt:

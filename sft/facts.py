@@ -24,6 +24,7 @@ from sft.packing import pack
 from sft.readers import count_rows
 from sft.recipe import Recipe, Source
 from sft.recipe_file import find_file
+from sft.remote_code import check_remote_code
 from sft.sources import BUILTIN, first_look, hub_answers, looks_local, source_files, split_and_slice, told_as
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -141,6 +142,17 @@ def _hub_size(path: str, revision: str | None, download: bool) -> int:
         return 0
 
 
+def _tokenizer_config(path: str, revision: str | None, download: bool) -> dict[str, Any]:
+    """The model's tokenizer_config.json; empty where there is none to be read, which the tokenizer's loading tells."""
+    name, local = "tokenizer_config.json", Path(path).is_dir()
+    file = Path(path) / name if local else _hub_file(path, revision, name) if download else None
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")) if file else {}
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def inspect_model(recipe: Recipe, download: bool = True) -> ModelFacts:
     """Read the model's config.json.
 
@@ -149,7 +161,7 @@ def inspect_model(recipe: Recipe, download: bool = True) -> ModelFacts:
         download: Fetch the file where the model is on the hub and not cached.
 
     Raises:
-        ModelError: The model does not exist, or its config.json is none.
+        ModelError: The model does not exist, its config.json is none, or it has code that may not be run.
     """
     path = model_path(recipe)
     folder = Path(path)
@@ -160,10 +172,12 @@ def inspect_model(recipe: Recipe, download: bool = True) -> ModelFacts:
     if config_file is None:
         return ModelFacts(path)
     try:
-        config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8"))
-        config = config.get("text_config") or config
+        whole: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8"))
+        config = whole.get("text_config") or whole
     except (OSError, ValueError, AttributeError) as error:
         raise ModelError(f"{config_file} cannot be read: {error}.") from None
+    commit = config_file.parent.name if config_file.parent.parent.name == "snapshots" else None
+    check_remote_code(recipe.model, path, commit, whole, _tokenizer_config(path, recipe.model.revision, download))
     weights = list(folder.glob("*.safetensors")) if folder.is_dir() else []
     if folder.is_dir() and not weights and not list(folder.glob("pytorch_model*.bin")):
         raise ModelError(
@@ -186,7 +200,7 @@ def inspect_model(recipe: Recipe, download: bool = True) -> ModelFacts:
         intermediate_size=config.get("intermediate_size"),
         sliding_window=config.get("sliding_window") if config.get("use_sliding_window", True) else None,
         architecture=read_architecture(config),
-        commit=config_file.parent.name if config_file.parent.parent.name == "snapshots" else None,
+        commit=commit,
     )
 
 

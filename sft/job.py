@@ -16,6 +16,7 @@ from sft.errors import ModelError, RunError
 from sft.facts import DataFacts, ModelFacts, inspect_data, inspect_model
 from sft.fsdp import resolve_fsdp
 from sft.hardware import Hardware
+from sft.inside import check_names
 from sft.plan import Plan, resolve_plan
 from sft.recipe import Fsdp, Recipe
 from sft.recipe_file import find_file, load_recipe
@@ -35,6 +36,12 @@ class Job:
     model: ModelFacts
     deepspeed: DeepSpeedFile | None
     plan: Plan
+
+    @property
+    def name(self) -> str:
+        """The folder of its runs: the recipe's own name, or for a recipe inside a run's folder that of the recipe it came from."""
+        inside = self.recipe_path.parent / "run.json"
+        return self.recipe_path.resolve().parent.parent.name if inside.is_file() else self.recipe_path.stem
 
     @property
     def fsdp(self) -> Fsdp | None:
@@ -73,6 +80,7 @@ def open_recipe(recipe_path: Path, overrides: Sequence[str], to_run: bool = True
     """
     path = find_file(str(recipe_path))
     recipe = load_recipe(path, overrides)
+    check_names(path, recipe.tracking.run_name)
     check_output_dir(recipe)
     check_tokenizer_choice(recipe)
     model = inspect_model(recipe, download=to_run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from sft.errors import ModelError
 from sft.job import Job
 from sft.live_parallelism import loading_arguments
 from sft.recipe import Lora
+from sft.remote_code import HOW_TO_ALLOW, is_refusal
 from sft.tensor_parallel import sum_norm_gradients_once
 from sft.weights import MASTER
 
@@ -58,7 +60,17 @@ def _from_pretrained(job: Job, tokenizer: Any, **arguments: Any) -> Any:
             dtype=weights_dtype(job),
             **arguments,
         )
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, UnpicklingError) as error:
+        if is_refusal(error):
+            raise ModelError(
+                f"model.name_or_path={model.name_or_path}: the model is code of its own, which is not run unless the recipe says so. "
+                f"{HOW_TO_ALLOW}"
+            ) from None
+        if isinstance(error, UnpicklingError):
+            raise ModelError(
+                f"model.name_or_path={model.name_or_path}: its .bin file holds other things than tensors, or is damaged, and is not "
+                "loaded: what it holds could run as a program. Get the model as safetensors."
+            ) from None
         raise ModelError(f"{model.name_or_path} cannot be loaded: {str(error).splitlines()[0]}") from None
     embed_new_tokens(loaded, tokenizer, model.new_tokens, model.name_or_path)
     _agree_on_special_tokens(loaded, tokenizer)

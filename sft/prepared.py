@@ -47,6 +47,7 @@ _CODE = (
     "sources",
     "store",
     "template_checks",
+    "time_limit",
     "token_ranges",
     "tokenizer",
     "turns",

@@ -7,7 +7,7 @@
 
 Until the run's folder is known both are in a temporary folder of this machine, named by the launcher's process: so it is the same for
 its ranks, whichever launcher it is. Who creates failed.json was first; nobody else speaks. Files need no store or group, which are
-often gone by then. Imports nothing of ours and no torch.
+often gone by then. What is shown and kept has no secrets in it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from stat import S_ISDIR
+
+from sft.credentials import redact
 
 ENDING = "failed.json"
 """Which rank ended the job first, in the run's logs/."""
@@ -70,7 +73,10 @@ def launched_folder(launcher: int) -> Path:
 def _own_folder(launcher: int) -> Path:
     folder = launched_folder(launcher)
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or not S_ISDIR(
+        found.st_mode
+    ):  # or a link that somebody has put there, to a folder of ours
         raise PermissionError(f"{folder} is somebody else's")
     return folder
 
@@ -85,7 +91,7 @@ def begin() -> None:
         return  # no place for a file: better heard than lost
     _voice.terminal = os.dup(2)
     _write_into(log)
-    words = " ".join(sys.orig_argv)
+    words = redact(" ".join(sys.orig_argv))
     print(f"[{_now()}] rank {_rank()} on {socket.gethostname()}, process {os.getpid()}: {words}", flush=True)
 
 
@@ -131,6 +137,15 @@ def end() -> None:
     """Leave nothing in the temporary folder; after the last thing that may fail on several ranks."""
     if is_rank() and os.environ["LOCAL_RANK"] == "0":
         shutil.rmtree(launched_folder(os.getppid()), ignore_errors=True)
+
+
+def give_back() -> None:
+    """Speak where this process spoke before `begin`: what it becomes begins by itself."""
+    if _voice.terminal != 2:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for stream in (1, 2):
+            os.dup2(_voice.terminal, stream)
 
 
 def forget_ending(run: Path) -> None:
@@ -236,6 +251,7 @@ def tell_message(message: str, lost: bool = False) -> None:
         message: For the user.
         lost: This rank has only lost the others: who was the reason, or the launcher, may speak first.
     """
+    message = redact(message)
     if not is_rank():
         print(f"\n{message}", file=sys.stderr, flush=True)
         return
@@ -250,7 +266,7 @@ def tell_crash(error: BaseException) -> None:
 
     A rank that only lost the others waits: who was the reason speaks, or the launcher tells which process is gone.
     """
-    told = "".join(traceback.format_exception(error)).rstrip()
+    told = redact("".join(traceback.format_exception(error)).rstrip())
     _keep(told)
     if is_echo(error):
         _wait_for_the_reason()

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from sft.credentials import secrets_in
 from sft.errors import RecipeError, did_you_mean
 from sft.recipe import REPOSITORY, SCHEMA_VERSION, Recipe, Section
 
@@ -153,6 +154,16 @@ def _explain(error: ValidationError) -> list[str]:
     return [f"  {where}: {text}" for where, text in told.items()]
 
 
+def _refuse_secrets(text: str, overrides: Sequence[str], origin: str) -> None:
+    found = secrets_in(text, overrides)
+    if found:
+        raise RecipeError(
+            "\n".join([f"{origin} holds what looks like a token or a key:", *(f"  {line}" for line in found)])
+            + "\nRecipes and overrides are copied into the run's folder, which is made to be shared. Take it out, and log in with "
+            "`hf auth login` or `wandb login`, or set an environment variable such as HF_TOKEN or WANDB_API_KEY."
+        )
+
+
 def parse_recipe(text: str, overrides: Sequence[str] = (), origin: str = "recipe") -> Recipe:
     """Validate a recipe's text.
 
@@ -164,6 +175,7 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), origin: str = "recipe
     Raises:
         RecipeError: All mistakes in one message.
     """
+    _refuse_secrets(text, overrides, origin)
     values = _read_yaml(text, origin)
     if not isinstance(values, dict):
         raise RecipeError(f"{origin} is not a valid recipe:\n  it holds {'nothing' if values is None else 'no keys'}")

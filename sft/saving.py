@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 from sft import distributed
+from sft.inside import remove
 from sft.job import Job
 
 
@@ -23,7 +23,7 @@ def write_model(trainer: Any, job: Job, tokenizer: Any, folder: Path) -> None:
 
     with distributed.met_at_the_end():
         if distributed.is_first_rank():
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(folder)
     # Writing takes long on one rank, and merging on the first; nobody leaves the group before.
     with distributed.met_at_the_end():
         save_final(trainer, job, folder)
@@ -37,9 +37,9 @@ def _complete(job: Job, tokenizer: Any, folder: Path) -> None:
 
     if job.recipe.model.lora is not None:
         adapter = folder.with_name(f"{folder.name}-adapter")
-        shutil.rmtree(adapter, ignore_errors=True)
+        remove(adapter)
         folder.rename(adapter)
         merge_adapter(job, tokenizer, adapter, folder)
-        shutil.rmtree(folder / "adapter", ignore_errors=True)
+        remove(folder / "adapter")
         adapter.rename(folder / "adapter")
     tokenizer.save_pretrained(folder)

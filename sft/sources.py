@@ -37,6 +37,16 @@ def looks_local(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or find_file(name).exists()
 
 
+def _is_pattern(source: Source) -> bool:
+    return any(character in source.path for character in "*?[")
+
+
+def is_on_hub(source: Source) -> bool:
+    """Whether a source's name can only be an id on the hub."""
+    local = source.path == BUILTIN or looks_local(source.path) or source.path.endswith(SUFFIXES)
+    return not local and not _is_pattern(source)
+
+
 def source_files(source: Source, output_dir: str) -> list[Path] | None:
     """The local files of a source, or None where it is a hub id.
 
@@ -45,9 +55,9 @@ def source_files(source: Source, output_dir: str) -> list[Path] | None:
     """
     if source.path == BUILTIN:
         return [make_demo(Path(output_dir)).train]
-    pattern = any(character in source.path for character in "*?[")
-    if not looks_local(source.path) and not source.path.endswith(SUFFIXES) and not pattern:
+    if is_on_hub(source):
         return None
+    pattern = _is_pattern(source)
     path = find_file(source.path)
     if source.name is not None or source.revision is not None or source.streaming:
         raise DataError(

@@ -13,6 +13,7 @@ from sft.errors import ModelError, did_you_mean
 from sft.facts import model_path
 from sft.recipe import Recipe
 from sft.recipe_file import find_file
+from sft.remote_code import HOW_TO_ALLOW, is_refusal
 from sft.sources import BUILTIN, looks_local
 from sft.template_checks import end_of_turn
 
@@ -83,6 +84,11 @@ def load_tokenizer(recipe: Recipe) -> Any:
             path, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
+        if is_refusal(error):
+            raise ModelError(
+                f"model.name_or_path={model.name_or_path}: its tokenizer_config.json names code of its own (auto_map), which is not run "
+                f"unless the recipe says so. {HOW_TO_ALLOW}"
+            ) from None
         where = "its folder" if looks_local(path) or model.name_or_path == BUILTIN else "the hub"
         raise ModelError(
             f"The tokenizer of {model.name_or_path} cannot be loaded from {where}: {str(error).splitlines()[0]}"

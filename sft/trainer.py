@@ -13,8 +13,12 @@ from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from trl import SFTConfig
 
 from sft.batches import Sequences, StepOrder
+from sft.changes_take_effect import ChangesTakeEffect
+from sft.checkpoint_writer import CheckpointWriter
 from sft.checkpointing import CheckpointingAsPlanned
 from sft.compiled_layers import compile_layers
+from sft.continuation import writer_here
+from sft.disk import checkpoint_bytes
 from sft.embeddings import show_head
 from sft.errors import ModelError, RecipeError, did_you_mean
 from sft.fsdp import mesh_shape
@@ -72,6 +76,8 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "logging_steps": train.logging_steps,
         "logging_first_step": True,
         "report_to": list(recipe.tracking.report_to) or "none",
+        # The filter would hide a loss that is not finite, and wait for the device at each micro-batch to find it.
+        "logging_nan_inf_filter": False,
         "disable_tqdm": True,
         "deepspeed": job.deepspeed.config if job.deepspeed else None,
         "parallelism_config": parallelism_config(job),
@@ -139,6 +145,7 @@ SECOND_WAYS = {
     "length_column_name": "train.seed, which decides the order",
     "liger_kernel_config": "model.kernels",
     "load_best_model_at_end": "the plan: final/ is the model after the last step",
+    "logging_nan_inf_filter": "train.on_nonfinite",
     "model_init_kwargs": "the keys of `model`",
     "pad_token": "model.pad_token",
     "padding_free": "data.packing",
@@ -150,6 +157,7 @@ SECOND_WAYS = {
     "torch_compile_mode": "model.compile",
     "train_sampling_strategy": "train.seed, which decides the order",
     "truncation_mode": "data.overlong",
+    "trust_remote_code": "model.trust_remote_code",
     "use_liger_kernel": "model.kernels",
 }
 
@@ -262,17 +270,28 @@ def build_trainer(
     trainer.remove_callback(PrinterCallback)
     trainer.train_dataset = sequences
     trainer.step_order, trainer.step_clock, trainer.plan = order, clock, job.plan
-    trainer.fsdp = job.fsdp
+    trainer.fsdp, trainer.writer = job.fsdp, writer_here(job)
+    trainer.checkpoints = _checkpoint_writer(job, arguments)
     if job.plan.compile.value:
         compile_layers(trainer.model, job.plan.attention.value)
     return trainer
+
+
+def _checkpoint_writer(job: Job, arguments: Any) -> CheckpointWriter:
+    facts = {
+        "ranks": job.hardware.ranks,
+        "engine": job.plan.engine.value,
+        "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True),
+    }
+    return CheckpointWriter(Path(arguments.output_dir), job.recipe.train.save_total_limit, facts, checkpoint_bytes(job))
 
 
 def _as_planned(job: Job) -> list[TrainerCallback]:
     """What completes the engine when the training begins, before anything is measured or trained."""
     ahead = job.fsdp.prefetch if job.fsdp else None
     checkpointing = CheckpointingAsPlanned(job.plan.gradient_checkpointing.value)
-    return [checkpointing, PrefetchAsAsked(ahead)] if ahead else [checkpointing]
+    always = [checkpointing, ChangesTakeEffect(job.plan.learning_rate.value)]
+    return [*always, PrefetchAsAsked(ahead)] if ahead else always
 
 
 def _optimizer(job: Job) -> tuple[type[MasterAdamW], dict[str, Any]] | None:

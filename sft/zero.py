@@ -41,6 +41,15 @@ ZERO_KEYS = (
     "log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module"
 ).split()
 
+WRITING_KEYS = (
+    "tensorboard.enabled",
+    "wandb.enabled",
+    "csv_monitor.enabled",
+    "comet.enabled",
+    "flops_profiler.output_file",
+)
+"""Keys that have DeepSpeed write files where they say."""
+
 _OWNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 """Keys that the recipe decides."""
 
@@ -114,6 +123,11 @@ def _check_shape(path: Path, config: dict[str, Any]) -> None:
     ]
     zero = config.get("zero_optimization", {})
     wrong += [
+        f"  {key}: would write outside of the run's folder; remove it, tracking.report_to and train.profile=true do the same inside"
+        for key in WRITING_KEYS
+        if _at(config, key, False)
+    ]
+    wrong += [
         f"  {key}: unknown to DeepSpeed{did_you_mean(key, KNOWN_KEYS)}" for key in config if key not in KNOWN_KEYS
     ]
     if isinstance(zero, dict):
@@ -185,6 +199,11 @@ def check_deepspeed(
         lines.append(
             f"  optimizer is {json.dumps(file.config['optimizer'])}, and the recipe's is AdamW with its own learning_rate, betas and "
             "weight_decay (none on biases and norms): remove the section"
+        )
+    if _at(file.config, "bf16.check_grad_overflow", True) is False:
+        lines.append(
+            f"  bf16.check_grad_overflow is false, and train.on_nonfinite is {train.on_nonfinite}: a gradient that is not finite would be "
+            "applied before it is found; remove the key"
         )
     zero = file.config.get("zero_optimization", {})
     if file.stage == 3 and not zero.get("stage3_gather_16bit_weights_on_model_save"):

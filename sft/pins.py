@@ -1,0 +1,48 @@
+"""Which commit each name on the hub stood for, recorded with the run, and the lines that would keep it so.
+
+A branch such as `main` is another model or dataset tomorrow: a recipe that is to give the same result again names commits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sft.facts import ModelFacts
+from sft.recipe import Recipe
+from sft.remote_code import is_commit
+from sft.sources import hub_commit, is_on_hub
+
+
+def hub_revisions(recipe: Recipe, model: ModelFacts) -> list[dict[str, Any]]:
+    """What the recipe takes from the hub: `key`, `name`, `revision` as written, and the `commit` it stands for, None where unknown."""
+    found: list[dict[str, Any]] = []
+
+    def add(key: str, name: str, revision: str | None, commit: str | None) -> None:
+        found.append({"key": key, "name": name, "revision": revision, "commit": commit})
+
+    if model.commit is not None:
+        add("model", recipe.model.name_or_path, recipe.model.revision, model.commit)
+    for section, sources in (("data.train", recipe.sources), ("data.held_out", recipe.held_out_sources)):
+        for source in sources:
+            if is_on_hub(source):
+                commit = source.revision if is_commit(source.revision) else hub_commit(source)
+                add(section, source.path, source.revision, commit)
+    return found
+
+
+def pin_lines(revisions: list[dict[str, Any]]) -> list[str]:
+    """What to write into the recipe, for each name that is not pinned to a commit."""
+    lines = []
+    for one in revisions:
+        if is_commit(one["revision"]):
+            continue
+        where = "model.revision" if one["key"] == "model" else f"revision of {one['name']} in {one['key']}"
+        now = (
+            f"stands for {one['commit']} today; to keep it"
+            if one["commit"]
+            else "cannot be asked of the hub now; to pin it"
+        )
+        lines.append(
+            f"Not pinned: {one['name']} {one['revision'] or 'main'} {now}, set {where}: {one['commit'] or '<commit>'}"
+        )
+    return lines

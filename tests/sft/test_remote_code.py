@@ -1,0 +1,128 @@
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from eval.settings import load_config
+from sft.demo import Demo
+from sft.errors import EvaluationError, ModelError
+from sft.facts import inspect_model
+from sft.recipe import Recipe
+from sft.remote_code import check_remote_code, code_hash, is_refusal
+from sft.tokenizer import load_tokenizer
+
+MakeRecipe = Callable[..., Recipe]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+OWN = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+
+
+@pytest.fixture
+def own(tmp_path: Path, demo: Demo) -> Path:
+    """A model whose config is code of its own, which tells that it ran."""
+    folder = tmp_path / "own"
+    shutil.copytree(demo.model, folder)
+    (folder / "configuration_own.py").write_text(
+        "from pathlib import Path\n"
+        "from transformers import Qwen2Config\n"
+        "class OwnConfig(Qwen2Config):\n"
+        "    model_type = 'own'\n"
+        f"Path({str(tmp_path / 'ran')!r}).touch()\n"
+    )
+    change(folder / "config.json", OWN)
+    return folder
+
+
+def change(file: Path, values: dict[str, object]) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def test_a_models_own_code_is_refused_with_how_to_allow_it(own: Path, make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as caught:
+        inspect_model(make_recipe(f"model.name_or_path={own}"))
+    for part in (str(own), "configuration_own.OwnConfig", "own", "model.trust_remote_code=true", "full hash"):
+        assert part in str(caught.value)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_model_that_transformers_has_itself_runs_as_that(own: Path, make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    """Many models on the hub still name the code from before they were taken in."""
+    change(own / "config.json", {"model_type": "qwen2"})
+    recipe = make_recipe(f"model.name_or_path={own}")
+    assert inspect_model(recipe).model_type == "qwen2"
+    assert type(load_config(str(own), None, recipe.model.trust_remote_code)).__module__.startswith("transformers.")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_tokenizers_own_code_is_refused_too(own: Path, make_recipe: MakeRecipe) -> None:
+    change(own / "config.json", {"model_type": "qwen2", "auto_map": {}})
+    named = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}}
+    change(own / "tokenizer_config.json", named)
+    change(own / "config.json", {"model_type": "no-such-model-in-transformers"})
+    with pytest.raises(ModelError, match=r"names code of its own.*model.trust_remote_code=true"):
+        load_tokenizer(make_recipe(f"model.name_or_path={own}"))
+
+
+def test_an_evaluation_runs_no_code_of_a_model_either(own: Path, tmp_path: Path) -> None:
+    with pytest.raises(EvaluationError, match=r"has code of its own, which is not run"):
+        load_config(str(own), None, False)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("revision", [None, "main", "v1.0", COMMIT[:12], COMMIT.upper()])
+def test_code_from_the_hub_is_pinned_to_a_commit(revision: str | None, make_recipe: MakeRecipe) -> None:
+    words = ["model.trust_remote_code=true", "model.name_or_path=owner/model"]
+    model = make_recipe(*words, *([f"model.revision={revision}"] if revision else [])).model
+    with pytest.raises(ModelError, match=rf"full hash \(40 digits\).*today it is {COMMIT}"):
+        check_remote_code(model, "owner/model", COMMIT, OWN, {})
+    check_remote_code(model.model_copy(update={"revision": COMMIT}), "owner/model", COMMIT, OWN, {})
+
+
+@pytest.mark.parametrize("where", ["config", "tokenizer"])
+def test_code_of_another_repository_is_refused_since_nothing_pins_it(
+    where: str, own: Path, make_recipe: MakeRecipe
+) -> None:
+    model = make_recipe("model.trust_remote_code=true", f"model.name_or_path={own}").model
+    other = {"auto_map": {"AutoTokenizer": ["else/where--code.Own", None]}}
+    config, tokenizer = (other, {}) if where == "config" else ({}, other)
+    with pytest.raises(ModelError, match=r"names code of another repository, else/where"):
+        check_remote_code(model, str(own), None, config, tokenizer)
+
+
+def test_local_code_is_known_by_its_hash(own: Path, make_recipe: MakeRecipe) -> None:
+    model = make_recipe("model.trust_remote_code=true", f"model.name_or_path={own}").model
+    first = code_hash(model, str(own))
+    assert first == code_hash(model, str(own))
+    (own / "configuration_own.py").write_text("changed")
+    second = code_hash(model, str(own))
+    (own / "configuration_own.py").rename(own / "other.py")
+    assert len({first, second, code_hash(model, str(own)), None}) == 4
+    assert code_hash(model.model_copy(update={"trust_remote_code": False}), str(own)) is None
+    assert code_hash(model, "owner/model") is None
+
+
+def test_transformers_refuses_in_the_words_that_are_looked_for(own: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for auto in (AutoConfig, AutoModelForCausalLM):
+        with pytest.raises(ValueError, match=r"custom code") as caught:
+            auto.from_pretrained(str(own), trust_remote_code=False)
+        assert is_refusal(caught.value)
+
+
+def test_nothing_is_loaded_without_saying_whether_its_code_may_run() -> None:
+    """Left out, transformers asks on the terminal, and takes `y` for an answer."""
+    import re
+
+    from sft.recipe import REPOSITORY
+
+    loaders = re.compile(r"(Auto\w+\.from_(?:pretrained|config)|HFLM)\((?P<arguments>(?:[^()]|\([^()]*\))*)\)")
+    found = [
+        (file.name, call)
+        for folder in ("sft", "eval")
+        for file in sorted((REPOSITORY / folder).glob("*.py"))
+        for call in loaders.finditer(file.read_text())
+    ]
+    assert len(found) >= 5
+    assert not [(name, call[1]) for name, call in found if "trust_remote_code=" not in call["arguments"]]

@@ -1,0 +1,188 @@
+"""What comes from elsewhere is data: no file of it is run."""
+
+import ast
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sft.demo import Demo
+from sft.errors import ModelError, users_mistakes_end_cleanly
+from sft.hardware import Hardware
+from sft.job import open_job
+from sft.model import load_model
+from sft.recipe import REPOSITORY
+from sft.safe_loading import load_only_tensors
+from sft.tokenizer import load_tokenizer
+
+SOURCES = sorted(file for folder in ("sft", "eval") for file in (REPOSITORY / folder).glob("*.py"))
+YAML_LOADERS = {"_Loader", "_TaskLoader"}
+"""Both are made from yaml.SafeLoader; the next test asks."""
+
+# A name that is called, and why it is not.
+RUNS_WHAT_IT_IS_GIVEN = {
+    "eval": "runs text",
+    "exec": "runs text",
+    "os.system": "runs a shell",
+    "os.popen": "runs a shell",
+    "pickle.load": "runs what the file says",
+    "pickle.loads": "runs what the bytes say",
+    "pickle.Unpickler": "runs what the file says",
+    "marshal.loads": "runs what the bytes say",
+    "shelve.open": "unpickles",
+    "yaml.unsafe_load": "makes any object",
+    "yaml.full_load": "makes many objects",
+    "tarfile.open": "archives may name places outside",
+    "zipfile.ZipFile": "archives may name places outside",
+    "shutil.unpack_archive": "archives may name places outside",
+    "jinja2.Environment": "reaches Python",
+    "jinja2.Template": "reaches Python",
+    "tempfile.mktemp": "a name that another may take first",
+}
+
+
+class Evil:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.mark}",)
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")
+
+
+def called(tree: ast.AST) -> Iterator[tuple[ast.Call, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield node, ast.unparse(node.func)
+
+
+def keyword(call: ast.Call, name: str) -> object:
+    return next((ast.unparse(one.value) for one in call.keywords if one.arg == name), None)
+
+
+def findings(text: str) -> list[str]:
+    """What a file does that runs what it is given; told by the code's shape, not by words in texts and comments."""
+    found = []
+    for call, name in called(ast.parse(text)):
+        if name in RUNS_WHAT_IT_IS_GIVEN:
+            found.append(f"{name} {RUNS_WHAT_IT_IS_GIVEN[name]}")
+        if keyword(call, "shell") not in (None, "False"):
+            found.append(f"{name} with a shell")
+        if keyword(call, "allow_pickle") not in (None, "False"):
+            found.append(f"{name} that unpickles")
+        if name == "torch.load" and keyword(call, "weights_only") != "True":
+            found.append("torch.load of anything")
+        if name == "yaml.load" and (len(call.args) < 2 or ast.unparse(call.args[1]) not in YAML_LOADERS):
+            found.append("yaml.load with a loader that is not known")
+    return found
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda file: f"{file.parent.name}.{file.stem}")
+def test_no_file_of_ours_runs_what_it_reads(file: Path) -> None:
+    assert findings(file.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "eval(text)",
+        "pickle.load(file)",
+        "np.load(file, allow_pickle=True)",
+        "torch.load(file)",
+        "torch.load(file, weights_only=False)",
+        "subprocess.run(text, shell=True)",
+        "yaml.load(text, yaml.Loader)",
+        "yaml.load(text)",
+    ],
+)
+def test_the_inventory_finds_what_it_looks_for(line: str) -> None:
+    assert findings(f"def f():\n    return [{line}]") != []
+
+
+def test_the_loaders_of_yaml_make_plain_values() -> None:
+    import yaml
+
+    from eval.task_files import _TaskLoader
+    from sft.recipe_file import _Loader
+
+    for loader in (_Loader, _TaskLoader):
+        assert issubclass(loader, yaml.SafeLoader)
+        assert loader.__name__ in YAML_LOADERS
+        with pytest.raises(yaml.YAMLError):
+            yaml.load("!!python/object/apply:os.system ['true']", loader)
+
+
+@pytest.fixture
+def with_bin(demo: Demo, tmp_path: Path) -> Callable[[Any], Path]:
+    """The demo's model with its weights in pytorch_model.bin, and something more."""
+
+    def make(more: dict[str, Any]) -> Path:
+        folder = tmp_path / "model"
+        shutil.copytree(demo.model, folder)
+        torch.save(load_file(folder / "model.safetensors") | more, folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+        return folder
+
+    return make
+
+
+def load(folder: Path, recipe_file: Path, demo: Demo, outputs: Path) -> Any:
+    words = [f"output_dir={outputs}", f"model.name_or_path={folder}", f"data.train={demo.train}"]
+    job = open_job(recipe_file, words, Hardware(None, 1, 1, 2, 8.0))
+    return load_model(job, load_tokenizer(job.recipe))
+
+
+def test_weights_in_a_bin_file_load_as_tensors(
+    with_bin: Callable[[Any], Path], recipe_file: Path, demo: Demo, outputs: Path
+) -> None:
+    model = load(with_bin({}), recipe_file, demo, outputs)
+    expected = load_file(demo.model / "model.safetensors")
+    assert torch.equal(model.get_input_embeddings().weight, expected["model.embed_tokens.weight"])
+
+
+def test_a_bin_file_with_a_program_in_it_is_refused_and_not_run(
+    with_bin: Callable[[Any], Path], recipe_file: Path, demo: Demo, outputs: Path, tmp_path: Path
+) -> None:
+    folder = with_bin({"evil": Evil(tmp_path / "ran")})
+    with pytest.raises(ModelError, match=r"holds other things than tensors.*not loaded.*safetensors"):
+        load(folder, recipe_file, demo, outputs)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_prepared_data_holds_no_objects(tmp_path: Path) -> None:
+    from sft.store import SequenceIndex
+
+    np.savez(tmp_path / "train.npz", members=np.array([Evil(tmp_path / "ran")], dtype=object), ends=np.array([1]))
+    with pytest.raises(ValueError, match=r"allow_pickle=False"):
+        SequenceIndex.load(tmp_path / "train.npz")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_deepspeed_loads_as_anything_is_refused_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+
+    good, bad = tmp_path / "good.pt", tmp_path / "bad.pt"
+    torch.save({"loss_scaler": LossScaler(1.0), "step": torch.ones(1)}, good)
+    torch.save({"evil": Evil(tmp_path / "ran")}, bad)
+    load_only_tensors(deepspeed=True)
+    assert torch.load(good, weights_only=False)["step"] == 1
+    with pytest.raises(SystemExit) as ended, users_mistakes_end_cleanly():
+        torch.load(bad, weights_only=False)
+    assert ended.value.code == 2
+    assert not (tmp_path / "ran").exists()
+    told = capsys.readouterr().err
+    assert "other things than tensors" in told
+    assert "posix.system" in told
+    assert "add_safe_globals" not in told
