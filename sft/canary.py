@@ -103,6 +103,11 @@ class SaveCanary(TrainerCallback):  # type: ignore[misc]
                 flush=True,
             )
 
+    def close(self) -> None:
+        """End the process that loads; after the last check."""
+        if self.checker is not None:
+            self.checker.close()
+
     def _bytes(self) -> int:
         dtype = self._dtype()
         return sum(

@@ -51,13 +51,21 @@ def load(request: dict[str, Any]) -> tuple[Loaded, dict[str, Any]]:
     """The model, and what is told of it and its tokenizer."""
     folder, remote = request["load"], request["trust_remote_code"]
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=remote)
-    model, info = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=remote, output_loading_info=True)
-    model.eval()
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor(request["ids"]), use_cache=False).logits.float()
+    # Tensors of another shape are an error without that, which does not name them.
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=remote, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    logits, failure = torch.empty(0), None
+    try:
+        with torch.no_grad():
+            logits = model.eval()(input_ids=torch.tensor(request["ids"]), use_cache=False).logits.float()
+    except (IndexError, RuntimeError) as error:  # such as a token without a row; its tensors tell more
+        failure = f"{type(error).__name__}: {error}"
     facts = {
+        "failure": failure,
         "missing": sorted(map(str, info["missing_keys"])),
         "unexpected": sorted(map(str, info["unexpected_keys"])),
+        "mismatched": sorted((str(name), list(saved), list(own)) for name, saved, own in info["mismatched_keys"]),
         "dtype": str(model.dtype).removeprefix("torch."),
         "stops_at": model.generation_config.eos_token_id,
         "rows": model.get_input_embeddings().num_embeddings,

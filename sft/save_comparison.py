@@ -109,7 +109,9 @@ class Comparison:
         if "error" in answer:
             return Found([f"it cannot be compared: {answer['error']}"])
         problems = [*_tensors(answer["wrong"], self._loaded), *_facts(expected, self._loaded)]
-        if not self._distance <= limit:
+        if self._loaded["failure"]:
+            problems.append(f"it gives no logits: {self._loaded['failure']}")
+        elif not self._distance <= limit:
             problems.append(
                 f"logits differ by {self._distance:.2%} of their norm; other kernels alone make less than {limit:.1%}"
             )
@@ -167,7 +169,10 @@ def _tensors(wrong: Sequence[dict[str, Any]], loaded: dict[str, Any]) -> list[st
     """What is wrong with the tensors, the largest difference first."""
     lines = [f"{name}: from_pretrained did not find it, and made it up" for name in loaded["missing"]]
     lines += [f"{name}: from_pretrained has no use for it" for name in loaded["unexpected"]]
-    made_up = set(loaded["missing"])
+    lines += [
+        f"{name}: has shape {saved}, by config.json {own}, and was made up" for name, saved, own in loaded["mismatched"]
+    ]
+    made_up = {*loaded["missing"], *(name for name, _, _ in loaded["mismatched"])}
     lines += [f"{one['name']}: {one['why']}" for one in wrong if "why" in one]
     values = sorted((one for one in wrong if "why" not in one), key=lambda one: -one["largest"])
     lines += [

@@ -329,6 +329,7 @@ def write_final(trainer: Any, job: Job, run: Run, tokenizer: Any) -> None:
     write_model(trainer, job, tokenizer, work)
     if trainer.canary is not None:
         trainer.canary.check(work)
+        trainer.canary.close()
     with distributed.met_at_the_end():
         if distributed.is_first_rank():
             remove(run.final)
