@@ -17,7 +17,7 @@ from sft.run_directory import Run
 from tests.slow.conftest import write_recipe
 from tests.slow.ranks import Ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 POISON = REPOSITORY / "tests" / "slow" / "train_and_poison.py"
 STEPS, ROW = 8, 31
 ENGINES: dict[str, tuple[int, tuple[str, ...]]] = {
