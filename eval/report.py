@@ -147,6 +147,7 @@ def _training(of: Recorded) -> list[str]:
         "Loss at the last logged step": number(loss[-1] if loss else None, ".4f"),
         "Mean loss of the training": number(of.record.get("train_loss"), ".4f"),
         **_held_out(of),
+        **_faults(of),
         **speed_facts(of.metrics),
         "Peak memory of the first rank": f"{max(memory):.2f} GiB" if memory else MISSING,
         "Time to prepare the data": duration(get(timings, "prepare_seconds")),
@@ -155,6 +156,26 @@ def _training(of: Recorded) -> list[str]:
     if of.comparison:
         rows["Time to evaluate"] = duration(get(timings, "evaluate_seconds"))
     return ["![Training loss and learning rate over optimizer steps](loss.png)", "", *facts(rows)]
+
+
+def _faults(of: Recorded) -> dict[str, str]:
+    """What was not as it should be in the numbers, where something was."""
+    rows = {}
+    faults = [
+        f"step {number(fault.get('step'))} ({text(fault.get('answer'))})" for fault in entries(of.record, "nonfinite")
+    ]
+    if faults:
+        rows["Losses or gradients that were not finite"] = ", ".join(faults)
+    spikes = [
+        f"step {number(point['step'])} ({number(point.get('loss'), '.4f')})"
+        for point in of.metrics
+        if point.get("spike") is True
+    ]
+    if spikes:
+        rows["Spikes of the loss"] = ", ".join(spikes[:10]) + (
+            f" and {len(spikes) - 10} more" if len(spikes) > 10 else ""
+        )
+    return rows
 
 
 def _held_out(of: Recorded) -> dict[str, str]:
@@ -187,6 +208,27 @@ def _hardware(hardware: object) -> str:
     return f"{gpus if gpu else 'no GPU'}; {machine} on each machine"
 
 
+def _sessions(of: Recorded) -> list[str]:
+    """Where a run went on, and how each start of it ended; nothing for a run in one piece."""
+    sessions = entries(of.record, "sessions")
+    if len(sessions) < 2:
+        return []
+    rows = [
+        [
+            text(one.get("started")),
+            text(one.get("checkpoint") or "the first step"),
+            text(one.get("status")),
+            number(one.get("last_step")),
+            number(one.get("ranks")),
+            duration(one.get("seconds")),
+            ", ".join(map(code, one.get("changes") or {})) or "nothing",
+        ]
+        for one in sessions
+    ]
+    head = ["Started", "From", "Ended", "At step", "Processes", "Trained for", "Changed in the recipe"]
+    return ["", f"It was trained in {len(sessions)} sessions:", "", *table(head, rows)]
+
+
 def _environment(of: Recorded) -> list[str]:
     record, commit = of.record, get(of.record, "git", "commit")
     on_each = number(get(record, "hardware", "ranks_per_node"))
@@ -201,10 +243,11 @@ def _environment(of: Recorded) -> list[str]:
     if isinstance(versions, dict):
         return [
             *facts(rows),
+            *_sessions(of),
             "",
             *table(["Package", "Version"], [[text(name), text(one)] for name, one in versions.items()]),
         ]
-    return [*facts(rows), "", "The versions of the packages are missing."]
+    return [*facts(rows), *_sessions(of), "", "The versions of the packages are missing."]
 
 
 def _again(of: Recorded) -> list[str]:
@@ -225,6 +268,9 @@ def _again(of: Recorded) -> list[str]:
         notes.append(
             "The working tree had changes that no commit holds, so the commit alone may not give the same result."
         )
+    notes.append(
+        f"Or from this folder, which tells what is no longer as it was: {code(f'bash scripts/sft.sh {of.run.path}')}."
+    )
     return ["```bash", *lines, "```", "", *notes]
 
 

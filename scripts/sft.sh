@@ -8,6 +8,7 @@
 #   bash scripts/sft.sh recipes/qwen3b.yaml --plan                    print every decision, and stop
 #   bash scripts/sft.sh recipes/qwen3b.yaml --plan --on 8x80GB        for a machine that is not here
 #   bash scripts/sft.sh recipes/qwen3b.yaml --preflight               check all machines and processes, and stop
+#   bash scripts/sft.sh outputs/tiny/latest                           go on with a run, or repeat a finished one
 #   NPROC=2 bash scripts/sft.sh recipes/tiny.yaml                     two processes (default, or NPROC=auto: one for each GPU)
 #   bash scripts/sft.sh recipes/tiny.yaml --max-restarts 3            start again from the newest checkpoint after a failure
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 bash scripts/sft.sh recipes/qwen3b.yaml    on the first of two machines

@@ -69,12 +69,15 @@ class StepOrder(torch.utils.data.Sampler[int]):
         seed: The recipe's.
         per_step: Real sequences of a step; of no matter where no step has empty places.
         empty: Places of each step that fillers take.
+
+    Attributes:
+        left_out: Steps of the run, counted from 1, that hold nothing but fillers.
     """
 
     def __init__(self, sequences: int, fillers: int, seed: int, per_step: int = 1, empty: int = 0) -> None:
         self.sequences, self.fillers, self.seed = sequences, fillers, seed
         self.per_step, self.empty = per_step, empty
-        self.epoch = 0
+        self.epoch, self.left_out = 0, frozenset[int]()
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation of the passes that begin after this."""
@@ -87,8 +90,21 @@ class StepOrder(torch.utils.data.Sampler[int]):
         """The real sequences, in the order of an epoch."""
         return np.random.default_rng([self.seed, epoch]).permutation(self.sequences)
 
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of an epoch."""
+        return ceil(self.sequences / self.per_step)
+
+    def place_of(self, step: int) -> tuple[int, int]:
+        """Epoch of a step of the run, counted from 1, and its number there, counted from 0."""
+        return divmod(step - 1, self.steps_per_epoch)
+
     def __iter__(self) -> Iterator[int]:
         order = self.permutation(self.epoch).tolist()
+        for epoch, place in map(self.place_of, self.left_out):
+            if epoch == self.epoch:
+                mine = slice(place * self.per_step, (place + 1) * self.per_step)
+                order[mine] = [self.sequences] * len(order[mine])  # any number behind the real ones
         fillers = iter(range(self.sequences, len(self)))
         # The last step's, whole or not, come behind everything.
         whole = self.sequences // self.per_step * self.per_step if self.empty else 0

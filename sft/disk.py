@@ -26,6 +26,11 @@ def bytes_per_parameter(job: Job) -> tuple[int, int]:
     return weights * (2 if stage < 3 else 1) + 4 + moments, weights
 
 
+def checkpoint_bytes(job: Job) -> int:
+    """Of a checkpoint that has not been written yet; 0 where it is not known."""
+    return (trained_parameters(job) or 0) * bytes_per_parameter(job)[0]
+
+
 def trained_parameters(job: Job) -> int | None:
     """Parameters that a checkpoint holds; None where config.json does not tell, or adapters alone are trained."""
     return None if job.recipe.model.lora is not None else job.model.parameters
@@ -58,23 +63,24 @@ def check_disk(job: Job, there: int = 0) -> Check:
     free = shutil.disk_usage(folder).free
     parameters = trained_parameters(job)
     if parameters is None:
-        return Check("disk", f"{_size(free)} free in {folder}; what is needed is not known before the model loads")
+        return Check("disk", f"{in_words(free)} free in {folder}; what is needed is not known before the model loads")
     of_checkpoint, of_final = bytes_per_parameter(job)
     count = checkpoints_to_come(job.recipe, job.plan.max_steps.value, there)
     needed = parameters * (count * of_checkpoint + of_final)
     words = (
-        f"{count} checkpoint{'s' if count > 1 else ''} of {_size(parameters * of_checkpoint)} and final/ of "
-        f"{_size(parameters * of_final)} need {_size(needed)}"
+        f"{count} checkpoint{'s' if count > 1 else ''} of {in_words(parameters * of_checkpoint)} and final/ of "
+        f"{in_words(parameters * of_final)} need {in_words(needed)}"
     )
     if needed <= free:
-        return Check("disk", f"{words}; {_size(free)} free")
+        return Check("disk", f"{words}; {in_words(free)} free")
     return Check(
         "disk",
-        f"{_size(free)} free",
-        f"{words}, and {folder} has {_size(free)} free. Free some space, set output_dir to another disk, or lower "
+        f"{in_words(free)} free",
+        f"{words}, and {folder} has {in_words(free)} free. Free some space, set output_dir to another disk, or lower "
         "train.save_total_limit.",
     )
 
 
-def _size(count: float) -> str:
+def in_words(count: float) -> str:
+    """Bytes, for a person."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

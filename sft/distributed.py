@@ -47,15 +47,16 @@ def set_debug_environment(ddp: bool, uses_gpu: bool) -> None:
         os.environ.setdefault(name, value)
 
 
-def settle_environment(deepspeed: bool, uses_gpu: bool) -> None:
+def settle_environment(deepspeed: bool, uses_gpu: bool, precision: str) -> None:
     """Make the environment say what the plan says; before torch, accelerate or deepspeed is imported.
 
     Args:
         deepspeed: The recipe names a DeepSpeed file.
         uses_gpu: The job runs on GPUs.
+        precision: As planned: `bf16`, `fp16` or `fp32`.
 
     Raises:
-        PlanError: `accelerate launch` was asked for an engine that the recipe does not name.
+        PlanError: `accelerate launch` was asked for an engine or a precision that the recipe does not name.
     """
     engines = {"FSDP": False, "DEEPSPEED": deepspeed, "MEGATRON_LM": False}
     for engine, in_recipe in engines.items():
@@ -64,6 +65,12 @@ def settle_environment(deepspeed: bool, uses_gpu: bool) -> None:
                 f"accelerate launch was asked for {engine} (its options, or a configuration left by `accelerate config`), and the "
                 "recipe alone names the engine: train.deepspeed or train.fsdp, or DDP without them. Start it without."
             )
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if asked not in ("no", precision):
+        raise PlanError(
+            f"accelerate launch was asked for mixed precision {asked} (its options, or a configuration left by `accelerate config`), and "
+            f"the recipe alone decides: train.precision gives {precision}. Start it without, or set train.precision={asked}."
+        )
     # accelerate would follow these over the recipe: ACCELERATE_USE_CPU, for one, turns DeepSpeed into DDP in silence.
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         del os.environ[name]

@@ -8,8 +8,10 @@
     ├── EvaluationError  a task or an evaluation setting
     ├── RunError         the run directory
     ├── PreflightError   the machines or processes of a job do not fit together
-    └── RanksError       the ranks of a job do not do the same
+    ├── RanksError       the ranks of a job do not do the same
+    └── NonfiniteError   a loss or gradient is NaN or infinite
     LostRank             another process of the job is gone: one message, exit status 1, no traceback
+    WrongSave            what was written is not the model in memory: one message, exit status 1, no traceback
 
 Anything else that escapes is our bug and keeps its traceback.
 """
@@ -32,6 +34,9 @@ EXIT_CRASHED = 1
 EXIT_USER_ERROR = 2
 EXIT_LOST_RANK = 1
 """Not 2: nothing has to be changed before the same command can go on, so that a scheduler may start it again."""
+
+EXIT_WRONG_SAVE = 1
+"""Not 2: nothing that the user has written is wrong."""
 
 EXIT_INTERRUPTED = 130
 
@@ -72,8 +77,16 @@ class RanksError(UserError):
     """The ranks of a job do not do the same."""
 
 
+class NonfiniteError(UserError):
+    """A loss or gradient that is NaN or infinite."""
+
+
 class LostRank(Exception):
     """Another process of the job, its machine, or the network to it is gone, or does not answer in time."""
+
+
+class WrongSave(Exception):
+    """A saved model that is not the model in memory: a bug of this project or of a library."""
 
 
 def did_you_mean(word: str, known: Iterator[str] | list[str], otherwise: str = "") -> str:
@@ -101,13 +114,15 @@ def stop(status: int) -> NoReturn:
     sys.exit(status)
 
 
-def _disk_was_full(error: BaseException | None) -> bool:
+def disk_was_full(error: BaseException | None) -> bool:
+    """Whether an error, or what it was raised for, is that a disk or a quota is full."""
     # safetensors, torch and pyarrow each raise an error of their own, some while handling the one that says it.
     while error is not None:
         # torch's zip writer says only that it stands elsewhere than where it wrote.
-        if "No space left on device" in str(error) or (
-            "inline_container" in str(error) and "unexpected pos" in str(error)
-        ):
+        words = str(error)
+        if "No space left on device" in words or "Disk quota exceeded" in words:
+            return True
+        if "inline_container" in words and "unexpected pos" in words:
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -125,7 +140,7 @@ def _port_was_taken(error: BaseException) -> bool:
 
 def _known_mistake(error: BaseException) -> str | None:
     """What is wrong, where an error of a library is known to be no bug."""
-    if _disk_was_full(error):
+    if disk_was_full(error):
         return "The disk is full. Free some space, or set output_dir to another disk. What was complete is kept."
     if type(error).__name__ == "UnpicklingError":
         return (
@@ -154,6 +169,9 @@ def users_mistakes_end_cleanly() -> Iterator[None]:
     except LostRank as error:
         tell_message(str(error), lost=True)
         stop(EXIT_LOST_RANK)
+    except WrongSave as error:
+        tell_message(str(error))
+        stop(EXIT_WRONG_SAVE)
     except BrokenPipeError:
         # `--show 100 | head`: the reader has seen enough. What is still in the buffer goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

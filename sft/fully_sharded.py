@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from accelerate.utils import fsdp_utils
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_callback import TrainerCallback
 
 from sft.errors import ModelError
 from sft.recipe import Fsdp
-from sft.sharding import sharded_units
+from sft.sharding import give_back, sharded_units
 
 
 def policies(fsdp: Fsdp, compute: torch.dtype, on_gpu: bool) -> dict[str, Any]:
@@ -92,18 +92,27 @@ class PrefetchAsAsked(TrainerCallback):  # type: ignore[misc]
         prefetch(kwargs["model"], self.ahead)
 
 
-def whole_state(model: Any, adapters_only: bool) -> dict[str, Any]:
+def whole_state(model: Any, adapters_only: bool, dtype: torch.dtype | None) -> dict[str, Any]:
     """The weights gathered in the first rank's memory, each once; nothing on the others. Every rank takes part.
 
     Args:
-        model: Sharded.
+        model: Sharded; stays as it is.
         adapters_only: Leave out what is frozen.
+        dtype: Rounded to it before they are gathered; None: as the shares are.
     """
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapters_only)
-    state = get_model_state_dict(model, options=options)
-    # A weight of two names, such as a tied embedding, is gathered for each.
-    once = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
-    return {name: tensor for name, tensor in state.items() if name in once}
+    give_back(model)
+    parameters = dict(model.named_parameters())
+    # A weight of two names, such as a tied embedding, would be gathered for each.
+    once = parameters.keys() | {name for name, _ in model.named_buffers()}
+    state: dict[str, Any] = {}
+    for name, tensor in model.state_dict().items():
+        if name not in once or (adapters_only and name in parameters and not parameters[name].requires_grad):
+            continue
+        rounded = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        gathered = rounded.full_tensor() if isinstance(rounded, DTensor) else rounded
+        if torch.distributed.get_rank() == 0:
+            state[name] = gathered.cpu()
+    return state
 
 
 def plugin_arguments(fsdp: Fsdp) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from sft.errors import PreflightError
 from sft.job import Job
 from sft.recipe import REPOSITORY
-from sft.run_directory import installed_versions
+from sft.record import installed_versions
 
 CODE = ("sft/**/*.py", "sft/**/*.jinja", "eval/**/*.py", "ds_configs/*.json")
 VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_DIST", "TORCH_CPP_LOG", "FI_", "UCX_")
@@ -58,7 +58,7 @@ def host_facts(job: Job, rank: int, data: str | None = None) -> HostFacts:
         data: Key of the prepared data.
     """
     recipe = _flat(job.recipe.model_dump(mode="json"))
-    folder = str(Path(job.recipe.output_dir).expanduser().resolve() / job.recipe_path.stem)
+    folder = str(Path(job.recipe.output_dir).expanduser().resolve() / job.name)
     return HostFacts(
         rank=rank,
         host=socket.gethostname(),

@@ -38,6 +38,12 @@ class Job:
     plan: Plan
 
     @property
+    def name(self) -> str:
+        """The folder of its runs: the recipe's own name, or for a recipe inside a run's folder that of the recipe it came from."""
+        inside = self.recipe_path.parent / "run.json"
+        return self.recipe_path.resolve().parent.parent.name if inside.is_file() else self.recipe_path.stem
+
+    @property
     def fsdp(self) -> Fsdp | None:
         """How FSDP2 shares the model out, where it is what runs."""
         return resolve_fsdp(self.recipe, self.hardware)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from io import TextIOWrapper
 from pathlib import Path
 
+from sft.again import is_run, start_again, told_differences
 from sft.errors import RecipeError, run_main
 from sft.hardware import Hardware, described_hardware, detect_hardware
 from sft.host_facts import host_facts
@@ -20,11 +21,12 @@ from sft.job import Job, open_job, open_recipe
 from sft.launch_checks import check_address, check_started_once, check_visible_gpus
 from sft.layout import Layout, read_layout, whole_number
 from sft.ledger import check_limits
+from sft.opening import check_start, unfinished_run
 from sft.plan import print_plan
 from sft.preflight import disk, refuse
 from sft.prepare import prepared_data
 from sft.prepared import Prepared, entry_folder, find_prepared
-from sft.run_directory import check_start
+from sft.resume import checkpoints_of
 from sft.search import search
 from sft.search_cache import find_answer, is_searched
 from sft.torchrun import check_port, choose_rendezvous, start
@@ -38,12 +40,14 @@ def main(argv: Sequence[str]) -> None:
     """Check, print, start."""
     arguments = parse_command_line(argv)
     recipe = Path(arguments.recipe)
+    if is_run(arguments.recipe):
+        recipe, arguments.overrides = start_again(recipe, arguments.overrides)
     if arguments.plan or arguments.on:
         hardware = described_hardware(arguments.on) if arguments.on else _hardware_here()
         job = open_job(recipe, arguments.overrides, hardware, to_run=False)
         prepared = find_prepared(entry_folder(job.recipe, job.model)) if Path(job.model.path).is_dir() else None
         job = job.with_data(prepared.facts(), find_answer(job, prepared)) if prepared else job
-        print_plan(job.plan, f"{recipe.stem}: {job.recipe.model.name_or_path} on {hardware.device}")
+        print_plan(job.plan, f"{job.name}: {job.recipe.model.name_or_path} on {hardware.device}")
         return
     if arguments.prepare or arguments.show is not None:
         look_at_data(recipe, arguments.overrides, arguments.show)
@@ -54,6 +58,8 @@ def main(argv: Sequence[str]) -> None:
     check_address(layout)
     check_port(layout)
     check_start(job)
+    for line in told_differences(job):
+        print(line, flush=True)
     if layout.nodes > 1:
         meet_machines(job, layout)
     elif layout.ranks > 1:
@@ -61,7 +67,9 @@ def main(argv: Sequence[str]) -> None:
     if arguments.preflight:
         set_threads(job, layout)
         start(layout, ["-m", "sft.preflight", str(job.recipe_path), *arguments.overrides])
-    searched = job.hardware.gpu is not None and layout.nodes == 1 and is_searched(job)
+    # What goes on keeps what was found when it was started.
+    goes_on = (run := unfinished_run(job)) is not None and bool(checkpoints_of(run))
+    searched = job.hardware.gpu is not None and layout.nodes == 1 and is_searched(job) and not goes_on
     if layout.ranks > 1 or searched or arguments.max_restarts:
         # Before any rank is there to wait. On another machine that shares the folder, this waits for the first. A single
         # process has the data prepared while it imports.
@@ -140,7 +148,12 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
         epilog="Environment: NPROC (processes on this machine, or auto: one for each GPU), NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT. "
         "Inside Slurm, a Kubernetes PyTorchJob or SkyPilot theirs are read: see scripts/slurm, scripts/kubernetes, scripts/skypilot.",
     )
-    parser.add_argument("recipe", nargs="?", default=DEFAULT_RECIPE, help=f"a YAML file (default: {DEFAULT_RECIPE})")
+    parser.add_argument(
+        "recipe",
+        nargs="?",
+        default=DEFAULT_RECIPE,
+        help=f"a YAML file, or the folder of a run (default: {DEFAULT_RECIPE})",
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example train.learning_rate=1e-5")
     parser.add_argument("--plan", action="store_true", help="print every decision with its reason, and stop")
     parser.add_argument(

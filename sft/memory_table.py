@@ -3,7 +3,7 @@
 python -m sft.memory_table                         the five models of docs/memory.md
 python -m sft.memory_table recipes/qwen3b.yaml     a recipe's own, at its own length
 
-`bash scripts/sft.sh RECIPE --plan --on 2x8x80GB` gives the sum of one cell.
+`bash scripts/sft.sh RECIPE --plan --on 2x8x80GB` gives the sum of one cell, for a local model or one that the hub can be asked about.
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ def main(argv: Sequence[str]) -> None:
     from sft.job import open_recipe
 
     recipe, _, model = open_recipe(Path(argv[0]), [*argv[1:]], to_run=False)
+    if model.parameters is None and recipe.model.name_or_path in MODELS:
+        model = MODELS[recipe.model.name_or_path]
     if model.parameters is None:
         raise ModelError(f"The size of {model.path} is not known here. Download it, or give a local folder.")
     engine = {"parallel": "auto", "deepspeed": None, "fsdp": None}

@@ -7,6 +7,8 @@ Tokens and FLOPs of a step are known from the prepared data (sft/step_work.py), 
 from __future__ import annotations
 
 import json
+import math
+import os
 import resource
 import sys
 import time
@@ -19,9 +21,11 @@ import torch
 from tqdm import tqdm
 from transformers.trainer_callback import TrainerCallback
 
+from sft.fingerprint import Fingerprint
 from sft.flops import ModelFlops, model_flops
 from sft.hardware import Hardware
 from sft.held_out import HeldOutLoss
+from sft.spikes import Spikes
 from sft.step_clock import StepClock
 from sft.step_work import StepWork
 
@@ -53,6 +57,18 @@ def peak_memory_gib() -> float:
     return kibibytes / 2**20
 
 
+def _number(value: float | None) -> float | None:
+    """What JSON has a word for."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _replace(file: Path, text: str) -> None:
+    """A kill in between leaves the old lines, never a part of them."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(file)
+
+
 def _clock(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -67,13 +83,21 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         hardware: For the share of the peak.
         work: What each step holds.
         clock: What each step takes; a callback too, called before this one.
+        fingerprint: Of the batches; the trainer's.
         held_out: Measures the held-out loss, where rows are held out.
     """
 
     def __init__(
-        self, file: Path, hardware: Hardware, work: StepWork, clock: StepClock, held_out: HeldOutLoss | None = None
+        self,
+        file: Path,
+        hardware: Hardware,
+        work: StepWork,
+        clock: StepClock,
+        fingerprint: Fingerprint,
+        held_out: HeldOutLoss | None = None,
     ) -> None:
         self.file, self.work, self.clock, self.held_out = file, work, clock, held_out
+        self.fingerprint = fingerprint
         self.peak = peak_flops(hardware)
         self.flops: ModelFlops | None = None
         self.bar: tqdm[Any] | None = None
@@ -85,9 +109,14 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         if not state.is_world_process_zero:
             return
         kept = [line for line in self._lines() if line["step"] <= state.global_step]
+        self.spikes = Spikes()
+        for line in kept:
+            self.spikes.sees(line.get("loss"))
+        # Of the steps between the last line and a checkpoint, only what the ranks were given knew the fingerprint.
+        self.told_all = state.global_step == (kept[-1]["step"] if kept else 0)
         self.tokens_seen = self.work.tokens_before(state.global_step)
         self.flops = model_flops(model) if self.peak is not None else None
-        self.file.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        _replace(self.file, "".join(json.dumps(line) + "\n" for line in kept))
         if sys.stderr.isatty():
             form = "{percentage:3.0f}% |{bar}| step {n_fmt}/{total_fmt} [{elapsed} < {remaining}, {rate_fmt}]"
             self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", bar_format=form, leave=False)
@@ -116,13 +145,19 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         line = {
             "step": state.global_step,
             "epoch": state.epoch,
-            "loss": logs["loss"],
-            "grad_norm": logs.get("grad_norm"),
+            "loss": _number(logs["loss"]),
+            "grad_norm": _number(logs.get("grad_norm")),
             "learning_rate": logs.get("learning_rate"),
+            "batch": self.fingerprint.line if self.told_all else None,
             **self._speed(state.global_step),
             "peak_memory_gib": peak_memory_gib(),
             "seconds": time.monotonic() - self.started,
         }
+        self.told_all = True
+        if "skipped_steps" in logs:
+            line["skipped_steps"] = logs["skipped_steps"]
+        if self.spikes.sees(line["loss"]):
+            line["spike"] = True
         held_out_loss = self.held_out.take() if self.held_out else None
         if held_out_loss is not None:
             line["held_out_loss"] = held_out_loss
@@ -154,11 +189,17 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         done = max(1, state.global_step - self.first_step)
         left = line["seconds"] / done * (state.max_steps - state.global_step)
         held_out = f"held out {line['held_out_loss']:.4f}  " if "held_out_loss" in line else ""
+        loss = f"{line['loss']:.4f}" if line["loss"] is not None else "none"
         utilization = f"  MFU {line['mfu']:.1%}" if line["mfu"] is not None else ""
         text = (
-            f"step {line['step']:>{len(str(state.max_steps))}}/{state.max_steps}  loss {line['loss']:.4f}  {held_out}"
+            f"step {line['step']:>{len(str(state.max_steps))}}/{state.max_steps}  loss {loss}  {held_out}"
             f"lr {line['learning_rate']:.2e}  {line['tokens_per_second']:,.0f} tokens/s{utilization}  ETA {_clock(left)}"
         )
+        self._say(text)
+        if "spike" in line:
+            self._say(f"step {line['step']}: a spike, the loss before was {self.spikes.usual:.4f} in the median")
+
+    def _say(self, text: str) -> None:
         if self.bar is not None:
             self.bar.write(text)
         else:

@@ -148,8 +148,12 @@ def merge_adapter(job: Job, tokenizer: Any, adapter: Path, target: Path) -> None
         target: Folder to write to.
     """
     from peft import PeftModel
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+    from transformers.integrations import deepspeed
 
-    # After ZeRO-3 from_pretrained would shard the base over ranks that are not here.
-    unset_hf_deepspeed_config()
-    PeftModel.from_pretrained(_from_pretrained(job, tokenizer), adapter).merge_and_unload().save_pretrained(target)
+    # In ZeRO-3 from_pretrained would shard the base over ranks that are not here. The training may go on, and needs it again.
+    in_training = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        PeftModel.from_pretrained(_from_pretrained(job, tokenizer), adapter).merge_and_unload().save_pretrained(target)
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = in_training

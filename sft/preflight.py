@@ -21,8 +21,8 @@ from sft.errors import PreflightError, RecipeError, run_main
 from sft.host_facts import HostFacts, host_facts, read_facts
 from sft.interconnect import bus_bandwidth, check_bandwidth, expected_link
 from sft.job import Job, open_job
+from sft.opening import unfinished_run
 from sft.prepared import entry_folder
-from sft.run_directory import unfinished_run
 
 _MEASURED_BYTES = {True: 256 * 2**20, False: 16 * 2**20}
 """Of the all-reduce that is timed, by whether it is on GPUs."""

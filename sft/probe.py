@@ -79,7 +79,7 @@ def probe(trainer: Any, documents: list[np.ndarray], packed: bool) -> Probe:
     changed = (len(documents) - 1) // 2
     altered = list(documents)
     altered[changed] = _other_tokens(documents, changed)
-    with _evaluating(trainer):
+    with evaluating(trainer):
         with recorded_attention() as calls:
             together = _one_pass(trainer, documents, packed)
         after = _one_pass(trainer, altered, packed)
@@ -92,7 +92,7 @@ def probe(trainer: Any, documents: list[np.ndarray], packed: bool) -> Probe:
         attention_calls=calls,
         use_cache=together.use_cache,
         head_called=together.head_called,
-        dtype=_arithmetic(trainer),
+        dtype=arithmetic(trainer),
         experts=_has_experts(unwrapped(trainer).config.get_text_config()),
     )
 
@@ -200,7 +200,7 @@ def unwrapped(trainer: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _arithmetic(trainer: Any) -> torch.dtype:
+def arithmetic(trainer: Any) -> torch.dtype:
     """What the layers compute in: FSDP2's format or autocast's, else the weights'."""
     if (sharded := computes_in(trainer.model)) is not None:
         return sharded
@@ -209,7 +209,7 @@ def _arithmetic(trainer: Any) -> torch.dtype:
 
 
 @contextmanager
-def _evaluating(trainer: Any) -> Iterator[None]:
+def evaluating(trainer: Any) -> Iterator[None]:
     """No dropout, no gradients, the training's autocast."""
     model = trainer.model_wrapped
     training = model.training

@@ -139,6 +139,15 @@ def end() -> None:
         shutil.rmtree(launched_folder(os.getppid()), ignore_errors=True)
 
 
+def give_back() -> None:
+    """Speak where this process spoke before `begin`: what it becomes begins by itself."""
+    if _voice.terminal != 2:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for stream in (1, 2):
+            os.dup2(_voice.terminal, stream)
+
+
 def forget_ending(run: Path) -> None:
     """Remove what an earlier start of the run has left; by the first rank, before the others know the run."""
     (run / "logs" / ENDING).unlink(missing_ok=True)

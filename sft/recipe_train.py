@@ -145,8 +145,8 @@ class Train(Section):
     """Steps skipped, or rewound from, before the run stops after all."""
 
     save_canary: bool = True
-    """At the first step, save as at the end, load that in another process, and compare the logits: a save that loses weights stops the
-    run in its first minute."""
+    """After the first step save as at the end, load that in another process, and compare tensors and logits: a save that loses weights
+    stops the run in its first minute. final/ is checked alike; docs/saving.md."""
 
     trainer_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Any other field of the installed trl.SFTConfig, checked against it; what the plan decides is refused."""

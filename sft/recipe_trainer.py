@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 from trl import SFTTrainer
 
 from sft.agreement import Agreement
 from sft.batches import StepOrder
+from sft.checkpoint_writer import INCOMPLETE, CheckpointWriter
+from sft.continuation import Continuation, Writer, write_writer
+from sft.fingerprint import Fingerprint, Fingerprinted
 from sft.fully_sharded import cpu_ranks_may_shard, units_as_asked
 from sft.loss import Tally, is_plain, plain_loss
+from sft.nonfinite import Nonfinite
 from sft.optimizer import MasterAdamW, check_optimizer
+from sft.plain_data import plain_data_only
 from sft.plan import Plan
+from sft.portable_live import begin_random_streams, go_on, with_parameters
 from sft.progress import CHECKPOINT, Progress
 from sft.recipe import Fsdp
 from sft.sequence_parallel import PartOfSequences, labels_of_all, share_batches
 from sft.step_clock import StepClock
+from sft.suspects import finite
 from sft.tensor_parallel import is_spread, load_optimizer_state, load_weights, whole_optimizer_state, whole_weights
 
 
@@ -32,11 +37,17 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     plan: Plan
     step_clock: StepClock
     data_collator: Any
+    fingerprint: Fingerprint
+    checkpoints: CheckpointWriter
     fsdp: Fsdp | None = None
+    writer: Writer
+    continuation: Continuation | None = None
     agreement: Agreement | None = None
+    canary: Any = None
+    nonfinite: Nonfinite | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.tally, self.progress = Tally(), Progress()
+        self.tally, self.progress, self.fingerprint = Tally(), Progress(), Fingerprint()
         super().__init__(*args, **kwargs)
         if self.sequence_parallel_size > 1:
             # The loss is ours, over the labels of the whole step, and so are the batches.
@@ -68,19 +79,20 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         return 1
 
     def get_train_dataloader(self) -> Any:
-        """One batch for each group of ranks that share sequences."""
-        size = self.sequence_parallel_size
-        if size == 1:
-            return super().get_train_dataloader()
-        rank, ranks, whole = self.accelerator.process_index, self.accelerator.num_processes, self.data_collator
-        whole.pad_to_multiple_of = size
-        self.data_collator = PartOfSequences(whole, rank % size, size)
+        """One batch for each group of ranks that share sequences, with its fingerprint."""
+        size, rank, ranks = self.sequence_parallel_size, self.accelerator.process_index, self.accelerator.num_processes
+        whole, shared_by = self.data_collator, ranks // self.data_parallel_ranks
+        self.data_collator = Fingerprinted(whole, counts=rank % shared_by == 0)
+        if size > 1:
+            whole.pad_to_multiple_of = size
+            self.data_collator = PartOfSequences(self.data_collator, rank % size, size)
         try:
             loader = super().get_train_dataloader()
         finally:
             # What measures without training gives each rank whole sequences.
             self.data_collator = whole
-        share_batches(loader, size, rank, ranks)
+        if size > 1:
+            share_batches(loader, size, rank, ranks)
         return loader
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
@@ -100,6 +112,9 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         self.progress.begin(self.state.global_step + 1)
         asked = self.step_clock.timed(self.progress.watched(epoch_iterator))
         batches, tokens = super().get_batch_samples(asked, num_batches, device)
+        self.fingerprint.add(batches)
+        if self.nonfinite is not None:
+            self.nonfinite.begin(self, batches)
         if self.agreement is not None:
             self.agreement.batches(batches, tokens)
         return batches, tokens
@@ -118,41 +133,53 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     def _get_train_sampler(self, train_dataset: Any = None) -> StepOrder:
         return self.step_order
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        with units_as_asked(self, self.fsdp) if self.fsdp else nullcontext():
-            return super()._prepare_for_training(*args, **kwargs)
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        goes_on = self.continuation if self.continuation is not None and self.continuation.whole else None
+        checkpoint = None if goes_on else resume_from_checkpoint
+        units = units_as_asked(self, self.fsdp) if self.fsdp else nullcontext()
+        # The engines load their checkpoints here.
+        with units, plain_data_only(self.is_deepspeed_enabled):
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, checkpoint)
+        if goes_on:
+            go_on(self, goes_on)
+        return prepared
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None or self.continuation is None or self.continuation.random_state:
+            super()._load_rng_state(checkpoint)
+            return
+        begin_random_streams(self.args.seed, self.state.global_step, self.args.process_index)
 
     def _run_epoch(self, **kwargs: Any) -> None:
+        self._logged_at = self._globalstep_last_logged
         # A resumed epoch skips batches by one wrapper more, behind which the trainer does not find the order of several ranks.
         self.step_order.set_epoch(kwargs["epoch"])
         super()._run_epoch(**kwargs)
 
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        # A run that goes on begins to average and to add up there: the steps before must have their line.
+        self.control.should_log |= self.control.should_save
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
     def _get_output_dir(self, trial: Any) -> str:
         # Where a checkpoint is written until it is whole.
-        return str(Path(self.args.output_dir) / ".incomplete")
+        return str(Path(self.args.output_dir) / INCOMPLETE)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        complete = Path(self.args.output_dir)
-        incomplete = Path(self._get_output_dir(trial))
         self.progress.at(CHECKPOINT)
-        if self.is_world_process_zero():
-            shutil.rmtree(incomplete, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        super()._save_checkpoint(model, trial)
-        self.accelerator.wait_for_everyone()
-        if self.is_world_process_zero():
-            name = f"checkpoint-{self.state.global_step}"
-            shutil.rmtree(complete / name, ignore_errors=True)
-            (incomplete / name).rename(complete / name)
-            incomplete.rmdir()
-            rotate_checkpoints(str(complete), self.args.save_total_limit)
-        self.accelerator.wait_for_everyone()
+        save = super()._save_checkpoint
+        self.checkpoints.save(self.state.global_step, lambda: save(model, trial))
 
     # A model whose layers are spread over ranks: transformers has no checkpoints for it.
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Every rank takes part where the layers are spread."""
+        self.checkpoints.part(lambda: self._save_model(output_dir, _internal_call))
+
+    def _save_model(self, output_dir: str | None, _internal_call: bool) -> None:
         if not is_spread(self.model):
             super().save_model(output_dir, _internal_call)
+            # A pickle that nothing reads; the first rank's.
+            Path(output_dir or self.args.output_dir, TRAINING_ARGS_NAME).unlink(missing_ok=True)
             return
         self.model.save_pretrained(
             output_dir, state_dict=whole_weights(self.model), is_main_process=self.args.should_save
@@ -161,6 +188,11 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
             self.processing_class.save_pretrained(output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self.checkpoints.part(lambda: self._save_optimizer(output_dir))
+
+    def _save_optimizer(self, output_dir: str) -> None:
+        if self.args.should_save:
+            write_writer(Path(output_dir), with_parameters(self.writer, self.model, self.optimizer))
         if not is_spread(self.model):
             super()._save_optimizer_and_scheduler(output_dir)
             return
@@ -170,6 +202,8 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self.continuation is not None and self.continuation.whole:
+            return  # when the optimizer is there too
         if not is_spread(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
@@ -198,8 +232,9 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         masters = getattr(self.optimizer, "optimizer", None)
         if grad_norm is None and isinstance(masters, MasterAdamW):
-            return masters.clip_grad_norm(float("inf"))
-        return super()._get_grad_norm(model, grad_norm)
+            grad_norm = masters.clip_grad_norm(float("inf"))
+        norm = super()._get_grad_norm(model, grad_norm)
+        return norm if self.nonfinite is None else self.nonfinite.check(self, norm)
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -208,17 +243,34 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         if return_outputs or not is_plain(self):
             result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             self.progress.loss_known(self.model.training)
-            return result
+            return result if return_outputs else self._watched(result)
         loss, outputs = plain_loss(self, model, inputs, num_items_in_batch)
         if self.model.training:
             self.tally.add(outputs)
         self.progress.loss_known(self.model.training)
-        return loss
+        return self._watched(loss)
+
+    def _watched(self, loss: torch.Tensor) -> torch.Tensor:
+        if self.nonfinite is None or not self.model.training:
+            return loss
+        self.nonfinite.loss(loss)
+        return finite(loss)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """With the share of trained tokens that the model would have said, and how sure it was."""
         self._metrics["train"].update(self.tally.take(self.accelerator))
+        self.fingerprint.gather(self.accelerator)
+        if self.nonfinite is not None and "loss" in logs:
+            self._leave_skipped_out(logs, self.nonfinite.take())
         super().log(logs, start_time)
+
+    def _leave_skipped_out(self, logs: dict[str, float], skipped: int) -> None:
+        """The mean loss is of the steps that trained; NaN where none did."""
+        steps = self.state.global_step - self._logged_at
+        self._logged_at = self.state.global_step
+        if skipped:
+            logs["loss"] = logs["loss"] * steps / (steps - skipped) if steps > skipped else float("nan")
+            logs["skipped_steps"] = skipped
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the run directory says what a model card would."""

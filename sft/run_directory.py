@@ -1,47 +1,23 @@
-"""The folder of one run: where each file is, and the record of what happened.
+"""The folder of one run: where each file is.
 
-Only the first rank writes here; every other part of the program asks this module for a path.
+Only the first rank writes here; every other part of the program asks this module for a path. sft/record.py says what run.json
+holds, sft/opening.py makes a folder or finds the one to go on in.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
-import subprocess
-import sys
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sft.credentials import redact, redacted
+from sft.credentials import redact
 from sft.errors import RunError
-from sft.fsdp import ENGINE
 from sft.inside import check_inside
-from sft.pins import hub_revisions
-from sft.recipe import REPOSITORY, Recipe
+from sft.recipe import Recipe
 from sft.recipe_file import parse_recipe
-from sft.remote_code import code_hash
-
-if TYPE_CHECKING:
-    from sft.job import Job
-
-PACKAGES = (
-    "torch",
-    "transformers",
-    "trl",
-    "deepspeed",
-    "accelerate",
-    "datasets",
-    "peft",
-    "liger-kernel",
-    "lm-eval",
-    "wandb",
-)
 
 
 def write_json(path: Path, value: object) -> None:
@@ -166,207 +142,3 @@ def find_run(path: Path) -> Run:
         raise RunError(f"{path} is not the folder of a run: it holds no run.json.")
     check_inside(path)
     return Run(path)
-
-
-def installed_versions() -> dict[str, str]:
-    """Versions of the packages that a result depends on."""
-    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions
-
-
-def _git_state() -> dict[str, Any]:
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
-
-    try:
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
-    except (OSError, subprocess.SubprocessError):
-        return {"commit": None, "dirty": None}
-
-
-def _same_job(run: Run, recipe_text: str, overrides: Sequence[str]) -> bool:
-    def lasting(words: Sequence[str]) -> list[str]:
-        return [word for word in words if not word.startswith(("train.resume=", "train.profile=", "debug="))]
-
-    return run.recipe_file.read_text(encoding="utf-8") == recipe_text and lasting(run.record["overrides"]) == lasting(
-        overrides
-    )
-
-
-def _lock(run: Run) -> bool:
-    """Claim the folder until this process ends, however it ends. False: another process has it."""
-    descriptor = os.open(run.path, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return False
-    except OSError:  # a file system without locks
-        pass
-    return True
-
-
-def _point_latest_at(run: Run) -> None:
-    link = run.path.parent / "latest"
-    temporary = link.with_name(f".latest.{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(run.path.name)
-    temporary.replace(link)
-
-
-_TAKEN = "exists already and is not written over. Choose another tracking.run_name, or remove the folder."
-
-
-def _make(folder: Path, name: str | None) -> Run:
-    """A new run's folder, empty but for checkpoints/."""
-    started = time.strftime("%Y%m%d-%H%M%S")
-    # Two jobs may start in one second.
-    names = [name] if name else [started, *(f"{started}-{number}" for number in range(2, 100))]
-    for candidate in names:
-        run = Run(folder / candidate)
-        try:
-            run.checkpoints.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise RunError(
-                f"The run's folder cannot be made: {error}. Set output_dir to a place that can be written."
-            ) from None
-        return run
-    raise RunError(f"{folder / names[0]} {_TAKEN}")
-
-
-def unfinished_run(job: Job) -> Run | None:
-    """The run of the same job that a start goes on with, where there is one."""
-    recipe = job.recipe
-    run = Run(_folder(job) / (recipe.tracking.run_name or "latest"))
-    if recipe.train.resume == "never" or not (run.path / "run.json").is_file():
-        return None
-    run = Run(run.path.resolve())
-    same = _same_job(run, job.recipe_path.read_text(encoding="utf-8"), job.overrides)
-    if not same or run.record["status"] == "finished":
-        return None
-    check_inside(run.path, _folder(job))
-    return run
-
-
-def _folder(job: Job) -> Path:
-    return Path(job.recipe.output_dir).expanduser().resolve() / job.recipe_path.stem
-
-
-def _engine_as_written(recipe: Recipe) -> str:
-    name = "parallel" if recipe.train.parallel else "fsdp" if recipe.train.fsdp else "deepspeed"
-    return f"train.{name}={getattr(recipe.train, name) or 'null'}"
-
-
-def _check_same_engine(run: Run, job: Job) -> None:
-    # `auto` may stand for another one on another machine, whose checkpoints are of another kind.
-    earlier = {row["name"]: row["value"] for row in read_json(run.plan_file).get("decisions", [])}
-    for name in ("engine", "weights"):
-        found = getattr(job.plan, name).value
-        if earlier.get(name, found) != found:
-            raise RunError(
-                f"{run.path} is unfinished and was trained with {name}: {earlier[name]}; here "
-                f"{_engine_as_written(job.recipe)} and train.precision={job.recipe.train.precision} give {found}, which cannot go on "
-                "from its checkpoint. Go on on a machine like the first, or start anew with train.resume=never."
-            )
-
-
-def _goes_on_with_any_ranks(run: Run, job: Job) -> bool:
-    """FSDP2's checkpoints hold each weight by its name and place, whoever wrote which share."""
-    earlier = {row["name"]: row["value"] for row in read_json(run.plan_file).get("decisions", [])}
-    return earlier.get("engine") == job.plan.engine.value == ENGINE
-
-
-def check_start(job: Job) -> None:
-    """Refuse, before the data is prepared, what open_run would refuse after.
-
-    Raises:
-        RunError: The name is taken, there is nothing to resume, or the unfinished run cannot go on like this.
-    """
-    run, name = unfinished_run(job), job.recipe.tracking.run_name
-    if run is None:
-        if job.recipe.train.resume == "must":
-            raise RunError(f"train.resume=must, and {_folder(job)} has no unfinished run of this recipe.")
-        if name is not None and (_folder(job) / name).exists():
-            raise RunError(f"{_folder(job) / name} {_TAKEN}")
-        return
-    checkpoint = run.last_checkpoint()
-    if checkpoint is None:
-        return
-    if run.record["ranks"] != job.hardware.ranks and not _goes_on_with_any_ranks(run, job):
-        raise RunError(
-            f"{run.path} is unfinished and was trained by {run.record['ranks']} processes; this start has {job.hardware.ranks}, and a "
-            "checkpoint goes on with the same number. Start as many, or anew with train.resume=never."
-        )
-    _check_same_engine(run, job)
-    config = job.deepspeed.config if job.deepspeed else None
-    if read_json(run.plan_file).get("deepspeed") != config:
-        raise RunError(
-            f"The DeepSpeed file has changed since {run.path} was started. Change it back, or start anew with train.resume=never."
-        )
-    if job.deepspeed is not None and job.deepspeed.offload == "nvme":
-        raise RunError(
-            f"{checkpoint} cannot be resumed: with offload to NVMe DeepSpeed does not save the optimizer's state. Start anew with "
-            "train.resume=never."
-        )
-
-
-def open_run(job: Job) -> Run:
-    """Make the folder of a new run, or find the one to go on with, and claim it.
-
-    An unfinished run of the same recipe and overrides goes on: the one named by tracking.run_name, else the latest. From its
-    newest checkpoint, or from the start where it has none. A finished run is never written over, nor one that another process
-    is training.
-
-    Raises:
-        RunError: The name is taken, the folder cannot be written, or there is nothing to resume where the recipe says
-            it must be.
-    """
-    run = unfinished_run(job)
-    if run is not None and _lock(run):
-        return run
-    if job.recipe.train.resume == "must":
-        raise RunError(f"train.resume=must, and another process is training {run.path if run else 'the run'}.")
-    run = _make(_folder(job), job.recipe.tracking.run_name)
-    _lock(run)
-    run.recipe_file.write_bytes(job.recipe_path.read_bytes())
-    _point_latest_at(run)
-    return run
-
-
-def record_start(run: Run, job: Job, timings: dict[str, float], data_fingerprint: str) -> None:
-    """Write what is known before training into run.json. Arguments only, no environment: so no token and no key."""
-    run.update(
-        status="running",
-        error=None,
-        recipe=job.recipe_path.stem,
-        recipe_path=str(job.recipe_path.resolve()),
-        recipe_version=job.recipe.version,
-        command=redacted([Path(sys.executable).name, *sys.orig_argv[1:]]),
-        overrides=list(job.overrides),
-        # Relative paths in the recipe start here.
-        working_directory=str(Path.cwd()),
-        ranks=job.hardware.ranks,
-        base_model={
-            "name_or_path": job.recipe.model.name_or_path,
-            # The commit, so that a later evaluation measures the same base.
-            "revision": job.model.commit or job.recipe.model.revision,
-            "path": job.model.path,
-            "code_sha256": code_hash(job.recipe.model, job.model.path),
-        },
-        hub_revisions=hub_revisions(job.recipe, job.model),
-        data_fingerprint=data_fingerprint,
-        git=_git_state(),
-        versions=installed_versions(),
-        hardware=asdict(job.hardware),
-        timings=timings,
-        started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    )

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from subprocess import Popen
 from threading import Thread
+from typing import Any
 
 from sft import distributed
+from sft.again import check_same_data, original_run
+from sft.as_started import as_started
+from sft.continuation import Continuation, resolve_continuation
 from sft.errors import RunError
 from sft.job import Job
+from sft.opening import check_start, decisions_of, keep_recipe, open_run, recipe_changes
 from sft.prepare import begin_preparation, prepared_data
 from sft.prepared import Prepared
 from sft.rank_logs import forget_ending
+from sft.recipe_changes import Change, differences
+from sft.record import installed_versions, record_start
 from sft.resolved import Searched
-from sft.run_directory import Run, check_start, open_run, record_start, write_json
+from sft.resume import Choice, choose_checkpoint
+from sft.run_directory import Run, write_json
 from sft.search_cache import find_answer
 
 
@@ -26,6 +35,24 @@ class Start:
     prepared: Prepared
     searched: Searched | None
     """What a search on this machine has found for the job."""
+
+    choice: Choice
+    """The checkpoint that it goes on from."""
+
+    earlier: dict[str, Any]
+    """The decisions of the plan that it was trained with, by name; none where it starts at the first step."""
+
+    continuation: Continuation | None = None
+    """How it goes on from the checkpoint."""
+
+    notes: tuple[str, ...] = ()
+    """Lines to tell the user."""
+
+    def planned(self, job: Job) -> Job:
+        """The job with its data counted."""
+        if self.earlier:
+            return as_started(job, self.prepared.facts(), self.earlier)
+        return job.with_data(self.prepared.facts(), self.searched)
 
 
 def begin_data(job: Job) -> Popen[bytes] | None:
@@ -78,14 +105,50 @@ def start_run(job: Job) -> Start:
 def _start(job: Job) -> Start:
     check_start(job)
     prepared = prepared_data(job.recipe, job.model, _command(job))
+    original = original_run(job.recipe_path)
+    if original is not None:
+        check_same_data(original, job, prepared.fingerprint)
     run = open_run(job)
+    goes_on = (run.path / "run.json").exists()
+    choice = choose_checkpoint(run) if goes_on else Choice(None, {})
+    searched, earlier = find_answer(job, prepared), {}
+    if choice.checkpoint is not None:
+        _check_same_data(run, prepared.fingerprint)
+        earlier = decisions_of(run)
+    start = Start(run, prepared, searched, choice, earlier)
+    planned = start.planned(job)
+    _check_steps_left(start, planned.plan.max_steps.value)
+    continuation = resolve_continuation(choice.checkpoint, run, planned) if choice.checkpoint else None
+    changes = recipe_changes(run, job.recipe) if goes_on else []
+    versions = installed_versions()
+    updated = differences(run.record.get("versions", versions), versions, "versions") if goes_on else []
     forget_ending(run.path)
-    earlier = run.record.get("data_fingerprint") if (run.path / "run.json").exists() else None
-    if earlier not in (None, prepared.fingerprint) and run.last_checkpoint():
+    if goes_on:
+        keep_recipe(run, job)
+    checkpoint = choice.checkpoint.name if choice.checkpoint else None
+    seconds = {"prepare_seconds": prepared.summary["seconds"]}
+    record_start(run, job, seconds, prepared.fingerprint, checkpoint, choice.passed_over, changes)
+    write_json(run.ledger_file, prepared.ledger | {"findings": prepared.findings})
+    words = [continuation.words] if continuation and continuation.words else []
+    return replace(start, continuation=continuation, notes=(*_notes(choice, [*changes, *updated], goes_on), *words))
+
+
+def _notes(choice: Choice, changes: Sequence[Change], goes_on: bool) -> list[str]:
+    again = ["This run was not finished and has no checkpoint: it starts again."] if goes_on and not choice.step else []
+    return [*choice.lines(), *again, *(f"changed since the last session: {change}" for change in changes)]
+
+
+def _check_same_data(run: Run, fingerprint: str) -> None:
+    if run.record.get("data_fingerprint") not in (None, fingerprint):
         raise RunError(
             f"The data, tokenizer or chat template has changed since {run.path} was started, so it cannot go on. Start anew with "
             "train.resume=never."
         )
-    record_start(run, job, {"prepare_seconds": prepared.summary["seconds"]}, prepared.fingerprint)
-    write_json(run.ledger_file, prepared.ledger | {"findings": prepared.findings})
-    return Start(run, prepared, find_answer(job, prepared))
+
+
+def _check_steps_left(start: Start, max_steps: int | None) -> None:
+    if max_steps is not None and start.choice.step > max_steps:
+        raise RunError(
+            f"{start.run.path} has been trained for {start.choice.step} steps, and the recipe now asks for {max_steps}. Set "
+            f"train.max_steps to at least {start.choice.step}, or start anew with train.resume=never."
+        )

@@ -57,12 +57,18 @@ class StepWork:
         while first < last:
             epoch, start = divmod(first, self.steps_per_epoch)
             end = min(last - epoch * self.steps_per_epoch, self.steps_per_epoch)
-            parts.append(self._sequences(epoch)[start * self.per_step : end * self.per_step])
+            steps = [
+                step for step in range(start, end) if epoch * self.steps_per_epoch + step + 1 not in self.order.left_out
+            ]
+            sequences = self._sequences(epoch)
+            parts += [sequences[step * self.per_step : (step + 1) * self.per_step] for step in steps]
             first = epoch * self.steps_per_epoch + end
         return self._work(np.concatenate(parts))
 
     def tokens_before(self, step: int) -> int:
         """Real tokens of all steps before this one, also over several epochs."""
+        if self.order.left_out:
+            return self.between(0, step).tokens
         epochs, rest = divmod(step, self.steps_per_epoch)
         of_one = int(self.store.documents["length"][self.index.members].sum(dtype=np.int64)) if epochs else 0
         return epochs * of_one + self.between(step - rest, step).tokens

@@ -168,7 +168,9 @@ def _torchrun(arguments: list[str]) -> NoReturn:
 
 
 def _status(exitcode: int) -> int:
-    return 128 - exitcode if exitcode < 0 else exitcode
+    if exitcode in (-signal.SIGTERM, -signal.SIGINT):
+        return 128 - exitcode
+    return exitcode if exitcode > 0 else 1  # a rank that the system or a crash has ended is a lost one
 
 
 def first_failure(failures: Mapping[int, Any]) -> int:

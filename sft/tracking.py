@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import netrc
 import os
+import secrets
 from pathlib import Path
+from typing import Any
 
 from sft.recipe import Tracking
 from sft.run_directory import Run
@@ -29,6 +31,32 @@ def finish_trackers(tracking: Tracking) -> None:
         wandb.finish()
 
 
+def _name_wandb_run(run: Run) -> None:
+    """Have every session of a run write to one run of wandb."""
+    record = run.record if (run.path / "run.json").exists() else {}
+    name = record.get("wandb_id") or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
+    run.update(wandb_id=name)
+    os.environ |= {"WANDB_RUN_ID": name, "WANDB_RESUME": "allow"}
+
+
+def continue_trackers(trainer: Any, run: Run, step: int) -> None:
+    """Have tensorboard forget what was logged after the step that training goes on from, which comes a second time.
+
+    Args:
+        trainer: With its callbacks.
+        run: The run.
+        step: Optimizer steps that are done; 0 for none.
+    """
+    from transformers.integrations import TensorBoardCallback
+
+    folder = run.path / "tensorboard"
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, TensorBoardCallback) and folder.exists():
+            from torch.utils.tensorboard import SummaryWriter
+
+            callback.tb_writer = SummaryWriter(log_dir=str(folder), purge_step=step + 1)
+
+
 def set_up_trackers(tracking: Tracking, run: Run) -> list[str]:
     """Point the trackers at the run's folder.
 
@@ -42,6 +70,7 @@ def set_up_trackers(tracking: Tracking, run: Run) -> list[str]:
     if "wandb" in tracking.report_to:
         os.environ["WANDB_PROJECT"] = tracking.project
         os.environ["WANDB_DIR"] = str(run.path)
+        _name_wandb_run(run)
         os.environ.setdefault("WANDB_SILENT", "true")
         if "WANDB_MODE" not in os.environ and not _logged_in_to_wandb():
             os.environ["WANDB_MODE"] = "offline"

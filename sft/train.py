@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import json
-import shutil
 import signal
 import sys
 import time
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sft import distributed, rank_logs
+from sft.checker import Checker
 from sft.errors import RecipeError, run_main
 from sft.finish import become_finish
 from sft.inside import remove
@@ -30,12 +29,16 @@ from sft.lost_ranks import told_of_lost_ranks
 from sft.pins import pin_lines
 from sft.plan import print_plan
 from sft.preflight import check_ranks
+from sft.record import close_session, record_end
+from sft.rewind import become_again
 from sft.run_directory import Run, write_json
+from sft.run_folder import told_of_a_lost_folder
 from sft.safe_loading import load_only_tensors
+from sft.saving import write_model
 from sft.show import summary_lines
 from sft.start import Start, begin_data, start_run, wait_for_data
 from sft.tokenizer import load_tokenizer
-from sft.tracking import finish_trackers, set_up_trackers
+from sft.tracking import continue_trackers, finish_trackers, set_up_trackers
 
 
 def main(argv: Sequence[str]) -> None:
@@ -45,6 +48,7 @@ def main(argv: Sequence[str]) -> None:
     recipe_path, overrides = parse_command_line(argv)
     job = open_job(recipe_path, overrides, distributed.job_hardware())
     data = begin_data(job)
+    checker = Checker() if job.recipe.train.save_canary and distributed.is_first_rank() else None
     with uncollected(), told_of_lost_ranks(job.recipe, "the processes met"):
         enter(job)
         check_with_frameworks(job)
@@ -53,8 +57,8 @@ def main(argv: Sequence[str]) -> None:
     with told_of_lost_ranks(job.recipe, "the first one prepared the data"):
         start = start_run(job)
     rank_logs.move_to(start.run.path)
-    with recorded(start.run):
-        train(job.with_data(start.prepared.facts(), start.searched), start, tokenizer)
+    with recorded(start.run), told_of_a_lost_folder(start.run.checkpoints), going_back(argv):
+        train(start.planned(job), start, tokenizer, checker)
     finish_trackers(job.recipe.tracking)
     distributed.leave_group()
     rank_logs.end()
@@ -100,7 +104,7 @@ def join(job: Job) -> None:
     uses_gpu = job.hardware.gpu is not None
     if job.recipe.debug:
         distributed.set_debug_environment(job.plan.engine.value == "DDP", uses_gpu)
-    distributed.settle_environment(job.deepspeed is not None, uses_gpu)
+    distributed.settle_environment(job.deepspeed is not None, uses_gpu, job.plan.precision.value)
     distributed.quiet_frameworks()
     distributed.check_devices(job.hardware)
     offloads = job.fsdp is not None and job.fsdp.offload_params
@@ -145,6 +149,7 @@ def recorded(run: Run) -> Iterator[None]:
         status = "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
         if distributed.is_first_rank():
             with suppress(OSError):  # on a full disk the error itself matters more than its record
+                close_session(run, status)
                 run.update(status=status, error=f"{type(error).__name__}: {error}"[:2000])
             if status == "interrupted":
                 print(f"\nInterrupted. {run.after_an_end}.", file=sys.stderr)
@@ -153,10 +158,23 @@ def recorded(run: Run) -> Iterator[None]:
         raise
 
 
-def train(job: Job, start: Start, tokenizer: Any) -> None:
+@contextmanager
+def going_back(argv: Sequence[str]) -> Iterator[None]:
+    """Go back to the last checkpoint where a fault in the numbers asks for it."""
+    from sft.nonfinite import Rewind
+
+    try:
+        yield
+    except Rewind as fault:
+        become_again(argv, str(fault))
+
+
+def train(job: Job, start: Start, tokenizer: Any, checker: Checker | None) -> None:
     """Train, and write final/."""
     from sft.batches import Sequences, StepOrder
     from sft.before_training import BeforeTraining
+    from sft.canary import SaveCanary
+    from sft.fingerprint import Fingerprint
     from sft.model import load_model
     from sft.step_work import StepWork
     from sft.store import DocumentStore, SequenceIndex
@@ -171,15 +189,21 @@ def train(job: Job, start: Start, tokenizer: Any) -> None:
     arguments = training_arguments(job, run)
     model = load_model(job, tokenizer)
     order = StepOrder(len(index), sequences.fillers, recipe.train.seed, per_step, empty)
+    order.left_out = frozenset(run.record.get("left_out_steps", []))
     held_out = held_out_loss(job, start, tokenizer, store)
-    clock, measuring = measurements(job, run, StepWork(store, index, order, per_step), held_out)
+    fingerprint = Fingerprint()
+    clock, measuring = measurements(job, run, StepWork(store, index, order, per_step), held_out, fingerprint)
     progress, agreement, watching = watch(job, run)
-    checks = [BeforeTraining(job, run), *([held_out] if held_out else [])]
+    canary = SaveCanary(job, run, tokenizer, checker) if recipe.train.save_canary else None
+    checks = [BeforeTraining(job, run), *filter(None, [held_out, canary])]
     trainer = build_trainer(job, arguments, model, tokenizer, sequences, order, [*watching, *checks, *measuring], clock)
     for callback in checks:
         callback.trainer = trainer
-    trainer.progress, trainer.agreement = progress, agreement
-    checkpoint = run.last_checkpoint()
+    trainer.progress, trainer.agreement, trainer.fingerprint = progress, agreement, fingerprint
+    trainer.nonfinite, trainer.canary = nonfinite(job, run, sequences, order, tokenizer), canary
+    checkpoint, trainer.continuation = start.choice.checkpoint, start.continuation
+    if distributed.is_first_rank():
+        continue_trackers(trainer, run, start.choice.step)
     started = time.monotonic()
     with told_of_lost_ranks(job.recipe, lambda: f"step {trainer.state.global_step + 1} was trained", run):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -191,7 +215,7 @@ def train(job: Job, start: Start, tokenizer: Any) -> None:
     say(f"Trained {trainer.state.global_step} steps in {seconds:.0f} s: {run.final}")
 
 
-def measurements(job: Job, run: Run, work: Any, held_out: Any) -> tuple[Any, list[Any]]:
+def measurements(job: Job, run: Run, work: Any, held_out: Any, fingerprint: Any) -> tuple[Any, list[Any]]:
     """The clock of the steps, and the callbacks that write what was measured."""
     from sft.metrics import Metrics
     from sft.profiling import Profile
@@ -199,10 +223,20 @@ def measurements(job: Job, run: Run, work: Any, held_out: Any) -> tuple[Any, lis
 
     on_gpu = job.hardware.gpu is not None
     clock = StepClock(on_gpu)
-    callbacks: list[Any] = [Metrics(run.metrics_file, job.hardware, work, clock, held_out)]
+    callbacks: list[Any] = [Metrics(run.metrics_file, job.hardware, work, clock, fingerprint, held_out)]
     if job.recipe.train.profile:
         callbacks.append(Profile(run.path / "profile", distributed.rank(), on_gpu))
     return clock, callbacks
+
+
+def nonfinite(job: Job, run: Run, sequences: Any, order: Any, tokenizer: Any) -> Any:
+    """What watches for a loss or a gradient that is not finite."""
+    from sft.nonfinite import Nonfinite
+    from sft.suspects import StepRows
+
+    train, precision = job.recipe.train, job.plan.precision.value
+    rows = StepRows(sequences, order, [source.path for source in job.recipe.sources], tokenizer)
+    return Nonfinite(run, rows, train.on_nonfinite, train.max_nonfinite_steps, precision == "fp16")
 
 
 def watch(job: Job, run: Run) -> tuple[Any, Any, list[Any]]:
@@ -236,18 +270,6 @@ def held_out_loss(job: Job, start: Start, tokenizer: Any, store: Any) -> Any:
     return HeldOutLoss(sequences, job.recipe.train.eval_steps or job.recipe.train.save_steps)
 
 
-def record_end(run: Run, seconds: float, held_out_before: float | None) -> None:
-    """Write what is known after training into run.json."""
-    lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
-    # Each line is the mean since the one before.
-    steps = [line["step"] - before for line, before in zip(lines, [0, *(line["step"] for line in lines)], strict=False)]
-    loss = sum(line["loss"] * count for line, count in zip(lines, steps, strict=True)) / sum(steps)
-    timings = run.record["timings"] | {"train_seconds": seconds}
-    run.update(status="finished", finished=time.strftime("%Y-%m-%dT%H:%M:%S%z"), timings=timings, train_loss=loss)
-    if held_out_before is not None:
-        run.update(held_out_loss_before=held_out_before)
-
-
 def show_start(job: Job, start: Start) -> None:
     """Write plan.json, and print what is about to happen."""
     run = start.run
@@ -259,45 +281,23 @@ def show_start(job: Job, start: Start) -> None:
         *set_up_trackers(job.recipe.tracking, run),
         *pin_lines(run.record["hub_revisions"]),
         f"Run: {run.path}",
+        *start.notes,
     ]
-    checkpoint = run.last_checkpoint()
-    if checkpoint:
-        notes.append(
-            f"This run was not finished: it goes on from {checkpoint.name}. train.resume=never starts another."
-        )
     if not Path(job.model.path).is_dir():
         notes.append(f"Loading {job.model.path}; the first time it is downloaded, which takes a while.")
-    print_plan(job.plan, f"{job.recipe_path.stem}: {job.recipe.model.name_or_path} on {job.hardware.device}", notes)
+    print_plan(job.plan, f"{job.name}: {job.recipe.model.name_or_path} on {job.hardware.device}", notes)
 
 
 def write_final(trainer: Any, job: Job, run: Run, tokenizer: Any) -> None:
-    """final/: complete or absent."""
-    from sft.trainer import save_final
-
+    """final/: complete, and what the model in memory is; or absent."""
     work = run.path / ".final"
+    write_model(trainer, job, tokenizer, work)
+    if trainer.canary is not None:
+        trainer.canary.check(work)
     with distributed.met_at_the_end():
         if distributed.is_first_rank():
-            remove(work)
-    # Writing takes long on one rank, and merging on the first; nobody leaves the group before.
-    with distributed.met_at_the_end():
-        save_final(trainer, job, work)
-    with distributed.met_at_the_end():
-        if distributed.is_first_rank():
-            _complete_final(job, run, tokenizer, work)
-
-
-def _complete_final(job: Job, run: Run, tokenizer: Any, work: Path) -> None:
-    from sft.model import merge_adapter
-
-    if job.recipe.model.lora is not None:
-        remove(run.path / ".adapter")
-        adapter = work.rename(run.path / ".adapter")
-        merge_adapter(job, tokenizer, adapter, work)
-        shutil.rmtree(work / "adapter", ignore_errors=True)
-        adapter.rename(work / "adapter")
-    tokenizer.save_pretrained(work)
-    remove(run.final)
-    work.rename(run.final)
+            remove(run.final)
+            work.rename(run.final)
 
 
 if __name__ == "__main__":

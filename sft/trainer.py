@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -12,8 +13,12 @@ from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from trl import SFTConfig
 
 from sft.batches import Sequences, StepOrder
+from sft.changes_take_effect import ChangesTakeEffect
+from sft.checkpoint_writer import CheckpointWriter
 from sft.checkpointing import CheckpointingAsPlanned
 from sft.compiled_layers import compile_layers
+from sft.continuation import writer_here
+from sft.disk import checkpoint_bytes
 from sft.embeddings import show_head
 from sft.errors import ModelError, RecipeError, did_you_mean
 from sft.fsdp import mesh_shape
@@ -71,6 +76,8 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "logging_steps": train.logging_steps,
         "logging_first_step": True,
         "report_to": list(recipe.tracking.report_to) or "none",
+        # The filter would hide a loss that is not finite, and wait for the device at each micro-batch to find it.
+        "logging_nan_inf_filter": False,
         "disable_tqdm": True,
         "deepspeed": job.deepspeed.config if job.deepspeed else None,
         "parallelism_config": parallelism_config(job),
@@ -138,6 +145,7 @@ SECOND_WAYS = {
     "length_column_name": "train.seed, which decides the order",
     "liger_kernel_config": "model.kernels",
     "load_best_model_at_end": "the plan: final/ is the model after the last step",
+    "logging_nan_inf_filter": "train.on_nonfinite",
     "model_init_kwargs": "the keys of `model`",
     "pad_token": "model.pad_token",
     "padding_free": "data.packing",
@@ -262,17 +270,28 @@ def build_trainer(
     trainer.remove_callback(PrinterCallback)
     trainer.train_dataset = sequences
     trainer.step_order, trainer.step_clock, trainer.plan = order, clock, job.plan
-    trainer.fsdp = job.fsdp
+    trainer.fsdp, trainer.writer = job.fsdp, writer_here(job)
+    trainer.checkpoints = _checkpoint_writer(job, arguments)
     if job.plan.compile.value:
         compile_layers(trainer.model, job.plan.attention.value)
     return trainer
+
+
+def _checkpoint_writer(job: Job, arguments: Any) -> CheckpointWriter:
+    facts = {
+        "ranks": job.hardware.ranks,
+        "engine": job.plan.engine.value,
+        "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True),
+    }
+    return CheckpointWriter(Path(arguments.output_dir), job.recipe.train.save_total_limit, facts, checkpoint_bytes(job))
 
 
 def _as_planned(job: Job) -> list[TrainerCallback]:
     """What completes the engine when the training begins, before anything is measured or trained."""
     ahead = job.fsdp.prefetch if job.fsdp else None
     checkpointing = CheckpointingAsPlanned(job.plan.gradient_checkpointing.value)
-    return [checkpointing, PrefetchAsAsked(ahead)] if ahead else [checkpointing]
+    always = [checkpointing, ChangesTakeEffect(job.plan.learning_rate.value)]
+    return [*always, PrefetchAsAsked(ahead)] if ahead else always
 
 
 def _optimizer(job: Job) -> tuple[type[MasterAdamW], dict[str, Any]] | None:
@@ -300,12 +319,16 @@ def save_final(trainer: RecipeTrainer, job: Job, target: Path) -> None:
             trainer.accelerator.unwrap_model(trainer.model).save_pretrained(target)
         return
     if job.fsdp is not None:
-        if job.recipe.model.lora is None:
-            trainer.model.to(DTYPES[job.plan.precision.value])
+        adapters = job.recipe.model.lora is not None
+        dtype = None if adapters else DTYPES[job.plan.precision.value]
         # The trainer would write nothing where checkpoints are shares, and tied weights twice where they are not.
-        state = whole_state(trainer.model, adapters_only=job.recipe.model.lora is not None)
+        state = whole_state(trainer.model, adapters, dtype)
         if trainer.is_world_process_zero():
             trainer.model.save_pretrained(target, state_dict=state)
+            if dtype is not None:  # else it says what the shares are kept in
+                config = deepcopy(trainer.model.config)
+                config.dtype = dtype
+                config.save_pretrained(target)
         return
     trainer.save_model(str(target))
     for name in ("training_args.bin", "README.md"):  # a pickle of one machine's paths; TRL's card

@@ -200,6 +200,11 @@ def check_deepspeed(
             f"  optimizer is {json.dumps(file.config['optimizer'])}, and the recipe's is AdamW with its own learning_rate, betas and "
             "weight_decay (none on biases and norms): remove the section"
         )
+    if _at(file.config, "bf16.check_grad_overflow", True) is False:
+        lines.append(
+            f"  bf16.check_grad_overflow is false, and train.on_nonfinite is {train.on_nonfinite}: a gradient that is not finite would be "
+            "applied before it is found; remove the key"
+        )
     zero = file.config.get("zero_optimization", {})
     if file.stage == 3 and not zero.get("stage3_gather_16bit_weights_on_model_save"):
         lines.append(

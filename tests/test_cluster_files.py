@@ -21,6 +21,8 @@ def test_a_slurm_script_starts_one_task_a_machine_with_the_entry_that_everybody_
     last = commands(text)[-1]
     assert last.startswith("exec srun ")
     assert f" bash {entry} " in last
+    # Since 22.05 srun takes no share of the cores from sbatch by itself.
+    assert '${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}' in last
     options = re.findall(r"^#SBATCH (--\S+)", text, flags=re.MULTILINE)
     assert {"--requeue", "--open-mode=append"} <= set(options)
     assert {"--ntasks-per-node=1", "--ntasks=1"} & set(options)

@@ -263,3 +263,15 @@ def test_a_wrong_command_line_is_one_message_and_status_2(arguments: list[str], 
     done = subprocess.run([sys.executable, "-m", "eval.report", *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+
+
+def test_a_run_of_several_sessions_lists_them(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "run")
+    assert "sessions" not in section(report(run), "Environment")
+    killed = {"started": "10:00", "checkpoint": None, "status": "killed", "last_step": 23, "ranks": 2, "seconds": 61.0}
+    last = {"started": "11:00", "checkpoint": "checkpoint-20", "status": "finished", "ranks": 4, "seconds": None}
+    run.update(sessions=[killed, last | {"last_step": 100, "changes": {"train.max_steps": [50, 100]}}])
+    shown = section(report(run), "Environment")
+    assert "It was trained in 2 sessions:" in shown
+    assert "| 10:00 | the first step | killed | 23 | 2 | 1 min 1 s | nothing |" in shown
+    assert "| 11:00 | checkpoint-20 | finished | 100 | 4 | not recorded | `train.max_steps` |" in shown

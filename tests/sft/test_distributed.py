@@ -16,15 +16,21 @@ from sft.errors import DataError, PlanError
 def test_an_engine_that_only_accelerate_was_asked_for_is_refused(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
     with pytest.raises(PlanError, match=f"asked for {engine}.*train.deepspeed"):
-        settle_environment(deepspeed=False, uses_gpu=False)
+        settle_environment(deepspeed=False, uses_gpu=False, precision="fp32")
+
+
+def test_a_precision_that_only_accelerate_was_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(PlanError, match=r"mixed precision bf16.*train.precision gives fp32.*train.precision=bf16"):
+        settle_environment(deepspeed=False, uses_gpu=False, precision="fp32")
 
 
 def test_what_accelerate_leaves_in_the_environment_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND"):
-        monkeypatch.setenv(name, "true")
+    for name, value in {"USE_CPU": "true", "MIXED_PRECISION": "no", "DYNAMO_BACKEND": "inductor"}.items():
+        monkeypatch.setenv(f"ACCELERATE_{name}", value)
     for name in ("TOKENIZERS_PARALLELISM", "HF_HUB_DISABLE_PROGRESS_BARS", "DS_ACCELERATOR"):
         monkeypatch.setenv(name, "")
-    settle_environment(deepspeed=False, uses_gpu=False)
+    settle_environment(deepspeed=False, uses_gpu=False, precision="fp32")
     assert not [name for name in os.environ if name.startswith("ACCELERATE_")]
     assert os.environ["DS_ACCELERATOR"] == "cpu"
 

@@ -9,9 +9,10 @@ from sft.errors import RunError
 from sft.facts import ModelFacts
 from sft.hardware import Gpu, Hardware
 from sft.job import open_job
+from sft.opening import check_start, open_run
 from sft.plan import resolve_plan
 from sft.recipe import Recipe
-from sft.run_directory import Run, check_start, open_run, write_json
+from sft.run_directory import Run, write_json
 from sft.zero import DeepSpeedFile, load_deepspeed
 
 MakeRecipe = Callable[..., Recipe]
@@ -130,5 +131,7 @@ def test_an_unfinished_run_does_not_go_on_with_another_engine(recipe_file: Path,
     (run.checkpoints / "checkpoint-5").mkdir()
     check_start(started)
     write_json(run.plan_file, {"decisions": decisions, "deepspeed": started.deepspeed.config})
-    with pytest.raises(RunError, match=r"with engine: ZeRO-3; here train.parallel=auto .* give ZeRO-2, .*resume=never"):
+    with pytest.raises(
+        RunError, match=r"by 2 ranks under ZeRO-3, and cannot go on with 2 ranks under ZeRO-2.*resume=never"
+    ):
         check_start(started)

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerControl, TrainerS
 
 from sft.batches import StepOrder
 from sft.documents import DOCUMENT
+from sft.fingerprint import Fingerprint
 from sft.hardware import Gpu, Hardware
 from sft.metrics import PEAK_FLOPS, Metrics, peak_flops, peak_memory_gib
 from sft.step_clock import StepClock, StepTimes
@@ -18,7 +19,7 @@ from sft.store import DocumentStore, SequenceIndex
 
 CPU = Hardware(None, 1, 1, 2, 16.0)
 KEYS = (
-    "step epoch loss grad_norm learning_rate tokens_seen tokens_per_second labelled_tokens_per_second mfu "
+    "step epoch loss grad_norm learning_rate batch tokens_seen tokens_per_second labelled_tokens_per_second mfu "
     "step_seconds_p50 step_seconds_p90 data_seconds peak_memory_gib seconds"
 ).split()
 LENGTHS = np.array([3, 5, 4, 8, 6, 7, 2, 9] * 5)
@@ -99,7 +100,8 @@ class Steps:
         tick: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self.tick, self.clock = tick, StepClock(on_gpu=False)
-        self.metrics = Metrics(file, hardware, step_work(), self.clock)
+        self.fingerprint = Fingerprint()
+        self.metrics = Metrics(file, hardware, step_work(), self.clock, self.fingerprint)
         self.state = TrainerState(global_step=start, max_steps=20, save_steps=0, is_world_process_zero=first)
         config = LlamaConfig(
             vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
@@ -129,6 +131,7 @@ class Steps:
         while self.state.global_step < step:
             self.step()
         self.state.epoch = step / 20
+        self.fingerprint.line = f"{step:016x}"
         logs = {"loss": 1 / step, "grad_norm": 0.5, "learning_rate": 2e-5} | values
         self.metrics.on_log(None, self.state, TrainerControl(), logs=logs)
 
@@ -232,6 +235,18 @@ def test_a_resumed_run_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
     resumed.log(15)
     assert [line["step"] for line in lines(tmp_path / "m.jsonl")] == [1, 5, 10, 15]
     assert [line["tokens_seen"] for line in lines(tmp_path / "m.jsonl")] == before
+
+
+def test_a_fingerprint_is_not_told_where_some_of_the_lines_steps_were_taken_by_another_process(tmp_path: Path) -> None:
+    """Steps 11 to 14 are in the weights of the checkpoint, and in no line."""
+    steps = Steps(tmp_path / "m.jsonl")
+    for step in (5, 10):
+        steps.log(step)
+    resumed = Steps(tmp_path / "m.jsonl", start=14)
+    for step in (15, 20):
+        resumed.log(step)
+    told = {line["step"]: line["batch"] for line in lines(tmp_path / "m.jsonl")}
+    assert told == {5: f"{5:016x}", 10: f"{10:016x}", 15: None, 20: f"{20:016x}"}
 
 
 def test_a_line_that_was_cut_off_does_not_stop_a_resume(tmp_path: Path) -> None:

@@ -118,3 +118,14 @@ def test_counting_does_not_disturb_the_order_of_the_data(store: DocumentStore) -
 def test_no_step_holds_nothing(store: DocumentStore) -> None:
     _, _, work = prepared(store, 4, packed=True)
     assert counted(work, 5, 5) == {"tokens": 0, "labelled": 0, "squares": 0}
+
+
+def test_a_step_that_is_left_out_counts_nothing(store: DocumentStore) -> None:
+    _, order, work = prepared(store, 4, packed=False)
+    lengths = [work.between(step, step + 1).tokens for step in range(10)]
+    order.left_out = frozenset({2, 8})
+    assert [work.between(step, step + 1).tokens for step in range(10)] == [
+        0 if step + 1 in order.left_out else length for step, length in enumerate(lengths)
+    ]
+    assert work.between(0, 10).tokens == sum(lengths) - lengths[1] - lengths[7]
+    assert work.tokens_before(8) == sum(lengths[:8]) - lengths[1] - lengths[7]

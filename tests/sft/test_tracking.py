@@ -7,7 +7,10 @@ from sft.recipe import Tracking
 from sft.run_directory import Run
 from sft.tracking import set_up_trackers
 
-NAMES = ("WANDB_PROJECT", "WANDB_DIR", "WANDB_SILENT", "WANDB_MODE", "WANDB_API_KEY", "TENSORBOARD_LOGGING_DIR")
+NAMES = (
+    *("WANDB_PROJECT", "WANDB_DIR", "WANDB_SILENT", "WANDB_MODE", "WANDB_API_KEY", "WANDB_RUN_ID", "WANDB_RESUME"),
+    "TENSORBOARD_LOGGING_DIR",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -74,3 +77,21 @@ def test_transformers_reads_the_folder_that_is_set() -> None:
     from transformers.integrations.integration_utils import TensorBoardCallback
 
     assert "TENSORBOARD_LOGGING_DIR" in inspect.getsource(TensorBoardCallback)
+
+
+def test_every_session_of_a_run_writes_to_one_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, other = Run(tmp_path / "a"), Run(tmp_path / "b")
+    names = []
+    for one in (run, run, other):
+        one.path.mkdir(exist_ok=True)
+        monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+        set_up_trackers(Tracking(report_to=("wandb",)), one)
+        names.append(os.environ["WANDB_RUN_ID"])
+        assert os.environ["WANDB_RESUME"] == "allow"
+    assert names[0] == names[1] == run.record["wandb_id"] != names[2]
+
+
+def test_a_name_that_the_user_gave_the_run_of_wandb_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    set_up_trackers(Tracking(report_to=("wandb",)), Run(tmp_path))
+    assert (os.environ["WANDB_RUN_ID"], Run(tmp_path).record["wandb_id"]) == ("mine", "mine")

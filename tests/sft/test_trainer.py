@@ -11,6 +11,7 @@ from trl import SFTConfig, SFTTrainer
 
 from sft.batches import Sequences, StepOrder
 from sft.errors import RecipeError
+from sft.fingerprint import Fingerprint
 from sft.hardware import Gpu, Hardware
 from sft.job import Job, open_job
 from sft.metrics import Metrics
@@ -187,7 +188,15 @@ def test_a_trainer_arg_of_the_wrong_type_is_refused(name: str, value: str, make_
 
 def test_trls_trainer_has_the_methods_that_ours_replaces() -> None:
     names = ("_get_train_sampler", "_get_output_dir", "_save_checkpoint", "create_model_card", "create_optimizer")
-    for name in (*names, "_clip_grad_norm", "_get_grad_norm", "get_batch_samples", "compute_loss", "log"):
+    for name in (
+        *names,
+        "_clip_grad_norm",
+        "_get_grad_norm",
+        "get_batch_samples",
+        "compute_loss",
+        "log",
+        "_maybe_log_save_evaluate",
+    ):
         assert callable(getattr(SFTTrainer, name))
 
 
@@ -206,7 +215,7 @@ def test_a_few_steps_train_and_leave_whole_checkpoints_and_a_model(make_job: Mak
     index = SequenceIndex.load(folder / "train.npz")
     sequences = Sequences(DocumentStore.open(folder), index, 8, tokenizer.pad_token_id, packed=True)
     order, clock = StepOrder(len(index), sequences.fillers, 0), StepClock(on_gpu=False)
-    work = StepWork(sequences.store, index, order, 8)
+    work, fingerprint = StepWork(sequences.store, index, order, 8), Fingerprint()
     trainer = build_trainer(
         job,
         training_arguments(job, run),
@@ -214,9 +223,10 @@ def test_a_few_steps_train_and_leave_whole_checkpoints_and_a_model(make_job: Mak
         tokenizer,
         sequences,
         order,
-        [Metrics(run.metrics_file, job.hardware, work, clock)],
+        [Metrics(run.metrics_file, job.hardware, work, clock, fingerprint)],
         clock,
     )
+    trainer.fingerprint = fingerprint
     trainer.train()
     losses = [json.loads(line)["loss"] for line in run.metrics_file.read_text().splitlines()]
     assert len(losses) == 5

@@ -168,7 +168,7 @@ def packed(
 def main() -> None:
     engine, folder = sys.argv[1], Path(sys.argv[2])
     warnings.simplefilter("ignore")
-    distributed.settle_environment(engine == "zero2", False)
+    distributed.settle_environment(engine == "zero2", False, "fp32")
     distributed.quiet_frameworks()
     distributed.join_group(engine == "zero2", False, 60)
     attention.register()

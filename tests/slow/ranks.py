@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from sft.processes import end_with_parent
+from tests.slow.forked_checker import Forked
 
 IMPORTED = (
     "deepspeed trl trl.trainer.sft_trainer peft accelerate transformers.models.qwen2.modeling_qwen2 datasets eval.suites "
     "sft.train sft.trainer sft.before_training sft.model sft.step_work sft.store sft.held_out sft.metrics sft.profiling "
-    "sft.compiled_layers sft.embeddings"
+    "sft.compiled_layers sft.embeddings sft.canary sft.load_saved"
 ).split()
 
 
@@ -125,6 +126,7 @@ def _become_rank(job: dict[str, Any], environment: dict[str, str], folder: Path,
     if not job["finish"]:
         sys.modules["sft.train"].become_finish = lambda run: None  # type: ignore[attr-defined]
         sys.modules["sft.finish"].become_finish = lambda run: None  # type: ignore[attr-defined]
+    sys.modules["sft.checker"].start_process = Forked  # type: ignore[attr-defined]
     program, *sys.argv[1:] = job["words"]
     sys.argv[0] = program
     if program.endswith(".py"):

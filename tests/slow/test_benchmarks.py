@@ -86,3 +86,11 @@ def test_our_entry_a_bare_trainer_and_trl_sft_train_the_same() -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("Same work") == 2
     assert "milliseconds per step" in ended.stdout
+
+
+@pytest.mark.slow
+def test_transformers_saving_and_ours_write_the_same_tensors() -> None:
+    ended = run("checkpoint_cost.py", "--size", "tiny", "--rounds", "1")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "Same work: both wrote the same" in ended.stdout
+    assert ended.stdout.count("transformers, synced") == 2

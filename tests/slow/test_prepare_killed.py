@@ -214,13 +214,13 @@ def test_a_start_whose_preparation_the_system_kills_says_so(recipe: Path, tmp_pa
 def test_a_start_that_is_stopped_leaves_nothing_running(
     number: signal.Signals, recipe: Path, tmp_path: Path, start: Start
 ) -> None:
-    """The same files five times are work for some seconds more."""
-    many = json.dumps([{"path": str(recipe.parent / "data")}] * 5)
+    """The same files twenty times are work for longer than the test waits."""
+    many = json.dumps([{"path": str(recipe.parent / "data")}] * 20)
     launcher = start("sft.launch", recipe, f"output_dir={tmp_path}", f"data.train={many}", "--prepare")
     at("tokens.bin", tmp_path, launcher)
     launcher.send_signal(number)
     launcher.wait(timeout=20)
-    until(lambda: not group(launcher), seconds=1)
+    until(lambda: not group(launcher), seconds=5)
 
 
 def test_ctrl_c_at_a_start_ends_all_of_it(

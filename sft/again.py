@@ -1,0 +1,125 @@
+"""A run started again from its own folder: `bash scripts/sft.sh outputs/tiny/RUN`. Imports no torch.
+
+An unfinished run goes on. A finished one is trained a second time, beside the first: the same text of the recipe, the same overrides,
+the same working directory, and a list of what is no longer as it was.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from shlex import join
+
+import yaml
+
+from sft.errors import RunError
+from sft.job import Job
+from sft.recipe_changes import Change, differences, recipe_differences
+from sft.record import git_state, installed_versions
+from sft.run_directory import Run, find_run
+
+_DECIDED_ANEW = ("tracking.run_name=", "train.resume=")
+
+
+def is_run(word: str) -> bool:
+    """Whether a word on the command line is the folder of a run."""
+    return (Path(word).expanduser() / "run.json").is_file()
+
+
+def original_run(recipe_path: Path) -> Run | None:
+    """The run that a recipe file lies in, which goes on or is repeated; None for a recipe of its own."""
+    folder = recipe_path.resolve().parent
+    return Run(folder) if (folder / "run.json").is_file() else None
+
+
+def start_again(folder: Path, overrides: Sequence[str]) -> tuple[Path, list[str]]:
+    """What to start so that a run goes on or is repeated. Changes to the directory that it was started in.
+
+    Args:
+        folder: The run's.
+        overrides: More of them, from this command line.
+
+    Returns:
+        The recipe's path and all overrides.
+
+    Raises:
+        RunError: The folder holds no run, or its working directory is gone.
+    """
+    run = find_run(folder)
+    record = run.record
+    place = Path(record.get("working_directory") or Path.cwd())
+    if not place.is_dir():
+        raise RunError(
+            f"{run.path} was started in {place}, where its relative paths begin, and there is no such folder here. Make it; or start "
+            f"the recipe from another one: {_by_hand(run.recipe_file, record['overrides'])}."
+        )
+    os.chdir(place)
+    words = [word for word in record["overrides"] if not word.startswith(_DECIDED_ANEW)]
+    name = run.path.name if record["status"] != "finished" else _free_name(run)
+    words += [f"tracking.run_name={name if isinstance(yaml.safe_load(name), str) else repr(name)}", "train.resume=auto"]
+    if Path(run.recipe().output_dir).expanduser().resolve() != run.path.parent.parent:
+        words.append(f"output_dir={run.path.parent.parent}")
+    return run.recipe_file, [*words, *overrides]
+
+
+def _free_name(run: Run) -> str:
+    names = [f"{run.path.name}-again", *(f"{run.path.name}-again-{number}" for number in range(2, 1000))]
+    return next(name for name in names if not (run.path.parent / name).exists())
+
+
+def _by_hand(recipe_path: Path, overrides: Sequence[str]) -> str:
+    return join(["bash", "scripts/sft.sh", str(recipe_path), *overrides])
+
+
+def told_differences(job: Job) -> list[str]:
+    """What to tell the user before a run goes on or is repeated; nothing for a recipe of its own."""
+    run = original_run(job.recipe_path)
+    if run is None:
+        return []
+    record = run.record
+    then = {
+        "commit": record.get("git"),
+        "versions": record.get("versions"),
+        "ranks": record.get("ranks"),
+        "hardware": record.get("hardware"),
+    }
+    now = {
+        "commit": git_state(),
+        "versions": installed_versions(),
+        "ranks": job.hardware.ranks,
+        "hardware": asdict(job.hardware),
+    }
+    changes = [*_changes_of(run, job), *differences(then, now)]
+    what = "Repeats" if record["status"] == "finished" else "Goes on with"
+    if not changes:
+        return [f"{what} {run.path}: recipe, versions, commit and hardware are as they were."]
+    return [f"{what} {run.path}. Not as it was:", *(f"  {change}" for change in changes)]
+
+
+def _changes_of(run: Run, job: Job) -> list[Change]:
+    decided = {word.rstrip("=") for word in _DECIDED_ANEW}
+    return [change for change in recipe_differences(run.recipe(), job.recipe) if change.key not in decided]
+
+
+def check_same_data(run: Run, job: Job, fingerprint: str) -> None:
+    """Refuse to call it a repetition where the data is another one, and nobody has asked for another.
+
+    Args:
+        run: The finished one that is repeated.
+        job: The repetition.
+        fingerprint: Of its data.
+
+    Raises:
+        RunError: The fingerprints differ.
+    """
+    then = run.record.get("data_fingerprint")
+    asked = any(change.key.startswith(("data.", "model.")) for change in _changes_of(run, job))
+    if run.record["status"] != "finished" or then in (None, fingerprint) or asked:
+        return
+    raise RunError(
+        f"{run.path} was trained on other data than there is now (fingerprint {then[:12]}, now {fingerprint[:12]}): the rows, the "
+        "tokenizer, the chat template or a package that reads them have changed, so this would not be the same run. To train on what there "
+        f"is now: {_by_hand(Path(run.record['recipe_path']), run.record['overrides'])}."
+    )

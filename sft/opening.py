@@ -1,0 +1,221 @@
+"""Making a run's folder, or finding the one to go on in. Imports no torch.
+
+A start goes on with the latest run of its recipe, or the one that tracking.run_name names, where that is unfinished. A recipe that
+has changed meanwhile goes on only where that is allowed (sft/recipe_changes.py); a finished run is never written over.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from sft.continuation import resolve_continuation
+from sft.errors import RecipeError, RunError
+from sft.inside import check_inside
+from sft.job import Job
+from sft.recipe import Recipe
+from sft.recipe_changes import Change, check_allowed_changes, not_allowed, recipe_differences
+from sft.resume import checkpoints_of
+from sft.run_directory import Run, read_json
+
+_TAKEN = "exists already and is not written over. Choose another tracking.run_name, or remove the folder."
+_ANEW = "start anew with train.resume=never"
+
+
+def folder_of(job: Job) -> Path:
+    """Where the runs of a recipe are: <output_dir>/<recipe>."""
+    return Path(job.recipe.output_dir).expanduser().resolve() / job.name
+
+
+def unfinished_run(job: Job) -> Run | None:
+    """The run that a start goes on with, where there is one.
+
+    Raises:
+        RunError: It has checkpoints, and the recipe differs from the one that it was started with.
+    """
+    run = Run(folder_of(job) / (job.recipe.tracking.run_name or "latest"))
+    if not _may_resume(job.recipe) or not (run.path / "run.json").is_file():
+        return None
+    run = Run(run.path.resolve())
+    if run.record["status"] == "finished":
+        return None
+    check_inside(run.path, folder_of(job))
+    changes = recipe_changes(run, job.recipe)
+    refused = not_allowed(changes, job.recipe.train.resume_allow_changes)
+    if not refused:
+        return run
+    if not checkpoints_of(run) or (_is_claimed(run) and job.recipe.tracking.run_name is None):
+        return None
+    raise RunError(_explain(run, changes, refused))
+
+
+def _may_resume(recipe: Recipe) -> bool:
+    # `never` is for the first start: what a launcher starts again after a failure goes on.
+    return recipe.train.resume != "never" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def recipe_changes(run: Run, recipe: Recipe) -> list[Change]:
+    """What differs between the recipe that a run was last trained with and this one.
+
+    Raises:
+        RunError: This program cannot read the run's.
+    """
+    try:
+        values = run.record.get("recipe_values")
+        then = Recipe.model_validate(values, strict=False) if values else run.recipe()
+    except (RecipeError, ValueError) as error:
+        raise RunError(
+            f"{run.path} is unfinished, and was started by another version of this program, whose recipe this one does not read: {error}. "
+            f"Go on with that version, or {_ANEW}."
+        ) from None
+    commit = run.record.get("base_model", {}).get("revision")
+    # To name the commit that it was started with changes nothing.
+    return [
+        change
+        for change in recipe_differences(then, recipe)
+        if change.key != "model.revision" or change.new is None or change.new != commit
+    ]
+
+
+def _explain(run: Run, changes: list[Change], refused: list[Change]) -> str:
+    fixed = [change for change in refused if change.kind == "fixed"]
+    other = [change for change in changes if change not in refused]
+    newest = checkpoints_of(run)[0].name
+    lines = [f"{run.path} is unfinished ({newest}), and this start differs from it:"]
+    lines += [f"  {change}" + (" (no run can go on with that)" if change in fixed else "") for change in refused]
+    lines += [f"  {change} (may differ)" for change in other]
+    remedies = ["Change it back to go on" if len(refused) == 1 else "Change them back to go on"]
+    if not fixed:
+        keys = [change.key for change in changes if change.kind == "named"]
+        remedies.append(f"allow it: 'train.resume_allow_changes=[{','.join(keys)}]'")
+    return "\n".join([*lines, f"{', or '.join([*remedies, _ANEW])}. See docs/resume.md."])
+
+
+def _is_claimed(run: Run) -> bool:
+    """Whether another process is training it now."""
+    descriptor = _lock(run)
+    if descriptor is not None:
+        os.close(descriptor)
+    return descriptor is None
+
+
+def _lock(run: Run) -> int | None:
+    """Claim the folder until this process ends, however it ends. None: another process has it."""
+    descriptor = os.open(run.path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError:  # a file system without locks
+        pass
+    return descriptor
+
+
+def _point_latest_at(run: Run) -> None:
+    link = run.path.parent / "latest"
+    temporary = link.with_name(f".latest.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(run.path.name)
+    temporary.replace(link)
+
+
+def _make(folder: Path, name: str | None) -> Run:
+    """A new run's folder, empty but for checkpoints/."""
+    started = time.strftime("%Y%m%d-%H%M%S")
+    # Two jobs may start in one second.
+    names = [name] if name else [started, *(f"{started}-{number}" for number in range(2, 100))]
+    for candidate in names:
+        run = Run(folder / candidate)
+        try:
+            run.checkpoints.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise RunError(
+                f"The run's folder cannot be made: {error}. Set output_dir to a place that can be written."
+            ) from None
+        return run
+    raise RunError(f"{folder / names[0]} {_TAKEN}")
+
+
+def check_start(job: Job) -> None:
+    """Refuse, before the data is prepared, what could not be started after it. Reads no checkpoint.
+
+    Raises:
+        RecipeError: train.resume_allow_changes names what is no key, or cannot change.
+        RunError: The name is taken, there is nothing to resume, or the unfinished run cannot go on like this.
+    """
+    check_allowed_changes(job.recipe.train.resume_allow_changes)
+    run, name, must = unfinished_run(job), job.recipe.tracking.run_name, job.recipe.train.resume == "must"
+    if run is None:
+        if must:
+            raise RunError(f"train.resume=must, and {folder_of(job)} has no unfinished run of this recipe.")
+        if name is not None and (folder_of(job) / name).exists():
+            raise RunError(f"{folder_of(job) / name} {_TAKEN}")
+        return
+    if (must or name is not None) and _is_claimed(run):
+        raise RunError(
+            f"{'train.resume=must, and a' if must else 'A'}nother process is training {run.path}. Wait for it, or choose another "
+            "tracking.run_name."
+        )
+    checkpoints = checkpoints_of(run)
+    if checkpoints:
+        _check_same_model(run, job)
+        resolve_continuation(checkpoints[0], run, job)
+    elif must:
+        raise RunError(
+            f"train.resume=must, and {run.path}, which is unfinished, has no checkpoint. train.resume=auto starts it again."
+        )
+
+
+def _check_same_model(run: Run, job: Job) -> None:
+    then = run.record.get("base_model", {}).get("revision")
+    now = job.model.commit or job.recipe.model.revision
+    if then and now and then != now:
+        raise RunError(
+            f"{run.path} is unfinished and was started with commit {then} of {job.recipe.model.name_or_path}; the hub's name now stands "
+            f"for {now}. Set model.revision={then} to go on, or {_ANEW}."
+        )
+
+
+def decisions_of(run: Run) -> dict[str, Any]:
+    """The values of the plan that a run was last trained with, by name."""
+    return {row["name"]: row["value"] for row in read_json(run.plan_file).get("decisions", [])}
+
+
+def open_run(job: Job) -> Run:
+    """Make the folder of a new run, or find the one to go on with, and claim it.
+
+    An unfinished run goes on from its newest checkpoint, or from the start where it has none. A finished run is never written
+    over, nor one that another process is training.
+
+    Raises:
+        RunError: The name is taken, the folder cannot be written, or there is nothing to resume where the recipe says
+            it must be.
+    """
+    run = unfinished_run(job)
+    if run is not None and _lock(run) is not None:
+        return run
+    if job.recipe.train.resume == "must":
+        raise RunError(f"train.resume=must, and another process has begun to train {run.path if run else 'the run'}.")
+    run = _make(folder_of(job), job.recipe.tracking.run_name)
+    _lock(run)
+    run.recipe_file.write_bytes(job.recipe_path.read_bytes())
+    _point_latest_at(run)
+    return run
+
+
+def keep_recipe(run: Run, job: Job) -> None:
+    """Write the recipe of this session beside those of the sessions before it, where its text differs."""
+    text = job.recipe_path.read_bytes()
+    with suppress(FileNotFoundError):
+        if run.recipe_file.read_bytes() == text:
+            return
+        sessions = len(run.record.get("sessions", [])) or 1
+        run.recipe_file.replace(run.path / f"recipe.session-{sessions}.yaml")
+    run.recipe_file.write_bytes(text)

@@ -1,0 +1,209 @@
+"""What run.json says: what was run, on what, and each session of it. Imports no torch.
+
+A session is one start of a run, from the first step or from a checkpoint, to its end, whichever way that came.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sft.credentials import redacted
+from sft.pins import hub_revisions
+from sft.recipe import REPOSITORY
+from sft.recipe_changes import Change
+from sft.remote_code import code_hash
+from sft.run_directory import Run
+
+if TYPE_CHECKING:
+    from sft.job import Job
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "trl",
+    "deepspeed",
+    "accelerate",
+    "datasets",
+    "peft",
+    "liger-kernel",
+    "lm-eval",
+    "wandb",
+)
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of the packages that a result depends on."""
+    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
+
+
+def git_state() -> dict[str, Any]:
+    """The commit of this program, and whether files differ from it; None where there is no git."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": None, "dirty": None}
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def record_start(
+    run: Run,
+    job: Job,
+    timings: dict[str, float],
+    data_fingerprint: str,
+    checkpoint: str | None = None,
+    passed_over: Mapping[str, str] | None = None,
+    changes: Sequence[Change] = (),
+) -> None:
+    """Write what is known before training into run.json. Arguments only, no environment: so no token and no key.
+
+    Args:
+        run: New, or one that goes on.
+        job: What was asked for, on what.
+        timings: Seconds, by what took them.
+        data_fingerprint: Of the prepared data.
+        checkpoint: Name of the one that it goes on from.
+        passed_over: Newer checkpoints that could not be used, and why.
+        changes: Of the recipe since the session before.
+    """
+    earlier = run.record if (run.path / "run.json").exists() else {}
+    status = earlier.get("status", "running")
+    close_session(run, "killed" if status == "running" else status)
+    earlier = run.record if earlier else {}
+    now = _now()
+    session = {
+        "started": now,
+        "ended": None,
+        "status": "running",
+        "checkpoint": checkpoint,
+        "passed_over": dict(passed_over or {}),
+        "changes": {change.key: [change.old, change.new] for change in changes},
+        "ranks": job.hardware.ranks,
+        "device": job.hardware.device,
+        "versions": installed_versions(),
+        "git": git_state(),
+        "overrides": list(job.overrides),
+        "last_step": None,
+        "seconds": None,
+    }
+    run.update(
+        status="running",
+        error=None,
+        recipe=job.name,
+        **_origin(run, job, earlier),
+        recipe_version=job.recipe.version,
+        # With all defaults: what the recipe means stays known when a default changes.
+        recipe_values=job.recipe.model_dump(mode="json"),
+        command=redacted([Path(sys.executable).name, *sys.orig_argv[1:]]),
+        overrides=list(job.overrides),
+        # Relative paths in the recipe start here.
+        working_directory=str(Path.cwd()),
+        ranks=job.hardware.ranks,
+        base_model={
+            "name_or_path": job.recipe.model.name_or_path,
+            # The commit, so that a later evaluation measures the same base.
+            "revision": job.model.commit or job.recipe.model.revision,
+            "path": job.model.path,
+            "code_sha256": code_hash(job.recipe.model, job.model.path),
+        },
+        hub_revisions=hub_revisions(job.recipe, job.model),
+        data_fingerprint=data_fingerprint,
+        git=session["git"],
+        versions=session["versions"],
+        hardware=asdict(job.hardware),
+        timings=earlier.get("timings", {}) | timings,
+        started=earlier.get("started", now),
+        sessions=[*earlier.get("sessions", []), session],
+    )
+
+
+def _origin(run: Run, job: Job, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the recipe came from: a file of the user's, or another run that this one repeats."""
+    path = job.recipe_path.resolve()
+    if path == run.recipe_file.resolve():
+        return {"recipe_path": earlier.get("recipe_path", str(path))}
+    if (path.parent / "run.json").is_file():
+        return {"recipe_path": Run(path.parent).record.get("recipe_path", str(path)), "repeats": str(path.parent)}
+    return {"recipe_path": str(path)}
+
+
+def close_session(run: Run, status: str, seconds: float | None = None) -> None:
+    """Write how the newest session ended, if it has not been written; called again, it changes nothing.
+
+    Args:
+        run: The run.
+        status: `finished`, `failed`, `interrupted`, or `killed` where the session itself could write nothing.
+        seconds: Time it has trained; None: up to its last line in metrics.jsonl.
+    """
+    record = run.record if (run.path / "run.json").exists() else {}
+    sessions = record.get("sessions") or []
+    if not sessions or sessions[-1]["ended"] is not None:
+        return
+    session = sessions[-1]
+    line = _last_line(run, session)
+    session["status"], session["last_step"] = status, line.get("step")
+    session["seconds"] = seconds if seconds is not None else line.get("seconds")
+    # One that is closed by the next start has ended at a time that nobody has written down.
+    session["ended"] = _now() if record["status"] == "running" and status != "killed" else "unknown"
+    total = sum(one["seconds"] or 0.0 for one in sessions)
+    run.update(sessions=sessions, timings=record["timings"] | {"train_seconds": total})
+
+
+def _last_line(run: Run, session: dict[str, Any]) -> dict[str, Any]:
+    """The newest line of metrics.jsonl that a session has written; empty where it has written none."""
+    try:
+        written = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(run.metrics_file.stat().st_mtime))
+        lines = run.metrics_file.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    step = int(session["checkpoint"].rpartition("-")[2]) if session["checkpoint"] else 0
+    for text in reversed(lines):
+        with suppress(ValueError):  # the last may have been cut off
+            line: dict[str, Any] = json.loads(text)
+            return line if line["step"] > step and written >= session["started"] else {}
+    return {}
+
+
+def record_end(run: Run, seconds: float, held_out_before: float | None) -> None:
+    """Write what is known after training into run.json.
+
+    Args:
+        run: The run.
+        seconds: That this session has trained.
+        held_out_before: Loss on the held-out rows before the first step; None where it was not measured.
+    """
+    lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
+    # Each line is the mean since the one before, over the steps that were not skipped.
+    steps = [
+        line["step"] - before - line.get("skipped_steps", 0)
+        for line, before in zip(lines, [0, *(line["step"] for line in lines)], strict=False)
+    ]
+    total = sum(line["loss"] * count for line, count in zip(lines, steps, strict=True) if count)
+    loss = total / sum(steps) if sum(steps) else None
+    close_session(run, "finished", seconds)
+    run.update(status="finished", finished=_now(), train_loss=loss)
+    if held_out_before is not None:
+        run.update(held_out_loss_before=held_out_before)

@@ -1,0 +1,129 @@
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from sft.diff import batches, final, losses, main, recipe
+from sft.run_directory import Run, write_json
+from tests.conftest import DEMO_RECIPE
+
+
+def write_lines(run: Run, lines: list[dict[str, Any]]) -> None:
+    run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def lines_of(steps: list[int], **changed: Any) -> list[dict[str, Any]]:
+    return [{"step": step, "loss": 10.0 / step, "batch": f"b{step}"} | changed for step in steps]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[Run, Run]:
+    """A run and a copy of it."""
+    a = Run(tmp_path / "mine" / "a")
+    a.final.mkdir(parents=True)
+    a.recipe_file.write_text(DEMO_RECIPE)
+    same = {"versions": {"torch": "2.13"}, "git": {"commit": "abc", "dirty": False}, "hardware": {"ranks": 1}}
+    a.update(status="finished", overrides=[], data_fingerprint="0123456789abcdef", **same)
+    write_json(a.plan_file, {"decisions": [{"name": "engine", "value": "DDP", "reason": "x"}], "deepspeed": None})
+    write_lines(a, lines_of([1, 2, 3, 4]))
+    save_file({"w": np.ones((2, 2), np.float32), "v": np.zeros(3, np.float32)}, a.final / "model.safetensors")
+    (a.final / "config.json").write_text("{}")
+    b = Run(a.path.with_name("b"))
+    shutil.copytree(a.path, b.path)
+    return a, b
+
+
+def status(a: Run, b: Run) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([str(a.path), str(b.path)])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_two_runs_alike_are_the_same(runs: tuple[Run, Run], capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = runs
+    b.update(overrides=["tracking.run_name=b", "train.save_steps=3"], started="later")
+    assert status(a, b) == 0
+    told = capsys.readouterr().out
+    assert "tracking.run_name: null -> b (does not count)" in told
+    assert told.endswith("The runs are the same.\n")
+
+
+@pytest.mark.parametrize(
+    ("record", "line"),
+    [
+        ({"overrides": ["train.seed=1"]}, "  train.seed: 0 -> 1"),
+        ({"overrides": ["train.micro_batch_size=1"]}, "  train.micro_batch_size: auto -> 1"),
+        ({"versions": {"torch": "2.11"}}, "  torch: 2.13 -> 2.11"),
+        ({"git": {"commit": "abd", "dirty": False}}, "  commit: abc -> abd"),
+        ({"hardware": {"ranks": 2}}, "  ranks: 1 -> 2"),
+        ({"data_fingerprint": "fedcba9876543210"}, "  fingerprint: 0123456789ab -> fedcba987654"),
+    ],
+)
+def test_each_difference_is_told_and_counts(
+    record: dict[str, Any], line: str, runs: tuple[Run, Run], capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = runs
+    b.update(**record)
+    assert status(a, b) == 1
+    told = capsys.readouterr().out.splitlines()
+    assert line in told
+    assert [one for one in told if one.startswith("  ")] == [line]
+
+
+def test_runs_part_at_a_step(runs: tuple[Run, Run]) -> None:
+    a, b = runs
+    write_lines(b, [*lines_of([1, 2]), *lines_of([3], batch="x"), *lines_of([4], loss=2.0)])
+    assert batches(a, b).lines == ("part at step 3", "the same again at step 4")
+    found = losses(a, b)
+    assert found.differs
+    assert found.lines == (
+        "part at step 4: 2.500000 -> 2.000000",
+        "largest difference: 5.00e-01, at step 4",
+        "last common line, step 4: 2.500000 -> 2.000000",
+    )
+
+
+def test_only_lines_about_the_same_steps_are_compared(runs: tuple[Run, Run]) -> None:
+    """A line is the mean since the one before."""
+    a, b = runs
+    write_lines(b, lines_of([4], loss=0.0))
+    assert "not compared" in losses(a, b).summary
+    write_lines(b, [*lines_of([1, 2]), *lines_of([4], loss=0.0)])
+    assert not batches(a, b).differs
+    assert (losses(a, b).differs, losses(a, b).summary) == (False, "same, in 2 lines")
+    write_lines(b, lines_of([1, 2, 3]))
+    assert losses(a, b).lines == ("A ends at step 4, B at step 3",)
+    assert losses(a, b).differs
+
+
+def test_weights_are_compared_by_tensor(runs: tuple[Run, Run]) -> None:
+    a, b = runs
+    assert not final(a, b).differs
+    weights = {"w": np.ones((2, 2), np.float32), "v": np.array([0, 0.5, 0], np.float32)}
+    save_file(weights, b.final / "model.safetensors")
+    (b.final / "config.json").write_text('{"a": 1}')
+    found = final(a, b)
+    assert found.differs
+    assert found.lines == (
+        "config.json: differs",
+        "model.safetensors: 1 of 2 tensors differ, most in v: 5.00e-01",
+    )
+    save_file({"w": weights["w"]}, b.final / "model.safetensors")
+    assert "only one of them has v" in final(a, b).lines[1]
+    save_file(weights | {"w": np.ones(4, np.float32)}, b.final / "model.safetensors")
+    assert "w: torch.float32 [2, 2] -> torch.float32 [4]" in final(a, b).lines[1]
+    shutil.rmtree(b.final)
+    assert (final(a, b).summary, final(a, b).differs) == ("not compared: only A has one", True)
+
+
+def test_a_recipe_is_what_it_meant_when_it_ran(runs: tuple[Run, Run]) -> None:
+    a, b = runs
+    values = a.recipe().model_dump(mode="json")
+    values["train"]["adam_beta2"] = 0.999
+    b.update(recipe_values=values)
+    assert recipe(a, b).lines == ("train.adam_beta2: 0.95 -> 0.999",)

@@ -1,0 +1,97 @@
+import re
+from collections.abc import Callable
+
+import pytest
+
+from sft.errors import RecipeError
+from sft.recipe import REPOSITORY, Recipe
+from sft.recipe_changes import (
+    FIXED,
+    FREE,
+    NAMED,
+    check_allowed_changes,
+    differences,
+    kind_of,
+    not_allowed,
+    recipe_differences,
+    recipe_keys,
+)
+
+MakeRecipe = Callable[..., Recipe]
+
+
+def changed(make_recipe: MakeRecipe, *overrides: str) -> dict[str, str]:
+    """Kind of each changed key."""
+    return {change.key: change.kind for change in recipe_differences(make_recipe(), make_recipe(*overrides))}
+
+
+def test_every_key_of_a_recipe_is_of_one_kind() -> None:
+    """A key that is added must be thought about: may it change in a run that goes on?"""
+    known, kinds = set(recipe_keys()), [FREE, NAMED.keys(), FIXED.keys()]
+    sections = {key.rpartition(".")[0] for key in known} - {""}
+    for key in known - sections:
+        assert kind_of(key) in ("free", "named", "fixed")
+    everything = [key for keys in kinds for key in keys]
+    assert len(everything) == len(set(everything))
+    assert {key for key in everything if not key.startswith("train.trainer_args.")} <= known
+
+
+def test_the_documentation_has_every_kind() -> None:
+    text = (REPOSITORY / "docs" / "resume.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([a-z0-9_]+(?:\.[a-z0-9_]+)*)`", text))
+    assert {key for keys in (FREE, NAMED, FIXED) for key in keys} <= named
+
+
+def test_recipes_are_compared_by_meaning(make_recipe: MakeRecipe) -> None:
+    assert changed(make_recipe, "train.adam_beta2=0.95", "train.resume=auto") == {}
+    assert changed(make_recipe, "train.seed=1", "train.max_steps=7", "eval.limit=3") == {
+        "train.seed": "fixed",
+        "train.max_steps": "named",
+        "eval.limit": "free",
+    }
+    assert changed(make_recipe, "model.lora={}", "train.fsdp={}") == {"model.lora": "fixed", "train.fsdp": "free"}
+    assert changed(make_recipe, "train.trainer_args={neftune_noise_alpha: 5, dataloader_num_workers: 2}") == {
+        "train.trainer_args.neftune_noise_alpha": "fixed",
+        "train.trainer_args.dataloader_num_workers": "free",
+    }
+
+
+def test_differences_are_told_by_key() -> None:
+    old = {"a": {"b": 1, "c": None}, "list": [{"x": 1}, {"x": 2}], "text": "", "same": [1]}
+    new = {"a": {"b": True, "d": 1}, "list": [{"x": 1}, {"x": 3}], "text": "word", "same": [1]}
+    assert [str(change) for change in differences(old, new)] == [
+        "a.b: 1 -> true",
+        "a.c: null -> (not there)",
+        "a.d: (not there) -> 1",
+        "list.1.x: 2 -> 3",
+        'text: "" -> word',
+    ]
+
+
+def test_a_long_value_is_cut() -> None:
+    (change,) = differences({"a": "x" * 200}, {"a": 1})
+    assert str(change) == f"a: {'x' * 97}... -> 1"
+
+
+def test_a_change_is_allowed_by_its_name_or_its_sections(make_recipe: MakeRecipe) -> None:
+    changes = recipe_differences(make_recipe(), make_recipe("train.max_steps=7", "data.on_bad_row=drop", "debug=true"))
+    assert [change.key for change in not_allowed(changes, [])] == ["data.on_bad_row", "train.max_steps"]
+    assert [change.key for change in not_allowed(changes, ["data"])] == ["train.max_steps"]
+    assert not_allowed(changes, ["data.on_bad_row", "train.max_steps"]) == []
+    fixed = recipe_differences(make_recipe(), make_recipe("train.seed=1"))
+    assert not_allowed(fixed, ["train.seed", "train"]) == fixed
+
+
+def test_names_that_allow_nothing_are_refused() -> None:
+    check_allowed_changes(["train.max_steps", "data", "eval", "data.on_bad_row", "train.save_steps"])
+    with pytest.raises(RecipeError) as refused:
+        check_allowed_changes(["train.max_step", "max_steps", "train", "model.lora.r", "train.weight_decay", "qqq"])
+    assert str(refused.value).splitlines() == [
+        "train.resume_allow_changes:",
+        "  train.max_step: unknown key; did you mean `train.max_steps`?",
+        "  max_steps: unknown key; did you mean `train.max_steps`?",
+        "  train: a section with keys of all kinds; name the keys",
+        "  model.lora.r: cannot change in a run that goes on: the weights and tokens in the checkpoint are those of the other model",
+        "  train.weight_decay: cannot change in a run that goes on: it is part of the optimizer's state in the checkpoint, which would win",
+        "  qqq: unknown key",
+    ]

@@ -1,0 +1,94 @@
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft.hardware import Hardware
+from sft.job import open_job
+from sft.opening import open_run
+from sft.recipe_changes import Change
+from sft.record import close_session, installed_versions, record_end, record_start
+
+
+@pytest.fixture
+def folder(recipe_file: Path, tmp_path: Path) -> Path:
+    """Where the recipe's runs go."""
+    recipe_file.write_text(recipe_file.read_text() + f"output_dir: {tmp_path / 'out'}\n")
+    return tmp_path / "out" / "mine"
+
+
+def test_nothing_of_the_environment_is_in_the_runs_files(
+    recipe_file: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = {"HF_TOKEN": "hf_abcdefgh12345", "WANDB_API_KEY": "0123456789abcdef", "MY_OWN": "planted-value-77"}
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    overrides = ["tracking.run_name=first", "train.seed=3"]
+    job = open_job(recipe_file, overrides, Hardware(None, 2, 2, 2, 16.0))
+    run = open_run(job)
+    record_start(run, job, {"prepare_seconds": 1.5}, "fingerprint-x")
+    text = "".join(path.read_text() for path in run.path.rglob("*") if path.is_file())
+    for name, value in secrets.items():
+        assert value not in text
+        assert name not in text
+    assert os.environ["PATH"] not in text
+
+
+def test_the_record_says_what_was_run_on_what(recipe_file: Path, folder: Path) -> None:
+    overrides = ["tracking.run_name=first", "train.seed=3"]
+    job = open_job(recipe_file, overrides, Hardware(None, 2, 2, 2, 16.0))
+    run = open_run(job)
+    record_start(run, job, {"prepare_seconds": 1.5}, "fingerprint-x")
+    record: dict[str, Any] = json.loads((run.path / "run.json").read_text())
+    assert record["status"] == "running"
+    assert (record["recipe"], record["recipe_version"], record["ranks"]) == ("mine", 1, 2)
+    assert record["overrides"] == overrides
+    assert record["data_fingerprint"] == "fingerprint-x"
+    assert record["timings"] == {"prepare_seconds": 1.5}
+    assert record["hardware"]["cpu_cores"] == 2
+    assert record["versions"] == installed_versions()
+    assert record["versions"]["trl"][0].isdigit()
+    assert set(record["git"]) == {"commit", "dirty"}
+    assert run.recipe() == job.recipe
+    run.update(status="finished")
+    assert run.record == record | {"status": "finished"}
+
+
+def test_every_session_is_kept_and_their_seconds_are_added_up(recipe_file: Path, folder: Path) -> None:
+    job = open_job(recipe_file, ["tracking.run_name=first"], Hardware(None, 1, 1, 2, 16.0))
+    run = open_run(job)
+    record_start(run, job, {"prepare_seconds": 1.5}, "fingerprint-x")
+    started = run.record["started"]
+    # Killed: it can say nothing itself, and its last line was cut off.
+    run.metrics_file.write_text('{"step": 8, "loss": 4.0, "seconds": 30.0}\n{"step": 12, "lo')
+    changes = [Change("train.max_steps", 10, 20)]
+    record_start(run, job, {"prepare_seconds": 1.5}, "fingerprint-x", "checkpoint-5", {"checkpoint-8": "cut"}, changes)
+    first, second = run.record["sessions"]
+    assert (first["status"], first["last_step"], first["seconds"]) == ("killed", 8, 30.0)
+    assert (second["checkpoint"], second["passed_over"]) == ("checkpoint-5", {"checkpoint-8": "cut"})
+    assert second["changes"] == {"train.max_steps": [10, 20]}
+    # Stopped before it trained a step: the line is not its own.
+    run.metrics_file.write_text('{"step": 5, "loss": 4.0, "seconds": 20.0}\n')
+    close_session(run, "interrupted")
+    assert (run.record["sessions"][1]["seconds"], run.record["timings"]["train_seconds"]) == (None, 30.0)
+    record_start(run, job, {"prepare_seconds": 1.5}, "fingerprint-x", "checkpoint-5")
+    run.metrics_file.write_text('{"step": 5, "loss": 4.0}\n{"step": 20, "loss": 2.0, "seconds": 9.0}\n')
+    record_end(run, 50.0, None)
+    record = run.record
+    assert [one["status"] for one in record["sessions"]] == ["killed", "interrupted", "finished"]
+    assert (record["started"], record["status"]) == (started, "finished")
+    assert record["timings"] == {"prepare_seconds": 1.5, "train_seconds": 80.0}
+    assert record["train_loss"] == (5 * 4.0 + 15 * 2.0) / 20
+    close_session(run, "failed")
+    assert run.record == record
+
+
+def test_a_run_of_before_there_were_sessions_goes_on(recipe_file: Path, folder: Path) -> None:
+    job = open_job(recipe_file, ["tracking.run_name=first"], Hardware(None, 1, 1, 2, 16.0))
+    run = open_run(job)
+    run.update(status="interrupted", started="then", timings={"prepare_seconds": 1.0}, overrides=[])
+    record_start(run, job, {"prepare_seconds": 1.5}, "fingerprint-x", "checkpoint-5")
+    assert run.record["started"] == "then"
+    assert len(run.record["sessions"]) == 1

@@ -1,0 +1,58 @@
+from pathlib import Path
+
+import pytest
+
+from sft.errors import RunError
+from sft.manifest import write_manifest
+from sft.resume import checkpoints_of, choose_checkpoint
+from sft.run_directory import Run
+
+NAMES = ("checkpoint-9", "checkpoint-10", "checkpoint-20", "checkpoint-30.tmp", ".incomplete", "checkpoint-x")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path)
+    for name in NAMES:
+        (run.checkpoints / name).mkdir(parents=True)
+        (run.checkpoints / name / "weights").write_text(name)
+        write_manifest(run.checkpoints / name)
+    return run
+
+
+def test_checkpoints_are_in_the_order_of_their_steps(run: Run) -> None:
+    assert [path.name for path in checkpoints_of(run)] == ["checkpoint-20", "checkpoint-10", "checkpoint-9"]
+
+
+def test_the_newest_that_verifies_is_chosen_and_the_others_are_named(run: Run) -> None:
+    choice = choose_checkpoint(run)
+    assert (choice.checkpoint, choice.step, choice.passed_over) == (run.checkpoints / "checkpoint-20", 20, {})
+    (run.checkpoints / "checkpoint-20" / "weights").write_text("checkpoint-21")
+    (run.checkpoints / "checkpoint-10" / "weights").unlink()
+    choice = choose_checkpoint(run)
+    assert choice.step == 9
+    assert choice.lines() == [
+        "passed over: checkpoint-20: weights has changed since it was written: its checksum differs",
+        "passed over: checkpoint-10: weights is missing",
+        "This run was not finished: it goes on from checkpoint-9. train.resume=never starts another.",
+    ]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over_unasked(run: Run) -> None:
+    for checkpoint in checkpoints_of(run):
+        (checkpoint / "weights").unlink()
+    with pytest.raises(RunError) as refused:
+        choose_checkpoint(run)
+    assert str(refused.value).splitlines() == [
+        f"{run.path} is unfinished, and none of its checkpoints can be used:",
+        "  checkpoint-20: weights is missing",
+        "  checkpoint-10: weights is missing",
+        "  checkpoint-9: weights is missing",
+        "Bring one back from a copy. Or start over, which is never done unasked: train.resume=never makes a new run, and leaves "
+        "this one as it is.",
+    ]
+
+
+def test_a_run_without_checkpoints_starts_at_the_first_step(tmp_path: Path) -> None:
+    choice = choose_checkpoint(Run(tmp_path))
+    assert (choice.checkpoint, choice.step, choice.lines()) == (None, 0, [])

@@ -1,0 +1,138 @@
+"""Law 9 at minute one: a save that loses weights stops the run after its first step, on every engine; one that does not is not noticed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sft.demo import make_demo
+from sft.recipe import REPOSITORY
+from sft.run_directory import Run
+from tests.slow.conftest import losses, write_recipe
+from tests.slow.ranks import Ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+PROGRAM = str(REPOSITORY / "tests" / "slow" / "train_and_break.py")
+LORA = "model.lora={r: 4, lora_dropout: 0.1}"
+NEW = "model.new_tokens=[<|a|>, <|b|>, <|c|>, <|d|>, <|e|>]"  # more than the embedding has spare rows for
+BF16 = "train.precision=bf16"
+ZERO2, ZERO3, FSDP = "train.deepspeed=zero2", "train.deepspeed=zero3", "train.fsdp={}"
+CASES = {
+    "one process": (1, []),
+    "DDP": (2, []),
+    "ZeRO-2": (2, [ZERO2]),
+    "ZeRO-3": (2, [ZERO3]),
+    "FSDP2": (2, [FSDP]),
+    "tensor parallel": (2, ["train.tensor_parallel_size=2"]),
+    "sequence parallel": (2, ["train.sequence_parallel_size=2", "train.micro_batch_size=1", ZERO2]),
+    "bf16": (1, [BF16]),
+    "bf16, DDP": (2, [BF16]),
+    "bf16, ZeRO-3": (2, [BF16, ZERO3]),
+    "bf16, FSDP2": (2, [BF16, FSDP]),
+    "LoRA, bf16": (1, [LORA, BF16]),
+    "LoRA, ZeRO-3": (2, [LORA, ZERO3]),
+    "LoRA, FSDP2": (2, [LORA, FSDP]),
+    "LoRA, bf16, ZeRO-3": (2, [LORA, BF16, ZERO3]),
+    "new tokens, ZeRO-3": (2, [NEW, ZERO3]),
+    "new tokens, LoRA": (1, [NEW, LORA]),
+    "new tokens, LoRA, untied": (1, [NEW, LORA, "untied"]),
+    "untied": (1, ["untied"]),
+}
+UNDISTURBED = ("LoRA, bf16", "LoRA, ZeRO-3", "bf16, FSDP2", "DDP", "sequence parallel")
+FAULTS = {
+    "zero3_without_gather": (2, [ZERO3], "cannot be loaded"),
+    "zero3_empty_shards": (2, [ZERO3], "cannot be loaded"),
+    "fsdp_own_share": (2, [FSDP], "cannot be loaded"),
+    "head_dropped": (1, ["untied"], "lm_head.weight: from_pretrained did not find it, and made it up"),
+    "head_tied_by_mistake": (1, ["untied"], "lm_head.weight: is not in the saved model"),
+    "tie_broken": (1, [], "lm_head.weight: is in the saved model only"),
+    "adapter_not_saved": (2, [LORA, ZERO3], "q_proj.weight: "),
+    "adapter_scale_zero": (1, [LORA, BF16, "train.warmup_steps=100"], "q_proj.weight: "),
+    "embeddings_not_resized": (1, [NEW], "has shape [544, 128], in memory [546, 128]"),
+    "norm_rounded": (1, [], "model.norm.weight: "),
+    "stale": (1, [], "model.embed_tokens.weight: "),
+    "other_theta": (1, [], "logits differ by"),
+    "no_stop_token": (1, [], "generation_config.json's eos_token_id is 0"),
+    "no_chat_template": (1, [], "the chat template is None"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_recipe(
+        tmp_path_factory.mktemp("canary") / "canary.yaml",
+        model={"name_or_path": "builtin:demo"},
+        data={"train": "builtin:demo", "max_length": 128},
+        train={
+            "global_batch_size": 4,
+            "learning_rate": 2e-3,
+            "max_steps": 3,
+            "logging_steps": 1,
+            "save_canary": True,
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def untied(recipe: Path) -> Path:
+    """The demo's model with an output embedding of its own."""
+    demo, folder = make_demo(recipe.parent / "outputs").model, recipe.parent / "untied"
+    folder.mkdir()
+    for file in demo.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    weights = load_file(demo / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((demo / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def words(overrides: list[str], untied: Path, name: str) -> list[str]:
+    named = [f"model.name_or_path={untied}" if word == "untied" else word for word in overrides]
+    return [*named, "tracking.run_name=" + "".join(letter if letter.isalnum() else "-" for letter in name)]
+
+
+def run_of(recipe: Path, overrides: list[str]) -> Run:
+    return Run(recipe.parent / "outputs" / "canary" / overrides[-1].split("=")[1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_save_that_is_the_model_is_found_to_be_so(case: str, recipe: Path, untied: Path, ranks: Ranks) -> None:
+    count, overrides = CASES[case]
+    overrides = words(overrides, untied, case)
+    told = ranks.run(count, [PROGRAM, recipe, *overrides])
+    assert told["stdout"].count("Save checked in") == 2  # after the first step, and final/
+    run = run_of(recipe, overrides)
+    assert run.record["save_checked"]["tensors"] >= 38
+    assert run.final.is_dir()
+    assert [path.name for path in run.path.iterdir() if path.name.startswith(".")] == []
+    if case not in UNDISTURBED:
+        return
+    overrides[-1] += "-unchecked"
+    ranks.run(count, [PROGRAM, recipe, *overrides, "train.save_canary=false"])
+    unchecked = run_of(recipe, overrides)
+    assert "save_checked" not in unchecked.record
+    assert losses(run) == losses(unchecked)
+    one, other = (load_file(path.final / "model.safetensors") for path in (run, unchecked))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_save_that_is_not_the_model_stops_the_run(fault: str, recipe: Path, untied: Path, ranks: Ranks) -> None:
+    count, overrides, said = FAULTS[fault]
+    overrides = words(overrides, untied, fault)
+    told = ranks.run(count, [PROGRAM, recipe, *overrides], expect=1, FAULT=fault)
+    step = 2 if "train.warmup_steps=100" in overrides else 1
+    assert f"What was saved after step {step} is not the model in memory" in told["stderr"]
+    assert said in told["stderr"]
+    assert "Traceback" not in told["stderr"]
+    run = run_of(recipe, overrides)
+    assert str(run.path / ".canary") in told["stderr"]
+    assert (run.path / ".canary").is_dir()
+    assert not run.final.exists()
+    assert run.record["status"] == "failed"

@@ -1,0 +1,175 @@
+"""Checkpoints of real engines are complete or absent: damage is found, a full disk is lived with, a kill leaves the one before."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sft.manifest import NAME, fault, files_in, read_manifest
+from sft.recipe import REPOSITORY
+from sft.run_directory import Run
+from tests.slow.conftest import losses, write_recipe
+from tests.slow.ranks import Ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+SPOIL = REPOSITORY / "tests" / "slow" / "train_and_spoil.py"
+ENGINES = {
+    "one process": (1, []),
+    "ZeRO-2": (2, ["train.deepspeed=zero2"]),
+    "ZeRO-3": (2, ["train.deepspeed=zero3"]),
+    "FSDP2": (2, ["train.fsdp={}"]),
+}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_recipe(
+        tmp_path_factory.mktemp("checkpoints") / "job.yaml",
+        model={"name_or_path": "builtin:demo"},
+        data={"train": "builtin:demo", "max_length": 128},
+        train={
+            "global_batch_size": 8,
+            "micro_batch_size": 4,
+            "learning_rate": 1e-3,
+            "max_steps": 6,
+            "save_steps": 1,
+            "logging_steps": 1,
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe: Path, ranks: Ranks) -> Run:
+    ranks.run(1, ["sft.train", recipe, "tracking.run_name=undisturbed"])
+    return Run(recipe.parent / "outputs" / "job" / "undisturbed")
+
+
+@pytest.fixture
+def disk(tmp_path: Path, undisturbed: Run) -> Iterator[Path]:
+    """A small disk of its own, on which the data is prepared already."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=40m", "none", folder], check=False, capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.decode().strip()}")
+    shutil.copytree(undisturbed.path.parents[1] / ".prepared", folder / ".prepared")
+    yield folder
+    subprocess.run(["umount", "--recursive", folder], check=True)
+
+
+def spoil(ranks: Ranks, recipe: Path, count: int, how: dict[str, str], words: list[str], expect: int = 0) -> str:
+    """Train with the saving of some steps spoiled; what was said on standard error."""
+    return ranks.run(count, [SPOIL, recipe, *words], expect, SPOIL=json.dumps(how))["stderr"]
+
+
+def found(run: Run) -> dict[str, str | None]:
+    """Every entry of checkpoints/, and its fault."""
+    return {path.name: fault(path) for path in run.checkpoints.iterdir()}
+
+
+def damaged(checkpoint: Path) -> Iterator[tuple[str, str, str | None]]:
+    """Damage each file in each way, one after the other: the file, what was done, and what is found."""
+    for name, path in [*files_in(checkpoint).items(), (NAME, checkpoint / NAME)]:
+        content = path.read_bytes()
+        flipped = bytearray(content)
+        flipped[len(content) // 2] ^= 16
+        for what, spoiled in {"cut short": content[: len(content) // 2], "a bit flipped": bytes(flipped)}.items():
+            path.write_bytes(spoiled)
+            yield name, what, fault(checkpoint)
+        path.unlink()
+        yield name, "deleted", fault(checkpoint)
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("engine", ["one process", "ZeRO-2", "FSDP2"])
+def test_damage_to_any_file_of_a_checkpoint_is_found_and_the_file_is_named(
+    engine: str, recipe: Path, ranks: Ranks
+) -> None:
+    count, words = ENGINES[engine]
+    name = f"damaged-{engine.replace(' ', '-')}"
+    ranks.run(count, ["sft.train", recipe, *words, "train.max_steps=1", f"tracking.run_name={name}"])
+    checkpoint = recipe.parent / "outputs" / "job" / name / "checkpoints" / "checkpoint-1"
+    manifest = read_manifest(checkpoint)
+    assert (manifest["step"], manifest["ranks"]) == (1, count)
+    assert fault(checkpoint) is None
+    assert not (checkpoint / "training_args.bin").exists()
+    for file, what, reason in damaged(checkpoint):
+        assert reason is not None, f"{file} {what}"
+        assert file in reason, f"{file} {what}"
+    assert fault(checkpoint) is None
+
+
+def test_a_full_disk_keeps_the_run_alive_and_the_checkpoint_before(
+    recipe: Path, ranks: Ranks, disk: Path, undisturbed: Run
+) -> None:
+    """Full before the save of step 2, and full in the middle of that of step 3."""
+    words = [f"output_dir={disk}", "tracking.run_name=full"]
+    said = spoil(ranks, recipe, 1, {"2": "full", "3": "fills"}, words).splitlines()
+    warned = [line for line in said if "was not written" in line]
+    assert len(warned) == 2
+    assert all("checkpoint-1 stays" in line for line in warned)
+    assert re.search(
+        r"of step 2 was not written: it takes 6\.8 MB and 0\.3 MB are free: 6\.. MB are missing", warned[0]
+    )
+    assert "of step 3 was not written: the disk is full" in warned[1]
+    run = Run(disk / "job" / "full")
+    assert found(run) == {"checkpoint-5": None, "checkpoint-6": None}
+    assert losses(run) == losses(undisturbed)
+
+
+def test_a_disk_that_stays_full_leaves_the_last_checkpoint_and_ends_with_one_message(
+    recipe: Path, ranks: Ranks, disk: Path
+) -> None:
+    words = [f"output_dir={disk}", "tracking.run_name=full"]
+    said = spoil(ranks, recipe, 1, {str(step): "full" for step in range(3, 7)}, words, expect=2)
+    assert said.count("was not written") == 4
+    assert "The disk is full." in said
+    assert "Traceback" not in said
+    assert found(Run(disk / "job" / "full")) == {"checkpoint-1": None, "checkpoint-2": None}
+
+
+@pytest.mark.parametrize("engine", ["ZeRO-2", "ZeRO-3", "FSDP2"])
+def test_no_room_on_one_rank_alone_is_agreed_on_by_all(engine: str, recipe: Path, ranks: Ranks) -> None:
+    count, words = ENGINES[engine]
+    run = Run(recipe.parent / "outputs" / "job" / f"rank-1-{engine}")
+    words = [*words, f"tracking.run_name={run.path.name}", "train.ddp_timeout=30", "train.max_steps=3"]
+    said = spoil(ranks, recipe, count, {"2": "rank-1"}, words)
+    assert said.count("was not written") == 1
+    assert "checkpoint of step 2 was not written: the disk is full" in said
+    assert len(losses(run)) == 3
+    assert found(run) == {"checkpoint-1": None, "checkpoint-3": None}
+
+
+def test_a_folder_that_is_gone_or_read_only_is_one_message(recipe: Path, ranks: Ranks, disk: Path) -> None:
+    for how, words in {"gone": "is gone", "read-only": "cannot be written: Read-only file system"}.items():
+        said = spoil(ranks, recipe, 1, {"2": how}, [f"output_dir={disk}", f"tracking.run_name={how}"], expect=2)
+        assert words in said
+        assert "Traceback" not in said
+    assert not (disk / "job" / "gone").exists()
+    assert found(Run(disk / "job" / "read-only")) == {"checkpoint-1": None}
+
+
+def test_kills_inside_saves_leave_whole_checkpoints_and_the_result_of_an_undisturbed_run(
+    recipe: Path, ranks: Ranks, undisturbed: Run
+) -> None:
+    words = ["tracking.run_name=killed", "train.save_total_limit=1"]
+    run = Run(recipe.parent / "outputs" / "job" / "killed")
+    kills = {"2": "kill-writing", "3": "kill-before", "4": "kill-after", "5": "kill-removing"}
+    left = {"2": {1}, "3": {2}, "4": {3, 4}, "5": {5}}
+    for step, how in kills.items():
+        spoil(ranks, recipe, 1, {step: how}, words, expect=-9)
+        whole = {name: reason for name, reason in found(run).items() if name.startswith("checkpoint-")}
+        assert whole == {f"checkpoint-{number}": None for number in left[step]}, how
+    ranks.run(1, ["sft.train", recipe, *words])
+    assert found(run) == {"checkpoint-6": None}
+    assert losses(run)[-1] == losses(undisturbed)[-1]
+    weights, expected = (load_file(one.final / "model.safetensors") for one in (run, undisturbed))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)

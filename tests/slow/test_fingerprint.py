@@ -1,0 +1,96 @@
+"""Fingerprints of real runs, on ranks of every kind, against those of the rows that the recipe's order has for each step."""
+
+import json
+from pathlib import Path
+
+import pytest
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from sft.batches import Sequences, StepOrder
+from sft.fingerprint import batch_hash
+from sft.recipe import REPOSITORY
+from sft.run_directory import Run
+from sft.store import DocumentStore, SequenceIndex
+from tests.slow.conftest import write_recipe
+from tests.slow.ranks import Ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+LEAVE = REPOSITORY / "tests" / "slow" / "train_and_leave.py"
+STEPS = 9
+ROWS = {
+    "1 process": (1, ("train.micro_batch_size=1",)),
+    "DDP": (2, ()),
+    "ZeRO-2, workers that load": (
+        2,
+        ("train.deepspeed=zero2", "train.micro_batch_size=4", "train.trainer_args={dataloader_num_workers: 1}"),
+    ),
+    "FSDP2": (2, ("train.fsdp={}",)),
+    "ranks that share tensors": (2, ("train.tensor_parallel_size=2",)),
+    "ranks that share sequences": (
+        2,
+        ("train.deepspeed=zero2", "train.sequence_parallel_size=2", "train.micro_batch_size=1"),
+    ),
+}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return write_recipe(
+        tmp_path / "job.yaml",
+        model={"name_or_path": "builtin:demo"},
+        data={"train": [{"path": "builtin:demo", "split": "train[:150]"}], "max_length": 128},
+        train={
+            "global_batch_size": 8,
+            "micro_batch_size": 2,
+            "learning_rate": 1e-3,
+            "max_steps": STEPS,
+            "save_steps": 100,
+            "logging_steps": 1,
+        },
+    )
+
+
+def told(run: Run) -> dict[int, str]:
+    """The fingerprint of each line, by its step."""
+    return {line["step"]: line["batch"] for line in map(json.loads, run.metrics_file.read_text().splitlines())}
+
+
+def expected(folder: Path, packed: bool) -> dict[int, str]:
+    """Of each step, from the prepared rows; packed, the ninth step is in the second epoch or later."""
+    (prepared,) = (folder / "outputs").glob("**/train.npz")
+    index, store = SequenceIndex.load(prepared), DocumentStore.open(prepared.parent)
+    sequences = Sequences(store, index, 8, 0, packed)
+    order, collate = StepOrder(len(index), sequences.fillers, 0), DataCollatorForLanguageModeling(0, packed)
+    prints: dict[int, str] = {}
+    while len(prints) < STEPS:
+        places = list(order)
+        for start in range(0, len(places), 8):
+            rows = [sequences[number] for number in places[start : start + 8]]
+            prints[len(prints) + 1] = f"{batch_hash(collate(rows)):016x}"
+        order.set_epoch(order.epoch + 1)
+    return {step: prints[step] for step in range(1, STEPS + 1)}
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("name", ROWS)
+def test_every_kind_of_ranks_is_given_the_rows_of_the_recipes_order(
+    name: str, packing: bool, recipe: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    count, overrides = ROWS[name]
+    ranks.run(count, ["sft.train", recipe, f"data.packing={str(packing).lower()}", *overrides])
+    found = told(Run((tmp_path / "outputs" / "job" / "latest").resolve()))
+    assert found == expected(tmp_path, packing)
+    assert len(set(found.values())) == STEPS
+
+
+def test_a_run_that_goes_on_between_two_lines_leaves_none_out(recipe: Path, tmp_path: Path, ranks: Ranks) -> None:
+    """Saved after step 3, where no line was due: it gets one, and the sum of the two is that of the undisturbed line."""
+    words = [recipe, "train.logging_steps=4"]
+    ranks.run(1, [LEAVE, "3", *words], expect=5)
+    ranks.run(1, ["sft.train", *words])
+    found, of_steps = told(Run((tmp_path / "outputs" / "job" / "latest").resolve())), expected(tmp_path, packed=True)
+    ends = [1, 3, 4, 8, 9]
+    assert list(found) == ends
+    for before, end in zip([0, *ends], ends, strict=False):
+        total = sum(int(of_steps[step], 16) for step in range(before + 1, end + 1))
+        assert found[end] == f"{total % 2**64:016x}"
