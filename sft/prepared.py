@@ -44,6 +44,7 @@ _CODE = (
     "prepare",
     "processes",
     "readers",
+    "remote_code",
     "sources",
     "store",
     "template_checks",

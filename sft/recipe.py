@@ -61,10 +61,10 @@ class Model(Section):
     """A local folder, an id on the hub, or `builtin:demo` (made by this project, no network)."""
 
     revision: str | None = None
-    """Branch, tag or commit on the hub."""
+    """Branch, tag or commit on the hub; the full hash of a commit is always the same model."""
 
     trust_remote_code: bool = False
-    """Run Python code that the model's repository ships."""
+    """Run Python code that the model ships: of a hub model only with a full commit hash as `revision`. See docs/security.md."""
 
     attn_implementation: Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
     """Attention function. `varlen`: within each packed document, with nothing to install. `auto`: flash-attn where it is installed

@@ -32,7 +32,6 @@ from sft.record import close_session, record_end
 from sft.rewind import become_again
 from sft.run_directory import Run, write_json
 from sft.run_folder import told_of_a_lost_folder
-from sft.safe_loading import load_only_tensors
 from sft.saving import write_model
 from sft.show import summary_lines
 from sft.start import Start, begin_data, start_run, wait_for_data
@@ -110,7 +109,6 @@ def join(job: Job) -> None:
     distributed.check_devices(job.hardware)
     offloads = job.fsdp is not None and job.fsdp.offload_params
     distributed.join_group(job.deepspeed is not None, uses_gpu, job.recipe.train.ddp_timeout, offloads)
-    load_only_tensors(job.deepspeed is not None)
 
 
 def check_with_frameworks(job: Job) -> None:

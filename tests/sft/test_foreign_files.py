@@ -17,8 +17,8 @@ from sft.errors import ModelError, users_mistakes_end_cleanly
 from sft.hardware import Hardware
 from sft.job import open_job
 from sft.model import load_model
+from sft.plain_data import plain_data_only
 from sft.recipe import REPOSITORY
-from sft.safe_loading import load_only_tensors
 from sft.tokenizer import load_tokenizer
 
 SOURCES = sorted(file for folder in ("sft", "eval") for file in (REPOSITORY / folder).glob("*.py"))
@@ -55,11 +55,6 @@ class Evil:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, (f"touch {self.mark}",)
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")
 
 
 def called(tree: ast.AST) -> Iterator[tuple[ast.Call, str]]:
@@ -176,9 +171,9 @@ def test_what_deepspeed_loads_as_anything_is_refused_too(tmp_path: Path, capsys:
     good, bad = tmp_path / "good.pt", tmp_path / "bad.pt"
     torch.save({"loss_scaler": LossScaler(1.0), "step": torch.ones(1)}, good)
     torch.save({"evil": Evil(tmp_path / "ran")}, bad)
-    load_only_tensors(deepspeed=True)
-    assert torch.load(good, weights_only=False)["step"] == 1
-    with pytest.raises(SystemExit) as ended, users_mistakes_end_cleanly():
+    with plain_data_only(deepspeed=True):
+        assert torch.load(good, weights_only=False)["step"] == 1
+    with pytest.raises(SystemExit) as ended, users_mistakes_end_cleanly(), plain_data_only(deepspeed=True):
         torch.load(bad, weights_only=False)
     assert ended.value.code == 2
     assert not (tmp_path / "ran").exists()
