@@ -1,10 +1,12 @@
-"""The description of FSDP2's shares, .metadata, is a pickle that torch loads as it is, which calls whatever the file says.
+"""No code in checkpoints: what is loaded from one is tensors, plain values, and the few classes named here.
 
-Here it is held to the classes that torch writes. Of what torch.load reads sft/safe_loading.py takes care.
+transformers and accelerate load with weights_only; DeepSpeed's files, the plain values among torch's shares, and the .metadata of
+those are unpickled as they are, which calls whatever the file says.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +15,8 @@ from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint import filesystem
+
+_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 IN_METADATA = {
     "collections": {"OrderedDict"},
@@ -55,16 +59,34 @@ def load_metadata(file: IO[bytes]) -> Any:
     return _Metadata(file).load()
 
 
+def deepspeed_classes() -> list[Any]:
+    """What DeepSpeed writes beside tensors and plain values; none where it is not in use."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+
+
 @contextmanager
-def plain_metadata() -> Iterator[None]:
-    """A stretch in which torch reads the .metadata of shares with `load_metadata`.
+def plain_data_only(deepspeed: bool) -> Iterator[None]:
+    """A stretch in which every `torch.load` takes plain data only, whatever its caller says.
+
+    Args:
+        deepspeed: DeepSpeed's own classes are taken too.
 
     Raises:
-        pickle.UnpicklingError: One holds something else than torch writes.
+        pickle.UnpicklingError: A file holds something else.
     """
-    reader = cast(Any, filesystem)
+    before, reader = os.environ.get(_FORCE), cast(Any, filesystem)
+    os.environ[_FORCE] = "1"
     reader.pickle = SimpleNamespace(load=load_metadata, dump=pickle.dump)
     try:
-        yield
+        with torch.serialization.safe_globals(deepspeed_classes() if deepspeed else []):
+            yield
     finally:
         reader.pickle = pickle
+        if before is None:
+            del os.environ[_FORCE]
+        else:
+            os.environ[_FORCE] = before

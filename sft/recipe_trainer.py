@@ -19,7 +19,7 @@ from sft.fully_sharded import cpu_ranks_may_shard, units_as_asked
 from sft.loss import Tally, is_plain, plain_loss
 from sft.nonfinite import Nonfinite
 from sft.optimizer import MasterAdamW, check_optimizer
-from sft.plain_data import plain_metadata
+from sft.plain_data import plain_data_only
 from sft.plan import Plan
 from sft.portable_live import begin_random_streams, go_on, with_parameters
 from sft.progress import CHECKPOINT, Progress
@@ -144,7 +144,7 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         checkpoint = None if goes_on else resume_from_checkpoint
         units = units_as_asked(self, self.fsdp) if self.fsdp else nullcontext()
         # The engines load their checkpoints here.
-        with units, plain_metadata():
+        with units, plain_data_only(self.is_deepspeed_enabled):
             prepared = super()._prepare_for_training(max_steps, train_dataloader, checkpoint)
         if goes_on:
             go_on(self, goes_on)

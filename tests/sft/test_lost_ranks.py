@@ -45,6 +45,7 @@ def test_a_lost_rank_is_told_with_rank_step_timeout_reason_and_remedy(
     monkeypatch.setenv("RANK", "3")
     run = Run(tmp_path / "run")
     (run.checkpoints / "checkpoint-10").mkdir(parents=True)
+    run.update(status="running")
     with pytest.raises(LostRank) as told, told_of_lost_ranks(recipe, lambda: "step 12 was trained", run):
         raise RuntimeError(GLOO + "Timed out waiting 20000ms for send operation to complete")
     words = (

@@ -484,10 +484,12 @@ import sys
 from pathlib import Path
 from sft.hardware import Hardware
 from sft.job import open_job
+from sft.manifest import write_manifest
 from sft.run_directory import write_json
 from sft.start import start_run
 run = start_run(open_job(Path(sys.argv[1]), sys.argv[2:], Hardware(None, 1, 1, 2, 16.0))).run
 (run.checkpoints / "checkpoint-5").mkdir()
+write_manifest(run.checkpoints / "checkpoint-5")
 write_json(run.plan_file, {"decisions": [], "deepspeed": None})
 run.update(status="interrupted")
 """

@@ -194,6 +194,7 @@ def test_the_code_of_an_entry_is_all_code_that_its_bytes_depend_on() -> None:
         "facts",  # estimates, and the model's folder, whose files are part of the key
         "demo",  # writes files, which are part of the key
         "job",  # opens the recipe
+        "interruption",  # signals
         "prepared",  # the key itself
     }
     found, new = set(sft.prepared._CODE), set(sft.prepared._CODE)
