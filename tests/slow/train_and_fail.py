@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
-from sft import train
+from sft import train, training
 from sft.errors import ModelError, run_main
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     """Take what is ours off the command line, plant the failure, and train."""
     words = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]  # the deepspeed launcher's
     rank, step, how, starts, *sys.argv[1:] = words
-    measurements = train.measurements
+    measurements = training.measurements
 
     def failing(*arguments: Any) -> tuple[Any, list[Any]]:
         clock, callbacks = measurements(*arguments)
@@ -42,7 +42,7 @@ def main() -> None:
             callbacks.append(Failure(int(step), how))
         return clock, callbacks
 
-    train.measurements = failing
+    training.measurements = failing
     run_main(train.main)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
-from sft import train
+from sft import train, training
 from sft.errors import run_main
 
 
@@ -23,13 +23,13 @@ class Leave(TrainerCallback):  # type: ignore[misc]
 
 def main() -> None:
     step = int(sys.argv.pop(1))
-    measurements = train.measurements
+    measurements = training.measurements
 
     def leaving(*arguments: Any) -> tuple[Any, list[Any]]:
         clock, callbacks = measurements(*arguments)
         return clock, [*callbacks, Leave(step)]
 
-    train.measurements = leaving
+    training.measurements = leaving
     run_main(train.main)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from sft import train
+from sft import train, training
 from sft.job import Job
 from sft.run_directory import Run
 
@@ -13,7 +13,7 @@ PROBE = torch.arange(3, 43).reshape(2, 20)
 
 
 def main() -> None:
-    write_final = train.write_final
+    write_final = training.write_final
 
     def probe_and_write(trainer: Any, job: Job, run: Run, tokenizer: Any) -> None:
         engine = trainer.model_wrapped
@@ -24,7 +24,7 @@ def main() -> None:
             torch.save({"logits": logits, "engine": type(engine).__name__}, run.path / "probe.pt")
         write_final(trainer, job, run, tokenizer)
 
-    train.write_final = probe_and_write
+    training.write_final = probe_and_write
     train.main(sys.argv[1:])
 
 

@@ -4,13 +4,13 @@ import json
 import sys
 from typing import Any
 
-from sft import train
+from sft import train, training
 from sft.job import Job
 from sft.run_directory import Run
 
 
 def main() -> None:
-    write_final = train.write_final
+    write_final = training.write_final
 
     def tell_and_write(trainer: Any, job: Job, run: Run, tokenizer: Any) -> None:
         engine = trainer.model_wrapped
@@ -26,7 +26,7 @@ def main() -> None:
             (run.path / "told.json").write_text(json.dumps(told))
         write_final(trainer, job, run, tokenizer)
 
-    train.write_final = tell_and_write
+    training.write_final = tell_and_write
     train.main(sys.argv[1:])
 
 

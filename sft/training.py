@@ -1,0 +1,184 @@
+"""One training, from the prepared data to final/: what takes part in it is made here, and handed to the trainer."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from sft import distributed, rank_logs
+from sft.agreement import Agreement
+from sft.batches import Sequences, StepOrder
+from sft.before_training import BeforeTraining
+from sft.canary import SaveCanary
+from sft.checker import Checker
+from sft.debugging import MemoryLog, prepare_files
+from sft.errors import EXIT_CRASHED, Interrupted
+from sft.fingerprint import Fingerprint
+from sft.held_out import HeldOutLoss
+from sft.inside import remove
+from sft.job import Job
+from sft.lost_ranks import told_of_lost_ranks
+from sft.metrics import Metrics, read_lines
+from sft.model import load_model
+from sft.nonfinite import Nonfinite
+from sft.pins import pin_lines
+from sft.plan import print_plan
+from sft.profiling import Profile
+from sft.progress import Progress
+from sft.record import record_end
+from sft.run_directory import Run, write_json
+from sft.saving import write_model
+from sft.show import summary_lines
+from sft.start import Start
+from sft.step_clock import StepClock
+from sft.step_work import StepWork
+from sft.stopping import Stopping
+from sft.store import DocumentStore, SequenceIndex
+from sft.suspects import StepRows
+from sft.tracking import continue_trackers, finish_trackers, set_up_trackers
+from sft.trainer import build_trainer, training_arguments
+from sft.watchdog import Watchdog
+
+
+def train(job: Job, start: Start, tokenizer: Any, checker: Checker | None) -> None:
+    """Train, and write final/."""
+    run, recipe, folder = start.run, job.recipe, start.prepared.folder
+    index, store = SequenceIndex.load(folder / "train.npz"), DocumentStore.open(folder)
+    per_step, empty = recipe.sequences_per_step, job.plan.empty_sequences_per_step.value
+    sequences = Sequences(store, index, per_step, tokenizer.pad_token_id, recipe.data.packing, empty)
+    if distributed.is_first_rank():
+        show_start(job, start)
+    arguments = training_arguments(job, run)
+    model = load_model(job, tokenizer)
+    order = StepOrder(len(index), sequences.fillers, recipe.train.seed, per_step, empty)
+    order.left_out = frozenset(run.record.get("left_out_steps", []))
+    held_out = held_out_loss(job, start, tokenizer, store)
+    fingerprint = Fingerprint()
+    clock, measuring = measurements(job, run, StepWork(store, index, order, per_step), held_out, fingerprint)
+    progress, agreement, watching = watch(job, run)
+    stopping = Stopping(run.path, recipe, progress, distributed.rank(), job.hardware.ranks)
+    canary = SaveCanary(job, run, tokenizer, checker) if recipe.train.save_canary else None
+    checks = [BeforeTraining(job, run), *filter(None, [held_out, canary])]
+    callbacks = [stopping, *watching, *checks, *measuring]
+    trainer = build_trainer(job, arguments, model, tokenizer, sequences, order, callbacks, clock)
+    for callback in checks:
+        callback.trainer = trainer
+    trainer.progress, trainer.agreement, trainer.fingerprint = progress, agreement, fingerprint
+    trainer.nonfinite, trainer.canary = nonfinite(job, run, sequences, order, tokenizer), canary
+    trainer.stopping = stopping
+    checkpoint, trainer.continuation = start.choice.checkpoint, start.continuation
+    if distributed.is_first_rank():
+        continue_trackers(trainer, run, start.choice.step)
+    started = time.monotonic()
+    with told_of_lost_ranks(job.recipe, lambda: f"step {trainer.state.global_step + 1} was trained", run):
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    leave_where_stopped(job, stopping.end(trainer.state.global_step))
+    seconds = time.monotonic() - started
+    with told_of_lost_ranks(job.recipe, "final/ was written", run):
+        write_final(trainer, job, run, tokenizer)
+    if distributed.is_first_rank():
+        record_end(run, seconds)
+    if distributed.is_first_rank():
+        print(f"Trained {trainer.state.global_step} steps in {seconds:.0f} s: {run.final}", flush=True)
+
+
+def leave_where_stopped(job: Job, interrupted: Interrupted | None) -> None:
+    """End as a finished training does, where it was stopped with a checkpoint.
+
+    Raises:
+        Interrupted: It was.
+    """
+    if interrupted is not None:
+        with distributed.met_at_the_end():  # who ends first is followed by all others
+            finish_trackers(job.recipe.tracking)
+        distributed.leave_group()
+        raise interrupted
+
+
+def write_final(trainer: Any, job: Job, run: Run, tokenizer: Any) -> None:
+    """final/: complete, and what the model in memory is; or absent."""
+    work = run.path / ".final"
+    write_model(trainer, job, tokenizer, work)
+    if trainer.canary is not None:
+        trainer.canary.check(work)
+        trainer.canary.close()
+    with distributed.met_at_the_end():
+        if distributed.is_first_rank():
+            remove(run.final)
+            work.rename(run.final)
+
+
+def show_start(job: Job, start: Start) -> None:
+    """Write plan.json, and print what is about to happen."""
+    run = start.run
+    write_json(
+        run.plan_file, {"decisions": job.plan.decisions(), "deepspeed": job.deepspeed.config if job.deepspeed else None}
+    )
+    notes = [
+        *summary_lines(start.prepared),
+        *set_up_trackers(job.recipe.tracking, run),
+        *pin_lines(run.record["hub_revisions"]),
+        f"Run: {run.path}",
+        *start.notes,
+    ]
+    if not Path(job.model.path).is_dir():
+        notes.append(f"Loading {job.model.path}; the first time it is downloaded, which takes a while.")
+    print_plan(job.plan, f"{job.name}: {job.recipe.model.name_or_path} on {job.hardware.device}", notes)
+
+
+def measurements(job: Job, run: Run, work: Any, held_out: Any, fingerprint: Any) -> tuple[Any, list[Any]]:
+    """The clock of the steps, and the callbacks that write what was measured."""
+    on_gpu = job.hardware.gpu is not None
+    clock = StepClock(on_gpu)
+    callbacks: list[Any] = [Metrics(run.metrics_file, job.hardware, work, clock, fingerprint, held_out)]
+    if job.recipe.train.profile:
+        callbacks.append(Profile(run.path / "profile", distributed.rank(), on_gpu))
+    return clock, callbacks
+
+
+def held_out_loss(job: Job, start: Start, tokenizer: Any, store: Any) -> Any:
+    """What measures the held-out loss, or None where no rows are held out."""
+    index = SequenceIndex.load(start.prepared.folder / "held_out.npz")
+    if not len(index):
+        return None
+    ranks = job.plan.data_parallel_ranks.value
+    sequences = Sequences(store, index, ranks, tokenizer.pad_token_id, job.recipe.data.packing)
+
+    def is_missing(step: int) -> bool:
+        lines = distributed.from_first_rank(lambda: read_lines(start.run.metrics_file))
+        return any(line["step"] == step and "held_out_loss" not in line for line in lines)
+
+    every = job.recipe.train.eval_steps or job.recipe.train.save_steps
+    return HeldOutLoss(sequences, every, is_missing, lambda loss: start.run.update(held_out_loss_before=loss))
+
+
+def nonfinite(job: Job, run: Run, sequences: Any, order: Any, tokenizer: Any) -> Any:
+    """What watches for a loss or a gradient that is not finite."""
+    train, precision = job.recipe.train, job.plan.precision.value
+    rows = StepRows(sequences, order, [source.path for source in job.recipe.sources], tokenizer)
+    return Nonfinite(run, rows, train.on_nonfinite, train.max_nonfinite_steps, precision == "fp16")
+
+
+def watch(job: Job, run: Run) -> tuple[Any, Any, list[Any]]:
+    """What counts this rank's progress, what compares it with the others (debug=true only), and the callbacks of both."""
+    recipe, rank, ranks, logs = job.recipe, distributed.rank(), job.hardware.ranks, run.path / "logs"
+    timeout, progress = recipe.train.ddp_timeout, Progress()
+    watchdog = Watchdog(progress, logs, rank, ranks, timeout, recipe.debug, end=lambda text: end_hanging(run, text))
+    if not recipe.debug:
+        return progress, None, [watchdog]
+    prepare_files(logs, rank)
+    agreement = Agreement(progress, timeout) if ranks > 1 else None
+    return progress, agreement, [watchdog, MemoryLog(logs / f"rank-{rank}.memory.jsonl"), *filter(None, [agreement])]
+
+
+def end_hanging(run: Run, message: str) -> None:
+    """End this process in another thread than its main one, which hangs."""
+    text = f"{message}\n{run.after_an_end}."
+    if distributed.is_first_rank():
+        with suppress(OSError):
+            run.update(status="failed", error=message[:2000])
+    rank_logs.tell_message(text)
+    os._exit(EXIT_CRASHED)

@@ -1,0 +1,43 @@
+"""Train as sft.train does, and be killed at a moment of the clock: `ON=1 AFTER=0.7 ... train_and_die.py RECIPE ...`.
+
+ON is the rank, AFTER the seconds since its first step began.
+"""
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+from transformers.trainer_callback import TrainerCallback
+
+from sft import distributed, train, training
+from sft.errors import run_main
+
+
+def die_after(seconds: float) -> None:
+    time.sleep(seconds)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Death(TrainerCallback):  # type: ignore[misc]
+    """Starts the clock when the training begins."""
+
+    def on_train_begin(self, *args: Any, **keywords: Any) -> None:
+        if distributed.rank() == int(os.environ["ON"]):
+            threading.Thread(target=die_after, args=(float(os.environ["AFTER"]),), daemon=True).start()
+
+
+def main() -> None:
+    measurements = training.measurements
+
+    def dying(*args: Any) -> tuple[Any, list[Any]]:
+        clock, callbacks = measurements(*args)
+        return clock, [Death(), *callbacks]
+
+    training.measurements = dying
+    run_main(train.main)
+
+
+if __name__ == "__main__":
+    main()
