@@ -16,7 +16,7 @@ from sft.continuation import Continuation, resolve_continuation
 from sft.errors import RunError
 from sft.interruption import EXITS
 from sft.job import Job
-from sft.opening import check_start, decisions_of, keep_recipe, open_run, recipe_changes
+from sft.opening import check_start, decisions_of, keep_recipe, open_run, recipe_changes, unfinished_run
 from sft.prepare import begin_preparation, prepared_data
 from sft.prepared import Prepared
 from sft.rank_logs import forget_ending
@@ -112,8 +112,14 @@ def _start(job: Job) -> Start:
     original = original_run(job.recipe_path)
     if original is not None:
         check_same_data(original, job, prepared.fingerprint)
+    unfinished = unfinished_run(job)
     run = open_run(job)
     interruption.is_of(run)
+    beside = (
+        [f"Another process is training {unfinished.path}: this is a run beside it."]
+        if unfinished not in (None, run)
+        else []
+    )
     goes_on = (run.path / "run.json").exists()
     choice = choose_checkpoint(run) if goes_on else Choice(None, {})
     searched, earlier = find_answer(job, prepared), {}
@@ -135,7 +141,9 @@ def _start(job: Job) -> Start:
     record_start(run, job, seconds, prepared.fingerprint, checkpoint, choice.passed_over, changes)
     write_json(run.ledger_file, prepared.ledger | {"findings": prepared.findings})
     words = [continuation.words] if continuation and continuation.words else []
-    return replace(start, continuation=continuation, notes=(*_notes(choice, [*changes, *updated], goes_on), *words))
+    return replace(
+        start, continuation=continuation, notes=(*beside, *_notes(choice, [*changes, *updated], goes_on), *words)
+    )
 
 
 def _notes(choice: Choice, changes: Sequence[Change], goes_on: bool) -> list[str]:
