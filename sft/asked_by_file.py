@@ -12,7 +12,7 @@ STOP, SAVE = "stop", "save"
 
 
 def began() -> float:
-    """When this start of the job began: its launcher, or this process. Seconds since 1970."""
+    """When this start of the job began: its launcher, or this process. Seconds since 1970, up to one too few."""
     process = psutil.Process(os.getppid() if "LOCAL_RANK" in os.environ else os.getpid())
     return float(process.create_time())
 

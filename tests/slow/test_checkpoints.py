@@ -155,6 +155,16 @@ def test_a_stop_that_finds_the_disk_full_is_a_failure_that_no_queue_repeats(
     assert found(run) == {"checkpoint-1": None}
 
 
+def test_a_stop_without_room_on_one_rank_is_told_once_for_all(recipe: Path, ranks: Ranks) -> None:
+    run = Run(recipe.parent / "outputs" / "job" / "stopped-rank-1")
+    words = ["train.deepspeed=zero2", f"tracking.run_name={run.path.name}", "train.max_time=1s"]
+    said = spoil(ranks, recipe, 2, {"1": "rank-1"}, words, expect=2)
+    told = "Interrupted by train.max_time after step 1. The checkpoint of step 1 was not written: the disk is full"
+    assert said.count(told) == said.count("was not written") == 1
+    assert "There is no checkpoint: 1 step is lost." in said
+    assert run.record["status"] == "failed"
+
+
 @pytest.mark.parametrize("engine", ["ZeRO-2", "ZeRO-3", "FSDP2"])
 def test_no_room_on_one_rank_alone_is_agreed_on_by_all(engine: str, recipe: Path, ranks: Ranks) -> None:
     count, words = ENGINES[engine]

@@ -196,6 +196,7 @@ def test_the_clock_and_a_file_stop_a_run_as_a_signal_does(recipe: Path, ranks: R
     assert "Interrupted by the file `stop` after step 2. The same command goes on from checkpoint-2." in told["stderr"]
     assert list(left(run)) == []
     (run.path / "stop").touch()
+    os.utime(run.path / "stop", (time.time() - 60,) * 2)
     told = ranks.run(1, words)
     assert "The file `stop` is older than this start" in told["stdout"]
     assert list(left(run)) == []
