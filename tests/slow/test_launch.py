@@ -147,7 +147,7 @@ def test_one_process_that_failed_starts_again_as_one_process(
     engine: str, overrides: list[str], recipe: Path, command: Command
 ) -> None:
     words = [*launcher_of(1, "kill", 1, ranks=1), recipe, "train.save_steps=1", *overrides]
-    told = command(words, PYTHONPATH=str(REPOSITORY))
+    told = command([*words, "train.resume=never"], PYTHONPATH=str(REPOSITORY))
     assert "Starting all processes again, 1 of 1." in told.stderr
     assert "it goes on from checkpoint-2" in told.stdout
     run = latest(recipe)
