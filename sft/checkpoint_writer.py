@@ -22,6 +22,7 @@ from sft.errors import RunError, disk_was_full
 from sft.lost_ranks import is_lost
 from sft.manifest import Entry, entries, files_in, share, size, sync, write_manifest
 from sft.meetings import Meet, in_step, meetings
+from sft.run_directory import Run
 from sft.run_folder import folder_fault
 
 INCOMPLETE = ".incomplete"
@@ -194,8 +195,8 @@ class CheckpointWriter:
     def _say(self, step: int, error: NotSaved) -> None:
         if not is_first_rank():
             return
-        steps = self._steps()
-        kept = f"checkpoint-{steps[-1]} stays" if steps else "there is none yet"
+        newest = Run(self.folder.parent).last_checkpoint()
+        kept = f"{newest.name} stays" if newest else "there is none yet"
         words = str(error)
         if "missing" not in words:  # it became full while it was written
             free = shutil.disk_usage(self.folder).free

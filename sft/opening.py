@@ -62,8 +62,9 @@ def unfinished_run(job: Job) -> Run | None:
 
 
 def _may_resume(recipe: Recipe) -> bool:
-    # `never` is for the first start: what a launcher starts again after a failure goes on.
-    return recipe.train.resume != "never" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    # `never` is for the first start: what a launcher starts again after a failure goes on, and what Slurm has requeued.
+    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    return recipe.train.resume != "never" or any(os.environ.get(name, "0") != "0" for name in counts)
 
 
 def _own_run() -> Run | None:

@@ -51,7 +51,8 @@ SAID = {Wish.MAX_TIME: "train.max_time", Wish.STOP_FILE: "the file `stop`"}
 
 def began() -> float:
     """When this start of the job began: its launcher, or this process. Seconds since 1970."""
-    process = psutil.Process(os.getppid() if "LOCAL_RANK" in os.environ else os.getpid())
+    launched = is_rank() or "TORCHELASTIC_RUN_ID" in os.environ  # a single process under torchrun is no rank
+    process = psutil.Process(os.getppid() if launched else os.getpid())
     return float(process.create_time())
 
 

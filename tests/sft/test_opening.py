@@ -178,9 +178,12 @@ def test_resume_can_be_asked_for_and_forbidden(
     (unfinished.checkpoints / "checkpoint-5").mkdir()
     assert unfinished_run(job_of(recipe_file, "train.resume=must")) == unfinished
     assert unfinished_run(job_of(recipe_file, NEVER)) is None
-    # What a launcher starts again after a failure goes on with the run that it has begun.
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert unfinished_run(job_of(recipe_file, NEVER)) == unfinished
+    # What a launcher starts again after a failure, or Slurm after it has requeued the job, goes on with the run that it has begun.
+    for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
+        for count, found in {"0": None, "1": unfinished}.items():
+            monkeypatch.setenv(name, count)
+            assert unfinished_run(job_of(recipe_file, NEVER)) == found
+        monkeypatch.delenv(name)
 
 
 def test_what_wrote_the_newest_checkpoint_is_asked_before_the_data_is_prepared(
