@@ -96,9 +96,8 @@ def settle_environment(deepspeed: bool, uses_gpu: bool, precision: str) -> None:
             print(*lines, sep="\n", flush=True)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         return
-    for name in (
-        _OF_A_GROUP
-    ):  # a launcher's, of one process: accelerate would make a group of it, with DDP and a timeout of its own
+    # A launcher's, of one process: accelerate would make a group of it, with DDP and a timeout of its own.
+    for name in _OF_A_GROUP:
         os.environ.pop(name, None)
     if uses_gpu:  # one process uses one GPU; with several visible, transformers would wrap the model in DataParallel
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]

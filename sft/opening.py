@@ -18,7 +18,6 @@ from sft.errors import RecipeError, RunError
 from sft.inside import check_inside
 from sft.job import Job
 from sft.manifest import is_damaged, read_manifest
-from sft.rank_logs import written_run
 from sft.recipe import Recipe
 from sft.recipe_changes import Change, check_allowed_changes, not_allowed, recipe_differences
 from sft.resume import checkpoints_of
@@ -73,9 +72,6 @@ def _own_run() -> Run | None:
     Not the latest of the recipe: another start may have made a newer one meanwhile.
     """
     folder = os.environ.get(OWN_RUN)
-    if folder is None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        written = written_run(os.getppid())
-        folder = str(written) if written else None
     return Run(Path(folder)) if folder and (Path(folder) / "run.json").is_file() else None
 
 
