@@ -24,7 +24,7 @@ from sft.resume import checkpoints_of
 from sft.run_directory import EVALUATION_LEFT, Run, read_json
 
 OWN_RUN = "SFT_OWN_RUN"
-"""The folder of the run that a process goes back to the last checkpoint of."""
+"""Names the folder of the run that this job has opened before: it goes back to a checkpoint, or its launcher has started it again."""
 
 _TAKEN = "exists already and is not written over. Choose another tracking.run_name, or remove the folder."
 _ANEW = "start anew with train.resume=never"
