@@ -7,10 +7,11 @@ the same working directory, and a list of what is no longer as it was.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from shlex import join
+from typing import Any
 
 import yaml
 
@@ -18,7 +19,7 @@ from sft.errors import RunError
 from sft.job import Job
 from sft.recipe_changes import Change, differences, recipe_differences
 from sft.record import git_state, installed_versions
-from sft.run_directory import Run, find_run
+from sft.run_directory import EVALUATION_LEFT, Run, find_run
 
 _DECIDED_ANEW = ("tracking.run_name=", "train.resume=")
 
@@ -26,6 +27,11 @@ _DECIDED_ANEW = ("tracking.run_name=", "train.resume=")
 def is_run(word: str) -> bool:
     """Whether a word on the command line is the folder of a run."""
     return (Path(word).expanduser() / "run.json").is_file()
+
+
+def is_left(record: Mapping[str, Any]) -> bool:
+    """Whether a run's record says that something of it is left to do: training, or its evaluation."""
+    return record["status"] != "finished" or record.get("evaluation") in EVALUATION_LEFT
 
 
 def original_run(recipe_path: Path) -> Run | None:
@@ -57,7 +63,7 @@ def start_again(folder: Path, overrides: Sequence[str]) -> tuple[Path, list[str]
         )
     os.chdir(place)
     words = [word for word in record["overrides"] if not word.startswith(_DECIDED_ANEW)]
-    name = run.path.name if record["status"] != "finished" else _free_name(run)
+    name = run.path.name if is_left(record) else _free_name(run)
     words += [f"tracking.run_name={name if isinstance(yaml.safe_load(name), str) else repr(name)}", "train.resume=auto"]
     if Path(run.recipe().output_dir).expanduser().resolve() != run.path.parent.parent:
         words.append(f"output_dir={run.path.parent.parent}")
@@ -92,7 +98,7 @@ def told_differences(job: Job) -> list[str]:
         "hardware": asdict(job.hardware),
     }
     changes = [*_changes_of(run, job), *differences(then, now)]
-    what = "Repeats" if record["status"] == "finished" else "Goes on with"
+    what = "Goes on with" if is_left(record) else "Repeats"
     if not changes:
         return [f"{what} {run.path}: recipe, versions, commit and hardware are as they were."]
     return [f"{what} {run.path}. Not as it was:", *(f"  {change}" for change in changes)]

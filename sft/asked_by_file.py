@@ -13,7 +13,9 @@ STOP, SAVE = "stop", "save"
 
 def began() -> float:
     """When this start of the job began: its launcher, or this process. Seconds since 1970, up to one too few."""
-    process = psutil.Process(os.getppid() if "LOCAL_RANK" in os.environ else os.getpid())
+    # A single process under torchrun is no rank.
+    launched = "LOCAL_RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+    process = psutil.Process(os.getppid() if launched else os.getpid())
     return float(process.create_time())
 
 

@@ -23,6 +23,8 @@ from sft.errors import RunError, disk_was_full
 from sft.lost_ranks import is_lost
 from sft.manifest import Entry, entries, files_in, share, size, sync, write_manifest
 from sft.meetings import Meet, in_step, meetings
+from sft.resume import step_of
+from sft.run_directory import Run
 from sft.run_folder import folder_fault
 
 INCOMPLETE = ".incomplete"
@@ -213,8 +215,8 @@ class CheckpointWriter:
             free = shutil.disk_usage(self.folder).free
             needed = f"a checkpoint takes {in_words(self.expected)}" if self.expected else "what it takes is not known"
             words = f"{words}; {needed}, and {in_words(free)} are free now"
-        # A later one was passed over.
-        kept = max((one for one in self._steps() if one <= step), default=0)
+        newest = Run(self.folder.parent).last_checkpoint()  # not one that was passed over
+        kept = step_of(newest) if newest else 0
         return Shortage(f"The checkpoint of step {step} was not written: {words}, in {self.folder}", kept)
 
 

@@ -25,6 +25,17 @@ from sft.patience import patience
 
 Value = TypeVar("Value")
 
+_OF_A_GROUP = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
+"""What a launcher sets for processes that meet. What it says of restarts (TORCHELASTIC_RESTART_COUNT) is not among it."""
+
 
 def set_debug_environment(ddp: bool, uses_gpu: bool) -> None:
     """Have the libraries log and compare more; before torch is imported. What the user has set stays.
@@ -83,8 +94,11 @@ def settle_environment(deepspeed: bool, uses_gpu: bool, precision: str) -> None:
         lines = settle_operations(builds=not uses_gpu)
         if lines and os.environ.get("LOCAL_RANK", "0") == "0":
             print(*lines, sep="\n", flush=True)
-    if "WORLD_SIZE" in os.environ:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         return
+    # A launcher's, of one process: accelerate would make a group of it, with DDP and a timeout of its own.
+    for name in _OF_A_GROUP:
+        os.environ.pop(name, None)
     if uses_gpu:  # one process uses one GPU; with several visible, transformers would wrap the model in DataParallel
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     if deepspeed:  # which would otherwise ask MPI

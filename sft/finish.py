@@ -18,7 +18,7 @@ from sft import interruption
 from sft.errors import EXIT_TERMINATED, Interrupted, RunError, run_main
 from sft.interruption import held_back
 from sft.job import Job
-from sft.opening import claim, unfinished_run
+from sft.opening import claim, keep_recipe, unfinished_run
 from sft.run_directory import EVALUATION_LEFT, Run, find_run
 
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -39,10 +39,13 @@ def become_finish(run: Run) -> NoReturn:
 
 
 def evaluation_left(job: Job) -> Run | None:
-    """The run of this job that is trained, and whose evaluation was interrupted; a start goes on with that alone."""
+    """The run of this job that is trained, and whose evaluation was interrupted; a start goes on with that alone, as it now asks for."""
     run = unfinished_run(job)
     if run is None or run.record.get("evaluation") not in EVALUATION_LEFT or not (run.final / "config.json").is_file():
         return None
+    if os.environ.get("RANK", "0") == "0":
+        keep_recipe(run, job)
+        run.update(overrides=list(job.overrides), recipe_values=job.recipe.model_dump(mode="json"))
     return run
 
 

@@ -191,6 +191,14 @@ def held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def close() -> None:
+    """Hear no longer: this process becomes another program, which hears what comes from now on."""
+    global _listener
+    if _listener is not None:
+        _listener.close()
+        _listener = None
+
+
 def asked() -> signal.Signals | None:
     """The first signal that this process was sent."""
     return _listener.asked if _listener else None

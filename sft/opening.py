@@ -17,11 +17,14 @@ from sft.continuation import FILE, resolve_continuation
 from sft.errors import RecipeError, RunError
 from sft.inside import check_inside
 from sft.job import Job
-from sft.manifest import is_damaged
+from sft.manifest import is_damaged, read_manifest
 from sft.recipe import Recipe
 from sft.recipe_changes import Change, check_allowed_changes, not_allowed, recipe_differences
 from sft.resume import checkpoints_of
 from sft.run_directory import EVALUATION_LEFT, Run, read_json
+
+OWN_RUN = "SFT_OWN_RUN"
+"""Names the folder of the run that this job has opened before: it goes back to a checkpoint, or its launcher has started it again."""
 
 _TAKEN = "exists already and is not written over. Choose another tracking.run_name, or remove the folder."
 _ANEW = "start anew with train.resume=never"
@@ -38,28 +41,38 @@ def unfinished_run(job: Job) -> Run | None:
     Raises:
         RunError: It has checkpoints, and the recipe differs from the one that it was started with.
     """
-    run = Run(folder_of(job) / (job.recipe.tracking.run_name or "latest"))
-    if not _may_resume(job.recipe) or not (run.path / "run.json").is_file():
+    own = _own_run()
+    run = own or Run(folder_of(job) / (job.recipe.tracking.run_name or "latest"))
+    if not (own or _may_resume(job.recipe)) or not (run.path / "run.json").is_file():
         return None
     run = Run(run.path.resolve())
-    trained = run.record["status"] == "finished"
-    if trained and run.record.get("evaluation") not in EVALUATION_LEFT:
+    trained = run.record.get("evaluation") in EVALUATION_LEFT
+    if run.record["status"] == "finished" and not trained:
         return None
     check_inside(run.path, folder_of(job))
     changes = recipe_changes(run, job.recipe)
-    if trained:  # what is left is its evaluation, as it was asked for
-        return None if changes else run
-    refused = not_allowed(changes, job.recipe.train.resume_allow_changes)
+    # Where only the evaluation is left, nothing else that changes could take effect.
+    refused = not_allowed(changes, () if trained else job.recipe.train.resume_allow_changes)
     if not refused:
         return run
-    if not checkpoints_of(run) or (_is_claimed(run) and job.recipe.tracking.run_name is None):
+    if not (trained or checkpoints_of(run)) or (_is_claimed(run) and job.recipe.tracking.run_name is None):
         return None
-    raise RunError(_explain(run, changes, refused))
+    raise RunError(_explain(run, changes, refused, trained))
 
 
 def _may_resume(recipe: Recipe) -> bool:
-    # `never` is for the first start: what a launcher starts again after a failure goes on.
-    return recipe.train.resume != "never" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    # `never` is for the first start: what a launcher starts again after a failure goes on, and what Slurm has requeued.
+    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    return recipe.train.resume != "never" or any(os.environ.get(name, "0") != "0" for name in counts)
+
+
+def _own_run() -> Run | None:
+    """The run that this same job has opened before: it went back to a checkpoint, or its launcher has started it again.
+
+    Not the latest of the recipe: another start may have made a newer one meanwhile.
+    """
+    folder = os.environ.get(OWN_RUN)
+    return Run(Path(folder)) if folder and (Path(folder) / "run.json").is_file() else None
 
 
 def recipe_changes(run: Run, recipe: Recipe) -> list[Change]:
@@ -69,7 +82,7 @@ def recipe_changes(run: Run, recipe: Recipe) -> list[Change]:
         RunError: This program cannot read the run's.
     """
     try:
-        values = run.record.get("recipe_values")
+        values = _recipe_of_newest(run) or run.record.get("recipe_values")
         then = Recipe.model_validate(values, strict=False) if values else run.recipe()
     except (RecipeError, ValueError) as error:
         raise RunError(
@@ -85,7 +98,20 @@ def recipe_changes(run: Run, recipe: Recipe) -> list[Change]:
     ]
 
 
-def _explain(run: Run, changes: list[Change], refused: list[Change]) -> str:
+def _recipe_of_newest(run: Run) -> dict[str, Any] | None:
+    """What the newest checkpoint was trained with. A session may have ended before it had one."""
+    for checkpoint in checkpoints_of(run):
+        with suppress(ValueError):
+            found: dict[str, Any] | None = read_manifest(checkpoint).get("recipe")
+            return found
+    return None
+
+
+def _explain(run: Run, changes: list[Change], refused: list[Change], trained: bool) -> str:
+    if trained:
+        lines = [f"{run.path} is trained, its evaluation is not complete, and this start differs from it:"]
+        lines += [f"  {change}" for change in refused]
+        return "\n".join([*lines, f"Change it back to go on with the evaluation, or {_ANEW}."])
     fixed = [change for change in refused if change.kind == "fixed"]
     other = [change for change in changes if change not in refused]
     newest = checkpoints_of(run)[0].name
@@ -103,8 +129,22 @@ def _is_claimed(run: Run) -> bool:
     """Whether another process is training it now."""
     descriptor = claim(run)
     if descriptor is not None:
+        _claims.discard(descriptor)
         os.close(descriptor)
     return descriptor is None
+
+
+_claims: set[int] = set()
+
+
+def _let_go() -> None:
+    # A lock is held as long as any process has it open, and the workers that load data may outlive this one by seconds.
+    while _claims:
+        with suppress(OSError):
+            os.close(_claims.pop())
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def claim(run: Run) -> int | None:
@@ -117,6 +157,7 @@ def claim(run: Run) -> int | None:
         return None
     except OSError:  # a file system without locks
         pass
+    _claims.add(descriptor)
     return descriptor
 
 

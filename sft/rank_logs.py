@@ -112,11 +112,12 @@ def move_to(run: Path) -> None:
     Args:
         run: outputs/RECIPE/RUN, on every rank the same.
     """
+    if is_rank() or os.environ.get("SFT_LAUNCHER") == str(os.getppid()):  # the launcher is not told otherwise
+        with suppress(OSError):
+            (_own_folder(os.getppid()) / "run").write_text(str(run))
     if not is_rank():
         return
     _voice.run = run
-    with suppress(OSError):  # for the launcher, which is not told otherwise
-        (_own_folder(os.getppid()) / "run").write_text(str(run))
     earlier, log = _voice.log, run / "logs" / f"rank-{_rank()}.log"
     if earlier is None:
         return

@@ -70,7 +70,7 @@ NAMED = {
     "train.lr_scaling": "the schedule has the new peak from here on",
     "train.base_batch_size": "the schedule has the new peak from here on",
     "train.max_grad_norm": "gradients are scaled down to the new norm from here on",
-    "train.precision": "the new format from here on, where the weights are kept in the same one",
+    "train.precision": "the new format from here on; what AdamW steps on is fp32 in both, and goes on; never to or from fp16",
     "model.attn_implementation": _ROUNDING,
     "model.kernels": _ROUNDING,
     "model.compile": _ROUNDING,

@@ -187,12 +187,13 @@ def _last_line(run: Run, session: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def record_end(run: Run, seconds: float) -> None:
+def record_end(run: Run, seconds: float, evaluates: bool) -> None:
     """Write what is known after training into run.json.
 
     Args:
         run: The run.
         seconds: That this session has trained.
+        evaluates: An evaluation follows; until that is through, the same command goes on with it.
     """
     lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
     # Each line is the mean since the one before, over the steps that were not skipped.
@@ -203,4 +204,5 @@ def record_end(run: Run, seconds: float) -> None:
     total = sum(line["loss"] * count for line, count in zip(lines, steps, strict=True) if count)
     loss = total / sum(steps) if sum(steps) else None
     close_session(run, "finished", seconds)
-    run.update(status="finished", finished=_now(), train_loss=loss)
+    evaluation = {"evaluation": "running"} if evaluates else {}
+    run.update(status="finished", finished=_now(), train_loss=loss, **evaluation)

@@ -8,23 +8,41 @@ for the same processes.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
-from sft import distributed, rank_logs
+import psutil
+
+from sft import distributed, interruption, rank_logs
+from sft.errors import Interrupted
+from sft.opening import OWN_RUN
+from sft.recipe import Tracking
+from sft.run_directory import Run
+from sft.tracking import finish_trackers
 
 
-def become_again(argv: Sequence[str], why: str) -> NoReturn:
+def become_again(argv: Sequence[str], run: Run, tracking: Tracking, why: str) -> NoReturn:
     """Replace this process by one that goes on from the last checkpoint.
 
     Args:
         argv: The command line of sft.train.
+        run: Its run.
+        tracking: Its trackers, which write what they still hold.
         why: What is said first.
+
+    Raises:
+        Interrupted: A rank was asked to stop meanwhile.
     """
     if distributed.is_first_rank():
-        print(f"{why}\nGoing back to the last checkpoint.", flush=True)
-    environment = dict(os.environ)
+        print(why, flush=True)
+    _stop_where_asked()
+    if distributed.is_first_rank():
+        print("Going back to the last checkpoint.", flush=True)
+        finish_trackers(tracking)
+    environment = os.environ | {OWN_RUN: str(run.path)}
     if "WORLD_SIZE" in os.environ:
         # The ranks meet anew, at a place of their own: at the launcher's, the first meeting is still written down.
         environment |= {"MASTER_PORT": str(_agreed_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
@@ -34,8 +52,33 @@ def become_again(argv: Sequence[str], why: str) -> NoReturn:
     words = [word for word in argv if not word.startswith(("train.resume=", "--local_rank"))] + ["train.resume=auto"]
     sys.stdout.flush()
     sys.stderr.flush()
-    os.closerange(3, 65536)  # what libraries hold open would stay so
-    os.execve(sys.executable, [sys.executable, "-m", "sft.train", *words], environment)
+    # They would never learn that their parent, whose process id stays, has become another program.
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    with interruption.held_back():
+        interruption.close()
+        os.closerange(3, 65536)  # what libraries hold open would stay so
+        os.execve(sys.executable, [sys.executable, "-m", "sft.train", *words], environment)
+
+
+def _stop_where_asked() -> None:
+    """All ranks stop where one was asked to: the program that this one becomes would not know.
+
+    Raises:
+        Interrupted: One was.
+    """
+    import torch
+
+    asked = interruption.asked()
+    found: list[int | None] = [asked]
+    if torch.distributed.is_initialized():
+        found = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(found, asked)
+    for number in filter(None, found):
+        interruption.ignore()
+        name = signal.Signals(number).name
+        raise Interrupted(name, interruption.exit_status(number), agreed=True)
 
 
 def _agreed_port() -> int:

@@ -10,7 +10,9 @@ import json
 import os
 import re
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from shlex import join
 from typing import Any
 
 from sft.credentials import redact
@@ -122,18 +124,45 @@ class Run:
         )
 
     def last_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint. An incomplete one has another name until it is complete."""
+        """The newest complete checkpoint. An incomplete one has another name until it is complete.
+
+        Reads none: one that the newest start found damaged and passed over counts again once it is written anew.
+        """
         found = [path for path in self.checkpoints.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-        return max(found, key=lambda path: int(path.name.split("-")[1]), default=None)
+        good = [path for path in found if not self._was_passed_over(path)]
+        return max(good, key=lambda path: int(path.name.split("-")[1]), default=None)
+
+    @property
+    def _sessions(self) -> list[dict[str, Any]]:
+        return self.record.get("sessions", []) if (self.path / "run.json").exists() else []
+
+    def _was_passed_over(self, checkpoint: Path) -> bool:
+        """By the newest start, and as it was then."""
+        for session in self._sessions[-1:]:
+            if checkpoint.name in session.get("passed_over", {}):
+                manifest = checkpoint / "manifest.json"
+                started = datetime.strptime(session["started"], "%Y-%m-%dT%H:%M:%S%z").timestamp()
+                return not manifest.is_file() or manifest.stat().st_mtime < started
+        return False
 
     @property
     def after_an_end(self) -> str:
         """What the next start does, as a sentence without its full stop."""
+        who = "The same command"
+        if self._was_asked_to_start_anew():
+            who = f"The same command starts another run (train.resume=never); `{join(['bash', 'scripts/sft.sh', str(self.path)])}`"
         if self.record.get("evaluation") in EVALUATION_LEFT:
-            return "The same command goes on with the evaluation"
+            return f"{who} goes on with the evaluation"
         checkpoint = self.last_checkpoint()
         what = f"goes on from {checkpoint.name}" if checkpoint else "starts it again: there is no checkpoint yet"
-        return f"The same command {what}"
+        return f"{who} {what}"
+
+    def _was_asked_to_start_anew(self) -> bool:
+        """Whether train.resume=never stands in a command of it; going back and going on from the folder have replaced it since."""
+        values = [self.record.get("recipe_values", {}).get("train", {}).get("resume")]
+        for session in self._sessions:
+            values += session.get("changes", {}).get("train.resume", [])
+        return "never" in values
 
 
 def find_run(path: Path) -> Run:

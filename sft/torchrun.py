@@ -18,6 +18,7 @@ from sft.errors import EXIT_USER_ERROR, PlanError, UserError
 from sft.forwarding import Forwarding, tell_interruption
 from sft.interruption import held_back, speaks_for_ranks
 from sft.layout import Layout
+from sft.opening import OWN_RUN
 from sft.out_of_memory import OutOfMemoryKills
 from sft.rank_logs import ENDING, Ending, launched_folder, read_ending, seen_ending, written_run
 from sft.run_directory import Run
@@ -206,9 +207,8 @@ def _record_failure() -> None:
     run = Run(folder)
     with suppress(OSError, UserError):
         run.update(status="failed", error=ending.text[-2000:])
-    checkpoint = run.last_checkpoint()
-    if checkpoint is not None:
-        print(f"The same command goes on from {checkpoint.name}.", file=sys.stderr)
+    if run.last_checkpoint() is not None:
+        print(f"{run.after_an_end}.", file=sys.stderr)
 
 
 def _watch_failures(kills: OutOfMemoryKills, forwarding: Forwarding) -> None:
@@ -248,11 +248,19 @@ def _watch_failures(kills: OutOfMemoryKills, forwarding: Forwarding) -> None:
         def _restart_workers(self, worker_group: WorkerGroup) -> None:
             if not self.has_failed:
                 tell_of_another_machine()
+            go_on_in_the_run()
             shutil.rmtree(launched_folder(os.getpid()), ignore_errors=True)
             forwarding.end()
             super()._restart_workers(worker_group)
 
     vars(api)["LocalElasticAgent"] = Agent
+
+
+def go_on_in_the_run() -> None:
+    """Tell the processes that are started next which run is this job's: another start may have made a newer one meanwhile."""
+    run = written_run(os.getpid())
+    if run is not None:
+        os.environ[OWN_RUN] = str(run)
 
 
 def tell_failure(rank: int, exitcode: int, kills: OutOfMemoryKills) -> None:

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
     rank_logs.move_to(start.run.path)
     from sft.training import train
 
-    with recorded(start.run), told_of_a_lost_folder(start.run.checkpoints), going_back(argv):
+    with recorded(start.run), told_of_a_lost_folder(start.run.checkpoints), going_back(argv, start.run, job):
         train(start.planned(job), start, tokenizer, checker)
     finish_trackers(job.recipe.tracking)
     distributed.leave_group()
@@ -136,14 +136,14 @@ def recorded(run: Run) -> Iterator[None]:
 
 
 @contextmanager
-def going_back(argv: Sequence[str]) -> Iterator[None]:
+def going_back(argv: Sequence[str], run: Run, job: Job) -> Iterator[None]:
     """Go back to the last checkpoint where a fault in the numbers asks for it."""
     from sft.nonfinite import Rewind
 
     try:
         yield
     except Rewind as fault:
-        become_again(argv, str(fault))
+        become_again(argv, run, job.recipe.tracking, str(fault))
 
 
 def evaluate_what_is_trained(job: Job) -> None:

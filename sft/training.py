@@ -81,7 +81,7 @@ def train(job: Job, start: Start, tokenizer: Any, checker: Checker | None) -> No
         with told_of_lost_ranks(job.recipe, "final/ was written", run):
             write_final(trainer, job, run, tokenizer)
     if distributed.is_first_rank():
-        record_end(run, seconds)
+        record_end(run, seconds, bool(recipe.eval.tasks or recipe.eval.suite))
     if distributed.is_first_rank():
         print(f"Trained {trainer.state.global_step} steps in {seconds:.0f} s: {run.final}", flush=True)
 

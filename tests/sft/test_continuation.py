@@ -79,6 +79,17 @@ def test_other_ranks_or_another_engine_go_on_through_whole_tensors_and_say_so(
     assert ("new random stream" in found.words) == (then[0] != now[0])
 
 
+@pytest.mark.parametrize(("ranks", "engine"), [(1, ()), (2, ()), (2, (ZERO2,))])
+def test_another_precision_goes_on_through_whole_tensors_and_fp16_does_not(
+    ranks: int, engine: tuple[str, ...], run: Run, job: Make
+) -> None:
+    fp32, bf16 = (job(ranks, *engine, f"train.precision={name}") for name in ("fp32", "bf16"))
+    for then, now in ((fp32, bf16), (bf16, fp32)):
+        assert resolve_continuation(wrote(run, writer_here(then)), run, now).whole
+        with pytest.raises(RunError, match="loss scale"):
+            resolve_continuation(wrote(run, replace(writer_here(then), precision="fp16")), run, now)
+
+
 def test_shares_of_fsdp2_go_on_with_any_number_of_ranks_by_themselves(run: Run, job: Make) -> None:
     found = resolve_continuation(wrote(run, writer_here(job(2, FSDP))), run, job(4, FSDP))
     assert (found.whole, found.random_state) == (False, False)

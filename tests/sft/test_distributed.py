@@ -35,6 +35,23 @@ def test_what_accelerate_leaves_in_the_environment_decides_nothing(monkeypatch: 
     assert os.environ["DS_ACCELERATOR"] == "cpu"
 
 
+def test_one_process_that_a_launcher_started_is_a_process_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate, which finds a LOCAL_RANK, makes a group."""
+    of_group = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    of_group["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    for name, value in {**of_group, "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("TOKENIZERS_PARALLELISM", "HF_HUB_DISABLE_PROGRESS_BARS", "DS_ACCELERATOR"):
+        monkeypatch.setenv(name, "")
+    settle_environment(deepspeed=False, uses_gpu=False, precision="fp32")
+    assert not {*of_group, "WORLD_SIZE"} & set(os.environ)
+    assert os.environ["TORCHELASTIC_RESTART_COUNT"] == "2"
+    for name, value in {**of_group, "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    settle_environment(deepspeed=False, uses_gpu=False, precision="fp32")
+    assert {*of_group, "WORLD_SIZE"} <= set(os.environ)
+
+
 def test_one_process_started_by_hand_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert (job_hardware().ranks, is_first_rank()) == (1, True)

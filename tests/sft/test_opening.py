@@ -11,9 +11,11 @@ import pytest
 
 from sft.continuation import write_writer, writer_here
 from sft.errors import RecipeError, RunError
+from sft.finish import evaluation_left
 from sft.hardware import Hardware
 from sft.job import Job, open_job
-from sft.opening import check_start, keep_recipe, open_run, unfinished_run
+from sft.manifest import write_manifest
+from sft.opening import OWN_RUN, check_start, claim, keep_recipe, open_run, unfinished_run
 from sft.run_directory import Run, write_json
 
 LeftBehind = Callable[..., Run]
@@ -176,9 +178,12 @@ def test_resume_can_be_asked_for_and_forbidden(
     (unfinished.checkpoints / "checkpoint-5").mkdir()
     assert unfinished_run(job_of(recipe_file, "train.resume=must")) == unfinished
     assert unfinished_run(job_of(recipe_file, NEVER)) is None
-    # What a launcher starts again after a failure goes on with the run that it has begun.
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert unfinished_run(job_of(recipe_file, NEVER)) == unfinished
+    # What a launcher starts again after a failure, or Slurm after it has requeued the job, goes on with the run that it has begun.
+    for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
+        for count, found in {"0": None, "1": unfinished}.items():
+            monkeypatch.setenv(name, count)
+            assert unfinished_run(job_of(recipe_file, NEVER)) == found
+        monkeypatch.delenv(name)
 
 
 def test_what_wrote_the_newest_checkpoint_is_asked_before_the_data_is_prepared(
@@ -238,3 +243,68 @@ def test_the_recipe_of_an_earlier_session_is_kept(recipe_file: Path, left_behind
     keep_recipe(run, job_of(recipe_file))
     assert run.recipe_file.read_bytes() == recipe_file.read_bytes()
     assert (run.path / "recipe.session-2.yaml").read_bytes() == before
+
+
+def test_a_process_forked_from_the_one_that_trains_does_not_hold_the_run(
+    recipe_file: Path, left_behind: LeftBehind
+) -> None:
+    """Workers that load data outlive one that is killed, by seconds."""
+    run = left_behind("running")
+    held = claim(run)
+    assert held is not None
+    reading, writing = os.pipe()
+    there, here = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(writing)
+        os.write(here, b".")
+        os.read(reading, 1)
+        os._exit(0)
+    os.close(reading)
+    os.read(there, 1)
+    assert claim(run) is None
+    os.close(held)
+    again = claim(run)
+    os.close(writing)
+    os.waitpid(child, 0)
+    assert again is not None
+    for descriptor in (again, there, here):
+        os.close(descriptor)
+
+
+def test_a_job_that_goes_back_goes_on_with_its_own_run(
+    recipe_file: Path, left_behind: LeftBehind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = left_behind("failed", NEVER, checkpoint="checkpoint-5")
+    newer = left_behind("failed", checkpoint="checkpoint-5", name="second")
+    assert unfinished_run(job_of(recipe_file)) == newer
+    monkeypatch.setenv(OWN_RUN, str(own.path))
+    assert unfinished_run(job_of(recipe_file, NEVER)) == own
+
+
+@pytest.mark.parametrize(("status", "evaluation"), [("finished", "running"), ("interrupted", "interrupted")])
+def test_an_evaluation_that_is_left_goes_on_as_it_is_asked_for_now_and_trains_nothing(
+    status: str, evaluation: str, recipe_file: Path, left_behind: LeftBehind
+) -> None:
+    run = left_behind(status, checkpoint="checkpoint-5", evaluation=evaluation)
+    run.final.mkdir()
+    (run.final / "config.json").write_text("{}")
+    free = ["eval.limit=5", "tracking.project=other", "train.resume=auto"]
+    assert evaluation_left(job_of(recipe_file, *free)) == run
+    assert run.recipe().eval.limit == 5
+    other = ["train.max_steps=9", "train.resume_allow_changes=[train.max_steps]"]
+    with pytest.raises(RunError, match=r"is trained, its evaluation is not complete.*\n  train.max_steps: .*\n.*never"):
+        evaluation_left(job_of(recipe_file, *other))
+    run.update(status="finished", evaluation="finished")
+    assert evaluation_left(job_of(recipe_file)) is None
+
+
+def test_a_session_that_trained_nothing_is_not_what_the_next_is_compared_with(
+    recipe_file: Path, left_behind: LeftBehind
+) -> None:
+    trained = job_of(recipe_file).recipe
+    killed = job_of(recipe_file, "train.learning_rate=5e-3").recipe
+    run = left_behind("running", checkpoint="checkpoint-5", recipe_values=killed.model_dump(mode="json"))
+    recipe = trained.model_dump(mode="json", exclude_defaults=True)
+    write_manifest(run.checkpoints / "checkpoint-5", {"recipe": recipe})
+    assert unfinished_run(job_of(recipe_file)) == run

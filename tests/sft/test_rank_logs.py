@@ -9,8 +9,10 @@ import pytest
 
 from sft import rank_logs
 from sft.errors import DataError, users_mistakes_end_cleanly
+from sft.opening import OWN_RUN
 from sft.rank_logs import ENDING, Ending, forget_ending, is_echo, launched_folder, read_ending, seen_ending, written_run
 from sft.recipe import REPOSITORY
+from sft.torchrun import go_on_in_the_run
 
 Become = Callable[[int], None]
 
@@ -165,3 +167,19 @@ def test_the_first_rank_and_a_single_process_speak(tmp_path: Path) -> None:
     for ranks in ({}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}):
         done = subprocess.run(words, env=environment | ranks, capture_output=True, text=True, check=True)
         assert done.stdout == "before\nafter\n"
+
+
+def test_a_single_process_tells_our_launcher_its_run_and_what_starts_again_goes_on_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(rank_logs, "_voice", rank_logs._Voice(2))
+    monkeypatch.setenv(OWN_RUN, "")
+    rank_logs.move_to(tmp_path / "run")
+    assert written_run(os.getppid()) is None
+    monkeypatch.setenv("SFT_LAUNCHER", str(os.getppid()))
+    rank_logs.move_to(tmp_path / "run")
+    assert written_run(os.getppid()) == tmp_path / "run"
+    launched_folder(os.getppid()).rename(launched_folder(os.getpid()))  # as the launcher, which this process is now
+    go_on_in_the_run()
+    assert os.environ[OWN_RUN] == str(tmp_path / "run")

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,37 @@ def test_the_newest_checkpoint_is_the_highest_and_a_half_one_is_none(tmp_path: P
     for name in ("checkpoint-9", "checkpoint-10", "checkpoint-11.tmp", ".incomplete", "checkpoint-x"):
         (run.checkpoints / name).mkdir(parents=True)
     assert run.last_checkpoint() == run.checkpoints / "checkpoint-10"
+
+
+def test_a_checkpoint_that_was_passed_over_counts_again_once_it_is_written_anew(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for name in ("checkpoint-26", "checkpoint-39", "checkpoint-52"):
+        (run.checkpoints / name).mkdir(parents=True)
+    (run.checkpoints / "checkpoint-39" / "manifest.json").touch()
+    os.utime(run.checkpoints / "checkpoint-39" / "manifest.json", (0, 0))
+    over = {"checkpoint-39": "cut", "checkpoint-52": "it has no manifest.json"}
+    first, second = ({"started": "2026-11-21T09:00:00+0000", "passed_over": found} for found in ({}, over))
+    run.update(sessions=[first])
+    assert run.after_an_end == "The same command goes on from checkpoint-52"
+    run.update(sessions=[first, second])
+    assert run.after_an_end == "The same command goes on from checkpoint-26"
+    (run.checkpoints / "checkpoint-39" / "manifest.json").touch()
+    assert run.last_checkpoint() == run.checkpoints / "checkpoint-39"
+
+
+def test_a_command_that_starts_anew_each_time_is_not_what_goes_on(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    (run.checkpoints / "checkpoint-3").mkdir(parents=True)
+    session = {"started": "2026-11-21T09:00:00+0000"}
+    run.update(recipe_values={"train": {"resume": "auto"}}, sessions=[session])
+    assert run.after_an_end == "The same command goes on from checkpoint-3"
+    other = "The same command starts another run (train.resume=never)"
+    run.update(recipe_values={"train": {"resume": "never"}})
+    assert run.after_an_end == f"{other}; `bash scripts/sft.sh {tmp_path}` goes on from checkpoint-3"
+    # It went back to a checkpoint, which it does with train.resume=auto.
+    replaced = session | {"changes": {"train.resume": ["never", "auto"]}}
+    run.update(recipe_values={"train": {"resume": "auto"}}, sessions=[session, replaced], evaluation="interrupted")
+    assert run.after_an_end == f"{other}; `bash scripts/sft.sh {tmp_path}` goes on with the evaluation"
 
 
 def test_every_file_of_a_run_is_in_its_folder(tmp_path: Path) -> None:

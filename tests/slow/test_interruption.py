@@ -293,6 +293,8 @@ def test_an_evaluation_that_was_stopped_goes_on_alone(recipe: Path, ranks: Ranks
             [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
 
+    assert run.record["evaluation"] == "running"  # nothing between the training and its evaluation is lost
+    run.update(evaluation=None)
     process = start("sft.finish", str(run.path))
     until(lambda: run.record.get("evaluation") == "running", process)
     process.terminate()

@@ -20,7 +20,7 @@ from sft.distributed import free_port
 from sft.rank_logs import ENDING
 from sft.recipe import REPOSITORY
 from sft.run_directory import Run
-from tests.slow.conftest import BIN, write_recipe
+from tests.slow.conftest import BIN, decisions, write_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 FAILING = REPOSITORY / "tests" / "slow" / "train_and_fail.py"
@@ -97,7 +97,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(recipe: Path, start: Start) -> 
     killed = time.monotonic()
     told = job.communicate(timeout=60)[0]
     assert time.monotonic() - killed < 30
-    assert job.returncode == 128 + signal.SIGKILL
+    assert job.returncode == 1  # the same command goes on
     assert re.search(r"\nRank 2 on \S+ was ended by signal 9 \(SIGKILL\)", told)
     assert "Traceback" not in told
     run = latest(recipe)
@@ -120,14 +120,15 @@ def test_eight_ranks_train_and_start_again_after_one_was_killed(recipe: Path, st
     assert (run.record["status"], run.record["ranks"]) == ("finished", 8)
     assert steps(run) == list(range(1, 31))
     assert (run.final / "model.safetensors").is_file()
-    assert {path.name for path in (run.path / "logs").iterdir()} == {f"rank-{rank}.log" for rank in range(1, 8)}
+    logs = {path.name for path in (run.path / "logs").iterdir()}
+    assert logs - {"rank-0.log"} == {f"rank-{rank}.log" for rank in range(1, 8)}  # the first has lost the killed one
 
 
-def launcher_of(restarts: int, how: str, starts: int) -> list[str]:
-    """Our launcher, around a training in which rank 1 fails at step 3 in the first starts."""
+def launcher_of(restarts: int, how: str, starts: int, ranks: int = 2) -> list[str]:
+    """Our launcher, around a training in which the last rank fails at step 3 in the first starts."""
     program = (
         f"from sft.layout import Layout; from sft.torchrun import start; import sys; "
-        f"start(Layout(2), [{str(FAILING)!r}, '1', '3', {how!r}, '{starts}', *sys.argv[1:]], restarts={restarts})"
+        f"start(Layout({ranks}), [{str(FAILING)!r}, '{ranks - 1}', '3', {how!r}, '{starts}', *sys.argv[1:]], restarts={restarts})"
     )
     return [sys.executable, "-c", program]
 
@@ -140,6 +141,25 @@ def test_three_failures_are_three_restarts(recipe: Path, command: Command) -> No
     run = latest(recipe)
     assert run.record["status"] == "finished"
     assert steps(run) == list(range(1, 7))
+
+
+@pytest.mark.parametrize(("engine", "overrides"), [("one process", []), ("ZeRO-2", ["train.deepspeed=zero2"])])
+def test_one_process_that_failed_starts_again_as_one_process(
+    engine: str, overrides: list[str], recipe: Path, command: Command
+) -> None:
+    words = [*launcher_of(1, "kill", 1, ranks=1), recipe, "train.save_steps=1", *overrides]
+    told = command([*words, "train.resume=never"], PYTHONPATH=str(REPOSITORY))
+    assert "Starting all processes again, 1 of 1." in told.stderr
+    assert "it goes on from checkpoint-2" in told.stdout
+    run = latest(recipe)
+    assert decisions(run)["engine"] == engine
+    assert (run.record["status"], steps(run)) == ("finished", list(range(1, 7)))
+
+
+def test_one_process_under_torchrun_trains_as_one_process(recipe: Path, command: Command) -> None:
+    words = ["torchrun", "--standalone", "--nproc-per-node", "1", "-m", "sft.train", recipe, "train.max_steps=2"]
+    command(words, PYTHONPATH=str(REPOSITORY))
+    assert decisions(latest(recipe))["engine"] == "one process"
 
 
 def test_a_mistake_is_not_tried_again(recipe: Path, command: Command) -> None:

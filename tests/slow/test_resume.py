@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from sft.demo import make_demo
+from sft.recipe import REPOSITORY
 from sft.resume import checkpoints_of, step_of
 from sft.run_directory import Run, write_json
 from tests.slow.conftest import decisions, losses, write_recipe
@@ -24,6 +25,7 @@ from tests.slow.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
+FAILING = REPOSITORY / "tests" / "slow" / "train_and_fail.py"
 STEPS, BATCH, MID, END = 20, 8, 7, 10
 
 
@@ -190,3 +192,18 @@ def test_a_damaged_checkpoint_is_passed_over_and_allowed_changes_take_effect(
     folders = [path.name for path in (killed.path / "wandb").glob("offline-run-*")]
     assert len(folders) == 2
     assert all(folder.endswith(f"-{killed.record['wandb_id']}") for folder in folders)
+
+
+def test_a_run_goes_on_in_another_precision_where_that_is_allowed(recipe: Path, ranks: Ranks) -> None:
+    run = Run(recipe.parent / "outputs" / "job" / "precision")
+    words = [recipe, "train.max_steps=6", "train.save_steps=2", "tracking.run_name=precision"]
+    ranks.run(1, [FAILING, "0", "4", "mistake", "1", *words, "train.precision=fp32"], expect=2)
+    to_bf16 = [*words, "train.precision=bf16", "train.resume_allow_changes=[train.precision]"]
+    assert "through whole tensors" in ranks.run(1, ["sft.train", *to_bf16])["stdout"]
+    assert decisions(run)["weights"] == "bf16 with an fp32 copy"
+    assert [line["step"] for line in lines(run)] == list(range(1, 7))
+    same = ranks.run(1, ["sft.train", *words[:-1], "train.precision=fp32", "tracking.run_name=fp32"])
+    assert same["status"] == "0"
+    by_fp32 = Run(run.path.with_name("fp32"))
+    assert losses(run)[:2] == losses(by_fp32)[:2]
+    assert losses(run) == pytest.approx(losses(by_fp32), abs=0.03)

@@ -49,7 +49,7 @@ class Changes(TrainerCallback):  # type: ignore[misc]
 
 def main() -> None:
     folder, kind = Path(sys.argv.pop(1)), sys.argv.pop(1)
-    plain, nonfinite = recipe_trainer.plain_loss, train.nonfinite
+    plain = recipe_trainer.plain_loss
     changes = Changes(folder / f"rank{os.environ.get('RANK', '0')}.txt")
 
     def poisoned(trainer: Any, model: Any, inputs: Any, tokens: Any) -> Any:
@@ -69,7 +69,6 @@ def main() -> None:
         return loss, outputs
 
     recipe_trainer.plain_loss = poisoned
-    assert nonfinite is train.nonfinite
     run_main(train.main)
 
 
