@@ -9,9 +9,15 @@ The keys are those of the recipe's `eval` section.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
+
+from sft.processes import end_with_parent
+
+if __name__ == "__main__" and "SFT_PARENT" in os.environ:  # before the imports, during which it may end
+    end_with_parent(int(os.environ["SFT_PARENT"]), signal.SIGTERM)
+
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -25,7 +31,6 @@ from eval.settings import Reference, Settings, check_vocabulary, load_config, lo
 from eval.suites import check_tasks
 from eval.tasks import load_tasks
 from sft.errors import EvaluationError, RecipeError, run_main
-from sft.processes import end_with_parent
 from sft.recipe import Evaluation
 from sft.recipe_file import parse_recipe
 from sft.remote_code import code_hash
@@ -252,8 +257,6 @@ def main(arguments: list[str]) -> None:
         raise EvaluationError(f"Name a run's folder or a model first.\n\n{__doc__}")
     if not _leave_torchrun():
         return
-    if os.environ.get("SFT_PARENT") == str(os.getppid()):
-        end_with_parent(os.getppid(), signal.SIGTERM)
     path = Path(arguments[0]).expanduser()
     # A folder that is neither a model nor a run is told of as a run that is missing.
     if path.is_dir() and not (path / "config.json").is_file():

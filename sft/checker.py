@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from sft.finish import LAUNCHED
+from sft.interruption import held_back
 
 PROGRAM = Path(__file__).with_name("load_saved.py")
 
@@ -34,15 +36,22 @@ def environment(own: Mapping[str, str]) -> dict[str, str]:
 
 
 def start_process(errors: BinaryIO) -> Any:
-    """Start the program; a subprocess.Popen."""
-    # -P: nothing of this project is found from its own folder.
-    return subprocess.Popen(
-        [sys.executable, "-P", str(PROGRAM)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        env=environment(os.environ),
-    )
+    """Start the program; a subprocess.Popen.
+
+    What a terminal or a queue sends to the whole job is for the training, which may still save: so this process has a session of its own,
+    and signals are blocked until it ignores them.
+    """
+    with held_back():
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+        # -P: nothing of this project is found from its own folder.
+        return subprocess.Popen(
+            [sys.executable, "-P", str(PROGRAM), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environment(os.environ),
+            start_new_session=True,
+        )
 
 
 class Ended(Exception):

@@ -1,7 +1,8 @@
 """Checkpoints, complete or absent: written beside their place, synced, summed into a manifest, then renamed.
 
 Where the disk is full, on any rank, the half-written folder is removed, the first rank says what is missing, and the run goes on: the
-checkpoint before stays, and the next interval tries again. docs/checkpoints.md says what is promised.
+checkpoint before stays, and the next interval tries again. A run that was to end there ends by that message (sft/stopping.py).
+docs/checkpoints.md says what is promised.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from sft.errors import RunError, disk_was_full
 from sft.lost_ranks import is_lost
 from sft.manifest import Entry, entries, files_in, share, size, sync, write_manifest
 from sft.meetings import Meet, in_step, meetings
+from sft.resume import step_of
 from sft.run_directory import Run
 from sft.run_folder import folder_fault
 
@@ -42,6 +44,16 @@ class NotSaved(Exception):
     """There was no room. On every rank alike."""
 
 
+class Shortage(NamedTuple):
+    """A checkpoint that was not written, for lack of room."""
+
+    words: str
+    """Which, and what is missing."""
+
+    kept: int
+    """The step of the checkpoint that the run goes on from; 0: there is none."""
+
+
 class CheckpointWriter:
     """Writes the checkpoints of a run; every rank has one.
 
@@ -56,18 +68,21 @@ class CheckpointWriter:
         self.folder, self.keep, self.facts, self.expected = folder, keep, facts, expected
         self.newest: int | None = None
         """The step of the last checkpoint that this process has written."""
+        self.shortage: Shortage | None = None
+        """Of the last save; None where it was written."""
         self._meet: Meet | None = None
         self._failed: list[Exception] = []
 
-    def save(self, step: int, write: Callable[[], None]) -> bool:
+    def save(self, step: int, write: Callable[[], None], goes_on: bool = True) -> bool:
         """Write the checkpoint of a step. Every rank takes part.
 
         Args:
             step: Optimizer steps done.
             write: Writes it to `.incomplete/checkpoint-<step>`; its parts in `part`.
+            goes_on: Whether the run does, whatever comes of it; that is said then.
 
         Returns:
-            Whether it is there now; False where the disk has no room for it.
+            Whether it is there now; False where the disk has no room for it: `shortage` says more.
 
         Raises:
             RunError: The run's folder is gone or cannot be written.
@@ -79,11 +94,13 @@ class CheckpointWriter:
                 self._write(step, write)
             except NotSaved as error:
                 self._clear()
-                self._say(step, error)
+                self.shortage = self._found_short(step, error)
+                if goes_on and is_first_rank():
+                    _say(self.shortage)
                 return False
             finally:
                 self._meet = None
-        self.newest = step
+        self.newest, self.shortage = step, None
         return True
 
     def part(self, work: Callable[[], None]) -> None:
@@ -192,22 +209,24 @@ class CheckpointWriter:
         found = (re.fullmatch(r"checkpoint-(\d+)", path.name) for path in self.folder.iterdir())
         return sorted(int(name[1]) for name in found if name)
 
-    def _say(self, step: int, error: NotSaved) -> None:
-        if not is_first_rank():
-            return
-        newest = Run(self.folder.parent).last_checkpoint()
-        kept = f"{newest.name} stays" if newest else "there is none yet"
+    def _found_short(self, step: int, error: NotSaved) -> Shortage:
         words = str(error)
         if "missing" not in words:  # it became full while it was written
             free = shutil.disk_usage(self.folder).free
             needed = f"a checkpoint takes {in_words(self.expected)}" if self.expected else "what it takes is not known"
             words = f"{words}; {needed}, and {in_words(free)} are free now"
-        print(
-            f"The checkpoint of step {step} was not written: {words}, in {self.folder}. The run goes on, {kept}, and the next interval "
-            "tries again. Free some space.",
-            file=sys.stderr,
-            flush=True,
-        )
+        newest = Run(self.folder.parent).last_checkpoint()  # not one that was passed over
+        kept = step_of(newest) if newest else 0
+        return Shortage(f"The checkpoint of step {step} was not written: {words}, in {self.folder}", kept)
+
+
+def _say(shortage: Shortage) -> None:
+    kept = f"checkpoint-{shortage.kept} stays" if shortage.kept else "there is none yet"
+    print(
+        f"{shortage.words}. The run goes on, {kept}, and the next interval tries again. Free some space.",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 class _NoRoom(Exception):

@@ -13,6 +13,7 @@ requests from standard input, a line of JSON each, and answers each with a line:
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -21,6 +22,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
+
+if __name__ == "__main__":  # before the imports, which take seconds
+    # What a terminal or a queue sends to the whole job is for the training, which ends this process by closing the pipe.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    # The training may be killed while a model is loaded here, which takes minutes.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit(1)
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
@@ -181,9 +191,6 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 def main() -> None:
     """Serve the process that started this one, until it closes the pipe."""
-    # What a terminal or a queue sends to the whole job is for the training, which ends this process by closing the pipe.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
     # Where memory runs out, this is the process to end, and not the training.
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -177,8 +177,11 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.progress.at(CHECKPOINT)
-        save = super()._save_checkpoint
-        self.checkpoints.save(self.state.global_step, lambda: save(model, trial))
+        save, stopping = super()._save_checkpoint, self.stopping
+        goes_on = stopping is None or not stopping.wish
+        self.checkpoints.save(self.state.global_step, lambda: save(model, trial), goes_on)
+        if stopping is not None:
+            stopping.shortage = self.checkpoints.shortage
 
     # A model whose layers are spread over ranks: transformers has no checkpoints for it.
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -7,30 +7,37 @@
 | train.max_time                          | the first rank   | the same, in time to save                |
 | the file <run>/save                     | the first rank   | finish the step, save, remove it, go on  |
 
+A file that is older than the start of the job asked an earlier one, and is removed. Where the step that a job was to end with could not be
+saved, it ends by a RunError instead: nobody should start it again before somebody has made room.
+
 Each rank says what it was asked in one sum over a gloo group of its own, which begins with the last micro-batch of a step and is
 read at the step's end: nothing waits for it, and a rank that is gone is noticed as in any other sum.
 """
 
 from __future__ import annotations
 
-import os
 import signal
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from transformers.trainer_callback import TrainerCallback
 
 from sft import interruption
-from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted
+from sft.asked_by_file import SAVE, STOP, began, forget_stale
+from sft.checkpoint_writer import Shortage
+from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted, RunError
 from sft.max_time import TimeLimit, assumed_save_seconds, parse_duration
 from sft.progress import Progress
 from sft.rank_logs import is_rank
 from sft.recipe import Recipe
+from sft.run_directory import Run
 
 
 class Wish(IntEnum):
@@ -49,13 +56,6 @@ class Wish(IntEnum):
 SAID = {Wish.MAX_TIME: "train.max_time", Wish.STOP_FILE: "the file `stop`"}
 
 
-def began() -> float:
-    """When this start of the job began: its launcher, or this process. Seconds since 1970."""
-    launched = is_rank() or "TORCHELASTIC_RUN_ID" in os.environ  # a single process under torchrun is no rank
-    process = psutil.Process(os.getppid() if launched else os.getpid())
-    return float(process.create_time())
-
-
 class Stopping(TrainerCallback):  # type: ignore[misc]
     """Asks all ranks in each step, and acts at its end. Must come before the callbacks that measure.
 
@@ -71,6 +71,8 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         self.run, self.progress, self.rank = run, progress, rank
         self.wish = Wish.NOTHING
         """What all ranks have agreed on, once it is to stop."""
+        self.shortage: Shortage | None = None
+        """Why the last save is not there."""
         self.limit: TimeLimit | None = None
         self._max_time = parse_duration(recipe.train.max_time) if recipe.train.max_time else None
         self._group: Any = None
@@ -83,7 +85,10 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         self._step = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Know how long a save may take."""
+        """Forget what an earlier start was asked, and know how long a save may take."""
+        if self.rank == 0:
+            for name in forget_stale(self.run, began()):
+                print(f"The file `{name}` is older than this start, and asks nothing of it: removed.", flush=True)
         if self._max_time is not None:
             trained = [weight for weight in model.parameters() if weight.requires_grad]
             count = sum(getattr(weight, "ds_numel", weight.numel()) for weight in trained)
@@ -132,11 +137,11 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
             return Wish[signal.Signals(asked).name]
         if self.rank:
             return Wish.NOTHING
-        if (self.run / "stop").exists():
+        if (self.run / STOP).exists():
             return Wish.STOP_FILE
         if self.limit is not None and self.limit.is_due(time.time()):
             return Wish.MAX_TIME
-        return Wish.SAVE if (self.run / "save").exists() else Wish.NOTHING
+        return Wish.SAVE if (self.run / SAVE).exists() else Wish.NOTHING
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save, or save and stop, where it was asked for."""
@@ -152,11 +157,18 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
             control.should_training_stop = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A checkpoint is complete. Who has asked meanwhile need not wait for another step."""
+        """A checkpoint is complete, or there was no room. Who has asked meanwhile need not wait for another step."""
+        asked = self.rank == 0 and (self.run / SAVE).exists()
+        if asked:
+            (self.run / SAVE).unlink(missing_ok=True)
+        if self.shortage is not None:
+            # Each step would try again and say so. Who asks to stop is heard at the end of the next one, which is saved if it can be.
+            if asked and not self.wish:
+                words = "The file `save` is removed: make it again once there is room."
+                print(words, file=sys.stderr, flush=True)
+            return
         if self.limit is not None:
             self.limit.save_seconds = time.monotonic() - self.progress.save_began
-        if self.rank == 0:
-            (self.run / "save").unlink(missing_ok=True)
         if self.stops():
             control.should_training_stop = True
 
@@ -170,7 +182,7 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
             What ends the program, where the training was stopped.
 
         Raises:
-            Interrupted: A signal came after the last step, which is saved.
+            Interrupted: A signal came after the last step.
         """
         if self.wish == Wish.NOTHING:
             interruption.release()
@@ -178,6 +190,29 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         if is_rank():  # the launcher sends SIGTERM to all when the first of them has ended
             interruption.ignore()
         if self.rank == 0:
-            (self.run / "stop").unlink(missing_ok=True)
+            (self.run / STOP).unlink(missing_ok=True)
         status = EXIT_INTERRUPTED if self.wish == Wish.SIGINT else EXIT_TERMINATED
         return Interrupted(SAID.get(self.wish, self.wish.name), status, f" after step {step}", agreed=True)
+
+    @contextmanager
+    def losses_told(self, step: int) -> Iterator[None]:
+        """Training has returned. What interrupts the job from here on loses the steps that were not saved, and that is told.
+
+        Args:
+            step: The last one.
+
+        Raises:
+            RunError: The job was interrupted, and the last save had no room.
+        """
+        try:
+            yield
+        except Interrupted as interrupted:
+            if self.shortage is None:
+                raise
+            interruption.ignore()  # it ends by itself
+            raise RunError(self._lost(interrupted, step, self.shortage)) from None
+
+    def _lost(self, interrupted: Interrupted, step: int, shortage: Shortage) -> str:
+        steps = "1 step is" if step - shortage.kept == 1 else f"{step - shortage.kept} steps are"
+        kept = f"checkpoint-{shortage.kept} stays" if shortage.kept else "There is no checkpoint"
+        return f"{interrupted}. {shortage.words}. {kept}: {steps} lost. Free some space. {Run(self.run).after_an_end}."

@@ -75,10 +75,11 @@ def train(job: Job, start: Start, tokenizer: Any, checker: Checker | None) -> No
     started = time.monotonic()
     with told_of_lost_ranks(job.recipe, lambda: f"step {trainer.state.global_step + 1} was trained", run):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    leave_where_stopped(job, stopping.end(trainer.state.global_step))
-    seconds = time.monotonic() - started
-    with told_of_lost_ranks(job.recipe, "final/ was written", run):
-        write_final(trainer, job, run, tokenizer)
+    with stopping.losses_told(trainer.state.global_step):
+        leave_where_stopped(job, stopping.end(trainer.state.global_step))
+        seconds = time.monotonic() - started
+        with told_of_lost_ranks(job.recipe, "final/ was written", run):
+            write_final(trainer, job, run, tokenizer)
     if distributed.is_first_rank():
         record_end(run, seconds, bool(recipe.eval.tasks or recipe.eval.suite))
     if distributed.is_first_rank():

@@ -1,6 +1,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 
 from eval.run import main, parse_evaluation
 from sft.errors import EvaluationError, UserError
+from sft.interruption import held_back
 from sft.recipe import REPOSITORY
 from sft.run_directory import Run, read_json, write_json
 
@@ -194,3 +196,21 @@ def test_another_evaluation_does_not_replace_the_recipes_own(run: Run, capsys: p
     (other,) = (run.path / "eval").glob("*/comparison.json")
     assert read_json(other)["metrics"][0]["documents"] == 2
     assert "demo_extraction" in run.report_file.read_text()
+
+
+@pytest.mark.slow
+def test_an_evaluation_whose_parent_is_gone_before_it_could_look_ends(tmp_path: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+
+    def evaluate() -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", "eval.run", str(tmp_path / "no-such-run"), "tasks=x"]
+        return subprocess.run(
+            command, env=os.environ | {"SFT_PARENT": str(gone.pid)}, capture_output=True, text=True, check=False
+        )
+
+    assert evaluate().returncode == -signal.SIGTERM  # before its imports
+    with held_back():  # as sft.finish starts it: it listens after the imports
+        done = evaluate()
+    assert done.returncode != 2, done.stderr  # it did not come to look for the folder
+    assert "Interrupted by SIGTERM" in done.stderr

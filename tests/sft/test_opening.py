@@ -253,19 +253,23 @@ def test_a_process_forked_from_the_one_that_trains_does_not_hold_the_run(
     held = claim(run)
     assert held is not None
     reading, writing = os.pipe()
+    there, here = os.pipe()
     child = os.fork()
     if not child:
         os.close(writing)
+        os.write(here, b".")
         os.read(reading, 1)
         os._exit(0)
     os.close(reading)
+    os.read(there, 1)
     assert claim(run) is None
     os.close(held)
     again = claim(run)
     os.close(writing)
     os.waitpid(child, 0)
     assert again is not None
-    os.close(again)
+    for descriptor in (again, there, here):
+        os.close(descriptor)
 
 
 def test_a_job_that_goes_back_goes_on_with_its_own_run(

@@ -1,6 +1,11 @@
 """Law 9 at minute one: a save that loses weights stops the run after its first step, on every engine; one that does not is not noticed."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -139,3 +144,49 @@ def test_a_save_that_is_not_the_model_stops_the_run(fault: str, recipe: Path, un
     assert (run.path / ".canary").is_dir()
     assert not run.final.exists()
     assert run.record["status"] == "failed"
+
+
+CHECKED = """
+import os, subprocess, sys
+from sft.checker import Checker
+
+checker = Checker()
+# Whoever inherits the pipe keeps it open when this process is gone.
+os.set_inheritable(checker.process.stdin.fileno(), True)
+beside = subprocess.Popen(["sleep", "300"], close_fds=False)
+print(checker.process.pid, beside.pid, flush=True)
+sys.stdin.readline()
+checker.tell(None, load="/nowhere", trust_remote_code=False, ids=[], text="")
+print(checker.answer(), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_the_checker_survives_what_a_job_is_sent_from_its_birth_on_and_ends_with_its_parent() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", CHECKED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+    )
+    assert parent.stdin is not None and parent.stdout is not None
+    checker, beside = map(int, parent.stdout.readline().split())
+    try:
+        sent = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+        for number in sent:
+            os.kill(checker, number)
+        assert os.getsid(checker) == checker
+        parent.stdin.write("\n")
+        parent.stdin.flush()
+        assert "error" in parent.stdout.readline()
+        for number in sent:
+            os.kill(checker, number)
+        os.kill(checker, 0)
+        parent.kill()
+        parent.wait()
+        for _ in range(1000):  # else until the test's time is up
+            if not Path(f"/proc/{checker}").exists():
+                break
+            time.sleep(0.01)
+        assert not Path(f"/proc/{checker}").exists()
+    finally:
+        for pid in (beside, parent.pid):
+            os.kill(pid, signal.SIGKILL) if Path(f"/proc/{pid}").exists() else None
+        parent.communicate()

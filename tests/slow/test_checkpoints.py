@@ -136,6 +136,25 @@ def test_a_disk_that_stays_full_leaves_the_last_checkpoint_and_ends_with_one_mes
     assert found(Run(disk / "job" / "full")) == {"checkpoint-1": None, "checkpoint-2": None}
 
 
+def test_a_stop_that_finds_the_disk_full_is_a_failure_that_no_queue_repeats(
+    recipe: Path, ranks: Ranks, disk: Path
+) -> None:
+    """The signal comes while step 2 is not saved; after step 3 it is acted on."""
+    run = Run(disk / "job" / "terminated")
+    words = [f"output_dir={disk}", f"tracking.run_name={run.path.name}"]
+    said = spoil(ranks, recipe, 1, {"2": "terminated", "3": "full"}, words, expect=2)
+    assert said.count("was not written") == 2 and said.count("The run goes on") == 1
+    told = said.rstrip().splitlines()[-1]
+    assert told.startswith("Interrupted by SIGTERM after step 3. The checkpoint of step 3 was not written: it takes ")
+    assert "are missing, in " in told
+    assert told.endswith(
+        "checkpoint-1 stays: 2 steps are lost. Free some space. The same command goes on from checkpoint-1."
+    )
+    assert run.record["status"] == run.record["sessions"][-1]["status"] == "failed"
+    assert told in run.record["error"]
+    assert found(run) == {"checkpoint-1": None}
+
+
 @pytest.mark.parametrize("engine", ["ZeRO-2", "ZeRO-3", "FSDP2"])
 def test_no_room_on_one_rank_alone_is_agreed_on_by_all(engine: str, recipe: Path, ranks: Ranks) -> None:
     count, words = ENGINES[engine]

@@ -189,10 +189,15 @@ def test_the_clock_and_a_file_stop_a_run_as_a_signal_does(recipe: Path, ranks: R
     words = ["sft.train", recipe, "tracking.run_name=clock"]
     told = ranks.run(1, [*words, "train.max_time=1s"], expect=143)
     assert "Interrupted by train.max_time after step 1. The same command goes on from checkpoint-1." in told["stderr"]
-    (run.path / "stop").touch()
-    (run.path / "save").touch()
+    for name in ("stop", "save"):  # as if made once the next start is on its way
+        (run.path / name).touch()
+        os.utime(run.path / name, (time.time() + 600,) * 2)
     told = ranks.run(1, words, expect=143)
     assert "Interrupted by the file `stop` after step 2. The same command goes on from checkpoint-2." in told["stderr"]
+    assert list(left(run)) == []
+    (run.path / "stop").touch()
+    told = ranks.run(1, words)
+    assert "The file `stop` is older than this start" in told["stdout"]
     assert list(left(run)) == []
 
 
@@ -287,6 +292,8 @@ def test_an_evaluation_that_was_stopped_goes_on_alone(recipe: Path, ranks: Ranks
             [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
 
+    assert run.record["evaluation"] == "running"  # nothing between the training and its evaluation is lost
+    run.update(evaluation=None)
     process = start("sft.finish", str(run.path))
     until(lambda: run.record.get("evaluation") == "running", process)
     process.terminate()

@@ -216,7 +216,10 @@ def test_as_many_steps_are_skipped_as_the_recipe_allows(recipe: Path, ranks: Ran
     assert [fault["answer"] for fault in faults] == ["skip", "stop"]
 
 
-@pytest.mark.parametrize(("count", "overrides"), [(1, ()), (2, ("train.deepspeed=zero2",))])
+WORKERS = "train.trainer_args={dataloader_num_workers: 1}"
+
+
+@pytest.mark.parametrize(("count", "overrides"), [(1, (WORKERS,)), (2, ("train.deepspeed=zero2",))])
 def test_a_run_that_goes_back_trains_as_one_that_never_had_the_rows(
     count: int,
     overrides: tuple[str, ...],

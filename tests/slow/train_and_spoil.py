@@ -1,6 +1,7 @@
 """Train, and spoil the saving of some steps: `train_and_spoil.py RECIPE [key=value ...]`, SPOIL={"2": "full", ...} by step.
 
 full         less is free on the disk than the checkpoint takes, until the next save
+terminated   the same, and SIGTERM comes
 fills        the disk fills while the checkpoint is written, until the next save
 rank-1       what the second rank writes goes to a device that is always full
 gone         the run's folder is removed
@@ -61,7 +62,9 @@ def on_the_second_rank(name: str, original: Callable[..., Any]) -> Callable[...,
 
 def patches(how: str, folder: Path) -> list[tuple[Any, str, Any]]:
     """What is replaced while a step is saved: of what, its name, by what."""
-    if how == "full":
+    if how == "terminated":
+        os.kill(os.getpid(), signal.SIGTERM)
+    if how in ("full", "terminated"):
         fill(folder, leave=4096 * 64)
     if how == "fills":
         return [(torch, "save", fill_and(torch.save, folder))]
