@@ -1,8 +1,10 @@
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
+from sft.checkpoint_writer import CheckpointWriter
 from sft.errors import RunError
 from sft.run_directory import Run, find_run, read_json, write_json
 
@@ -76,3 +78,18 @@ def test_a_folder_that_is_no_run_is_told(tmp_path: Path) -> None:
     assert find_run(tmp_path).path == tmp_path
     with pytest.raises(RunError, match=r"run.json cannot be read"):
         _ = Run(tmp_path).record
+
+
+def test_where_a_checkpoint_has_no_room_the_one_that_stays_is_a_good_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path)
+    for name in ("checkpoint-2", "checkpoint-4"):
+        (run.checkpoints / name).mkdir(parents=True)
+    run.update(sessions=[{"started": "2026-11-21T09:00:00+0000", "passed_over": {"checkpoint-4": "cut"}}])
+
+    def write() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    assert not CheckpointWriter(run.checkpoints, 2, {"ranks": 1}, 0).save(5, write)
+    assert "The run goes on, checkpoint-2 stays, and the next interval" in capsys.readouterr().err

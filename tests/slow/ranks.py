@@ -180,6 +180,8 @@ def _run(job: dict[str, Any]) -> int:
                 time.sleep(0.05)
             for child in children:
                 os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)  # what it still writes must not silence the next job
+            children.clear()
     shutil.rmtree(launched_folder(os.getpid()), ignore_errors=True)  # as our launcher does
     return first
 
