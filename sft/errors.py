@@ -237,7 +237,8 @@ def users_mistakes_end_cleanly() -> Iterator[None]:
 
 def run_main(main: Callable[[list[str]], None]) -> None:
     """Call a module's main with the command line; the last line of each entry point."""
-    from sft.interruption import listening
+    from sft.interruption import hear_held_back, listening
 
     with listening(), users_mistakes_end_cleanly():
+        hear_held_back()
         main(sys.argv[1:])

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from sft import interruption
+from sft.asked_by_file import began, forget_stale
 from sft.errors import EXIT_TERMINATED, Interrupted, RunError, run_main
 from sft.interruption import held_back
 from sft.job import Job
@@ -92,6 +93,7 @@ def main(argv: Sequence[str]) -> None:
         return
     if claim(run) is None:
         raise RunError(f"Another process evaluates {run.path}: wait until it is done, or stop it.")
+    forget_stale(run.path, began())
     started = time.monotonic()
     status = _evaluate(run)
     timings = run.record["timings"] | {"evaluate_seconds": time.monotonic() - started}

@@ -83,8 +83,6 @@ class _Listener:
         self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._hear, name="signals", daemon=True)
         self._thread.start()
-        # Whoever started this process may have held them back until it hears: `held_back`.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def close(self) -> None:
         """Hear no longer; as it was before."""
@@ -165,6 +163,15 @@ def listening() -> Iterator[None]:
     finally:
         _listener.close()
         _listener = None
+
+
+def hear_held_back() -> None:
+    """Hear what whoever started this process has held back until it hears: `held_back`.
+
+    Raises:
+        Interrupted: There was something.
+    """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def _as_a_child() -> None:

@@ -1,12 +1,14 @@
 import os
 import signal
+import threading
 import time
 
 import pytest
 
 from sft import interruption
-from sft.errors import Interrupted, users_mistakes_end_cleanly
+from sft.errors import Interrupted, run_main, users_mistakes_end_cleanly
 from sft.forwarding import Forwarding
+from sft.interruption import held_back
 from tests.sft.test_launch import Failed
 
 
@@ -87,3 +89,15 @@ def test_a_job_was_interrupted_where_no_rank_has_failed(
     forwarding = Forwarding()
     forwarding.asked = asked
     assert forwarding.exit_status({rank: Failed(code) for rank, code in ended.items()}) == status
+
+
+def test_a_signal_that_was_held_back_until_a_program_hears_ends_it_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with held_back():
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        with pytest.raises(SystemExit) as ended:
+            run_main(lambda words: pytest.fail("it began"))
+    assert ended.value.code == 143
+    assert capsys.readouterr().err == "\nInterrupted by SIGTERM. The same command starts again.\n"
