@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from side_by_side import ROOT, show, turned, use_the_cores
 
 sys.path.insert(0, str(ROOT))
 
-from sft.manifest import fault, files_in, size, sync
+from sft.manifest import entries, fault, files_in, size, sync
 
 STEP = 7
 # hidden, intermediate, layers, heads, vocabulary
@@ -57,15 +58,21 @@ def main() -> None:
         check_same(*checkpoints.values())
         saving: dict[str, list[tuple[float, float]]] = {side: [] for side in SAVED}
         loading: dict[str, list[tuple[float, float]]] = {side: [] for side in LOADED}
+        summing: list[float] = []
         for number in range(arguments.rounds):
             for side in turned(SAVED, number):
                 who = side.split(",")[0]
                 saving[side].append(timed_save(trainers[who], checkpoints[who], side.endswith("synced")))
+            summing.append(timed_sums(checkpoints["ours"]))
             for side in turned(LOADED, number):
                 loading[side].append(timed_load(trainers[side], checkpoints[side], side == "ours"))
         for kind, what in enumerate(("seconds", "processor seconds, which others on the machine do not lengthen,")):
             show(f"{what} to save", one_kind(saving, kind), "transformers, synced", "s")
             show(f"{what} to load", one_kind(loading, kind), "transformers", "s")
+        print(
+            f"\nsumming all files for the manifest, a part of ours: {median(summing):.3f} s ({min(summing):.3f} to {max(summing):.3f}), "
+            f"{median(summing) / median(seconds for seconds, _ in saving['transformers, synced']):.1%} of transformers' synced save"
+        )
         for side, checkpoint in checkpoints.items():
             print(f"{side:40} {size(checkpoint):,} bytes in {len(list(checkpoint.rglob('*')))} files")
     print(described(["torch", "transformers", "trl", "xxhash"]))
@@ -144,6 +151,13 @@ def timed_save(trainer: Any, checkpoint: Path, synced: bool) -> tuple[float, flo
         for path in files_in(checkpoint).values():
             sync(path)
     return time.perf_counter() - started, time.process_time() - worked
+
+
+def timed_sums(checkpoint: Path) -> float:
+    """Seconds of what the manifest adds to a save: reading back what was just written and is on the disk already."""
+    started = time.perf_counter()
+    entries(checkpoint, files_in(checkpoint))
+    return time.perf_counter() - started
 
 
 def timed_load(trainer: Any, checkpoint: Path, verified: bool) -> tuple[float, float]:
