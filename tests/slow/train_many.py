@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sft import distributed, train
+from sft import distributed, train, training
 from sft.job import Job
 from sft.run_directory import Run
 
@@ -57,7 +57,7 @@ def tell(trainer: Any) -> dict[str, Any]:
 
 def main() -> None:
     recipe, runs = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
-    join_group, write_final = distributed.join_group, train.write_final
+    join_group, write_final = distributed.join_group, training.write_final
 
     def join_once(*args: Any, **keywords: Any) -> None:
         if not torch.distributed.is_initialized():
@@ -70,7 +70,8 @@ def main() -> None:
         write_final(trainer, job, run, tokenizer)
 
     distributed.join_group, distributed.leave_group = join_once, lambda: None
-    train.write_final, train.become_finish = tell_and_write, lambda run: run.update(status="finished")
+    training.write_final = tell_and_write
+    train.become_finish = lambda run: run.update(status="finished")
     for name, overrides in runs.items():
         stops = [int(word.removeprefix(STOP)) for word in overrides if word.startswith(STOP)]
         overrides = [word for word in overrides if not word.startswith(STOP)]
