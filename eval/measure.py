@@ -10,11 +10,12 @@ import os
 import shutil
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.placement import Placement, change_whole, check_placement
+from eval.backends import Target, load_model
+from eval.placement import Placement, check_placement
 from eval.quiet import chatter_to, first_line
 from eval.settings import Settings
 from eval.tasks import LoadedTasks
@@ -27,59 +28,6 @@ if TYPE_CHECKING:
 Results = dict[str, Any]
 # What lm_eval logs when a prompt is longer than the context and loses its beginning.
 PROMPT_CUT = ("Left truncation applied", "exceeds model's maximum length")
-
-
-@dataclass(frozen=True)
-class Target:
-    """A model to measure."""
-
-    label: str
-    """How lines on the terminal begin: base, tuned."""
-
-    model: str
-    """A folder or an id on the hub."""
-
-    revision: str | None = None
-    trust_remote_code: bool = False
-
-    new_tokens: tuple[str, ...] = ()
-    """Tokens that the tokenizer has beside the model's own: their embeddings are what the training started from."""
-
-
-def _load_model(target: Target, tokenizer: PreTrainedTokenizerBase, settings: Settings, placement: Placement) -> HFLM:
-    """lm_eval's model, with the generation config that both models share."""
-    import torch
-    from lm_eval.models.huggingface import HFLM
-    from transformers import GenerationConfig
-
-    try:
-        model = HFLM(
-            pretrained=target.model,
-            revision=target.revision or "main",
-            tokenizer=tokenizer,
-            dtype=settings.dtype,
-            max_length=settings.max_length,
-            batch_size=settings.batch_size,
-            add_bos_token=settings.add_bos_token,
-            enable_thinking=settings.enable_thinking,
-            device="cuda" if torch.cuda.is_available() else "cpu",
-            parallelize=placement.spread,
-            trust_remote_code=target.trust_remote_code,
-        )
-    except Exception as error:  # missing or broken weights come as a different error from each library
-        traceback.print_exc()
-        raise EvaluationError(
-            f"The {target.label} model {target.model} cannot be loaded: {type(error).__name__}: {first_line(error)}"
-        ) from None
-    if target.new_tokens:
-        from sft.embeddings import embed_new_tokens
-
-        change_whole(model.model, lambda: embed_new_tokens(model.model, tokenizer, target.new_tokens, target.model))
-    # The base model's own would stop it at another token, or repeat less. Its lengths would overrule lm_eval's.
-    model.model.generation_config = GenerationConfig(
-        **settings.generation, eos_token_id=list(settings.stop_token_ids), pad_token_id=model.tokenizer.pad_token_id
-    )
-    return model
 
 
 def scores_of(results: Results, name: str) -> str:
@@ -205,7 +153,7 @@ def evaluate_model(
     """
     started = time.monotonic()
     with chatter_to(log):
-        model = _load_model(target, tokenizer, settings, placement)
+        model = load_model(target, tokenizer, settings, placement)
     modules = check_placement(model.model, placement)
     results = _measure_all(model, target.label, tasks, settings, log)
     results |= {"settings": asdict(settings), "settings_hash": settings.hash, "seconds": time.monotonic() - started}

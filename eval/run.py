@@ -23,8 +23,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from eval.backends import Target
 from eval.compare import compare, comparison_table, scores_table
-from eval.measure import Results, Target, evaluate_model
+from eval.measure import Results, evaluate_model
 from eval.placement import Placement, place_model
 from eval.quiet import LOG
 from eval.settings import Reference, Settings, check_vocabulary, load_config, load_reference, resolve_settings

@@ -1,7 +1,7 @@
 """The recipe: what a YAML file may say and what each key means. sft/recipe_file.py reads it.
 
-The two large sections have files of their own: sft/recipe_data.py and sft/recipe_train.py. Imports no torch: a recipe loads in
-well under a second.
+The large sections have files of their own: sft/recipe_data.py, sft/recipe_train.py and sft/recipe_eval.py. Imports no torch:
+a recipe loads in well under a second.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from sft.recipe_data import Column, Data, Finding, Source
-from sft.recipe_section import Fraction, Positive, Section
+from sft.recipe_eval import Evaluation
+from sft.recipe_section import Fraction, Section
 from sft.recipe_train import Fsdp, Train
 
 __all__ = [
@@ -90,49 +91,6 @@ class Model(Section):
 
     lora: Lora | None = None
     """Set to train adapters; `lora: {}` takes the defaults."""
-
-
-class Evaluation(Section):
-    """What lm-evaluation-harness measures, on the base and on the tuned model alike."""
-
-    tasks: tuple[str, ...] = ()
-    """Names of lm_eval tasks or groups, and paths of task files. `builtin:demo` is the demo's task."""
-
-    suite: Literal["leaderboard"] | None = None
-    """A named set of tasks, besides `tasks`."""
-
-    include_path: str | None = None
-    """A folder of task files that `tasks` may name."""
-
-    limit: int | None = Field(default=None, gt=0)
-    """Documents per task; None for all."""
-
-    num_fewshot: int | None = Field(default=None, ge=0)
-    """Examples in the prompt; None for each task's own number."""
-
-    batch_size: Positive | Literal["auto"] = "auto"
-    """Documents per forward pass. `auto`: lm_eval's search on a GPU, 32 on a CPU."""
-
-    parallelize: bool | Literal["auto"] = "auto"
-    """Spread the layers over all visible GPUs, which compute one after another. `auto`: where the weights do not fit on one."""
-
-    max_gen_toks: int | None = Field(default=None, gt=0)
-    """Longest answer in tokens; None for each task's own, or 1,024 where it has none."""
-
-    apply_chat_template: bool = True
-    """Ask through the tuned model's chat template."""
-
-    system_instruction: str | None = None
-    """System prompt."""
-
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Number format of the weights. `auto`: the one that the tuned model was saved in, for both models."""
-
-    seed: int = Field(default=0, ge=0)
-    """Of few-shot sampling."""
-
-    confirm_run_unsafe_code: bool = False
-    """Allow tasks that run the code a model wrote, on this machine."""
 
 
 class Tracking(Section):

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from eval.measure import PROMPT_CUT, Target, evaluate_model
+from eval.backends import Target
+from eval.measure import PROMPT_CUT, evaluate_model
 from eval.placement import Placement
 from eval.settings import Reference, Settings, load_reference, resolve_settings
 from eval.suites import check_tasks
