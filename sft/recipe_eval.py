@@ -33,6 +33,9 @@ class Evaluation(Section):
     parallelize: bool | Literal["auto"] = "auto"
     """Spread the layers over all visible GPUs, which compute one after another. `auto`: where the weights do not fit on one."""
 
+    processes: Positive | Literal["auto"] = "auto"
+    """Processes that share the documents, each with the whole model. `auto`: one for each visible GPU, where the model fits on one."""
+
     max_gen_toks: int | None = Field(default=None, gt=0)
     """Longest answer in tokens; None for each task's own, or 1,024 where it has none."""
 
