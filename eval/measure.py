@@ -178,6 +178,7 @@ def evaluate_model(
     output: Path,
     log: Path,
     placement: Placement,
+    more: dict[str, Any] | None = None,
 ) -> None:
     """Measure one model on every task, and put lm_eval's output in a folder: complete, or not there.
 
@@ -192,6 +193,7 @@ def evaluate_model(
             `failed`, `prompts_cut` and `placement` beside lm_eval's own keys.
         log: Where the libraries' words go.
         placement: The same for every model to be compared.
+        more: Further keys of results.json.
 
     Raises:
         EvaluationError: The model cannot be loaded, no task can be measured, or the results cannot be written.
@@ -208,6 +210,7 @@ def evaluate_model(
     results |= {"settings": asdict(settings), "settings_hash": settings.hash, "seconds": time.monotonic() - started}
     results["placement"] = asdict(placement) | {"modules": modules}
     results["measured_model"] = {"model": target.model, "revision": target.revision}
+    results |= more or {}
     template = model.chat_template(True) if settings.apply_chat_template else None
     del model
     gc.collect()  # the next model needs the memory

@@ -24,10 +24,12 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from eval import ranks
 from eval.backends import Target
+from eval.base_cache import measure_base
 from eval.compare import compare, comparison_table, scores_table
 from eval.launch import become_launcher, decided_placement
 from eval.measure import Results, evaluate_model
@@ -35,7 +37,9 @@ from eval.placement import Placement, place_model
 from eval.quiet import LOG
 from eval.settings import Reference, Settings, check_vocabulary, load_config, load_reference, resolve_settings
 from eval.suites import TaskSelection, check_tasks
+from eval.task_facts import task_facts
 from eval.tasks import LoadedTasks, load_tasks
+from eval.treatment import own_template, treat_base
 from sft import rank_logs
 from sft.errors import EvaluationError, RecipeError, run_main
 from sft.recipe import Evaluation
@@ -144,15 +148,6 @@ def _samples(folder: Path) -> dict[str, list[Results]]:
     }
 
 
-def _measured_before(folder: Path, target: Target, settings: Settings) -> bool:
-    """Whether the folder holds this model's results on every task, under these settings."""
-    if not (folder / "results.json").is_file():
-        return False
-    results = _results(folder)
-    same_model = results["measured_model"] == {"model": target.model, "revision": target.revision}
-    return bool(same_model and results["settings_hash"] == settings.hash and not results["failed"])
-
-
 def _log_in(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -206,14 +201,17 @@ def evaluate_run(run: Run, evaluation: Evaluation) -> dict[str, str]:
     base = _base_target(run, recipe.model.trust_remote_code, reference)
     tuned = Target("tuned", str(run.final), None, recipe.model.trust_remote_code)
     settings = resolve_settings(evaluation, selection, reference, _on_gpu())
+    treatment = treat_base(settings, reference, own_template(base))
     placement = _place(evaluation, reference, settings, recipe.model.trust_remote_code)
     folder = _results_folder(run, settings, reference)
     log = _log_in(folder)
     tasks = _load_tasks(selection, settings, evaluation, log)
-    if ranks.from_first(lambda: _measured_before(folder / "base", base, settings)):
-        print(f"base: measured before under the same settings ({folder / 'base'}); not measured again.")
-    else:
-        evaluate_model(base, reference.tokenizer, tasks, settings, folder / "base", log, placement)
+    facts = ranks.from_first(lambda: task_facts(settings, tasks))
+    settings, treatment = replace(settings, loaded=facts), treatment.with_facts(facts)
+    if treatment.told:
+        print(treatment.told, flush=True)
+    output_dir = Path(recipe.output_dir) if evaluation.base_cache else None
+    measure_base(base, treatment, tasks, folder / "base", log, placement, output_dir)
     evaluate_model(tuned, reference.tokenizer, tasks, settings, folder / "tuned", log, placement)
     return _compare_and_report(run, folder) if ranks.is_first() else {}
 
@@ -277,6 +275,8 @@ def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
     output = outputs.resolve() / "eval" / target.label.replace("/", "__") / time.strftime("%Y%m%d-%H%M%S")
     log = _log_in(output.parent)
     tasks = _load_tasks(selection, settings, evaluation, log)
+    facts = ranks.from_first(lambda: task_facts(settings, tasks))
+    settings = replace(settings, loaded=facts)
     evaluate_model(target, reference.tokenizer, tasks, settings, output, log, placement)
     if not ranks.is_first():
         return {}

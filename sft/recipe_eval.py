@@ -28,7 +28,7 @@ class Evaluation(Section):
     """Examples in the prompt; None for each task's own number."""
 
     batch_size: Positive | Literal["auto"] = "auto"
-    """Documents per forward pass. `auto`: lm_eval's search on a GPU, 32 on a CPU."""
+    """Documents per forward pass, on each process. `auto`: lm_eval's search on a GPU, 32 on a CPU."""
 
     parallelize: bool | Literal["auto"] = "auto"
     """Spread the layers over all visible GPUs, which compute one after another. `auto`: where the weights do not fit on one."""
@@ -41,6 +41,12 @@ class Evaluation(Section):
 
     apply_chat_template: bool = True
     """Ask through the tuned model's chat template."""
+
+    base_template: Literal["tuned", "own"] = "tuned"
+    """How a base model without chat template (or with another one) is asked: through the tuned model's, or with its own prompts."""
+
+    base_cache: bool = True
+    """Use results of the base model that another run of this output_dir has measured under the same settings; false measures it again."""
 
     system_instruction: str | None = None
     """System prompt."""
