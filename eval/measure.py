@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from eval import ranks
 from eval.backends import Target, load_model
 from eval.placement import Placement, check_placement
-from eval.quiet import chatter_to, first_line
+from eval.quiet import chatter_to, describe_environment_once, first_line
 from eval.settings import Settings
 from eval.tasks import LoadedTasks, leaves
 from sft.errors import EvaluationError, LostRank
@@ -52,6 +52,7 @@ def _measure_task(model: HFLM, name: str, tasks: LoadedTasks, settings: Settings
     import lm_eval
     from lm_eval.tasks import TaskManager
 
+    describe_environment_once()
     results: Results | None = lm_eval.simple_evaluate(
         model=model,
         tasks=tasks.by_name[name],
