@@ -64,7 +64,7 @@ def _chat_answer(side: str, answer: object) -> Answer:
     if get(answer, "loops") is True:
         marks.append("loops")
     tokens = get(answer, "tokens")
-    notes = [f"{tokens:,} tokens"] if is_number(tokens) else []
+    notes = [f"{tokens:,} token{'s' if tokens != 1 else ''}"] if is_number(tokens) else []
     return Answer(side, words(get(answer, "text")), marks, notes)
 
 
@@ -107,8 +107,10 @@ def _shared_out(flips: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _flip(flip: dict[str, Any]) -> Exchange:
     scores = f"{number(flip.get('base_score'), '.4g')} → {number(flip.get('tuned_score'), '.4g')}"
+    beginning = " ".join(words(flip.get("question"))[:400].split())
     return Exchange(
         [("question", words(flip.get("question"))), ("expected", words(flip.get("target")))],
         [Answer(side, words(flip.get(side))) for side in ("base", "tuned")],
         title=f"{words(flip.get('task'))}, document {words(flip.get('doc_id'))}: {scores}",
+        hint=beginning if len(beginning) <= 80 else beginning[:79] + "…",
     )

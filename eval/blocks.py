@@ -44,7 +44,16 @@ class Key:
     style: str
 
 
-Inline: TypeAlias = str | Code | Strong | Link | Key
+@dataclass(frozen=True)
+class Under:
+    """Words on a line of their own under the others of a cell."""
+
+    text: str
+    kind: str = "plain"
+    """good, bad or plain."""
+
+
+Inline: TypeAlias = str | Code | Strong | Link | Key | Under
 Line: TypeAlias = Inline | tuple[Inline, ...]
 
 
@@ -66,7 +75,7 @@ class Bullets:
 class Table:
     """Rows under a head; without names in the head, names and values."""
 
-    head: Sequence[str]
+    head: Sequence[Line]
     rows: Sequence[Sequence[Line]]
     numbers: Sequence[int] = ()
     """Columns that are aligned to the right."""
@@ -157,6 +166,8 @@ class Exchange:
 
     answers: Sequence[Answer]
     title: str = ""
+    hint: str = ""
+    """Of what it is about, behind the title."""
 
 
 @dataclass(frozen=True)

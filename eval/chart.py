@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-LEFT, RIGHT, TOP, BOTTOM = 46.0, 10.0, 10.0, 22.0
+LEFT, RIGHT, TOP, BOTTOM = 46.0, 16.0, 10.0, 22.0
 """Room around the plot, in the SVG's units: about pixels."""
 
 _DOTS_BELOW = 60
@@ -125,10 +125,10 @@ def _limits(values: np.ndarray, from_zero: bool) -> tuple[float, float]:
     """The range of the axis: of all values, but for some far from all others."""
     if not len(values):
         return 0.0, 1.0
-    low, high = float(values.min()), float(values.max())
     usual_low, usual_high = (float(one) for one in np.quantile(values, [0.01, 0.99], method="closest_observation"))
     room = _FAR * max(usual_high - usual_low, 1e-12 * abs(usual_high))
-    low, high = (usual_low if low < usual_low - room else low), (usual_high if high > usual_high + room else high)
+    inside = values[(values >= usual_low - room) & (values <= usual_high + room)]
+    low, high = float(inside.min()), float(inside.max())
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
     if high <= low:

@@ -35,6 +35,10 @@ KINDS = {"IMPROVED": "good", "better": "good", "REGRESSED": "bad", "worse": "bad
 """Of a verdict; the lower case is how earlier versions of the comparison say it."""
 
 
+MOST_NAMED = 5
+"""Metrics that got worse, in the verdict."""
+
+
 def kind_of(verdict: object) -> str:
     """good, bad or plain."""
     return KINDS.get(str(verdict), "plain")
@@ -71,19 +75,22 @@ def verdict_head(of: Recorded) -> list[Block]:
     if not comparison:
         return [Notice("plain", "Not compared with the base model", [no_evaluation(of)])]
     metrics = entries(comparison, "metrics")
-    counts = [f"{count} of {len(metrics)} metrics {verdict}" for verdict, count in _verdicts(metrics).items()]
+    counts = [f"{count} {verdict}" for verdict, count in _verdicts(metrics).items()]
     overall = mapping(comparison, "overall")
     if overall:
         title, kind = _overall(overall), kind_of(overall.get("verdict"))
     else:
         kinds = {kind_of(entry.get("verdict")) for entry in metrics}
         kind = next((one for one in ("bad", "good") if one in kinds), "plain")
-        title, counts = (", ".join(counts) or "No task was measured on both models"), []
-    lines: list[Line] = [", ".join(counts) + "."] if counts else []
+        title = f"Of {len(metrics)} metrics: {', '.join(counts)}" if counts else "No task was measured on both models"
     if len(metrics) == 1 and not overall:
         title = f"{words(metrics[0].get('verdict'))}: {number(metrics[0].get('difference'), '+.4f')} on {words(metrics[0].get('task'))}"
-    if len(metrics) <= 3:
-        lines += [_sentence(entry) for entry in metrics]
+    lines: list[Line] = [f"Of {len(metrics)} metrics: {', '.join(counts)}."] if overall and len(metrics) > 1 else []
+    decided = [entry for entry in metrics if kind_of(entry.get("verdict")) == "bad"] if len(metrics) > 3 else metrics
+    named = [f"{words(entry.get('verdict'))}: {_sentence(entry)}" for entry in decided[:MOST_NAMED]]
+    lines += named if len(metrics) > 1 else [_sentence(entry) for entry in decided]
+    if len(decided) > MOST_NAMED:
+        lines.append(f"and {len(decided) - MOST_NAMED} more that {words(decided[0].get('verdict'))}")
     return [Notice(kind, title, lines), *_gate(comparison)]
 
 
@@ -139,9 +146,10 @@ def evaluation_section(of: Recorded) -> list[Block]:
     if not comparison:
         return [Paragraph(no_evaluation(of))]
     metrics = entries(comparison, "metrics")
-    blocks: list[Block] = (
-        [_drawn(metrics), _table(metrics)] if metrics else [Paragraph("No task was measured on both models.")]
-    )
+    blocks: list[Block] = [Paragraph("No task was measured on both models.")]
+    if metrics:
+        table = _table(metrics)
+        blocks = [_drawn(metrics), Fold("All numbers", [table]) if len(metrics) > 3 else table]
     blocks.append(Paragraph("Difference is tuned - base; ± and standard errors are of the documents that were asked."))
     if comparison.get("note"):
         blocks.append(Paragraph(words(comparison["note"])))
@@ -191,7 +199,8 @@ def _drawn(metrics: list[dict[str, Any]]) -> Scores:
         rows.append(
             Score(
                 task=words(entry.get("task")),
-                metric=metric_name(entry) + ("" if entry in shares else ", on a scale of its own"),
+                metric=f"{metric_name(entry)}; {number(entry.get('documents'))} documents"
+                + ("" if entry in shares else "; on a scale of its own"),
                 verdict=words(entry.get("verdict")),
                 kind=kind_of(entry.get("verdict")),
                 base=_bar(entry, "base", full),

@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template, pass_c
 from jinja2.runtime import Context
 from markupsafe import Markup, escape
 
-from eval.blocks import Code, Inline, Key, Line, Link, Page, Strong
+from eval.blocks import Code, Inline, Key, Line, Link, Page, Strong, Under
 from eval.visible import HIDDEN, name_of
 
 FOLDED_FROM = 600
@@ -30,6 +30,9 @@ MOST_OF_ALL_ANSWERS = 900_000
 
 MOST_OF_A_CELL = 2_000
 """Characters."""
+
+MOST_OF_A_NAME = 200
+"""Characters of a task's name where it is drawn; the table has all."""
 
 MOST_OF_ALL_CELLS = 500_000
 """Bytes on the page."""
@@ -109,6 +112,8 @@ class Budget:
                 return Markup('<a href="{}">{}</a>').format(quote(piece.target), inside)
             case Key():
                 return Markup('<b class="key {}">{}</b>').format(piece.style, inside)
+            case Under():
+                return Markup('<span class="below {}">{}</span>').format(piece.kind, inside)
         return inside
 
     def anchor(self, title: str) -> str:
@@ -116,6 +121,11 @@ class Budget:
         name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") or "part"
         self.anchors[name] = self.anchors.get(name, 0) + 1
         return name if self.anchors[name] == 1 else f"{name}-{self.anchors[name]}"
+
+
+def breakable(text: str) -> Markup:
+    """A name that may go on in the next line behind an underscore, a slash or a dot."""
+    return Markup(re.sub(r"(?<=[_/.])(?=\w)", "<wbr>", str(shown(text[:MOST_OF_A_NAME]))))
 
 
 def _kind(block: object) -> str:
@@ -143,7 +153,14 @@ def _template() -> Template:
     environment = Environment(
         loader=PackageLoader("eval"), autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
-    environment.filters |= {"shown": shown, "line": _as_line, "clip": _clipped, "kind": _kind, "rows": _rows}
+    environment.filters |= {
+        "shown": shown,
+        "line": _as_line,
+        "clip": _clipped,
+        "kind": _kind,
+        "rows": _rows,
+        "breakable": breakable,
+    }
     return environment.get_template("report.html.jinja")
 
 

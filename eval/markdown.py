@@ -23,6 +23,7 @@ from eval.blocks import (
     Scores,
     Strong,
     Table,
+    Under,
 )
 from eval.visible import visible
 
@@ -51,6 +52,8 @@ def _inline(piece: Inline) -> str:
             return _code(piece.text)
         case Strong() | Key():
             return f"**{text(piece.text)}**"
+        case Under():
+            return f" ({text(piece.text)})"
         case Link():
             return f"[{text(piece.text)}]({piece.target})"
     # Between two pieces a space is a space.
@@ -62,10 +65,10 @@ def _line(line: Line) -> str:
     return "".join(map(_inline, line)) if isinstance(line, tuple) else _inline(line)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[Line]], numbers: Sequence[int]) -> list[str]:
+def _table(head: Sequence[Line], rows: Sequence[Sequence[Line]], numbers: Sequence[int]) -> list[str]:
     rule = ["---:" if column in numbers else "---" for column in range(len(head))]
     shown = [[_line(cell) for cell in row] for row in rows]
-    return [f"| {' | '.join(cells)} |" for cells in ([text(name) for name in head], rule, *shown)]
+    return [f"| {' | '.join(cells)} |" for cells in ([_line(name) for name in head], rule, *shown)]
 
 
 def _block(block: Block) -> list[str]:
