@@ -23,7 +23,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.backends import Target
+from eval.backend_checks import check_backend
+from eval.backends import Target, check_requests, find_backend, place_backend
 from eval.compare import compare, comparison_table, scores_table
 from eval.measure import Results, evaluate_model
 from eval.placement import Placement, place_model
@@ -70,9 +71,11 @@ def parse_evaluation(arguments: Sequence[str], run: Run | None = None) -> Evalua
     if run is not None:
         text, recorded = run.recipe_file.read_text(encoding="utf-8"), run.record["overrides"]
     try:
-        return parse_recipe(text, [*recorded, *overrides], origin="The evaluation").eval
+        evaluation = parse_recipe(text, [*recorded, *overrides], origin="The evaluation").eval
     except RecipeError as error:
         raise EvaluationError(str(error).replace("is not a valid recipe", "cannot be done as asked")) from None
+    check_backend(evaluation)
+    return evaluation
 
 
 def _on_gpu() -> bool:
@@ -83,7 +86,9 @@ def _on_gpu() -> bool:
 
 def _place(evaluation: Evaluation, reference: Reference, settings: Settings, trust_remote_code: bool) -> Placement:
     """Where the layers go, said where there is anything to say."""
-    placement = place_model(evaluation.parallelize, reference.config, settings.dtype, trust_remote_code)
+    placement = place_backend(evaluation) or place_model(
+        evaluation.parallelize, reference.config, settings.dtype, trust_remote_code
+    )
     if placement.spread:
         print(f"Placement: {placement}")
     return placement
@@ -165,10 +170,12 @@ def evaluate_run(run: Run, evaluation: Evaluation) -> dict[str, str]:
     base = _base_target(run, recipe.model.trust_remote_code, reference)
     tuned = Target("tuned", str(run.final), None, recipe.model.trust_remote_code)
     settings = resolve_settings(evaluation, selection, reference, _on_gpu())
+    base, tuned = find_backend(evaluation, settings, reference, base, tuned)
     placement = _place(evaluation, reference, settings, recipe.model.trust_remote_code)
     folder = _results_folder(run, settings, reference)
     log = _log_in(folder)
     tasks = load_tasks(selection, settings, evaluation.confirm_run_unsafe_code, log)
+    check_requests(tasks, settings, reference, [base, tuned])
     if _measured_before(folder / "base", base, settings):
         print(f"base: measured before under the same settings ({folder / 'base'}); not measured again.")
     else:
@@ -232,10 +239,12 @@ def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
     reference = load_reference(target.model, None, False)
     check_vocabulary(reference, reference.config, target.model)
     settings = resolve_settings(evaluation, selection, reference, _on_gpu())
+    (target,) = find_backend(evaluation, settings, reference, target)
     placement = _place(evaluation, reference, settings, False)
     output = outputs.resolve() / "eval" / target.label.replace("/", "__") / time.strftime("%Y%m%d-%H%M%S")
     log = _log_in(output.parent)
     tasks = load_tasks(selection, settings, evaluation.confirm_run_unsafe_code, log)
+    check_requests(tasks, settings, reference, [target])
     evaluate_model(target, reference.tokenizer, tasks, settings, output, log, placement)
     results = _results(output)
     Console().print(scores_table(results))
