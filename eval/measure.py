@@ -28,7 +28,12 @@ if TYPE_CHECKING:
 
 Results = dict[str, Any]
 # What lm_eval logs when a prompt is longer than the context and loses its beginning.
-PROMPT_CUT = ("Left truncation applied", "exceeds model's maximum length")
+PROMPT_CUT = (
+    "Left truncation applied",
+    "exceeds model's maximum length",
+    "Truncating context",
+    "Left truncating context",
+)
 
 
 def scores_of(results: Results, name: str) -> str:
@@ -211,7 +216,13 @@ def evaluate_model(
     results["placement"] = asdict(placement) | {"modules": modules}
     results["measured_model"] = {"model": target.model, "revision": target.revision}
     results |= more or {}
+    if target.served is not None:
+        results["measured_model"]["served"] = target.served.record()
     template = model.chat_template(True) if settings.apply_chat_template else None
+    if settings.backend == "vllm":
+        from eval.backend_vllm import release
+
+        release(model)
     del model
     gc.collect()  # the next model needs the memory
     work = output.with_name(f".{output.name}.{os.getpid()}")
