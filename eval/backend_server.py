@@ -231,7 +231,9 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval s
         except Exception as error:
             raise _told(error, self.asking.whose, self.timeout) from error
         if len(answers) != len(messages):
-            raise NoAnswer(f"{self.asking.whose} was asked {len(messages)} prompts and answers {len(answers)}, which is not {len(messages)} choices")
+            raise NoAnswer(
+                f"{self.asking.whose} was asked {len(messages)} prompts and answers {len(answers)}, which is not {len(messages)} choices"
+            )
         return answers
 
 
