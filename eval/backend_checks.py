@@ -38,6 +38,11 @@ def _of_another_backend(evaluation: Evaluation) -> Iterator[str]:
             f"eval.parallelize={str(evaluation.parallelize).lower()} places layers of eval.backend=hf, and eval.backend={backend}: "
             f"{instead}. Leave eval.parallelize out."
         )
+    if backend != "hf" and evaluation.processes != "auto":
+        yield (
+            f"eval.processes={evaluation.processes} shares documents among processes of eval.backend=hf, and eval.backend={backend}. Leave "
+            "eval.processes out."
+        )
 
 
 def _addresses(evaluation: Evaluation) -> Iterator[str]:

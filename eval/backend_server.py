@@ -113,14 +113,19 @@ def _told(error: Exception, whose: str, timeout: int) -> NoAnswer:
         return error
     if isinstance(error, (requests.Timeout, TimeoutError)):
         return NoAnswer(f"{whose} has not answered within {timeout} s (eval.server.timeout)")
+    if isinstance(error, (aiohttp.ContentTypeError, json.JSONDecodeError, requests.JSONDecodeError)):
+        return NoAnswer(f"{whose} answers with something that is no JSON")
     status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
     if status:
         return NoAnswer(f"{whose} answers {status}; the log says more")
-    if isinstance(error, (aiohttp.ContentTypeError, json.JSONDecodeError, requests.JSONDecodeError)):
-        return NoAnswer(f"{whose} answers with something that is no JSON")
     if isinstance(error, (aiohttp.ClientError, requests.RequestException)):
         return NoAnswer(f"{whose} is gone: {reason_of(error)}")
     return NoAnswer(f"{whose}: {error}")
+
+
+def tell_one_failure() -> None:
+    """Of requests that fail at once the first is raised; asyncio would print the others with their tracebacks when they are collected."""
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
 
 
 class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval ships no types
@@ -203,6 +208,11 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval s
             for choice, prompt, start in zip(choices_of(answer, len(tokens), whose), tokens, ctxlens, strict=True)
         ]
 
+    async def get_batched_requests(self, *requests: Any, **kwargs: Any) -> Any:
+        """Several requests at once."""
+        tell_one_failure()
+        return await super().get_batched_requests(*requests, **kwargs)
+
     def model_call(self, messages: Any, **kwargs: Any) -> Any:
         """One request, where they are sent one after another."""
         try:
@@ -221,7 +231,9 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval s
         except Exception as error:
             raise _told(error, self.asking.whose, self.timeout) from error
         if len(answers) != len(messages):
-            raise NoAnswer(f"{self.asking.whose} was asked {len(messages)} prompts at once and answers {len(answers)}")
+            raise NoAnswer(
+                f"{self.asking.whose} was asked {len(messages)} prompts and answers {len(answers)}, which is not {len(messages)} choices"
+            )
         return answers
 
 
@@ -260,6 +272,11 @@ class ServedChat(LocalChatCompletion):  # type: ignore[misc]
         """The one text: lm_eval's own gives an empty one where what comes back is no answer."""
         answers = outputs if isinstance(outputs, list) else [outputs]
         return [self.asking.text_of(choice) for one in answers for choice in choices_of(one, 1, self.asking.whose)]
+
+    async def get_batched_requests(self, *requests: Any, **kwargs: Any) -> Any:
+        """Several requests at once."""
+        tell_one_failure()
+        return await super().get_batched_requests(*requests, **kwargs)
 
     def model_call(self, messages: Any, **kwargs: Any) -> Any:
         """One request, where they are sent one after another."""

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 from eval.answering import check_generation, special_tokens, task_problems
 from eval.placement import Placement, change_whole
 from eval.quiet import first_line
-from eval.server import Served, find_served
-from eval.settings import Reference, Settings
+from eval.server import Served
+from eval.server_tasks import served_problems
+from eval.settings import Settings
+from eval.tasks import LoadedTasks, leaves
 from sft.errors import EvaluationError
 from sft.recipe import Evaluation
 
@@ -40,6 +42,10 @@ class Target:
 
     vllm: dict[str, Any] = field(default_factory=dict)
     """What vLLM is told beside the settings."""
+
+
+Asking = tuple[Target, Settings, "PreTrainedTokenizerBase"]
+"""A model, how it is asked, and the tokenizer that makes the prompts."""
 
 
 def load_model(target: Target, tokenizer: PreTrainedTokenizerBase, settings: Settings, placement: Placement) -> Any:
@@ -99,94 +105,63 @@ def place_backend(evaluation: Evaluation) -> Placement | None:
     return Placement(0, "the server decides" if evaluation.backend == "server" else "vLLM decides")
 
 
-def find_backend(evaluation: Evaluation, settings: Settings, reference: Reference, *targets: Target) -> list[Target]:
+def find_backend(evaluation: Evaluation, path: str, *askings: Asking) -> list[Target]:
     """The models with what their backend needs to know of them; a server is asked for them.
 
     Args:
         evaluation: The recipe's `eval` section.
-        settings: Resolved from it.
-        reference: The tuned model, whose tokenizer asks all of them.
-        targets: The base and the tuned model, or one.
+        path: Of the tuned model, whose tokenizer asks all of them.
+        askings: The base and the tuned model, or one.
 
     Raises:
         EvaluationError: The backend cannot answer for one of them as asked.
     """
+    targets = [target for target, _, _ in askings]
     if evaluation.backend == "hf":
-        return list(targets)
-    check_generation(settings)
-    for target in targets:
+        return targets
+    for target, settings, _ in askings:
+        check_generation(settings)
         if target.new_tokens:
             raise EvaluationError(
                 f"The base model {target.model} has no embeddings for {', '.join(target.new_tokens)}, which eval.backend=hf gives it as "
                 f"the training did, and eval.backend={evaluation.backend} cannot. Use eval.backend=hf."
             )
     if evaluation.backend == "vllm":
-        options = {"gpu_memory_utilization": evaluation.gpu_memory_utilization}
-        return [
-            replace(target, vllm={key: value for key, value in options.items() if value is not None})
-            for target in targets
-        ]
-    from eval.server_probe import probe
+        memory = evaluation.gpu_memory_utilization
+        options = {} if memory is None else {"gpu_memory_utilization": memory}
+        return [replace(target, vllm=options) for target in targets]
+    from eval.server_probe import check_two, find, probe
 
-    found = [replace(target, served=_find(evaluation, target, alone=len(targets) == 1)) for target in targets]
-    _check_two(found)
-    found = [replace(target, served=probe(target.served, settings, reference)) for target in found if target.served]
-    dialects = {target.served.dialect for target in found if target.served}
-    if len(dialects) > 1:
+    found = [find(evaluation.server, target.label, target.model, alone=len(targets) == 1) for target in targets]
+    check_two(found)
+    probed = [
+        probe(one, settings, tokenizer, path) for one, (_, settings, tokenizer) in zip(found, askings, strict=True)
+    ]
+    if len({one.dialect for one in probed}) > 1:
         raise EvaluationError(
             "One of the two servers takes stop_token_ids and the other does not: their answers would end at other tokens."
         )
-    return found
+    return [replace(target, served=one) for target, one in zip(targets, probed, strict=True)]
 
 
-def _find(evaluation: Evaluation, target: Target, alone: bool) -> Served:
-    server = evaluation.server
-    key = "model" if alone else target.label
-    others = [other for other in ("model", "base", "tuned", "base_url_of_base") if getattr(server, other) is not None]
-    wrong = [other for other in others if (other == "model") != alone]
-    if wrong:
-        what = (
-            "one model is measured: eval.server.model names it"
-            if alone
-            else "a run has two models: eval.server.base and .tuned name them"
-        )
-        raise EvaluationError(f"eval.server.{wrong[0]} is given, and {what}.")
-    assert server.base_url is not None, "check_backend refuses that"
-    address = (server.base_url_of_base or server.base_url) if key == "base" else server.base_url
-    return find_served(server, address, getattr(server, key) or target.model, key)
-
-
-def _check_two(targets: list[Target]) -> None:
-    places = {(target.served.base_url, target.served.name) for target in targets if target.served}
-    if len(places) < len(targets):
-        raise EvaluationError(
-            f"The base and the tuned model would both be {places.pop()[1]}: eval.server.base and eval.server.tuned name the same model."
-        )
-
-
-def check_requests(tasks: Any, settings: Settings, reference: Reference, targets: list[Target]) -> None:
+def check_requests(tasks: LoadedTasks, *askings: Asking) -> None:
     """Refuse tasks that the backend cannot be asked, before any weight is loaded.
 
     Args:
         tasks: From `load_tasks`.
-        settings: Of the evaluation.
-        reference: Whose tokenizer asks.
-        targets: From `find_backend`.
+        askings: With the targets of `find_backend`.
 
     Raises:
         EvaluationError: All of them in one message.
     """
-    if settings.backend == "hf":
-        return
-    from eval.server_tasks import served_problems
-
-    special = special_tokens(reference.tokenizer)
-    leaves = tasks.leaves()
-    problems = [problem for leaf in leaves for problem in task_problems(leaf, settings, special)]
-    for target in targets:
-        if target.served is not None:
+    parts = [part for items in tasks.by_name.values() for part in leaves(items)]
+    problems: list[str] = []
+    for target, settings, tokenizer in askings:
+        if settings.backend != "hf":
+            special = special_tokens(tokenizer)
+            problems += [problem for part in parts for problem in task_problems(part, settings, special)]
             problems += [
-                problem for leaf in leaves for problem in served_problems(leaf, settings, special, target.served)
+                problem for part in parts for problem in served_problems(part, settings, special, target.served)
             ]
     if problems:
         raise EvaluationError("\n".join(dict.fromkeys(problems)))

@@ -215,9 +215,9 @@ def evaluate_model(
     results |= {"settings": asdict(settings), "settings_hash": settings.hash, "seconds": time.monotonic() - started}
     results["placement"] = asdict(placement) | {"modules": modules}
     results["measured_model"] = {"model": target.model, "revision": target.revision}
-    results |= more or {}
     if target.served is not None:
         results["measured_model"]["served"] = target.served.record()
+    results |= more or {}
     template = model.chat_template(True) if settings.apply_chat_template else None
     if settings.backend == "vllm":
         from eval.backend_vllm import release

@@ -197,20 +197,21 @@ def evaluate_run(run: Run, evaluation: Evaluation) -> dict[str, str]:
     base = _base_target(run, recipe.model.trust_remote_code, reference)
     tuned = Target("tuned", str(run.final), None, recipe.model.trust_remote_code)
     settings = resolve_settings(evaluation, selection, reference, _on_gpu())
-    base, tuned = find_backend(evaluation, settings, reference, base, tuned)
     treatment = treat_base(settings, reference, own_template(base))
     placement = _place(evaluation, reference, settings, recipe.model.trust_remote_code)
+    asked_base, asked_tuned = (treatment.settings, treatment.tokenizer), (settings, reference.tokenizer)
+    base, tuned = find_backend(evaluation, reference.path, (base, *asked_base), (tuned, *asked_tuned))
     folder = _results_folder(run, settings, reference)
     log = _log_in(folder)
     tasks = _load_tasks(selection, settings, evaluation, log)
     facts = ranks.from_first(lambda: task_facts(settings, tasks))
+    check_requests(tasks, (base, *asked_base), (tuned, *asked_tuned))
     settings, treatment = replace(settings, loaded=facts), treatment.with_facts(facts)
     if treatment.told:
         print(treatment.told, flush=True)
-    check_requests(tasks, settings, reference, [base, tuned])
     # What a server has under a name may be another model tomorrow.
-    cached = evaluation.base_cache and evaluation.backend != "server"
-    output_dir = Path(recipe.output_dir) if cached else None
+    keeps = evaluation.base_cache and settings.backend != "server"
+    output_dir = Path(recipe.output_dir) if keeps else None
     measure_base(base, treatment, tasks, folder / "base", log, placement, output_dir)
     evaluate_model(tuned, reference.tokenizer, tasks, settings, folder / "tuned", log, placement)
     return _compare_and_report(run, folder, evaluation, reference) if ranks.is_first() else {}
@@ -272,14 +273,14 @@ def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
     reference = load_reference(target.model, None, False)
     check_vocabulary(reference, reference.config, target.model)
     settings = resolve_settings(evaluation, selection, reference, _on_gpu())
-    (target,) = find_backend(evaluation, settings, reference, target)
     placement = _place(evaluation, reference, settings, False)
+    (target,) = find_backend(evaluation, reference.path, (target, settings, reference.tokenizer))
     output = outputs.resolve() / "eval" / target.label.replace("/", "__") / time.strftime("%Y%m%d-%H%M%S")
     log = _log_in(output.parent)
     tasks = _load_tasks(selection, settings, evaluation, log)
     facts = ranks.from_first(lambda: task_facts(settings, tasks))
+    check_requests(tasks, (target, settings, reference.tokenizer))
     settings = replace(settings, loaded=facts)
-    check_requests(tasks, settings, reference, [target])
     evaluate_model(target, reference.tokenizer, tasks, settings, output, log, placement)
     if not ranks.is_first():
         return {}

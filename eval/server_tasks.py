@@ -12,8 +12,12 @@ if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
 
 
-def served_problems(task: ConfigurableTask, settings: Settings, special: dict[str, int], served: Served) -> list[str]:
-    """What a task asks that this server cannot do."""
+def served_problems(
+    task: ConfigurableTask, settings: Settings, special: dict[str, int], served: Served | None
+) -> list[str]:
+    """What a task asks that this server cannot do; none where there is no server."""
+    if served is None:
+        return []
     name, whose = task.task_name, f"{served.name} at {served.base_url}"
     if task.get_config("output_type") != "generate_until":
         if served.no_likelihoods is None:

@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 
 # lm_eval's own 256 cuts the reasoning of a chat model before its answer.
 ANSWER_TOKENS = 1024
+# Whose versions may move a score, by backend.
+PACKAGES = {
+    "hf": ("lm_eval", "transformers", "torch"),
+    "vllm": ("lm_eval", "transformers", "torch", "vllm"),
+    "server": ("lm_eval", "transformers"),
+}
+OF_THE_SERVER = "the server's"
 # On a CPU lm_eval's search for a batch size would take longer than it saves.
 CPU_BATCH_SIZE = 32
 # lm_eval decides the length of each answer; transformers would follow these keys of a generation config instead.
@@ -80,7 +87,7 @@ class Settings:
     """What decides a score with this backend alone; a server's address does not."""
 
     device: str
-    """`cuda` or `cpu`: they round differently. The server's own affair where that is the backend."""
+    """`cuda` or `cpu`: they round differently."""
 
     versions: dict[str, str]
 
@@ -221,6 +228,13 @@ def _context(config: PreTrainedConfig) -> int | None:
     return next((int(length) for length in found if length is not None), None)
 
 
+def _dtype(evaluation: Evaluation, config: PreTrainedConfig) -> str:
+    if evaluation.backend == "server":
+        return OF_THE_SERVER
+    saved = str(getattr(config, "dtype", None) or "auto").removeprefix("torch.")
+    return saved if evaluation.dtype == "auto" else evaluation.dtype
+
+
 def _length(evaluation: Evaluation, config: PreTrainedConfig) -> int | None:
     """Tokens of prompt and answer together."""
     context = _context(config)
@@ -243,11 +257,6 @@ def _backend_settings(evaluation: Evaluation) -> dict[str, Any]:
         sizes = (evaluation.tensor_parallel_size or 1, evaluation.data_parallel_size or 1)
         return dict(zip(("tensor_parallel_size", "data_parallel_size"), sizes, strict=True))
     return {}
-
-
-def _packages(evaluation: Evaluation) -> tuple[str, ...]:
-    """Whose versions may move a score."""
-    return ("lm_eval", "transformers", "torch", *(["vllm"] if evaluation.backend == "vllm" else []))
 
 
 def _stop_token_ids(reference: Reference) -> tuple[int, ...]:
@@ -278,7 +287,6 @@ def resolve_settings(evaluation: Evaluation, selection: TaskSelection, reference
     Raises:
         EvaluationError: The tokenizer has no chat template, or one that drops the system instruction.
     """
-    dtype = str(getattr(reference.config, "dtype", None) or "auto").removeprefix("torch.")
     generation = reference.generation_config.to_diff_dict()
     context = _length(evaluation, reference.config)
     return Settings(
@@ -291,11 +299,7 @@ def resolve_settings(evaluation: Evaluation, selection: TaskSelection, reference
         chat_template_sha256=_check_chat_template(reference, evaluation),
         enable_thinking=False if evaluation.apply_chat_template and _can_think(reference) else None,
         add_bos_token=False if evaluation.apply_chat_template else None,
-        dtype="the server's"
-        if evaluation.backend == "server"
-        else dtype
-        if evaluation.dtype == "auto"
-        else evaluation.dtype,
+        dtype=_dtype(evaluation, reference.config),
         max_length=context,
         max_gen_toks=evaluation.max_gen_toks,
         # At least half of a small context is left for the prompt.
@@ -312,6 +316,6 @@ def resolve_settings(evaluation: Evaluation, selection: TaskSelection, reference
         tokenizer_sha256=_tokenizer_sha256(reference.tokenizer),
         backend=evaluation.backend,
         backend_settings=_backend_settings(evaluation),
-        device="server" if evaluation.backend == "server" else "cuda" if on_gpu else "cpu",
-        versions={package: version(package) for package in _packages(evaluation)},
+        device=OF_THE_SERVER if evaluation.backend == "server" else "cuda" if on_gpu else "cpu",
+        versions={package: version(package) for package in PACKAGES[evaluation.backend]},
     )

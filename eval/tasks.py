@@ -41,10 +41,6 @@ class LoadedTasks:
     run_code: bool
     """Whether they may run what the model writes."""
 
-    def leaves(self) -> list[ConfigurableTask]:
-        """The tasks in groups and tags."""
-        return [leaf for items in self.by_name.values() for leaf in leaves(items)]
-
 
 def _is_unreachable(error: BaseException) -> bool:
     if isinstance(error, (ConnectionError, TimeoutError)) or type(error).__module__.partition(".")[0] in {

@@ -9,6 +9,37 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from sft.recipe_section import Positive, Section
 
 
+class Server(Section):
+    """An OpenAI-compatible server that has the models; docs/evaluation-backends.md."""
+
+    base_url: str | None = Field(default=None, pattern=r"^https?://[^\s/]+")
+    """Address with its `/v1`, such as `http://127.0.0.1:8000/v1`."""
+
+    base_url_of_base: str | None = Field(default=None, pattern=r"^https?://[^\s/]+")
+    """Address of the server that has the base model, where that is another one."""
+
+    base: str | None = None
+    """Name that the base model of a run is served under. None: its name or path."""
+
+    tuned: str | None = None
+    """Name that the tuned model of a run is served under. None: the path of the run's `final`."""
+
+    model: str | None = None
+    """Name that a single model is served under. None: what was named to be measured."""
+
+    api: Literal["completions", "chat"] = "completions"
+    """`completions`: prompts are made here and sent as token ids. `chat`: messages are sent, and the server makes the prompt."""
+
+    num_concurrent: Positive = 8
+    """Requests under way at once."""
+
+    timeout: Positive = 300
+    """Seconds until a request without an answer has failed; it is sent three times."""
+
+    api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    """Environment variable with the server's key. None: no key is sent. The key itself is never written down."""
+
+
 class Turn(Section):
     """A turn of a conversation."""
 
@@ -59,37 +90,6 @@ class Gate(Section):
         if "default" in self.require:
             raise ValueError("require has no `default`: name each task with the score that it must reach")
         return self
-
-
-class Server(Section):
-    """An OpenAI-compatible server that has the models; docs/evaluation-backends.md."""
-
-    base_url: str | None = Field(default=None, pattern=r"^https?://[^\s/]+")
-    """Address with its `/v1`, such as `http://127.0.0.1:8000/v1`."""
-
-    base_url_of_base: str | None = Field(default=None, pattern=r"^https?://[^\s/]+")
-    """Address of the server that has the base model, where that is another one."""
-
-    base: str | None = None
-    """Name that the base model of a run is served under. None: its name or path."""
-
-    tuned: str | None = None
-    """Name that the tuned model of a run is served under. None: the path of the run's `final`."""
-
-    model: str | None = None
-    """Name that a single model is served under. None: what was named to be measured."""
-
-    api: Literal["completions", "chat"] = "completions"
-    """`completions`: prompts are made here and sent as token ids. `chat`: messages are sent, and the server makes the prompt."""
-
-    num_concurrent: Positive = 8
-    """Requests under way at once."""
-
-    timeout: Positive = 300
-    """Seconds until a request without an answer has failed; it is sent three times."""
-
-    api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
-    """Environment variable with the server's key. None: no key is sent. The key itself is never written down."""
 
 
 class Evaluation(Section):

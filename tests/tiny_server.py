@@ -1,10 +1,10 @@
 """A small OpenAI-compatible server that really serves models, on a CPU, with transformers: what an evaluation by server is tested with.
 
-    python tests/tiny_server.py [--port 8000] [--dialect openai] [--key SECRET] [--die-after 20] NAME=FOLDER ...
+    python tests/tiny_server.py [--port 8000] [--openai NAME] [--key SECRET] [--die-after 20] NAME=FOLDER ...
 
 It answers as vLLM does: prompts as text or token ids, `echo` with `logprobs`, `stop`, `stop_token_ids`, `ignore_eos`,
 `repetition_penalty`, `return_token_ids`; and where a request leaves out how to sample, the served model's own generation config
-decides. With `--dialect openai` it follows only the keys of OpenAI's API. The address is printed once it answers.
+decides. A model that `--openai` names follows only the keys of OpenAI's API. The address is printed once it answers.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     models: dict[str, Served]
-    dialect: str
+    openai: list[str]
     key: str | None
     die_after: int | None
     answered = 0
@@ -163,9 +163,8 @@ class Handler(BaseHTTPRequestHandler):
     def list_models(self, _: dict[str, Any]) -> dict[str, Any]:
         if self.path != "/v1/models":
             raise Refused(404, "Not Found")
-        owner = "vllm" if self.dialect == "vllm" else "tiny_server"
         data = [
-            {"id": name, "object": "model", "owned_by": owner, "root": one.folder, "max_model_len": one.length}
+            {"id": name, "object": "model", "owned_by": "tiny_server", "root": one.folder, "max_model_len": one.length}
             for name, one in self.models.items()
         ]
         return {"object": "list", "data": data}
@@ -176,7 +175,7 @@ class Handler(BaseHTTPRequestHandler):
             os._exit(1)
         if request.get("model") not in self.models:
             raise Refused(404, f"The model `{request.get('model')}` does not exist.")
-        if self.dialect == "openai":
+        if request["model"] in self.openai:
             request = {key: value for key, value in request.items() if key not in VLLM_KEYS}
         served = self.models[request["model"]]
         if self.path == "/v1/chat/completions":
@@ -223,14 +222,14 @@ def main() -> None:
     """Serve until it is ended."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--dialect", choices=["vllm", "openai"], default="vllm")
+    parser.add_argument("--openai", action="append", default=[], metavar="NAME")
     parser.add_argument("--key")
     parser.add_argument("--die-after", type=int, help="completions after which the process ends without a word")
     parser.add_argument("models", nargs="+", metavar="NAME=FOLDER")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     Handler.models = {name: Served(folder) for name, _, folder in (one.partition("=") for one in arguments.models)}
-    Handler.dialect, Handler.key, Handler.die_after = arguments.dialect, arguments.key, arguments.die_after
+    Handler.openai, Handler.key, Handler.die_after = arguments.openai, arguments.key, arguments.die_after
     server = ThreadingHTTPServer(("127.0.0.1", arguments.port), Handler)
     print(f"http://127.0.0.1:{server.server_port}/v1", flush=True)
     try:
