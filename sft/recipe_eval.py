@@ -2,11 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from sft.recipe_section import Positive, Section
+
+
+class Turn(Section):
+    """A turn of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    """Who speaks."""
+
+    content: str
+    """What is said."""
+
+
+class Chat(Section):
+    """Prompts that base and tuned model answer after training, and what is looked at in the answers: docs/chat.md."""
+
+    prompts: tuple[str | tuple[Turn, ...], ...] | None = Field(default=None, min_length=1)
+    """What to ask: a text, or the turns of a conversation that the model goes on with. None: eight of ours; the demo has its own."""
+
+    max_new_tokens: int = Field(default=512, gt=0)
+    """Longest answer in tokens, where the context has room for it. An answer of that length has not ended."""
+
+
+def _chat_branch(value: Any) -> str:
+    return "[false]" if value is False else "[section]"
+
+
+# One branch is tried and told of, not both. A name with a bracket is none of the recipe's keys: sft/recipe_file.py.
+ChatOrNot = Annotated[
+    Annotated[Chat, Tag("[section]")] | Annotated[Literal[False], Tag("[false]")], Discriminator(_chat_branch)
+]
 
 
 class Evaluation(Section):
@@ -28,16 +58,25 @@ class Evaluation(Section):
     """Examples in the prompt; None for each task's own number."""
 
     batch_size: Positive | Literal["auto"] = "auto"
-    """Documents per forward pass. `auto`: lm_eval's search on a GPU, 32 on a CPU."""
+    """Documents per forward pass, on each process. `auto`: lm_eval's search on a GPU, 32 on a CPU."""
 
     parallelize: bool | Literal["auto"] = "auto"
     """Spread the layers over all visible GPUs, which compute one after another. `auto`: where the weights do not fit on one."""
+
+    processes: Positive | Literal["auto"] = "auto"
+    """Processes that share the documents, each with the whole model. `auto`: one for each visible GPU, where the model fits on one."""
 
     max_gen_toks: int | None = Field(default=None, gt=0)
     """Longest answer in tokens; None for each task's own, or 1,024 where it has none."""
 
     apply_chat_template: bool = True
     """Ask through the tuned model's chat template."""
+
+    base_template: Literal["tuned", "own"] = "tuned"
+    """How a base model without chat template (or with another one) is asked: through the tuned model's, or with its own prompts."""
+
+    base_cache: bool = True
+    """Use results of the base model that another run of this output_dir has measured under the same settings; false measures it again."""
 
     system_instruction: str | None = None
     """System prompt."""
@@ -50,3 +89,6 @@ class Evaluation(Section):
 
     confirm_run_unsafe_code: bool = False
     """Allow tasks that run the code a model wrote, on this machine."""
+
+    chat: ChatOrNot = Chat()
+    """Have base and tuned model answer some prompts after training, and look whether the answers end. `false`: not."""
