@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from eval.gate import check_gate
 from eval.task_files import LocalTasks, Task
 from sft.errors import EvaluationError, did_you_mean, run_main
 from sft.recipe import Evaluation
@@ -89,7 +90,7 @@ def _unsafe_names(members: dict[str, list[str]], marked: Iterable[str]) -> froze
     return frozenset(unsafe)
 
 
-def _members(config: dict[str, Any] | None, tagged: Iterable[str]) -> list[str]:
+def members(config: dict[str, Any] | None, tagged: Iterable[str]) -> list[str]:
     """What a group's file or a tag names, groups inside groups included."""
     inside = list(tagged)
     listed = (config or {}).get("task")
@@ -98,7 +99,7 @@ def _members(config: dict[str, Any] | None, tagged: Iterable[str]) -> list[str]:
             inside.append(item)
         elif isinstance(item, dict):
             inside += [str(item[key]) for key in ("group", "task") if isinstance(item.get(key), str)]
-            inside += _members(item, ())
+            inside += members(item, ())
     return inside
 
 
@@ -110,11 +111,9 @@ def build_index() -> TaskIndex:
     entries = TaskManager().task_index
     groups = {name: entry for name, entry in entries.items() if entry.kind in (Kind.GROUP, Kind.TAG)}
     # A task's own `tags` are the tags it carries; only those of a tag are its members.
-    members = {
-        name: _members(entry.cfg, entry.tags if entry.kind is Kind.TAG else ()) for name, entry in groups.items()
-    }
+    inside = {name: members(entry.cfg, entry.tags if entry.kind is Kind.TAG else ()) for name, entry in groups.items()}
     marked = [name for name, entry in entries.items() if (entry.cfg or {}).get("unsafe_code")]
-    return TaskIndex(frozenset(entries), _unsafe_names(members, marked))
+    return TaskIndex(frozenset(entries), _unsafe_names(inside, marked))
 
 
 def keep_index(index: TaskIndex, files: Iterable[Path]) -> None:
@@ -172,7 +171,8 @@ def check_tasks(evaluation: Evaluation, output_dir: Path) -> TaskSelection:
         output_dir: The recipe's output_dir, where `builtin:demo` is made.
 
     Raises:
-        EvaluationError: A task or a folder is missing, or a task runs generated code without consent; all at once.
+        EvaluationError: A task or a folder is missing, a task runs generated code without consent, all at once; or the gate names a
+            task that is not measured.
     """
     local = LocalTasks(evaluation.include_path)
     asked = dict.fromkeys([*evaluation.tasks, *SUITES.get(evaluation.suite or "", ())])
@@ -196,7 +196,9 @@ def check_tasks(evaluation: Evaluation, output_dir: Path) -> TaskSelection:
             )
     if problems:
         raise EvaluationError("\n".join(problems))
-    return TaskSelection(tuple(tasks.values()), tuple(local.folders))
+    selection = TaskSelection(tuple(tasks.values()), tuple(local.folders))
+    check_gate(evaluation.gate, selection, {*known.names, *local.by_name})
+    return selection
 
 
 def main(_: list[str]) -> None:

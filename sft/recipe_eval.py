@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from sft.recipe_section import Positive, Section
 
@@ -37,6 +37,28 @@ def _chat_branch(value: Any) -> str:
 ChatOrNot = Annotated[
     Annotated[Chat, Tag("[section]")] | Annotated[Literal[False], Tag("[false]")], Discriminator(_chat_branch)
 ]
+
+
+class Gate(Section):
+    """What the tuned model must hold for exit status 0; else it is 3. Names are tasks, `overall`, or `task/metric`."""
+
+    max_regression: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    """Largest drop from base to tuned by task, in the unit of the metric that decides: `{ifeval: 0.02, default: 0.05}`; `default` is
+    for each task that is not named."""
+
+    require: dict[str, float] = Field(default_factory=dict)
+    """Score that the tuned model must reach, by task: `{gsm8k: 0.40}`."""
+
+    judge_by: Literal["score", "evidence"] = "score"
+    """`score`: a larger drop fails, be it by chance. `evidence`: only one whose verdict is REGRESSED, so `default: 0` is any such."""
+
+    @model_validator(mode="after")
+    def _asks_for_something(self) -> Gate:
+        if not (self.max_regression or self.require):
+            raise ValueError("asks for nothing; name a task in max_regression or require")
+        if "default" in self.require:
+            raise ValueError("require has no `default`: name each task with the score that it must reach")
+        return self
 
 
 class Evaluation(Section):
@@ -92,3 +114,9 @@ class Evaluation(Section):
 
     chat: ChatOrNot = Chat()
     """Have base and tuned model answer some prompts after training, and look whether the answers end. `false`: not."""
+
+    gate: Gate | None = None
+    """What the tuned model must hold, for scripts and CI."""
+
+    contamination: bool | Annotated[int, Field(ge=4)] = True
+    """Look for the tasks' documents in the training data, by so many words in a row; true is 13."""
