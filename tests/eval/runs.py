@@ -113,7 +113,7 @@ def add_answers(run: Run, prompts: list[dict[str, Any]], flips: list[dict[str, A
     checks = {"answers": len(prompts), "ended": 1, "empty": 0, "loops": 1, "passed": False}
     chat = {"generation": {"do_sample": False}, "prompts": prompts, "checks": {"base": checks, "tuned": checks}}
     folder = run.comparison_file.parent
-    write_json(folder / "chat.json", chat)
+    (folder / "chat.json").write_text(json.dumps(chat))
     (folder / "flips.jsonl").write_text("".join(json.dumps(one) + "\n" for one in flips))
     lines = [{"step": step, "seconds": 2.0, "results": {"gsm8k": {"acc,none": step / 100}}} for step in (10, 20)]
     (folder / "during.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

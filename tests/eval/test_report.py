@@ -242,7 +242,7 @@ def test_documents_that_were_trained_on_are_counted(tmp_path: Path) -> None:
     write_json(run.comparison_file, COMPARISON | {"contamination": found})
     text = report(run)
     assert "- 3 of 200 documents of gsm8k are in the training data." in head(text)
-    assert "| gsm8k | 200 | 3 | 1.5% |" in section(text, "Evaluation")
+    assert "| gsm8k | 200 | 3 | 1.5% | not recorded | not recorded |" in section(text, "Evaluation")
 
 
 def test_what_is_easily_overlooked_stands_at_the_top(tmp_path: Path) -> None:
