@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, OpenAIGPTConfig
 from sft.demo import make_demo
 from sft.recipe import REPOSITORY
 from sft.run_directory import Run
-from tests.slow.conftest import decisions, write_recipe
+from tests.slow.conftest import decisions, plain, write_recipe
 from tests.slow.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -64,7 +64,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_what_runs_is_printed_and_recorded(way: str, recipe: Path, ranks: Ranks) -> None:
     count, overrides, expected = WAYS[way]
-    name = "".join(letter if letter.isalnum() else "-" for letter in way)
+    name = plain(way)
     told = ranks.run(count, ["sft.train", recipe, *overrides, f"tracking.run_name={name}"])
     run = Run(recipe.parent / "outputs" / "before" / name)
     running = run.record["running"]

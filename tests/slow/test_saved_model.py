@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft.recipe import REPOSITORY
 from sft.run_directory import Run
-from tests.slow.conftest import write_recipe
+from tests.slow.conftest import plain, write_recipe
 from tests.slow.ranks import Ranks
 from tests.slow.train_and_probe import PROBE
 
@@ -41,9 +41,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("case", CASES)
 def test_the_saved_model_gives_the_trained_models_logits(case: str, recipe: Path, ranks: Ranks) -> None:
     count, overrides, engine = CASES[case]
-    name = "".join(letter if letter.isalnum() else "-" for letter in case)
-    ranks.run(count, [PROGRAM, recipe, *overrides, f"tracking.run_name={name}"])
-    run = Run(recipe.parent / "outputs" / "saved" / name)
+    ranks.run(count, [PROGRAM, recipe, *overrides, f"tracking.run_name={plain(case)}"])
+    run = Run(recipe.parent / "outputs" / "saved" / plain(case))
     probe = torch.load(run.path / "probe.pt", weights_only=True)
     assert probe["engine"] == engine
     model = AutoModelForCausalLM.from_pretrained(run.final).eval()
