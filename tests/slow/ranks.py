@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sft.finish import LAUNCHED
 from sft.processes import end_with_parent
 from sft.rank_logs import launched_folder
 from tests.slow.forked_checker import Forked
@@ -44,7 +45,8 @@ class Ranks:
         self.process = self._start()
 
     def _start(self) -> subprocess.Popen[str]:
-        environment = os.environ | {
+        launched = (*LAUNCHED, "TORCHELASTIC_RUN_ID")  # what a test in this process may have set
+        environment = {name: value for name, value in os.environ.items() if name not in launched} | {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "DS_ACCELERATOR": "cpu",
             "CUDA_VISIBLE_DEVICES": "",
