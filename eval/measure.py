@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.backends import Target, load_model
+from eval.code_metric import code_metric
 from eval.placement import Placement, check_placement
 from eval.quiet import chatter_to, first_line
 from eval.settings import Settings
@@ -158,6 +159,8 @@ def evaluate_model(
     results = _measure_all(model, target.label, tasks, settings, log)
     results |= {"settings": asdict(settings), "settings_hash": settings.hash, "seconds": time.monotonic() - started}
     results["placement"] = asdict(placement) | {"modules": modules}
+    if tasks.generated_code:
+        results["generated_code"] = tasks.generated_code | {"endings": code_metric().take_endings()}
     results["measured_model"] = {"model": target.model, "revision": target.revision}
     template = model.chat_template(True) if settings.apply_chat_template else None
     del model

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eval.code_metric import code_settings
 from eval.quiet import first_line
 from eval.suites import TaskSelection
 from sft.errors import EvaluationError
@@ -69,6 +70,9 @@ class Settings:
     batch_size: int | str
     backend: str
     versions: dict[str, str]
+
+    generated_code: dict[str, Any] | None = None
+    """What the programs that the model writes may use; None where no task runs any."""
 
     @property
     def hash(self) -> str:
@@ -240,4 +244,5 @@ def resolve_settings(evaluation: Evaluation, selection: TaskSelection, reference
         batch_size=CPU_BATCH_SIZE if evaluation.batch_size == "auto" and not on_gpu else evaluation.batch_size,
         backend="hf",
         versions={package: version(package) for package in ("lm_eval", "transformers")},
+        generated_code=code_settings() if selection.runs_code else None,
     )

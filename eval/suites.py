@@ -55,6 +55,9 @@ class TaskSelection:
     include_paths: tuple[Path, ...]
     """Folders in which lm_eval looks for the names that are not its own."""
 
+    runs_code: bool = False
+    """Whether one of them, or what a group of the user's may reach, runs code that the model writes."""
+
     @property
     def all_local(self) -> bool:
         """Whether lm_eval's own task files need not be read, which takes seconds."""
@@ -179,6 +182,7 @@ def check_tasks(evaluation: Evaluation, output_dir: Path) -> TaskSelection:
     known = known_tasks() if asked else TaskIndex(frozenset(), frozenset())
     tasks: dict[str, Task] = {}
     problems: list[str] = []
+    unsafe: list[str] = []
     for name in asked:
         try:
             task = _find_task(name, local, known, output_dir)
@@ -189,6 +193,7 @@ def check_tasks(evaluation: Evaluation, output_dir: Path) -> TaskSelection:
             problems.append(f"eval.tasks: `{task.name}` is asked for twice, with two definitions.")
         # What a local group reaches is known once lm_eval has loaded it: eval/run.py asks again.
         runs_code = task.given in (known.unsafe if task.definition is None else local.unsafe)
+        unsafe += [name] if runs_code or (evaluation.confirm_run_unsafe_code and local.folders) else []
         if runs_code and not evaluation.confirm_run_unsafe_code:
             problems.append(
                 f"eval.tasks: `{name}` runs Python code that the model writes, on this machine, with your permissions. "
@@ -196,7 +201,7 @@ def check_tasks(evaluation: Evaluation, output_dir: Path) -> TaskSelection:
             )
     if problems:
         raise EvaluationError("\n".join(problems))
-    return TaskSelection(tuple(tasks.values()), tuple(local.folders))
+    return TaskSelection(tuple(tasks.values()), tuple(local.folders), bool(unsafe))
 
 
 def main(_: list[str]) -> None:
