@@ -7,7 +7,6 @@ itself, and what is written is at most some megabytes.
 import gzip
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -94,7 +93,7 @@ def attacks(doors: dict[str, Any]) -> dict[str, tuple[str, str]]:
             "import threading, time\nfor n in range(2000): threading.Thread(target=time.sleep, args=(3,), daemon=True).start()",
             "failed",
         ),
-        "a memory bomb": ("held = [bytearray(10**8) for n in range(30)]\nassert False", "memory"),
+        "a memory bomb": ("held = bytearray(3 * 2**30)", "memory"),
         "a memory bomb of several processes": (
             "import os, time\nfor n in range(5):\n    if os.fork() == 0:\n        held = b'a' * (300 << 20)\n        time.sleep(5)\n"
             "        os._exit(0)\ntime.sleep(5)\nassert False",
@@ -237,7 +236,7 @@ def humaneval(tmp_path: Path, settings: Any) -> tuple[LoadedTasks, list[dict[str
     path, rows = local_humaneval(tmp_path)
     selection = check_tasks(Evaluation(tasks=(str(path),), confirm_run_unsafe_code=True), tmp_path)
     assert selection.runs_code
-    return load_tasks(selection, settings("humaneval_local"), True, tmp_path / "log"), rows
+    return load_tasks(selection, settings("humaneval_local", max_gen_toks=8), True, tmp_path / "log"), rows
 
 
 def score(tasks: LoadedTasks, answers: dict[str, str], limit: int | None = None) -> tuple[float, list[float]]:
@@ -279,7 +278,15 @@ def test_wrong_answers_score_0_and_an_attack_costs_its_own_document_only(
     humaneval: tuple[LoadedTasks, list[dict[str, Any]]], doors: dict[str, Any]
 ) -> None:
     tasks, rows = humaneval
-    harmful = [program for name, (program, _) in attacks(doors).items() if name not in ("a daemon", "no mistake")]
+    names = (
+        "an endless loop",
+        "a fork bomb",
+        "a memory bomb",
+        "a write of 100 GB",
+        "a write to the home folder",
+        "a signal to everybody",
+    )
+    harmful = [attacks(doors)[name][0] for name in names]
     wrong = ["    return None\n", "    raise SystemExit(0)\n", "    pass\n\nimport os\nos._exit(0)\n", "", "    (\n"]
     answers = [*wrong, *(f"    pass\n\n{program}\n" for program in harmful)]
     chosen = rows[: 2 * len(answers)]
@@ -315,4 +322,3 @@ def test_a_run_records_what_held_the_code(run: Any, tmp_path: Path, capfd: pytes
         assert sum(kept["generated_code"]["endings"].values()) == 2
         assert kept["generated_code"]["enforced"]["processor time"].startswith("5 s")
         assert kept["settings"]["generated_code"]["memory_bytes"] == LIMITS.memory_bytes
-    shutil.rmtree(run.path / "eval")
