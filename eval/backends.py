@@ -36,11 +36,12 @@ class Target:
 def load_model(target: Target, tokenizer: PreTrainedTokenizerBase, settings: Settings, placement: Placement) -> HFLM:
     """lm_eval's model, with the generation config that both models share."""
     import torch
-    from lm_eval.models.huggingface import HFLM
     from transformers import GenerationConfig
 
+    from eval.data_parallel import DataParallelHFLM
+
     try:
-        model = HFLM(
+        model = DataParallelHFLM(
             pretrained=target.model,
             revision=target.revision or "main",
             tokenizer=tokenizer,

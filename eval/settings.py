@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,18 +67,33 @@ class Settings:
 
     stop_token_ids: tuple[int, ...]
     seed: int
+
     batch_size: int | str
+    """Documents per forward pass. Sums are rounded in another order in another batch, which moves scores of half-precision models."""
+
+    base_template: str
+    """`tuned` or `own`: whose prompts a base model is asked with."""
+
+    tokenizer_sha256: str
+
     backend: str
+
+    device: str
+    """`cuda` or `cpu`: they round differently."""
+
     versions: dict[str, str]
+
+    loaded: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Per task what it says of itself once it is loaded: version, number of examples, checksums of its documents and examples, and how it
+    generates. Empty until then."""
 
     generated_code: dict[str, Any] | None = None
     """What the programs that the model writes may use; None where no task runs any."""
 
     @property
     def hash(self) -> str:
-        """SHA-256 of all settings but batch_size, which follows from this machine's memory and decides no answer."""
-        values = {key: value for key, value in asdict(self).items() if key != "batch_size"}
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+        """SHA-256 of all settings."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -168,6 +183,12 @@ def check_vocabulary(
         )
 
 
+def template_sha256(template: str | dict[str, str]) -> str:
+    """Of a chat template, or of several by name."""
+    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def _check_chat_template(reference: Reference, evaluation: Evaluation) -> str | None:
     if not evaluation.apply_chat_template:
         return None
@@ -188,8 +209,7 @@ def _check_chat_template(reference: Reference, evaluation: Evaluation) -> str | 
                 f"eval.system_instruction is set, and the chat template of {reference.path} takes no system turn. "
                 "Leave eval.system_instruction out."
             )
-    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return template_sha256(template)
 
 
 def _can_think(reference: Reference) -> bool:
@@ -210,6 +230,21 @@ def _stop_token_ids(reference: Reference) -> tuple[int, ...]:
     return tuple(sorted({*ids, reference.tokenizer.eos_token_id} - {None}))
 
 
+def _tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Of what decides how text becomes tokens. Not of the tokenizer's files: those name versions and folders."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    # Truncation and padding are what the last call asked for.
+    rules = json.loads(backend.to_str()) | {"truncation": None, "padding": None} if backend is not None else {}
+    values = [
+        rules,
+        sorted(tokenizer.get_vocab().items()),
+        tokenizer.all_special_tokens,
+        tokenizer.eos_token,
+        tokenizer.bos_token,
+    ]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
 def resolve_settings(evaluation: Evaluation, selection: TaskSelection, reference: Reference, on_gpu: bool) -> Settings:
     """Decide everything that the recipe's `eval` section left open.
 
@@ -221,7 +256,7 @@ def resolve_settings(evaluation: Evaluation, selection: TaskSelection, reference
     context = _context(reference.config)
     return Settings(
         tasks={task.name: task.definition for task in selection.tasks},
-        limit=evaluation.limit,
+        limit=selection.suite_limit if evaluation.limit is None else evaluation.limit,
         num_fewshot=evaluation.num_fewshot,
         fewshot_as_multiturn=evaluation.apply_chat_template,
         system_instruction=evaluation.system_instruction,
@@ -242,7 +277,10 @@ def resolve_settings(evaluation: Evaluation, selection: TaskSelection, reference
         stop_token_ids=_stop_token_ids(reference),
         seed=evaluation.seed,
         batch_size=CPU_BATCH_SIZE if evaluation.batch_size == "auto" and not on_gpu else evaluation.batch_size,
+        base_template=evaluation.base_template,
+        tokenizer_sha256=_tokenizer_sha256(reference.tokenizer),
         backend="hf",
-        versions={package: version(package) for package in ("lm_eval", "transformers")},
+        device="cuda" if on_gpu else "cpu",
+        versions={package: version(package) for package in ("lm_eval", "transformers", "torch")},
         generated_code=code_settings() if selection.runs_code else None,
     )

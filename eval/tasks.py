@@ -73,7 +73,7 @@ def render_in_sandbox() -> None:
     utils.env = sandbox
 
 
-def _leaves(loaded: list[ConfigurableTask | Group]) -> list[ConfigurableTask]:
+def leaves(loaded: list[ConfigurableTask | Group]) -> list[ConfigurableTask]:
     """The tasks in groups and tags."""
     from lm_eval.api.group import Group
 
@@ -152,10 +152,10 @@ def _problems_of(task: ConfigurableTask, settings: Settings, run_code: bool) -> 
 
 def _asked_twice(tasks: LoadedTasks) -> list[str]:
     owners: dict[str, str] = {}
-    leaves = [(leaf.task_name, name) for name, items in tasks.by_name.items() for leaf in _leaves(items)]
+    measured = [(leaf.task_name, name) for name, items in tasks.by_name.items() for leaf in leaves(items)]
     return [
         f"eval.tasks: {leaf} is part of {owners[leaf]} and of {name}. Leave one of them out."
-        for leaf, name in leaves
+        for leaf, name in measured
         if owners.setdefault(leaf, name) != name
     ]
 
@@ -173,8 +173,7 @@ def _load_task(manager: TaskManager, task: Task, tasks: LoadedTasks, settings: S
         return []
     group = loaded["groups"].get(task.name)
     tasks.by_name[task.name] = [group] if group is not None else list(loaded["tasks"].values())
-    leaves = loaded["tasks"].values()
-    return [problem for leaf in leaves for problem in _problems_of(leaf, settings, tasks.run_code)]
+    return [problem for leaf in loaded["tasks"].values() for problem in _problems_of(leaf, settings, tasks.run_code)]
 
 
 def load_tasks(selection: TaskSelection, settings: Settings, run_code: bool, log: Path) -> LoadedTasks:
@@ -211,7 +210,7 @@ def load_tasks(selection: TaskSelection, settings: Settings, run_code: bool, log
         raise EvaluationError(f"No task can be measured:{reasons}")
     for name, reason in tasks.missing.items():
         print(f"{name} cannot be measured: {reason}", file=sys.stderr)
-    code = [leaf for items in tasks.by_name.values() for leaf in _leaves(items) if _runs_code(leaf)]
+    code = [leaf for items in tasks.by_name.values() for leaf in leaves(items) if _runs_code(leaf)]
     if code:
         tasks.generated_code.update(prepare_code_tasks(code))
     return tasks

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-from eval.report import write_report
+from eval.html_report import as_html
+from eval.markdown import as_markdown
+from eval.recorded import read_run
+from eval.report import make_page, write_report
 from sft.run_directory import Run, write_json
 
 RECIPE = """
@@ -101,7 +104,7 @@ def full_run(folder: Path) -> Run:
 
 
 def report(run: Run) -> str:
-    return write_report(run).read_text(encoding="utf-8")
+    return as_markdown(make_page(read_run(run)))
 
 
 def section(text: str, name: str) -> str:
@@ -142,7 +145,7 @@ def test_an_incomplete_evaluation_names_what_was_not_measured(tmp_path: Path) ->
     run = full_run(tmp_path / "run")
     write_json(run.comparison_file, COMPARISON | {"complete": False, "not_measured": {"arc_easy": "KeyError: 'x'"}})
     text = section(report(run), "Evaluation")
-    assert "**The evaluation is incomplete.**" in text
+    assert "**The evaluation is incomplete. Not measured:**" in text
     assert "- arc_easy: KeyError: 'x'" in text
     assert "+0.1250" in text
 
@@ -168,7 +171,7 @@ def test_a_bar_in_a_value_does_not_break_a_table(tmp_path: Path) -> None:
     assert r"a\|b.jsonl" in text
     tables = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
     bars = [{line.replace(r"\|", "").count("|") for line in lines} for lines in tables]
-    assert len(tables) == 8
+    assert len(tables) == 9
     assert all(len(different) == 1 for different in bars)
 
 
@@ -180,7 +183,7 @@ def test_the_last_logged_step_stands_beside_the_planned_number(tmp_path: Path) -
 
 def test_the_curve_is_an_image_beside_the_report(tmp_path: Path) -> None:
     run = full_run(tmp_path / "run")
-    assert "](loss.png)" in report(run)
+    assert "](loss.png)" in write_report(run).read_text()
     assert (run.path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -197,7 +200,7 @@ def test_the_curve_is_an_image_beside_the_report(tmp_path: Path) -> None:
 def test_a_curve_is_drawn_of_whatever_was_logged(lines: list[dict[str, Any]], tmp_path: Path) -> None:
     run = full_run(tmp_path / "run")
     run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    report(run)
+    write_report(run)
     assert (run.path / "loss.png").stat().st_size > 0
 
 
@@ -221,7 +224,8 @@ def test_a_missing_or_broken_piece_is_no_crash(missing: str, broken: str | None,
         piece.unlink()
     if broken is not None:
         piece.write_text(broken)
-    assert report(run).count("\n## ") == 6
+    page = make_page(read_run(run))
+    assert as_markdown(page).count("\n## ") == as_html(page).count("\n<h2>") == 10
 
 
 def test_an_empty_folder_gives_a_report_of_what_is_missing(tmp_path: Path) -> None:
@@ -239,7 +243,8 @@ def test_an_empty_folder_gives_a_report_of_what_is_missing(tmp_path: Path) -> No
 def test_a_failed_run_begins_with_its_error(tmp_path: Path) -> None:
     run = full_run(tmp_path / "run")
     run.update(status="failed", error="RuntimeError: out of <memory>")
-    assert r"**The run failed; this is what it had recorded by then.** RuntimeError: out of \<memory>" in report(run)
+    head = report(run).partition("\n## ")[0]
+    assert "**The run failed; this is what it had recorded by then.**\n\n- RuntimeError: out of \\<memory>\n" in head
 
 
 def test_a_ledger_that_does_not_add_up_is_told(tmp_path: Path) -> None:
@@ -255,7 +260,7 @@ def test_the_report_is_written_again_from_the_command_line_without_torch(tmp_pat
     program = "import sys; from eval.report import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", program, str(run.path)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(run.report_file)
+    assert done.stdout.splitlines() == [str(run.report_file), str(run.page_file)]
 
 
 @pytest.mark.parametrize("arguments", [[], ["a", "b"], ["nowhere"]])
