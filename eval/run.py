@@ -28,24 +28,26 @@ from dataclasses import replace
 from pathlib import Path
 
 from eval import ranks
-from eval.backends import Target
+from eval.backend_checks import check_backend
+from eval.backends import Target, check_requests, find_backend, place_backend
 from eval.base_cache import measure_base
-from eval.compare import compare, comparison_table, scores_table
+from eval.conclude import conclude
 from eval.launch import become_launcher, decided_placement
 from eval.measure import Results, evaluate_model
 from eval.placement import Placement, place_model
 from eval.quiet import LOG
 from eval.settings import Reference, Settings, check_vocabulary, load_config, load_reference, resolve_settings
 from eval.suites import TaskSelection, check_tasks
+from eval.tables import scores_table
 from eval.task_facts import task_facts
 from eval.tasks import LoadedTasks, load_tasks
 from eval.treatment import own_template, treat_base
 from sft import rank_logs
-from sft.errors import EvaluationError, RecipeError, run_main
+from sft.errors import EvaluationError, GateFailed, RecipeError, run_main
 from sft.recipe import Evaluation
 from sft.recipe_file import parse_recipe
 from sft.remote_code import code_hash
-from sft.run_directory import Run, find_run, read_json, write_json
+from sft.run_directory import Run, find_run, read_json
 
 EXIT_INCOMPLETE = 1
 # What a recipe needs beside its `eval` section, for a model that has no recipe.
@@ -80,9 +82,11 @@ def parse_evaluation(arguments: Sequence[str], run: Run | None = None) -> Evalua
     if run is not None:
         text, recorded = run.recipe_file.read_text(encoding="utf-8"), run.record["overrides"]
     try:
-        return parse_recipe(text, [*recorded, *overrides], origin="The evaluation").eval
+        evaluation = parse_recipe(text, [*recorded, *overrides], origin="The evaluation").eval
     except RecipeError as error:
         raise EvaluationError(str(error).replace("is not a valid recipe", "cannot be done as asked")) from None
+    check_backend(evaluation)
+    return evaluation
 
 
 def _on_gpu() -> bool:
@@ -110,7 +114,7 @@ def _place(evaluation: Evaluation, reference: Reference, settings: Settings, tru
         wanted = evaluation.parallelize, evaluation.processes
         return place_model(*wanted, number, reference.config, settings.dtype, trust_remote_code)
 
-    placement = decided_placement() if number > 1 else None
+    placement = place_backend(evaluation) or (decided_placement() if number > 1 else None)
     placement = placement or ranks.from_first(decide)
     if placement.processes > number:
         raise _NeedsProcesses(placement)
@@ -137,15 +141,6 @@ def _load_tasks(selection: TaskSelection, settings: Settings, evaluation: Evalua
 def _results(folder: Path) -> Results:
     results: Results = read_json(folder / "results.json")
     return results
-
-
-def _samples(folder: Path) -> dict[str, list[Results]]:
-    """lm_eval's samples, per task."""
-    return {
-        # Not splitlines: an answer may hold U+2028, which ends no line of JSON.
-        path.stem.removeprefix("samples_"): [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
-        for path in sorted(folder.glob("samples_*.jsonl"))
-    }
 
 
 def _log_in(folder: Path) -> Path:
@@ -189,6 +184,7 @@ def evaluate_run(run: Run, evaluation: Evaluation) -> dict[str, str]:
 
     Raises:
         EvaluationError: Whatever the user can fix.
+        GateFailed: The tuned model does not hold what eval.gate asks for.
     """
     recipe = run.recipe()
     selection = check_tasks(evaluation, Path(recipe.output_dir))
@@ -203,17 +199,22 @@ def evaluate_run(run: Run, evaluation: Evaluation) -> dict[str, str]:
     settings = resolve_settings(evaluation, selection, reference, _on_gpu())
     treatment = treat_base(settings, reference, own_template(base))
     placement = _place(evaluation, reference, settings, recipe.model.trust_remote_code)
+    asked_base, asked_tuned = (treatment.settings, treatment.tokenizer), (settings, reference.tokenizer)
+    base, tuned = find_backend(evaluation, reference.path, (base, *asked_base), (tuned, *asked_tuned))
     folder = _results_folder(run, settings, reference)
     log = _log_in(folder)
     tasks = _load_tasks(selection, settings, evaluation, log)
     facts = ranks.from_first(lambda: task_facts(settings, tasks))
+    check_requests(tasks, (base, *asked_base), (tuned, *asked_tuned))
     settings, treatment = replace(settings, loaded=facts), treatment.with_facts(facts)
     if treatment.told:
         print(treatment.told, flush=True)
-    output_dir = Path(recipe.output_dir) if evaluation.base_cache else None
+    # What a server has under a name may be another model tomorrow.
+    keeps = evaluation.base_cache and settings.backend != "server"
+    output_dir = Path(recipe.output_dir) if keeps else None
     measure_base(base, treatment, tasks, folder / "base", log, placement, output_dir)
     evaluate_model(tuned, reference.tokenizer, tasks, settings, folder / "tuned", log, placement)
-    return _compare_and_report(run, folder) if ranks.is_first() else {}
+    return _compare_and_report(run, folder, evaluation, reference) if ranks.is_first() else {}
 
 
 def _results_folder(run: Run, settings: Settings, reference: Reference) -> Path:
@@ -225,21 +226,20 @@ def _results_folder(run: Run, settings: Settings, reference: Reference) -> Path:
     return folder / settings.hash[:12]
 
 
-def _compare_and_report(run: Run, folder: Path) -> dict[str, str]:
-    from rich.console import Console
-
+def _compare_and_report(run: Run, folder: Path, evaluation: Evaluation, reference: Reference) -> dict[str, str]:
     from eval.report import write_report
 
-    base, tuned = folder / "base", folder / "tuned"
-    comparison = compare(_results(base), _results(tuned), _samples(base), _samples(tuned))
+    comparison = conclude(run, folder, evaluation, reference.tokenizer)
     not_measured: dict[str, str] = comparison["not_measured"]
-    write_json(folder / run.comparison_file.name, comparison)
-    Console().print(comparison_table(comparison))
+    gate = comparison["gate"]
     if folder == run.comparison_file.parent:
-        run.update(evaluation="failed" if not_measured else "finished")
+        passed = None if gate is None else "passed" if gate["passed"] else "failed"
+        run.update(evaluation="failed" if not_measured else "finished", gate=passed)
         print(f"Report: {write_report(run)}")
     else:
         print(f"Results: {folder} (the report keeps those of the recipe's own evaluation)")
+    if gate is not None and not gate["passed"] and not not_measured:
+        raise GateFailed(gate["failures"])
     return not_measured
 
 
@@ -258,6 +258,8 @@ def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
     """
     from rich.console import Console
 
+    if evaluation.gate is not None:
+        raise EvaluationError("eval.gate compares a tuned model with its base: name a run, or leave the gate out.")
     outputs = Path("outputs")
     selection = check_tasks(evaluation, outputs)
     if not selection.tasks:
@@ -272,10 +274,12 @@ def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
     check_vocabulary(reference, reference.config, target.model)
     settings = resolve_settings(evaluation, selection, reference, _on_gpu())
     placement = _place(evaluation, reference, settings, False)
+    (target,) = find_backend(evaluation, reference.path, (target, settings, reference.tokenizer))
     output = outputs.resolve() / "eval" / target.label.replace("/", "__") / time.strftime("%Y%m%d-%H%M%S")
     log = _log_in(output.parent)
     tasks = _load_tasks(selection, settings, evaluation, log)
     facts = ranks.from_first(lambda: task_facts(settings, tasks))
+    check_requests(tasks, (target, settings, reference.tokenizer))
     settings = replace(settings, loaded=facts)
     evaluate_model(target, reference.tokenizer, tasks, settings, output, log, placement)
     if not ranks.is_first():

@@ -14,7 +14,7 @@ from pathlib import Path
 from shlex import join
 from typing import Any, NoReturn
 
-from sft.errors import EXIT_USER_ERROR, PlanError, UserError
+from sft.errors import EXIT_GATE, EXIT_USER_ERROR, PlanError, UserError
 from sft.forwarding import SAVING, Forwarding, tell_interruption
 from sft.interruption import held_back, speaks_for_ranks
 from sft.layout import Layout
@@ -24,7 +24,7 @@ from sft.rank_logs import ENDING, Ending, launched_folder, read_ending, seen_end
 from sft.run_directory import Run
 from sft.search import EXIT_DID_NOT_FIT
 
-FINAL = (EXIT_USER_ERROR, EXIT_DID_NOT_FIT)
+FINAL = (EXIT_USER_ERROR, EXIT_GATE, EXIT_DID_NOT_FIT)
 """Exit statuses that starting again would not change."""
 
 
