@@ -10,6 +10,7 @@ import os
 import shutil
 import time
 import traceback
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -210,6 +211,8 @@ def evaluate_model(
         model = load_model(target, tokenizer, settings, placement)
     modules = check_placement(model.model, placement)
     results = _measure_all(model, target.label, tasks, settings, log)
+    # Each process has run the programs of its own documents.
+    endings = ranks.collect(code_metric().take_endings() if tasks.generated_code else {})
     if not ranks.is_first():
         del model
         gc.collect()
@@ -217,7 +220,7 @@ def evaluate_model(
     results |= {"settings": asdict(settings), "settings_hash": settings.hash, "seconds": time.monotonic() - started}
     results["placement"] = asdict(placement) | {"modules": modules}
     if tasks.generated_code:
-        results["generated_code"] = tasks.generated_code | {"endings": code_metric().take_endings()}
+        results["generated_code"] = tasks.generated_code | {"endings": dict(sum(map(Counter, endings), Counter()))}
     results["measured_model"] = {"model": target.model, "revision": target.revision}
     if target.served is not None:
         results["measured_model"]["served"] = target.served.record()
