@@ -71,8 +71,10 @@ def _chat_answer(side: str, answer: object) -> Answer:
 def flips_section(of: Recorded) -> list[Block]:
     """The documents that only one of the two models answered right, with both answers."""
     counts = mapping(of.comparison, "flips")
-    if not counts and not of.flips:
+    if of.flips is None and not counts:
         return [Paragraph(("Not recorded: ", Code("eval/flips.jsonl"), " is missing."))] if of.comparison else []
+    if not of.flips and not counts:
+        return [Paragraph("None: no document that one of the two models has right is wrong in the other.")]
     rows: list[list[Line]] = [
         [task, words(get(one, "metric")), number(get(one, "gained")), number(get(one, "lost"))]
         for task, one in counts.items()
@@ -81,7 +83,7 @@ def flips_section(of: Recorded) -> list[Block]:
     blocks: list[Block] = [Table(head, rows, numbers=(2, 3))] if rows else []
     elsewhere: Line = ("Examples are in report.html, all in ", Code("eval/flips.jsonl"), ".")
     for direction, title in (("lost", "Lost"), ("gained", "Gained")):
-        all_of_them = [one for one in of.flips if one.get("direction") == direction]
+        all_of_them = [one for one in of.flips or [] if one.get("direction") == direction]
         shown = _shared_out(all_of_them)
         if shown:
             left = len(all_of_them) - len(shown)
@@ -111,6 +113,6 @@ def _flip(flip: dict[str, Any]) -> Exchange:
     return Exchange(
         [("question", words(flip.get("question"))), ("expected", words(flip.get("target")))],
         [Answer(side, words(flip.get(side))) for side in ("base", "tuned")],
-        title=f"{words(flip.get('task'))}, document {words(flip.get('doc_id'))}: {scores}",
+        title=f"{words(flip.get('subtask') or flip.get('task'))}, document {words(flip.get('doc_id'))}: {scores}",
         hint=beginning if len(beginning) <= 80 else beginning[:79] + "…",
     )

@@ -31,8 +31,8 @@ MOST_OF_ALL_ANSWERS = 900_000
 MOST_OF_A_CELL = 2_000
 """Characters."""
 
-MOST_OF_A_NAME = 200
-"""Characters of a task's name where it is drawn; the table has all."""
+LONG_NAME = 20
+"""Characters of a word from which it may be broken behind an underscore, a slash or a dot."""
 
 MOST_OF_ALL_CELLS = 500_000
 """Bytes on the page."""
@@ -99,7 +99,11 @@ class Budget:
     def _inline(self, piece: Inline) -> Markup:
         text = piece if isinstance(piece, str) else piece.text
         left = len(text) - MOST_OF_A_CELL
-        inside = shown(text[:MOST_OF_A_CELL]) + (f" … and {left:,} more characters" if left > 0 else "")
+        beginning = text[:MOST_OF_A_CELL]
+        is_name = isinstance(piece, str) and len(text) > LONG_NAME and " " not in text
+        inside = (breakable(beginning) if is_name else shown(beginning)) + (
+            f" … and {left:,} more characters" if left > 0 else ""
+        )
         self.cells -= len(inside)
         if self.cells < 0:
             return Markup("…")
@@ -125,7 +129,7 @@ class Budget:
 
 def breakable(text: str) -> Markup:
     """A name that may go on in the next line behind an underscore, a slash or a dot."""
-    return Markup(re.sub(r"(?<=[_/.])(?=\w)", "<wbr>", str(shown(text[:MOST_OF_A_NAME]))))
+    return Markup(re.sub(r"(?<=[_/.])(?=\w)", "<wbr>", str(shown(text))))
 
 
 def _kind(block: object) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval import ranks
 from eval.backends import Target, load_model
+from eval.code_metric import code_metric
 from eval.placement import Placement, check_placement
 from eval.quiet import chatter_to, first_line
 from eval.settings import Settings
@@ -214,6 +215,8 @@ def evaluate_model(
         return
     results |= {"settings": asdict(settings), "settings_hash": settings.hash, "seconds": time.monotonic() - started}
     results["placement"] = asdict(placement) | {"modules": modules}
+    if tasks.generated_code:
+        results["generated_code"] = tasks.generated_code | {"endings": code_metric().take_endings()}
     results["measured_model"] = {"model": target.model, "revision": target.revision}
     if target.served is not None:
         results["measured_model"]["served"] = target.served.record()

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eval.code_metric import code_settings
 from eval.quiet import first_line
 from eval.suites import TaskSelection
 from sft.errors import EvaluationError
@@ -94,6 +95,9 @@ class Settings:
     loaded: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Per task what it says of itself once it is loaded: version, number of examples, checksums of its documents and examples, and how it
     generates. Empty until then."""
+
+    generated_code: dict[str, Any] | None = None
+    """What the programs that the model writes may use; None where no task runs any."""
 
     @property
     def hash(self) -> str:
@@ -291,7 +295,7 @@ def resolve_settings(evaluation: Evaluation, selection: TaskSelection, reference
     context = _length(evaluation, reference.config)
     return Settings(
         tasks={task.name: task.definition for task in selection.tasks},
-        limit=evaluation.limit,
+        limit=selection.suite_limit if evaluation.limit is None else evaluation.limit,
         num_fewshot=evaluation.num_fewshot,
         fewshot_as_multiturn=evaluation.apply_chat_template,
         system_instruction=evaluation.system_instruction,
@@ -318,4 +322,5 @@ def resolve_settings(evaluation: Evaluation, selection: TaskSelection, reference
         backend_settings=_backend_settings(evaluation),
         device=OF_THE_SERVER if evaluation.backend == "server" else "cuda" if on_gpu else "cpu",
         versions={package: version(package) for package in PACKAGES[evaluation.backend]},
+        generated_code=code_settings() if selection.runs_code else None,
     )

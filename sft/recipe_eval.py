@@ -98,14 +98,14 @@ class Evaluation(Section):
     tasks: tuple[str, ...] = ()
     """Names of lm_eval tasks or groups, and paths of task files. `builtin:demo` is the demo's task."""
 
-    suite: Literal["leaderboard"] | None = None
-    """A named set of tasks, besides `tasks`."""
+    suite: Literal["quick", "chat", "code", "leaderboard"] | None = None
+    """A named set of tasks, besides `tasks`: docs/evaluation-suites.md."""
 
     include_path: str | None = None
     """A folder of task files that `tasks` may name."""
 
     limit: int | None = Field(default=None, gt=0)
-    """Documents per task; None for all."""
+    """Documents per task; None for all, or for the suite's number: `quick` has 100."""
 
     num_fewshot: int | None = Field(default=None, ge=0)
     """Examples in the prompt; None for each task's own number."""
@@ -159,7 +159,7 @@ class Evaluation(Section):
     """Of few-shot sampling."""
 
     confirm_run_unsafe_code: bool = False
-    """Allow tasks that run the code a model wrote, on this machine."""
+    """Allow tasks that run the code a model wrote, on this machine, within limits: docs/evaluation-code.md."""
 
     chat: ChatOrNot = Chat()
     """Have base and tuned model answer some prompts after training, and look whether the answers end. `false`: not."""
