@@ -78,7 +78,9 @@ def folders(demo_model: Path, tuned_model: Path, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(scope="module")
 def server(folders: dict[str, Path]) -> Iterator[str]:
-    with serving("--openai", "plain", "--openai", "stories-plain", *(f"{name}={folder}" for name, folder in folders.items())) as address:
+    with serving(
+        "--openai", "plain", "--openai", "stories-plain", *(f"{name}={folder}" for name, folder in folders.items())
+    ) as address:
         yield address
 
 
