@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from eval.gate import judge_gate
 from eval.run import main as evaluate
 from sft.demo import CITIES, NAMES
-from sft.errors import GateFailed
+from sft.recipe_eval import Gate
 from sft.run_directory import Run, read_json
 from tests.slow.conftest import write_recipe, write_task
 
@@ -98,11 +99,11 @@ def test_what_became_worse_is_flagged_and_the_gate_decides_the_exit_status(recip
     # One word is too little to be found in the training data, and is not said to have been looked for.
     assert compared["contamination"]["tasks"]["names"]["too_short"] == len(NAMES)
 
-    # The same model under other gates: by what is shown, and over what became better alone.
-    with pytest.raises(GateFailed, match=r"cities \(acc\): .* worse by .*, which is more than chance; at most 0 is"):
-        evaluate([str(run.path), "gate={max_regression: {default: 0.0}, judge_by: evidence}"])
+    # By what is shown it fails too; over what became better alone it passes.
+    judged = judge_gate(Gate(max_regression={"default": 0.0}, judge_by="evidence"), compared)
+    assert judged is not None
+    assert [failure.split()[0] for failure in judged["failures"]] == ["cities"]
     evaluate([str(run.path), "gate={max_regression: {names: 0.0}, require: {names: 0.9}}"])
-    assert read_json(run.comparison_file)["gate"]["passed"]
     assert run.record["gate"] == "passed"
 
 
