@@ -110,4 +110,6 @@ def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to
     deepspeed = open_deepspeed(recipe, hardware, model)
     plan = resolve_plan(recipe, hardware, model, inspect_data(recipe, model), deepspeed)
     check_tasks(recipe.eval, Path(recipe.output_dir))
+    if recipe.eval.during is not None:
+        check_tasks(recipe.eval.during, Path(recipe.output_dir))
     return Job(recipe, path, tuple(overrides), hardware, model, deepspeed, plan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from sft.recipe_section import Positive, Section
 
@@ -83,3 +83,32 @@ class Evaluation(Section):
 
     chat: ChatOrNot = Chat()
     """Have base and tuned model answer some prompts after training, and look whether the answers end. `false`: not."""
+
+    every_steps: Positive | None = None
+    """Optimizer steps between evaluations during training, on the live model: docs/metrics.md. None: after it only."""
+
+    every_tasks: tuple[str, ...] = ()
+    """What is measured then; empty: tasks and suite."""
+
+    every_limit: Positive = 50
+    """Documents per task then."""
+
+    @property
+    def during(self) -> Evaluation | None:
+        """The evaluation during training, as a section of its own; None where there is none."""
+        if self.every_steps is None:
+            return None
+        own = {"tasks": self.every_tasks, "suite": None} if self.every_tasks else {}
+        return self.model_copy(update={**own, "limit": self.every_limit})
+
+    @model_validator(mode="after")
+    def _something_to_measure(self) -> Evaluation:
+        if self.every_steps is None and self.every_tasks:
+            raise ValueError(
+                "every_tasks does nothing without every_steps: give the optimizer steps between evaluations"
+            )
+        if self.every_steps is not None and not (self.every_tasks or self.tasks or self.suite):
+            raise ValueError(
+                f"every_steps={self.every_steps}, and there is nothing to measure: give every_tasks, or tasks"
+            )
+        return self
