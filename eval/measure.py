@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval import ranks
 from eval.backends import Target, load_model
+from eval.code_metric import code_metric
 from eval.placement import Placement, check_placement
 from eval.quiet import chatter_to, first_line
 from eval.settings import Settings
@@ -28,7 +29,12 @@ if TYPE_CHECKING:
 
 Results = dict[str, Any]
 # What lm_eval logs when a prompt is longer than the context and loses its beginning.
-PROMPT_CUT = ("Left truncation applied", "exceeds model's maximum length")
+PROMPT_CUT = (
+    "Left truncation applied",
+    "exceeds model's maximum length",
+    "Truncating context",
+    "Left truncating context",
+)
 
 
 def scores_of(results: Results, name: str) -> str:
@@ -209,9 +215,17 @@ def evaluate_model(
         return
     results |= {"settings": asdict(settings), "settings_hash": settings.hash, "seconds": time.monotonic() - started}
     results["placement"] = asdict(placement) | {"modules": modules}
+    if tasks.generated_code:
+        results["generated_code"] = tasks.generated_code | {"endings": code_metric().take_endings()}
     results["measured_model"] = {"model": target.model, "revision": target.revision}
+    if target.served is not None:
+        results["measured_model"]["served"] = target.served.record()
     results |= more or {}
     template = model.chat_template(True) if settings.apply_chat_template else None
+    if settings.backend == "vllm":
+        from eval.backend_vllm import release
+
+        release(model)
     del model
     gc.collect()  # the next model needs the memory
     work = output.with_name(f".{output.name}.{os.getpid()}")
