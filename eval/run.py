@@ -29,18 +29,17 @@ from pathlib import Path
 
 from eval import ranks
 from eval.backend_checks import check_backend
-from eval.backends import Target, check_requests, find_backend, place_backend
+from eval.backends import Target, check_requests, find_backend
 from eval.base_cache import measure_base
 from eval.conclude import conclude
-from eval.launch import become_launcher, decided_placement
+from eval.launch import become_launcher
 from eval.measure import Results, evaluate_model
-from eval.placement import Placement, place_model
 from eval.quiet import LOG
 from eval.settings import Reference, Settings, check_vocabulary, load_config, load_reference, resolve_settings
-from eval.suites import TaskSelection, check_tasks
+from eval.suites import check_tasks
 from eval.tables import scores_table
 from eval.task_facts import task_facts
-from eval.tasks import LoadedTasks, load_tasks
+from eval.together import NeedsProcesses, load_tasks_together, place
 from eval.treatment import own_template, treat_base
 from sft import rank_logs
 from sft.errors import EvaluationError, GateFailed, RecipeError, run_main
@@ -93,49 +92,6 @@ def _on_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-class _NeedsProcesses(Exception):
-    """More than this one are to share the documents."""
-
-    def __init__(self, placement: Placement) -> None:
-        self.placement = placement
-
-
-def _place(evaluation: Evaluation, reference: Reference, settings: Settings, trust_remote_code: bool) -> Placement:
-    """Where the layers go and how many processes share the documents, said where there is anything to say.
-
-    Raises:
-        _NeedsProcesses: They are not there yet.
-    """
-    number = ranks.launched()
-
-    def decide() -> Placement:
-        wanted = evaluation.parallelize, evaluation.processes
-        return place_model(*wanted, number, reference.config, settings.dtype, trust_remote_code)
-
-    placement = place_backend(evaluation) or (decided_placement() if number > 1 else None)
-    placement = placement or ranks.from_first(decide)
-    if placement.processes > number:
-        raise _NeedsProcesses(placement)
-    if placement.spread or placement.processes > 1:
-        print(f"Placement: {placement}", flush=True)
-    if placement.processes < number:  # a launcher of the user's has started several, and one spreads the layers
-        if not ranks.is_first():
-            sys.exit(0)
-        ranks.leave()
-    return placement
-
-
-def _load_tasks(selection: TaskSelection, settings: Settings, evaluation: Evaluation, log: Path) -> LoadedTasks:
-    """The same tasks on every process."""
-    consent = evaluation.confirm_run_unsafe_code
-    tasks = ranks.first_then_others(lambda: load_tasks(selection, settings, consent, log))
-    for missing in ranks.exchange(tasks.missing):
-        tasks.missing.update(missing)
-    for name in tasks.missing:
-        tasks.by_name.pop(name, None)
-    return tasks
 
 
 def _results(folder: Path) -> Results:
@@ -198,12 +154,12 @@ def evaluate_run(run: Run, evaluation: Evaluation) -> dict[str, str]:
     tuned = Target("tuned", str(run.final), None, recipe.model.trust_remote_code)
     settings = resolve_settings(evaluation, selection, reference, _on_gpu())
     treatment = treat_base(settings, reference, own_template(base))
-    placement = _place(evaluation, reference, settings, recipe.model.trust_remote_code)
+    placement = place(evaluation, reference, settings, recipe.model.trust_remote_code)
     asked_base, asked_tuned = (treatment.settings, treatment.tokenizer), (settings, reference.tokenizer)
     base, tuned = find_backend(evaluation, reference.path, (base, *asked_base), (tuned, *asked_tuned))
     folder = _results_folder(run, settings, reference)
     log = _log_in(folder)
-    tasks = _load_tasks(selection, settings, evaluation, log)
+    tasks = load_tasks_together(selection, settings, evaluation, log)
     facts = ranks.from_first(lambda: task_facts(settings, tasks))
     check_requests(tasks, (base, *asked_base), (tuned, *asked_tuned))
     settings, treatment = replace(settings, loaded=facts), treatment.with_facts(facts)
@@ -273,11 +229,11 @@ def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
     reference = load_reference(target.model, None, False)
     check_vocabulary(reference, reference.config, target.model)
     settings = resolve_settings(evaluation, selection, reference, _on_gpu())
-    placement = _place(evaluation, reference, settings, False)
+    placement = place(evaluation, reference, settings, False)
     (target,) = find_backend(evaluation, reference.path, (target, settings, reference.tokenizer))
     output = outputs.resolve() / "eval" / target.label.replace("/", "__") / time.strftime("%Y%m%d-%H%M%S")
     log = _log_in(output.parent)
-    tasks = _load_tasks(selection, settings, evaluation, log)
+    tasks = load_tasks_together(selection, settings, evaluation, log)
     facts = ranks.from_first(lambda: task_facts(settings, tasks))
     check_requests(tasks, (target, settings, reference.tokenizer))
     settings = replace(settings, loaded=facts)
@@ -308,7 +264,7 @@ def main(arguments: list[str]) -> None:
     ranks.join()
     try:
         not_measured = _evaluate(arguments)
-    except _NeedsProcesses as more:
+    except NeedsProcesses as more:
         become_launcher(more.placement, arguments)
     if not_measured:
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in not_measured.items())

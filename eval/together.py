@@ -1,0 +1,58 @@
+"""What the processes of an evaluation decide together: how many they are, and which tasks there are to measure."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from eval import ranks
+from eval.backends import place_backend
+from eval.launch import decided_placement
+from eval.placement import Placement, place_model
+from eval.settings import Reference, Settings
+from eval.suites import TaskSelection
+from eval.tasks import LoadedTasks, load_tasks
+from sft.recipe import Evaluation
+
+
+class NeedsProcesses(Exception):
+    """More than this one are to share the documents."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+
+
+def place(evaluation: Evaluation, reference: Reference, settings: Settings, trust_remote_code: bool) -> Placement:
+    """Where the layers go and how many processes share the documents, said where there is anything to say.
+
+    Raises:
+        NeedsProcesses: They are not there yet.
+    """
+    number = ranks.launched()
+
+    def decide() -> Placement:
+        wanted = evaluation.parallelize, evaluation.processes
+        return place_model(*wanted, number, reference.config, settings.dtype, trust_remote_code)
+
+    placement = place_backend(evaluation) or (decided_placement() if number > 1 else None)
+    placement = placement or ranks.from_first(decide)
+    if placement.processes > number:
+        raise NeedsProcesses(placement)
+    if placement.spread or placement.processes > 1:
+        print(f"Placement: {placement}", flush=True)
+    if placement.processes < number:  # a launcher of the user's has started several, and one spreads the layers
+        if not ranks.is_first():
+            sys.exit(0)
+        ranks.leave()
+    return placement
+
+
+def load_tasks_together(selection: TaskSelection, settings: Settings, evaluation: Evaluation, log: Path) -> LoadedTasks:
+    """The same tasks on every process."""
+    consent = evaluation.confirm_run_unsafe_code
+    tasks = ranks.first_then_others(lambda: load_tasks(selection, settings, consent, log))
+    for missing in ranks.exchange(tasks.missing):
+        tasks.missing.update(missing)
+    for name in tasks.missing:
+        tasks.by_name.pop(name, None)
+    return tasks
