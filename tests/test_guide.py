@@ -28,6 +28,9 @@ RUN_BY = {
     "deepspeed --num_gpus 2 --module sft.train recipes/tiny.yaml": "tests/slow/test_same_result.py",
     "bash scripts/eval.sh": "tests/eval/test_run.py",
     "python tests/tiny_server.py": "tests/eval/test_backend_server.py",
+    "python -m eval.report": "tests/slow/test_report_in_browser.py",
+    "bash scripts/chat.sh": "tests/slow/test_chat_terminal.py",
+    "bash scripts/export.sh outputs/tiny/latest": "tests/slow/test_export.py",
 }
 
 
