@@ -10,48 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from eval.alike import check_alike
 from eval.pairs import Paired, Results, Samples, leaves, metric_keys, number, pair_task
 from eval.statistics import Evidence, independent, paired
 from eval.verdicts import Entry, decide, judge, note, overall
-from sft.errors import EvaluationError
-
-
-def _differing(base: object, tuned: object, where: str = "") -> list[str]:
-    """Each setting that differs, with both values.
-
-    >>> _differing({"limit": 10, "a": {"b": 1}}, {"limit": 10, "a": {"b": 2}})
-    ['  a.b: base 1, tuned 2']
-    """
-    if isinstance(base, dict) and isinstance(tuned, dict):
-        names = dict.fromkeys([*base, *tuned])
-        inside = (_differing(base.get(name), tuned.get(name), f"{where}.{name}".strip(".")) for name in names)
-        return [line for lines in inside for line in lines]
-    return [] if base == tuned else [f"  {where}: base {base}, tuned {tuned}"]
-
-
-def _check_alike(base: Results, tuned: Results) -> None:
-    if base["settings_hash"] != tuned["settings_hash"]:
-        # The batch size is no part of the hash.
-        settings = [{**one["settings"], "batch_size": None} for one in (base, tuned)]
-        lines = _differing(settings[0], settings[1])
-        raise EvaluationError(
-            "\n".join(["Base and tuned were measured under different settings and are not compared:", *lines])
-        )
-    dtypes = [one.get("config", {}).get("model_dtype") for one in (base, tuned)]
-    if dtypes[0] != dtypes[1]:
-        raise EvaluationError(
-            f"Base was measured in {dtypes[0]} and tuned in {dtypes[1]}. Set eval.dtype and measure both again."
-        )
-
-
-def _check_same_documents(task: str, base: list[dict[str, Any]], tuned: list[dict[str, Any]]) -> None:
-    for key, what in (("doc_hash", "documents"), ("prompt_hash", "prompts")):
-        seen = [{(one["doc_id"], one["filter"]): one[key] for one in samples} for samples in (base, tuned)]
-        if seen[0] != seen[1]:
-            raise EvaluationError(
-                f"The {what} of {task} were not the same for base and tuned: its data changed between the two. Remove "
-                "the run's folder eval/base and measure again."
-            )
 
 
 def _evidence(
@@ -125,9 +87,7 @@ def compare(base: Results, tuned: Results, base_samples: Samples, tuned_samples:
     Raises:
         EvaluationError: The settings, the documents or the prompts were not the same.
     """
-    _check_alike(base, tuned)
-    for task in base_samples.keys() & tuned_samples.keys():
-        _check_same_documents(task, base_samples[task], tuned_samples[task])
+    treatment = check_alike(base, tuned, base_samples, tuned_samples)
     compared = [
         _compare_metric(task, key, base, tuned, (base_samples, tuned_samples))
         for task, scores in tuned["results"].items()
@@ -143,6 +103,7 @@ def compare(base: Results, tuned: Results, base_samples: Samples, tuned_samples:
         "not_measured": not_measured,
         "settings_hash": tuned["settings_hash"],
         "settings": tuned["settings"],
+        "base_treatment": treatment,
         "base": base["measured_model"],
         "tuned": tuned["measured_model"],
         "versions": tuned["versions"],

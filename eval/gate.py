@@ -26,7 +26,7 @@ def _parts_of(selection: TaskSelection) -> set[str]:
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._index import Kind
 
-    from eval.suites import members
+    from eval.task_index import members
 
     entries = TaskManager(include_path=[str(path) for path in selection.include_paths]).task_index
     found: set[str] = set()

@@ -30,6 +30,9 @@ class Task:
     definition: str | None = None
     """SHA-256 of a definition that is not lm_eval's own: two tasks of one name are not one task."""
 
+    datasets: tuple[str, ...] = ()
+    """Those on the hub that such a definition names."""
+
 
 class _TaskLoader(yaml.SafeLoader):
     """A task's YAML as lm_eval reads it, with `!function` left as text: nothing of the user's is imported here."""

@@ -7,6 +7,7 @@
     ├── ModelError       a model, tokenizer or chat template
     ├── EvaluationError  a task or an evaluation setting
     ├── RunError         the run directory
+    ├── ExportError      what is handed over, to whom, and how
     ├── PreflightError   the machines or processes of a job do not fit together
     ├── RanksError       the ranks of a job do not do the same
     └── NonfiniteError   a loss or gradient is NaN or infinite
@@ -76,6 +77,10 @@ class EvaluationError(UserError):
 
 class RunError(UserError):
     """The run directory."""
+
+
+class ExportError(UserError):
+    """What is handed over, where to, or how."""
 
 
 class PreflightError(UserError):

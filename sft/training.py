@@ -17,6 +17,7 @@ from sft.checker import Checker
 from sft.debugging import MemoryLog, prepare_files
 from sft.errors import EXIT_CRASHED, Interrupted
 from sft.fingerprint import Fingerprint
+from sft.finish import programs
 from sft.held_out import HeldOutLoss
 from sft.inside import remove
 from sft.job import Job
@@ -81,7 +82,7 @@ def train(job: Job, start: Start, tokenizer: Any, checker: Checker | None) -> No
         with told_of_lost_ranks(job.recipe, "final/ was written", run):
             write_final(trainer, job, run, tokenizer)
     if distributed.is_first_rank():
-        record_end(run, seconds, bool(recipe.eval.tasks or recipe.eval.suite))
+        record_end(run, seconds, bool(programs(recipe.eval)))
     if distributed.is_first_rank():
         print(f"Trained {trainer.state.global_step} steps in {seconds:.0f} s: {run.final}", flush=True)
 

@@ -106,7 +106,7 @@ def test_different_settings_are_refused_with_both_values() -> None:
         compare(results(0.5), results(0.5, settings_hash="b", settings=other), {}, {})
     assert "limit: base 4, tuned 8" in str(error.value)
     assert "versions.lm_eval: base 1, tuned 2" in str(error.value)
-    assert "batch_size" not in str(error.value)
+    assert "batch_size: base 8, tuned 1" in str(error.value)
 
 
 def test_different_number_formats_are_refused() -> None:

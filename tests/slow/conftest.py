@@ -2,12 +2,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from _pytest.mark import ParameterSet
+from safetensors.torch import load_file, save_file
 
 from sft.run_directory import Run
 from tests.slow.ranks import Ranks
@@ -35,12 +37,41 @@ def command() -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
+@pytest.fixture(scope="module")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the recipes of a module share what is prepared."""
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture
+def own_recipe(shared_folder: Path, request: pytest.FixtureRequest) -> Path:
+    """A recipe of this test alone, beside those of the module's other tests; yet to be written."""
+    return shared_folder / f"{plain(request.node.name)}.yaml"
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Starts programs on real ranks, without their imports."""
     started = Ranks()
     yield started
     started.close()
+
+
+def rows(names: Iterable[str], chosen: Collection[str]) -> list[ParameterSet]:
+    """Parameters by name, of which those that were not chosen to prove the law are `extra`."""
+    names = list(names)
+    assert set(chosen) <= set(names), set(chosen) - set(names)
+    return [pytest.param(name, id=name, marks=() if name in chosen else pytest.mark.extra) for name in names]
+
+
+def plain(name: str) -> str:
+    """A row's name as a run's."""
+    return "".join(letter if letter.isalnum() else "-" for letter in name)
+
+
+def latest(recipe: Path) -> Run:
+    """The newest run of a recipe that write_recipe has written."""
+    return Run((recipe.parent / "outputs" / recipe.stem / "latest").resolve())
 
 
 def losses(run: Run) -> list[float]:
@@ -54,12 +85,26 @@ def decisions(run: Run) -> dict[str, Any]:
 
 
 def write_recipe(path: Path, **sections: dict[str, Any]) -> Path:
-    """A recipe file; without the check of the save, but where the test asks for it."""
+    """A recipe file; without the check of the save and answers to prompts, but where the test asks for them."""
     sections["train"] = {"save_canary": False} | sections.get("train", {})
+    sections["eval"] = {"chat": False} | sections.get("eval", {})
     path.write_text(
         yaml.safe_dump({"schema_version": 1, "version": 1, "output_dir": str(path.parent / "outputs"), **sections})
     )
     return path
+
+
+def untie(model: Path, folder: Path) -> Path:
+    """A copy of a model with an output embedding of its own."""
+    folder.mkdir()
+    for file in model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    weights = load_file(model / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def write_task(path: Path, data: Path, **keys: object) -> Path:

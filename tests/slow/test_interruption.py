@@ -282,7 +282,7 @@ def test_the_launcher_passes_signals_on_and_waits_for_the_checkpoint(
 
 def test_an_evaluation_that_was_stopped_goes_on_alone(recipe: Path, ranks: Ranks) -> None:
     tasks = write_task(recipe.parent / "copy.yaml", recipe.parent / "rows.jsonl", **TASK)
-    (recipe.parent / "rows.jsonl").write_text('{"text": "a b", "answer": "b"}\n' * 4)
+    (recipe.parent / "rows.jsonl").write_text('{"text": "a b", "answer": "b"}\n' * 40)
     words = [str(recipe), "tracking.run_name=evaluated", f'eval.tasks=["{tasks}"]', "train.max_steps=1"]
     run = Run(recipe.parent / "outputs" / "job" / "evaluated")
     ranks.run(1, ["sft.train", *words])
