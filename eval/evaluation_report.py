@@ -114,8 +114,7 @@ def evaluation_section(of: Recorded) -> list[Block]:
     metrics = entries(comparison, "metrics")
     blocks: list[Block] = [Paragraph("No task was measured on both models.")]
     if metrics:
-        table = scores_table(metrics)
-        blocks = [drawn_scores(deciding(comparison)), Fold("All numbers", [table]) if len(metrics) > 3 else table]
+        blocks = [drawn_scores(deciding(comparison)), Fold("All numbers", [scores_table(metrics)])]
     blocks.append(Paragraph("Difference is tuned - base; ± and standard errors are of the documents that were asked."))
     if comparison.get("note"):
         blocks.append(Paragraph(words(comparison["note"])))

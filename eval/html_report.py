@@ -47,11 +47,8 @@ def shown(text: str) -> Markup:
     >>> str(shown("<b>\x00"))
     '&lt;b&gt;<b class="u">⟨U+0000⟩</b>'
     """
-    parts, end = [], 0
-    for found in HIDDEN.finditer(text):
-        parts += [escape(text[end : found.start()]), Markup('<b class="u">{}</b>').format(name_of(found[0]))]
-        end = found.end()
-    return Markup("").join([*parts, escape(text[end:])])
+    # Escaping adds no character that is hidden.
+    return Markup(HIDDEN.sub(lambda found: f'<b class="u">{name_of(found[0])}</b>', str(escape(text))))
 
 
 @dataclass(frozen=True)
@@ -85,6 +82,7 @@ class Budget:
 
     def _afford(self, text: str, most: int) -> tuple[str, int]:
         """As much of a text as there is room for, and the number of characters left out."""
+        most = min(most, max(self.answers, 0))
         while (cost := len(shown(text[:most]).encode("utf-8", "replace"))) > self.answers and most > 64:
             most //= 2
         if cost > self.answers:
