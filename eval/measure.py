@@ -10,6 +10,7 @@ import os
 import shutil
 import time
 import traceback
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -204,6 +205,7 @@ def evaluate_model(
         model = load_model(target, tokenizer, settings, placement)
     modules = check_placement(model.model, placement)
     results = _measure_all(model, target.label, tasks, settings, log)
+    endings = ranks.exchange(code_metric().take_endings()) if tasks.generated_code else []
     if not ranks.is_first():
         del model
         gc.collect()
@@ -211,7 +213,7 @@ def evaluate_model(
     results |= {"settings": asdict(settings), "settings_hash": settings.hash, "seconds": time.monotonic() - started}
     results["placement"] = asdict(placement) | {"modules": modules}
     if tasks.generated_code:
-        results["generated_code"] = tasks.generated_code | {"endings": code_metric().take_endings()}
+        results["generated_code"] = tasks.generated_code | {"endings": dict(sum(map(Counter, endings), Counter[str]()))}
     results["measured_model"] = {"model": target.model, "revision": target.revision}
     results |= more or {}
     template = model.chat_template(True) if settings.apply_chat_template else None

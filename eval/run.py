@@ -28,6 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from eval import ranks
+from eval.ahead import describe
 from eval.backends import Target
 from eval.base_cache import measure_base
 from eval.conclude import conclude
@@ -127,9 +128,17 @@ def _place(evaluation: Evaluation, reference: Reference, settings: Settings, tru
 def _load_tasks(selection: TaskSelection, settings: Settings, evaluation: Evaluation, log: Path) -> LoadedTasks:
     """The same tasks on every process."""
     consent = evaluation.confirm_run_unsafe_code
+    if ranks.is_first():
+        for line in describe(evaluation):
+            print(line, flush=True)
     tasks = ranks.first_then_others(lambda: load_tasks(selection, settings, consent, log))
     for missing in ranks.exchange(tasks.missing):
         tasks.missing.update(missing)
+    loaded = [set(names) for names in ranks.exchange(list(tasks.by_name))]
+    for name in set.union(*loaded) - set.intersection(
+        *loaded
+    ):  # where one process got a group and another only its parts
+        tasks.missing.setdefault(name, "not every process of the evaluation could load it")
     for name in tasks.missing:
         tasks.by_name.pop(name, None)
     return tasks
