@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from eval.blocks import MISSING, Answer, Block, Code, Exchange, Exchanges, Line, Paragraph, Table, number, words
+from eval.evaluation_report import flattened
 from eval.recorded import Recorded, entries, get, is_number, mapping
 
 MOST_PROMPTS = 16
@@ -21,7 +22,7 @@ def chat_section(of: Recorded) -> list[Block]:
     blocks: list[Block] = [_checks(of.chat)]
     if len(prompts) > MOST_PROMPTS:
         blocks.append(Paragraph(f"{MOST_PROMPTS} of {len(prompts)} prompts are shown; all are in eval/chat.json."))
-    generation = ", ".join(f"{key} {words(value)}" for key, value in mapping(of.chat, "generation").items())
+    generation = ", ".join(f"{key} {words(value)}" for key, value in flattened(mapping(of.chat, "generation")).items())
     if generation:
         blocks.append(Paragraph(f"Both generated with: {generation}."))
     return [*blocks, Exchanges(shown, ("The answers are in report.html and ", Code("eval/chat.json"), "."))]
@@ -71,8 +72,10 @@ def _chat_answer(side: str, answer: object) -> Answer:
 def flips_section(of: Recorded) -> list[Block]:
     """The documents that only one of the two models answered right, with both answers."""
     counts = mapping(of.comparison, "flips")
-    if not counts and not of.flips:
+    if of.flips is None and not counts:
         return [Paragraph(("Not recorded: ", Code("eval/flips.jsonl"), " is missing."))] if of.comparison else []
+    if not of.flips and not counts:
+        return [Paragraph("None: no document that one of the two models has right is wrong in the other.")]
     rows: list[list[Line]] = [
         [task, words(get(one, "metric")), number(get(one, "gained")), number(get(one, "lost"))]
         for task, one in counts.items()
@@ -81,7 +84,7 @@ def flips_section(of: Recorded) -> list[Block]:
     blocks: list[Block] = [Table(head, rows, numbers=(2, 3))] if rows else []
     elsewhere: Line = ("Examples are in report.html, all in ", Code("eval/flips.jsonl"), ".")
     for direction, title in (("lost", "Lost"), ("gained", "Gained")):
-        all_of_them = [one for one in of.flips if one.get("direction") == direction]
+        all_of_them = [one for one in of.flips or [] if one.get("direction") == direction]
         shown = _shared_out(all_of_them)
         if shown:
             left = len(all_of_them) - len(shown)
@@ -111,6 +114,6 @@ def _flip(flip: dict[str, Any]) -> Exchange:
     return Exchange(
         [("question", words(flip.get("question"))), ("expected", words(flip.get("target")))],
         [Answer(side, words(flip.get(side))) for side in ("base", "tuned")],
-        title=f"{words(flip.get('task'))}, document {words(flip.get('doc_id'))}: {scores}",
+        title=f"{words(flip.get('subtask') or flip.get('task'))}, document {words(flip.get('doc_id'))}: {scores}",
         hint=beginning if len(beginning) <= 80 else beginning[:79] + "…",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from eval.blocks import MISSING, Block, Code, Line, Paragraph, Strong, Table, code, joined, number, words
-from eval.recorded import Recorded, entries, get, mapping
+from eval.recorded import Recorded, entries, get, listed, mapping
 
 _FATES = ("in", "trained", "masked", "truncated", "held_out", "dropped")
 
@@ -92,7 +92,7 @@ def _findings(ledger: dict[str, Any]) -> list[Block]:
         [
             number(one.get("count")),
             words(one.get("meaning")),
-            joined([code(row) for row in (one.get("rows") or [])[:3]]),
+            joined([code(row) for row in listed(one, "rows")[:3]]),
         ]
         for one in found
     ]

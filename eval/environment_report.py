@@ -21,7 +21,7 @@ from eval.blocks import (
     number,
     words,
 )
-from eval.recorded import Recorded, entries, get, mapping
+from eval.recorded import Recorded, entries, get, listed, mapping
 from sft.recipe import REPOSITORY
 
 
@@ -91,13 +91,13 @@ def again_section(of: Recorded) -> list[Block]:
         return [Paragraph("The command is missing.")]
     path = Path(record["recipe_path"])
     shown = path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path
-    commit, overrides = get(record, "git", "commit"), record.get("overrides")
+    commit = get(record, "git", "commit")
     folder, script = record.get("working_directory"), "scripts/sft.sh"
     lines = [f"git checkout {commit}"] if commit else []
     if folder and shown == path:  # a recipe of the user's, whose paths start where it was called
         lines, script = [f"cd {shlex.quote(str(folder))}"], str(REPOSITORY / script)
         lines += [f"git -C {shlex.quote(str(REPOSITORY))} checkout {commit}"] if commit else []
-    lines.append(shlex.join(["bash", script, str(shown), *map(str, overrides if isinstance(overrides, list) else [])]))
+    lines.append(shlex.join(["bash", script, str(shown), *map(str, listed(record, "overrides"))]))
     notes: list[Line] = []
     if of.run.recipe_file.is_file():
         notes.append(("The recipe as it was read: ", Link("recipe.yaml", "recipe.yaml"), "."))

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
-from statistics import NormalDist
 from typing import Any
 
 from eval.blocks import (
     MISSING,
-    Bar,
     Block,
     Code,
     Fold,
     Line,
     Notice,
     Paragraph,
-    Score,
-    Scores,
     Strong,
     Table,
     code,
@@ -26,47 +22,17 @@ from eval.blocks import (
     number,
     words,
 )
-from eval.recorded import Recorded, entries, get, is_number, mapping
-
-Z95 = NormalDist().inv_cdf(0.975)
-"""95 % of a normal distribution lie within this many standard errors."""
-
-KINDS = {"IMPROVED": "good", "better": "good", "REGRESSED": "bad", "worse": "bad"}
-"""Of a verdict; the lower case is how earlier versions of the comparison say it."""
-
+from eval.recorded import Recorded, entries, get, is_number, listed, mapping
+from eval.scores_report import drawn_scores, interval_of, kind_of, metric_name, scores_table, shown_interval
 
 MOST_NAMED = 5
 """Metrics that got worse, in the verdict."""
 
 
-def kind_of(verdict: object) -> str:
-    """good, bad or plain."""
-    return KINDS.get(str(verdict), "plain")
-
-
-def metric_name(entry: dict[str, Any]) -> str:
-    """A metric, its filter, and which way is better where that is down."""
-    name = words(entry.get("metric"))
-    name += f", {words(entry['filter'])}" if entry.get("filter") not in (None, "none") else ""
-    return name + (" (lower is better)" if entry.get("higher_is_better") is False else "")
-
-
-def interval_of(entry: object, key: str = "interval_95") -> tuple[float, float] | None:
-    """The interval of an entry, where it is recorded."""
-    found = get(entry, key)
-    both = isinstance(found, list) and len(found) == 2 and all(map(is_number, found))
-    return (float(found[0]), float(found[1])) if both else None
-
-
-def shown_interval(interval: tuple[float, float] | None) -> str:
-    """An interval of a difference."""
-    return "[{:+.4f}, {:+.4f}]".format(*interval) if interval else MISSING
-
-
-def score_of(entry: dict[str, Any], side: str) -> str:
-    """One model's score with its standard error."""
-    stderr = entry.get(f"{side}_stderr")
-    return number(entry.get(side), ".4f") + (f" ± {stderr:.4f}" if is_number(stderr) else "")
+def deciding(comparison: dict[str, Any]) -> list[dict[str, Any]]:
+    """The metrics that decide, one for each task; all, where the comparison does not say which."""
+    metrics = entries(comparison, "metrics")
+    return [entry for entry in metrics if entry.get("decides") is True] or metrics
 
 
 def verdict_head(of: Recorded) -> list[Block]:
@@ -74,7 +40,7 @@ def verdict_head(of: Recorded) -> list[Block]:
     comparison = of.comparison
     if not comparison:
         return [Notice("plain", "Not compared with the base model", [no_evaluation(of)])]
-    metrics = entries(comparison, "metrics")
+    metrics = deciding(comparison)
     counts = [f"{count} {verdict}" for verdict, count in _verdicts(metrics).items()]
     overall = mapping(comparison, "overall")
     if overall:
@@ -119,7 +85,7 @@ def _gate(comparison: dict[str, Any]) -> list[Block]:
     gate = mapping(comparison, "gate")
     if not gate:
         return []
-    failures: list[Line] = [words(one) for one in gate.get("failures") or []]
+    failures: list[Line] = [words(one) for one in listed(gate, "failures")]
     asked: Line = joined([("asked: ", code(json.dumps(gate.get("asked"), ensure_ascii=False)))])
     passed = gate.get("passed") is True
     return [Notice("good" if passed else "bad", f"The gate {'passed' if passed else 'failed'}", [*failures, asked])]
@@ -148,8 +114,7 @@ def evaluation_section(of: Recorded) -> list[Block]:
     metrics = entries(comparison, "metrics")
     blocks: list[Block] = [Paragraph("No task was measured on both models.")]
     if metrics:
-        table = _table(metrics)
-        blocks = [_drawn(metrics), Fold("All numbers", [table]) if len(metrics) > 3 else table]
+        blocks = [drawn_scores(deciding(comparison)), Fold("All numbers", [scores_table(metrics)])]
     blocks.append(Paragraph("Difference is tuned - base; ± and standard errors are of the documents that were asked."))
     if comparison.get("note"):
         blocks.append(Paragraph(words(comparison["note"])))
@@ -158,92 +123,6 @@ def evaluation_section(of: Recorded) -> list[Block]:
         reasons: list[Line] = [f"{task}: {words(reason)}" for task, reason in not_measured.items()] or ["not recorded"]
         blocks += [Notice("warning", "The evaluation is incomplete. Not measured:", reasons)]
     return [*blocks, *_contamination(comparison), _asked(comparison)]
-
-
-def _table(metrics: list[dict[str, Any]]) -> Table:
-    tested = any(is_number(entry.get("p_value")) for entry in metrics)
-    rows: list[list[Line]] = []
-    for entry in metrics:
-        probabilities = [
-            number(entry.get("p_value"), ".2g"),
-            number(entry.get("p_adjusted"), ".2g"),
-            words(entry.get("test")),
-        ]
-        rows.append(
-            [
-                words(entry.get("task")),
-                metric_name(entry),
-                number(entry.get("documents")),
-                score_of(entry, "base"),
-                score_of(entry, "tuned"),
-                number(entry.get("difference"), "+.4f"),
-                number(entry.get("difference_stderr"), ".4f"),
-                shown_interval(interval_of(entry)),
-                *(probabilities if tested else []),
-                words(entry.get("verdict")),
-            ]
-        )
-    head = ["Task", "Metric", "Documents", "Base", "Tuned", "Difference", "Standard error", "95% interval"]
-    head += ["p", "p (Holm)", "Test"] if tested else []
-    return Table([*head, "Verdict"], rows, numbers=range(2, 10 if tested else 8))
-
-
-def _drawn(metrics: list[dict[str, Any]]) -> Scores:
-    shares = [entry for entry in metrics if _is_share(entry)]
-    widest = max((_reach(entry) for entry in shares), default=0.0)
-    rows = []
-    for entry in metrics:
-        ends = [end for side in ("base", "tuned") for end in _ends(entry, side) if end is not None]
-        full = 1.0 if entry in shares else max(map(abs, ends), default=0.0)
-        reach = widest if entry in shares else _reach(entry)
-        rows.append(
-            Score(
-                task=words(entry.get("task")),
-                metric=f"{metric_name(entry)}; {number(entry.get('documents'))} documents"
-                + ("" if entry in shares else "; on a scale of its own"),
-                verdict=words(entry.get("verdict")),
-                kind=kind_of(entry.get("verdict")),
-                base=_bar(entry, "base", full),
-                tuned=_bar(entry, "tuned", full),
-                difference=number(entry.get("difference"), "+.4f"),
-                interval=shown_interval(interval_of(entry)),
-                span=_span(entry, reach),
-            )
-        )
-    return Scores(rows, f"{widest:.3f}" if shares else "")
-
-
-def _is_share(entry: dict[str, Any]) -> bool:
-    scores = [entry.get(side) for side in ("base", "tuned")]
-    return all(is_number(score) and 0 <= score <= 1 for score in scores)
-
-
-def _reach(entry: dict[str, Any]) -> float:
-    values = [entry.get("difference"), *(interval_of(entry) or ())]
-    return max((abs(value) for value in values if is_number(value)), default=0.0)
-
-
-def _ends(entry: dict[str, Any], side: str) -> tuple[float | None, float | None, float | None]:
-    score, stderr = entry.get(side), entry.get(f"{side}_stderr")
-    if not is_number(score):
-        return None, None, None
-    return (score, score - Z95 * stderr, score + Z95 * stderr) if is_number(stderr) else (score, None, None)
-
-
-def _within(value: float | None, full: float, low: float = 0.0) -> float | None:
-    return None if value is None or not full else min(max(value / full, low), 1.0)
-
-
-def _bar(entry: dict[str, Any], side: str, full: float) -> Bar:
-    value, low, high = _ends(entry, side)
-    return Bar(number(value, ".4f"), _within(value, full), _within(low, full), _within(high, full))
-
-
-def _span(entry: dict[str, Any], reach: float) -> Bar | None:
-    difference, (low, high) = entry.get("difference"), interval_of(entry) or (None, None)
-    if not is_number(difference) or not reach:
-        return None
-    return Bar("", _within(difference, reach, -1), _within(low, reach, -1), _within(high, reach, -1))
 
 
 def contaminated(comparison: dict[str, Any]) -> dict[str, tuple[int, int]]:
@@ -256,15 +135,22 @@ def contaminated(comparison: dict[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def _contamination(comparison: dict[str, Any]) -> list[Block]:
-    if not mapping(comparison, "contamination"):
+    looked = mapping(comparison, "contamination")
+    if not looked:
         return [Paragraph("Whether documents of the tasks are in the training data was not looked for.")]
-    ngram = number(get(comparison, "contamination", "ngram"))
-    rows = [
-        [words(task), number(documents), number(found), f"{found / documents:.1%}" if documents else MISSING]
-        for task, (found, documents) in contaminated(comparison).items()
-    ]
-    told = f"Documents of the tasks that share {ngram} words in a row with the training data:"
-    return [Paragraph(told), Table(["Task", "Documents", "Found", "Share"], rows, numbers=(1, 2, 3))]
+    if looked.get("reason"):
+        return [
+            Paragraph(f"Documents of the tasks in the training data could not be looked for: {words(looked['reason'])}")
+        ]
+    rows: list[list[Line]] = []
+    for task, (found, documents) in contaminated(comparison).items():
+        counts = mapping(looked, "tasks", task)
+        share = f"{found / documents:.1%}" if documents else MISSING
+        without = number(counts.get("difference_without"), "+.4f") if found else "-"
+        rows.append([words(task), number(documents), number(found), share, number(counts.get("too_short")), without])
+    told = f"Documents of the tasks that share {number(looked.get('ngram'))} words in a row with the training data:"
+    head = ["Task", "Documents", "Found", "Share", "Too short to tell", "Difference without those found"]
+    return [Paragraph(told), Table(head, rows, numbers=range(1, 6))]
 
 
 def _asked(comparison: dict[str, Any]) -> Paragraph:
@@ -275,13 +161,11 @@ def _asked(comparison: dict[str, Any]) -> Paragraph:
     )
     settings = code(str(comparison.get("settings_hash", ""))[:12] or None)
     dtype = words(get(comparison, "settings", "dtype"))
-    cut = comparison.get("prompts_cut")
-    lost = (
-        f" Prompts longer than the context lost their beginning: {', '.join(map(words, cut))}."
-        if isinstance(cut, list) and cut
-        else ""
-    )
-    return Paragraph((f"Both models: {asked}, {template}, in {dtype}; settings ", settings, f".{lost}"))
+    cut = ", ".join(map(words, listed(comparison, "prompts_cut")))
+    lost = f" Prompts longer than the context lost their beginning: {cut}." if cut else ""
+    treated = get(comparison, "base_treatment", "told")
+    treatment = f" {words(treated)}" if treated else ""
+    return Paragraph((f"Both models: {asked}, {template}, in {dtype}; settings ", settings, f".{lost}{treatment}"))
 
 
 def settings_section(of: Recorded) -> list[Block]:

@@ -61,34 +61,35 @@ def _inline(piece: Inline) -> str:
     return before + text(piece) + after if piece.strip() else " " * bool(piece)
 
 
-def _line(line: Line) -> str:
+def line_of(line: Line) -> str:
+    """A line, escaped."""
     return "".join(map(_inline, line)) if isinstance(line, tuple) else _inline(line)
 
 
 def _table(head: Sequence[Line], rows: Sequence[Sequence[Line]], numbers: Sequence[int]) -> list[str]:
     rule = ["---:" if column in numbers else "---" for column in range(len(head))]
-    shown = [[_line(cell) for cell in row] for row in rows]
-    return [f"| {' | '.join(cells)} |" for cells in ([_line(name) for name in head], rule, *shown)]
+    shown = [[line_of(cell) for cell in row] for row in rows]
+    return [f"| {' | '.join(cells)} |" for cells in ([line_of(name) for name in head], rule, *shown)]
 
 
-def _block(block: Block) -> list[str]:
-    """Its lines; none where it is for the other format."""
+def lines_of(block: Block) -> list[str]:
+    """A block's lines; none where it is for the other format."""
     match block:
         case Paragraph():
-            return [_line(block.line)]
+            return [line_of(block.line)]
         case Bullets():
-            return [f"- {_line(line)}" for line in block.lines]
+            return [f"- {line_of(line)}" for line in block.lines]
         case Table():
             return _table(block.head, block.rows, block.numbers)
         case Commands():
             return ["```bash", *(visible(line) for line in block.lines), "```"]
         case Notice():
-            bullets = [f"- {_line(line)}" for line in block.lines]
+            bullets = [f"- {line_of(line)}" for line in block.lines]
             return [f"**{text(block.title)}**", *([""] if bullets else []), *bullets]
         case Charts():
             return [f"!{_inline(block.image)}"] if block.image else []
         case Exchanges():
-            return [_line(block.elsewhere)] if block.elsewhere else []
+            return [line_of(block.elsewhere)] if block.elsewhere else []
         case Fold():
             return [f"### {text(block.title)}", "", *_blocks(block.blocks)]
         case Scores():
@@ -98,7 +99,7 @@ def _block(block: Block) -> list[str]:
 def _blocks(blocks: Sequence[Block]) -> list[str]:
     lines: list[str] = []
     for block in blocks:
-        shown = _block(block)
+        shown = lines_of(block)
         lines += [*([""] if lines and shown else []), *shown]
     return lines
 
@@ -107,7 +108,7 @@ def as_markdown(page: Page) -> str:
     """The text of report.md."""
     lines = [f"# {text(page.title)}"]
     for line in page.under:
-        lines += ["", _line(line)]
+        lines += ["", line_of(line)]
     lines += ["", *_blocks(page.head)] if page.head else []
     for section in page.sections:
         lines += ["", f"## {text(section.title)}", "", *_blocks(section.blocks)]

@@ -19,7 +19,7 @@ from eval import ranks
 from eval.backends import Target, load_model
 from eval.code_metric import code_metric
 from eval.placement import Placement, check_placement
-from eval.quiet import chatter_to, first_line
+from eval.quiet import chatter_to, describe_environment_once, first_line
 from eval.settings import Settings
 from eval.tasks import LoadedTasks, leaves
 from sft.errors import EvaluationError, LostRank
@@ -30,7 +30,12 @@ if TYPE_CHECKING:
 
 Results = dict[str, Any]
 # What lm_eval logs when a prompt is longer than the context and loses its beginning.
-PROMPT_CUT = ("Left truncation applied", "exceeds model's maximum length")
+PROMPT_CUT = (
+    "Left truncation applied",
+    "exceeds model's maximum length",
+    "Truncating context",
+    "Left truncating context",
+)
 
 
 def scores_of(results: Results, name: str) -> str:
@@ -54,6 +59,7 @@ def _measure_task(model: HFLM, name: str, tasks: LoadedTasks, settings: Settings
     import lm_eval
     from lm_eval.tasks import TaskManager
 
+    describe_environment_once()
     results: Results | None = lm_eval.simple_evaluate(
         model=model,
         tasks=tasks.by_name[name],
@@ -205,7 +211,8 @@ def evaluate_model(
         model = load_model(target, tokenizer, settings, placement)
     modules = check_placement(model.model, placement)
     results = _measure_all(model, target.label, tasks, settings, log)
-    endings = ranks.exchange(code_metric().take_endings()) if tasks.generated_code else []
+    # Each process has run the programs of its own documents.
+    endings = ranks.collect(code_metric().take_endings() if tasks.generated_code else {})
     if not ranks.is_first():
         del model
         gc.collect()
@@ -213,10 +220,16 @@ def evaluate_model(
     results |= {"settings": asdict(settings), "settings_hash": settings.hash, "seconds": time.monotonic() - started}
     results["placement"] = asdict(placement) | {"modules": modules}
     if tasks.generated_code:
-        results["generated_code"] = tasks.generated_code | {"endings": dict(sum(map(Counter, endings), Counter[str]()))}
+        results["generated_code"] = tasks.generated_code | {"endings": dict(sum(map(Counter, endings), Counter()))}
     results["measured_model"] = {"model": target.model, "revision": target.revision}
+    if target.served is not None:
+        results["measured_model"]["served"] = target.served.record()
     results |= more or {}
     template = model.chat_template(True) if settings.apply_chat_template else None
+    if settings.backend == "vllm":
+        from eval.backend_vllm import release
+
+        release(model)
     del model
     gc.collect()  # the next model needs the memory
     work = output.with_name(f".{output.name}.{os.getpid()}")

@@ -29,8 +29,8 @@ class Recorded:
     chat: dict[str, Any] = field(default_factory=dict)
     """Answers of base and tuned to the fixed prompts."""
 
-    flips: list[dict[str, Any]] = field(default_factory=list)
-    """Documents that one of the two answered right and the other wrong."""
+    flips: list[dict[str, Any]] | None = None
+    """Documents that one of the two answered right and the other wrong; None where nobody has looked."""
 
     during: list[dict[str, Any]] = field(default_factory=list)
     """Lines of eval/during.jsonl, by step."""
@@ -91,7 +91,7 @@ def read_run(run: Run) -> Recorded:
         metrics=_by_step(run.metrics_file),
         comparison=_read(run.comparison_file),
         chat=_read(evaluation / "chat.json"),
-        flips=list(_lines(evaluation / "flips.jsonl")),
+        flips=list(_lines(evaluation / "flips.jsonl")) if (evaluation / "flips.jsonl").is_file() else None,
         during=_by_step(evaluation / "during.jsonl"),
     )
 
@@ -105,8 +105,13 @@ def get(values: object, *keys: str) -> Any:
 
 def entries(values: object, key: str) -> list[dict[str, Any]]:
     """The dictionaries of a list inside a dictionary; none where there is no such list."""
-    found = get(values, key)
-    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    return [one for one in listed(values, key) if isinstance(one, dict)]
+
+
+def listed(values: object, *keys: str) -> list[Any]:
+    """A list inside dictionaries; empty where there is none."""
+    found = get(values, *keys)
+    return found if isinstance(found, list) else []
 
 
 def mapping(values: object, *keys: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from eval.environment_report import again_section, environment_section, hardware
 from eval.evaluation_report import contaminated, evaluation_section, settings_section, verdict_head
 from eval.html_report import as_html
 from eval.markdown import as_markdown
-from eval.recorded import Recorded, entries, is_number, mapping, read_run
+from eval.recorded import Recorded, entries, is_number, listed, mapping, read_run
 from eval.training_report import data_line, during_section, model_line, training_section, what_section
 from eval.write import write_page
 from sft.errors import RunError, run_main
@@ -62,10 +62,9 @@ def _attention(of: Recorded) -> list[Block]:
     if comparison and (mapping(comparison, "not_measured") or not comparison.get("complete")):
         names = ", ".join(mapping(comparison, "not_measured")) or "not recorded"
         lines.append(f"The evaluation is incomplete; not measured: {names}.")
-    if isinstance(comparison.get("prompts_cut"), list) and comparison["prompts_cut"]:
-        lines.append(
-            f"Prompts lost their beginning, as they were longer than the context: {', '.join(map(words, comparison['prompts_cut']))}."
-        )
+    cut = ", ".join(map(words, listed(comparison, "prompts_cut")))
+    if cut:
+        lines.append(f"Prompts lost their beginning, as they were longer than the context: {cut}.")
     found = {task: counts for task, counts in contaminated(comparison).items() if counts[0]}
     lines += [
         f"{found:,} of {documents:,} documents of {task} are in the training data."

@@ -29,7 +29,8 @@ from pathlib import Path
 
 from eval import ranks
 from eval.ahead import describe
-from eval.backends import Target
+from eval.backend_checks import check_backend
+from eval.backends import Target, check_requests, find_backend, place_backend
 from eval.base_cache import measure_base
 from eval.conclude import conclude
 from eval.launch import become_launcher, decided_placement
@@ -82,9 +83,11 @@ def parse_evaluation(arguments: Sequence[str], run: Run | None = None) -> Evalua
     if run is not None:
         text, recorded = run.recipe_file.read_text(encoding="utf-8"), run.record["overrides"]
     try:
-        return parse_recipe(text, [*recorded, *overrides], origin="The evaluation").eval
+        evaluation = parse_recipe(text, [*recorded, *overrides], origin="The evaluation").eval
     except RecipeError as error:
         raise EvaluationError(str(error).replace("is not a valid recipe", "cannot be done as asked")) from None
+    check_backend(evaluation)
+    return evaluation
 
 
 def _on_gpu() -> bool:
@@ -112,7 +115,7 @@ def _place(evaluation: Evaluation, reference: Reference, settings: Settings, tru
         wanted = evaluation.parallelize, evaluation.processes
         return place_model(*wanted, number, reference.config, settings.dtype, trust_remote_code)
 
-    placement = decided_placement() if number > 1 else None
+    placement = place_backend(evaluation) or (decided_placement() if number > 1 else None)
     placement = placement or ranks.from_first(decide)
     if placement.processes > number:
         raise _NeedsProcesses(placement)
@@ -205,14 +208,19 @@ def evaluate_run(run: Run, evaluation: Evaluation) -> dict[str, str]:
     settings = resolve_settings(evaluation, selection, reference, _on_gpu())
     treatment = treat_base(settings, reference, own_template(base))
     placement = _place(evaluation, reference, settings, recipe.model.trust_remote_code)
+    asked_base, asked_tuned = (treatment.settings, treatment.tokenizer), (settings, reference.tokenizer)
+    base, tuned = find_backend(evaluation, reference.path, (base, *asked_base), (tuned, *asked_tuned))
     folder = _results_folder(run, settings, reference)
     log = _log_in(folder)
     tasks = _load_tasks(selection, settings, evaluation, log)
     facts = ranks.from_first(lambda: task_facts(settings, tasks))
+    check_requests(tasks, (base, *asked_base), (tuned, *asked_tuned))
     settings, treatment = replace(settings, loaded=facts), treatment.with_facts(facts)
     if treatment.told:
         print(treatment.told, flush=True)
-    output_dir = Path(recipe.output_dir) if evaluation.base_cache else None
+    # What a server has under a name may be another model tomorrow.
+    keeps = evaluation.base_cache and settings.backend != "server"
+    output_dir = Path(recipe.output_dir) if keeps else None
     measure_base(base, treatment, tasks, folder / "base", log, placement, output_dir)
     evaluate_model(tuned, reference.tokenizer, tasks, settings, folder / "tuned", log, placement)
     return _compare_and_report(run, folder, evaluation, reference) if ranks.is_first() else {}
@@ -275,10 +283,12 @@ def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
     check_vocabulary(reference, reference.config, target.model)
     settings = resolve_settings(evaluation, selection, reference, _on_gpu())
     placement = _place(evaluation, reference, settings, False)
+    (target,) = find_backend(evaluation, reference.path, (target, settings, reference.tokenizer))
     output = outputs.resolve() / "eval" / target.label.replace("/", "__") / time.strftime("%Y%m%d-%H%M%S")
     log = _log_in(output.parent)
     tasks = _load_tasks(selection, settings, evaluation, log)
     facts = ranks.from_first(lambda: task_facts(settings, tasks))
+    check_requests(tasks, (target, settings, reference.tokenizer))
     settings = replace(settings, loaded=facts)
     evaluate_model(target, reference.tokenizer, tasks, settings, output, log, placement)
     if not ranks.is_first():

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from eval.blocks import Block, Code, Key, Line, Paragraph, Table, Under, joined, number, words
-from eval.evaluation_report import flattened, interval_of, kind_of, metric_name, shown_interval
+from eval.evaluation_report import flattened
 from eval.recorded import Recorded, entries, get, mapping
+from eval.scores_report import interval_of, kind_of, metric_name, shown_interval
 from sft.recipe_changes import MISSING as NOT_THERE
 from sft.recipe_changes import differences
 

@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 
 # lm_eval's own 256 cuts the reasoning of a chat model before its answer.
 ANSWER_TOKENS = 1024
+# Whose versions may move a score, by backend.
+PACKAGES = {
+    "hf": ("lm_eval", "transformers", "torch"),
+    "vllm": ("lm_eval", "transformers", "torch", "vllm"),
+    "server": ("lm_eval", "transformers"),
+}
+OF_THE_SERVER = "the server's"
 # On a CPU lm_eval's search for a batch size would take longer than it saves.
 CPU_BATCH_SIZE = 32
 # lm_eval decides the length of each answer; transformers would follow these keys of a generation config instead.
@@ -77,6 +84,8 @@ class Settings:
     tokenizer_sha256: str
 
     backend: str
+    backend_settings: dict[str, Any]
+    """What decides a score with this backend alone; a server's address does not."""
 
     device: str
     """`cuda` or `cpu`: they round differently."""
@@ -223,6 +232,37 @@ def _context(config: PreTrainedConfig) -> int | None:
     return next((int(length) for length in found if length is not None), None)
 
 
+def _dtype(evaluation: Evaluation, config: PreTrainedConfig) -> str:
+    if evaluation.backend == "server":
+        return OF_THE_SERVER
+    saved = str(getattr(config, "dtype", None) or "auto").removeprefix("torch.")
+    return saved if evaluation.dtype == "auto" else evaluation.dtype
+
+
+def _length(evaluation: Evaluation, config: PreTrainedConfig) -> int | None:
+    """Tokens of prompt and answer together."""
+    context = _context(config)
+    if evaluation.max_length is not None and context is not None and evaluation.max_length > context:
+        raise EvaluationError(
+            f"eval.max_length={evaluation.max_length} is more than the model's context of {context} tokens."
+        )
+    return evaluation.max_length or context
+
+
+def _batch_size(evaluation: Evaluation, on_gpu: bool) -> int | str:
+    by_search = evaluation.batch_size == "auto" and evaluation.backend == "hf" and not on_gpu
+    return CPU_BATCH_SIZE if by_search else evaluation.batch_size
+
+
+def _backend_settings(evaluation: Evaluation) -> dict[str, Any]:
+    if evaluation.backend == "server":
+        return {"api": evaluation.server.api}
+    if evaluation.backend == "vllm":
+        sizes = (evaluation.tensor_parallel_size or 1, evaluation.data_parallel_size or 1)
+        return dict(zip(("tensor_parallel_size", "data_parallel_size"), sizes, strict=True))
+    return {}
+
+
 def _stop_token_ids(reference: Reference) -> tuple[int, ...]:
     ids = reference.generation_config.eos_token_id
     ids = {ids} if isinstance(ids, int) else set(ids or ())
@@ -251,9 +291,8 @@ def resolve_settings(evaluation: Evaluation, selection: TaskSelection, reference
     Raises:
         EvaluationError: The tokenizer has no chat template, or one that drops the system instruction.
     """
-    dtype = str(getattr(reference.config, "dtype", None) or "auto").removeprefix("torch.")
     generation = reference.generation_config.to_diff_dict()
-    context = _context(reference.config)
+    context = _length(evaluation, reference.config)
     return Settings(
         tasks={task.name: task.definition for task in selection.tasks},
         limit=selection.suite_limit if evaluation.limit is None else evaluation.limit,
@@ -264,7 +303,7 @@ def resolve_settings(evaluation: Evaluation, selection: TaskSelection, reference
         chat_template_sha256=_check_chat_template(reference, evaluation),
         enable_thinking=False if evaluation.apply_chat_template and _can_think(reference) else None,
         add_bos_token=False if evaluation.apply_chat_template else None,
-        dtype=dtype if evaluation.dtype == "auto" else evaluation.dtype,
+        dtype=_dtype(evaluation, reference.config),
         max_length=context,
         max_gen_toks=evaluation.max_gen_toks,
         # At least half of a small context is left for the prompt.
@@ -276,11 +315,12 @@ def resolve_settings(evaluation: Evaluation, selection: TaskSelection, reference
         },
         stop_token_ids=_stop_token_ids(reference),
         seed=evaluation.seed,
-        batch_size=CPU_BATCH_SIZE if evaluation.batch_size == "auto" and not on_gpu else evaluation.batch_size,
+        batch_size=_batch_size(evaluation, on_gpu),
         base_template=evaluation.base_template,
         tokenizer_sha256=_tokenizer_sha256(reference.tokenizer),
-        backend="hf",
-        device="cuda" if on_gpu else "cpu",
-        versions={package: version(package) for package in ("lm_eval", "transformers", "torch")},
+        backend=evaluation.backend,
+        backend_settings=_backend_settings(evaluation),
+        device=OF_THE_SERVER if evaluation.backend == "server" else "cuda" if on_gpu else "cpu",
+        versions={package: version(package) for package in PACKAGES[evaluation.backend]},
         generated_code=code_settings() if selection.runs_code else None,
     )

@@ -24,7 +24,7 @@ from eval.blocks import (
 )
 from eval.chart import Chart, Series, draw
 from eval.curve import SMOOTH_FROM, running_mean
-from eval.recorded import Recorded, entries, get, is_number, mapping
+from eval.recorded import Recorded, entries, get, is_number, listed, mapping
 from eval.speed_report import speed_facts
 from sft.recipe import Recipe
 
@@ -62,8 +62,7 @@ def data_line(of: Recorded) -> Line:
 def what_section(of: Recorded) -> list[Block]:
     """What was trained on what."""
     record = of.record
-    overrides = record.get("overrides")
-    changed = [Code(str(one)) for one in overrides] if isinstance(overrides, list) else []
+    changed = [Code(str(one)) for one in listed(record, "overrides")]
     tokens = mapping(of.ledger, "total", "tokens")
     known = all(isinstance(tokens.get(key), int) for key in ("trained", "masked"))
     per_pass = f"{tokens['trained']:,} of {tokens['trained'] + tokens['masked']:,}" if known else MISSING

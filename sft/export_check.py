@@ -108,9 +108,7 @@ def load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
         ExportError: It cannot be loaded, or tensors of it are missing or left over.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True

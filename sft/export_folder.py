@@ -13,8 +13,10 @@ from typing import Any
 from sft.credentials import secrets_in
 from sft.disk import in_words
 from sft.errors import ExportError, disk_was_full
-from sft.export_source import Exported, read_config
+from sft.export_source import Exported, has_tokenizer, read_config
 from sft.inside import remove
+from sft.recipe import Recipe
+from sft.tokenizer import load_tokenizer as settled_tokenizer
 
 _TEXT = (".json", ".md", ".jinja", ".sh", ".txt", ".yaml", ".py", "")
 _LARGEST_TEXT = 4 << 20
@@ -106,9 +108,12 @@ def make_folder(source: Exported, output: Path, finish: Callable[[Path, Any], No
 
 
 def _fill(source: Exported, folder: Path, finish: Callable[[Path, Any], None], link: bool) -> Any:
+    from transformers.utils import logging
+
     from sft.export_check import arithmetic_for, compare, probe_rows
     from sft.export_weights import complete_config, saved_format, write_weights
 
+    logging.disable_progress_bar()
     tokenizer = load_tokenizer(source)
     rows = probe_rows(tokenizer, source.recipe.model.new_tokens)
     reference = write_weights(source, tokenizer, rows, folder, link)
@@ -130,8 +135,11 @@ def load_tokenizer(source: Exported) -> Any:
     """
     from transformers import AutoTokenizer
 
+    folder = source.folder if has_tokenizer(source.folder) else source.run.final
+    if not has_tokenizer(folder):  # a checkpoint in shares, of a run that is not finished
+        return settled_tokenizer(_with_base(source))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=source.base.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=source.base.trust_remote_code)
     except Exception as error:  # a damaged tokenizer.json comes as the Rust library's bare Exception
         raise ExportError(f"The tokenizer in {source.folder} cannot be loaded: {str(error).splitlines()[0]}") from None
     rows = read_config(source.folder, "config.json").get("vocab_size")
@@ -141,6 +149,11 @@ def load_tokenizer(source: Exported) -> Any:
             f"The tokenizer in {source.folder} has {tokens} tokens, and the model {rows} rows: they do not belong together."
         )
     return tokenizer
+
+
+def _with_base(source: Exported) -> Recipe:
+    """The recipe with its model where it was found when the training began."""
+    return source.recipe.model_copy(update={"model": source.base.model_copy(update={"name_or_path": source.base_path})})
 
 
 def check_private(source: Exported, folder: Path) -> None:

@@ -81,7 +81,8 @@ def find_exported(run: Run, step: int | None) -> Exported:
     """
     recipe, record = run.recipe(), run.record
     folder = _final(run, record) if step is None else _checkpoint(run, step)
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    in_shares = step is not None and not any(folder.glob("*.safetensors"))
+    if not in_shares and not has_tokenizer(folder):
         raise ExportError(
             f"{folder} holds no tokenizer ({', '.join(TOKENIZER_FILES)}): it was saved with one, so a file was removed. Put it back, or "
             "export a checkpoint: --checkpoint N."
@@ -107,6 +108,11 @@ def find_exported(run: Run, step: int | None) -> Exported:
             "--checkpoint N."
         )
     return found
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a tokenizer loads from a folder; transformers would make one up where none is."""
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def steps_of(run: Run) -> list[int]:

@@ -109,7 +109,8 @@ def _summary(source: Exported) -> str:
 
 
 def _use(source: Exported, folder: Path, tokenizer: Any, repo_id: str | None) -> list[str]:
-    from eval.markdown import code
+    from eval.blocks import Line, code, facts, joined
+    from eval.markdown import lines_of
 
     remote = ", trust_remote_code=True" if source.base.trust_remote_code else ""
     asked = (
@@ -119,8 +120,8 @@ def _use(source: Exported, folder: Path, tokenizer: Any, repo_id: str | None) ->
         else 'ids = tokenizer("Once upon a time", return_tensors="pt")'
     )
     most = text_config(folder).get("max_position_embeddings")
-    rows = {
-        "Ends an answer": ", ".join(map(code, stop_tokens(folder, tokenizer))),
+    rows: dict[str, Line] = {
+        "Ends an answer": joined(list(map(code, stop_tokens(folder, tokenizer)))),
         "Sampling": ", ".join(f"{name} {value:g}" for name, value in sampling(folder).items()),
         "Trained with documents of": f"up to {source.recipe.data.max_length:,} tokens",
         "Context of the model": f"{most:,} tokens" if isinstance(most, int) else "not recorded",
@@ -136,17 +137,18 @@ def _use(source: Exported, folder: Path, tokenizer: Any, repo_id: str | None) ->
         'print(tokenizer.decode(model.generate(**ids, max_new_tokens=256)[0][ids["input_ids"].shape[1] :], skip_special_tokens=True))',
         "```",
         "",
-        *_facts(rows),
+        *lines_of(facts(rows)),
     ]
 
 
 def _training(source: Exported, of: Any, points: list[dict[str, Any]]) -> list[str]:
-    from eval.markdown import number
+    from eval.blocks import Line, facts, number
+    from eval.markdown import lines_of
     from eval.recorded import get
 
     record = of.record
     gpu = get(record, "hardware", "gpu", "name")
-    rows = {
+    rows: dict[str, Line] = {
         "Recipe": f"{source.title}, version {source.recipe.version}",
         "Steps": number(source.step or (points[-1]["step"] if points else None)),
         "Loss at the last logged step": number(points[-1].get("loss") if points else None, ".4f"),
@@ -155,7 +157,7 @@ def _training(source: Exported, of: Any, points: list[dict[str, Any]]) -> list[s
     }
     return [
         *([f"![Loss and learning rate over optimizer steps]({CURVE})", ""] if points else []),
-        *_facts(rows),
+        *lines_of(facts(rows)),
         "",
         "```yaml",
         *public_recipe(source.recipe).splitlines(),
@@ -164,15 +166,15 @@ def _training(source: Exported, of: Any, points: list[dict[str, Any]]) -> list[s
 
 
 def _data(source: Exported, of: Any) -> list[str]:
-    from eval.markdown import code, number, table
+    from eval.blocks import Line, Table, code, joined, number
+    from eval.markdown import line_of, lines_of
     from eval.recorded import entries, get
 
     accounts = entries(of.ledger, "sources")
     if not accounts:
-        return [
-            ", ".join(code(public_name(one.path)) for one in source.recipe.sources) + "; the token ledger is missing."
-        ]
-    listed = [(code(public_name(str(one.get("source")))), one) for one in accounts]
+        named = joined([code(public_name(one.path)) for one in source.recipe.sources])
+        return [line_of(joined([named, "the token ledger is missing."], "; "))]
+    listed: list[tuple[Line, Any]] = [(code(public_name(str(one.get("source")))), one) for one in accounts]
     listed += [("all", of.ledger.get("total") or {})] if len(accounts) > 1 else []
     rows = [
         [
@@ -185,14 +187,15 @@ def _data(source: Exported, of: Any) -> list[str]:
     ]
     head = ["Source", "Rows", "Used", "Tokens", "Trained", "Masked", "Truncated", "Dropped"]
     return [
-        *table(head, rows, numbers=range(1, 8)),
+        *lines_of(Table(head, rows, numbers=range(1, 8))),
         "",
         "Trained are the tokens that the loss was on; masked those that it was not.",
     ]
 
 
 def _evaluation(source: Exported, of: Any) -> list[str]:
-    from eval.markdown import MISSING, number, table, text
+    from eval.blocks import MISSING, Table, number, words
+    from eval.markdown import lines_of, text
     from eval.recorded import entries, get
 
     comparison = of.comparison
@@ -203,21 +206,21 @@ def _evaluation(source: Exported, of: Any) -> list[str]:
         return ["Not measured."]
     rows = [
         [
-            text(one.get("task")),
-            text(one.get("metric")) + (" (lower is better)" if one.get("higher_is_better") is False else ""),
+            words(one.get("task")),
+            words(one.get("metric")) + (" (lower is better)" if one.get("higher_is_better") is False else ""),
             number(one.get("documents")),
             number(one.get("base"), ".4f"),
             number(one.get("tuned"), ".4f"),
             number(one.get("difference"), "+.4f"),
             "[{:+.4f}, {:+.4f}]".format(*one["interval_95"]) if one.get("interval_95") else MISSING,
-            text(one.get("verdict")),
+            words(one.get("verdict")),
         ]
         for one in metrics
     ]
     head = ["Task", "Metric", "Documents", "Base", "This model", "Difference", "95% interval", "Verdict"]
     limit = get(comparison, "settings", "limit")
     lines = [
-        *table(head, rows, numbers=range(2, 7)),
+        *lines_of(Table(head, rows, numbers=range(2, 7))),
         "",
         f"Base and this model were measured alike by lm-evaluation-harness ({f'at most {limit}' if limit else 'all'} documents of a task; "
         f"settings `{str(comparison.get('settings_hash', ''))[:12]}`).",
@@ -229,16 +232,12 @@ def _evaluation(source: Exported, of: Any) -> list[str]:
 
 
 def _versions(of: Any) -> list[str]:
-    from eval.markdown import code, table, text
+    from eval.blocks import Table, code, words
+    from eval.markdown import line_of, lines_of
     from eval.recorded import get
 
     versions = of.record.get("versions") or {}
     commit = get(of.record, "git", "commit")
-    rows = [[text(name), text(one)] for name, one in versions.items() if one != "not installed"]
-    return [*table(["Package", "Version"], rows), *(["", f"Commit of the program: {code(commit)}."] if commit else [])]
-
-
-def _facts(rows: dict[str, str]) -> list[str]:
-    from eval.markdown import facts
-
-    return facts(rows)
+    rows = [[words(name), words(one)] for name, one in versions.items() if one != "not installed"]
+    told = ["", line_of(("Commit of the program: ", code(commit), "."))] if commit else []
+    return [*lines_of(Table(["Package", "Version"], rows)), *told]

@@ -9,6 +9,37 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from sft.recipe_section import Positive, Section
 
 
+class Server(Section):
+    """An OpenAI-compatible server that has the models; docs/evaluation-backends.md."""
+
+    base_url: str | None = Field(default=None, pattern=r"^https?://[^\s/]+")
+    """Address with its `/v1`, such as `http://127.0.0.1:8000/v1`."""
+
+    base_url_of_base: str | None = Field(default=None, pattern=r"^https?://[^\s/]+")
+    """Address of the server that has the base model, where that is another one."""
+
+    base: str | None = None
+    """Name that the base model of a run is served under. None: its name or path."""
+
+    tuned: str | None = None
+    """Name that the tuned model of a run is served under. None: the path of the run's `final`."""
+
+    model: str | None = None
+    """Name that a single model is served under. None: what was named to be measured."""
+
+    api: Literal["completions", "chat"] = "completions"
+    """`completions`: prompts are made here and sent as token ids. `chat`: messages are sent, and the server makes the prompt."""
+
+    num_concurrent: Positive = 8
+    """Requests under way at once."""
+
+    timeout: Positive = 300
+    """Seconds until a request without an answer has failed; it is sent three times."""
+
+    api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    """Environment variable with the server's key. None: no key is sent. The key itself is never written down."""
+
+
 class Turn(Section):
     """A turn of a conversation."""
 
@@ -82,6 +113,24 @@ class Evaluation(Section):
     batch_size: Positive | Literal["auto"] = "auto"
     """Documents per forward pass, on each process. `auto`: lm_eval's search on a GPU, 32 on a CPU."""
 
+    backend: Literal["hf", "vllm", "server"] = "hf"
+    """What the model answers with: transformers, vLLM in this process (needs its extra), or a server that runs already."""
+
+    server: Server = Server()
+    """Which server, for `backend: server`."""
+
+    tensor_parallel_size: Positive | None = None
+    """GPUs that share each layer of one model, for `backend: vllm`. None: one."""
+
+    data_parallel_size: Positive | None = None
+    """Copies of the model that share the documents, for `backend: vllm`; needs the package ray. None: one."""
+
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of each GPU's memory that vLLM takes, for `backend: vllm`. None: vLLM's own."""
+
+    max_length: Positive | None = None
+    """Tokens of prompt and answer together. None: the model's context."""
+
     parallelize: bool | Literal["auto"] = "auto"
     """Spread the layers over all visible GPUs, which compute one after another. `auto`: where the weights do not fit on one."""
 
@@ -120,3 +169,32 @@ class Evaluation(Section):
 
     contamination: bool | Annotated[int, Field(ge=4)] = True
     """Look for the tasks' documents in the training data, by so many words in a row; true is 13."""
+
+    every_steps: Positive | None = None
+    """Optimizer steps between evaluations during training, on the live model: docs/metrics.md. None: after it only."""
+
+    every_tasks: tuple[str, ...] = ()
+    """What is measured then; empty: tasks and suite."""
+
+    every_limit: Positive = 50
+    """Documents per task then."""
+
+    @property
+    def during(self) -> Evaluation | None:
+        """The evaluation during training, as a section of its own; None where there is none."""
+        if self.every_steps is None:
+            return None
+        own = {"tasks": self.every_tasks, "suite": None} if self.every_tasks else {}
+        return self.model_copy(update={**own, "limit": self.every_limit})
+
+    @model_validator(mode="after")
+    def _something_to_measure(self) -> Evaluation:
+        if self.every_steps is None and self.every_tasks:
+            raise ValueError(
+                "every_tasks does nothing without every_steps: give the optimizer steps between evaluations"
+            )
+        if self.every_steps is not None and not (self.every_tasks or self.tasks or self.suite):
+            raise ValueError(
+                f"every_steps={self.every_steps}, and there is nothing to measure: give every_tasks, or tasks"
+            )
+        return self
