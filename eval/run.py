@@ -137,10 +137,8 @@ def _load_tasks(selection: TaskSelection, settings: Settings, evaluation: Evalua
     tasks = ranks.first_then_others(lambda: load_tasks(selection, settings, consent, log))
     for missing in ranks.exchange(tasks.missing):
         tasks.missing.update(missing)
-    loaded = [set(names) for names in ranks.exchange(list(tasks.by_name))]
-    for name in set.union(*loaded) - set.intersection(
-        *loaded
-    ):  # where one process got a group and another only its parts
+    here = [set(names) for names in ranks.exchange(list(tasks.by_name))]
+    for name in here[0].union(*here) - here[0].intersection(*here):  # one process got a group, another only its parts
         tasks.missing.setdefault(name, "not every process of the evaluation could load it")
     for name in tasks.missing:
         tasks.by_name.pop(name, None)
