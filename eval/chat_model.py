@@ -123,7 +123,7 @@ def load_weights(target: Target, reference: Reference, asker: Asker, evaluation:
         if evaluation.dtype == "auto"
         else evaluation.dtype
     )
-    placement = place_model(evaluation.parallelize, config, dtype, target.trust_remote_code)
+    placement = place_model(evaluation.parallelize, 1, 1, config, dtype, target.trust_remote_code)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             target.model,

@@ -3,13 +3,14 @@
 #
 #   bash scripts/test.sh          # fast tests: offline, no GPU
 #   bash scripts/test.sh --all    # also the slow ones: real multi-process runs on the CPU. CI=true does the same
+#   bash scripts/test.sh --extra  # also the slow rows that repeat a law on one more combination: before a release
 #   bash scripts/test.sh --gpu    # only the tests that need an NVIDIA GPU
 set -euo pipefail
 case "$#:${1:-}" in
   0:) tests=$([ "${CI:-}" = true ] && echo all || echo fast) ;;
-  1:--all | 1:--gpu) tests=${1#--} ;;
+  1:--all | 1:--extra | 1:--gpu) tests=${1#--} ;;
   *)
-    echo "bash scripts/test.sh [--all | --gpu], got: $*" >&2
+    echo "bash scripts/test.sh [--all | --extra | --gpu], got: $*" >&2
     exit 2
     ;;
 esac
@@ -29,4 +30,7 @@ ruff check .
 mypy
 python -m pytest -q -n auto --maxprocesses 4 --dist loadscope
 # Two at a time: each starts processes of its own, which mostly import.
-if [ "$tests" = all ]; then python -m pytest -q -m "slow and not gpu" -n 2 --dist worksteal; fi
+case $tests in
+  all) python -m pytest -q -m "slow and not gpu and not extra" -n 2 --dist worksteal ;;
+  extra) python -m pytest -q -m "slow and not gpu" -n 2 --dist worksteal ;;
+esac

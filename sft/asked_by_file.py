@@ -13,8 +13,8 @@ STOP, SAVE = "stop", "save"
 
 def began() -> float:
     """When this start of the job began: its launcher, or this process. Seconds since 1970, up to one too few."""
-    # A single process under torchrun is no rank.
-    launched = "LOCAL_RANK" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+    # A single process under torchrun is no rank, and one without a launcher is told LOCAL_RANK for DeepSpeed.
+    launched = os.environ.get("WORLD_SIZE", "1") != "1" or "TORCHELASTIC_RUN_ID" in os.environ
     process = psutil.Process(os.getppid() if launched else os.getpid())
     return float(process.create_time())
 

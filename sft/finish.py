@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from sft import interruption
 from sft.asked_by_file import began, forget_stale
-from sft.errors import EXIT_TERMINATED, Interrupted, RunError, run_main
+from sft.errors import EXIT_GATE, EXIT_TERMINATED, Interrupted, RunError, run_main
 from sft.interruption import held_back
 from sft.job import Job
 from sft.opening import claim, keep_recipe, unfinished_run
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> None:
     """Evaluate where the recipe asks for it, and write the report.
 
     Raises:
-        SystemExit: The evaluation failed; the training is finished all the same.
+        SystemExit: The evaluation or its gate failed; the training is finished all the same.
         RunError: Another process evaluates the run.
     """
     from eval.report import write_report
@@ -105,14 +105,12 @@ def main(argv: Sequence[str]) -> None:
     # Answers that cannot be had must not cost the scores.
     status = next(filter(None, [_evaluate(run, program) for program in programs(evaluation)]), 0)
     timings = run.record["timings"] | {"evaluate_seconds": time.monotonic() - started}
-    run.update(timings=timings, evaluation="finished" if status == 0 else "failed")
+    run.update(timings=timings, evaluation="finished" if status in (0, EXIT_GATE) else "failed")
     report = write_report(run)  # once more: eval.run has shown it, without its own duration
     if status:
         print(f"Report: {report}", flush=True)
-        print(
-            f"The model is trained; its evaluation is not complete. Again: bash scripts/eval.sh {run.path}",
-            file=sys.stderr,
-        )
+        ending = " and evaluated; its gate has failed" if status == EXIT_GATE else "; its evaluation is not complete"
+        print(f"The model is trained{ending}. Again: bash scripts/eval.sh {run.path}", file=sys.stderr)
         raise SystemExit(status)
 
 

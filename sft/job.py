@@ -104,11 +104,14 @@ def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to
     Raises:
         UserError: The first mistake found, or all of the recipe's.
     """
+    from eval.backend_checks import check_backend
     from eval.suites import check_tasks
 
     recipe, path, model = open_recipe(recipe_path, overrides, to_run)
     deepspeed = open_deepspeed(recipe, hardware, model)
     plan = resolve_plan(recipe, hardware, model, inspect_data(recipe, model), deepspeed)
+    if to_run:
+        check_backend(recipe.eval, after_training=True)
     check_tasks(recipe.eval, Path(recipe.output_dir))
     if recipe.eval.during is not None:
         check_tasks(recipe.eval.during, Path(recipe.output_dir))

@@ -28,6 +28,7 @@ RUN_BY = {
     "deepspeed --num_gpus 2 --module sft.train recipes/tiny.yaml": "tests/slow/test_same_result.py",
     "bash scripts/eval.sh": "tests/eval/test_run.py",
     "bash scripts/chat.sh": "tests/slow/test_chat_terminal.py",
+    "bash scripts/export.sh outputs/tiny/latest": "tests/slow/test_export.py",
 }
 
 

@@ -46,8 +46,10 @@ def test_a_run_is_measured_compared_and_reported(run: Run, capsys: pytest.Captur
 def test_the_base_is_not_measured_again_under_the_same_settings(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(run.path)])
     capsys.readouterr()
-    main([str(run.path), "batch_size=2"])
+    main([str(run.path)])
     assert "base: measured before under the same settings" in capsys.readouterr().out
+    main([str(run.path), "base_cache=false"])
+    assert "base: 4 documents" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -74,12 +76,15 @@ def test_what_is_out_of_reach_makes_a_run_incomplete(
     assert [row["task"] for row in compared["metrics"]] == ["near"]
 
 
-def test_data_that_changed_in_between_is_not_compared(run: Run, write_task: WriteTask) -> None:
+def test_the_base_is_measured_again_on_data_that_changed_in_between(
+    run: Run, write_task: WriteTask, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [{"question": f"Number {n}?", "answer": "1"} for n in range(4)]
     main([str(run.path), f"tasks={write_task('mine', rows)}"])
     rows[2]["question"] = "Which number?"
-    with pytest.raises(EvaluationError, match="The documents of mine were not the same"):
-        main([str(run.path), f"tasks={write_task('mine', rows)}"])
+    capsys.readouterr()
+    main([str(run.path), f"tasks={write_task('mine', rows)}"])
+    assert "base: 4 documents of mine" in capsys.readouterr().out
 
 
 def test_one_model_is_measured_into_the_working_directory(
@@ -99,10 +104,18 @@ def test_one_model_is_measured_into_the_working_directory(
     assert str(results.parent) in shown
 
 
-def test_a_rank_of_torchrun_that_is_not_the_first_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "1")
-    main(["/no/such/model", "tasks=gsm8k"])
+def test_processes_on_several_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(EvaluationError, match="started as 4 processes, 2 of them on this machine"):
+        main(["/no/such/model", "tasks=gsm8k"])
+
+
+def test_a_launcher_of_one_process_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(EvaluationError, match="there is no such folder"):
+        main(["/no/such/model", "tasks=gsm8k"])
     assert "WORLD_SIZE" not in os.environ
 
 

@@ -2,12 +2,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from _pytest.mark import ParameterSet
+from safetensors.torch import load_file, save_file
 
 from sft.run_directory import Run
 from tests.slow.ranks import Ranks
@@ -35,12 +38,63 @@ def command() -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
+@pytest.fixture(scope="module")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the recipes of a module share what is prepared."""
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture
+def own_recipe(shared_folder: Path, request: pytest.FixtureRequest) -> Path:
+    """A recipe of this test alone, beside those of the module's other tests; yet to be written."""
+    return shared_folder / f"{plain(request.node.name)}.yaml"
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Starts programs on real ranks, without their imports."""
     started = Ranks()
     yield started
     started.close()
+
+
+def rows(names: Iterable[str], chosen: Collection[str]) -> list[ParameterSet]:
+    """Parameters by name, of which those that were not chosen to prove the law are `extra`."""
+    names = list(names)
+    assert set(chosen) <= set(names), set(chosen) - set(names)
+    return [pytest.param(name, id=name, marks=() if name in chosen else pytest.mark.extra) for name in names]
+
+
+def plain(name: str) -> str:
+    """A row's name as a run's."""
+    return "".join(letter if letter.isalnum() else "-" for letter in name)
+
+
+def until(holds: Callable[[], object], process: "subprocess.Popen[str] | None" = None, seconds: float = 120) -> None:
+    """Wait for what a process does, and fail with what it has said where it ends before.
+
+    Args:
+        holds: What is waited for.
+        process: Whose end makes waiting vain.
+        seconds: Far more than it takes; a loaded machine is late.
+    """
+    deadline = time.monotonic() + seconds
+    while not holds():
+        ended = process is not None and process.poll() is not None
+        if process is not None and ended and not holds():
+            raise AssertionError(f"it ended before the moment came: {process.communicate()}")
+        assert time.monotonic() < deadline, "the moment never came"
+        time.sleep(0.005)
+
+
+def lines_of(run: Run) -> int:
+    """How many steps a run has logged so far."""
+    return len(run.metrics_file.read_text().splitlines()) if run.metrics_file.exists() else 0
+
+
+def latest(recipe: Path) -> Run:
+    """The newest run of a recipe that write_recipe has written."""
+    return Run((recipe.parent / "outputs" / recipe.stem / "latest").resolve())
 
 
 def losses(run: Run) -> list[float]:
@@ -61,6 +115,19 @@ def write_recipe(path: Path, **sections: dict[str, Any]) -> Path:
         yaml.safe_dump({"schema_version": 1, "version": 1, "output_dir": str(path.parent / "outputs"), **sections})
     )
     return path
+
+
+def untie(model: Path, folder: Path) -> Path:
+    """A copy of a model with an output embedding of its own."""
+    folder.mkdir()
+    for file in model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    weights = load_file(model / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def write_task(path: Path, data: Path, **keys: object) -> Path:

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sft.finish import LAUNCHED
 from sft.processes import end_with_parent
 from sft.rank_logs import launched_folder
 from tests.slow.forked_checker import Forked
@@ -33,7 +34,8 @@ from tests.slow.forked_checker import Forked
 IMPORTED = (
     "deepspeed trl trl.trainer.sft_trainer peft accelerate transformers.models.qwen2.modeling_qwen2 datasets eval.suites "
     "sft.train sft.trainer sft.before_training sft.model sft.step_work sft.store sft.held_out sft.metrics sft.profiling "
-    "sft.compiled_layers sft.embeddings sft.canary sft.load_saved eval.during lm_eval.evaluator lm_eval.models.huggingface"
+    "sft.compiled_layers sft.embeddings sft.canary sft.load_saved eval.during eval.data_parallel lm_eval.evaluator "
+    "lm_eval.models.huggingface"
 ).split()
 
 
@@ -44,7 +46,8 @@ class Ranks:
         self.process = self._start()
 
     def _start(self) -> subprocess.Popen[str]:
-        environment = os.environ | {
+        launched = (*LAUNCHED, "TORCHELASTIC_RUN_ID")  # what a test in this process may have set
+        environment = {name: value for name, value in os.environ.items() if name not in launched} | {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "DS_ACCELERATOR": "cpu",
             "CUDA_VISIBLE_DEVICES": "",
@@ -62,7 +65,13 @@ class Ranks:
         )
 
     def run(
-        self, ranks: int, words: Sequence[str | Path], expect: int | None = 0, finish: bool = False, **environment: str
+        self,
+        ranks: int,
+        words: Sequence[str | Path],
+        expect: int | None = 0,
+        finish: bool = False,
+        nodes: int = 1,
+        **environment: str,
     ) -> dict[str, str]:
         """Run a program on so many ranks, and fail with its output where it fails.
 
@@ -71,16 +80,17 @@ class Ranks:
             words: A module (`sft.train`) or a file, and its arguments.
             expect: Exit status of the first rank that fails, or 0. None: any.
             finish: The first rank goes on to evaluation and report, as it does for a user; a process of its own.
+            nodes: Machines that the launcher would tell them of, of as many ranks each.
             environment: Beside what a launcher sets.
 
         Returns:
             `stdout` and `stderr` of all ranks together, and the `status`.
         """
-        job = {"ranks": ranks, "words": [str(word) for word in words], "finish": finish, "environment": environment}
+        job = {"ranks": ranks, "words": [str(word) for word in words], "finish": finish, "nodes": nodes}
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with tempfile.TemporaryDirectory() as folder:
-            self.process.stdin.write(json.dumps(job | {"folder": folder}) + "\n")
+            self.process.stdin.write(json.dumps(job | {"folder": folder, "environment": environment}) + "\n")
             self.process.stdin.flush()
             try:
                 status = self.process.stdout.readline()
@@ -107,15 +117,23 @@ def _free_port() -> int:
 def _environment(job: dict[str, Any], rank: int, port: int) -> dict[str, str]:
     """What torchrun would set; nothing for a process by itself."""
     ranks = job["ranks"]
+    per_node = ranks // job["nodes"]
     launched = {
         "RANK": rank,
-        "LOCAL_RANK": rank,
+        "LOCAL_RANK": rank % per_node,
+        "GROUP_RANK": rank // per_node,
         "WORLD_SIZE": ranks,
-        "LOCAL_WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": per_node,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
     return {name: str(value) for name, value in launched.items() if ranks > 1} | job["environment"]
+
+
+def _replace(module: str, name: str, value: object) -> None:
+    """One that is not there any more would only make everything slower, without a word."""
+    assert hasattr(sys.modules[module], name), f"{module} has no {name} to replace: has it moved?"
+    setattr(sys.modules[module], name, value)
 
 
 def _become_rank(job: dict[str, Any], environment: dict[str, str], folder: Path, parent: int) -> None:
@@ -126,9 +144,9 @@ def _become_rank(job: dict[str, Any], environment: dict[str, str], folder: Path,
         os.dup2(os.open(path, os.O_RDONLY if name == "stdin" else os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ |= environment
     if not job["finish"]:
-        sys.modules["sft.train"].become_finish = lambda run: None  # type: ignore[attr-defined]
-        sys.modules["sft.finish"].become_finish = lambda run: None  # type: ignore[attr-defined]
-    sys.modules["sft.checker"].start_process = Forked  # type: ignore[attr-defined]
+        for module in ("sft.train", "sft.finish"):
+            _replace(module, "become_finish", lambda run: None)
+    _replace("sft.checker", "start_process", Forked)
     program, *sys.argv[1:] = job["words"]
     sys.argv[0] = program
     if program.endswith(".py"):

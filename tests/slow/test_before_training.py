@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, OpenAIGPTConfig
 from sft.demo import make_demo
 from sft.recipe import REPOSITORY
 from sft.run_directory import Run
-from tests.slow.conftest import decisions, write_recipe
+from tests.slow.conftest import decisions, plain, write_recipe
 from tests.slow.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -64,7 +64,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_what_runs_is_printed_and_recorded(way: str, recipe: Path, ranks: Ranks) -> None:
     count, overrides, expected = WAYS[way]
-    name = "".join(letter if letter.isalnum() else "-" for letter in way)
+    name = plain(way)
     told = ranks.run(count, ["sft.train", recipe, *overrides, f"tracking.run_name={name}"])
     run = Run(recipe.parent / "outputs" / "before" / name)
     running = run.record["running"]
@@ -102,16 +102,20 @@ def leaking(recipe: Path) -> Path:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_model_that_leaks_is_told_before_the_first_step(
-    processes: int, recipe: Path, leaking: Path, command: Command
+    processes: int, recipe: Path, leaking: Path, command: Command, ranks: Ranks
 ) -> None:
+    """Of two, the launcher shows one message."""
     name = f"leaking-{processes}"
-    words = [*SFT_SH, recipe, f"model.name_or_path={leaking}"]
-    done = command(
-        [*words, "model.attn_implementation=eager", f"tracking.run_name={name}"], expect=2, NPROC=str(processes)
-    )
-    assert done.stderr.count("The documents of a pack see each other") == 1
-    assert "Set data.packing=false. Nothing was trained." in done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
+    words = [recipe, f"model.name_or_path={leaking}", "model.attn_implementation=eager", f"tracking.run_name={name}"]
+    if processes == 1:
+        told = ranks.run(1, ["sft.train", *words], expect=2)
+        out, errors = told["stdout"], told["stderr"]
+    else:
+        done = command([*SFT_SH, *words], expect=2, NPROC=str(processes))
+        out, errors = done.stdout, done.stderr
+    assert errors.count("The documents of a pack see each other") == 1
+    assert "Set data.packing=false. Nothing was trained." in errors
+    assert "Traceback" not in out + errors
 
     run = Run(recipe.parent / "outputs" / "before" / name)
     assert run.record["status"] == "failed"

@@ -1,4 +1,4 @@
-"""Kills at random moments lose nothing."""
+"""Kills at random moments lose nothing. Eight of them are chosen; twenty are `extra`."""
 
 from pathlib import Path
 
@@ -10,7 +10,10 @@ from tests.slow.ranks import Ranks
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_a_training_that_is_killed_twenty_times_ends_as_an_undisturbed_one(ranks: Ranks, tmp_path: Path) -> None:
-    met = chaos(ranks, tmp_path, kills=20, seed=0)
-    assert sum(met.values()) == 20
+@pytest.mark.parametrize("kills", [8, pytest.param(20, marks=pytest.mark.extra)])
+def test_a_training_that_is_killed_again_and_again_ends_as_an_undisturbed_one(
+    kills: int, ranks: Ranks, tmp_path: Path
+) -> None:
+    met = chaos(ranks, tmp_path, kills, seed=0)
+    assert sum(met.values()) == kills
     assert met["incomplete"], met  # some fell inside a save

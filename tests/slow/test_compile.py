@@ -1,6 +1,6 @@
 """model.compile: the same result, from one graph, whatever the number of tokens and documents."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from sft.compiled_layers import compile_layers
 from sft.run_directory import Run
 from tests.slow.conftest import decisions, losses, write_recipe
+from tests.slow.ranks import Ranks
 
 pytestmark = [
     pytest.mark.slow,
@@ -90,10 +91,8 @@ def test_sizes_that_change_compile_nothing_new_and_change_nothing(attention: str
             torch._dynamo.config.error_on_recompile = True
 
 
-@pytest.mark.parametrize(("ranks", "deepspeed"), [(1, "null"), (2, "zero2")])
-def test_a_compiled_run_is_the_same_run(
-    ranks: int, deepspeed: str, tmp_path: Path, command: Callable[..., object]
-) -> None:
+@pytest.mark.parametrize(("count", "deepspeed"), [(1, "null"), (2, "zero2")])
+def test_a_compiled_run_is_the_same_run(count: int, deepspeed: str, tmp_path: Path, ranks: Ranks) -> None:
     recipe = write_recipe(
         tmp_path / "job.yaml",
         model={"name_or_path": "builtin:demo"},
@@ -107,10 +106,9 @@ def test_a_compiled_run_is_the_same_run(
             "gradient_checkpointing": True,
         },
     )
-    start = ["python"] if ranks == 1 else ["torchrun", "--standalone", "--nproc-per-node", str(ranks)]
     for name in ("plain", "compiled"):
         words = [f"tracking.run_name={name}", f"model.compile={str(name == 'compiled').lower()}"]
-        command([*start, "-m", "sft.train", recipe, f"train.deepspeed={deepspeed}", *words])
+        ranks.run(count, ["sft.train", recipe, f"train.deepspeed={deepspeed}", *words])
     plain, compiled = (Run(tmp_path / "outputs" / "job" / name) for name in ("plain", "compiled"))
     assert [decisions(run)["compile"] for run in (plain, compiled)] == [False, True]
     assert losses(compiled) == pytest.approx(losses(plain), abs=1e-5)

@@ -13,7 +13,8 @@ import pytest
 
 from sft.recipe import REPOSITORY
 from sft.run_directory import Run
-from tests.slow.conftest import BIN, losses, write_recipe
+from tests.slow.conftest import BIN, latest, losses, write_recipe
+from tests.slow.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2"]
@@ -22,9 +23,9 @@ Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
+def recipe(own_recipe: Path) -> Path:
     return write_recipe(
-        tmp_path / "job.yaml",
+        own_recipe,
         model={"name_or_path": "builtin:demo"},
         data={"train": [{"path": "builtin:demo", "split": "train[:300]"}], "max_length": 128},
         train={
@@ -68,10 +69,6 @@ def start(recipe: Path) -> Iterator[Start]:
         process.stdout.close()
 
 
-def latest(tmp_path: Path) -> Run:
-    return Run((tmp_path / "outputs" / "job" / "latest").resolve())
-
-
 def read_until(process: subprocess.Popen[str], line: str) -> str:
     """What the job says up to a line."""
     assert process.stdout is not None
@@ -83,19 +80,21 @@ def read_until(process: subprocess.Popen[str], line: str) -> str:
     raise AssertionError(read[-4000:])
 
 
-def test_a_rank_that_hangs_in_its_data_is_named_with_the_stacks_of_both(start: Start, tmp_path: Path) -> None:
-    said = read_until(start("sleep"), "The training moves again")
+def test_a_rank_that_hangs_in_its_data_is_named_with_the_stacks_of_both(start: Start, recipe: Path) -> None:
+    # Steps enough that the watchdog, which looks twice a second, still sees it move.
+    said = read_until(start("sleep", "train.max_steps=60"), "The training moves again")
     assert said.count("The training has not moved") == 1
     assert "is behind: step 6, data, micro-batch 1" in said and "data_that_sleeps" in said
     assert "Waiting: rank 0 in step 6, count of tokens (torch/distributed/" in said
-    logs = latest(tmp_path).path / "logs"
+    logs = latest(recipe).path / "logs"
     assert "in data_that_sleeps" in (logs / "rank-1.stacks.txt").read_text()
     assert "in all_gather" in (logs / "rank-0.stacks.txt").read_text()
 
 
-def test_a_stopped_rank_is_named_and_a_signal_dumps_the_stacks_of_the_other(start: Start, tmp_path: Path) -> None:
-    said = read_until(start("stop"), "waiting the ranks give up")
-    logs = latest(tmp_path).path / "logs"
+def test_a_stopped_rank_is_named_and_a_signal_dumps_the_stacks_of_the_other(start: Start, recipe: Path) -> None:
+    # Told after 10 s; the other 10 s are for what a loaded machine does late.
+    said = read_until(start("stop", "train.ddp_timeout=20"), "waiting the ranks give up")
+    logs = latest(recipe).path / "logs"
     reports = [json.loads((logs / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert f"Rank 1 ({reports[1]['host']}, pid {reports[1]['pid']}) says nothing: it is stopped" in said
     assert reports[0]["stalled"] and not reports[1]["stalled"]
@@ -126,14 +125,18 @@ def test_ranks_that_come_apart_end_with_one_message(fault: str, differs: str, st
 
 
 def test_debug_trains_the_same_and_leaves_its_files(
-    recipe: Path, tmp_path: Path, command: Callable[..., subprocess.CompletedProcess[str]]
+    recipe: Path, ranks: Ranks, command: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    def train(*overrides: str) -> Run:
-        words = [*TORCHRUN, "-m", "sft.train", recipe, "train.resume=never", "train.ddp_timeout=100"]
-        command([*words, *overrides], PYTHONPATH=str(REPOSITORY))
-        return latest(tmp_path)
+    words = ["sft.train", recipe, "train.resume=never", "train.ddp_timeout=100"]
 
-    plain, debugged, zero2 = train(), train("debug=true"), train("debug=true", "train.deepspeed=zero2")
+    def debug(*overrides: str) -> Run:
+        """By a launcher: torch reads TORCH_DISTRIBUTED_DEBUG where it is imported."""
+        command([*TORCHRUN, "-m", *words, "debug=true", *overrides], PYTHONPATH=str(REPOSITORY))
+        return latest(recipe)
+
+    ranks.run(2, words)
+    plain = latest(recipe)
+    debugged, zero2 = debug(), debug("train.deepspeed=zero2")
     assert losses(plain) == losses(debugged) == pytest.approx(losses(zero2), abs=1e-5) and len(losses(plain)) == 7
     assert not list(plain.path.glob("logs/rank-*.json*")) and not list(plain.path.glob("logs/*.stacks.txt"))
     for run, level in ((debugged, "INFO"), (zero2, "DETAIL")):

@@ -1,11 +1,17 @@
-"""Law 4 on real gloo ranks: a run goes on with other ranks or another engine, and ends as one that was never interrupted."""
+"""Law 4 on real gloo ranks: a run goes on with other ranks or another engine, and ends as one that was never interrupted.
+
+Chosen are moves in which each engine is left once and gone to once, among them from one rank to several, from several to one, and to
+four; the other pairs of docs/elastic.md are `extra`. So it is with adapters and with bf16.
+"""
 
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from safetensors.torch import load_file
 
 from sft.demo import make_demo
@@ -14,7 +20,7 @@ from tests.slow.conftest import losses, write_recipe
 from tests.slow.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-STEPS, HALF = 12, 6
+STEPS, HALF = 10, 5
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,29 @@ MOVES = [
 ]
 
 
+CHOSEN = {
+    ("2 DDP", "1"),
+    ("1 ZeRO-2", "2 ZeRO-2"),
+    ("2 ZeRO-2", "4 ZeRO-2"),
+    ("1", "2 ZeRO-3"),
+    ("2 ZeRO-3", "2 FSDP2"),
+    ("2 FSDP2", "2 ZeRO-2"),
+    ("2 FSDP2 full", "2 DDP"),
+    ("2 ZeRO-1", "2 ZeRO-3 offload"),
+    ("2 ZeRO-2 offload", "1"),
+    ("2 TP", "1"),
+    ("2 ZeRO-2", "2 TP"),
+    ("2 ZeRO-2 SP", "1"),
+    ("2 ZeRO-3", "2 ZeRO-2 SP"),
+}
+
+
+def moves(pairs: list[tuple[str, str]], chosen: Collection[tuple[str, str]]) -> list[ParameterSet]:
+    """As rows of conftest.py, of pairs."""
+    assert set(chosen) <= set(pairs)
+    return [pytest.param(*pair, id="-".join(pair), marks=() if pair in chosen else pytest.mark.extra) for pair in pairs]
+
+
 @dataclass
 class Science:
     """A recipe and the runs of it that were never interrupted, by engine."""
@@ -113,7 +142,7 @@ def science(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Science:
     """Steps of 8 sequences over a set that does not divide by 8, so that they cross an epoch's uneven end."""
     folder = tmp_path_factory.mktemp("elastic")
     rows = make_demo(folder).train.read_text().splitlines()
-    (folder / "rows.jsonl").write_text("\n".join(rows[:101]))
+    (folder / "rows.jsonl").write_text("\n".join(rows[:53]))
     train = {"global_batch_size": 8, "micro_batch_size": 2, "learning_rate": 1e-3, "weight_decay": 0.1}
     recipe = write_recipe(
         folder / "elastic.yaml",
@@ -150,7 +179,7 @@ def check_same(run: Run, expected: Run) -> None:
         torch.testing.assert_close(weight, kept[name], atol=1e-4, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize(("source", "target"), MOVES, ids=lambda engine: engine)
+@pytest.mark.parametrize(("source", "target"), moves(MOVES, CHOSEN))
 def test_a_run_goes_on_elsewhere_as_if_it_had_stayed(source: str, target: str, science: Science) -> None:
     name = f"from-{source}-to-{target}".replace(" ", "-")
     run = science.stopped(source, name)
@@ -162,7 +191,7 @@ def test_a_run_goes_on_elsewhere_as_if_it_had_stayed(source: str, target: str, s
 ADAPTERS = [("1", "2 ZeRO-3"), ("2 ZeRO-2", "1"), ("2 ZeRO-3", "2 FSDP2")]
 
 
-@pytest.mark.parametrize(("source", "target"), ADAPTERS, ids=lambda engine: engine)
+@pytest.mark.parametrize(("source", "target"), moves(ADAPTERS, {("1", "2 ZeRO-3"), ("2 ZeRO-3", "2 FSDP2")}))
 def test_adapters_go_on_elsewhere(source: str, target: str, adapters: Science) -> None:
     name = f"from-{source}-to-{target}".replace(" ", "-")
     run = adapters.stopped(source, name)
@@ -174,7 +203,7 @@ def test_adapters_go_on_elsewhere(source: str, target: str, adapters: Science) -
 ROUNDED = [("1", "2 ZeRO-2"), ("2 ZeRO-1", "1"), ("2 ZeRO-3", "2 FSDP2"), ("2 DDP", "2 ZeRO-1")]
 
 
-@pytest.mark.parametrize(("source", "target"), ROUNDED, ids=lambda engine: engine)
+@pytest.mark.parametrize(("source", "target"), moves(ROUNDED, {("2 ZeRO-1", "1"), ("2 ZeRO-3", "2 FSDP2")}))
 def test_bf16_goes_on_elsewhere_from_the_fp32_copies(source: str, target: str, rounded: Science) -> None:
     """Engines round at other places, so that losses differ by bf16's rounding; copies that were lost would show as more."""
     name = f"from-{source}-to-{target}".replace(" ", "-")

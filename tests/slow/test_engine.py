@@ -1,7 +1,6 @@
 """DeepSpeed's stage and buckets, read back from live engines of two ranks."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,22 +8,20 @@ import pytest
 from sft.recipe import REPOSITORY
 from sft.run_directory import Run
 from tests.slow.conftest import decisions, write_recipe
+from tests.slow.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2"]
 
 
 @pytest.mark.parametrize(("named", "stage"), [("zero2", 2), ("zero3", 3)])
-def test_the_live_engine_has_the_planned_buckets(
-    named: str, stage: int, tmp_path: Path, command: Callable[..., object]
-) -> None:
+def test_the_live_engine_has_the_planned_buckets(named: str, stage: int, tmp_path: Path, ranks: Ranks) -> None:
     recipe = write_recipe(
         tmp_path / "job.yaml",
         model={"name_or_path": "builtin:demo"},
         data={"train": "builtin:demo", "max_length": 128},
         train={"global_batch_size": 8, "max_steps": 2, "deepspeed": named},
     )
-    command([*TORCHRUN, REPOSITORY / "tests" / "slow" / "train_and_tell.py", recipe], PYTHONPATH=str(REPOSITORY))
+    ranks.run(2, [REPOSITORY / "tests" / "slow" / "train_and_tell.py", recipe])
     run = Run((tmp_path / "outputs" / "job" / "latest").resolve())
     assert decisions(run)["engine"] == f"ZeRO-{stage}"
     told = json.loads((run.path / "told.json").read_text())

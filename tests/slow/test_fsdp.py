@@ -1,12 +1,9 @@
 """FSDP2 on real gloo ranks: the result of one process, what is shared by whom, and how a run goes on.
 
-Several runs share the processes of a job; tests/slow/train_many.py.
+The runs of two ranks are trained once for all tests.
 """
 
 import json
-import subprocess
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +12,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sft.demo import make_demo
-from sft.distributed import free_port
 from sft.recipe import REPOSITORY
 from sft.run_directory import Run
 from tests.slow.conftest import decisions, losses, write_recipe
+from tests.slow.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
-Command = Callable[..., subprocess.CompletedProcess[str]]
 Runs = dict[str, list[str]]
 
-MANY = str(REPOSITORY / "tests" / "slow" / "train_many.py")
+TELL, LEAVE = (REPOSITORY / "tests" / "slow" / name for name in ("train_and_tell_shares.py", "train_and_leave.py"))
+STEPS, HALF = 12, 6
 LORA = ["model.lora={r: 4, lora_dropout: 0.1}", "train.learning_rate=5e-3"]
 NO_DROPOUT = ["model.lora={r: 4}", "train.learning_rate=5e-3"]
-PADDED, BF16, HALF_STEPS = ["data.packing=false"], ["train.precision=bf16"], ["STOP=10"]
+PADDED, BF16 = ["data.packing=false"], ["train.precision=bf16"]
 ALONE: Runs = {"packed": [], "padded": PADDED, "lora": NO_DROPOUT, "bf16": BF16}
 SHARED: Runs = {
     "packed": ["train.fsdp={}"],
@@ -47,10 +44,10 @@ HYBRID: Runs = {"hybrid": ["train.fsdp={sharding_strategy: hybrid_shard}", "trai
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """20 steps of 8 sequences over a set that does not divide by 8: they cross the uneven end of an epoch."""
+    """Steps of 8 sequences over a set that does not divide by 8: they cross the uneven end of an epoch."""
     folder = tmp_path_factory.mktemp("fsdp")
     rows = make_demo(folder).train.read_text().splitlines()
-    (folder / "rows.jsonl").write_text("\n".join(rows[:101]))
+    (folder / "rows.jsonl").write_text("\n".join(rows[:61]))
     return write_recipe(
         folder / "job.yaml",
         model={"name_or_path": "builtin:demo"},
@@ -60,46 +57,43 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "micro_batch_size": 2,
             "learning_rate": 1e-3,
             "weight_decay": 0.1,
-            "max_steps": 20,
+            "max_steps": STEPS,
             "logging_steps": 1,
-            "save_steps": 10,
+            "save_steps": HALF,
         },
     )
 
 
-def train(command: Command, recipe: Path, name: str, runs: Runs, ranks: int, nodes: int = 1) -> dict[str, Run]:
-    """Train the runs, one after the other, in processes that they share."""
-    named = {f"{name}-{run}": overrides for run, overrides in runs.items()}
-    file = recipe.parent / f"{name}.json"
-    file.write_text(json.dumps(named))
-    place = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    several = ["torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(ranks // nodes), *place]
+def train(ranks: Ranks, recipe: Path, name: str, runs: Runs, count: int, nodes: int = 1) -> dict[str, Run]:
+    """Train the runs; what they are told by `tracking.run_name` goes before their names."""
+    for run, overrides in runs.items():
+        named = [f"tracking.run_name={name}-{run}", *overrides]
+        ranks.run(count, [TELL, recipe, *named], nodes=nodes)
+    return {run: run_of(recipe, f"{name}-{run}") for run in runs}
 
-    def start(node: int) -> None:
-        launcher = ["python"] if ranks == 1 else [*several, "--node-rank", str(node)]
-        command([*launcher, MANY, recipe, file], PYTHONPATH=str(REPOSITORY))
 
-    with ThreadPoolExecutor(nodes) as pool:
-        list(pool.map(start, range(nodes)))
-    return {run: Run(recipe.parent / "outputs" / "job" / f"{name}-{run}") for run in runs}
+def run_of(recipe: Path, name: str) -> Run:
+    return Run(recipe.parent / "outputs" / "job" / name)
 
 
 @pytest.fixture(scope="module")
-def alone(recipe: Path, command: Command) -> dict[str, Run]:
-    return train(command, recipe, "alone", ALONE, 1)
+def alone(recipe: Path, ranks: Ranks) -> dict[str, Run]:
+    return train(ranks, recipe, "alone", ALONE, 1)
 
 
 @pytest.fixture(scope="module")
-def two(recipe: Path, alone: dict[str, Run], command: Command) -> dict[str, Run]:
-    stopped = {run: overrides + HALF_STEPS for run, overrides in GOES_ON.items()}
-    return train(command, recipe, "two", SHARED | stopped, 2)
+def two(recipe: Path, alone: dict[str, Run], ranks: Ranks) -> dict[str, Run]:
+    for run, overrides in GOES_ON.items():
+        ranks.run(2, [LEAVE, str(HALF), recipe, f"tracking.run_name=two-{run}", *overrides], expect=5)
+    runs = train(ranks, recipe, "two", SHARED, 2)
+    return runs | {run: run_of(recipe, f"two-{run}") for run in GOES_ON}
 
 
 @pytest.fixture(scope="module")
-def four(recipe: Path, two: dict[str, Run], command: Command) -> dict[str, Run]:
+def four(recipe: Path, two: dict[str, Run], ranks: Ranks) -> dict[str, Run]:
     """Two machines of two ranks, by what the launcher tells them; what two ranks have begun goes on there."""
-    goes_on = {"shares": [*GOES_ON["shares"], "tracking.run_name=two-shares"]}
-    return train(command, recipe, "four", HYBRID | goes_on, 4, nodes=2)
+    train(ranks, recipe, "two", {"shares": GOES_ON["shares"]}, 4, nodes=2)
+    return train(ranks, recipe, "four", HYBRID, 4, nodes=2)
 
 
 def told(run: Run) -> dict[str, Any]:
@@ -108,7 +102,7 @@ def told(run: Run) -> dict[str, Any]:
 
 
 def check_same(run: Run, other: Run, loss: float, weight: float) -> None:
-    assert len(losses(run)) == 20
+    assert len(losses(run)) == STEPS
     assert losses(run) == pytest.approx(losses(other), abs=loss)
     trained, expected = (AutoModelForCausalLM.from_pretrained(one.final).state_dict() for one in (run, other))
     for name, tensor in trained.items():
@@ -120,7 +114,7 @@ def test_two_ranks_that_share_the_model_train_as_one_process(
     run: str, alone: dict[str, Run], two: dict[str, Run]
 ) -> None:
     assert decisions(two[run])["engine"] == "FSDP2"
-    assert 1 < decisions(two[run])["steps_per_epoch"] < 20
+    assert 1 < decisions(two[run])["steps_per_epoch"] < STEPS
     check_same(two[run], alone[run.removesuffix("-by-size")], 1e-5, 1e-4)
     before = [one.record["held_out_loss_before"] for one in (two[run], alone[run.removesuffix("-by-size")])]
     assert before[0] == pytest.approx(before[1], abs=1e-5)
@@ -156,9 +150,8 @@ def test_the_final_model_holds_each_weight_once(alone: dict[str, Run], two: dict
     assert (two["packed"].final / "model.safetensors").stat().st_size == pytest.approx(size, rel=0.01)
 
 
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(recipe: Path, two: dict[str, Run], command: Command) -> None:
-    goes_on = {run: [*GOES_ON[run], f"tracking.run_name=two-{run}"] for run in ("whole", "dropout-stopped")}
-    train(command, recipe, "again", goes_on, 2)
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(recipe: Path, two: dict[str, Run], ranks: Ranks) -> None:
+    train(ranks, recipe, "two", {run: GOES_ON[run] for run in ("whole", "dropout-stopped")}, 2)
     assert losses(two["whole"]) == losses(two["packed"])
     check_same(two["dropout-stopped"], two["dropout"], 0, 0)
 
@@ -174,16 +167,8 @@ def test_shares_of_two_ranks_go_on_with_four(alone: dict[str, Run], two: dict[st
     check_same(two["shares"], alone["packed"], 1e-5, 1e-4)
 
 
-def test_a_finished_run_is_not_resumed_and_says_so(recipe: Path, two: dict[str, Run], command: Command) -> None:
-    words = [
-        "python",
-        "-m",
-        "sft.train",
-        recipe,
-        *SHARED["packed"],
-        "train.resume=must",
-        "tracking.run_name=two-packed",
-    ]
-    done = command(words, expect=2)
-    assert "train.resume=must" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_finished_run_is_not_resumed_and_says_so(recipe: Path, two: dict[str, Run], ranks: Ranks) -> None:
+    words = ["sft.train", recipe, *SHARED["packed"], "train.resume=must", "tracking.run_name=two-packed"]
+    said = ranks.run(1, words, expect=2)["stderr"]
+    assert "train.resume=must" in said
+    assert "Traceback" not in said

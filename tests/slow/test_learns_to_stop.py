@@ -1,9 +1,6 @@
 """Law 6 by training: the model of the tiny recipe ends each answer by itself, as its saved generation config has it."""
 
 import json
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,18 +9,16 @@ import torch
 from sft.demo import make_demo
 from sft.recipe import REPOSITORY
 from sft.run_directory import Run
+from tests.slow.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def test_the_tiny_recipe_answers_and_stops_on_every_prompt_that_was_not_trained(
-    tmp_path: Path, command: Command
-) -> None:
+def test_the_tiny_recipe_answers_and_stops_on_every_prompt_that_was_not_trained(tmp_path: Path, ranks: Ranks) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     recipe = REPOSITORY / "recipes" / "tiny.yaml"
-    command([sys.executable, "-m", "sft.train", recipe, f"output_dir={tmp_path}", "data.held_out=0.02"])
+    ranks.run(1, ["sft.train", recipe, f"output_dir={tmp_path}", "data.held_out=0.02"])
     run = Run((tmp_path / "tiny" / "latest").resolve())
     tokenizer = AutoTokenizer.from_pretrained(run.final, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(run.final)

@@ -24,7 +24,7 @@ def recipe(tmp_path: Path) -> Path:
     return write_recipe(
         tmp_path / "job.yaml",
         model={"name_or_path": "builtin:demo"},
-        data={"train": [{"path": "builtin:demo", "split": "train[:900]"}], "max_length": 128, "held_out": 0.02},
+        data={"train": [{"path": "builtin:demo", "split": "train[:600]"}], "max_length": 128, "held_out": 0.02},
         train={
             "global_batch_size": 32,
             "micro_batch_size": 8,
@@ -51,9 +51,9 @@ def given(folder: Path, ranks: int) -> list[dict[str, int]]:
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_the_counts_are_of_what_two_ranks_were_given(packing: bool, recipe: Path, tmp_path: Path, ranks: Ranks) -> None:
-    overrides = [f"data.packing={str(packing).lower()}", "train.profile=true"]
-    # Padded, an epoch has twice as many steps.
-    overrides += [] if packing else ["train.num_train_epochs=0.5"]
+    # Padded, an epoch has twice as many steps. One profile of two ranks is enough.
+    more = ["train.profile=true"] if packing else ["train.num_train_epochs=0.5"]
+    overrides = [f"data.packing={str(packing).lower()}", *more]
     told = ranks.run(2, [PROGRAM, tmp_path, recipe, *overrides])
     run = Run((tmp_path / "outputs" / "job" / "latest").resolve())
     steps = given(tmp_path, 2)
@@ -74,7 +74,8 @@ def test_the_counts_are_of_what_two_ranks_were_given(packing: bool, recipe: Path
         assert 0 <= line["data_seconds"] < line["seconds"]
         assert line["tokens_per_second"] > line["labelled_tokens_per_second"] > 0
     assert lines[-1]["step"] == len(steps)
-    assert_profiled(run, told["stdout"])
+    if packing:
+        assert_profiled(run, told["stdout"])
 
 
 def assert_profiled(run: Run, shown: str) -> None:

@@ -1,8 +1,6 @@
 """Tokens that a recipe adds: their embeddings train on every engine and beside adapters, and are in final/."""
 
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,11 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sft.demo import make_demo
 from sft.recipe import REPOSITORY
 from sft.run_directory import Run
-from tests.slow.conftest import write_recipe
+from tests.slow.conftest import untie, write_recipe
 from tests.slow.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-Command = Callable[..., subprocess.CompletedProcess[str]]
 
 PROGRAM = str(REPOSITORY / "tests" / "slow" / "train_new_tokens.py")
 OWN = 541  # tokens of the demo's tokenizer, in an embedding of 544 rows
@@ -61,18 +58,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def untied(recipe: Path) -> Path:
     """The demo's model with an output embedding of its own."""
-    from safetensors.torch import save_file
-
-    demo, folder = make_demo(recipe.parent / "outputs").model, recipe.parent / "untied"
-    folder.mkdir()
-    for file in demo.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    weights = load_file(demo / "model.safetensors")
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].flip(0).contiguous()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((demo / "config.json").read_text()) | {"tie_word_embeddings": False}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return untie(make_demo(recipe.parent / "outputs").model, recipe.parent / "untied")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -123,10 +109,10 @@ def test_a_stopped_run_with_new_tokens_ends_as_an_undisturbed_one(case: str, rec
 
 
 @pytest.mark.parametrize("new", ["model.new_tokens=[<|begin|>]", FIVE], ids=["spare rows", "a larger embedding"])
-def test_base_and_tuned_are_both_asked_with_the_new_tokens(new: str, recipe: Path, command: Command) -> None:
+def test_base_and_tuned_are_both_asked_with_the_new_tokens(new: str, recipe: Path, ranks: Ranks) -> None:
     name = f"asked-{len(new)}"
     evaluation = ["eval.tasks=[builtin:demo]", "eval.limit=4", f"tracking.run_name={name}"]
-    command(["python", "-m", "sft.train", recipe, new, *evaluation])
+    ranks.run(1, ["sft.train", recipe, new, *evaluation], finish=True)
     run = Run(recipe.parent / "outputs" / "new" / name)
     comparison = json.loads(run.comparison_file.read_text())
     assert comparison["not_measured"] == {}

@@ -1,4 +1,8 @@
-"""A row whose loss or gradient is not finite, on one rank only, under every engine and policy."""
+"""A row whose loss or gradient is not finite, on one rank only, under every engine and policy.
+
+Chosen are a loss that is NaN under every engine, and the other two faults where gradients are whole and where they are divided with the
+weights. ZeRO-1 and FSDP2 find the other faults as DDP and ZeRO-2 do. The rest is `extra`.
+"""
 
 import json
 import subprocess
@@ -136,13 +140,19 @@ def assert_same_training(run: Run, other: Run) -> None:
         torch.testing.assert_close(weight, by_one[name], atol=1e-4, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("kind", ["nan", "inf", "gradient"])
+SKIPS = [
+    *(("nan", engine) for engine in ENGINES),
+    *((kind, engine) for kind in ("inf", "gradient") for engine in ("DDP", "ZeRO-2", "ZeRO-3")),
+]
+MORE = {("inf", "ZeRO-2"), ("gradient", "ZeRO-2"), ("inf", "DDP")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [pytest.param(*case, marks=pytest.mark.extra if case in MORE else ()) for case in SKIPS]
+)
 def test_a_skipped_step_changes_nothing_and_all_others_are_as_they_would_be(
     kind: str, name: str, recipe: Path, alone: Run, ranks: Ranks, tmp_path: Path
 ) -> None:
-    if kind != "nan" and name in ("ZeRO-1", "FSDP2"):
-        pytest.skip("as DDP or ZeRO-2")
     count, overrides = ENGINES[name]
     run = run_of(recipe, f"{kind}-{name}")
     words = [

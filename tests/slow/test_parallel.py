@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +14,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from sft.demo import make_demo
 from sft.run_directory import Run
 from tests.slow.conftest import decisions, losses, write_recipe
+from tests.slow.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-Command = Callable[..., subprocess.CompletedProcess[str]]
 
 TENSOR = ["train.tensor_parallel_size=2"]
 SEQUENCE = ["train.sequence_parallel_size=2", "train.micro_batch_size=1"]
@@ -47,12 +45,12 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    """20 steps over 10 a pass, the last of which is not full; packed and padded."""
+    """12 steps over 6 a pass, the last of which is not full; packed and padded."""
     folder = tmp_path_factory.mktemp("parallel")
     rows = make_demo(folder).train.read_text().splitlines()
     (folder / "held_out.jsonl").write_text("\n".join(rows[200:209]))
     files = {}
-    for packed, name, count in ((True, "packed", 157), (False, "padded", 77)):
+    for packed, name, count in ((True, "packed", 91), (False, "padded", 45)):
         (folder / f"{name}.jsonl").write_text("\n".join(rows[:count]))
         files[packed] = write_recipe(
             folder / f"{name}.yaml",
@@ -68,27 +66,25 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
                 "micro_batch_size": 2,
                 "learning_rate": 1e-3,
                 "weight_decay": 0.1,
-                "max_steps": 20,
+                "max_steps": 12,
                 "logging_steps": 1,
-                "save_steps": 12,
+                "save_steps": 8,
             },
         )
     return files
 
 
 @pytest.fixture(scope="module")
-def alone(recipes: dict[bool, Path], command: Command) -> dict[bool, Run]:
+def alone(recipes: dict[bool, Path], ranks: Ranks) -> dict[bool, Run]:
     """The same recipes trained by one plain process."""
     runs = {}
     for packed, recipe in recipes.items():
-        command(["python", "-m", "sft.train", recipe, "tracking.run_name=alone"])
-        runs[packed] = Run(recipe.parent / "outputs" / recipe.stem / "alone")
+        runs[packed] = train(ranks, recipe, "alone", 1, [])
     return runs
 
 
-def train(command: Command, recipe: Path, name: str, ranks: int, overrides: list[str]) -> Run:
-    start = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "-m", "sft.train"]
-    command([*start, recipe, f"tracking.run_name={name}", *overrides])
+def train(ranks: Ranks, recipe: Path, name: str, count: int, overrides: list[str]) -> Run:
+    ranks.run(count, ["sft.train", recipe, f"tracking.run_name={name}", *overrides])
     return Run(recipe.parent / "outputs" / recipe.stem / name)
 
 
@@ -110,38 +106,38 @@ def assert_equal(run: Run, expected: Run) -> None:
 
 @pytest.mark.parametrize("name", WAYS)
 def test_ranks_that_share_a_batch_train_as_one_process(
-    name: str, recipes: dict[bool, Path], alone: dict[bool, Run], command: Command
+    name: str, recipes: dict[bool, Path], alone: dict[bool, Run], ranks: Ranks
 ) -> None:
     way = WAYS[name]
-    run = train(command, recipes[way.packed], name, way.ranks, way.overrides)
+    run = train(ranks, recipes[way.packed], name, way.ranks, way.overrides)
     running = run.record["running"]
     assert running["engine"] == way.engine
     assert running["tensor_parallel_size"] == str(way.tensor)
     assert running["sequence_parallel_size"] == str(way.sequence)
     assert decisions(run)["data_parallel_ranks"] == way.ranks // way.tensor // way.sequence
-    assert decisions(run)["steps_per_epoch"] == 10
-    assert len(losses(run)) == 20
+    assert decisions(run)["steps_per_epoch"] == 6
+    assert len(losses(run)) == 12
     assert_equal(run, alone[way.packed])
     before, expected = (each.record["held_out_loss_before"] for each in (run, alone[way.packed]))
     assert before == pytest.approx(expected, abs=1e-5)
     if name in ("tensor-padded", "sequence-padded-zero2"):
-        assert_equal(resumed(command, recipes[way.packed], run, way), run)
+        assert_equal(resumed(ranks, recipes[way.packed], run, way), run)
 
 
-def resumed(command: Command, recipe: Path, finished: Run, way: Way) -> Run:
+def resumed(ranks: Ranks, recipe: Path, finished: Run, way: Way) -> Run:
     """A copy of a run that was stopped after its first checkpoint, trained to its end."""
     copy = Run(finished.path.parent / f"{finished.path.name}-resumed")
     shutil.copytree(finished.path, copy.path)
     shutil.rmtree(copy.final)
-    shutil.rmtree(copy.checkpoints / "checkpoint-20")
+    shutil.rmtree(copy.checkpoints / "checkpoint-12")
     overrides = [word.replace(finished.path.name, copy.path.name) for word in finished.record["overrides"]]
     record = finished.record | {"status": "interrupted", "overrides": overrides}
     (copy.path / "run.json").write_text(json.dumps(record))
-    train(command, recipe, copy.path.name, way.ranks, way.overrides)
+    train(ranks, recipe, copy.path.name, way.ranks, way.overrides)
     return copy
 
 
-def test_norms_inside_divided_heads_get_each_micro_batch_once(recipes: dict[bool, Path], command: Command) -> None:
+def test_norms_inside_divided_heads_get_each_micro_batch_once(recipes: dict[bool, Path], ranks: Ranks) -> None:
     # transformers sums their gradients over ranks again with each micro-batch of a step.
     recipe = recipes[True]
     demo = make_demo(recipe.parent).model
@@ -161,8 +157,7 @@ def test_norms_inside_divided_heads_get_each_micro_batch_once(recipes: dict[bool
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(model)
     short = [f"model.name_or_path={model}", "train.max_steps=6"]
-    command(["python", "-m", "sft.train", recipe, "tracking.run_name=normed-alone", *short])
-    expected = Run(recipe.parent / "outputs" / recipe.stem / "normed-alone")
-    run = train(command, recipe, "normed", 2, [*TENSOR, *short])
+    expected = train(ranks, recipe, "normed-alone", 1, short)
+    run = train(ranks, recipe, "normed", 2, [*TENSOR, *short])
     assert decisions(run)["gradient_accumulation_steps"] == 4
     assert_equal(run, expected)

@@ -6,6 +6,8 @@ What differs, and why:
 - TRL lets a special token's string in a row become that token. Here it stays text unless data.special_tokens is `keep`, which
   these comparisons set where the rows have such strings (t0's answers end with one).
 - A row whose answer is empty is dropped here (t0 has 1,400 under the default); under `keep` its end token makes it none.
+
+Chosen is every sixth row of the large files, in both tokenizers; all of their rows are `extra`.
 """
 
 import json
@@ -21,6 +23,9 @@ from sft.recipe import Data, Source
 
 Rows = list[dict[str, Any]]
 Labelled = list[tuple[list[int], list[int]]]
+
+LARGE = 600
+of_large_files = pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.extra)])
 
 pytestmark = [
     pytest.mark.slow,
@@ -83,8 +88,9 @@ def without_line_breaks(labelled: Labelled, tokenizer: Any) -> tuple[Labelled, i
     return result, taken
 
 
-def load(shared: Path, name: str) -> Rows:
-    return [row for row in read_rows(shared / "sft" / name) if isinstance(row, dict)]
+def load(shared: Path, name: str, every: int) -> Rows:
+    rows = [row for row in read_rows(shared / "sft" / name) if isinstance(row, dict)]
+    return rows[::every] if len(rows) >= LARGE else rows
 
 
 def tokenizer_of(shared: Path, name: str) -> Any:
@@ -93,18 +99,20 @@ def tokenizer_of(shared: Path, name: str) -> Any:
     return AutoTokenizer.from_pretrained(shared / "tokenizers" / name)
 
 
+@of_large_files
 @pytest.mark.parametrize("name", ["qwen3", "minimind"])
-def test_prompts_and_completions_as_they_stand(name: str, shared: Path, tmp_path: Path) -> None:
+def test_prompts_and_completions_as_they_stand(every: int, name: str, shared: Path, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(shared, name)
-    rows = [{key: row[key] for key in ("prompt", "completion")} for row in load(shared, "t0_short.jsonl")]
+    rows = [{key: row[key] for key in ("prompt", "completion")} for row in load(shared, "t0_short.jsonl", every)]
     ours = by_us(tokenizer, rows, "prompt_completion", chat=False, special_tokens="keep")
     assert ours == by_trl(tokenizer, rows, tmp_path)
 
 
+@of_large_files
 @pytest.mark.parametrize("name", ["qwen3", "minimind"])
-def test_prompts_and_completions_as_a_conversation(name: str, shared: Path, tmp_path: Path) -> None:
+def test_prompts_and_completions_as_a_conversation(every: int, name: str, shared: Path, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(shared, name)
-    rows = load(shared, "t0_short.jsonl")
+    rows = load(shared, "t0_short.jsonl", every)
     turns = [
         {
             "prompt": [{"role": "user", "content": row["prompt"]}],
@@ -125,12 +133,18 @@ CONVERSATIONS = {
 }
 
 
-@pytest.mark.parametrize("kind", CONVERSATIONS)
+SGD = "sgd with tools"
+
+
+@pytest.mark.parametrize(
+    ("kind", "every"),
+    [("alpaca", 1), ("oasst", 1), (SGD, 6), pytest.param(SGD, 1, marks=pytest.mark.extra)],
+)
 @pytest.mark.parametrize("name", ["qwen3", "minimind"])
-def test_conversations(name: str, kind: str, shared: Path, tmp_path: Path) -> None:
+def test_conversations(name: str, kind: str, every: int, shared: Path, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(shared, name)
     file, format = CONVERSATIONS[kind]
-    rows = load(shared, file)
+    rows = load(shared, file, every)
     turns = (
         [{"messages": row["messages"]} for row in rows] if format == "messages" else [as_messages(row) for row in rows]
     )

@@ -1,4 +1,7 @@
-"""A preparation that ends early: nothing stale, nothing half-written and no process is left, and the next one is whole."""
+"""A preparation that ends early: nothing stale, nothing half-written and no process is left, and the next one is whole.
+
+Chosen are each moment up to the first rows once for a kill, and of each signal one moment in the middle; the other moments are `extra`.
+"""
 
 import json
 import os
@@ -12,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from sft.demo import make_demo
-from tests.slow.conftest import write_recipe
+from tests.slow.conftest import until, write_recipe
+from tests.slow.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 Started = subprocess.Popen[str]
@@ -70,9 +74,9 @@ def start() -> Iterator[Start]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(recipe: Path) -> dict[str, bytes]:
+def undisturbed(recipe: Path, ranks: Ranks) -> dict[str, bytes]:
     out = recipe.parent / "undisturbed"
-    subprocess.run([sys.executable, "-m", "sft.prepare", str(recipe), f"output_dir={out}"], check=True)
+    ranks.run(1, ["sft.prepare", recipe, f"output_dir={out}"])
     return entry(out / ".prepared")
 
 
@@ -90,15 +94,6 @@ def group(process: Started) -> dict[int, int]:
     return found
 
 
-def until(condition: Callable[[], object], process: Started | None = None, seconds: float = 60) -> None:
-    for _ in range(int(seconds / 0.002)):
-        if condition():
-            return
-        assert process is None or process.poll() is None, "it ended before the moment came"
-        time.sleep(0.002)
-    raise AssertionError("the moment never came")
-
-
 def half_written(out: Path) -> Path | None:
     return next((path for path in (out / ".prepared").glob(".*.*") if path.is_dir()), None)
 
@@ -108,7 +103,15 @@ def has(out: Path, file: str) -> bool:
     return work is not None and (work / file).exists() and (work / file).stat().st_size > 0
 
 
-MOMENTS = ["the folder", "tokens.bin", "train.npz", "prepared.json", 0.3, 0.8]
+EXTRA = pytest.mark.extra
+MOMENTS = [
+    "the folder",
+    "tokens.bin",
+    "train.npz",
+    pytest.param("prepared.json", marks=EXTRA),
+    0.3,
+    pytest.param(0.8, marks=EXTRA),
+]
 """A file has its first bytes, or so many seconds have passed since there were tokens."""
 
 
@@ -123,30 +126,34 @@ def at(moment: str | float, out: Path, process: Started) -> None:
         time.sleep(moment)
 
 
-def check_goes_on(recipe: Path, out: Path, undisturbed: dict[str, bytes]) -> None:
-    again = subprocess.run(
-        [sys.executable, "-m", "sft.prepare", str(recipe), f"output_dir={out}"],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert again.returncode == 0, again.stderr
+def check_goes_on(ranks: Ranks, recipe: Path, out: Path, undisturbed: dict[str, bytes]) -> None:
+    ranks.run(1, ["sft.prepare", recipe, f"output_dir={out}"])
     assert entry(out / ".prepared") == undisturbed
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_killed_preparation_leaves_no_process_and_the_next_is_whole(
-    moment: str | float, recipe: Path, undisturbed: dict[str, bytes], tmp_path: Path, start: Start
+    moment: str | float, recipe: Path, undisturbed: dict[str, bytes], tmp_path: Path, start: Start, ranks: Ranks
 ) -> None:
     process = start("sft.prepare", recipe, f"output_dir={tmp_path}")
     at(moment, tmp_path, process)
     process.kill()
-    until(lambda: not group(process), seconds=5)
-    check_goes_on(recipe, tmp_path, undisturbed)
+    until(lambda: not group(process))
+    check_goes_on(ranks, recipe, tmp_path, undisturbed)
 
 
-@pytest.mark.parametrize("moment", ["the folder", "tokens.bin", 0.4])
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, (-15, 143)), (signal.SIGINT, (130,))])
+TERM, INT = (signal.SIGTERM, (-15, 143)), (signal.SIGINT, (130,))
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "moment"),
+    [
+        (*TERM, "tokens.bin"),
+        (*INT, "the folder"),
+        (*INT, 0.4),
+        *(pytest.param(*case, marks=EXTRA) for case in ((*TERM, "the folder"), (*TERM, 0.4), (*INT, "tokens.bin"))),
+    ],
+)
 def test_a_stopped_preparation_ends_at_once_and_the_next_is_whole(
     number: signal.Signals,
     status: tuple[int, ...],
@@ -155,18 +162,19 @@ def test_a_stopped_preparation_ends_at_once_and_the_next_is_whole(
     undisturbed: dict[str, bytes],
     tmp_path: Path,
     start: Start,
+    ranks: Ranks,
 ) -> None:
     process = start("sft.prepare", recipe, f"output_dir={tmp_path}")
     at(moment, tmp_path, process)
     # Ctrl-C goes to all processes of a terminal, kill to one.
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
-    told = process.communicate(timeout=20)[1]
+    told = process.communicate(timeout=60)[1]
     assert process.returncode in status
     assert "Traceback" not in told
-    until(lambda: not group(process), seconds=5)
+    until(lambda: not group(process))
     if number == signal.SIGINT:
         assert half_written(tmp_path) is None
-    check_goes_on(recipe, tmp_path, undisturbed)
+    check_goes_on(ranks, recipe, tmp_path, undisturbed)
 
 
 def test_one_that_waits_takes_over_from_one_that_is_killed(
@@ -183,20 +191,20 @@ def test_one_that_waits_takes_over_from_one_that_is_killed(
 
 
 def test_a_worker_that_the_system_kills_is_one_message(
-    recipe: Path, undisturbed: dict[str, bytes], tmp_path: Path, start: Start
+    recipe: Path, undisturbed: dict[str, bytes], tmp_path: Path, start: Start, ranks: Ranks
 ) -> None:
     """As it does where memory runs out."""
     process = start("sft.prepare", recipe, f"output_dir={tmp_path}")
     at("tokens.bin", tmp_path, process)
     worker = next(number for number, parent in group(process).items() if parent == process.pid)
     os.kill(worker, signal.SIGKILL)
-    told = process.communicate(timeout=20)[1]
+    told = process.communicate(timeout=60)[1]
     assert process.returncode == 2
     assert "Traceback" not in told
     assert "memory" in told
     assert half_written(tmp_path) is None
-    until(lambda: not group(process), seconds=5)
-    check_goes_on(recipe, tmp_path, undisturbed)
+    until(lambda: not group(process))
+    check_goes_on(ranks, recipe, tmp_path, undisturbed)
 
 
 def test_a_start_whose_preparation_the_system_kills_says_so(recipe: Path, tmp_path: Path, start: Start) -> None:
@@ -204,7 +212,7 @@ def test_a_start_whose_preparation_the_system_kills_says_so(recipe: Path, tmp_pa
     at("tokens.bin", tmp_path, launcher)
     (preparing,) = [number for number, parent in group(launcher).items() if parent == launcher.pid]
     os.kill(preparing, signal.SIGKILL)
-    told = launcher.communicate(timeout=20)[1]
+    told = launcher.communicate(timeout=60)[1]
     assert launcher.returncode in (2, 137)
     lines = [line for line in told.replace("\r", "\n").splitlines() if line and not line.startswith("Preparing ")]
     assert any("signal 9" in line or "memory" in line for line in lines), "it ended without a word"
@@ -219,19 +227,19 @@ def test_a_start_that_is_stopped_leaves_nothing_running(
     launcher = start("sft.launch", recipe, f"output_dir={tmp_path}", f"data.train={many}", "--prepare")
     at("tokens.bin", tmp_path, launcher)
     launcher.send_signal(number)
-    launcher.wait(timeout=20)
-    until(lambda: not group(launcher), seconds=5)
+    launcher.wait(timeout=60)
+    until(lambda: not group(launcher))
 
 
 def test_ctrl_c_at_a_start_ends_all_of_it(
-    recipe: Path, undisturbed: dict[str, bytes], tmp_path: Path, start: Start
+    recipe: Path, undisturbed: dict[str, bytes], tmp_path: Path, start: Start, ranks: Ranks
 ) -> None:
     launcher = start("sft.launch", recipe, f"output_dir={tmp_path}", "--prepare")
     at("tokens.bin", tmp_path, launcher)
     os.killpg(launcher.pid, signal.SIGINT)
-    told = launcher.communicate(timeout=20)[1]
+    told = launcher.communicate(timeout=60)[1]
     assert launcher.returncode == 130
     assert "Traceback" not in told
-    until(lambda: not group(launcher), seconds=5)
+    until(lambda: not group(launcher))
     assert half_written(tmp_path) is None
-    check_goes_on(recipe, tmp_path, undisturbed)
+    check_goes_on(ranks, recipe, tmp_path, undisturbed)

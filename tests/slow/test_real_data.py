@@ -10,7 +10,8 @@ import pytest
 
 from sft.recipe import REPOSITORY
 from sft.run_directory import Run
-from tests.slow.conftest import losses, write_recipe, write_task
+from tests.slow.conftest import latest, losses, write_recipe, write_task
+from tests.slow.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -74,7 +75,7 @@ def test_a_pretrained_model_without_template_or_padding_learns_alpaca(
         eval={"tasks": tasks(tmp_path, shared), "limit": 8, "batch_size": 8},
     )
     command(["bash", REPOSITORY / "scripts" / "sft.sh", recipe])
-    run = Run((tmp_path / "outputs" / "stories" / "latest").resolve())
+    run = latest(recipe)
     ledger = check_run(run)
     assert ledger["rows"]["in"] == 999
     config = json.loads((run.final / "generation_config.json").read_text())
@@ -82,7 +83,7 @@ def test_a_pretrained_model_without_template_or_padding_learns_alpaca(
     assert config["pad_token_id"] == 0
 
 
-def test_a_qwen3_with_its_real_tokenizer_learns_tool_calls(tmp_path: Path, shared: Path, command: Command) -> None:
+def test_a_qwen3_with_its_real_tokenizer_learns_tool_calls(tmp_path: Path, shared: Path, ranks: Ranks) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
     tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "qwen3")
@@ -105,7 +106,7 @@ def test_a_qwen3_with_its_real_tokenizer_learns_tool_calls(tmp_path: Path, share
         tmp_path / "qwen.yaml",
         model={"name_or_path": str(tmp_path / "model")},
         data={
-            "train": str(shared / "sft" / "sgd_messages_tools_600.jsonl"),
+            "train": [{"path": str(shared / "sft" / "sgd_messages_tools_600.jsonl"), "split": "train[:150]"}],
             "max_length": 1024,
             "overlong": "truncate",
             "max_overlong_fraction": 0.2,  # some rows' tools fill the whole of it
@@ -113,8 +114,8 @@ def test_a_qwen3_with_its_real_tokenizer_learns_tool_calls(tmp_path: Path, share
         train={"global_batch_size": 1, "learning_rate": 1e-2, "max_steps": 8, "logging_steps": 1},
         eval={"tasks": tasks(tmp_path, shared), "limit": 2, "batch_size": 2},
     )
-    command(["bash", REPOSITORY / "scripts" / "sft.sh", recipe])
-    run = Run((tmp_path / "outputs" / "qwen" / "latest").resolve())
+    ranks.run(1, ["sft.train", recipe], finish=True)
+    run = latest(recipe)
     check_run(run)
     # The base stopped at <|endoftext|>; the tuned model stops at the end of its turn as well.
     stops = json.loads((run.final / "generation_config.json").read_text())["eos_token_id"]

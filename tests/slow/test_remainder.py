@@ -1,21 +1,19 @@
 """`train.remainder: fill` on real processes: a batch that the ranks cannot share evenly is trained as by one process."""
 
 import json
-import subprocess
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sft.recipe import REPOSITORY
+from sft.demo import make_demo
 from sft.run_directory import Run
 from tests.slow.conftest import decisions, losses, write_recipe
+from tests.slow.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-Command = Callable[..., subprocess.CompletedProcess[str]]
-SFT_SH = ["bash", str(REPOSITORY / "scripts" / "sft.sh")]
 
 
 @pytest.mark.parametrize(
@@ -27,10 +25,8 @@ SFT_SH = ["bash", str(REPOSITORY / "scripts" / "sft.sh")]
     ids=["packed", "padded, ZeRO-2"],
 )
 def test_three_ranks_train_eight_sequences_as_one_process_does(
-    packed: bool, words: list[str], tmp_path: Path, command: Command
+    packed: bool, words: list[str], tmp_path: Path, ranks: Ranks
 ) -> None:
-    from sft.demo import make_demo
-
     rows = make_demo(tmp_path).train.read_text().splitlines()[: 91 if packed else 45]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     recipe = write_recipe(
@@ -49,8 +45,8 @@ def test_three_ranks_train_eight_sequences_as_one_process_does(
         },
     )
     runs = tmp_path / "outputs" / "fill"
-    command(["python", "-m", "sft.train", recipe, "train.micro_batch_size=4", "tracking.run_name=alone"])
-    command([*SFT_SH, recipe, *words, "tracking.run_name=three"], NPROC="3")
+    ranks.run(1, ["sft.train", recipe, "train.micro_batch_size=4", "tracking.run_name=alone"])
+    ranks.run(3, ["sft.train", recipe, *words, "tracking.run_name=three"])
     alone, three = Run(runs / "alone"), Run(runs / "three")
     assert decisions(alone)["empty_sequences_per_step"] == 0
     assert decisions(three)["empty_sequences_per_step"] == (1 if packed else 4)
@@ -68,7 +64,7 @@ def test_three_ranks_train_eight_sequences_as_one_process_does(
     assert 7 % decisions(three)["steps_per_epoch"] > 0
     metrics = three.metrics_file.read_text()
     interrupt(three, 7)
-    command([*SFT_SH, recipe, *words, "tracking.run_name=three"], NPROC="3")
+    ranks.run(3, ["sft.train", recipe, *words, "tracking.run_name=three"])
     # DDP of three ranks may add up in another order after a start; another epoch's order is off by hundredths.
     assert losses(three) == pytest.approx([json.loads(line)["loss"] for line in metrics.splitlines()], abs=2e-6)
 
@@ -79,8 +75,6 @@ def column(run: Run, key: str) -> list[float]:
 
 def interrupt(run: Run, step: int) -> None:
     """As if the run had been stopped behind the checkpoint of a step."""
-    import shutil
-
     for folder in run.checkpoints.iterdir():
         if folder.name != f"checkpoint-{step}":
             shutil.rmtree(folder)

@@ -1,7 +1,7 @@
 """Law 4 with the same ranks and engine: a run that was interrupted ends as one that was not, in every bit that is written.
 
-Each row is one training of 20 steps that keeps its checkpoints, and a copy of it that has lost everything after one of them: what a
-kill leaves behind. An epoch is 10 steps, packed 5, so that step 10 is at its end and step 7 inside it; the steps after both go
+Each row is one training of 12 steps that keeps its checkpoints, and a copy of it that has lost everything after one of them: what a
+kill leaves behind. An epoch is 6 steps, packed 3, so that step 6 is at its end and step 4 inside it; the steps after both go
 across the next end.
 """
 
@@ -20,13 +20,13 @@ from sft.demo import make_demo
 from sft.recipe import REPOSITORY
 from sft.resume import checkpoints_of, step_of
 from sft.run_directory import Run, write_json
-from tests.slow.conftest import decisions, losses, write_recipe
+from tests.slow.conftest import decisions, losses, plain, write_recipe
 from tests.slow.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 FAILING = REPOSITORY / "tests" / "slow" / "train_and_fail.py"
-STEPS, BATCH, MID, END = 20, 8, 7, 10
+STEPS, BATCH, MID, END = 12, 8, 4, 6
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows whose last step of an epoch is not full."""
     folder = tmp_path_factory.mktemp("resume")
     rows = make_demo(folder).train.read_text().splitlines()
-    (folder / "rows.jsonl").write_text("\n".join(rows[: 10 * BATCH - 3]))
+    (folder / "rows.jsonl").write_text("\n".join(rows[: 6 * BATCH - 3]))
     return write_recipe(
         folder / "job.yaml",
         model={"name_or_path": "builtin:demo"},
@@ -114,12 +114,12 @@ def assert_same(run: Run, undisturbed: Run) -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_resumed_equals_uninterrupted(name: str, recipe: Path, ranks: Ranks) -> None:
-    row, plain = ROWS[name], "".join(letter if letter.isalnum() else "-" for letter in name)
-    train(ranks, recipe, row, plain, f"train.save_steps={row.step}")
-    undisturbed = Run(recipe.parent / "outputs" / "job" / plain)
+    row = ROWS[name]
+    train(ranks, recipe, row, plain(name), f"train.save_steps={row.step}")
+    undisturbed = Run(recipe.parent / "outputs" / "job" / plain(name))
     assert decisions(undisturbed)["precision"] == "fp32"
     assert (row.step % decisions(undisturbed)["steps_per_epoch"] == 0) == (row.step == END)
-    killed = killed_after(undisturbed, row.step, f"{plain}-killed")
+    killed = killed_after(undisturbed, row.step, f"{plain(name)}-killed")
     told = train(ranks, recipe, row, killed.path.name, f"train.save_steps={row.step}")
     assert f"it goes on from checkpoint-{row.step}" in told["stdout"]
     assert_same(killed, undisturbed)
@@ -155,13 +155,13 @@ def logged_to_tensorboard(run: Run) -> list[int]:
 def test_a_damaged_checkpoint_is_passed_over_and_allowed_changes_take_effect(
     name: str, recipe: Path, ranks: Ranks
 ) -> None:
-    row, plain = ROWS[name], f"changed-{ROWS[name].ranks}"
+    row, run_name = ROWS[name], f"changed-{ROWS[name].ranks}"
     always = ("train.warmup_steps=0", "tracking.report_to=[wandb, tensorboard]")
-    train(ranks, recipe, row, plain, *always, "train.max_steps=8", "train.save_steps=4")
-    killed = killed_after(Run(recipe.parent / "outputs" / "job" / plain), 8, f"{plain}-killed")
+    train(ranks, recipe, row, run_name, *always, "train.max_steps=8", "train.save_steps=4")
+    killed = killed_after(Run(recipe.parent / "outputs" / "job" / run_name), 8, f"{run_name}-killed")
     flip_a_byte(next((killed.checkpoints / "checkpoint-8").rglob("*optim*.pt")))
     # Without the second checkpoint there is nothing left to go on from.
-    copy = Run(killed.path.with_name(f"{plain}-ruined"))
+    copy = Run(killed.path.with_name(f"{run_name}-ruined"))
     shutil.copytree(killed.path, copy.path)
     (copy.checkpoints / "checkpoint-4" / "trainer_state.json").unlink()
     same = (*always, "train.max_steps=8", "train.save_steps=4")

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from sft.run_directory import Run
-from tests.slow.conftest import losses, write_recipe
+from tests.slow.conftest import latest, lines_of, losses, until, write_recipe
 from tests.slow.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -22,9 +21,9 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
+def recipe(own_recipe: Path) -> Path:
     return write_recipe(
-        tmp_path / "job.yaml",
+        own_recipe,
         model={"name_or_path": "builtin:demo"},
         data={"train": "builtin:demo", "max_length": 128},
         # One sequence at a time: long enough steps for a signal to meet the run.
@@ -45,26 +44,18 @@ def tokens_seen(run: Run) -> list[int]:
 
 def start_and_signal(recipe: Path, number: signal.Signals, lines: int) -> tuple[int, Run]:
     """Start training, send the signal once so many lines are logged, and return the exit status and the run."""
-    latest = recipe.parent / "outputs" / "job" / "latest"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen([sys.executable, "-m", "sft.train", str(recipe)], env=environment)
+    process = subprocess.Popen([sys.executable, "-m", "sft.train", str(recipe)], env=environment, text=True)
     try:
-        for _ in range(6000):
-            metrics = latest / "metrics.jsonl"
-            if metrics.exists() and len(metrics.read_text().splitlines()) >= lines:
-                break
-            assert process.poll() is None, "it ended before the signal"
-            time.sleep(0.02)
+        until(lambda: lines_of(latest(recipe)) >= lines, process)
         process.send_signal(number)
-        return process.wait(timeout=60), Run(latest.resolve())
+        return process.wait(timeout=60), latest(recipe)
     finally:
         process.kill()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(
-    precision: str, recipe: Path, command: Command, ranks: Ranks
-) -> None:
+def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(precision: str, recipe: Path, ranks: Ranks) -> None:
     """In bf16 the fp32 copies of the weights go on too."""
     recipe.write_text(recipe.read_text().replace("train:\n", f"train:\n  precision: {precision}\n"))
     status, run = start_and_signal(recipe, signal.SIGKILL, lines=6)
@@ -72,8 +63,8 @@ def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(
     checkpoint = run.last_checkpoint()
     assert checkpoint is not None
     assert checkpoint.name in ("checkpoint-10", "checkpoint-20", "checkpoint-30")
-    resumed = command([sys.executable, "-m", "sft.train", recipe])
-    assert f"goes on from {checkpoint.name}" in resumed.stdout
+    resumed = ranks.run(1, ["sft.train", recipe])
+    assert f"goes on from {checkpoint.name}" in resumed["stdout"]
     assert run.record["status"] == "finished"
     undisturbed = Run(run.path.parent / "undisturbed")
     ranks.run(1, ["sft.train", recipe, "tracking.run_name=undisturbed"])
@@ -95,8 +86,8 @@ def test_a_stopped_run_says_so(recipe: Path, number: signal.Signals, status: int
 def test_a_finished_run_is_not_written_over(recipe: Path, command: Command) -> None:
     words = [sys.executable, "-m", "sft.train", recipe, "train.max_steps=1", "tracking.run_name=once"]
     command(words)
-    report = (recipe.parent / "outputs" / "job" / "once" / "report.md").read_bytes()
+    report = (recipe.parent / "outputs" / recipe.stem / "once" / "report.md").read_bytes()
     again = command(words, expect=2)
     assert "exists already and is not written over" in again.stderr
     assert "Traceback" not in again.stderr
-    assert (recipe.parent / "outputs" / "job" / "once" / "report.md").read_bytes() == report
+    assert (recipe.parent / "outputs" / recipe.stem / "once" / "report.md").read_bytes() == report

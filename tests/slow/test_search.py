@@ -1,4 +1,8 @@
-"""The search for micro-batch and checkpointing, with real processes and engines; and the training that goes by its answer."""
+"""The search for micro-batch and checkpointing, with real processes and engines; and the training that goes by its answer.
+
+The search starts processes as a user's does; the training by its answer needs no launcher. Chosen are one process, and the engine that
+divides weights with adapters on two; ZeRO-2 on two is `extra`.
+"""
 
 import json
 import sys
@@ -11,9 +15,11 @@ import pytest
 
 from sft.run_directory import Run
 from tests.slow.conftest import decisions, write_recipe
+from tests.slow.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 Command = Callable[..., CompletedProcess[str]]
+BATCH = 4
 
 
 @pytest.fixture
@@ -22,7 +28,7 @@ def recipe(tmp_path: Path) -> Path:
         tmp_path / "job.yaml",
         model={"name_or_path": "builtin:demo"},
         data={"train": [{"path": "builtin:demo", "rows": 400}], "max_length": 128},
-        train={"global_batch_size": 8, "max_steps": 2},
+        train={"global_batch_size": BATCH, "max_steps": 2},
         eval={"tasks": []},
     )
 
@@ -44,13 +50,16 @@ def trained(recipe: Path) -> tuple[dict[str, Any], list[str]]:
 
 @pytest.mark.parametrize(
     ("processes", "overrides"),
-    [("1", []), ("2", ["train.deepspeed=zero2"]), ("2", ["train.deepspeed=zero3", "model.lora={}"])],
-    ids=["one process", "two with ZeRO-2", "adapters on two with ZeRO-3"],
+    [
+        pytest.param(1, [], id="one process"),
+        pytest.param(2, ["train.deepspeed=zero2"], id="two with ZeRO-2", marks=pytest.mark.extra),
+        pytest.param(2, ["train.deepspeed=zero3", "model.lora={}"], id="adapters on two with ZeRO-3"),
+    ],
 )
 def test_the_training_runs_what_was_fastest_of_what_was_measured(
-    processes: str, overrides: list[str], recipe: Path, command: Command
+    processes: int, overrides: list[str], recipe: Path, command: Command, ranks: Ranks
 ) -> None:
-    done = command([sys.executable, "-m", "sft.search", recipe, *overrides], NPROC=processes)
+    done = command([sys.executable, "-m", "sft.search", recipe, *overrides], NPROC=str(processes))
     found = answer(recipe)
     measured = found["measured"]
     tried = {
@@ -62,23 +71,23 @@ def test_the_training_runs_what_was_fastest_of_what_was_measured(
     fastest = min(one["seconds_per_token"] for one in measured)
     assert found["chosen"]["seconds_per_token"] <= fastest * 1.02
     assert "measured on this machine" in done.stdout
-    command([sys.executable, "-m", "sft.launch", recipe, *overrides], NPROC=processes)
+    ranks.run(processes, ["sft.train", recipe, *overrides])
     plan, reasons = trained(recipe)
     chosen = found["chosen"]["candidate"]
     assert plan["gradient_checkpointing"] is chosen["gradient_checkpointing"] or plan["gradient_checkpointing"] == 2
     assert plan["micro_batch_size"] == chosen["micro_batch_size"]
-    assert plan["micro_batch_size"] * plan["gradient_accumulation_steps"] * int(processes) == 8
+    assert plan["micro_batch_size"] * plan["gradient_accumulation_steps"] * processes == BATCH
     assert all(f"the fastest of {len(measured)} that were tried" in reason for reason in reasons)
 
 
-def test_a_limit_of_the_users_is_answered_and_not_gone_by(recipe: Path, command: Command) -> None:
+def test_a_limit_of_the_users_is_answered_and_not_gone_by(recipe: Path, command: Command, ranks: Ranks) -> None:
     command([sys.executable, "-m", "sft.search", recipe, "--memory-gib", "0.1"])
     found = answer(recipe)
     assert (found["chosen"], found["failed"], len(found["measured"])) == (None, "nothing that was tried fits", 1)
-    command([sys.executable, "-m", "sft.train", recipe])
+    ranks.run(1, ["sft.train", recipe])
     plan, reasons = trained(recipe)
     # What was asked with a limit is no answer to what this machine can do.
-    assert (plan["micro_batch_size"], plan["gradient_checkpointing"]) == (8, False)
+    assert (plan["micro_batch_size"], plan["gradient_checkpointing"]) == (BATCH, False)
     assert not any("found no answer" in reason for reason in reasons)
 
 
@@ -95,15 +104,15 @@ def test_memory_that_runs_out_is_an_answer_and_the_search_goes_on_behind_it(reci
     assert found["failed"] == "nothing that was tried fits"
 
 
-def test_a_search_whose_processes_die_is_over_and_says_why(recipe: Path, command: Command) -> None:
+def test_a_search_whose_processes_die_is_over_and_says_why(recipe: Path, command: Command, ranks: Ranks) -> None:
     command([sys.executable, "-m", "sft.launch", "--prepare", recipe])
     # Enough for the program that starts the ranks, and too little for torch.
     done = command(["bash", "-c", f"ulimit -v 900000; exec {sys.executable} -m sft.search {recipe}"])
     assert "The search failed: its processes ended with status" in done.stdout
     assert answer(recipe)["chosen"] is None
-    command([sys.executable, "-m", "sft.train", recipe])
+    ranks.run(1, ["sft.train", recipe])
     plan, reasons = trained(recipe)
-    assert plan["micro_batch_size"] == 8
+    assert plan["micro_batch_size"] == BATCH
     assert all("found no answer (its processes ended with status" in reason for reason in reasons)
 
 

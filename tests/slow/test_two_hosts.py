@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from sft.recipe import REPOSITORY
 from sft.run_directory import Run
 from tests.slow.conftest import BIN, losses, write_recipe
+from tests.slow.ranks import Ranks
 from tests.slow.two_hosts import Done, Host, Running, two_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -53,9 +54,9 @@ def run_named(recipe: Path, name: str) -> Run:
 
 
 @pytest.fixture(scope="module")
-def alone(recipe: Path, command: Callable[..., object]) -> Run:
+def alone(recipe: Path, ranks: Ranks) -> Run:
     """The same recipe in one process."""
-    command(["python", "-m", "sft.train", recipe, "tracking.run_name=alone"], PYTHONPATH=str(REPOSITORY))
+    ranks.run(1, ["sft.train", recipe, "tracking.run_name=alone"])
     return run_named(recipe, "alone")
 
 
