@@ -10,6 +10,7 @@ import os
 import shutil
 import time
 import traceback
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from eval import ranks
 from eval.backends import Target, load_model
 from eval.code_metric import code_metric
 from eval.placement import Placement, check_placement
-from eval.quiet import chatter_to, first_line
+from eval.quiet import chatter_to, describe_environment_once, first_line
 from eval.settings import Settings
 from eval.tasks import LoadedTasks, leaves
 from sft.errors import EvaluationError, LostRank
@@ -58,6 +59,7 @@ def _measure_task(model: HFLM, name: str, tasks: LoadedTasks, settings: Settings
     import lm_eval
     from lm_eval.tasks import TaskManager
 
+    describe_environment_once()
     results: Results | None = lm_eval.simple_evaluate(
         model=model,
         tasks=tasks.by_name[name],
@@ -209,6 +211,8 @@ def evaluate_model(
         model = load_model(target, tokenizer, settings, placement)
     modules = check_placement(model.model, placement)
     results = _measure_all(model, target.label, tasks, settings, log)
+    # Each process has run the programs of its own documents.
+    endings = ranks.collect(code_metric().take_endings() if tasks.generated_code else {})
     if not ranks.is_first():
         del model
         gc.collect()
@@ -216,7 +220,7 @@ def evaluate_model(
     results |= {"settings": asdict(settings), "settings_hash": settings.hash, "seconds": time.monotonic() - started}
     results["placement"] = asdict(placement) | {"modules": modules}
     if tasks.generated_code:
-        results["generated_code"] = tasks.generated_code | {"endings": code_metric().take_endings()}
+        results["generated_code"] = tasks.generated_code | {"endings": dict(sum(map(Counter, endings), Counter()))}
     results["measured_model"] = {"model": target.model, "revision": target.revision}
     if target.served is not None:
         results["measured_model"]["served"] = target.served.record()

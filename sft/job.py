@@ -113,4 +113,6 @@ def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to
     if to_run:
         check_backend(recipe.eval, after_training=True)
     check_tasks(recipe.eval, Path(recipe.output_dir))
+    if recipe.eval.during is not None:
+        check_tasks(recipe.eval.during, Path(recipe.output_dir))
     return Job(recipe, path, tuple(overrides), hardware, model, deepspeed, plan)

@@ -169,3 +169,32 @@ class Evaluation(Section):
 
     contamination: bool | Annotated[int, Field(ge=4)] = True
     """Look for the tasks' documents in the training data, by so many words in a row; true is 13."""
+
+    every_steps: Positive | None = None
+    """Optimizer steps between evaluations during training, on the live model: docs/metrics.md. None: after it only."""
+
+    every_tasks: tuple[str, ...] = ()
+    """What is measured then; empty: tasks and suite."""
+
+    every_limit: Positive = 50
+    """Documents per task then."""
+
+    @property
+    def during(self) -> Evaluation | None:
+        """The evaluation during training, as a section of its own; None where there is none."""
+        if self.every_steps is None:
+            return None
+        own = {"tasks": self.every_tasks, "suite": None} if self.every_tasks else {}
+        return self.model_copy(update={**own, "limit": self.every_limit})
+
+    @model_validator(mode="after")
+    def _something_to_measure(self) -> Evaluation:
+        if self.every_steps is None and self.every_tasks:
+            raise ValueError(
+                "every_tasks does nothing without every_steps: give the optimizer steps between evaluations"
+            )
+        if self.every_steps is not None and not (self.every_tasks or self.tasks or self.suite):
+            raise ValueError(
+                f"every_steps={self.every_steps}, and there is nothing to measure: give every_tasks, or tasks"
+            )
+        return self

@@ -27,6 +27,8 @@ RUN_BY = {
     "accelerate launch --multi_gpu --num_processes 2 -m sft.train recipes/tiny.yaml": "tests/slow/test_same_result.py",
     "deepspeed --num_gpus 2 --module sft.train recipes/tiny.yaml": "tests/slow/test_same_result.py",
     "bash scripts/eval.sh": "tests/eval/test_run.py",
+    "bash scripts/chat.sh": "tests/slow/test_chat_terminal.py",
+    "bash scripts/export.sh outputs/tiny/latest": "tests/slow/test_export.py",
 }
 
 

@@ -13,7 +13,7 @@ from eval.answering import (
     task_problems,
 )
 from eval.settings import Reference, Settings
-from eval.tasks import load_tasks
+from eval.tasks import leaves, load_tasks
 from sft.errors import EvaluationError
 
 Resolve = Callable[..., Settings]
@@ -100,9 +100,10 @@ def test_a_task_that_only_transformers_can_do_is_refused(
     ends = write_task("ends", generation_kwargs={"until": ["<|im_end|>\n"]})
     fine = write_task("fine", generation_kwargs={"until": ["<|im_end|>"]})
     selection = check_tasks(Evaluation(tasks=(str(beams), str(ends), str(fine))), tmp_path)
-    leaves = load_tasks(selection, settings(), False, tmp_path / "log").leaves()
+    loaded = load_tasks(selection, settings(), False, tmp_path / "log")
+    parts = [part for items in loaded.by_name.values() for part in leaves(items)]
     problems = [
-        problem for leaf in leaves for problem in task_problems(leaf, settings(), special_tokens(reference.tokenizer))
+        problem for part in parts for problem in task_problems(part, settings(), special_tokens(reference.tokenizer))
     ]
     assert [problem.split()[0] for problem in problems] == ["beams", "ends"]
     assert "num_beams" in problems[0]
