@@ -16,7 +16,7 @@ from eval.settings import Reference
 from sft.errors import EvaluationError, UserError
 from sft.run_directory import Run
 
-pytest.importorskip("tenacity", reason="lm_eval's clients of servers need tenacity: lm-eval[api]")
+pytest.importorskip("tenacity", reason="lm_eval's clients of servers need it")
 
 Answer = tuple[int, Any]
 Canned = Callable[[str, dict[str, Any]], Answer]
