@@ -14,113 +14,20 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
-import requests
 from lm_eval.models.api_models import JsonChatStr
 from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
 
-from eval.answering import (
-    cut,
-    encode_as_hf,
-    extensions,
-    make_request,
-    render_chat,
-    special_tokens,
-    strips_leading_space,
-)
-from eval.server import Served, authorization, choices_of, likelihood_request, reason_of, score_choice, shortened
+from eval.answering import encode_as_hf, render_chat
+from eval.server import Served
+from eval.server_answers import choices_of, likelihood_request, score_choice
+from eval.server_asking import Asking, NoAnswer, told
 from eval.server_probe import chat_extras
 from eval.settings import Settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-RETRIES = 3
 logger = logging.getLogger(__name__)
-
-
-class NoAnswer(Exception):
-    """The server did not answer, or what it answered is none."""
-
-
-class _Asking:
-    """What an answer is asked with and how it is read, the same for both kinds of request."""
-
-    def __init__(self, served: Served, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> None:
-        self.served, self.tokenizer, self.settings = served, tokenizer, settings
-        self.special = special_tokens(tokenizer)
-        self.whose = f"{served.name} at {served.base_url}"
-        self.strips_space = strips_leading_space(tokenizer)
-        self.stop_texts = [str(tokenizer.decode([number])) for number in settings.stop_token_ids]
-
-    def arguments(self) -> dict[str, Any]:
-        """For lm_eval's constructors."""
-        batch_size = 1 if self.settings.batch_size == "auto" else self.settings.batch_size
-        return {
-            "model": self.served.name,
-            "tokenizer_backend": "None",  # ours is given afterwards: lm_eval would load one by its name
-            "num_concurrent": self.served.num_concurrent,
-            "max_retries": RETRIES,
-            "timeout": self.served.timeout,
-            "batch_size": batch_size,
-            "seed": self.settings.seed,
-            # lm_eval takes one off, for the token that a request for scores generates.
-            "max_length": self.settings.max_length or 2048,
-            # Without a header of its own lm_eval sends the user's OPENAI_API_KEY to any server.
-            "header": authorization(self.served.api_key_env) or {"Accept": "application/json"},
-        }
-
-    def generation(self, gen_kwargs: dict[str, Any], seed: int) -> dict[str, Any]:
-        """The keys of a request but for its prompt."""
-        request = make_request(gen_kwargs, self.settings, self.special)
-        asked: dict[str, Any] = {
-            "model": self.served.name,
-            "max_tokens": request.max_tokens,
-            "seed": seed,
-            **request.sampling,
-        }
-        if self.served.dialect == "vllm":
-            return asked | {"stop": request.until, "return_token_ids": True} | extensions(request)
-        # Their ids cannot be told: a server that writes special tokens out stops at their texts.
-        return asked | {"stop": list(dict.fromkeys([*request.until, *self.stop_texts]))}
-
-    def text_of(self, choice: dict[str, Any]) -> str:
-        """An answer as transformers would decode it, not yet cut."""
-        ids = choice.get("token_ids")
-        if self.served.dialect == "vllm" and isinstance(ids, list):
-            return str(self.tokenizer.decode(ids, skip_special_tokens=True))
-        message = choice.get("message")
-        text = message.get("content", "") if isinstance(message, dict) else choice.get("text")
-        if text is None and isinstance(message, dict) and choice.get("finish_reason"):
-            text = ""  # all of it was thoughts, or nothing
-        if not isinstance(text, str):
-            raise NoAnswer(f"{self.whose} answers without a text: {shortened(str(choice))!r}")
-        text = cut(text, self.stop_texts)
-        return text[1:] if self.strips_space and text.startswith(" ") else text
-
-    def finish(self, text: str, gen_kwargs: dict[str, Any]) -> str:
-        """An answer up to what ends it: servers may take four such texts, or none."""
-        return cut(text, make_request(gen_kwargs, self.settings, self.special).until)
-
-    def check(self, outputs: object, prompts: int) -> None:
-        """Raise where an answer has not a choice for each prompt."""
-        choices_of(outputs, prompts, self.whose)
-
-
-def _told(error: Exception, whose: str, timeout: int) -> NoAnswer:
-    """An error of a client as one that names the server."""
-    if isinstance(error, NoAnswer):
-        return error
-    if isinstance(error, (requests.Timeout, TimeoutError)):
-        return NoAnswer(f"{whose} has not answered within {timeout} s (eval.server.timeout)")
-    if isinstance(error, (aiohttp.ContentTypeError, json.JSONDecodeError, requests.JSONDecodeError)):
-        return NoAnswer(f"{whose} answers with something that is no JSON")
-    status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
-    if status:
-        return NoAnswer(f"{whose} answers {status}; the log says more")
-    if isinstance(error, (aiohttp.ClientError, requests.RequestException)):
-        return NoAnswer(f"{whose} is gone: {reason_of(error)}")
-    return NoAnswer(f"{whose}: {error}")
 
 
 def tell_one_failure() -> None:
@@ -132,7 +39,7 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval s
     """Prompts as token ids."""
 
     def __init__(self, served: Served, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> None:
-        self.asking = _Asking(served, tokenizer, settings)
+        self.asking = Asking(served, tokenizer, settings)
         super().__init__(base_url=f"{served.base_url}/completions", **self.asking.arguments())
         self.max_length: int  # lm_eval has taken one off already
         self.tokenizer, self.tokenizer_backend, self.tokenized_requests = tokenizer, "huggingface", True
@@ -219,7 +126,7 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval s
             answer = super().model_call(messages, **kwargs)
             self.asking.check(answer, len(messages))
         except Exception as error:
-            raise _told(error, self.asking.whose, self.timeout) from error
+            raise told(error, self.asking.whose, self.timeout) from error
         return answer
 
     async def amodel_call(self, session: Any, sem: Any, messages: Any, **kwargs: Any) -> Any:
@@ -229,7 +136,7 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval s
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            raise _told(error, self.asking.whose, self.timeout) from error
+            raise told(error, self.asking.whose, self.timeout) from error
         if len(answers) != len(messages):
             raise NoAnswer(
                 f"{self.asking.whose} was asked {len(messages)} prompts and answers {len(answers)}, which is not {len(messages)} choices"
@@ -241,7 +148,7 @@ class ServedChat(LocalChatCompletion):  # type: ignore[misc]
     """Messages, which the server puts into its own template."""
 
     def __init__(self, served: Served, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> None:
-        self.asking = _Asking(served, tokenizer, settings)
+        self.asking = Asking(served, tokenizer, settings)
         super().__init__(base_url=f"{served.base_url}/chat/completions", **self.asking.arguments() | {"batch_size": 1})
 
     def apply_chat_template(
@@ -284,7 +191,7 @@ class ServedChat(LocalChatCompletion):  # type: ignore[misc]
             answer = super().model_call(messages, **kwargs)
             self.asking.check(answer, 1)
         except Exception as error:
-            raise _told(error, self.asking.whose, self.timeout) from error
+            raise told(error, self.asking.whose, self.timeout) from error
         return answer
 
     async def amodel_call(self, session: Any, sem: Any, messages: Any, **kwargs: Any) -> Any:
@@ -294,7 +201,7 @@ class ServedChat(LocalChatCompletion):  # type: ignore[misc]
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            raise _told(error, self.asking.whose, self.timeout) from error
+            raise told(error, self.asking.whose, self.timeout) from error
 
 
 def load_served(

@@ -6,20 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from eval.answering import render_chat
-from eval.server import (
-    PROBE_TOKENS,
-    WORDS,
-    Address,
-    Served,
-    check_length,
-    choices_of,
-    encoded,
-    find_served,
-    is_ollama,
-    likelihood_request,
-    score_choice,
-    tokens_counted,
-)
+from eval.server import Address, Served, check_length, find_served, is_ollama
+from eval.server_answers import choices_of, likelihood_request, score_choice, tokens_counted
 from eval.settings import Settings
 from sft.errors import EvaluationError
 from sft.recipe_eval import Server
@@ -27,6 +15,10 @@ from sft.recipe_eval import Server
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+WORDS = "The 3 quick brown foxes, née Müller, jump: 12 + 7 = 19.\n"
+"""Asked to compare tokenizers: letters, digits, accents, punctuation."""
+
+PROBE_TOKENS = 2
 EXTENDED = ("vllm", "sglang")
 """`owned_by` of servers that take vLLM's keys."""
 
@@ -68,6 +60,12 @@ def check_two(found: list[Served]) -> None:
         raise EvaluationError(
             f"The base and the tuned model would both be {found[0].name}: eval.server.base and eval.server.tuned name the same model."
         )
+
+
+def encoded(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list[int]:
+    """Token ids of a text."""
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=special)
+    return ids
 
 
 def _whose(served: Served) -> str:

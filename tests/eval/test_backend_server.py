@@ -16,6 +16,7 @@ from eval.run import main
 from sft.recipe import REPOSITORY
 from sft.run_directory import Run, read_json
 
+pytest.importorskip("tenacity", reason="lm_eval's clients of servers need it")
 pytestmark = pytest.mark.slow
 WriteTask = Callable[..., Path]
 
