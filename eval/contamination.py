@@ -42,8 +42,9 @@ def _fields(value: object) -> Iterator[str]:
 def prepared_folder(run: Run) -> Path | None:
     """Where the data that a run was trained on is prepared; None where it is gone."""
     fingerprint = run.record.get("data_fingerprint")
-    root = Path(run.recipe().output_dir).expanduser().resolve() / ".prepared"
-    for file in sorted(root.glob("*/prepared.json")):
+    # The recipe's output_dir may be relative to another folder than this one, or the run have been copied out of it.
+    roots = {run.path.parents[1], Path(run.recipe().output_dir).expanduser().resolve()}
+    for file in sorted(file for root in roots for file in root.glob(".prepared/*/prepared.json")):
         prepared = find_prepared(file.parent)
         if prepared is not None and fingerprint is not None and prepared.fingerprint == fingerprint:
             return prepared.folder

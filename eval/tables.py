@@ -82,16 +82,18 @@ def _contamination_lines(contamination: dict[str, Any] | None) -> list[str]:
         return []
     if contamination.get("reason"):
         return [f"Not searched for documents that were trained on: {contamination['reason']}"]
+    tasks, shared = contamination["tasks"], f"{contamination['ngram']} words in a row with the training data"
     lines = []
-    for task, counts in contamination["tasks"].items():
+    for task, counts in tasks.items():
         if not counts["found"]:
             continue
-        line = f"{task}: {counts['found']} of {counts['documents']} documents are in the training data"
+        line = f"{task}: {counts['found']} of {counts['documents']} documents share {shared}"
         if counts.get("difference_without") is not None:
             line += f"; without them {counts['base_without']:.3f} -> {counts['tuned_without']:.3f}"
         lines.append(f"{line}.")
-    size = contamination["ngram"]
-    return lines or [f"No document of the tasks was found in the training data (by {size} words in a row)."]
+    lines = lines or [f"No document of the tasks shares {shared}."]
+    short, documents = (sum(counts[key] for counts in tasks.values()) for key in ("too_short", "documents"))
+    return [*lines, *([f"{short} of {documents} documents are too short to be looked for there."] if short else [])]
 
 
 def _gate_lines(gate: dict[str, Any] | None, complete: bool) -> list[str]:

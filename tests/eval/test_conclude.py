@@ -137,7 +137,7 @@ def test_the_table_fits_80_columns_and_hides_only_what_it_counts() -> None:
         "overall": row("overall", tasks=["leaderboard_bbh", "x"], verdict="TOO FEW DOCUMENTS"),
         "note": "A sentence.",
         "flips": {"x": {"metric": "acc", "gained": 3, "lost": 1}},
-        "contamination": {"ngram": 13, "tasks": {"x": {"documents": 9, "found": 0, "too_short": 0}}},
+        "contamination": {"ngram": 13, "tasks": {"x": {"documents": 9, "found": 0, "too_short": 2}}},
         "gate": None,
     }
     console = Console(width=80, record=True, file=StringIO())
@@ -154,5 +154,6 @@ def test_the_table_fits_80_columns_and_hides_only_what_it_counts() -> None:
         "* decides; the others are corrected among themselves.",
         "20 more metrics are in comparison.json: parts of groups, and metrics that do not decide.",
         "x: 3 documents gained, 1 lost (acc).",
-        "No document of the tasks was found in the training data (by 13 words in a row).",
+        "No document of the tasks shares 13 words in a row with the training data.",
+        "2 of 9 documents are too short to be looked for there.",
     ]

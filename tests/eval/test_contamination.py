@@ -1,11 +1,10 @@
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from eval.contamination import check_contamination
 from eval.ngrams import Search, hash_words, ngrams, words
-from sft.documents import Chunk, Counts
+from sft.documents import DOCUMENT, Chunk, Counts
 from sft.findings import Findings
 from sft.run_directory import Run, write_json
 from sft.store import DocumentWriter, SequenceIndex
@@ -83,11 +82,9 @@ class Words:
 
 def prepare(run: Run, texts: list[str], trained: list[int]) -> Words:
     """Prepared data as a training has left it."""
-    tokenizer, folder = Words(texts), Path(run.recipe().output_dir) / ".prepared" / "key"
+    tokenizer, folder = Words(texts), run.path.parents[1] / ".prepared" / "key"
     folder.mkdir(parents=True)
     rows = [np.array(tokenizer.ids(text), np.int32) for text in texts]
-    from sft.documents import DOCUMENT
-
     documents = np.zeros(len(rows), DOCUMENT)
     documents["length"] = [len(row) for row in rows]
     tokens = np.concatenate(rows)
@@ -115,8 +112,6 @@ def rows_and_samples() -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, 
 
 
 def test_documents_that_were_trained_on_are_counted_and_the_score_without_them(run: Run) -> None:
-    run.recipe_file.write_text(run.recipe_file.read_text().replace("output_dir", "#"))
-    run.update(overrides=[f"output_dir={run.path.parent}"])
     tokenizer = prepare(
         run,
         ["nothing of it at all", f"so then {LONG}", "a text that nobody has ever written down before today"],

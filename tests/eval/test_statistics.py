@@ -6,7 +6,18 @@ from scipy.optimize import minimize_scalar
 from scipy.stats import binomtest, false_discovery_control, ttest_rel
 
 from benchmarks.coverage import DRAWS, exact, simulated
-from eval.statistics import ALPHA, RESAMPLES, Z, bootstrap, holm, independent, mcnemar, paired, score_interval
+from eval.statistics import (
+    ALPHA,
+    RESAMPLES,
+    Z,
+    _resampled,
+    bootstrap,
+    holm,
+    independent,
+    mcnemar,
+    paired,
+    score_interval,
+)
 
 FINDS = 0.05 + 0.012
 """5 % of verdicts where nothing has changed, and what a thousand simulations may be off by."""
@@ -81,10 +92,10 @@ def test_the_bootstrap_interval_holds_the_truth_in_95_of_100_cases(name: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("documents", [50, 200])
+@pytest.mark.parametrize(("documents", "times"), [(50, 4000), (200, 1500)])
 @pytest.mark.parametrize("name", DRAWS)
-def test_the_bootstrap_interval_holds_the_truth_for_all_kinds_of_scores(name: str, documents: int) -> None:
-    holds, finds = simulated(*DRAWS[name], documents, times=1500)
+def test_the_bootstrap_interval_holds_the_truth_for_all_kinds_of_scores(name: str, documents: int, times: int) -> None:
+    holds, finds = simulated(*DRAWS[name], documents, times)
     assert 0.93 <= holds <= 0.97
     if DRAWS[name][1] == 0:
         assert finds <= FINDS
@@ -111,6 +122,17 @@ def test_tasks_weigh_as_they_are_told_and_the_draws_are_the_same_each_time() -> 
     assert evidence.interval == pytest.approx((difference - 2 * expected, difference + 2 * expected), rel=0.05)
     assert evidence == bootstrap(strata, [0.5, 0.5])
     assert RESAMPLES + 1 == 10_000
+
+
+def test_mean_and_variance_of_a_resample_are_those_of_its_documents() -> None:
+    ones = np.repeat([0.0, 1.0], [20, 40])
+    means, variances = _resampled(ones, 40, np.random.default_rng(4))
+    assert variances == pytest.approx(means * (1 - means) * 60 / 59)
+    values = np.random.default_rng(5).normal(3, 1, 60)
+    means, variances = _resampled(values, 40, np.random.default_rng(4))
+    drawn = values[np.random.default_rng(4).integers(0, 60, (40, 60))]
+    assert means == pytest.approx(drawn.mean(axis=1))
+    assert variances == pytest.approx(drawn.var(axis=1, ddof=1))
 
 
 def test_few_documents_that_differ_prove_nothing() -> None:
