@@ -83,10 +83,21 @@ class Live:
             return self._generate(**arguments, generation_config=self.generation, synced_gpus=self.shared)
 
     def _generate(self, **arguments: Any) -> Any:
-        model = self.trainer.model
-        if hasattr(model, "get_base_model"):
-            model = model.get_base_model()  # peft's own changes the model's generation config
-        return model.generate(**arguments)
+        whole = self.trainer.model
+        if not hasattr(whole, "get_base_model"):
+            return whole.generate(**arguments)
+        below = whole.get_base_model()  # peft's own `generate` changes the model's generation config
+        if not self.trainer.is_fsdp_enabled:
+            return below.generate(**arguments)
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        # What belongs to no layer is gathered when the outermost module is entered, which is peft's.
+        whole.generate_below = below.generate
+        register_fsdp_forward_method(whole, "generate_below")
+        try:
+            return whole.generate_below(**arguments)
+        finally:
+            del whole.generate_below
 
 
 def is_shared(trainer: Any) -> bool:

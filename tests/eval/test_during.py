@@ -12,7 +12,8 @@ import torch
 
 from eval.during import During
 from eval.live_model import undisturbed
-from sft.errors import RecipeError
+from sft.errors import EvaluationError, RecipeError
+from sft.job import check_tasks_during
 from sft.progress import EVALUATION
 from sft.recipe import Recipe
 from sft.stall import ALWAYS
@@ -32,6 +33,21 @@ def test_what_is_measured_during_training_is_a_section_of_its_own(make_recipe: C
     ).eval.during
     assert own is not None
     assert (own.tasks, own.suite, own.limit) == (("arc_easy",), None, 7)
+
+
+def test_what_is_measured_after_the_training_alone_is_no_part_of_it(make_recipe: Callable[..., Recipe]) -> None:
+    gate = "eval.gate={max_regression: {gsm8k: 0.1}}"
+    own = make_recipe("eval.tasks=[gsm8k]", gate, "eval.backend=vllm", "eval.seed=3", "eval.every_steps=5").eval.during
+    assert own is not None
+    assert (own.backend, own.gate, own.seed) == ("hf", None, 3)
+
+
+def test_generated_code_is_not_run_beside_a_training(make_recipe: Callable[..., Recipe]) -> None:
+    recipe = make_recipe("eval.every_tasks=[humaneval]", "eval.every_steps=5", "eval.confirm_run_unsafe_code=true")
+    with pytest.raises(EvaluationError, match="during the training no generated code is run"):
+        check_tasks_during(recipe)
+    with pytest.raises(EvaluationError, match=r"eval.every_steps: .*did you mean"):
+        check_tasks_during(make_recipe("eval.every_tasks=[humanevil]", "eval.every_steps=5"))
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,26 @@ def test_the_base_is_not_measured_again_under_the_same_settings(run: Run, capsys
 
 
 @pytest.mark.slow
+def test_two_runs_from_one_base_measure_it_once(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    other = Run(run.path.with_name("second"))
+    shutil.copytree(run.path, other.path)
+    main([str(run.path)])
+    assert "base: 4 documents" in capsys.readouterr().out
+    main([str(other.path)])
+    told = capsys.readouterr().out
+    assert "base: measured before under the same settings" in told
+    assert "eval-base" in told
+    assert "base: 4 documents" not in told
+    results = [(one.base_evaluation / "results.json").read_bytes() for one in (run, other)]
+    assert results[0] == results[1]
+    assert comparison(other)["metrics"] == comparison(run)["metrics"]
+    kept = next((run.path.parents[1] / "eval-base").iterdir())
+    shutil.rmtree(kept)
+    main([str(other.path)])  # what it has copied is its own
+    assert "base: measured before" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_another_base_model_is_measured_again(run: Run, tuned_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(run.path), "limit=2"])
     assert "base: 2 documents" in capsys.readouterr().out
