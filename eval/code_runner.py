@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -23,14 +24,14 @@ MOST_WORKERS = 32
 
 # What a program would have to manage for a limit not to hold. It runs before the first score, with the limits that are claimed.
 _PROOFS = {
-    "network": "import socket\nis_refused(socket.socket)",
+    "network": "import socket\nis_refused(lambda: socket.create_connection(('127.0.0.1', PORT), 5))",
     "environment": "import os\nassert set(os.environ) == VARIABLES",
     "files": "is_refused(lambda: open(OUTSIDE, 'a'))\nopen('inside', 'w').write('x')",
     "file size": "is_refused(lambda: open('large', 'w').truncate(SIZE + 1))",
     "user": "import os\nassert os.getuid() != 0",
 }
 _PROOFS_BEGIN = """
-VARIABLES, OUTSIDE, SIZE = {variables!r}, {outside!r}, {size!r}
+VARIABLES, OUTSIDE, SIZE, PORT = {variables!r}, {outside!r}, {size!r}, {port}
 def is_refused(act):
     try:
         act()
@@ -153,11 +154,10 @@ def prove_isolation(limits: Limits = LIMITS) -> Isolation:
             f"Generated code is run on Linux only: on {sys.platform} nothing would hold it. Leave the code tasks out, or evaluate in a "
             "Linux container."
         )
-    worker = _Worker(limits)
+    worker, server = _Worker(limits), socket.create_server(("127.0.0.1", 0))  # a connection would succeed
     try:
-        given = _PROOFS_BEGIN.format(
-            variables=set(VARIABLES), outside=str(Path(__file__).resolve()), size=limits.file_bytes
-        )
+        here = {"outside": str(Path(__file__).resolve()), "port": server.getsockname()[1]}
+        given = _PROOFS_BEGIN.format(variables=set(VARIABLES), size=limits.file_bytes, **here)
         for name in worker.isolation.enforced.keys() & _PROOFS.keys():
             outcome = worker.run(given + _PROOFS[name])
             if outcome.ending != "passed":
@@ -167,6 +167,7 @@ def prove_isolation(limits: Limits = LIMITS) -> Isolation:
                 )
         return worker.isolation
     finally:
+        server.close()
         worker.close()
 
 

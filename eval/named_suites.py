@@ -38,12 +38,16 @@ SUITES: dict[str, Suite] = {
         ("ifeval", "gsm8k_cot_zeroshot", "arc_challenge_chat"),
         left_out="truthfulqa_gen, whose metrics are scripts from the hub; math500, which needs lm_eval's extra `math`",
     ),
-    # The variants `instruct` ask in words and take the code out of the answer's ```: a chat template needs both. The others have
-    # the model go on with a file, which no chat model does.
+    # humaneval_instruct asks in words and takes the code out of the answer's ```, humaneval has the model go on with a file, which no chat
+    # model does. mbpp shows by three examples what an answer looks like, in a chat as turns.
     "code": Suite(
         "programs that the model writes, run within limits: needs eval.confirm_run_unsafe_code=true",
-        ("humaneval_instruct", "mbpp_instruct"),
+        ("humaneval_instruct", "mbpp"),
         without_template=("humaneval", "mbpp"),
+        left_out=(
+            "mbpp_instruct, where lm_eval takes the first word of an answer for the name of its language: a right answer that begins "
+            "with `def` or `import` counts as wrong"
+        ),
     ),
     "leaderboard": Suite(
         "the tasks of the Open LLM Leaderboard",
@@ -61,7 +65,7 @@ def tasks_of(suite: str | None, apply_chat_template: bool) -> tuple[str, ...]:
     """The tasks of a suite.
 
     >>> tasks_of("code", True), tasks_of("code", False), tasks_of(None, True)
-    (('humaneval_instruct', 'mbpp_instruct'), ('humaneval', 'mbpp'), ())
+    (('humaneval_instruct', 'mbpp'), ('humaneval', 'mbpp'), ())
     """
     if suite is None:
         return ()

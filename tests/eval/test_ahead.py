@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.ahead import ask_hub, describe, look_for_datasets
+from eval.ahead import describe, look_for_datasets
 from eval.suites import TaskSelection, check_tasks
 from sft.recipe import Evaluation
 
@@ -110,10 +110,3 @@ def test_a_suite_is_told_with_its_limit_its_needs_and_what_it_leaves_out() -> No
     assert "access to Idavidrein/gpqa, which is gated" in leaderboard
     assert "Left out: leaderboard_math_hard, which lm_eval cannot import without math-verify" in leaderboard
     assert describe(Evaluation(tasks=("gsm8k",))) == []
-
-
-def test_an_answer_of_the_hub_is_told_by_its_kind(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", hub)
-    assert ask_hub({"open/d": ["task"]}) == []

@@ -1,11 +1,13 @@
+import ast
 import importlib.util
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -50,6 +52,20 @@ def test_every_suite_can_be_asked_for_and_no_other() -> None:
     assert list(get_args(allowed)) == list(SUITES)
 
 
+def test_mbpp_instruct_loses_the_first_word_of_an_answer() -> None:
+    """When this fails, mbpp_instruct may take the place of mbpp in the suite `code`. lm_eval's function, without its module's download."""
+    spec = importlib.util.find_spec("lm_eval")
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse((Path(spec.origin).parent / "tasks" / "mbpp" / "utils.py").read_text())
+    tree.body = [node for node in tree.body if getattr(node, "name", None) == "extract_code_blocks"]
+    found: dict[str, Any] = {"re": re}
+    exec(compile(tree, "utils.py", "exec"), found)
+    answer = "def add(a, b):\n    return a + b\n```"
+    assert found["extract_code_blocks"]("\n" + answer) == "def add(a, b):\n    return a + b"
+    assert found["extract_code_blocks"](answer) == " add(a, b):\n    return a + b"
+
+
 def test_a_suites_own_limit_is_part_of_the_settings(settings_of: Callable[..., Settings], tmp_path: Path) -> None:
     assert settings_of(suite="quick").limit == 100
     assert settings_of(suite="quick", limit=7).limit == 7
@@ -65,7 +81,7 @@ def test_a_suites_own_limit_is_part_of_the_settings(settings_of: Callable[..., S
 def test_the_code_suite_follows_the_chat_template(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match="runs Python code that the model writes"):
         check(tmp_path, suite="code")
-    assert check(tmp_path, suite="code", confirm_run_unsafe_code=True) == ["humaneval_instruct", "mbpp_instruct"]
+    assert check(tmp_path, suite="code", confirm_run_unsafe_code=True) == ["humaneval_instruct", "mbpp"]
     asked_plainly = {"suite": "code", "confirm_run_unsafe_code": True, "apply_chat_template": False}
     assert check(tmp_path, **asked_plainly) == ["humaneval", "mbpp"]
 
