@@ -188,12 +188,12 @@ def flattened(values: dict[str, Any], before: str = "") -> dict[str, Any]:
     """Nested settings by dotted key.
 
     >>> flattened({"a": {"b": 1}, "c": [1, "x"]})
-    {'a.b': 1, 'c': '1, x'}
+    {'a.b': 1, 'c': '[1, "x"]'}
     """
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict) and value:
             flat |= flattened(value, f"{before}{key}.")
         else:
-            flat[f"{before}{key}"] = ", ".join(map(str, value)) if isinstance(value, list) else value
+            flat[f"{before}{key}"] = json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
     return flat

@@ -32,7 +32,7 @@ MOST_OF_A_CELL = 2_000
 """Characters."""
 
 LONG_NAME = 20
-"""Characters of a word from which it may be broken behind an underscore, a slash or a dot."""
+"""Characters of a word from which it may be broken behind an underscore or a slash."""
 
 MOST_OF_ALL_CELLS = 500_000
 """Bytes on the page."""
@@ -126,8 +126,8 @@ class Budget:
 
 
 def breakable(text: str) -> Markup:
-    """A name that may go on in the next line behind an underscore, a slash or a dot."""
-    return Markup(re.sub(r"(?<=[_/.])(?=\w)", "<wbr>", str(shown(text))))
+    """A name that may go on in the next line behind an underscore or a slash."""
+    return Markup(re.sub(r"(?<=[_/])(?=\w)", "<wbr>", str(shown(text))))
 
 
 def _kind(block: object) -> str:

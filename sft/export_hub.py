@@ -253,31 +253,40 @@ def _told(api: Any, repo_id: str, so_far: str, passing: type[BaseException] | tu
     Raises:
         ExportError: Something went wrong.
     """
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
-
     try:
         yield
     except passing:
         raise
-    except OfflineModeIsEnabled:
-        raise ExportError(
-            f"HF_HUB_OFFLINE is set, and an upload needs the hub. Unset it, or see what would be uploaded: --dry-run. {so_far}"
-        ) from None
-    except LocalTokenNotFoundError:
-        raise ExportError(f"There is no token for the hub. Log in (hf auth login), or set HF_TOKEN. {so_far}") from None
-    except HfHubHTTPError as error:
+    except Exception as error:
+        told = _meant(_innermost(error), api, repo_id)
+        if told is None:
+            raise
+        raise ExportError(redact(f"{told} {so_far}")) from None
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """What went wrong with a file's upload, which huggingface_hub tells as the cause of a RuntimeError."""
+    while isinstance(error, RuntimeError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _meant(error: BaseException, api: Any, repo_id: str) -> str | None:
+    """What an error of the hub or the network means; None for any other."""
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set, and an upload needs the hub. Unset it, or see what would be uploaded: --dry-run."
+    if isinstance(error, LocalTokenNotFoundError):
+        return "There is no token for the hub. Log in (hf auth login), or set HF_TOKEN."
+    if isinstance(error, HfHubHTTPError):
         status = error.response.status_code if error.response is not None else 0
         said = (error.server_message or str(error)).strip().splitlines()
-        meaning = _MEANING.get(
-            status, "the hub is not well. Try again later" if status >= 500 else said[0] if said else "no reason given"
-        )
-        raise ExportError(redact(f"{repo_id}: the hub answers {status}: {meaning}. {so_far}")) from None
-    except Exception as error:
-        if not _is_network(error):
-            raise
-        raise ExportError(
-            redact(f"The hub, {api.endpoint}, was lost or cannot be reached: {_first(error)}. {so_far}")
-        ) from None
+        otherwise = "the hub is not well. Try again later" if status >= 500 else said[0] if said else "no reason given"
+        return f"{repo_id}: the hub answers {status}: {_MEANING.get(status, otherwise)}."
+    if _is_network(error):
+        return f"The hub, {api.endpoint}, was lost or cannot be reached: {_first(error)}."
+    return None
 
 
 def _is_network(error: BaseException) -> bool:

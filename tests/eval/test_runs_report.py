@@ -66,7 +66,7 @@ def test_other_settings_are_shown_and_their_column_is_marked(tmp_path: Path) -> 
     text = text_of(run_of(tmp_path / "a"), run_of(tmp_path / "b", settings_hash="f00", settings=settings))
     assert "| Task | **A** | **B** (not comparable) |" in section(text, "Evaluation")
     assert "| `limit` | none | 10 |" in section(text, "Evaluation")
-    assert "**B** was measured under other settings" in text.partition("\n## ")[0]
+    assert "**B**: measured under other settings" in text.partition("\n## ")[0]
 
 
 def test_a_run_without_evaluation_and_one_that_failed_are_compared_as_far_as_they_go(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_run_without_evaluation_and_one_that_failed_are_compared_as_far_as_the
     runs[1].comparison_file.unlink()
     runs[2].path.mkdir()
     text = text_of(*runs)
-    assert "**B** is not finished (failed)" in text
+    assert "**B**: not finished (failed)" in text
     assert "Not evaluated: **B**, **C**" in section(text, "Evaluation")
     assert "| Last logged step | 100 | 100 | not recorded |" in section(text, "Final numbers")
     assert "None of the runs has a comparison" in text_of(runs[1], runs[2])

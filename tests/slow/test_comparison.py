@@ -64,6 +64,7 @@ def recipe(tmp_path: Path) -> Path:
             "adam_beta2": 0.99,
         },
         eval={
+            "chat": False,
             "tasks": [str(names), str(cities)],
             "gate": {"max_regression": {"cities": 0.1, "default": 0.0}, "require": {"names": 0.9}},
         },
