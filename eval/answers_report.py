@@ -17,6 +17,8 @@ def chat_section(of: Recorded) -> list[Block]:
     """Base and tuned side by side on the fixed prompts."""
     if not of.chat:
         return [Paragraph(("No chat samples: ", Code("eval/chat.json"), " is missing."))]
+    if of.chat.get("skipped"):
+        return [Paragraph(f"No prompts were answered. {words(of.chat['skipped'])}")]
     prompts = entries(of.chat, "prompts")
     shown = [_chat_exchange(one) for one in prompts[:MOST_PROMPTS]]
     blocks: list[Block] = [_checks(of.chat)]

@@ -1,18 +1,22 @@
 """Base and tuned model answer prompts: the real models of the demo."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import yaml
+from transformers import GenerationConfig
 
-from eval.chat import answer_limit, chat, main
-from eval.chat_model import load_asker
+from eval.backends import Target
+from eval.chat import answer_limit, answer_prompts, chat, main
+from eval.chat_model import Asker, load_asker, load_weights
 from eval.chat_prompts import DEFAULT, prompts_of
-from eval.settings import load_reference
+from eval.settings import Reference, load_reference
 from sft.demo import TRAIN_ROWS, _rows
 from sft.errors import EvaluationError, RecipeError
 from sft.finish import programs
-from sft.recipe import Recipe
+from sft.recipe import Evaluation, Recipe
 from sft.recipe_file import parse_recipe
 from sft.run_directory import Run, read_json
 
@@ -44,26 +48,28 @@ def test_both_models_answer_and_the_same_again(run: Run, capsys: pytest.CaptureF
     assert read_json(run.path / "eval" / "chat.json") == first
 
 
-def test_answers_of_a_batch_are_those_of_each_prompt_alone(run: Run) -> None:
+@pytest.fixture(scope="module")
+def tuned(reference: Reference) -> tuple[Any, Asker]:
+    asker = load_asker(reference)
+    return load_weights(Target("tuned", reference.path), reference, asker, Evaluation()), asker
+
+
+def test_answers_of_a_batch_are_those_of_each_prompt_alone(tuned: tuple[Any, Asker]) -> None:
     """Padding is not seen."""
-    answers = []
-    for prompts in (["A", "Please book 4 bus tickets to Rome for Uma, leaving Sunday"], ["A"]):
-        change(run, chat={"prompts": prompts, "max_new_tokens": 12})
-        chat(run)
-        answers.append(read_json(run.path / "eval" / "chat.json")["prompts"][0])
-    assert answers[0] == answers[1]
+    model, asker = tuned
+    texts = ["A", "Please book 4 bus tickets to Rome for Uma, leaving Sunday"]
+    prompts = [asker.render([{"role": "user", "content": text}]) for text in texts]
+    together = answer_prompts(model, asker, prompts, 12, 0)
+    assert together == [answer_prompts(model, asker, [prompt], 12, 0)[0] for prompt in prompts]
+    assert together[0] != together[1]
 
 
-def test_a_saved_sampling_draws_the_same_each_time(run: Run) -> None:
-    change(run, chat={"prompts": ["A"], "max_new_tokens": 12})
-    (run.final / "generation_config.json").write_text('{"eos_token_id": [2, 0], "pad_token_id": 0, "do_sample": true}')
-    texts = []
-    for _ in range(2):
-        chat(run)
-        result = read_json(run.path / "eval" / "chat.json")
-        assert result["generation"]["do_sample"] is True
-        texts.append(result["prompts"][0]["tuned"]["text"])
-    assert texts[0] == texts[1]
+def test_a_saved_sampling_draws_the_same_each_time(tuned: tuple[Any, Asker]) -> None:
+    model, asker = tuned
+    asker = replace(asker, generation_config=GenerationConfig(do_sample=True, eos_token_id=[2, 0], pad_token_id=0))
+    prompts = [asker.render([{"role": "user", "content": "A"}])]
+    drawn = [answer_prompts(model, asker, prompts, 12, seed)[0]["text"] for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_a_model_without_template_is_not_asked_unless_the_recipe_says_so(
