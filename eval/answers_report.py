@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from eval.blocks import MISSING, Answer, Block, Code, Exchange, Exchanges, Line, Paragraph, Table, number, words
+from eval.evaluation_report import flattened
 from eval.recorded import Recorded, entries, get, is_number, mapping
 
 MOST_PROMPTS = 16
@@ -21,7 +22,7 @@ def chat_section(of: Recorded) -> list[Block]:
     blocks: list[Block] = [_checks(of.chat)]
     if len(prompts) > MOST_PROMPTS:
         blocks.append(Paragraph(f"{MOST_PROMPTS} of {len(prompts)} prompts are shown; all are in eval/chat.json."))
-    generation = ", ".join(f"{key} {words(value)}" for key, value in mapping(of.chat, "generation").items())
+    generation = ", ".join(f"{key} {words(value)}" for key, value in flattened(mapping(of.chat, "generation")).items())
     if generation:
         blocks.append(Paragraph(f"Both generated with: {generation}."))
     return [*blocks, Exchanges(shown, ("The answers are in report.html and ", Code("eval/chat.json"), "."))]

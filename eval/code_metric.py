@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from eval import ranks
 from eval.code_limits import LIMITS, Outcome
 from eval.code_runner import describe, prove_isolation, run_programs
 from eval.task_files import CODE_METRIC
@@ -174,7 +175,7 @@ def prepare_code_tasks(tasks: Sequence[ConfigurableTask]) -> dict[str, Any]:
         EvaluationError: A limit does not hold here.
     """
     isolation = prove_isolation()
-    print(describe(isolation))
+    told = [describe(isolation)]
     outside = [task.task_name for task in tasks if not runs_within_limits(task)]
     for task in tasks:
         if task.task_name in outside:
@@ -183,6 +184,8 @@ def prepare_code_tasks(tasks: Sequence[ConfigurableTask]) -> dict[str, Any]:
             )
         else:
             _score_ahead(task)
+    if ranks.is_first():
+        print("\n".join(told), flush=True)
     _metric.take_endings()  # lm_eval tries the metric where it imports the tasks
     return asdict(isolation) | {"outside_these_limits": outside}
 

@@ -66,7 +66,11 @@ class _Worker:
             encoding="utf-8",
             start_new_session=True,
         )
-        self.isolation = Isolation(**self._ask(asdict(limits)))
+        try:
+            self.isolation = Isolation(**self._ask(asdict(limits)))
+        except BaseException:
+            self.close()
+            raise
 
     def _ask(self, question: object) -> dict[str, Any]:
         assert self.process.stdin is not None and self.process.stdout is not None and self.process.stderr is not None

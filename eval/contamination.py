@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 NGRAM = 13
 """Words in a row that two texts do not share by chance: as in GPT-3's own check."""
 
-_AT_A_TIME = 2_000
-"""Training documents decoded together."""
+_AT_A_TIME = 500_000
+"""Tokens decoded together."""
 
 
 def _fields(value: object) -> Iterator[str]:
@@ -51,7 +51,7 @@ def prepared_folder(run: Run) -> Path | None:
 
 
 def training_texts(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[str]]:
-    """The documents that are trained, as text, some thousand at a time: without control tokens, in the order on disk."""
+    """The documents that are trained, as text, some at a time: without control tokens, in the order on disk."""
     store = DocumentStore.open(folder)
     trained = np.unique(SequenceIndex.load(folder / "train.npz").members)
     told = sys.stderr.isatty() or len(trained) > 100_000
@@ -59,8 +59,8 @@ def training_texts(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator
     with tqdm(
         total=len(trained), unit=" documents", desc="Searching the training data", disable=not told, mininterval=10
     ) as progress:
-        for start in range(0, len(trained), _AT_A_TIME):
-            chosen = trained[start : start + _AT_A_TIME]
+        before = np.cumsum(store.documents["length"][trained], dtype=np.int64) // _AT_A_TIME
+        for chosen in np.split(trained, np.flatnonzero(np.diff(before)) + 1):
             ids = [store.document(int(index))[0].tolist() for index in chosen]
             yield tokenizer.batch_decode(ids, skip_special_tokens=True)
             progress.update(len(chosen))

@@ -114,8 +114,7 @@ def evaluation_section(of: Recorded) -> list[Block]:
     metrics = entries(comparison, "metrics")
     blocks: list[Block] = [Paragraph("No task was measured on both models.")]
     if metrics:
-        table = scores_table(metrics)
-        blocks = [drawn_scores(deciding(comparison)), Fold("All numbers", [table]) if len(metrics) > 3 else table]
+        blocks = [drawn_scores(deciding(comparison)), Fold("All numbers", [scores_table(metrics)])]
     blocks.append(Paragraph("Difference is tuned - base; ± and standard errors are of the documents that were asked."))
     if comparison.get("note"):
         blocks.append(Paragraph(words(comparison["note"])))
@@ -189,12 +188,12 @@ def flattened(values: dict[str, Any], before: str = "") -> dict[str, Any]:
     """Nested settings by dotted key.
 
     >>> flattened({"a": {"b": 1}, "c": [1, "x"]})
-    {'a.b': 1, 'c': '1, x'}
+    {'a.b': 1, 'c': '[1, "x"]'}
     """
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict) and value:
             flat |= flattened(value, f"{before}{key}.")
         else:
-            flat[f"{before}{key}"] = ", ".join(map(str, value)) if isinstance(value, list) else value
+            flat[f"{before}{key}"] = json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
     return flat

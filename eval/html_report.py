@@ -32,7 +32,7 @@ MOST_OF_A_CELL = 2_000
 """Characters."""
 
 LONG_NAME = 20
-"""Characters of a word from which it may be broken behind an underscore, a slash or a dot."""
+"""Characters of a word from which it may be broken behind an underscore or a slash."""
 
 MOST_OF_ALL_CELLS = 500_000
 """Bytes on the page."""
@@ -47,11 +47,8 @@ def shown(text: str) -> Markup:
     >>> str(shown("<b>\x00"))
     '&lt;b&gt;<b class="u">⟨U+0000⟩</b>'
     """
-    parts, end = [], 0
-    for found in HIDDEN.finditer(text):
-        parts += [escape(text[end : found.start()]), Markup('<b class="u">{}</b>').format(name_of(found[0]))]
-        end = found.end()
-    return Markup("").join([*parts, escape(text[end:])])
+    # Escaping adds no character that is hidden.
+    return Markup(HIDDEN.sub(lambda found: f'<b class="u">{name_of(found[0])}</b>', str(escape(text))))
 
 
 @dataclass(frozen=True)
@@ -85,6 +82,7 @@ class Budget:
 
     def _afford(self, text: str, most: int) -> tuple[str, int]:
         """As much of a text as there is room for, and the number of characters left out."""
+        most = min(most, max(self.answers, 0))
         while (cost := len(shown(text[:most]).encode("utf-8", "replace"))) > self.answers and most > 64:
             most //= 2
         if cost > self.answers:
@@ -128,8 +126,8 @@ class Budget:
 
 
 def breakable(text: str) -> Markup:
-    """A name that may go on in the next line behind an underscore, a slash or a dot."""
-    return Markup(re.sub(r"(?<=[_/.])(?=\w)", "<wbr>", str(shown(text))))
+    """A name that may go on in the next line behind an underscore or a slash."""
+    return Markup(re.sub(r"(?<=[_/])(?=\w)", "<wbr>", str(shown(text))))
 
 
 def _kind(block: object) -> str:

@@ -18,6 +18,9 @@ class Suite:
     without_template: tuple[str, ...] = ()
     """The tasks in their place where eval.apply_chat_template=false; none: the same."""
 
+    needs: str = ""
+    """What not every machine has."""
+
     left_out: str = ""
     """What one might expect in it, and why it is not there."""
 
@@ -45,6 +48,7 @@ SUITES: dict[str, Suite] = {
     "leaderboard": Suite(
         "the tasks of the Open LLM Leaderboard",
         ("leaderboard_bbh", "leaderboard_gpqa", "leaderboard_ifeval", "leaderboard_mmlu_pro", "leaderboard_musr"),
+        needs="for leaderboard_gpqa, an account on the hub with access to Idavidrein/gpqa, which is gated",
         left_out=(
             "leaderboard_math_hard, which lm_eval cannot import without math-verify, sympy and antlr4-python3-runtime==4.11 "
             "(its extra `math`); this project installs its extra `ifeval` alone"
@@ -79,4 +83,5 @@ def describe_suite(suite: str, tasks: tuple[str, ...], limit: int | None) -> str
     chosen = SUITES[suite]
     documents = "all documents" if limit is None else f"the first {limit:,} documents of each task"
     line = f"eval.suite={suite} ({chosen.purpose}): {', '.join(tasks)}; {documents}."
+    line += f"\n  Needs: {chosen.needs}." if chosen.needs else ""
     return line + (f"\n  Left out: {chosen.left_out}." if chosen.left_out else "")

@@ -64,6 +64,9 @@ def join() -> None:
 
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        # NCCL is not used, and accelerate refuses GPUs between which it does not work until these are set.
+        os.environ.setdefault("NCCL_P2P_DISABLE", "1")
+        os.environ.setdefault("NCCL_IB_DISABLE", "1")
     else:
         os.environ["ACCELERATE_USE_CPU"] = "true"  # else accelerate takes each for a process by itself
     with _told_of_lost_ranks():

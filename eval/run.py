@@ -28,6 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from eval import ranks
+from eval.ahead import describe
 from eval.backend_checks import check_backend
 from eval.backends import Target, check_requests, find_backend, place_backend
 from eval.base_cache import measure_base
@@ -130,9 +131,15 @@ def _place(evaluation: Evaluation, reference: Reference, settings: Settings, tru
 def _load_tasks(selection: TaskSelection, settings: Settings, evaluation: Evaluation, log: Path) -> LoadedTasks:
     """The same tasks on every process."""
     consent = evaluation.confirm_run_unsafe_code
+    if ranks.is_first():
+        for line in describe(evaluation):
+            print(line, flush=True)
     tasks = ranks.first_then_others(lambda: load_tasks(selection, settings, consent, log))
     for missing in ranks.exchange(tasks.missing):
         tasks.missing.update(missing)
+    here = [set(names) for names in ranks.exchange(list(tasks.by_name))]
+    for name in here[0].union(*here) - here[0].intersection(*here):  # one process got a group, another only its parts
+        tasks.missing.setdefault(name, "not every process of the evaluation could load it")
     for name in tasks.missing:
         tasks.by_name.pop(name, None)
     return tasks

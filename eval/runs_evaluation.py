@@ -26,6 +26,8 @@ def cell(value: object) -> str:
     """One value of a table of differences."""
     if value == NOT_THERE:
         return "-"
+    if isinstance(value, float):
+        return f"{value:.10g}"  # 3e-05, not 3.0000000000000004e-05
     return "none" if value is None else words(value)
 
 

@@ -110,16 +110,17 @@ def make_comparison(runs: Sequence[Recorded], folder: Path) -> Page:
 
 
 def _attention(runs: Keyed) -> list[Block]:
-    lines: list[Line] = []
+    told: dict[str, list[Line]] = {}
     for key, of in runs:
         if of.record.get("status") != "finished":
-            lines.append((key, f" is not finished ({words(of.record.get('status'))}): its numbers are those so far."))
+            ended = words(of.record.get("status"))
+            told.setdefault(f"not finished ({ended}): the numbers are those so far.", []).append(key)
         if of.comparison and (mapping(of.comparison, "not_measured") or not of.comparison.get("complete")):
-            lines.append((key, " has an incomplete evaluation."))
-    lines += [
-        (key, " was measured under other settings: its scores are not comparable with the first's.")
-        for key in not_comparable(runs)
-    ]
+            told.setdefault("the evaluation is incomplete.", []).append(key)
+    others: list[Line] = list(not_comparable(runs))
+    if others:
+        told["measured under other settings than the first: the scores are not comparable."] = others
+    lines = [joined([joined(keys), sentence], ": ") for sentence, keys in told.items()]
     return [Notice("warning", "Worth knowing", lines)] if lines else []
 
 

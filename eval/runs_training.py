@@ -8,7 +8,6 @@ from typing import Any
 from eval.blocks import Block, Charts, Key, Line, Paragraph, Table, code, duration, number
 from eval.chart import Chart, Series, draw
 from eval.curve import SMOOTH_FROM, running_mean
-from eval.environment_report import hardware_line
 from eval.recorded import Recorded, entries, get
 from eval.runs_evaluation import Keyed
 from eval.speed_report import mean_rate
@@ -66,7 +65,6 @@ FINAL: dict[str, Callable[[Recorded], Line]] = {
     ),
     "Time to train": lambda of: duration(get(of.record, "timings", "train_seconds")),
     "Sessions": lambda of: number(len(entries(of.record, "sessions")) or None),
-    "Hardware": lambda of: hardware_line(of.record.get("hardware")),
     "Settings of the evaluation": lambda of: code(_short(of.comparison.get("settings_hash"))),
 }
 

@@ -99,6 +99,7 @@ def check_tasks(evaluation: Evaluation, output_dir: Path) -> TaskSelection:
             continue
         if tasks.setdefault(task.name, task) != task:
             problems.append(f"eval.tasks: `{task.name}` is asked for twice, with two definitions.")
+        problems += local.problems(task) if task.definition is not None else []
         # What a local group reaches is known once lm_eval has loaded it: eval/run.py asks again.
         runs_code = task.given in (known.unsafe if task.definition is None else local.unsafe)
         unsafe += [name] if runs_code or (evaluation.confirm_run_unsafe_code and local.folders) else []

@@ -49,6 +49,7 @@ class LoadedTasks:
 def _is_unreachable(error: BaseException) -> bool:
     if isinstance(error, (ConnectionError, TimeoutError)) or type(error).__module__.partition(".")[0] in {
         "httpx",
+        "httpx2",
         "requests",
         "urllib3",
     }:
@@ -160,6 +161,24 @@ def _asked_twice(tasks: LoadedTasks) -> list[str]:
     ]
 
 
+def _parts(manager: TaskManager, name: str) -> list[str]:
+    """What a group or tag has in it, where its parts may be reached without each other.
+
+    None where all need one dataset, and where the group changes what its parts are.
+    """
+    from lm_eval.tasks._index import Kind
+
+    entry = manager.task_index.get(name)
+    if entry is None or entry.kind not in (Kind.GROUP, Kind.TAG):
+        return []
+    listed = sorted(entry.tags) if entry.kind is Kind.TAG else (entry.cfg or {}).get("task")
+    parts = [part for part in listed or () if isinstance(part, str)]
+    known = [manager.task_index.get(part) for part in parts]
+    datasets = {(part.cfg or {}).get("dataset_path") for part in known if part is not None}
+    inside = any(part is not None and part.kind in (Kind.GROUP, Kind.TAG) for part in known)
+    return parts if len(parts) == len(listed or ()) and (len(datasets) > 1 or inside) else []
+
+
 def _load_task(manager: TaskManager, task: Task, tasks: LoadedTasks, settings: Settings) -> list[str]:
     """Add a task to those that are loaded; returns what is wrong with it."""
     try:
@@ -169,8 +188,14 @@ def _load_task(manager: TaskManager, task: Task, tasks: LoadedTasks, settings: S
         reason = f"{type(error).__name__}: {first_line(error)}"
         if not _is_unreachable(error):
             return [f"The task {task.name} cannot be loaded: {reason}"]
-        tasks.missing[task.name] = reason
-        return []
+        parts = _parts(manager, task.given)
+        beside = (
+            " What else the group has in it is measured by itself, and the group's own score is not known."
+            if parts
+            else ""
+        )
+        tasks.missing[task.name] = reason + beside
+        return [problem for part in parts for problem in _load_task(manager, Task(part, part), tasks, settings)]
     group = loaded["groups"].get(task.name)
     tasks.by_name[task.name] = [group] if group is not None else list(loaded["tasks"].values())
     return [problem for leaf in loaded["tasks"].values() for problem in _problems_of(leaf, settings, tasks.run_code)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from sft.credentials import redact
@@ -19,6 +20,8 @@ def write_page(path: Path, text: str) -> None:
     try:
         temporary.write_text(redact(text), encoding="utf-8")
         temporary.replace(path)
-        temporary.unlink(missing_ok=True)
     except OSError as error:
         raise RunError(f"The report cannot be written: {error}.") from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink()

@@ -92,6 +92,19 @@ class Gate(Section):
         return self
 
 
+# No backend, since the live model answers; no gate; and no generated code is run beside a training.
+_ALSO_DURING = (
+    "include_path",
+    "num_fewshot",
+    "batch_size",
+    "max_length",
+    "max_gen_toks",
+    "apply_chat_template",
+    "system_instruction",
+    "seed",
+)
+
+
 class Evaluation(Section):
     """What lm-evaluation-harness measures, on the base and on the tuned model alike."""
 
@@ -169,3 +182,34 @@ class Evaluation(Section):
 
     contamination: bool | Annotated[int, Field(ge=4)] = True
     """Look for the tasks' documents in the training data, by so many words in a row; true is 13."""
+
+    every_steps: Positive | None = None
+    """Optimizer steps between evaluations during training, on the live model, whatever `backend` says: docs/metrics.md. None: after it
+    only."""
+
+    every_tasks: tuple[str, ...] = ()
+    """What is measured then; empty: tasks and suite."""
+
+    every_limit: Positive = 50
+    """Documents per task then."""
+
+    @property
+    def during(self) -> Evaluation | None:
+        """The evaluation during training, as a section of its own; None where there is none."""
+        if self.every_steps is None:
+            return None
+        kept = {name: getattr(self, name) for name in _ALSO_DURING if name in self.model_fields_set}
+        asked = {"tasks": self.every_tasks} if self.every_tasks else {"tasks": self.tasks, "suite": self.suite}
+        return Evaluation(**kept, **asked, limit=self.every_limit)
+
+    @model_validator(mode="after")
+    def _something_to_measure(self) -> Evaluation:
+        if self.every_steps is None and self.every_tasks:
+            raise ValueError(
+                "every_tasks does nothing without every_steps: give the optimizer steps between evaluations"
+            )
+        if self.every_steps is not None and not (self.every_tasks or self.tasks or self.suite):
+            raise ValueError(
+                f"every_steps={self.every_steps}, and there is nothing to measure: give every_tasks, or tasks"
+            )
+        return self

@@ -1,4 +1,5 @@
 import json
+import random
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -186,20 +187,28 @@ def test_two_sections_of_one_name_have_anchors_of_their_own() -> None:
     assert 'id="data-2"' in text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("words", ["plain words ", "&<>\"'", "漢字🙂", "\x00"])
-def test_a_long_run_with_thousands_of_flips_is_under_2_mb(words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", ["&<>\"'", "漢字🙂", "\x00"])
+def test_no_words_make_the_page_larger_than_2_mb(words: str, tmp_path: Path) -> None:
     run = full_run(tmp_path / "run")
+    text = words * 3000
+    flips = [
+        flip(n, "lost" if n % 2 else "gained", question=text, target=text, base=text, tuned=text) for n in range(60)
+    ]
+    add_answers(run, [prompt(text, answer(text), answer(text))] * 30, flips)
+    metrics = [METRIC | {"task": f"{words}{number}"} for number in range(400)]
+    write_json(run.comparison_file, COMPARISON | {"metrics": metrics, "note": text})
+    assert len(page(run).encode()) < 2_000_000
+
+
+@pytest.mark.slow
+def test_a_long_run_with_thousands_of_flips_is_under_2_mb(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "run")
+    generator = random.Random(0)
     with run.metrics_file.open("w") as file:
         for step in range(1, 100_001):
-            file.write(json.dumps(point(step, 2 + step % 13) | {"grad_norm": 1 / step}) + "\n")
-    text = words * 2000
-    flips = [
-        flip(n, "lost" if n % 2 else "gained", question=text, target=text, base=text, tuned=text) for n in range(5000)
-    ]
-    prompts = [prompt(text, answer(text), answer(text)) for _ in range(50)]
-    add_answers(run, prompts, flips)
-    metrics = [METRIC | {"task": f"{words}{number}"} for number in range(400)]
-    write_json(run.comparison_file, COMPARISON | {"metrics": metrics})
+            file.write(json.dumps(point(step, generator.random()) | {"grad_norm": generator.random()}) + "\n")
+    text = "some words " * 360
+    flips = [flip(n, "lost" if n % 2 else "gained", question=text, base=text, tuned=text) for n in range(5000)]
+    add_answers(run, [prompt(text, answer(text), answer(text))] * 20, flips)
     write_report(run)
     assert run.page_file.stat().st_size < 2_000_000

@@ -314,3 +314,4 @@ def test_a_folder_that_takes_no_file_is_one_message(tmp_path: Path) -> None:
     run.page_file.mkdir()
     with pytest.raises(RunError, match="cannot be written"):
         write_report(run)
+    assert not list(run.path.glob(".report*"))

@@ -53,6 +53,26 @@ def test_the_base_is_not_measured_again_under_the_same_settings(run: Run, capsys
 
 
 @pytest.mark.slow
+def test_two_runs_from_one_base_measure_it_once(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    other = Run(run.path.with_name("second"))
+    shutil.copytree(run.path, other.path)
+    main([str(run.path)])
+    assert "base: 4 documents" in capsys.readouterr().out
+    main([str(other.path)])
+    told = capsys.readouterr().out
+    assert "base: measured before under the same settings" in told
+    assert "eval-base" in told
+    assert "base: 4 documents" not in told
+    results = [(one.base_evaluation / "results.json").read_bytes() for one in (run, other)]
+    assert results[0] == results[1]
+    assert comparison(other)["metrics"] == comparison(run)["metrics"]
+    kept = next((run.path.parents[1] / "eval-base").iterdir())
+    shutil.rmtree(kept)
+    main([str(other.path)])  # what it has copied is its own
+    assert "base: measured before" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_another_base_model_is_measured_again(run: Run, tuned_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(run.path), "limit=2"])
     assert "base: 2 documents" in capsys.readouterr().out
@@ -227,3 +247,24 @@ def test_an_evaluation_whose_parent_is_gone_before_it_could_look_ends(tmp_path: 
         done = evaluate()
     assert done.returncode != 2, done.stderr  # it did not come to look for the folder
     assert "Interrupted by SIGTERM" in done.stderr
+
+
+def test_a_group_of_which_a_part_is_out_of_reach_is_measured_in_its_other_parts(
+    run: Run, write_task: WriteTask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_task("near").parent
+    write_task("far", dataset_path="nobody/nothing", dataset_kwargs=None)
+    (folder / "group.yaml").write_text(
+        "group: ours\ntask: [near, far]\naggregate_metric_list: [{metric: exact_match, aggregation: mean}]\n"
+    )
+    write_task("beside")
+    with pytest.raises(SystemExit) as stop:
+        main([str(run.path), "tasks=ours,beside", f"include_path={folder}"])
+    assert stop.value.code == 1
+    told = capsys.readouterr().err
+    assert "Not measured:\n  ours: " in told
+    assert "its other parts" not in told
+    compared = comparison(run)
+    assert not compared["complete"]
+    assert list(compared["not_measured"]) == ["ours", "far"]
+    assert {row["task"] for row in compared["metrics"]} == {"near", "beside"}

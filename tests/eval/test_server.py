@@ -31,11 +31,15 @@ class Fake:
         self.length = 1024
         self.extra_tokens = 0
         self.echoes = True
-        self.seen: list[dict[str, str]] = []
+        self.fails_to_answer = False
+        self.seen: list[tuple[bool, dict[str, str]]] = []
+        """Of each request, whether it asks for an answer of a task, and its headers."""
 
     def __call__(self, path: str, payload: dict[str, Any]) -> Answer:
         if path == "/v1/models":
             return 200, {"data": [{"id": "tuned", "owned_by": self.owner, "max_model_len": self.length}]}
+        if self.fails_to_answer and "stop" in payload:
+            return 500, "Internal Server Error"
         if path != "/v1/completions":
             return 404, {"detail": "Not Found"}
         prompt = payload["prompt"]
@@ -66,9 +70,10 @@ def serve() -> Iterator[Callable[[Canned], str]]:
 
             def do_GET(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                payload = json.loads(body) if body else {}
                 if isinstance(answer, Fake):
-                    answer.seen.append(dict(self.headers))
-                status, value = answer(self.path, json.loads(body) if body else {})
+                    answer.seen.append(("stop" in payload, dict(self.headers)))
+                status, value = answer(self.path, payload)
                 text = (value if isinstance(value, str) else json.dumps(value)).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "text/html" if isinstance(value, str) else "application/json")
@@ -80,6 +85,7 @@ def serve() -> Iterator[Callable[[Canned], str]]:
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         server.daemon_threads = True
+        server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that has waited long enough is gone
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         servers.append(server)
         return f"http://127.0.0.1:{server.server_port}"
@@ -140,15 +146,23 @@ def test_a_key_that_is_wanted_or_not_taken(
     assert "sesame" not in told
 
 
+@pytest.mark.parametrize("at_once", [1, 2])
 def test_no_key_of_another_service_is_sent(
-    serve: Callable[[Canned], str], ask: Callable[..., str], fake: Fake, monkeypatch: pytest.MonkeyPatch
+    at_once: int,
+    serve: Callable[[Canned], str],
+    ask: Callable[..., str],
+    fake: Fake,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """lm_eval's clients send OPENAI_API_KEY to whatever address they are given."""
+    monkeypatch.setattr("eval.backend_server.RETRIES", 1)
     monkeypatch.setenv("OPENAI_API_KEY", "sesame-0123456789")
-    fake.length = 5
-    ask(serve(fake) + "/v1")
-    assert fake.seen
-    assert not any("Authorization" in headers for headers in fake.seen)
+    fake.fails_to_answer = True
+    ask(serve(fake) + "/v1", f"server.num_concurrent={at_once}", "limit=1")
+    assert "answers 500; the log says more" in capsys.readouterr().out
+    assert {asked for asked, _ in fake.seen} == {False, True}
+    assert not any("Authorization" in headers for _, headers in fake.seen)
 
 
 @pytest.mark.parametrize(

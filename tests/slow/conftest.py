@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,28 @@ def rows(names: Iterable[str], chosen: Collection[str]) -> list[ParameterSet]:
 def plain(name: str) -> str:
     """A row's name as a run's."""
     return "".join(letter if letter.isalnum() else "-" for letter in name)
+
+
+def until(holds: Callable[[], object], process: "subprocess.Popen[str] | None" = None, seconds: float = 120) -> None:
+    """Wait for what a process does, and fail with what it has said where it ends before.
+
+    Args:
+        holds: What is waited for.
+        process: Whose end makes waiting vain.
+        seconds: Far more than it takes; a loaded machine is late.
+    """
+    deadline = time.monotonic() + seconds
+    while not holds():
+        ended = process is not None and process.poll() is not None
+        if process is not None and ended and not holds():
+            raise AssertionError(f"it ended before the moment came: {process.communicate()}")
+        assert time.monotonic() < deadline, "the moment never came"
+        time.sleep(0.005)
+
+
+def lines_of(run: Run) -> int:
+    """How many steps a run has logged so far."""
+    return len(run.metrics_file.read_text().splitlines()) if run.metrics_file.exists() else 0
 
 
 def latest(recipe: Path) -> Run:

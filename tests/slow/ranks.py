@@ -34,7 +34,8 @@ from tests.slow.forked_checker import Forked
 IMPORTED = (
     "deepspeed trl trl.trainer.sft_trainer peft accelerate transformers.models.qwen2.modeling_qwen2 datasets eval.suites "
     "sft.train sft.trainer sft.before_training sft.model sft.step_work sft.store sft.held_out sft.metrics sft.profiling "
-    "sft.compiled_layers sft.embeddings sft.canary sft.load_saved lm_eval.models.huggingface lm_eval.evaluator eval.data_parallel"
+    "sft.compiled_layers sft.embeddings sft.canary sft.load_saved eval.during eval.data_parallel lm_eval.evaluator "
+    "lm_eval.models.huggingface"
 ).split()
 
 
@@ -129,6 +130,12 @@ def _environment(job: dict[str, Any], rank: int, port: int) -> dict[str, str]:
     return {name: str(value) for name, value in launched.items() if ranks > 1} | job["environment"]
 
 
+def _replace(module: str, name: str, value: object) -> None:
+    """One that is not there any more would only make everything slower, without a word."""
+    assert hasattr(sys.modules[module], name), f"{module} has no {name} to replace: has it moved?"
+    setattr(sys.modules[module], name, value)
+
+
 def _become_rank(job: dict[str, Any], environment: dict[str, str], folder: Path, parent: int) -> None:
     """The child: run the program as `python -m` or `python FILE` would."""
     end_with_parent(parent, signal.SIGKILL)
@@ -137,9 +144,9 @@ def _become_rank(job: dict[str, Any], environment: dict[str, str], folder: Path,
         os.dup2(os.open(path, os.O_RDONLY if name == "stdin" else os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ |= environment
     if not job["finish"]:
-        sys.modules["sft.train"].become_finish = lambda run: None  # type: ignore[attr-defined]
-        sys.modules["sft.finish"].become_finish = lambda run: None  # type: ignore[attr-defined]
-    sys.modules["sft.checker"].start_process = Forked  # type: ignore[attr-defined]
+        for module in ("sft.train", "sft.finish"):
+            _replace(module, "become_finish", lambda run: None)
+    _replace("sft.checker", "start_process", Forked)
     program, *sys.argv[1:] = job["words"]
     sys.argv[0] = program
     if program.endswith(".py"):

@@ -122,7 +122,7 @@ def test_a_run_that_is_checked_trains_as_one_that_is_not(case: str, recipe: Path
     for each, canary in ((run, "true"), (unchecked, "false")):
         given = words(overrides, untied, each.path.name)
         ranks.run(count, [PROGRAM, recipe, *given, f"train.save_canary={canary}"])
-    assert "save_checked" not in unchecked.record
+    assert "save_checked" in run.record and "save_checked" not in unchecked.record
     assert losses(run) == losses(unchecked)
     one, other = (load_file(path.final / "model.safetensors") for path in (run, unchecked))
     assert one.keys() == other.keys()

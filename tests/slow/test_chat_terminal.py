@@ -52,7 +52,7 @@ class Terminal:
 
     def reads(self) -> bool:
         """Wait for more; False where there will be none."""
-        if not select.select([self.master], [], [], 20)[0]:
+        if not select.select([self.master], [], [], 60)[0]:
             return False
         try:
             self.screen += os.read(self.master, 65536).decode(errors="replace")

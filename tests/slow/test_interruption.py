@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from sft.recipe import REPOSITORY
 from sft.run_directory import Run
-from tests.slow.conftest import write_recipe, write_task
+from tests.slow.conftest import lines_of, until, write_recipe, write_task
 from tests.slow.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -57,16 +57,6 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def undisturbed(recipe: Path, ranks: Ranks) -> Run:
     ranks.run(2, ["sft.train", recipe, "tracking.run_name=undisturbed"])
     return Run(recipe.parent / "outputs" / "job" / "undisturbed")
-
-
-def until(holds: Callable[[], object], process: "subprocess.Popen[str]") -> None:
-    """Wait for what a process does."""
-    for _ in range(6000):
-        if holds():
-            return
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
-    raise AssertionError("it did not come to that")
 
 
 def lines(run: Run) -> list[dict[str, Any]]:
@@ -251,8 +241,8 @@ def test_the_launcher_passes_signals_on_and_waits_for_the_checkpoint(
     run = Run(recipe.parent / "outputs" / "job" / "launched")
 
     def trained(launcher: "subprocess.Popen[str]") -> None:
-        before = len(lines(run)) if run.metrics_file.exists() else 0
-        until(lambda: run.metrics_file.exists() and len(lines(run)) > before, launcher)
+        before = lines_of(run)
+        until(lambda: lines_of(run) > before, launcher)
 
     launcher = launch(*words)
     trained(launcher)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from sft.demo import make_demo
-from tests.slow.conftest import write_recipe
+from tests.slow.conftest import until, write_recipe
 from tests.slow.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -94,15 +94,6 @@ def group(process: Started) -> dict[int, int]:
     return found
 
 
-def until(condition: Callable[[], object], process: Started | None = None, seconds: float = 60) -> None:
-    for _ in range(int(seconds / 0.002)):
-        if condition():
-            return
-        assert process is None or process.poll() is None, "it ended before the moment came"
-        time.sleep(0.002)
-    raise AssertionError("the moment never came")
-
-
 def half_written(out: Path) -> Path | None:
     return next((path for path in (out / ".prepared").glob(".*.*") if path.is_dir()), None)
 
@@ -147,7 +138,7 @@ def test_a_killed_preparation_leaves_no_process_and_the_next_is_whole(
     process = start("sft.prepare", recipe, f"output_dir={tmp_path}")
     at(moment, tmp_path, process)
     process.kill()
-    until(lambda: not group(process), seconds=5)
+    until(lambda: not group(process))
     check_goes_on(ranks, recipe, tmp_path, undisturbed)
 
 
@@ -177,10 +168,10 @@ def test_a_stopped_preparation_ends_at_once_and_the_next_is_whole(
     at(moment, tmp_path, process)
     # Ctrl-C goes to all processes of a terminal, kill to one.
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
-    told = process.communicate(timeout=20)[1]
+    told = process.communicate(timeout=60)[1]
     assert process.returncode in status
     assert "Traceback" not in told
-    until(lambda: not group(process), seconds=5)
+    until(lambda: not group(process))
     if number == signal.SIGINT:
         assert half_written(tmp_path) is None
     check_goes_on(ranks, recipe, tmp_path, undisturbed)
@@ -207,12 +198,12 @@ def test_a_worker_that_the_system_kills_is_one_message(
     at("tokens.bin", tmp_path, process)
     worker = next(number for number, parent in group(process).items() if parent == process.pid)
     os.kill(worker, signal.SIGKILL)
-    told = process.communicate(timeout=20)[1]
+    told = process.communicate(timeout=60)[1]
     assert process.returncode == 2
     assert "Traceback" not in told
     assert "memory" in told
     assert half_written(tmp_path) is None
-    until(lambda: not group(process), seconds=5)
+    until(lambda: not group(process))
     check_goes_on(ranks, recipe, tmp_path, undisturbed)
 
 
@@ -221,7 +212,7 @@ def test_a_start_whose_preparation_the_system_kills_says_so(recipe: Path, tmp_pa
     at("tokens.bin", tmp_path, launcher)
     (preparing,) = [number for number, parent in group(launcher).items() if parent == launcher.pid]
     os.kill(preparing, signal.SIGKILL)
-    told = launcher.communicate(timeout=20)[1]
+    told = launcher.communicate(timeout=60)[1]
     assert launcher.returncode in (2, 137)
     lines = [line for line in told.replace("\r", "\n").splitlines() if line and not line.startswith("Preparing ")]
     assert any("signal 9" in line or "memory" in line for line in lines), "it ended without a word"
@@ -236,8 +227,8 @@ def test_a_start_that_is_stopped_leaves_nothing_running(
     launcher = start("sft.launch", recipe, f"output_dir={tmp_path}", f"data.train={many}", "--prepare")
     at("tokens.bin", tmp_path, launcher)
     launcher.send_signal(number)
-    launcher.wait(timeout=20)
-    until(lambda: not group(launcher), seconds=5)
+    launcher.wait(timeout=60)
+    until(lambda: not group(launcher))
 
 
 def test_ctrl_c_at_a_start_ends_all_of_it(
@@ -246,9 +237,9 @@ def test_ctrl_c_at_a_start_ends_all_of_it(
     launcher = start("sft.launch", recipe, f"output_dir={tmp_path}", "--prepare")
     at("tokens.bin", tmp_path, launcher)
     os.killpg(launcher.pid, signal.SIGINT)
-    told = launcher.communicate(timeout=20)[1]
+    told = launcher.communicate(timeout=60)[1]
     assert launcher.returncode == 130
     assert "Traceback" not in told
-    until(lambda: not group(launcher), seconds=5)
+    until(lambda: not group(launcher))
     assert half_written(tmp_path) is None
     check_goes_on(ranks, recipe, tmp_path, undisturbed)

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from sft.run_directory import Run
-from tests.slow.conftest import latest, losses, write_recipe
+from tests.slow.conftest import latest, lines_of, losses, until, write_recipe
 from tests.slow.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -46,14 +45,9 @@ def tokens_seen(run: Run) -> list[int]:
 def start_and_signal(recipe: Path, number: signal.Signals, lines: int) -> tuple[int, Run]:
     """Start training, send the signal once so many lines are logged, and return the exit status and the run."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen([sys.executable, "-m", "sft.train", str(recipe)], env=environment)
+    process = subprocess.Popen([sys.executable, "-m", "sft.train", str(recipe)], env=environment, text=True)
     try:
-        for _ in range(6000):
-            metrics = latest(recipe).metrics_file
-            if metrics.exists() and len(metrics.read_text().splitlines()) >= lines:
-                break
-            assert process.poll() is None, "it ended before the signal"
-            time.sleep(0.02)
+        until(lambda: lines_of(latest(recipe)) >= lines, process)
         process.send_signal(number)
         return process.wait(timeout=60), latest(recipe)
     finally:
