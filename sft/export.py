@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -80,7 +81,8 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> None:
     """Check, make, tell."""
     arguments = parse_command_line(argv)
-    _quieten()
+    # transformers and peft speak of names of their own that will change.
+    warnings.simplefilter("ignore", FutureWarning)
     run = find_run_to_export(arguments.run)
     if arguments.to == "hub":
         from sft.export_hub import upload
@@ -94,16 +96,6 @@ def main(argv: Sequence[str]) -> None:
     made = make_folder(source, output, finish)
     print(f"{made.folder}: {made.checked}.")
     print(tell(made))
-
-
-def _quieten() -> None:
-    """Leave out what libraries say of each load, which is about their own past and future."""
-    import warnings
-
-    # Read when they are imported.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("DS_LOG_LEVEL", "error")
-    warnings.simplefilter("ignore", FutureWarning)
 
 
 Finish = Callable[[Path, Any], None]
@@ -143,4 +135,7 @@ def _target(source: Exported, arguments: argparse.Namespace) -> tuple[Finish, Te
 
 
 if __name__ == "__main__":
+    # Read by the libraries when they are imported. DeepSpeed is, and does nothing here.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     run_main(main)

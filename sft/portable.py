@@ -12,6 +12,7 @@ FSDP2, full                  pytorch_model_fsdp.bin and optimizer.bin, by name
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -149,7 +150,10 @@ def _open_distributed(folder: Path) -> tuple[set[str], Callable[[str], torch.Ten
         of = kept[name]
         assert isinstance(of, TensorStorageMetadata)
         value = torch.empty(of.size, dtype=of.properties.dtype)
-        load({name: value}, storage_reader=FileSystemReader(folder), no_dist=True)
+        with warnings.catch_warnings():
+            # In an export there is no group of processes, which is meant so.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            load({name: value}, storage_reader=FileSystemReader(folder), no_dist=True)
         return value
 
     return set(kept), read
