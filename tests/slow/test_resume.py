@@ -85,7 +85,7 @@ def lines(run: Run) -> list[dict[str, Any]]:
 def killed_after(run: Run, step: int, name: str) -> Run:
     """A copy of a run, as a kill leaves it a few steps after a checkpoint."""
     copy = Run(run.path.parent / name)
-    shutil.copytree(run.path, copy.path, ignore=shutil.ignore_patterns("final", "report.md", "loss.png"))
+    shutil.copytree(run.path, copy.path, ignore=shutil.ignore_patterns("final", "report.*", "loss.png"))
     for checkpoint in checkpoints_of(copy):
         if step_of(checkpoint) > step:
             shutil.rmtree(checkpoint)
