@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-_SMOOTH_FROM = 60
+SMOOTH_FROM = 60
 """Points from which a mean over the neighbours is easier to read than the points."""
 
 
@@ -19,10 +19,10 @@ def _column(points: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
     )
 
 
-def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
+def running_mean(values: np.ndarray, window: int) -> np.ndarray:
     """The mean over up to `window` values before and including each; values that are no number are left out.
 
-    >>> _running_mean(np.array([1.0, 3.0, np.nan, 5.0]), 2).tolist()
+    >>> running_mean(np.array([1.0, 3.0, np.nan, 5.0]), 2).tolist()
     [1.0, 2.0, 3.0, 5.0]
     """
     known = np.isfinite(values)
@@ -46,14 +46,14 @@ def draw_curve(points: Sequence[Mapping[str, Any]], title: str, path: Path) -> N
     steps, loss = _column(points, "step"), _column(points, "loss")
     figure = Figure(figsize=(8, 5), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    dots = {"marker": "o", "markersize": 3} if len(points) < _SMOOTH_FROM else {}
-    if len(points) < _SMOOTH_FROM:
+    dots = {"marker": "o", "markersize": 3} if len(points) < SMOOTH_FROM else {}
+    if len(points) < SMOOTH_FROM:
         upper.plot(steps, loss, color="tab:blue", label="loss", **dots)
     else:
         window = len(points) // 20
         upper.plot(steps, loss, color="tab:blue", alpha=0.3, linewidth=0.8, label="each logging step")
         upper.plot(
-            steps, _running_mean(loss, window), color="tab:blue", label=f"mean of the last {window} logging steps"
+            steps, running_mean(loss, window), color="tab:blue", label=f"mean of the last {window} logging steps"
         )
         upper.legend(frameon=False)
     held_out = [(point["step"], point["held_out_loss"]) for point in points if point.get("held_out_loss") is not None]

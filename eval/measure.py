@@ -10,16 +10,19 @@ import os
 import shutil
 import time
 import traceback
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eval import ranks
 from eval.backends import Target, load_model
+from eval.code_metric import code_metric
 from eval.placement import Placement, check_placement
-from eval.quiet import chatter_to, first_line
+from eval.quiet import chatter_to, describe_environment_once, first_line
 from eval.settings import Settings
-from eval.tasks import LoadedTasks
-from sft.errors import EvaluationError
+from eval.tasks import LoadedTasks, leaves
+from sft.errors import EvaluationError, LostRank
 
 if TYPE_CHECKING:
     from lm_eval.models.huggingface import HFLM
@@ -27,7 +30,12 @@ if TYPE_CHECKING:
 
 Results = dict[str, Any]
 # What lm_eval logs when a prompt is longer than the context and loses its beginning.
-PROMPT_CUT = ("Left truncation applied", "exceeds model's maximum length")
+PROMPT_CUT = (
+    "Left truncation applied",
+    "exceeds model's maximum length",
+    "Truncating context",
+    "Left truncating context",
+)
 
 
 def scores_of(results: Results, name: str) -> str:
@@ -46,11 +54,13 @@ def scores_of(results: Results, name: str) -> str:
     return ", ".join(f"{metric} {value:.3f}" for metric, value in scores.items())
 
 
-def _measure_task(model: HFLM, name: str, tasks: LoadedTasks, settings: Settings) -> Results:
+def _measure_task(model: HFLM, name: str, tasks: LoadedTasks, settings: Settings) -> Results | None:
+    """lm_eval's results; None where another process has them."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    results: Results = lm_eval.simple_evaluate(
+    describe_environment_once()
+    results: Results | None = lm_eval.simple_evaluate(
         model=model,
         tasks=tasks.by_name[name],
         task_manager=TaskManager(include_defaults=False),  # it would index its 14,000 files for tasks that are loaded
@@ -70,6 +80,47 @@ def _measure_task(model: HFLM, name: str, tasks: LoadedTasks, settings: Settings
     return results
 
 
+def _measure_own_share(model: HFLM, name: str, tasks: LoadedTasks, settings: Settings) -> Results | None:
+    number = ranks.launched()
+    if number == 1:
+        return _measure_task(model, name, tasks, settings)
+    from eval.data_parallel import deal_out, fewest_documents
+
+    parts = leaves(tasks.by_name[name])
+    # lm_eval takes a process without a document for an error.
+    share = fewest_documents(parts, settings.limit) >= number
+    model.share(share)
+    if not share:
+        return _measure_task(model, name, tasks, settings) if ranks.is_first() else None
+    for task in parts:
+        deal_out(task)
+    return _measure_task(model, name, tasks, settings)
+
+
+def _measure_together(
+    model: HFLM, name: str, tasks: LoadedTasks, settings: Settings, log: Path
+) -> tuple[Results | None, bool]:
+    """A task's results, on the first process; and whether prompts were cut on any.
+
+    Raises:
+        TaskFailed: It failed, on this process or on another.
+        LostRank: Another process is gone.
+    """
+    logged = log.stat().st_size
+    try:
+        with chatter_to(log):
+            measured = _measure_own_share(model, name, tasks, settings)
+        cut = any(words.encode() in log.read_bytes()[logged:] for words in PROMPT_CUT)
+        return measured, any(ranks.exchange(cut))
+    except (ranks.TaskFailed, LostRank):
+        raise
+    except Exception as error:  # one task's code must not cost the hours that the others took
+        with log.open("a", encoding="utf-8") as file:
+            traceback.print_exc(file=file)
+        ranks.exchange(False, failure=f"{type(error).__name__}: {first_line(error)}")
+        raise  # not reached
+
+
 def _merge(results: Results, more: Results) -> Results:
     """The results of two calls as those of one."""
     merged = dict(results)
@@ -79,26 +130,26 @@ def _merge(results: Results, more: Results) -> Results:
 
 
 def _measure_all(model: HFLM, label: str, tasks: LoadedTasks, settings: Settings, log: Path) -> Results:
+    """All tasks' results, on the first process."""
     results: Results = {"failed": dict(tasks.missing), "prompts_cut": []}
     for name in tasks.by_name:
-        started, logged = time.monotonic(), log.stat().st_size
+        started = time.monotonic()
         try:
-            with chatter_to(log):
-                measured = _measure_task(model, name, tasks, settings)
-        except Exception as error:  # one task's code must not cost the hours that the others took
-            with log.open("a", encoding="utf-8") as file:
-                traceback.print_exc(file=file)
-            results["failed"][name] = f"{type(error).__name__}: {first_line(error)}"
-            print(f"{label}: {name} failed: {results['failed'][name]}", flush=True)
+            measured, cut = _measure_together(model, name, tasks, settings, log)
+        except ranks.TaskFailed as failure:
+            results["failed"][name] = str(failure)
+            print(f"{label}: {name} failed: {failure}", flush=True)
+            continue
+        if measured is None:
             continue
         documents = sum(count["effective"] for count in measured["n-samples"].values())
         seconds = time.monotonic() - started
         print(f"{label}: {documents} documents of {name} ... {scores_of(measured, name)} ({seconds:.0f} s)", flush=True)
-        if any(words.encode() in log.read_bytes()[logged:] for words in PROMPT_CUT):
+        if cut:
             results["prompts_cut"].append(name)
             print(f"{label}: prompts of {name} that are longer than {settings.max_length} tokens lost their beginning.")
         results = _merge(results, measured)
-    if "results" not in results:
+    if len(results["failed"]) == len({*tasks.by_name, *tasks.missing}):
         raise EvaluationError(f"The {label} model could not be measured on any task; {log} says more.")
     return results
 
@@ -135,8 +186,11 @@ def evaluate_model(
     output: Path,
     log: Path,
     placement: Placement,
+    more: dict[str, Any] | None = None,
 ) -> None:
     """Measure one model on every task, and put lm_eval's output in a folder: complete, or not there.
+
+    Where several processes share the documents each of them calls this, and the first one writes.
 
     Args:
         target: The model.
@@ -147,6 +201,7 @@ def evaluate_model(
             `failed`, `prompts_cut` and `placement` beside lm_eval's own keys.
         log: Where the libraries' words go.
         placement: The same for every model to be compared.
+        more: Further keys of results.json.
 
     Raises:
         EvaluationError: The model cannot be loaded, no task can be measured, or the results cannot be written.
@@ -156,10 +211,25 @@ def evaluate_model(
         model = load_model(target, tokenizer, settings, placement)
     modules = check_placement(model.model, placement)
     results = _measure_all(model, target.label, tasks, settings, log)
+    # Each process has run the programs of its own documents.
+    endings = ranks.collect(code_metric().take_endings() if tasks.generated_code else {})
+    if not ranks.is_first():
+        del model
+        gc.collect()
+        return
     results |= {"settings": asdict(settings), "settings_hash": settings.hash, "seconds": time.monotonic() - started}
     results["placement"] = asdict(placement) | {"modules": modules}
+    if tasks.generated_code:
+        results["generated_code"] = tasks.generated_code | {"endings": dict(sum(map(Counter, endings), Counter()))}
     results["measured_model"] = {"model": target.model, "revision": target.revision}
+    if target.served is not None:
+        results["measured_model"]["served"] = target.served.record()
+    results |= more or {}
     template = model.chat_template(True) if settings.apply_chat_template else None
+    if settings.backend == "vllm":
+        from eval.backend_vllm import release
+
+        release(model)
     del model
     gc.collect()  # the next model needs the memory
     work = output.with_name(f".{output.name}.{os.getpid()}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from sft.errors import EvaluationError
@@ -31,6 +31,9 @@ class Placement:
 
     reason: str
 
+    processes: int = 1
+    """How many share the documents, each with the whole model."""
+
     @property
     def spread(self) -> bool:
         """Whether the layers are on several GPUs."""
@@ -38,7 +41,8 @@ class Placement:
 
     def __str__(self) -> str:
         where = {0: "the CPU", 1: "one GPU"}.get(self.devices, f"layers over {self.devices} GPUs")
-        return f"{where} ({self.reason})"
+        shared = f"{self.processes} processes, each with the whole model on " if self.processes > 1 else ""
+        return f"{shared}{where} ({self.reason})"
 
 
 def choose_placement(wanted: Parallelize, weights: int, free: Sequence[int]) -> Placement:
@@ -76,6 +80,44 @@ def choose_placement(wanted: Parallelize, weights: int, free: Sequence[int]) -> 
     return Placement(len(free), why)
 
 
+def choose_processes(
+    wanted: int | Literal["auto"], placement: Placement, weights: int, free: Sequence[int], launched: int = 1
+) -> Placement:
+    """One process for each GPU that has room for the weights, or as many as were asked for.
+
+    Args:
+        wanted: eval.processes.
+        placement: From `choose_placement`.
+        weights: Bytes of the weights in the evaluation's number format.
+        free: Free bytes of each visible GPU, the first one first; none without a GPU.
+        launched: How many a launcher of the user's has started; 1 for none.
+
+    Raises:
+        EvaluationError: There cannot be so many.
+    """
+    if launched > 1 and wanted not in ("auto", launched):
+        raise EvaluationError(
+            f"eval.processes={wanted}, and {launched} processes were started. Start it without a launcher: it starts them itself."
+        )
+    asked = launched if launched > 1 else wanted
+    if placement.spread:
+        if wanted not in ("auto", 1):
+            raise EvaluationError(
+                f"eval.processes={wanted}, and the layers are spread over {placement.devices} GPUs, which one process does "
+                f"({placement.reason}). Leave eval.processes out."
+            )
+        return placement
+    if not free:
+        return replace(placement, processes=1 if asked == "auto" else asked)
+    room = next((number for number, bytes_ in enumerate(free) if weights > (1 - ROOM) * bytes_), len(free))
+    if asked != "auto" and asked > room:
+        raise EvaluationError(
+            f"{'eval.processes' if launched == 1 else 'Processes that were started'}: {asked}, each on a GPU of its own, and "
+            f"{room} of {len(free)} visible GPUs have room for {_gib(weights)} of weights. Ask for {room}, or end what else uses the GPUs."
+        )
+    return replace(placement, processes=room if asked == "auto" else asked)
+
+
 def _gib(count: float) -> str:
     return f"{count / 2**30:.3g} GiB"
 
@@ -104,14 +146,30 @@ def weights_size(config: PreTrainedConfig, dtype: str, trust_remote_code: bool) 
     return int(sum(parameter.numel() for parameter in model.parameters()) * kind.itemsize)
 
 
-def place_model(wanted: Parallelize, config: PreTrainedConfig, dtype: str, trust_remote_code: bool) -> Placement:
+def place_model(
+    wanted: Parallelize,
+    processes: int | Literal["auto"],
+    launched: int,
+    config: PreTrainedConfig,
+    dtype: str,
+    trust_remote_code: bool,
+) -> Placement:
     """Decide for the GPUs that are visible here.
 
+    Args:
+        wanted: eval.parallelize.
+        processes: eval.processes.
+        launched: Processes that a launcher of the user's has started; 1 for none.
+        config: The model's.
+        dtype: The evaluation's.
+        trust_remote_code: As for loading.
+
     Raises:
-        EvaluationError: As choose_placement.
+        EvaluationError: As choose_placement and choose_processes.
     """
     free = free_memory()
-    return choose_placement(wanted, weights_size(config, dtype, trust_remote_code) if free else 0, free)
+    weights = weights_size(config, dtype, trust_remote_code) if free else 0
+    return choose_processes(processes, choose_placement(wanted, weights, free), weights, free, launched)
 
 
 def check_placement(model: Any, placement: Placement) -> dict[str, int]:

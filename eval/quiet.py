@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from functools import cache
 from pathlib import Path
 from typing import TextIO
 
@@ -16,6 +17,14 @@ LOG = "lm_eval.log"
 def first_line(error: BaseException) -> str:
     """What an error says, on one line."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def describe_environment_once() -> None:
+    """Have lm_eval, which asks pip, lscpu and others about the machine after each task, for seconds, ask them once a process."""
+    from torch.utils import collect_env
+
+    if not hasattr(collect_env.get_pretty_env_info, "cache_info"):
+        collect_env.get_pretty_env_info = cache(collect_env.get_pretty_env_info)
 
 
 @contextmanager

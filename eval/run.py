@@ -14,28 +14,41 @@ import signal
 
 from sft.processes import end_with_parent
 
-if __name__ == "__main__" and "SFT_PARENT" in os.environ:  # before the imports, during which it may end
-    end_with_parent(int(os.environ["SFT_PARENT"]), signal.SIGTERM)
+if __name__ == "__main__":  # before the imports, during which the parent may end
+    if os.environ.get("SFT_LAUNCHER") == str(os.getppid()):
+        end_with_parent(os.getppid(), signal.SIGTERM)
+    elif "SFT_PARENT" in os.environ and "RANK" not in os.environ:
+        end_with_parent(int(os.environ["SFT_PARENT"]), signal.SIGTERM)
 
 import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from eval.backends import Target
-from eval.compare import compare, comparison_table, scores_table
+from eval import ranks
+from eval.ahead import describe
+from eval.backend_checks import check_backend
+from eval.backends import Target, check_requests, find_backend, place_backend
+from eval.base_cache import measure_base
+from eval.conclude import conclude
+from eval.launch import become_launcher, decided_placement
 from eval.measure import Results, evaluate_model
 from eval.placement import Placement, place_model
 from eval.quiet import LOG
 from eval.settings import Reference, Settings, check_vocabulary, load_config, load_reference, resolve_settings
-from eval.suites import check_tasks
-from eval.tasks import load_tasks
-from sft.errors import EvaluationError, RecipeError, run_main
+from eval.suites import TaskSelection, check_tasks
+from eval.tables import scores_table
+from eval.task_facts import task_facts
+from eval.tasks import LoadedTasks, load_tasks
+from eval.treatment import own_template, treat_base
+from sft import rank_logs
+from sft.errors import EvaluationError, GateFailed, RecipeError, run_main
 from sft.recipe import Evaluation
 from sft.recipe_file import parse_recipe
 from sft.remote_code import code_hash
-from sft.run_directory import Run, find_run, read_json, write_json
+from sft.run_directory import Run, find_run, read_json
 
 EXIT_INCOMPLETE = 1
 # What a recipe needs beside its `eval` section, for a model that has no recipe.
@@ -70,9 +83,11 @@ def parse_evaluation(arguments: Sequence[str], run: Run | None = None) -> Evalua
     if run is not None:
         text, recorded = run.recipe_file.read_text(encoding="utf-8"), run.record["overrides"]
     try:
-        return parse_recipe(text, [*recorded, *overrides], origin="The evaluation").eval
+        evaluation = parse_recipe(text, [*recorded, *overrides], origin="The evaluation").eval
     except RecipeError as error:
         raise EvaluationError(str(error).replace("is not a valid recipe", "cannot be done as asked")) from None
+    check_backend(evaluation)
+    return evaluation
 
 
 def _on_gpu() -> bool:
@@ -81,12 +96,53 @@ def _on_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+class _NeedsProcesses(Exception):
+    """More than this one are to share the documents."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+
+
 def _place(evaluation: Evaluation, reference: Reference, settings: Settings, trust_remote_code: bool) -> Placement:
-    """Where the layers go, said where there is anything to say."""
-    placement = place_model(evaluation.parallelize, reference.config, settings.dtype, trust_remote_code)
-    if placement.spread:
-        print(f"Placement: {placement}")
+    """Where the layers go and how many processes share the documents, said where there is anything to say.
+
+    Raises:
+        _NeedsProcesses: They are not there yet.
+    """
+    number = ranks.launched()
+
+    def decide() -> Placement:
+        wanted = evaluation.parallelize, evaluation.processes
+        return place_model(*wanted, number, reference.config, settings.dtype, trust_remote_code)
+
+    placement = place_backend(evaluation) or (decided_placement() if number > 1 else None)
+    placement = placement or ranks.from_first(decide)
+    if placement.processes > number:
+        raise _NeedsProcesses(placement)
+    if placement.spread or placement.processes > 1:
+        print(f"Placement: {placement}", flush=True)
+    if placement.processes < number:  # a launcher of the user's has started several, and one spreads the layers
+        if not ranks.is_first():
+            sys.exit(0)
+        ranks.leave()
     return placement
+
+
+def _load_tasks(selection: TaskSelection, settings: Settings, evaluation: Evaluation, log: Path) -> LoadedTasks:
+    """The same tasks on every process."""
+    consent = evaluation.confirm_run_unsafe_code
+    if ranks.is_first():
+        for line in describe(evaluation):
+            print(line, flush=True)
+    tasks = ranks.first_then_others(lambda: load_tasks(selection, settings, consent, log))
+    for missing in ranks.exchange(tasks.missing):
+        tasks.missing.update(missing)
+    here = [set(names) for names in ranks.exchange(list(tasks.by_name))]
+    for name in here[0].union(*here) - here[0].intersection(*here):  # one process got a group, another only its parts
+        tasks.missing.setdefault(name, "not every process of the evaluation could load it")
+    for name in tasks.missing:
+        tasks.by_name.pop(name, None)
+    return tasks
 
 
 def _results(folder: Path) -> Results:
@@ -94,30 +150,12 @@ def _results(folder: Path) -> Results:
     return results
 
 
-def _samples(folder: Path) -> dict[str, list[Results]]:
-    """lm_eval's samples, per task."""
-    return {
-        # Not splitlines: an answer may hold U+2028, which ends no line of JSON.
-        path.stem.removeprefix("samples_"): [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
-        for path in sorted(folder.glob("samples_*.jsonl"))
-    }
-
-
-def _measured_before(folder: Path, target: Target, settings: Settings) -> bool:
-    """Whether the folder holds this model's results on every task, under these settings."""
-    if not (folder / "results.json").is_file():
-        return False
-    results = _results(folder)
-    same_model = results["measured_model"] == {"model": target.model, "revision": target.revision}
-    return bool(same_model and results["settings_hash"] == settings.hash and not results["failed"])
-
-
 def _log_in(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise EvaluationError(f"Results cannot be written: {error}.") from None
-    return folder / LOG
+    return folder / (LOG if ranks.is_first() else LOG.replace(".log", f".rank-{ranks.rank()}.log"))
 
 
 def _check_same_code(run: Run, record: dict[str, str]) -> None:
@@ -153,6 +191,7 @@ def evaluate_run(run: Run, evaluation: Evaluation) -> dict[str, str]:
 
     Raises:
         EvaluationError: Whatever the user can fix.
+        GateFailed: The tuned model does not hold what eval.gate asks for.
     """
     recipe = run.recipe()
     selection = check_tasks(evaluation, Path(recipe.output_dir))
@@ -165,16 +204,24 @@ def evaluate_run(run: Run, evaluation: Evaluation) -> dict[str, str]:
     base = _base_target(run, recipe.model.trust_remote_code, reference)
     tuned = Target("tuned", str(run.final), None, recipe.model.trust_remote_code)
     settings = resolve_settings(evaluation, selection, reference, _on_gpu())
+    treatment = treat_base(settings, reference, own_template(base))
     placement = _place(evaluation, reference, settings, recipe.model.trust_remote_code)
+    asked_base, asked_tuned = (treatment.settings, treatment.tokenizer), (settings, reference.tokenizer)
+    base, tuned = find_backend(evaluation, reference.path, (base, *asked_base), (tuned, *asked_tuned))
     folder = _results_folder(run, settings, reference)
     log = _log_in(folder)
-    tasks = load_tasks(selection, settings, evaluation.confirm_run_unsafe_code, log)
-    if _measured_before(folder / "base", base, settings):
-        print(f"base: measured before under the same settings ({folder / 'base'}); not measured again.")
-    else:
-        evaluate_model(base, reference.tokenizer, tasks, settings, folder / "base", log, placement)
+    tasks = _load_tasks(selection, settings, evaluation, log)
+    facts = ranks.from_first(lambda: task_facts(settings, tasks))
+    check_requests(tasks, (base, *asked_base), (tuned, *asked_tuned))
+    settings, treatment = replace(settings, loaded=facts), treatment.with_facts(facts)
+    if treatment.told:
+        print(treatment.told, flush=True)
+    # What a server has under a name may be another model tomorrow.
+    keeps = evaluation.base_cache and settings.backend != "server"
+    output_dir = Path(recipe.output_dir) if keeps else None
+    measure_base(base, treatment, tasks, folder / "base", log, placement, output_dir)
     evaluate_model(tuned, reference.tokenizer, tasks, settings, folder / "tuned", log, placement)
-    return _compare_and_report(run, folder)
+    return _compare_and_report(run, folder, evaluation, reference) if ranks.is_first() else {}
 
 
 def _results_folder(run: Run, settings: Settings, reference: Reference) -> Path:
@@ -186,21 +233,20 @@ def _results_folder(run: Run, settings: Settings, reference: Reference) -> Path:
     return folder / settings.hash[:12]
 
 
-def _compare_and_report(run: Run, folder: Path) -> dict[str, str]:
-    from rich.console import Console
-
+def _compare_and_report(run: Run, folder: Path, evaluation: Evaluation, reference: Reference) -> dict[str, str]:
     from eval.report import write_report
 
-    base, tuned = folder / "base", folder / "tuned"
-    comparison = compare(_results(base), _results(tuned), _samples(base), _samples(tuned))
+    comparison = conclude(run, folder, evaluation, reference.tokenizer)
     not_measured: dict[str, str] = comparison["not_measured"]
-    write_json(folder / run.comparison_file.name, comparison)
-    Console().print(comparison_table(comparison))
+    gate = comparison["gate"]
     if folder == run.comparison_file.parent:
-        run.update(evaluation="failed" if not_measured else "finished")
+        passed = None if gate is None else "passed" if gate["passed"] else "failed"
+        run.update(evaluation="failed" if not_measured else "finished", gate=passed)
         print(f"Report: {write_report(run)}")
     else:
         print(f"Results: {folder} (the report keeps those of the recipe's own evaluation)")
+    if gate is not None and not gate["passed"] and not not_measured:
+        raise GateFailed(gate["failures"])
     return not_measured
 
 
@@ -219,6 +265,8 @@ def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
     """
     from rich.console import Console
 
+    if evaluation.gate is not None:
+        raise EvaluationError("eval.gate compares a tuned model with its base: name a run, or leave the gate out.")
     outputs = Path("outputs")
     selection = check_tasks(evaluation, outputs)
     if not selection.tasks:
@@ -233,10 +281,16 @@ def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
     check_vocabulary(reference, reference.config, target.model)
     settings = resolve_settings(evaluation, selection, reference, _on_gpu())
     placement = _place(evaluation, reference, settings, False)
+    (target,) = find_backend(evaluation, reference.path, (target, settings, reference.tokenizer))
     output = outputs.resolve() / "eval" / target.label.replace("/", "__") / time.strftime("%Y%m%d-%H%M%S")
     log = _log_in(output.parent)
-    tasks = load_tasks(selection, settings, evaluation.confirm_run_unsafe_code, log)
+    tasks = _load_tasks(selection, settings, evaluation, log)
+    facts = ranks.from_first(lambda: task_facts(settings, tasks))
+    check_requests(tasks, (target, settings, reference.tokenizer))
+    settings = replace(settings, loaded=facts)
     evaluate_model(target, reference.tokenizer, tasks, settings, output, log, placement)
+    if not ranks.is_first():
+        return {}
     results = _results(output)
     Console().print(scores_table(results))
     print(f"Results: {output}")
@@ -244,30 +298,32 @@ def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
     return failed
 
 
-def _leave_torchrun() -> bool:
-    """Be one process of its own, also where a rank of torchrun started it. False for the ranks with nothing to do."""
-    first = os.environ.get("RANK", "0") == "0"
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
-    return first
+def _evaluate(arguments: list[str]) -> dict[str, str]:
+    path = Path(arguments[0]).expanduser()
+    # A folder that is neither a model nor a run is told of as a run that is missing.
+    if path.is_dir() and not (path / "config.json").is_file():
+        run = find_run(path)
+        return evaluate_run(run, parse_evaluation(arguments[1:], run))
+    return evaluate_one(arguments[0], parse_evaluation(arguments[1:]))
 
 
 def main(arguments: list[str]) -> None:
     """Measure what the first argument names."""
     if not arguments or "=" in arguments[0]:
         raise EvaluationError(f"Name a run's folder or a model first.\n\n{__doc__}")
-    if not _leave_torchrun():
-        return
-    path = Path(arguments[0]).expanduser()
-    # A folder that is neither a model nor a run is told of as a run that is missing.
-    if path.is_dir() and not (path / "config.json").is_file():
-        run = find_run(path)
-        not_measured = evaluate_run(run, parse_evaluation(arguments[1:], run))
-    else:
-        not_measured = evaluate_one(arguments[0], parse_evaluation(arguments[1:]))
+    rank_logs.begin()
+    ranks.join()
+    try:
+        not_measured = _evaluate(arguments)
+    except _NeedsProcesses as more:
+        become_launcher(more.placement, arguments)
     if not_measured:
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in not_measured.items())
-        print(f"\nThe evaluation is incomplete. Not measured:{reasons}", file=sys.stderr)
+        rank_logs.tell_message(f"The evaluation is incomplete. Not measured:{reasons}")
+    else:
+        rank_logs.end()
+    ranks.leave()
+    if not_measured:
         sys.exit(EXIT_INCOMPLETE)
 
 

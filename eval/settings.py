@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eval.code_metric import code_settings
 from eval.quiet import first_line
 from eval.suites import TaskSelection
 from sft.errors import EvaluationError
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
 
 # lm_eval's own 256 cuts the reasoning of a chat model before its answer.
 ANSWER_TOKENS = 1024
+# Whose versions may move a score, by backend.
+PACKAGES = {
+    "hf": ("lm_eval", "transformers", "torch"),
+    "vllm": ("lm_eval", "transformers", "torch", "vllm"),
+    "server": ("lm_eval", "transformers"),
+}
+OF_THE_SERVER = "the server's"
 # On a CPU lm_eval's search for a batch size would take longer than it saves.
 CPU_BATCH_SIZE = 32
 # lm_eval decides the length of each answer; transformers would follow these keys of a generation config instead.
@@ -66,15 +74,35 @@ class Settings:
 
     stop_token_ids: tuple[int, ...]
     seed: int
+
     batch_size: int | str
+    """Documents per forward pass. Sums are rounded in another order in another batch, which moves scores of half-precision models."""
+
+    base_template: str
+    """`tuned` or `own`: whose prompts a base model is asked with."""
+
+    tokenizer_sha256: str
+
     backend: str
+    backend_settings: dict[str, Any]
+    """What decides a score with this backend alone; a server's address does not."""
+
+    device: str
+    """`cuda` or `cpu`: they round differently."""
+
     versions: dict[str, str]
+
+    loaded: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Per task what it says of itself once it is loaded: version, number of examples, checksums of its documents and examples, and how it
+    generates. Empty until then."""
+
+    generated_code: dict[str, Any] | None = None
+    """What the programs that the model writes may use; None where no task runs any."""
 
     @property
     def hash(self) -> str:
-        """SHA-256 of all settings but batch_size, which follows from this machine's memory and decides no answer."""
-        values = {key: value for key, value in asdict(self).items() if key != "batch_size"}
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+        """SHA-256 of all settings."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -164,6 +192,12 @@ def check_vocabulary(
         )
 
 
+def template_sha256(template: str | dict[str, str]) -> str:
+    """Of a chat template, or of several by name."""
+    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def _check_chat_template(reference: Reference, evaluation: Evaluation) -> str | None:
     if not evaluation.apply_chat_template:
         return None
@@ -184,8 +218,7 @@ def _check_chat_template(reference: Reference, evaluation: Evaluation) -> str | 
                 f"eval.system_instruction is set, and the chat template of {reference.path} takes no system turn. "
                 "Leave eval.system_instruction out."
             )
-    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return template_sha256(template)
 
 
 def _can_think(reference: Reference) -> bool:
@@ -199,11 +232,57 @@ def _context(config: PreTrainedConfig) -> int | None:
     return next((int(length) for length in found if length is not None), None)
 
 
+def _dtype(evaluation: Evaluation, config: PreTrainedConfig) -> str:
+    if evaluation.backend == "server":
+        return OF_THE_SERVER
+    saved = str(getattr(config, "dtype", None) or "auto").removeprefix("torch.")
+    return saved if evaluation.dtype == "auto" else evaluation.dtype
+
+
+def _length(evaluation: Evaluation, config: PreTrainedConfig) -> int | None:
+    """Tokens of prompt and answer together."""
+    context = _context(config)
+    if evaluation.max_length is not None and context is not None and evaluation.max_length > context:
+        raise EvaluationError(
+            f"eval.max_length={evaluation.max_length} is more than the model's context of {context} tokens."
+        )
+    return evaluation.max_length or context
+
+
+def _batch_size(evaluation: Evaluation, on_gpu: bool) -> int | str:
+    by_search = evaluation.batch_size == "auto" and evaluation.backend == "hf" and not on_gpu
+    return CPU_BATCH_SIZE if by_search else evaluation.batch_size
+
+
+def _backend_settings(evaluation: Evaluation) -> dict[str, Any]:
+    if evaluation.backend == "server":
+        return {"api": evaluation.server.api}
+    if evaluation.backend == "vllm":
+        sizes = (evaluation.tensor_parallel_size or 1, evaluation.data_parallel_size or 1)
+        return dict(zip(("tensor_parallel_size", "data_parallel_size"), sizes, strict=True))
+    return {}
+
+
 def _stop_token_ids(reference: Reference) -> tuple[int, ...]:
     ids = reference.generation_config.eos_token_id
     ids = {ids} if isinstance(ids, int) else set(ids or ())
     # lm_eval stops at the tokenizer's end-of-turn token as well.
     return tuple(sorted({*ids, reference.tokenizer.eos_token_id} - {None}))
+
+
+def _tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Of what decides how text becomes tokens. Not of the tokenizer's files: those name versions and folders."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    # Truncation and padding are what the last call asked for.
+    rules = json.loads(backend.to_str()) | {"truncation": None, "padding": None} if backend is not None else {}
+    values = [
+        rules,
+        sorted(tokenizer.get_vocab().items()),
+        tokenizer.all_special_tokens,
+        tokenizer.eos_token,
+        tokenizer.bos_token,
+    ]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def resolve_settings(evaluation: Evaluation, selection: TaskSelection, reference: Reference, on_gpu: bool) -> Settings:
@@ -212,12 +291,11 @@ def resolve_settings(evaluation: Evaluation, selection: TaskSelection, reference
     Raises:
         EvaluationError: The tokenizer has no chat template, or one that drops the system instruction.
     """
-    dtype = str(getattr(reference.config, "dtype", None) or "auto").removeprefix("torch.")
     generation = reference.generation_config.to_diff_dict()
-    context = _context(reference.config)
+    context = _length(evaluation, reference.config)
     return Settings(
         tasks={task.name: task.definition for task in selection.tasks},
-        limit=evaluation.limit,
+        limit=selection.suite_limit if evaluation.limit is None else evaluation.limit,
         num_fewshot=evaluation.num_fewshot,
         fewshot_as_multiturn=evaluation.apply_chat_template,
         system_instruction=evaluation.system_instruction,
@@ -225,7 +303,7 @@ def resolve_settings(evaluation: Evaluation, selection: TaskSelection, reference
         chat_template_sha256=_check_chat_template(reference, evaluation),
         enable_thinking=False if evaluation.apply_chat_template and _can_think(reference) else None,
         add_bos_token=False if evaluation.apply_chat_template else None,
-        dtype=dtype if evaluation.dtype == "auto" else evaluation.dtype,
+        dtype=_dtype(evaluation, reference.config),
         max_length=context,
         max_gen_toks=evaluation.max_gen_toks,
         # At least half of a small context is left for the prompt.
@@ -237,7 +315,12 @@ def resolve_settings(evaluation: Evaluation, selection: TaskSelection, reference
         },
         stop_token_ids=_stop_token_ids(reference),
         seed=evaluation.seed,
-        batch_size=CPU_BATCH_SIZE if evaluation.batch_size == "auto" and not on_gpu else evaluation.batch_size,
-        backend="hf",
-        versions={package: version(package) for package in ("lm_eval", "transformers")},
+        batch_size=_batch_size(evaluation, on_gpu),
+        base_template=evaluation.base_template,
+        tokenizer_sha256=_tokenizer_sha256(reference.tokenizer),
+        backend=evaluation.backend,
+        backend_settings=_backend_settings(evaluation),
+        device=OF_THE_SERVER if evaluation.backend == "server" else "cuda" if on_gpu else "cpu",
+        versions={package: version(package) for package in PACKAGES[evaluation.backend]},
+        generated_code=code_settings() if selection.runs_code else None,
     )

@@ -7,20 +7,22 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from eval.markdown import MISSING, number
+from eval.blocks import MISSING, number
+from eval.recorded import is_number
 
 Line = Mapping[str, Any]
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _rate(line: Line) -> bool:
+    rate = line.get("tokens_per_second")
+    return isinstance(rate, int | float) and rate > 0
 
 
 def _timed(lines: Sequence[Line]) -> list[tuple[Line, float]]:
     """The lines, each with the seconds that its steps took; without the first, whose steps start everything up."""
     found = []
     for before, line in pairwise(lines):
-        if all(_is_number(one.get("tokens_seen")) for one in (before, line)) and line.get("tokens_per_second"):
+        if all(is_number(one.get("tokens_seen")) for one in (before, line)) and _rate(line):
             tokens = line["tokens_seen"] - before["tokens_seen"]
             found.append((line, tokens / line["tokens_per_second"]))
     return found
@@ -28,14 +30,19 @@ def _timed(lines: Sequence[Line]) -> list[tuple[Line, float]]:
 
 def _mean(timed: Sequence[tuple[Line, float]], key: str) -> float | None:
     """The mean of a rate over the time of the steps."""
-    known = [(line[key], seconds) for line, seconds in timed if _is_number(line.get(key))]
+    known = [(line[key], seconds) for line, seconds in timed if is_number(line.get(key))]
     total = sum(seconds for _, seconds in known)
     return sum(rate * seconds for rate, seconds in known) / total if total > 0 else None
 
 
 def _middle(lines: Sequence[Line], key: str) -> str:
-    values = [line[key] for line in lines if _is_number(line.get(key))]
+    values = [line[key] for line in lines if is_number(line.get(key))]
     return f"{median(values):.3f} s" if values else MISSING
+
+
+def mean_rate(lines: Sequence[Line]) -> float | None:
+    """Tokens per second, in the mean after the first line."""
+    return _mean(_timed(lines), "tokens_per_second")
 
 
 def speed_facts(lines: Sequence[Line]) -> dict[str, str]:
@@ -47,10 +54,10 @@ def speed_facts(lines: Sequence[Line]) -> dict[str, str]:
     timed = _timed(lines)
     shown = [line for line, _ in timed]
     share = _mean(timed, "mfu")
-    known = [(line["data_seconds"], seconds) for line, seconds in timed if _is_number(line.get("data_seconds"))]
+    known = [(line["data_seconds"], seconds) for line, seconds in timed if is_number(line.get("data_seconds"))]
     total = sum(seconds for _, seconds in known)
     rows = {
-        "Tokens per second, mean after the first logged step": number(_mean(timed, "tokens_per_second"), ",.0f"),
+        "Tokens per second, mean after the first logged step": number(mean_rate(lines), ",.0f"),
         "Labelled tokens per second": number(_mean(timed, "labelled_tokens_per_second"), ",.0f"),
         "Share of the GPUs' bf16 peak (MFU)": f"{share:.1%}" if share is not None else "not known",
         "Time of a step, p50 and p90": f"{_middle(shown, 'step_seconds_p50')}, {_middle(shown, 'step_seconds_p90')}",

@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from eval.task_checks import Function, datasets_of, functions_missing, problems_of
+from eval.task_index import members
 from sft.errors import EvaluationError
 from sft.recipe_file import find_file
 
@@ -30,20 +32,23 @@ class Task:
     definition: str | None = None
     """SHA-256 of a definition that is not lm_eval's own: two tasks of one name are not one task."""
 
+    datasets: tuple[str, ...] = ()
+    """Those on the hub that such a definition names."""
+
 
 class _TaskLoader(yaml.SafeLoader):
     """A task's YAML as lm_eval reads it, with `!function` left as text: nothing of the user's is imported here."""
 
 
 def _function_as_text(_: yaml.SafeLoader, node: yaml.Node) -> str:
-    return str(node.value)
+    return Function(node.value)
 
 
 _TaskLoader.add_constructor("!function", _function_as_text)
 
 
-def _read_task_file(path: Path, including: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A task's YAML with what it includes.
+def _read_task_file(path: Path, missing: list[str], including: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A task's YAML with what it includes; functions that it names and that are not there are added to `missing`.
 
     Raises:
         EvaluationError: It is no task file.
@@ -61,10 +66,11 @@ def _read_task_file(path: Path, including: tuple[Path, ...] = ()) -> dict[str, A
         raise EvaluationError(f"{path} is not a valid task file:\n  {place}{reason}") from None
     if not isinstance(config, dict):
         raise EvaluationError(f"{path} is not a valid task file: it holds no keys.")
+    missing += functions_missing(path, config)
     included = config.pop("include", [])
     merged: dict[str, Any] = {}
     for other in included if isinstance(included, list) else [included]:
-        merged |= _read_task_file((path.parent / str(other)).resolve(), (*including, path))
+        merged |= _read_task_file((path.parent / str(other)).resolve(), missing, (*including, path))
     return merged | config
 
 
@@ -81,7 +87,7 @@ def _task_of(path: Path, config: dict[str, Any]) -> Task:
     code = b"".join(file.read_bytes() for file in sorted(path.parent.glob("*.py")))
     # lm_eval takes a task by its path; a group only by name, from a folder.
     given = name if "group" in config else str(path)
-    return Task(name, given, hashlib.sha256(text.encode() + code).hexdigest())
+    return Task(name, given, hashlib.sha256(text.encode() + code).hexdigest(), datasets_of(config))
 
 
 class LocalTasks:
@@ -92,6 +98,8 @@ class LocalTasks:
         self.folders: list[Path] = []
         self.unsafe: set[str] = set()
         self.unreadable: list[str] = []
+        self._problems: dict[str, list[str]] = {}
+        self._members: dict[str, list[str]] = {}
         if include_path is None:
             return
         folder = find_file(include_path).resolve()
@@ -112,8 +120,11 @@ class LocalTasks:
         Raises:
             EvaluationError: It holds none.
         """
-        config = _read_task_file(path)
+        missing: list[str] = []
+        config = _read_task_file(path, missing)
         task = _task_of(path, config)
+        self._problems[task.given] = [*problems_of(path, config), *missing]
+        self._members[task.given] = members(config, ()) if "group" in config else []
         if "group" in config and folder not in self.folders:
             self.folders.append(folder)
         metrics = config.get("metric_list")
@@ -122,3 +133,14 @@ class LocalTasks:
         if config.get("unsafe_code") or CODE_METRIC in named:
             self.unsafe.add(task.given)
         return task
+
+    def problems(self, task: Task) -> list[str]:
+        """What is wrong with a task, or with the tasks of the user's that a group of the user's has in it."""
+        found, seen, left = [], set[str](), [task.given]
+        while left:
+            given = left.pop()
+            if given not in seen:
+                seen.add(given)
+                found += self._problems.get(given, [])
+                left += [part.given for name in self._members.get(given, ()) for part in self.by_name.get(name, ())]
+        return found

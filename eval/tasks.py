@@ -6,10 +6,11 @@ import os
 import re
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eval.code_metric import prepare_code_tasks, score_code_within_limits
 from eval.quiet import chatter_to, first_line
 from eval.settings import Settings
 from eval.suites import TaskSelection
@@ -41,10 +42,14 @@ class LoadedTasks:
     run_code: bool
     """Whether they may run what the model writes."""
 
+    generated_code: dict[str, Any] = field(default_factory=dict)
+    """What holds the code that they run, as the results keep it; empty where none of them runs any."""
+
 
 def _is_unreachable(error: BaseException) -> bool:
     if isinstance(error, (ConnectionError, TimeoutError)) or type(error).__module__.partition(".")[0] in {
         "httpx",
+        "httpx2",
         "requests",
         "urllib3",
     }:
@@ -69,7 +74,7 @@ def render_in_sandbox() -> None:
     utils.env = sandbox
 
 
-def _leaves(loaded: list[ConfigurableTask | Group]) -> list[ConfigurableTask]:
+def leaves(loaded: list[ConfigurableTask | Group]) -> list[ConfigurableTask]:
     """The tasks in groups and tags."""
     from lm_eval.api.group import Group
 
@@ -114,6 +119,11 @@ def _examples_are_the_questions(task: ConfigurableTask) -> bool:
     return not (elsewhere or task.has_training_docs() or task.has_validation_docs())
 
 
+def _runs_code(task: ConfigurableTask) -> bool:
+    metrics = [metric.get("metric") for metric in task.get_config("metric_list") or []]
+    return bool(getattr(task, "UNSAFE_CODE", False)) or CODE_METRIC in metrics
+
+
 def _problems_of(task: ConfigurableTask, settings: Settings, run_code: bool) -> list[str]:
     problems = [_set_answer_length(task, settings)]
     if not _FILE_NAME.fullmatch(str(task.task_name)):
@@ -121,8 +131,7 @@ def _problems_of(task: ConfigurableTask, settings: Settings, run_code: bool) -> 
             f"The task {task.task_name!r} cannot be measured: its samples go to a file of that name. Rename it, without "
             "slashes and not beginning with a dot."
         )
-    metrics = [metric.get("metric") for metric in task.get_config("metric_list") or []]
-    if (getattr(task, "UNSAFE_CODE", False) or CODE_METRIC in metrics) and not run_code:
+    if _runs_code(task) and not run_code:
         problems.append(
             f"{task.task_name} runs Python code that the model writes, on this machine. To allow that, set "
             "eval.confirm_run_unsafe_code=true."
@@ -144,12 +153,30 @@ def _problems_of(task: ConfigurableTask, settings: Settings, run_code: bool) -> 
 
 def _asked_twice(tasks: LoadedTasks) -> list[str]:
     owners: dict[str, str] = {}
-    leaves = [(leaf.task_name, name) for name, items in tasks.by_name.items() for leaf in _leaves(items)]
+    measured = [(leaf.task_name, name) for name, items in tasks.by_name.items() for leaf in leaves(items)]
     return [
         f"eval.tasks: {leaf} is part of {owners[leaf]} and of {name}. Leave one of them out."
-        for leaf, name in leaves
+        for leaf, name in measured
         if owners.setdefault(leaf, name) != name
     ]
+
+
+def _parts(manager: TaskManager, name: str) -> list[str]:
+    """What a group or tag has in it, where its parts may be reached without each other.
+
+    None where all need one dataset, and where the group changes what its parts are.
+    """
+    from lm_eval.tasks._index import Kind
+
+    entry = manager.task_index.get(name)
+    if entry is None or entry.kind not in (Kind.GROUP, Kind.TAG):
+        return []
+    listed = sorted(entry.tags) if entry.kind is Kind.TAG else (entry.cfg or {}).get("task")
+    parts = [part for part in listed or () if isinstance(part, str)]
+    known = [manager.task_index.get(part) for part in parts]
+    datasets = {(part.cfg or {}).get("dataset_path") for part in known if part is not None}
+    inside = any(part is not None and part.kind in (Kind.GROUP, Kind.TAG) for part in known)
+    return parts if len(parts) == len(listed or ()) and (len(datasets) > 1 or inside) else []
 
 
 def _load_task(manager: TaskManager, task: Task, tasks: LoadedTasks, settings: Settings) -> list[str]:
@@ -161,12 +188,17 @@ def _load_task(manager: TaskManager, task: Task, tasks: LoadedTasks, settings: S
         reason = f"{type(error).__name__}: {first_line(error)}"
         if not _is_unreachable(error):
             return [f"The task {task.name} cannot be loaded: {reason}"]
-        tasks.missing[task.name] = reason
-        return []
+        parts = _parts(manager, task.given)
+        beside = (
+            " What else the group has in it is measured by itself, and the group's own score is not known."
+            if parts
+            else ""
+        )
+        tasks.missing[task.name] = reason + beside
+        return [problem for part in parts for problem in _load_task(manager, Task(part, part), tasks, settings)]
     group = loaded["groups"].get(task.name)
     tasks.by_name[task.name] = [group] if group is not None else list(loaded["tasks"].values())
-    leaves = loaded["tasks"].values()
-    return [problem for leaf in leaves for problem in _problems_of(leaf, settings, tasks.run_code)]
+    return [problem for leaf in loaded["tasks"].values() for problem in _problems_of(leaf, settings, tasks.run_code)]
 
 
 def load_tasks(selection: TaskSelection, settings: Settings, run_code: bool, log: Path) -> LoadedTasks:
@@ -186,6 +218,7 @@ def load_tasks(selection: TaskSelection, settings: Settings, run_code: bool, log
     # A code task asks `evaluate` for its metric as soon as it is loaded. That the user's shell has it set is no consent.
     os.environ["HF_ALLOW_CODE_EVAL"] = "1" if run_code else "0"
     render_in_sandbox()
+    score_code_within_limits()
     tasks = LoadedTasks({}, {}, run_code)
     problems: list[str] = []
     with chatter_to(log):
@@ -202,4 +235,7 @@ def load_tasks(selection: TaskSelection, settings: Settings, run_code: bool, log
         raise EvaluationError(f"No task can be measured:{reasons}")
     for name, reason in tasks.missing.items():
         print(f"{name} cannot be measured: {reason}", file=sys.stderr)
+    code = [leaf for items in tasks.by_name.values() for leaf in leaves(items) if _runs_code(leaf)]
+    if code:
+        tasks.generated_code.update(prepare_code_tasks(code))
     return tasks

@@ -4,9 +4,11 @@
 #   bash scripts/eval.sh outputs/tiny/latest                           # the tasks of the run's recipe
 #   bash scripts/eval.sh outputs/tiny/latest tasks=gsm8k limit=100
 #   bash scripts/eval.sh Qwen/Qwen2.5-0.5B-Instruct tasks=arc_easy,gsm8k limit=10
+#   bash scripts/eval.sh outputs/tiny/latest backend=server server.base_url=http://127.0.0.1:8000/v1 server.base=base server.tuned=tuned
 #
 # The keys are those of a recipe's `eval` section: tasks, suite, include_path, limit, num_fewshot, batch_size, max_gen_toks,
-# apply_chat_template, system_instruction, dtype, seed, confirm_run_unsafe_code. Paths are from the working directory.
+# apply_chat_template, system_instruction, dtype, seed, confirm_run_unsafe_code, backend, server, gate, contamination and more:
+# sft/recipe_eval.py. Paths are from the working directory. Exit status 3: the tuned model does not hold what the gate asks for.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [ $# -eq 0 ] || [ "$1" = -h ] || [ "$1" = --help ]; then

@@ -69,10 +69,10 @@ class ChatRenderer:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self.template: str = _with_one_date(tokenizer.chat_template)
+        self.template: str = with_one_date(tokenizer.chat_template)
         self.marked_template = training_template(tokenizer.chat_template)
         if self.marked_template is not None:
-            self.marked_template = _with_one_date(self.marked_template)
+            self.marked_template = with_one_date(self.marked_template)
         self.tokens = dict(tokenizer.special_tokens_map)
         self.added = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
         self.added += tuple(tokenizer.all_special_tokens)
@@ -288,7 +288,7 @@ class ChatRenderer:
         return self._shows(_THOUGHT, reasoning_content=_THOUGHT)
 
 
-def _with_one_date(template: str) -> str:
+def with_one_date(template: str) -> str:
     """A template that writes the same date every day: its rows would be other tokens tomorrow. It is Llama's own default."""
     return re.sub(
         r"strftime_now\(\s*(['\"])(.*?)\1\s*\)",

@@ -101,6 +101,11 @@ def _rows(count: int, held_out: bool, generator: random.Random) -> list[tuple[st
     return rows
 
 
+def questions(count: int) -> list[str]:
+    """The task's questions, about pairs that are not trained: the same ones each time."""
+    return [question for question, _ in _rows(count, True, random.Random(f"{VERSION} questions"))]
+
+
 def _write_tokenizer(folder: Path, texts: list[str]) -> None:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -89,10 +89,15 @@ def recipe(a: Run, b: Run) -> Finding:
     """The recipes with all defaults."""
     values = [run.record.get("recipe_values") or run.recipe().model_dump(mode="json") for run in (a, b)]
     changes = differences(values[0], values[1])
-    beside = [change for change in changes if any(f"{change.key}.".startswith(f"{place}.") for place in PLACES)]
+    beside = [change for change in changes if counts_not(change.key)]
     count = len(changes) - len(beside)
     lines = [f"{change}{' (does not count)' if change in beside else ''}" for change in changes]
     return Finding("recipe", _number(count) if count else "same", tuple(lines), count > 0)
+
+
+def counts_not(key: str) -> bool:
+    """Whether two runs of the same training may differ in a key of the recipe."""
+    return any(f"{key}.".startswith(f"{place}.") for place in PLACES)
 
 
 def plan(a: Run, b: Run) -> Finding:

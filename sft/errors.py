@@ -7,10 +7,12 @@
     ├── ModelError       a model, tokenizer or chat template
     ├── EvaluationError  a task or an evaluation setting
     ├── RunError         the run directory
+    ├── ExportError      what is handed over, to whom, and how
     ├── PreflightError   the machines or processes of a job do not fit together
     ├── RanksError       the ranks of a job do not do the same
     └── NonfiniteError   a loss or gradient is NaN or infinite
     LostRank             another process of the job is gone: one message, exit status 1, no traceback
+    GateFailed           a tuned model does not hold what eval.gate asks for: a sentence for each failure, exit status 3, no traceback
     WrongSave            what was written is not the model in memory: one message, exit status 1, no traceback
     Interrupted          somebody asked it to stop: one line, exit status 130 (Ctrl-C) or 143
 
@@ -35,6 +37,9 @@ EXIT_CRASHED = 1
 EXIT_USER_ERROR = 2
 EXIT_LOST_RANK = 1
 """Not 2: nothing has to be changed before the same command can go on, so that a scheduler may start it again."""
+
+EXIT_GATE = 3
+"""By its own number, so that CI can tell a model that is worse from an evaluation that did not come to its end."""
 
 EXIT_WRONG_SAVE = 1
 """Not 2: nothing that the user has written is wrong."""
@@ -74,6 +79,10 @@ class RunError(UserError):
     """The run directory."""
 
 
+class ExportError(UserError):
+    """What is handed over, where to, or how."""
+
+
 class PreflightError(UserError):
     """The machines or processes of a job differ, are not all there, or do not reach each other."""
 
@@ -92,6 +101,17 @@ class LostRank(Exception):
 
 class WrongSave(Exception):
     """A saved model that is not the model in memory: a bug of this project or of a library."""
+
+
+class GateFailed(Exception):
+    """A tuned model that does not hold what eval.gate asks for.
+
+    Args:
+        failures: A sentence for each.
+    """
+
+    def __init__(self, failures: list[str]) -> None:
+        super().__init__("\n  ".join(["The gate has failed:", *failures]))
 
 
 class Interrupted(BaseException):
@@ -205,6 +225,9 @@ def users_mistakes_end_cleanly() -> Iterator[None]:
         _signals_end_it()
         tell_message(str(error), lost=True)
         stop(EXIT_LOST_RANK)
+    except GateFailed as error:
+        tell_message(str(error))
+        stop(EXIT_GATE)
     except WrongSave as error:
         tell_message(str(error))
         stop(EXIT_WRONG_SAVE)

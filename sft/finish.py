@@ -16,10 +16,11 @@ from typing import NoReturn
 
 from sft import interruption
 from sft.asked_by_file import began, forget_stale
-from sft.errors import EXIT_TERMINATED, Interrupted, RunError, run_main
+from sft.errors import EXIT_GATE, EXIT_TERMINATED, Interrupted, RunError, run_main
 from sft.interruption import held_back
 from sft.job import Job
 from sft.opening import claim, keep_recipe, unfinished_run
+from sft.recipe import Evaluation
 from sft.run_directory import EVALUATION_LEFT, Run, find_run
 
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -50,15 +51,21 @@ def evaluation_left(job: Job) -> Run | None:
     return run
 
 
-def _evaluate(run: Run) -> int:
-    """Exit status of the evaluation, which ends with this process."""
+def programs(evaluation: Evaluation) -> list[str]:
+    """What is to be run after the training, the quick one first."""
+    measures = bool(evaluation.tasks or evaluation.suite)
+    return [*(["eval.chat"] if evaluation.chat else []), *(["eval.run"] if measures else [])]
+
+
+def _evaluate(run: Run, program: str) -> int:
+    """Exit status of a part of the evaluation, which ends with this process."""
     environment = os.environ | {"SFT_PARENT": str(os.getpid())}
     process = None
     try:
         # Until it is through, the same command goes on with it, and trains nothing.
         run.update(status="finished", evaluation="running", error=None)
         with held_back():
-            process = subprocess.Popen([sys.executable, "-m", "eval.run", str(run.path)], env=environment)
+            process = subprocess.Popen([sys.executable, "-m", program, str(run.path)], env=environment)
         while True:
             with suppress(subprocess.TimeoutExpired):
                 return process.wait(timeout=1)
@@ -80,7 +87,7 @@ def main(argv: Sequence[str]) -> None:
     """Evaluate where the recipe asks for it, and write the report.
 
     Raises:
-        SystemExit: The evaluation failed; the training is finished all the same.
+        SystemExit: The evaluation or its gate failed; the training is finished all the same.
         RunError: Another process evaluates the run.
     """
     from eval.report import write_report
@@ -88,23 +95,22 @@ def main(argv: Sequence[str]) -> None:
     run = find_run(Path(argv[0]))
     interruption.is_of(run)
     evaluation = run.recipe().eval
-    if not (evaluation.tasks or evaluation.suite):
+    if not programs(evaluation):
         print(f"Report: {write_report(run)}", flush=True)
         return
     if claim(run) is None:
         raise RunError(f"Another process evaluates {run.path}: wait until it is done, or stop it.")
     forget_stale(run.path, began())
     started = time.monotonic()
-    status = _evaluate(run)
+    # Answers that cannot be had must not cost the scores.
+    status = next(filter(None, [_evaluate(run, program) for program in programs(evaluation)]), 0)
     timings = run.record["timings"] | {"evaluate_seconds": time.monotonic() - started}
-    run.update(timings=timings, evaluation="finished" if status == 0 else "failed")
+    run.update(timings=timings, evaluation="finished" if status in (0, EXIT_GATE) else "failed")
     report = write_report(run)  # once more: eval.run has shown it, without its own duration
     if status:
         print(f"Report: {report}", flush=True)
-        print(
-            f"The model is trained; its evaluation is not complete. Again: bash scripts/eval.sh {run.path}",
-            file=sys.stderr,
-        )
+        ending = " and evaluated; its gate has failed" if status == EXIT_GATE else "; its evaluation is not complete"
+        print(f"The model is trained{ending}. Again: bash scripts/eval.sh {run.path}", file=sys.stderr)
         raise SystemExit(status)
 
 

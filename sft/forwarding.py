@@ -21,12 +21,19 @@ from sft.run_directory import Run
 _ENDED = {*interruption.EXITS, *(-number for number in interruption.SIGNALS)}
 _TIDY_SECONDS = 3.0
 """From the second signal to SIGKILL."""
+SAVING = "saving after this step, then stopping. A second signal ends it at once."
+"""What ranks that train do when they hear of one."""
 
 
 class Forwarding:
-    """Passes signals on to the ranks of this machine."""
+    """Passes signals on to the ranks of this machine.
 
-    def __init__(self) -> None:
+    Args:
+        stopping: What they do then, for the terminal.
+    """
+
+    def __init__(self, stopping: str = SAVING) -> None:
+        self._stopping = stopping
         self.asked: signal.Signals | None = None
         self._killed = False
         self._pids: Sequence[int] = ()
@@ -55,11 +62,7 @@ class Forwarding:
             timer.daemon = True
             timer.start()
         elif not again:
-            print(
-                f"\n{number.name}: saving after this step, then stopping. A second signal ends it at once.",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"\n{number.name}: {self._stopping}", file=sys.stderr, flush=True)
 
     def _send(self, number: signal.Signals) -> None:
         for pid in self._pids:
@@ -84,6 +87,8 @@ def tell_interruption(forwarding: Forwarding, status: int) -> None:
     """Say in one line what happened and how it goes on, for all ranks; and have run.json say it where they could not."""
     by = forwarding.asked or (signal.SIGINT if status == EXIT_INTERRUPTED else signal.SIGTERM)
     folder = written_run(os.getpid())
+    if folder is None and interruption.others_speak():
+        return
     error, after = f"Interrupted by {by.name}", "The same command starts again"
     if folder is not None:
         run = Run(folder)

@@ -58,7 +58,8 @@ def speaks_for_ranks() -> None:
     os.environ[_LAUNCHER] = str(os.getpid())
 
 
-def _others_speak() -> bool:
+def others_speak() -> bool:
+    """Whether the process that started this one tells how it ended."""
     return os.environ.get(_LAUNCHER) == str(os.getppid()) or os.environ.get(_STARTED_BY) == str(os.getppid())
 
 
@@ -271,7 +272,7 @@ def tell(interrupted: Interrupted) -> None:
         with suppress(OSError, UserError):
             close_session(run, "interrupted")
             run.update(status="interrupted", error=str(interrupted))
-    if _others_speak() or (interrupted.agreed and os.environ.get("RANK", "0") != "0"):
+    if others_speak() or (interrupted.agreed and os.environ.get("RANK", "0") != "0"):
         return
     text = f"{interrupted}. {run.after_an_end if run else 'The same command starts again'}."
     if interrupted.agreed or not rank_logs.is_rank():

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sft.engine import open_deepspeed
-from sft.errors import ModelError, RunError
+from sft.errors import EvaluationError, ModelError, RunError
 from sft.facts import DataFacts, ModelFacts, inspect_data, inspect_model
 from sft.fsdp import resolve_fsdp
 from sft.hardware import Hardware
@@ -92,6 +92,27 @@ def open_recipe(recipe_path: Path, overrides: Sequence[str], to_run: bool = True
     return recipe, path, model
 
 
+def check_tasks_during(recipe: Recipe) -> None:
+    """Find the tasks that are measured during the training.
+
+    Raises:
+        EvaluationError: One is missing, or runs generated code.
+    """
+    from eval.suites import check_tasks
+
+    if recipe.eval.during is None:
+        return
+    try:
+        check_tasks(recipe.eval.during, Path(recipe.output_dir))
+    except EvaluationError as error:
+        raise EvaluationError(
+            "eval.every_steps: during the training no generated code is run, whatever eval.confirm_run_unsafe_code says. eval.every_tasks "
+            f"names what is measured then.\n{error}"
+            if "Python code" in str(error)
+            else f"eval.every_steps: {error}"
+        ) from None
+
+
 def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to_run: bool = True) -> Job:
     """Check everything that can be checked without torch.
 
@@ -104,10 +125,14 @@ def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to
     Raises:
         UserError: The first mistake found, or all of the recipe's.
     """
+    from eval.backend_checks import check_backend
     from eval.suites import check_tasks
 
     recipe, path, model = open_recipe(recipe_path, overrides, to_run)
     deepspeed = open_deepspeed(recipe, hardware, model)
     plan = resolve_plan(recipe, hardware, model, inspect_data(recipe, model), deepspeed)
+    if to_run:
+        check_backend(recipe.eval, after_training=True)
     check_tasks(recipe.eval, Path(recipe.output_dir))
+    check_tasks_during(recipe)
     return Job(recipe, path, tuple(overrides), hardware, model, deepspeed, plan)

@@ -187,19 +187,19 @@ def sync(path: Path) -> None:
 
 def _changed(path: Path, name: str, entry: Entry) -> str | None:
     try:
-        _, checksum = _summed(path)
+        _, checksum = summed(path)
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
     return None if checksum == entry["xxh3_128"] else f"{name} has changed since it was written: its checksum differs"
 
 
 def _entry(path: Path) -> Entry:
-    count, checksum = _summed(path)
+    count, checksum = summed(path)
     entry = {"bytes": count, "xxh3_128": checksum}
     return entry | {"tensors": _tensors(path, count)} if path.suffix == ".safetensors" else entry
 
 
-def _summed(path: Path) -> tuple[int, str]:
+def summed(path: Path) -> tuple[int, str]:
     """Bytes, and their checksum."""
     block, checksum, count = memoryview(bytearray(_BLOCK)), xxhash.xxh3_128(), 0
     with path.open("rb", buffering=0) as file:

@@ -14,7 +14,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from sft.held_out import HeldOutLoss
 from sft.spikes import Spikes
 from sft.step_clock import StepClock
 from sft.step_work import StepWork
+
+if TYPE_CHECKING:
+    from eval.during import During
 
 # Dense bf16 peak of one GPU, FLOP/s, by the first part of its name that fits: NVIDIA's data sheets.
 PEAK_FLOPS = {
@@ -94,6 +97,7 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         clock: What each step takes; a callback too, called before this one.
         fingerprint: Of the batches; the trainer's.
         held_out: Measures the held-out loss, where rows are held out.
+        during: Measures tasks, where the recipe asks for that.
     """
 
     def __init__(
@@ -104,8 +108,10 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         clock: StepClock,
         fingerprint: Fingerprint,
         held_out: HeldOutLoss | None = None,
+        during: During | None = None,
     ) -> None:
         self.file, self.work, self.clock, self.held_out = file, work, clock, held_out
+        self.during = during
         self.fingerprint = fingerprint
         self.peak = peak_flops(hardware)
         self.flops: ModelFlops | None = None
@@ -121,6 +127,9 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         held_out_loss = self.held_out.take() if self.held_out else None
         if held_out_loss is not None and kept and kept[-1]["step"] == state.global_step:
             kept[-1]["held_out_loss"] = held_out_loss
+        evaluation = self.during.take() if self.during else None
+        if evaluation is not None and kept and kept[-1]["step"] == state.global_step:
+            kept[-1]["eval"] = evaluation
         self.spikes = Spikes()
         for line in kept:
             self.spikes.sees(line.get("loss"))
@@ -166,6 +175,9 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         held_out_loss = self.held_out.take() if self.held_out else None
         if held_out_loss is not None:
             line["held_out_loss"] = held_out_loss
+        evaluation = self.during.take() if self.during else None
+        if evaluation is not None:
+            line["eval"] = evaluation
         with self.file.open("a") as file:
             file.write(json.dumps(line) + "\n")
         self._show(line, state)

@@ -13,7 +13,7 @@ from sft.embeddings import embed_new_tokens, trainable_rows
 from sft.errors import ModelError
 from sft.job import Job
 from sft.live_parallelism import loading_arguments
-from sft.recipe import Lora
+from sft.recipe import Lora, Model
 from sft.remote_code import HOW_TO_ALLOW, is_refusal
 from sft.tensor_parallel import sum_norm_gradients_once
 from sft.weights import MASTER
@@ -49,16 +49,27 @@ def check_kernels(job: Job) -> None:
 
 
 def _from_pretrained(job: Job, tokenizer: Any, **arguments: Any) -> Any:
+    return load_base(job.recipe.model, job.model.path, weights_dtype(job), tokenizer, **arguments)
+
+
+def load_base(model: Model, path: str, dtype: torch.dtype, tokenizer: Any, **arguments: Any) -> Any:
+    """The model that training starts from, with rows for its new tokens and the tokenizer's special tokens.
+
+    Args:
+        model: The recipe's section.
+        path: A folder, or the id on the hub.
+        dtype: Of the weights.
+        tokenizer: From load_tokenizer, or as it was saved.
+        arguments: Of from_pretrained.
+
+    Raises:
+        ModelError: It cannot be loaded.
+    """
     from transformers import AutoModelForCausalLM
 
-    model = job.recipe.model
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
-            job.model.path,
-            revision=model.revision,
-            trust_remote_code=model.trust_remote_code,
-            dtype=weights_dtype(job),
-            **arguments,
+            path, revision=model.revision, trust_remote_code=model.trust_remote_code, dtype=dtype, **arguments
         )
     except (OSError, ValueError, ImportError, UnpicklingError) as error:
         if is_refusal(error):

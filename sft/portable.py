@@ -54,7 +54,10 @@ def open_whole(checkpoint: Path, writer: Writer, adapter_names: dict[str, str]) 
 
         names, read = open_zero(checkpoint)
     elif writer.engine == FSDP2:
-        names, read = _open_shares(checkpoint) if writer.state_dict_type == "sharded" else _open_full(checkpoint)
+        # Of adapters accelerate saves the weights under PEFT's names, and the moments under the parameters' own.
+        saved_as = {name: saved for saved, name in adapter_names.items()}
+        opening = _open_shares if writer.state_dict_type == "sharded" else _open_full
+        names, read = opening(checkpoint, saved_as)
     else:
         names, read = _open_numbered(checkpoint, writer.parameters, adapter_names)
 
@@ -120,14 +123,17 @@ def _open_weights(checkpoint: Path, adapter_names: dict[str, str]) -> dict[str, 
     return found
 
 
-def _open_shares(checkpoint: Path) -> Read:
+def _open_shares(checkpoint: Path, saved_as: dict[str, str]) -> Read:
     moments, read_moment = _open_distributed(checkpoint / "optimizer_0")
-    _, read_weight = _open_distributed(checkpoint / "pytorch_model_fsdp_0")
+    weights, read_weight = _open_distributed(checkpoint / "pytorch_model_fsdp_0")
     prefix = "optimizer.state."
     names = {name.removeprefix(prefix).rpartition(".")[0] for name in moments if name.startswith(prefix)}
 
     def read(name: str, what: str) -> torch.Tensor:
-        return read_weight(f"model.{name}") if what == WEIGHT else read_moment(f"{prefix}{name}.{what}")
+        if what != WEIGHT:
+            return read_moment(f"{prefix}{name}.{what}")
+        saved = f"model.{saved_as.get(name, name)}"
+        return read_weight(saved if saved in weights else f"model.{name}")
 
     return names, read
 
@@ -149,11 +155,14 @@ def _open_distributed(folder: Path) -> tuple[set[str], Callable[[str], torch.Ten
     return set(kept), read
 
 
-def _open_full(checkpoint: Path) -> Read:
+def _open_full(checkpoint: Path, saved_as: dict[str, str]) -> Read:
     weights, state = (load_mapped(checkpoint / file) for file in ("pytorch_model_fsdp.bin", "optimizer.bin"))
 
     def read(name: str, what: str) -> torch.Tensor:
-        value: torch.Tensor = weights[name] if what == WEIGHT else state["state"][name][what]
+        saved = saved_as.get(name, name)
+        value: torch.Tensor = (
+            weights[saved if saved in weights else name] if what == WEIGHT else state["state"][name][what]
+        )
         return value
 
     return set(state["state"]), read

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 DATA, COUNTING, FORWARD, BACKWARD, OPTIMIZER = "data", "count of tokens", "forward", "backward", "optimizer"
 BETWEEN, CHECKPOINT, HELD_OUT, START = "end of the step", "checkpoint", "held-out loss", "start"
+EVALUATION = "evaluation"
 
 
 class Place(NamedTuple):

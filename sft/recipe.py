@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from sft.recipe_data import Column, Data, Finding, Source
 from sft.recipe_eval import Evaluation
@@ -126,6 +126,23 @@ class Recipe(Section):
 
     debug: bool = False
     """Log and compare more, on every rank, to find a hang or a rank that differs. Slower."""
+
+    @model_validator(mode="after")
+    def _measured_on_whole_layers(self) -> Recipe:
+        train, refused = self.train, []
+        if self.eval.every_steps is not None:
+            refused += [f"train.tensor_parallel_size={train.tensor_parallel_size}"] * (train.tensor_parallel_size > 1)
+            refused += [f"train.sequence_parallel_size={train.sequence_parallel_size}"] * (
+                train.sequence_parallel_size > 1
+            )
+            # Each new length would be compiled, until torch gives up on the layer and trains it uncompiled.
+            refused += ["model.compile=true"] * self.model.compile
+        if refused:
+            raise ValueError(
+                f"eval.every_steps={self.eval.every_steps} does not work with {' and '.join(refused)}: leave one of them out, and measure "
+                "after the training"
+            )
+        return self
 
     @property
     def sources(self) -> tuple[Source, ...]:

@@ -116,6 +116,8 @@ def _where_else(key: str) -> str:
 
 def _location(problem: Any) -> list[str | int]:
     """Where a problem is, without the branch of a union that pydantic tried (`str`, `tuple[Source, ...]`)."""
+    if not problem["loc"]:  # of the recipe as a whole
+        return []
     *parents, last = problem["loc"]
     branches = {"str", "int", "bool", "constrained-int", "constrained-str", "constrained-float"}
     path = [part for part in parents if isinstance(part, int) or not ("[" in part or part in branches)]

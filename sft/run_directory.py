@@ -107,6 +107,11 @@ class Run:
         return self.path / "report.md"
 
     @property
+    def page_file(self) -> Path:
+        """The same for a browser: one file."""
+        return self.path / "report.html"
+
+    @property
     def record(self) -> dict[str, Any]:
         """run.json: status, command, overrides, versions, hardware, data, timings."""
         record: dict[str, Any] = read_json(self.path / "run.json")

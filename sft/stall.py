@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sft.progress import CHECKPOINT, HELD_OUT, START, Place
+from sft.progress import CHECKPOINT, EVALUATION, HELD_OUT, START, Place
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Patience:
         200.0
         """
         most = timeout / 2
-        if phase in (START, CHECKPOINT, HELD_OUT):
+        if phase in (START, CHECKPOINT, HELD_OUT, EVALUATION):
             return most
         return min(most, self.unknown if step_seconds is None else max(self.least, self.steps * step_seconds))
 

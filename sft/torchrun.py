@@ -14,8 +14,8 @@ from pathlib import Path
 from shlex import join
 from typing import Any, NoReturn
 
-from sft.errors import EXIT_USER_ERROR, PlanError, UserError
-from sft.forwarding import Forwarding, tell_interruption
+from sft.errors import EXIT_GATE, EXIT_USER_ERROR, PlanError, UserError
+from sft.forwarding import SAVING, Forwarding, tell_interruption
 from sft.interruption import held_back, speaks_for_ranks
 from sft.layout import Layout
 from sft.opening import OWN_RUN
@@ -24,7 +24,7 @@ from sft.rank_logs import ENDING, Ending, launched_folder, read_ending, seen_end
 from sft.run_directory import Run
 from sft.search import EXIT_DID_NOT_FIT
 
-FINAL = (EXIT_USER_ERROR, EXIT_DID_NOT_FIT)
+FINAL = (EXIT_USER_ERROR, EXIT_GATE, EXIT_DID_NOT_FIT)
 """Exit statuses that starting again would not change."""
 
 
@@ -105,7 +105,13 @@ def check_port(layout: Layout) -> None:
         ) from None
 
 
-def start(layout: Layout, program: Sequence[str], rendezvous: str | None = None, restarts: int = 0) -> NoReturn:
+def start(
+    layout: Layout,
+    program: Sequence[str],
+    rendezvous: str | None = None,
+    restarts: int = 0,
+    stopping: str = SAVING,
+) -> NoReturn:
     """Run the program in every process, and exit as it does.
 
     Args:
@@ -113,6 +119,7 @@ def start(layout: Layout, program: Sequence[str], rendezvous: str | None = None,
         program: What each of them runs, after the interpreter.
         rendezvous: static, c10d, or None for what fits.
         restarts: How often all processes are started again after one has failed.
+        stopping: What they do when they are asked to stop, for the terminal.
 
     Raises:
         PlanError: The port is taken, or the machines cannot meet like this.
@@ -127,7 +134,7 @@ def start(layout: Layout, program: Sequence[str], rendezvous: str | None = None,
     check_port(layout)
     arguments = torchrun_arguments(layout, program, choose_rendezvous(layout, rendezvous, restarts), restarts)
     print(f"{threads} {join([str(Path(sys.executable).with_name('torchrun')), *arguments])}", flush=True)
-    _torchrun(arguments)
+    _torchrun(arguments, stopping)
 
 
 def _clear_environment() -> None:
@@ -139,7 +146,7 @@ def _clear_environment() -> None:
         del os.environ[name]
 
 
-def _torchrun(arguments: list[str]) -> NoReturn:
+def _torchrun(arguments: list[str], stopping: str) -> NoReturn:
     """torchrun in this process: its own command line would turn every failure into a traceback and exit status 1."""
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -153,7 +160,7 @@ def _torchrun(arguments: list[str]) -> NoReturn:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     # A rank that waits in C++ for one that is gone does not hear SIGTERM; torchrun sends SIGKILL then.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "15")
-    kills, forwarding = OutOfMemoryKills(), Forwarding()
+    kills, forwarding = OutOfMemoryKills(), Forwarding(stopping)
     _watch_failures(kills, forwarding)
     speaks_for_ranks()
     folder = launched_folder(os.getpid())

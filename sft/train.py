@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from eval.ahead import foresee
 from sft import distributed, interruption, rank_logs
 from sft.checker import Checker
 from sft.errors import RecipeError, run_main
@@ -38,6 +39,8 @@ def main(argv: Sequence[str]) -> None:
     recipe_path, overrides = parse_command_line(argv)
     job = open_job(recipe_path, overrides, distributed.job_hardware())
     evaluate_what_is_trained(job)
+    if distributed.is_first_rank():
+        foresee(job.recipe)
     data = begin_data(job)
     checker = Checker() if job.recipe.train.save_canary and distributed.is_first_rank() else None
     with uncollected(), told_of_lost_ranks(job.recipe, "the processes met"):

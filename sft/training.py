@@ -17,6 +17,7 @@ from sft.checker import Checker
 from sft.debugging import MemoryLog, prepare_files
 from sft.errors import EXIT_CRASHED, Interrupted
 from sft.fingerprint import Fingerprint
+from sft.finish import programs
 from sft.held_out import HeldOutLoss
 from sft.inside import remove
 from sft.job import Job
@@ -51,17 +52,19 @@ def train(job: Job, start: Start, tokenizer: Any, checker: Checker | None) -> No
     sequences = Sequences(store, index, per_step, tokenizer.pad_token_id, recipe.data.packing, empty)
     if distributed.is_first_rank():
         show_start(job, start)
+    during = evaluation_during(job, run, tokenizer)
     arguments = training_arguments(job, run)
     model = load_model(job, tokenizer)
     order = StepOrder(len(index), sequences.fillers, recipe.train.seed, per_step, empty)
     order.left_out = frozenset(run.record.get("left_out_steps", []))
     held_out = held_out_loss(job, start, tokenizer, store)
     fingerprint = Fingerprint()
-    clock, measuring = measurements(job, run, StepWork(store, index, order, per_step), held_out, fingerprint)
+    work = StepWork(store, index, order, per_step)
+    clock, measuring = measurements(job, run, work, held_out, fingerprint, during)
     progress, agreement, watching = watch(job, run)
     stopping = Stopping(run.path, recipe, progress, distributed.rank(), job.hardware.ranks)
     canary = SaveCanary(job, run, tokenizer, checker) if recipe.train.save_canary else None
-    checks = [BeforeTraining(job, run), *filter(None, [held_out, canary])]
+    checks = [BeforeTraining(job, run), *filter(None, [held_out, during, canary])]
     callbacks = [stopping, *watching, *checks, *measuring]
     trainer = build_trainer(job, arguments, model, tokenizer, sequences, order, callbacks, clock)
     for callback in checks:
@@ -81,7 +84,7 @@ def train(job: Job, start: Start, tokenizer: Any, checker: Checker | None) -> No
         with told_of_lost_ranks(job.recipe, "final/ was written", run):
             write_final(trainer, job, run, tokenizer)
     if distributed.is_first_rank():
-        record_end(run, seconds, bool(recipe.eval.tasks or recipe.eval.suite))
+        record_end(run, seconds, bool(programs(recipe.eval)))
     if distributed.is_first_rank():
         print(f"Trained {trainer.state.global_step} steps in {seconds:.0f} s: {run.final}", flush=True)
 
@@ -130,14 +133,25 @@ def show_start(job: Job, start: Start) -> None:
     print_plan(job.plan, f"{job.name}: {job.recipe.model.name_or_path} on {job.hardware.device}", notes)
 
 
-def measurements(job: Job, run: Run, work: Any, held_out: Any, fingerprint: Any) -> tuple[Any, list[Any]]:
+def measurements(
+    job: Job, run: Run, work: Any, held_out: Any, fingerprint: Any, during: Any = None
+) -> tuple[Any, list[Any]]:
     """The clock of the steps, and the callbacks that write what was measured."""
     on_gpu = job.hardware.gpu is not None
     clock = StepClock(on_gpu)
-    callbacks: list[Any] = [Metrics(run.metrics_file, job.hardware, work, clock, fingerprint, held_out)]
+    callbacks: list[Any] = [Metrics(run.metrics_file, job.hardware, work, clock, fingerprint, held_out, during)]
     if job.recipe.train.profile:
         callbacks.append(Profile(run.path / "profile", distributed.rank(), on_gpu))
     return clock, callbacks
+
+
+def evaluation_during(job: Job, run: Run, tokenizer: Any) -> Any:
+    """What measures tasks during the training, or None where the recipe asks for none."""
+    if job.recipe.eval.during is None:
+        return None
+    from eval.during import evaluation_during as load  # imports lm_eval, which takes seconds
+
+    return load(job, run, tokenizer)
 
 
 def held_out_loss(job: Job, start: Start, tokenizer: Any, store: Any) -> Any:

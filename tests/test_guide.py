@@ -11,7 +11,7 @@ from sft.launch import main, parse_command_line
 from sft.recipe import REPOSITORY, Recipe
 from sft.recipe_file import parse_recipe
 
-GUIDES = ("README.md", "docs/multi-gpu.md")
+GUIDES = ("README.md", "docs/multi-gpu.md", "docs/evaluation-backends.md")
 NEEDS_HARDWARE = "needs hardware"
 
 # What runs a command that trains or measures: a test file, or why there is none.
@@ -27,6 +27,10 @@ RUN_BY = {
     "accelerate launch --multi_gpu --num_processes 2 -m sft.train recipes/tiny.yaml": "tests/slow/test_same_result.py",
     "deepspeed --num_gpus 2 --module sft.train recipes/tiny.yaml": "tests/slow/test_same_result.py",
     "bash scripts/eval.sh": "tests/eval/test_run.py",
+    "python tests/tiny_server.py": "tests/eval/test_backend_server.py",
+    "python -m eval.report": "tests/slow/test_report_in_browser.py",
+    "bash scripts/chat.sh": "tests/slow/test_chat_terminal.py",
+    "bash scripts/export.sh outputs/tiny/latest": "tests/slow/test_export.py",
 }
 
 

@@ -88,8 +88,10 @@ def settings(reference: Reference) -> Callable[..., Settings]:
 @pytest.fixture
 def run(tmp_path: Path, demo_outputs: Path, demo_model: Path, tuned_model: Path) -> Run:
     """A finished run of the demo."""
-    run = Run(tmp_path / "outputs" / "tiny" / "first")
+    outputs = tmp_path / "outputs"
+    run = Run(outputs / "tiny" / "first")
     run.checkpoints.mkdir(parents=True)
+    (outputs / ".builtin").symlink_to(demo_outputs / ".builtin")
     recipe = {
         "schema_version": 1,
         "version": 1,
@@ -97,7 +99,7 @@ def run(tmp_path: Path, demo_outputs: Path, demo_model: Path, tuned_model: Path)
         "data": {"train": "builtin:demo"},
         "train": {"global_batch_size": 8},
         "eval": {"tasks": ["builtin:demo"], "limit": 4},
-        "output_dir": str(demo_outputs),
+        "output_dir": str(outputs),
     }
     run.recipe_file.write_text(yaml.safe_dump(recipe))
     base = {"name_or_path": "builtin:demo", "revision": None, "path": str(demo_model)}

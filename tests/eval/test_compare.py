@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from eval.compare import compare, comparison_table, scores_table
+from eval.compare import compare
+from eval.tables import comparison_table, scores_table
 from sft.errors import EvaluationError
 
 HASH = {"settings_hash": "a", "settings": {"limit": 4, "batch_size": 8, "versions": {"lm_eval": "1"}}}
@@ -53,7 +54,7 @@ def test_a_difference_is_paired_by_document() -> None:
     # Differences 1, 1, 0, 0: standard deviation sqrt(1/3), over the root of 4 documents.
     assert row["stderr_method"] == "paired"
     assert isclose(row["difference_stderr"], sqrt(1 / 3) / 2)
-    assert isclose(row["interval_95"][1] - row["interval_95"][0], 2 * 1.959964 * sqrt(1 / 3) / 2)
+    assert row["test"] == "mcnemar"
     assert row["documents"] == 4
 
 
@@ -79,19 +80,19 @@ def test_a_value_that_is_no_number_is_not_paired(values: tuple[object, ...]) -> 
 def test_without_standard_errors_there_is_no_interval() -> None:
     row = one(results(0.5, stderr="N/A"), results(0.6, stderr="N/A"), {}, {})
     assert (row["difference_stderr"], row["stderr_method"], row["interval_95"]) == (None, None, None)
-    assert row["verdict"] == "unknown"
+    assert (row["verdict"], row["test"], row["p_value"]) == ("UNKNOWN", None, None)
 
 
 @pytest.mark.parametrize(
     ("higher", "tuned", "n", "verdict"),
     [
-        (True, 0.9, 100, "better"),
-        (False, 0.9, 100, "worse"),
-        (True, 0.1, 100, "worse"),
-        (False, 0.1, 100, "better"),
-        (True, 0.55, 100, "no clear difference"),
-        (True, 0.9, 9, "too few documents"),
-        (None, 0.9, 100, "unknown"),
+        (True, 0.9, 100, "IMPROVED"),
+        (False, 0.9, 100, "REGRESSED"),
+        (True, 0.1, 100, "REGRESSED"),
+        (False, 0.1, 100, "IMPROVED"),
+        (True, 0.55, 100, "NO EVIDENCE"),
+        (True, 0.9, 49, "TOO FEW DOCUMENTS"),
+        (None, 0.9, 100, "UNKNOWN"),
     ],
 )
 def test_a_verdict_needs_more_than_chance(higher: bool | None, tuned: float, n: int, verdict: str) -> None:
@@ -105,7 +106,7 @@ def test_different_settings_are_refused_with_both_values() -> None:
         compare(results(0.5), results(0.5, settings_hash="b", settings=other), {}, {})
     assert "limit: base 4, tuned 8" in str(error.value)
     assert "versions.lm_eval: base 1, tuned 2" in str(error.value)
-    assert "batch_size" not in str(error.value)
+    assert "batch_size: base 8, tuned 1" in str(error.value)
 
 
 def test_different_number_formats_are_refused() -> None:
@@ -146,10 +147,10 @@ def test_a_filter_is_paired_with_its_own_documents() -> None:
 
 
 def test_the_tables_say_the_scores() -> None:
-    console = Console(width=100, record=True, file=StringIO())
+    console = Console(width=80, record=True, file=StringIO())
     console.print(comparison_table(compare(results(0.5), results(0.6), {}, {})))
     console.print(scores_table(results(3.25, "ppl", "N/A", False)))
     text = console.export_text()
-    assert "+0.100 ± 0.277" in text
+    assert "0.500  0.600  +0.100 [-0.177, +0.377]" in text
     assert "ppl (lower is better)" in text
     assert "3.250" in text

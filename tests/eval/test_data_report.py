@@ -1,7 +1,9 @@
 from pathlib import Path
 from typing import Any
 
+from eval.blocks import Page, Section
 from eval.data_report import data_section
+from eval.markdown import as_markdown
 from eval.recorded import Recorded
 from sft.run_directory import Run
 
@@ -23,7 +25,8 @@ def account(source: str, held_out: int = 0) -> dict[str, Any]:
 
 
 def section(ledger: dict[str, Any]) -> str:
-    return "\n".join(data_section(Recorded(Run(Path("outputs/x/1")), {}, None, [], ledger, [], {})))
+    of = Recorded(Run(Path("outputs/x/1")), {}, None, [], ledger, [], {})
+    return as_markdown(Page("run", [], [], [Section("Data", data_section(of))]))
 
 
 def test_one_source_needs_no_sum_of_all() -> None:

@@ -13,6 +13,7 @@ import yaml
 from eval.backends import Target
 from eval.measure import PROMPT_CUT, evaluate_model
 from eval.placement import Placement
+from eval.quiet import describe_environment_once
 from eval.settings import Reference, Settings, load_reference, resolve_settings
 from eval.suites import check_tasks
 from eval.tasks import load_tasks
@@ -237,7 +238,7 @@ def test_a_prompt_that_is_cut_is_told(
     results = measure(tuned_model, reference, tmp_path / "out", generate, choose, write_task("short"))
     assert results["prompts_cut"] == ["generate", "choose"]
     assert "prompts of choose that are longer than 1024 tokens" in capsys.readouterr().out
-    assert len(PROMPT_CUT) == 2
+    assert len(PROMPT_CUT) == 2 + 2  # the others are what lm_eval's clients of vLLM and of servers say
 
 
 @pytest.mark.parametrize("weights", [None, b"", b"not weights at all"])
@@ -303,3 +304,17 @@ def test_real_tasks_score_what_lm_evals_own_command_line_says(
             else:  # lm_eval's batches hold both tasks, so the last digits move
                 likelihoods = [[float(one[0][0]) for one in sample["resps"]] for sample in (our_sample, their_sample)]
                 assert likelihoods[0] == pytest.approx(likelihoods[1], rel=1e-5)
+
+
+def test_lm_eval_asks_about_the_machine_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lm_eval.loggers.utils import add_env_info
+    from torch.utils import collect_env
+
+    asked: list[int] = []
+    monkeypatch.setattr(collect_env, "get_pretty_env_info", lambda: asked.append(1) or "a machine")
+    told: list[dict[str, Any]] = [{}, {}]
+    for storage in told:
+        describe_environment_once()
+        add_env_info(storage)
+    assert [storage["pretty_env_info"] for storage in told] == ["a machine"] * 2
+    assert len(asked) == 1

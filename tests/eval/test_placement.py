@@ -6,7 +6,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eval.placement import Placement, change_whole, check_placement, choose_placement, place_model, weights_size
+from eval.placement import (
+    Placement,
+    change_whole,
+    check_placement,
+    choose_placement,
+    choose_processes,
+    place_model,
+    weights_size,
+)
 from eval.settings import Reference
 from sft.embeddings import embed_new_tokens
 from sft.errors import EvaluationError
@@ -73,7 +81,48 @@ def test_the_weights_are_counted_as_they_lie_on_the_disk(
 
 
 def test_without_a_gpu_nothing_is_counted(reference: Reference) -> None:
-    assert place_model(Evaluation().parallelize, reference.config, "float32", False) == Placement(0, "there is no GPU")
+    evaluation = Evaluation()
+    placed = place_model(evaluation.parallelize, evaluation.processes, 1, reference.config, "float32", False)
+    assert placed == Placement(0, "there is no GPU")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "free", "launched", "expected"),
+    [
+        ("auto", [100] * 4, 1, 4),
+        ("auto", [100, 100, 5, 100], 1, 2),  # somebody else uses the third: ranks take GPUs from the first on
+        ("auto", [], 1, 1),
+        (1, [100] * 4, 1, 1),
+        (2, [], 1, 2),
+        ("auto", [], 3, 3),
+        (3, [100] * 4, 3, 3),
+    ],
+)
+def test_there_is_a_process_for_each_gpu_with_room_or_as_many_as_asked(
+    wanted: int | str, free: list[int], launched: int, expected: int
+) -> None:
+    placement = choose_placement("auto", 40, free)
+    assert choose_processes(wanted, placement, 40, free, launched).processes == expected  # type: ignore[arg-type]
+
+
+def test_a_model_over_several_gpus_is_one_process() -> None:
+    placement = choose_placement("auto", 100, [100, 100])
+    assert choose_processes("auto", placement, 100, [100, 100]).processes == 1
+    with pytest.raises(EvaluationError, match=r"eval\.processes=2, and the layers are spread over 2 GPUs"):
+        choose_processes(2, placement, 100, [100, 100])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "launched", "told"),
+    [
+        (3, 1, r"eval\.processes: 3, each on a GPU of its own, and 2 of 2"),
+        ("auto", 3, "Processes that were started: 3, each on a GPU of its own, and 2 of 2"),
+        (2, 3, r"eval\.processes=2, and 3 processes were started"),
+    ],
+)
+def test_more_processes_than_gpus_are_refused(wanted: int | str, launched: int, told: str) -> None:
+    with pytest.raises(EvaluationError, match=told):
+        choose_processes(wanted, Placement(1, "a test"), 40, [100, 100], launched)  # type: ignore[arg-type]
 
 
 def test_a_part_that_stays_off_the_gpus_is_refused() -> None:

@@ -8,100 +8,17 @@ from typing import Any
 
 import pytest
 
-from eval.report import write_report
+from eval.html_report import as_html
+from eval.markdown import as_markdown
+from eval.recorded import read_run
+from eval.report import make_page, write_report
+from sft.errors import RunError
 from sft.run_directory import Run, write_json
-
-RECIPE = """
-schema_version: 1
-version: 3
-model: {name_or_path: org/model, lora: {r: 8}}
-data: {train: [{path: a|b.jsonl}, {path: c.jsonl}]}
-train: {global_batch_size: 8}
-eval: {tasks: [gsm8k]}
-"""
-METRIC: dict[str, Any] = {
-    "task": "gsm8k",
-    "metric": "exact_match",
-    "filter": "strict-match",
-    "higher_is_better": True,
-    "documents": 1319,
-    "base": 0.5,
-    "base_stderr": 0.01,
-    "tuned": 0.625,
-    "tuned_stderr": None,
-    "difference": 0.125,
-    "difference_stderr": 0.02,
-    "stderr_method": "paired",
-    "interval_95": [0.0858, 0.1642],
-    "verdict": "better",
-}
-COMPARISON: dict[str, Any] = {
-    "complete": True,
-    "not_measured": {},
-    "settings_hash": "0123456789abcdef",
-    "settings": {"limit": None, "apply_chat_template": True, "dtype": "bfloat16"},
-    "prompts_cut": [],
-    "metrics": [METRIC],
-}
-
-
-def point(step: int, loss: float) -> dict[str, Any]:
-    return {
-        "step": step,
-        "epoch": step / 100,
-        "loss": loss,
-        "learning_rate": 1e-5,
-        "tokens_seen": 1000 * step,
-        "tokens_per_second": 500.0 + step,
-        "labelled_tokens_per_second": 100.0,
-        "mfu": 0.4,
-        "step_seconds_p50": 1.5,
-        "step_seconds_p90": 2.25,
-        "data_seconds": 0.5,
-        "peak_memory_gib": 1.5,
-    }
-
-
-def account(rows: int, trained: int, masked: int) -> dict[str, Any]:
-    tokens = {"in": trained + masked + 20, "trained": trained, "masked": masked, "truncated": 0, "dropped": 20}
-    return {"rows": {"in": rows + 1, "used": rows, "dropped": {"longer than 128 tokens": 1}}, "tokens": tokens}
-
-
-def full_run(folder: Path) -> Run:
-    run = Run(folder)
-    (folder / "eval").mkdir(parents=True)
-    run.final.mkdir()
-    run.recipe_file.write_text(RECIPE)
-    run.update(
-        status="finished",
-        recipe="mine",
-        recipe_path="recipes/mine.yaml",
-        recipe_version=3,
-        overrides=["train.seed=1", "eval.tasks=[gsm8k]"],
-        ranks=8,
-        base_model={"name_or_path": "org/model", "revision": "v1"},
-        git={"commit": "c0ffee", "dirty": True},
-        versions={"torch": "2.13.0"},
-        hardware={"gpu": {"name": "NVIDIA H100", "memory_gib": 80.0}, "ranks": 8, "ranks_per_node": 8, "cpu_cores": 64},
-        timings={"prepare_seconds": 2.34, "train_seconds": 3725.0, "evaluate_seconds": 61.4},
-        train_loss=1.75,
-        started="2026-11-20T10:00:00+0000",
-    )
-    write_json(
-        run.plan_file, {"decisions": [{"name": "precision", "value": "bf16", "reason": "auto: the GPU|it has it"}]}
-    )
-    sources = [{"source": "a|b.jsonl", **account(10, 700, 280)}, {"source": "c.jsonl", **account(5, 300, 100)}]
-    total = account(15, 1000, 380)
-    total["tokens"] |= {"in": 1420, "dropped": 40}
-    packing = {"packs": 12, "fill": 0.985, "padding": 44}
-    write_json(run.ledger_file, {"sources": sources, "total": total, "packing": packing})
-    run.metrics_file.write_text("".join(json.dumps(point(10 * step, 2 / step)) + "\n" for step in range(1, 11)))
-    write_json(run.comparison_file, COMPARISON)
-    return run
+from tests.eval.runs import COMPARISON, METRIC, add_answers, answer, flip, full_run, point, prompt
 
 
 def report(run: Run) -> str:
-    return write_report(run).read_text(encoding="utf-8")
+    return as_markdown(make_page(read_run(run)))
 
 
 def section(text: str, name: str) -> str:
@@ -142,7 +59,7 @@ def test_an_incomplete_evaluation_names_what_was_not_measured(tmp_path: Path) ->
     run = full_run(tmp_path / "run")
     write_json(run.comparison_file, COMPARISON | {"complete": False, "not_measured": {"arc_easy": "KeyError: 'x'"}})
     text = section(report(run), "Evaluation")
-    assert "**The evaluation is incomplete.**" in text
+    assert "**The evaluation is incomplete. Not measured:**" in text
     assert "- arc_easy: KeyError: 'x'" in text
     assert "+0.1250" in text
 
@@ -168,7 +85,7 @@ def test_a_bar_in_a_value_does_not_break_a_table(tmp_path: Path) -> None:
     assert r"a\|b.jsonl" in text
     tables = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
     bars = [{line.replace(r"\|", "").count("|") for line in lines} for lines in tables]
-    assert len(tables) == 8
+    assert len(tables) == 9
     assert all(len(different) == 1 for different in bars)
 
 
@@ -180,7 +97,7 @@ def test_the_last_logged_step_stands_beside_the_planned_number(tmp_path: Path) -
 
 def test_the_curve_is_an_image_beside_the_report(tmp_path: Path) -> None:
     run = full_run(tmp_path / "run")
-    assert "](loss.png)" in report(run)
+    assert "](loss.png)" in write_report(run).read_text()
     assert (run.path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -197,7 +114,7 @@ def test_the_curve_is_an_image_beside_the_report(tmp_path: Path) -> None:
 def test_a_curve_is_drawn_of_whatever_was_logged(lines: list[dict[str, Any]], tmp_path: Path) -> None:
     run = full_run(tmp_path / "run")
     run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    report(run)
+    write_report(run)
     assert (run.path / "loss.png").stat().st_size > 0
 
 
@@ -221,7 +138,8 @@ def test_a_missing_or_broken_piece_is_no_crash(missing: str, broken: str | None,
         piece.unlink()
     if broken is not None:
         piece.write_text(broken)
-    assert report(run).count("\n## ") == 6
+    page = make_page(read_run(run))
+    assert as_markdown(page).count("\n## ") == as_html(page).count("\n<h2>") == 10
 
 
 def test_an_empty_folder_gives_a_report_of_what_is_missing(tmp_path: Path) -> None:
@@ -239,7 +157,8 @@ def test_an_empty_folder_gives_a_report_of_what_is_missing(tmp_path: Path) -> No
 def test_a_failed_run_begins_with_its_error(tmp_path: Path) -> None:
     run = full_run(tmp_path / "run")
     run.update(status="failed", error="RuntimeError: out of <memory>")
-    assert r"**The run failed; this is what it had recorded by then.** RuntimeError: out of \<memory>" in report(run)
+    head = report(run).partition("\n## ")[0]
+    assert "**The run failed; this is what it had recorded by then.**\n\n- RuntimeError: out of \\<memory>\n" in head
 
 
 def test_a_ledger_that_does_not_add_up_is_told(tmp_path: Path) -> None:
@@ -250,18 +169,21 @@ def test_a_ledger_that_does_not_add_up_is_told(tmp_path: Path) -> None:
     assert "**The ledger does not add up:** 1,420 tokens in" in report(run)
 
 
+@pytest.mark.slow
 def test_the_report_is_written_again_from_the_command_line_without_torch(tmp_path: Path) -> None:
     run = full_run(tmp_path / "run")
     program = "import sys; from eval.report import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", program, str(run.path)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(run.report_file)
+    assert done.stdout.splitlines() == [str(run.report_file), str(run.page_file)]
 
 
-@pytest.mark.parametrize("arguments", [[], ["a", "b"], ["nowhere"]])
-def test_a_wrong_command_line_is_one_message_and_status_2(arguments: list[str], tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "eval.report", *arguments], capture_output=True, text=True, timeout=60)
+@pytest.mark.slow
+def test_a_wrong_command_line_is_one_message_and_status_2() -> None:
+    words = [sys.executable, "-m", "eval.report", "nowhere"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
+    assert "holds no run.json" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -275,3 +197,121 @@ def test_a_run_of_several_sessions_lists_them(tmp_path: Path) -> None:
     assert "It was trained in 2 sessions:" in shown
     assert "| 10:00 | the first step | killed | 23 | 2 | 1 min 1 s | nothing |" in shown
     assert "| 11:00 | checkpoint-20 | finished | 100 | 4 | not recorded | `train.max_steps` |" in shown
+
+
+def head(text: str) -> str:
+    return text.partition("\n## ")[0]
+
+
+DECIDED = METRIC | {"test": "mcnemar", "p_value": 0.0004, "p_adjusted": 0.002, "verdict": "IMPROVED"}
+
+
+def test_the_verdict_comes_first_and_names_what_got_worse(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "run")
+    worse = DECIDED | {"task": "ifeval", "verdict": "REGRESSED", "difference": -0.2, "interval_95": [-0.3, -0.1]}
+    overall = {
+        "difference": 0.02,
+        "interval_95": [0.01, 0.03],
+        "p_value": 0.01,
+        "verdict": "IMPROVED",
+        "tasks": ["a", "b"],
+    }
+    metrics = [DECIDED, worse, DECIDED | {"task": "b"}, DECIDED | {"task": "c", "verdict": "NO EVIDENCE"}]
+    write_json(run.comparison_file, COMPARISON | {"metrics": metrics, "overall": overall, "note": "Holm."})
+    text = report(run)
+    assert "**IMPROVED: +0.0200 over 2 tasks, 95% interval [+0.0100, +0.0300]**" in head(text)
+    assert "- Of 4 metrics: 1 REGRESSED, 2 IMPROVED, 1 NO EVIDENCE." in head(text)
+    assert "- REGRESSED: ifeval, exact_match, strict-match: 0.5000 → 0.6250 (-0.2000" in head(text)
+    assert "Holm." in section(text, "Evaluation")
+    assert "| 0.0004 | 0.002 | mcnemar | REGRESSED |" in section(text, "Evaluation")
+
+
+def test_a_gate_that_failed_says_why_at_the_top(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "run")
+    gate = {"asked": {"max_regression": {"ifeval": 0.02}}, "passed": False, "failures": ["ifeval fell by 0.1."]}
+    write_json(run.comparison_file, COMPARISON | {"gate": gate})
+    assert "**The gate failed**\n\n- ifeval fell by 0.1.\n" in head(report(run))
+    write_json(run.comparison_file, COMPARISON | {"gate": gate | {"passed": True, "failures": []}})
+    assert "**The gate passed**" in head(report(run))
+
+
+def test_documents_that_were_trained_on_are_counted(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "run")
+    assert "was not looked for" in section(report(run), "Evaluation")
+    found = {"ngram": 13, "tasks": {"gsm8k": {"documents": 200, "found": 3}}}
+    write_json(run.comparison_file, COMPARISON | {"contamination": found})
+    text = report(run)
+    assert "- 3 of 200 documents of gsm8k are in the training data." in head(text)
+    assert "| gsm8k | 200 | 3 | 1.5% | not recorded | not recorded |" in section(text, "Evaluation")
+
+
+def test_what_is_easily_overlooked_stands_at_the_top(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "run")
+    add_answers(run, [prompt("?", answer("a"), answer("b b b", False, True))], [])
+    write_json(run.comparison_file, COMPARISON | {"prompts_cut": ["longbench"]})
+    run.update(nonfinite=[{"step": 7, "answer": "skip"}], sessions=[{"passed_over": {"checkpoint-9": "damaged"}}])
+    told = head(report(run))
+    for words in (
+        "context: longbench",
+        "did not all end",
+        "not finite at 1 step",
+        "40 of 1,420 tokens",
+        "checkpoint-9",
+    ):
+        assert words in told
+
+
+def test_markdown_has_the_counts_of_answers_and_flips_and_says_where_the_words_are(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "run")
+    flips = [flip(number, "gained") for number in range(3)] + [flip(9, "lost")]
+    add_answers(run, [prompt("Why?", answer("because"), answer("so"))], flips)
+    write_json(run.comparison_file, COMPARISON | {"flips": {"gsm8k": {"metric": "acc", "gained": 3, "lost": 1}}})
+    text = report(run)
+    assert "| tuned | 1 | 1 | 0 | 1 | no |" in section(text, "Chat samples")
+    assert "| gsm8k | acc | 3 | 1 |" in section(text, "Documents that flipped")
+    assert "`eval/flips.jsonl`" in section(text, "Documents that flipped")
+    assert "because" not in text
+    assert "Measured 2 times, in 4.0 s together." in section(text, "Evaluation during training")
+
+
+@pytest.mark.parametrize("name", ["chat.json", "flips.jsonl", "during.jsonl", "comparison.json"])
+@pytest.mark.parametrize(
+    "broken", ["", "[]", '{"a', '{"checks": 1, "prompts": [{"messages": 3, "base": []}], "flips": 4}\n']
+)
+def test_a_broken_evaluation_file_is_no_crash(name: str, broken: str, tmp_path: Path) -> None:
+    run = full_run(tmp_path / "run")
+    add_answers(run, [prompt("?", answer("a"), answer("b"))], [flip(1, "lost")])
+    (run.comparison_file.parent / name).write_text(broken)
+    assert as_html(make_page(read_run(run))).startswith("<!doctype html>")
+
+
+def test_any_value_may_be_of_another_kind(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "run")
+    for value in (None, 3, "x", [], {}, [3], {"a": 1}, True):
+        run.update(
+            sessions=value, nonfinite=value, overrides=value, git=value, hardware=value, recipe=value, started=value
+        )
+        keys = (
+            "metrics",
+            "gate",
+            "overall",
+            "contamination",
+            "flips",
+            "not_measured",
+            "prompts_cut",
+            "settings",
+            "versions",
+        )
+        write_json(run.comparison_file, COMPARISON | dict.fromkeys(keys, value))
+        metric = dict.fromkeys(METRIC, value)
+        assert as_html(make_page(read_run(run)))
+        write_json(run.comparison_file, COMPARISON | {"metrics": [metric], "gate": {"failures": value, "asked": value}})
+        assert as_html(make_page(read_run(run)))
+
+
+def test_a_folder_that_takes_no_file_is_one_message(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "run")
+    run.page_file.mkdir()
+    with pytest.raises(RunError, match="cannot be written"):
+        write_report(run)
+    assert not list(run.path.glob(".report*"))

@@ -46,8 +46,30 @@ def test_a_run_is_measured_compared_and_reported(run: Run, capsys: pytest.Captur
 def test_the_base_is_not_measured_again_under_the_same_settings(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(run.path)])
     capsys.readouterr()
-    main([str(run.path), "batch_size=2"])
+    main([str(run.path)])
     assert "base: measured before under the same settings" in capsys.readouterr().out
+    main([str(run.path), "base_cache=false"])
+    assert "base: 4 documents" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_two_runs_from_one_base_measure_it_once(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    other = Run(run.path.with_name("second"))
+    shutil.copytree(run.path, other.path)
+    main([str(run.path)])
+    assert "base: 4 documents" in capsys.readouterr().out
+    main([str(other.path)])
+    told = capsys.readouterr().out
+    assert "base: measured before under the same settings" in told
+    assert "eval-base" in told
+    assert "base: 4 documents" not in told
+    results = [(one.base_evaluation / "results.json").read_bytes() for one in (run, other)]
+    assert results[0] == results[1]
+    assert comparison(other)["metrics"] == comparison(run)["metrics"]
+    kept = next((run.path.parents[1] / "eval-base").iterdir())
+    shutil.rmtree(kept)
+    main([str(other.path)])  # what it has copied is its own
+    assert "base: measured before" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -74,12 +96,15 @@ def test_what_is_out_of_reach_makes_a_run_incomplete(
     assert [row["task"] for row in compared["metrics"]] == ["near"]
 
 
-def test_data_that_changed_in_between_is_not_compared(run: Run, write_task: WriteTask) -> None:
+def test_the_base_is_measured_again_on_data_that_changed_in_between(
+    run: Run, write_task: WriteTask, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [{"question": f"Number {n}?", "answer": "1"} for n in range(4)]
     main([str(run.path), f"tasks={write_task('mine', rows)}"])
     rows[2]["question"] = "Which number?"
-    with pytest.raises(EvaluationError, match="The documents of mine were not the same"):
-        main([str(run.path), f"tasks={write_task('mine', rows)}"])
+    capsys.readouterr()
+    main([str(run.path), f"tasks={write_task('mine', rows)}"])
+    assert "base: 4 documents of mine" in capsys.readouterr().out
 
 
 def test_one_model_is_measured_into_the_working_directory(
@@ -99,10 +124,18 @@ def test_one_model_is_measured_into_the_working_directory(
     assert str(results.parent) in shown
 
 
-def test_a_rank_of_torchrun_that_is_not_the_first_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "1")
-    main(["/no/such/model", "tasks=gsm8k"])
+def test_processes_on_several_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(EvaluationError, match="started as 4 processes, 2 of them on this machine"):
+        main(["/no/such/model", "tasks=gsm8k"])
+
+
+def test_a_launcher_of_one_process_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(EvaluationError, match="there is no such folder"):
+        main(["/no/such/model", "tasks=gsm8k"])
     assert "WORLD_SIZE" not in os.environ
 
 
@@ -214,3 +247,24 @@ def test_an_evaluation_whose_parent_is_gone_before_it_could_look_ends(tmp_path: 
         done = evaluate()
     assert done.returncode != 2, done.stderr  # it did not come to look for the folder
     assert "Interrupted by SIGTERM" in done.stderr
+
+
+def test_a_group_of_which_a_part_is_out_of_reach_is_measured_in_its_other_parts(
+    run: Run, write_task: WriteTask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_task("near").parent
+    write_task("far", dataset_path="nobody/nothing", dataset_kwargs=None)
+    (folder / "group.yaml").write_text(
+        "group: ours\ntask: [near, far]\naggregate_metric_list: [{metric: exact_match, aggregation: mean}]\n"
+    )
+    write_task("beside")
+    with pytest.raises(SystemExit) as stop:
+        main([str(run.path), "tasks=ours,beside", f"include_path={folder}"])
+    assert stop.value.code == 1
+    told = capsys.readouterr().err
+    assert "Not measured:\n  ours: " in told
+    assert "its other parts" not in told
+    compared = comparison(run)
+    assert not compared["complete"]
+    assert list(compared["not_measured"]) == ["ours", "far"]
+    assert {row["task"] for row in compared["metrics"]} == {"near", "beside"}

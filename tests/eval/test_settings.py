@@ -28,11 +28,11 @@ def resolved(folder: Path, **keys: object) -> Settings:
     return resolve_settings(Evaluation.model_validate(keys), NOTHING, reference, on_gpu=False)
 
 
-def test_every_setting_but_the_batch_size_is_part_of_the_hash(settings: Resolve) -> None:
+def test_every_setting_is_part_of_the_hash(settings: Resolve) -> None:
     plain = settings("arc")
     other = {field.name: "other" for field in fields(Settings)}
     differ = {name for name, value in other.items() if replace(plain, **{name: value}).hash != plain.hash}  # type: ignore[arg-type]
-    assert differ == set(other) - {"batch_size"}
+    assert differ == set(other)
     assert settings("arc").hash == plain.hash
 
 

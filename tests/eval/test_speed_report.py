@@ -1,6 +1,6 @@
 from typing import Any
 
-from eval.markdown import MISSING
+from eval.blocks import MISSING
 from eval.speed_report import speed_facts
 
 TOKENS, LABELLED = "Tokens per second, mean after the first logged step", "Labelled tokens per second"

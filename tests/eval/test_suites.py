@@ -1,12 +1,19 @@
 import importlib.util
+import platform
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from eval.suites import SUITES, TaskIndex, build_index, check_tasks, keep_index, known_tasks, read_index
+from eval.code_limits import LIMITS
+from eval.named_suites import SUITES
+from eval.settings import Reference, Settings, resolve_settings
+from eval.suites import check_tasks
+from eval.task_index import TaskIndex, build_index, keep_index, known_tasks, read_index
 from sft.errors import EvaluationError
 from sft.recipe import Evaluation
 
@@ -15,18 +22,67 @@ def check(tmp_path: Path, **keys: object) -> list[str]:
     return [task.name for task in check_tasks(Evaluation.model_validate(keys, strict=False), tmp_path).tasks]
 
 
+@pytest.fixture
+def settings_of(reference: Reference, tmp_path: Path) -> Callable[..., Settings]:
+    def resolve(**keys: object) -> Settings:
+        evaluation = Evaluation.model_validate(keys)
+        return resolve_settings(evaluation, check_tasks(evaluation, tmp_path), reference, on_gpu=False)
+
+    return resolve
+
+
 def test_no_tasks_are_no_mistake_here(tmp_path: Path) -> None:
     assert check(tmp_path) == []
 
 
 def test_the_suites_exist_in_the_installed_lm_eval(tmp_path: Path) -> None:
-    for names in SUITES.values():
-        assert names
-        assert set(names) <= known_tasks().names
+    for suite in SUITES.values():
+        assert suite.tasks
+        assert {*suite.tasks, *suite.without_template} <= known_tasks().names
     assert check(tmp_path, suite="leaderboard", tasks=["leaderboard_ifeval"]) == [
         "leaderboard_ifeval",
-        *(name for name in SUITES["leaderboard"] if name != "leaderboard_ifeval"),
+        *(name for name in SUITES["leaderboard"].tasks if name != "leaderboard_ifeval"),
     ]
+
+
+def test_every_suite_can_be_asked_for_and_no_other() -> None:
+    allowed = next(one for one in get_args(Evaluation.model_fields["suite"].annotation) if one is not type(None))
+    assert list(get_args(allowed)) == list(SUITES)
+
+
+def test_a_suites_own_limit_is_part_of_the_settings(settings_of: Callable[..., Settings], tmp_path: Path) -> None:
+    assert settings_of(suite="quick").limit == 100
+    assert settings_of(suite="quick", limit=7).limit == 7
+    assert settings_of(suite="chat").limit is None
+    hashes = {
+        settings_of(suite="quick").hash,
+        settings_of(suite="quick", limit=7).hash,
+        settings_of(suite="quick", limit=100).hash,
+    }
+    assert len(hashes) == 2
+
+
+def test_the_code_suite_follows_the_chat_template(tmp_path: Path) -> None:
+    with pytest.raises(EvaluationError, match="runs Python code that the model writes"):
+        check(tmp_path, suite="code")
+    assert check(tmp_path, suite="code", confirm_run_unsafe_code=True) == ["humaneval_instruct", "mbpp_instruct"]
+    asked_plainly = {"suite": "code", "confirm_run_unsafe_code": True, "apply_chat_template": False}
+    assert check(tmp_path, **asked_plainly) == ["humaneval", "mbpp"]
+
+
+def test_what_decides_the_score_of_code_is_part_of_the_settings(settings_of: Callable[..., Settings]) -> None:
+    """Limits and Python: where one is changed, what was measured before is not compared."""
+    assert settings_of(tasks=("gsm8k",)).generated_code is None
+    decides = settings_of(tasks=("humaneval",), confirm_run_unsafe_code=True).generated_code
+    assert decides == asdict(LIMITS) | {"python": platform.python_version()}
+
+
+def test_the_datasets_of_a_selection_are_known_before_they_are_loaded(tmp_path: Path) -> None:
+    evaluation = Evaluation(tasks=("gsm8k", "builtin:demo"), suite="leaderboard")
+    datasets = dict(check_tasks(evaluation, tmp_path).datasets)
+    assert datasets["gsm8k"] == ("openai/gsm8k",)
+    assert datasets["leaderboard_gpqa"] == ("Idavidrein/gpqa",)
+    assert "demo_extraction" not in datasets
 
 
 def test_the_leaderboard_leaves_out_what_cannot_be_imported() -> None:
@@ -129,7 +185,7 @@ def test_a_check_takes_well_under_a_second(tmp_path: Path) -> None:
 def test_names_are_kept_where_they_can_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder can be made here")
     files = [tmp_path / "file" / "names.json", tmp_path / "user" / "names.json"]
-    index = TaskIndex(frozenset("ab"), frozenset("b"))
+    index = TaskIndex(frozenset("ab"), frozenset("b"), {})
     keep_index(index, files)
     assert [read_index(path) for path in files] == [None, index]
 

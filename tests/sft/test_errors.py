@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from sft import errors
-from sft.errors import RecipeError, UserError, did_you_mean, run_main, users_mistakes_end_cleanly
+from sft.errors import GateFailed, RecipeError, UserError, did_you_mean, run_main, users_mistakes_end_cleanly
 
 
 def test_every_error_of_the_tree_is_the_users_and_is_on_its_page() -> None:
@@ -63,3 +63,10 @@ def test_a_full_disk_is_one_message_whoever_writes(text: str, capsys: pytest.Cap
         raise RuntimeError(text)
     assert stop.value.code == 2
     assert "The disk is full" in capsys.readouterr().err
+
+
+def test_a_gate_that_failed_is_told_and_ends_with_status_3(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ending, users_mistakes_end_cleanly():
+        raise GateFailed(["arc: worse by 0.3", "gsm8k: too low"])
+    assert ending.value.code == 3
+    assert capsys.readouterr().err == "\nThe gate has failed:\n  arc: worse by 0.3\n  gsm8k: too low\n"

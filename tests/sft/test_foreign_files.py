@@ -25,6 +25,9 @@ SOURCES = sorted(file for folder in ("sft", "eval") for file in (REPOSITORY / fo
 YAML_LOADERS = {"_Loader", "_TaskLoader"}
 """Both are made from yaml.SafeLoader; the next test asks."""
 
+RUNS_PROGRAMS = "code_worker.py"
+"""The one place that runs what a model wrote, in a process that cannot get out: tests/eval/test_code_worker.py."""
+
 # A name that is called, and why it is not.
 RUNS_WHAT_IT_IS_GIVEN = {
     "eval": "runs text",
@@ -86,7 +89,8 @@ def findings(text: str) -> list[str]:
 
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: f"{file.parent.name}.{file.stem}")
 def test_no_file_of_ours_runs_what_it_reads(file: Path) -> None:
-    assert findings(file.read_text(encoding="utf-8")) == []
+    expected = ["exec runs text"] if file.name == RUNS_PROGRAMS else []
+    assert findings(file.read_text(encoding="utf-8")) == expected
 
 
 @pytest.mark.parametrize(

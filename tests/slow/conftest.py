@@ -108,8 +108,9 @@ def decisions(run: Run) -> dict[str, Any]:
 
 
 def write_recipe(path: Path, **sections: dict[str, Any]) -> Path:
-    """A recipe file; without the check of the save, but where the test asks for it."""
+    """A recipe file; without the check of the save and answers to prompts, but where the test asks for them."""
     sections["train"] = {"save_canary": False} | sections.get("train", {})
+    sections["eval"] = {"chat": False} | sections.get("eval", {})
     path.write_text(
         yaml.safe_dump({"schema_version": 1, "version": 1, "output_dir": str(path.parent / "outputs"), **sections})
     )

@@ -34,7 +34,8 @@ from tests.slow.forked_checker import Forked
 IMPORTED = (
     "deepspeed trl trl.trainer.sft_trainer peft accelerate transformers.models.qwen2.modeling_qwen2 datasets eval.suites "
     "sft.train sft.trainer sft.before_training sft.model sft.step_work sft.store sft.held_out sft.metrics sft.profiling "
-    "sft.compiled_layers sft.embeddings sft.canary sft.load_saved"
+    "sft.compiled_layers sft.embeddings sft.canary sft.load_saved eval.during eval.data_parallel lm_eval.evaluator "
+    "lm_eval.models.huggingface"
 ).split()
 
 

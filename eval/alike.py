@@ -1,0 +1,81 @@
+"""Were base and tuned measured alike? What differs is named, and the comparison refused. Imports no torch and no lm_eval."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sft.errors import EvaluationError
+
+Results = dict[str, Any]
+Samples = dict[str, list[dict[str, Any]]]
+
+OF_THE_TEMPLATE = frozenset(
+    {"apply_chat_template", "chat_template_sha256", "fewshot_as_multiturn", "enable_thinking", "add_bos_token"}
+)
+"""Settings in which a base model that is asked with its own prompts (eval.base_template=own) differs from the tuned one."""
+
+
+def differing(base: object, tuned: object, where: str = "") -> list[str]:
+    """Each setting that differs, with both values.
+
+    >>> differing({"limit": 10, "a": {"b": 1}}, {"limit": 10, "a": {"b": 2}})
+    ['  a.b: base 1, tuned 2']
+    """
+    if isinstance(base, dict) and isinstance(tuned, dict):
+        names = dict.fromkeys([*base, *tuned])
+        inside = (differing(base.get(name), tuned.get(name), f"{where}.{name}".strip(".")) for name in names)
+        return [line for lines in inside for line in lines]
+    return [] if base == tuned else [f"  {where}: base {base}, tuned {tuned}"]
+
+
+def check_alike(base: Results, tuned: Results, base_samples: Samples, tuned_samples: Samples) -> dict[str, Any] | None:
+    """Refuse to compare what was not measured alike.
+
+    Args:
+        base: results.json of the base model.
+        tuned: results.json of the tuned model.
+        base_samples: Per task, the lines of its samples file.
+        tuned_samples: The same of the tuned model.
+
+    Returns:
+        How the base model was asked where that had to be decided: `base_template`, and `told`, a sentence about it.
+
+    Raises:
+        EvaluationError: The settings, the documents or the prompts were not the same. The one difference that may be is the base
+            model's own prompts, where the recipe asks for them.
+    """
+    treatment: dict[str, Any] | None = base.get("treatment")
+    own_prompts = bool(treatment and treatment["base_template"] == "own")
+    _check_settings(base, tuned, OF_THE_TEMPLATE if own_prompts else frozenset())
+    dtypes = [one.get("config", {}).get("model_dtype") for one in (base, tuned)]
+    if dtypes[0] != dtypes[1]:
+        raise EvaluationError(
+            f"Base was measured in {dtypes[0]} and tuned in {dtypes[1]}. Set eval.dtype and measure both again."
+        )
+    for task in sorted(base_samples.keys() & tuned_samples.keys()):
+        _check_documents(task, base_samples[task], tuned_samples[task], prompts=not own_prompts)
+    return treatment
+
+
+def _check_settings(base: Results, tuned: Results, may_differ: frozenset[str]) -> None:
+    settings = [
+        {name: value for name, value in one["settings"].items() if name not in may_differ} for one in (base, tuned)
+    ]
+    lines = differing(settings[0], settings[1])
+    if not lines and base["settings_hash"] != tuned["settings_hash"] and base["settings"] == tuned["settings"]:
+        lines = [f"  settings_hash: base {base['settings_hash']}, tuned {tuned['settings_hash']}"]
+    if lines:
+        raise EvaluationError(
+            "\n".join(["Base and tuned were measured under different settings and are not compared:", *lines])
+        )
+
+
+def _check_documents(task: str, base: list[dict[str, Any]], tuned: list[dict[str, Any]], prompts: bool) -> None:
+    for key, what in (("doc_hash", "documents"), ("prompt_hash", "prompts")):
+        seen = [{(one["doc_id"], one["filter"]): one[key] for one in samples} for samples in (base, tuned)]
+        if seen[0] != seen[1] and (prompts or key == "doc_hash"):
+            differ = {place[0] for place in seen[0].keys() | seen[1].keys() if seen[0].get(place) != seen[1].get(place)}
+            raise EvaluationError(
+                f"The {what} of {task} were not the same for base and tuned: {len(differ)} differ. Its data changed between the two; "
+                "measure both again with eval.base_cache=false."
+            )

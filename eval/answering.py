@@ -1,0 +1,207 @@
+"""How an answer is asked of an engine that is not transformers, so that it is the one transformers would give.
+
+lm_eval's clients for vLLM and for servers take other defaults than its `hf` model: of sampling, of what ends an answer, and of how a
+chat is put into a prompt. Here each of these is decided once, from the settings that base and tuned share. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from eval.settings import Settings
+from sft.errors import EvaluationError
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import ConfigurableTask
+    from transformers import PreTrainedTokenizerBase
+
+# What transformers' generate takes where neither the task nor the generation config says: top_k cuts where it samples.
+SAMPLING_DEFAULTS = {"top_p": 1.0, "top_k": 50, "min_p": 0.0}
+CARRIED = {"do_sample", "temperature", "repetition_penalty", *SAMPLING_DEFAULTS}
+"""Keys of a generation config that a request can carry."""
+
+NO_EFFECT = {
+    "use_cache",
+    "bos_token_id",
+    "cache_implementation",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict_in_generate",
+}
+"""Keys of a generation config that change no answer."""
+
+OF_A_TASK = {*CARRIED, "until", "max_gen_toks"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one answer is asked with."""
+
+    max_tokens: int
+    until: list[str]
+    """Texts that end the answer, the special tokens among them left out."""
+
+    stop_token_ids: list[int]
+    sampling: dict[str, Any]
+    """temperature and, where the answer is sampled, top_p, top_k and min_p."""
+
+    repetition_penalty: float
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Id of each token that is left out of an answer's text."""
+    return {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def make_request(gen_kwargs: dict[str, Any], settings: Settings, special: dict[str, int]) -> Request:
+    """A task's generation_kwargs as transformers would understand them beside the tuned model's generation config.
+
+    Args:
+        gen_kwargs: The task's.
+        settings: Of the evaluation.
+        special: From `special_tokens`.
+    """
+    from lm_eval.models.utils import normalize_gen_kwargs
+
+    given = dict(normalize_gen_kwargs(gen_kwargs, settings.default_max_gen_toks))
+    until = [text for text in given["until"] if text]
+    sampling: dict[str, Any] = {"temperature": 0.0}
+    if given["do_sample"]:
+        chosen = {key: given.get(key, settings.generation.get(key, value)) for key, value in SAMPLING_DEFAULTS.items()}
+        sampling = {"temperature": float(given.get("temperature", 0.0)), **chosen}
+    penalty = given.get("repetition_penalty", settings.generation.get("repetition_penalty", 1.0))
+    return Request(
+        max_tokens=int(given["max_gen_toks"]),
+        until=[text for text in until if text not in special],
+        # The text of such a token is not in the answer: only its id can end it.
+        stop_token_ids=sorted({*settings.stop_token_ids, *(special[text] for text in until if text in special)}),
+        sampling=sampling,
+        repetition_penalty=float(penalty),
+    )
+
+
+def extensions(request: Request) -> dict[str, Any]:
+    """What vLLM takes beside OpenAI's own keys, so that the served model's own generation config decides nothing."""
+    return {
+        "stop_token_ids": request.stop_token_ids,
+        # The served model's own end of text is not among them where the tuned model's generation config leaves it out.
+        "ignore_eos": True,
+        "repetition_penalty": request.repetition_penalty,
+    }
+
+
+def carried_by_openai(request: Request) -> str | None:
+    """What a server without vLLM's keys cannot be told; None: nothing."""
+    if request.repetition_penalty != 1.0:
+        return f"repetition_penalty={request.repetition_penalty:g}"
+    if request.sampling.get("top_k") or request.sampling.get("min_p"):
+        return ", ".join(f"{key}={request.sampling[key]:g}" for key in ("top_k", "min_p") if request.sampling.get(key))
+    return None
+
+
+def cut(text: str, until: Iterable[str]) -> str:
+    """An answer up to the first of the texts that end it.
+
+    >>> cut("4. Next: 5", ["Next", "."])
+    '4'
+    """
+    return min((text.split(end)[0] for end in until), key=len, default=text)
+
+
+def strips_leading_space(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether an answer decoded by itself loses its leading space, as those of SentencePiece tokenizers do."""
+    ids = tokenizer.encode("a a", add_special_tokens=False)
+    return not str(tokenizer.decode(ids[-1:])).startswith(" ")
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    settings: Settings,
+    chat: list[dict[str, str]],
+    add_generation_prompt: bool = True,
+) -> str:
+    """A chat as a prompt, as lm_eval's `hf` model renders it.
+
+    Raises:
+        EvaluationError: The template takes no such chat.
+    """
+    thinking = {} if settings.enable_thinking is None else {"enable_thinking": settings.enable_thinking}
+    import jinja2
+
+    def render(turns: list[dict[str, str]]) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                turns,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+                **thinking,
+            )
+        )
+
+    try:
+        return render(chat)
+    except jinja2.exceptions.TemplateError:
+        # That a system prompt of the recipe's is taken was asked before; a task's own is dropped by `hf` as well.
+        return render([turn for turn in chat if turn["role"] != "system"])
+
+
+def encode_as_hf(
+    tokenizer: PreTrainedTokenizerBase, text: str, add_bos_token: bool | None, bos: str | None
+) -> list[int]:
+    """A prompt's token ids, beginning as lm_eval's `hf` model would have it begin.
+
+    Args:
+        tokenizer: The tuned run's.
+        text: The prompt.
+        add_bos_token: Of the settings; None: the tokenizer's own way.
+        bos: The beginning that a prompt may already have.
+    """
+    if bos and text.startswith(bos):
+        own: dict[str, bool] = {"add_special_tokens": False}
+    else:
+        own = {} if add_bos_token is None else {"add_special_tokens": add_bos_token}
+    ids: list[int] = tokenizer(text, return_attention_mask=False, **own)["input_ids"]
+    return ids
+
+
+def _unknown(keys: Iterable[str], known: set[str]) -> str:
+    return ", ".join(sorted(key for key in keys if key not in known))
+
+
+def check_generation(settings: Settings) -> None:
+    """Refuse a generation config that only transformers can follow.
+
+    Raises:
+        EvaluationError: It has such keys.
+    """
+    unknown = _unknown(settings.generation, CARRIED | NO_EFFECT)
+    if unknown:
+        raise EvaluationError(
+            f"The tuned model's generation config has {unknown}, which eval.backend={settings.backend} cannot be told. Use eval.backend=hf."
+        )
+
+
+def task_problems(task: ConfigurableTask, settings: Settings, special: dict[str, int]) -> list[str]:
+    """What a task asks that only transformers can do."""
+    given = dict(task.get_config("generation_kwargs") or {})
+    if task.get_config("output_type") != "generate_until":
+        return []
+    name, backend = task.task_name, f"eval.backend={settings.backend}"
+    problems = []
+    unknown = _unknown(given, OF_A_TASK)
+    if unknown:
+        problems.append(
+            f"{name} generates with {unknown}, which {backend} cannot be told. Use eval.backend=hf, or leave the task out."
+        )
+    until = given.get("until") or []
+    for text in [until] if isinstance(until, str) else until:
+        inside = [token for token in special if token in text and token != text]
+        if inside:
+            problems.append(
+                f"{name} ends its answers at {text!r}, of which {inside[0]} is a special token: {backend} leaves those out of the text. "
+                "Use eval.backend=hf."
+            )
+    return problems

@@ -1,0 +1,192 @@
+"""Does it chat? Base and tuned model answer the same prompts, and what can be seen in the answers is counted: eval/chat.json.
+
+    python -m eval.chat outputs/tiny/latest
+
+Both are asked by transformers through the tuned model's template, with the generation config that is saved in final/, from one seed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from sft.processes import end_with_parent
+
+if __name__ == "__main__" and "SFT_PARENT" in os.environ:  # before the imports, during which it may end
+    end_with_parent(int(os.environ["SFT_PARENT"]), signal.SIGTERM)
+
+import gc
+import sys
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from eval.backends import Target
+from eval.chat_checks import check, is_empty, loops, warning
+from eval.chat_model import Asker, load_asker, load_weights
+from eval.chat_prompts import Messages, prompts_of
+from eval.quiet import chatter_to
+from eval.run import _base_target
+from eval.settings import Reference, load_reference
+from sft.errors import EvaluationError, run_main
+from sft.recipe import Evaluation
+from sft.run_directory import Run, find_run, read_json, write_json
+
+AT_ONCE = 8
+"""Prompts in a batch."""
+
+Answer = dict[str, Any]
+
+
+def answer_limit(asker: Asker, prompts: list[list[int]], max_new_tokens: int) -> int:
+    """Tokens of the longest answer: as many as asked for, where the context has room for them.
+
+    Raises:
+        EvaluationError: It has room for none.
+    """
+    longest = max(map(len, prompts))
+    room = max_new_tokens if asker.context is None else min(max_new_tokens, asker.context - longest)
+    if room < 1:
+        raise EvaluationError(
+            f"eval.chat.prompts: one of {longest} tokens leaves no room for an answer in a context of {asker.context}. Shorten it."
+        )
+    return room
+
+
+def answer_prompts(model: Any, asker: Asker, prompts: list[list[int]], limit: int, seed: int) -> list[Answer]:
+    """What a model says to each prompt; the same each time on the same machine.
+
+    Args:
+        model: From load_weights.
+        asker: Says what ends an answer, and how tokens are drawn.
+        prompts: As Asker.render gives them.
+        limit: Tokens of the longest answer.
+        seed: Of what is drawn.
+    """
+    import torch
+
+    torch.manual_seed(seed)
+    batches = [prompts[start : start + AT_ONCE] for start in range(0, len(prompts), AT_ONCE)]
+    return [_answer(asker, ids) for batch in batches for ids in _generate(model, asker, batch, limit)]
+
+
+def _generate(model: Any, asker: Asker, prompts: list[list[int]], limit: int) -> list[list[int]]:
+    """The new tokens of each, up to and including the one that ends it."""
+    import torch
+
+    longest, pad = max(map(len, prompts)), asker.generation_config.pad_token_id
+    # Padded on the left: the answer follows the prompt.
+    ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
+    config = deepcopy(asker.generation_config)
+    config.max_new_tokens = limit
+    generated = model.generate(ids, attention_mask=mask, generation_config=config)
+    return [asker.upto_end(row) for row in generated[:, longest:].tolist()]
+
+
+def _answer(asker: Asker, ids: list[int]) -> Answer:
+    text, ended = asker.text(ids), ids[-1] in asker.stops
+    return {"text": text, "tokens": len(ids), "ended": ended, "empty": is_empty(text), "loops": loops(text)}
+
+
+def _has_template(base: Target) -> bool:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        base.model, revision=base.revision, trust_remote_code=base.trust_remote_code
+    )
+    return tokenizer.chat_template is not None
+
+
+def _ask_both(run: Run, reference: Reference, evaluation: Evaluation, prompts: list[Messages], log: Path) -> Any:
+    """What eval/chat.json holds."""
+    assert evaluation.chat
+    asker, trusted = load_asker(reference), run.recipe().model.trust_remote_code
+    rendered = [asker.render(prompt) for prompt in prompts]
+    limit = answer_limit(asker, rendered, evaluation.chat.max_new_tokens)
+    base = _base_target(run, trusted, reference)
+    answers = {}
+    for target in (base, Target("tuned", str(run.final), None, trusted)):
+        with chatter_to(log):
+            model = load_weights(target, reference, asker, evaluation)
+            answers[target.label] = answer_prompts(model, asker, rendered, limit, evaluation.seed)
+        dtype = str(model.dtype).removeprefix("torch.")
+        del model
+        gc.collect()  # the next model needs the memory
+    generation = {
+        **{name: value for name, value in asker.generation_config.to_diff_dict().items() if not name.startswith("_")},
+        "max_new_tokens": limit,
+        "seed": evaluation.seed,
+        "dtype": dtype,
+        "backend": "transformers",
+        **asker.thinking,
+        "chat_template": "the tuned model's",
+        "base_has_chat_template": _has_template(base),
+        "ends": asker.tokenizer.convert_ids_to_tokens(sorted(asker.stops)),
+    }
+    pairs = zip(prompts, answers["base"], answers["tuned"], strict=True)
+    return {
+        "generation": generation,
+        "prompts": [{"messages": prompt, "base": one, "tuned": other} for prompt, one, other in pairs],
+        "checks": {label: check(given) for label, given in answers.items()},
+    }
+
+
+def _ledger(run: Run) -> tuple[bool, int]:
+    """Whether the data hold no conversations, and how many of their tokens were cut off."""
+    ledger = read_json(run.ledger_file) if run.ledger_file.is_file() else {}
+    formats = {source["format"] for source in ledger.get("sources", [])}
+    return bool(formats) and formats <= {"text", "input_ids"}, ledger.get("total", {}).get("tokens", {}).get(
+        "truncated", 0
+    )
+
+
+def _show(run: Run, result: dict[str, Any]) -> None:
+    for label, counts in result["checks"].items():
+        looping = f", {counts['loops']} loop" if counts["loops"] else ""
+        empty = f", {counts['empty']} are empty" if counts["empty"] else ""
+        print(f"{label}: {counts['ended']} of {counts['answers']} answers to prompts end by themselves{looping}{empty}")
+    if not result["generation"]["base_has_chat_template"]:
+        print("base: it has no chat template of its own, and is asked through the tuned model's.")
+    ends, limit = result["generation"]["ends"], result["generation"]["max_new_tokens"]
+    words = warning(result["checks"]["tuned"], ends, limit, *_ledger(run))
+    if words is not None:
+        print(words, file=sys.stderr, flush=True)
+    print(f"Answers: {run.path / 'eval' / 'chat.json'}", flush=True)
+
+
+def chat(run: Run) -> None:
+    """Have base and tuned model answer, and write eval/chat.json.
+
+    Raises:
+        EvaluationError: There is no final/, or prompts or models cannot be used.
+    """
+    evaluation = run.recipe().eval
+    if not evaluation.chat:
+        raise EvaluationError("eval.chat=false: no prompts are answered.")
+    if not (run.final / "config.json").is_file():
+        raise EvaluationError(
+            f"{run.path} has no final model (status: {run.record.get('status')}). Finish its training first."
+        )
+    reference = load_reference(str(run.final), None, run.recipe().model.trust_remote_code)
+    file = run.path / "eval" / "chat.json"
+    file.parent.mkdir(exist_ok=True)
+    if reference.tokenizer.chat_template is None and "chat" not in evaluation.model_fields_set:
+        reason = "The tuned model has no chat template: its data needed none, and there is nothing to ask it through."
+        write_json(file, {"skipped": reason, "generation": {}, "prompts": [], "checks": {}})
+        print(f"chat: no prompts are answered. {reason}")
+        return
+    result = _ask_both(run, reference, evaluation, prompts_of(run.recipe()), file.with_suffix(".log"))
+    write_json(file, result)
+    _show(run, result)
+
+
+def main(arguments: list[str]) -> None:
+    """Have the models of the run that the only argument names answer."""
+    if len(arguments) != 1:
+        raise EvaluationError("Name one run's folder: python -m eval.chat outputs/tiny/latest")
+    chat(find_run(Path(arguments[0])))
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,307 @@
+"""A conversation in the terminal. Started by scripts/chat.sh:
+
+    python -m eval.chat_terminal outputs/tiny/latest
+
+The answer is shown as it is generated. Ctrl-C stops the answer, Ctrl-D leaves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eval.chat_model import Asker
+from eval.chat_prompts import Messages
+from eval.chat_target import choose
+from eval.quiet import chatter_to
+from sft.errors import EvaluationError, users_mistakes_end_cleanly
+
+HELP = """\
+/system TEXT  begin anew with this system prompt; without TEXT: with none
+/reset        begin anew
+/undo         take back the last question and its answer
+/save FILE    write the conversation as a row of training data (`messages`)
+/exit         leave; so does Ctrl-D. Ctrl-C stops an answer"""
+
+
+class Streamer:
+    """Shows text as soon as its tokens make whole characters; what `generate` calls.
+
+    transformers' own TextStreamer waits for a space, and decodes each line by itself, which costs some tokenizers its indentation.
+
+    Args:
+        asker: Has the tokenizer, and knows what ends an answer.
+        show: Called with each piece of text.
+    """
+
+    def __init__(self, asker: Asker, show: Callable[[str], None]) -> None:
+        self.asker, self.show = asker, show
+        self.ids: list[int] = []
+        """All that was generated."""
+        self._from = self._shown = 0
+        self._prompt = True
+
+    def put(self, value: Any) -> None:
+        """Tokens came: first those of the prompt, then one at a time."""
+        if self._prompt:
+            self._prompt = False
+            return
+        self.ids += value.flatten().tolist()
+        self._show(final=False)
+
+    def end(self) -> None:
+        """There is no more."""
+        self._show(final=True)
+
+    def _show(self, final: bool) -> None:
+        # The tokens before are decoded along: what a token looks like depends on them. Not all of them, which would take longer each time.
+        before = self.asker.tokenizer.decode(self.ids[self._from : self._shown])
+        text = self.asker.text(self.ids[self._from :])
+        if text.endswith("\ufffd") and not final:
+            return  # the other half of a character comes with the next token
+        if len(text) > len(before):
+            self.show(text[len(before) :])
+        self._from, self._shown = self._shown, len(self.ids)
+
+
+def visible(text: str) -> str:
+    """Text without what a terminal would obey.
+
+    >>> visible("a\\x1b[2Jb\\n")
+    'a\\\\x1b[2Jb\\n'
+    """
+    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
+
+
+def fit(messages: Messages, length: Callable[[Messages], int], most: int) -> tuple[Messages, int]:
+    """The conversation without its oldest turns, where it is too long.
+
+    Args:
+        messages: A system turn or none, then questions and answers; the last is a question.
+        length: Of a conversation in tokens.
+        most: Tokens that there is room for.
+
+    Returns:
+        The conversation, and how many turns were left out.
+
+    Raises:
+        EvaluationError: The last question alone is too long.
+    """
+    system = [message for message in messages[:1] if message["role"] == "system"]
+    turns = messages[len(system) :]
+    for start in range(0, len(turns), 2):
+        if length(system + turns[start:]) <= most:
+            return system + turns[start:], start
+    raise EvaluationError(f"This is longer than the {most} tokens that there is room for. Shorten it.")
+
+
+@dataclass
+class Conversation:
+    """What was said, and who answers."""
+
+    model: Any
+    asker: Asker
+    generation: Any
+    """transformers' GenerationConfig, with the length of an answer."""
+
+    messages: Messages = field(default_factory=list)
+
+    def begin(self, system: str | None) -> None:
+        """Forget all that was said."""
+        messages = [{"role": "system", "content": system}] if system else []
+        if messages:
+            self.asker.render([*messages, {"role": "user", "content": "?"}])  # refused where the template takes none
+        self.messages = messages
+
+    def undo(self) -> bool:
+        """Take back a question and its answer; False where there is none."""
+        if len(self.messages) < 2 or self.messages[-1]["role"] != "assistant":
+            return False
+        del self.messages[-2:]
+        return True
+
+    def ask(self, question: str, show: Callable[[str], None]) -> Iterator[str]:
+        """Answer a question; yields what is to be told besides.
+
+        Raises:
+            EvaluationError: There is no room for it, or the template refuses it.
+        """
+        messages = [*self.messages, {"role": "user", "content": question}]
+        room = self.asker.context - self.generation.max_new_tokens if self.asker.context is not None else sys.maxsize
+        kept, dropped = fit(messages, lambda some: len(self.asker.render(some)), room)
+        if dropped:
+            yield f"(the context of {self.asker.context} tokens is full: the oldest {dropped} turns are left out)"
+        streamer = Streamer(self.asker, show)
+        stopped = self._generate(self.asker.render(kept), streamer)
+        if not streamer.ids:
+            yield "(stopped)"
+            return
+        show("\n")
+        self.messages = [*kept, {"role": "assistant", "content": self.asker.text(streamer.ids)}]
+        if stopped:
+            yield "(stopped)"
+        elif streamer.ids[-1] not in self.asker.stops:
+            yield f"(cut at {len(streamer.ids)} tokens: it had not ended; --max-new-tokens raises the limit)"
+
+    def _generate(self, prompt: list[int], streamer: Streamer) -> bool:
+        """Whether Ctrl-C has stopped it."""
+        import torch
+
+        ids = torch.tensor([prompt], device=self.model.device)
+        try:
+            self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), generation_config=self.generation, streamer=streamer
+            )
+        except KeyboardInterrupt:
+            streamer.end()
+            return True
+        return False
+
+
+def save(messages: Messages, path: Path) -> str:
+    """Add the conversation to a file as a row of training data; returns what to tell."""
+    try:
+        with path.expanduser().open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+    except OSError as error:
+        return f"(it cannot be written: {error})"
+    return f"(added to {path})"
+
+
+def command(conversation: Conversation, line: str) -> str:
+    """Do what a line that begins with a slash asks; returns what to tell."""
+    name, _, rest = line.partition(" ")
+    rest = rest.strip()
+    if name == "/reset":
+        system = next((turn["content"] for turn in conversation.messages[:1] if turn["role"] == "system"), None)
+        conversation.begin(system)
+        return "(a new conversation)"
+    if name == "/system":
+        conversation.begin(rest or None)
+        return (
+            "(a new conversation, with this system prompt)" if rest else "(a new conversation, without system prompt)"
+        )
+    if name == "/undo":
+        return "(taken back)" if conversation.undo() else "(there is nothing to take back)"
+    if name == "/save":
+        return save(conversation.messages, Path(rest or time.strftime("chat-%Y%m%d-%H%M%S.jsonl")))
+    return HELP if name == "/help" else f"({name} is no command)\n{HELP}"
+
+
+def lines() -> Iterator[str]:
+    """What the user writes, a line at a time, until there is no more."""
+    if not sys.stdin.isatty():
+        yield from (line.rstrip("\r\n") for line in sys.stdin)
+        return
+    import readline  # noqa: F401 - line editing and history for input()
+
+    while True:
+        try:
+            yield input("> ")
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D leaves)", file=sys.stderr)
+        except EOFError:
+            print()
+            return
+
+
+def converse(conversation: Conversation) -> None:
+    """Talk until the user leaves."""
+
+    def show(text: str) -> None:
+        print(visible(text), end="", flush=True)
+
+    for line in lines():
+        if not line.strip():
+            continue
+        if line.strip() == "/exit":
+            return
+        try:
+            if line.startswith("/"):
+                print(command(conversation, line.strip()), file=sys.stderr, flush=True)
+                continue
+            for note in conversation.ask(line, show):
+                print(note, file=sys.stderr, flush=True)
+        except EvaluationError as error:
+            print(f"({error})", file=sys.stderr, flush=True)
+        except KeyboardInterrupt:  # before the first token
+            print("(stopped)", file=sys.stderr, flush=True)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line; a mistake in it ends the program with status 2."""
+    parser = argparse.ArgumentParser(prog="bash scripts/chat.sh", allow_abbrev=False)
+    parser.add_argument("model", help="a run's folder, a model's, or an id on the hub")
+    parser.add_argument("--base", action="store_true", help="the model that the run was trained from")
+    parser.add_argument("--checkpoint", type=int, metavar="N", help="the run's checkpoint of step N")
+    parser.add_argument(
+        "--system", metavar="TEXT", help="system prompt; the default is the recipe's eval.system_instruction"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help="longest answer; default 1024, or half the context"
+    )
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help="0: always the likeliest token. Default: as saved with the model"
+    )
+    found = parser.parse_args(arguments)
+    if found.max_new_tokens is not None and found.max_new_tokens < 1:
+        parser.error("--max-new-tokens must be at least 1")
+    if found.temperature is not None and not 0 <= found.temperature < float("inf"):
+        parser.error("--temperature must be 0 or more")
+    return found
+
+
+def generation_config(asker: Asker, max_new_tokens: int | None, temperature: float | None) -> Any:
+    """The saved one, with what was asked for on the command line.
+
+    Raises:
+        EvaluationError: The answer is as long as the context.
+    """
+    config, context = deepcopy(asker.generation_config), asker.context
+    config.max_new_tokens = max_new_tokens or min(1024, (context or 2048) // 2)
+    if context is not None and config.max_new_tokens >= context:
+        raise EvaluationError(
+            f"--max-new-tokens {max_new_tokens} leaves no room for a question in a context of {context}."
+        )
+    if temperature is not None:
+        config.do_sample = temperature > 0
+        config.temperature = temperature or None
+        if not temperature:
+            config.top_p = config.top_k = None
+    return config
+
+
+def main(arguments: list[str]) -> None:
+    """Load the model, and talk."""
+    given = parse(arguments)
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
+    print("Loading ...", file=sys.stderr, flush=True)
+    with chatter_to(Path(os.devnull)):
+        chosen = choose(given)
+        model, asker = chosen.load()
+        import torch
+
+        torch.seed()  # otherwise each conversation draws the same
+    conversation = Conversation(model, asker, generation_config(asker, given.max_new_tokens, given.temperature))
+    conversation.begin(given.system or chosen.evaluation.system_instruction)
+    device = f"{model.device}, {str(model.dtype).removeprefix('torch.')}"
+    print(
+        f"{chosen.target.label}: {chosen.target.model} ({device}). /help names the commands.",
+        file=sys.stderr,
+        flush=True,
+    )
+    converse(conversation)
+
+
+if __name__ == "__main__":
+    with users_mistakes_end_cleanly():
+        main(sys.argv[1:])

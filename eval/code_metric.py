@@ -1,0 +1,195 @@
+"""pass@k on programs that run within limits, in the place of the metric `code_eval` that lm_eval would download.
+
+That one runs programs in forks of the evaluation itself, with a time limit only.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from eval import ranks
+from eval.code_limits import LIMITS, Outcome
+from eval.code_runner import describe, prove_isolation, run_programs
+from eval.task_files import CODE_METRIC
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import ConfigurableTask
+
+Scores = dict[str, float]
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """The chance that one of k samples is correct, drawn without replacement: unbiased (Chen et al. 2021).
+
+    >>> [round(pass_at_k(4, 2, k), 3) for k in (1, 2, 3)]
+    [0.5, 0.833, 1.0]
+    """
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+class CodeEval:
+    """What lm_eval's code tasks take for the metric `code_eval`."""
+
+    name = CODE_METRIC
+
+    def __init__(self) -> None:
+        self._outcomes: dict[str, Outcome] = {}
+        self._wanted: list[str] | None = None
+        self._endings: Counter[str] = Counter()
+
+    def take_endings(self) -> dict[str, int]:
+        """How the programs ended that were scored since the last call, and how many of each."""
+        endings, self._endings = self._endings, Counter()
+        return dict(endings)
+
+    def compute(
+        self,
+        predictions: Sequence[Sequence[str]],
+        references: Sequence[str],
+        k: Sequence[int] = (1, 10, 100),
+        **_: object,
+    ) -> tuple[Scores, dict[int, list[tuple[int, dict[str, Any]]]]]:
+        """Score candidates by running each with its test, as `evaluate`'s code_eval does.
+
+        Args:
+            predictions: Per problem, its candidates.
+            references: Per problem, its test.
+            k: Each k of pass@k; those larger than the number of candidates are left out.
+
+        Returns:
+            `pass@k` over the problems, and per problem how each candidate ended.
+
+        Raises:
+            ValueError: Nobody has allowed to run generated code, as `evaluate`'s own says it.
+        """
+        if os.environ.get("HF_ALLOW_CODE_EVAL") != "1":
+            raise ValueError(
+                "It runs Python code that the model writes. To allow that, set eval.confirm_run_unsafe_code=true."
+            )
+        problems = [
+            [f"{candidate}\n{test}" for candidate in candidates]
+            for candidates, test in zip(predictions, references, strict=True)
+        ]
+        ks = [number for number in k if all(number <= len(candidates) for candidates in problems)]
+        if self._wanted is not None:
+            self._wanted += [program for programs in problems for program in programs]
+            return {f"pass@{number}": 0.0 for number in ks}, {}
+        self._run(program for programs in problems for program in programs)
+        self._endings.update(self._outcomes[program].ending for programs in problems for program in programs)
+        correct = [sum(self._outcomes[program].ending == "passed" for program in programs) for programs in problems]
+        counts = list(zip((len(programs) for programs in problems), correct, strict=True))
+        scores = {f"pass@{number}": sum(pass_at_k(n, c, number) for n, c in counts) / len(counts) for number in ks}
+        return scores, {number: self._told(programs) for number, programs in enumerate(problems)}
+
+    def _told(self, programs: list[str]) -> list[tuple[int, dict[str, Any]]]:
+        outcomes = [self._outcomes[program] for program in programs]
+        return [
+            (number, {"passed": one.ending == "passed", "result": one.detail or one.ending, "completion_id": number})
+            for number, one in enumerate(outcomes)
+        ]
+
+    def _run(self, programs: Iterable[str]) -> None:
+        new = [program for program in dict.fromkeys(programs) if program not in self._outcomes]
+        if new:
+            self._outcomes |= dict(zip(new, run_programs(new), strict=True))
+
+    def run_ahead(self, task: ConfigurableTask) -> None:
+        """Run all programs of a task's answers side by side, before lm_eval scores them one after another."""
+        requests = defaultdict(list)
+        for instance in task.instances:
+            requests[instance.doc_id].append(instance)
+        self._wanted = []
+        try:
+            for asked in requests.values():
+                asked.sort(key=lambda instance: instance.idx)
+                for name in asked[0].filtered_resps:
+                    task.process_results(asked[0].doc, [instance.filtered_resps[name] for instance in asked])
+            wanted = self._wanted
+        finally:
+            self._wanted = None
+        self._run(wanted)
+
+
+_metric = CodeEval()
+
+
+def code_metric() -> CodeEval:
+    """The one that lm_eval is given, with what it has run."""
+    return _metric
+
+
+def score_code_within_limits() -> None:
+    """Have `evaluate.load("code_eval")` be ours: what lm_eval's code tasks call, in their own modules and by metric name."""
+    import evaluate
+
+    if getattr(evaluate.load, "gives_code_metric", False):
+        return
+    load: Callable[..., object] = evaluate.load
+
+    def load_metric(path: str, *arguments: object, **options: object) -> object:
+        if path.rpartition("/")[2] == CODE_METRIC:
+            return _metric
+        return load(path, *arguments, **options)
+
+    load_metric.gives_code_metric = True  # type: ignore[attr-defined]
+    evaluate.load = load_metric
+
+
+def runs_within_limits(task: ConfigurableTask) -> bool:
+    """Whether a task scores code by this metric: one of its functions, or a function's module, holds it."""
+    # lm_eval keeps a function's `__call__`, which knows the function as its `__self__`.
+    given = [*task._metric_fn_list.values(), task.config.process_results]
+    functions = [getattr(function, "__self__", function) for function in given]
+    held = [value for function in functions for value in (function, *getattr(function, "__globals__", {}).values())]
+    return any(isinstance(value, CodeEval) for value in held)
+
+
+def _score_ahead(task: ConfigurableTask) -> None:
+    """Have a task's programs run side by side as soon as its answers are there."""
+    apply_filters = task.apply_filters
+
+    def apply_and_run() -> object:
+        filtered = apply_filters()
+        _metric.run_ahead(task)
+        return filtered
+
+    task.apply_filters = apply_and_run
+
+
+def prepare_code_tasks(tasks: Sequence[ConfigurableTask]) -> dict[str, Any]:
+    """Say what holds the code that these tasks run, and have it run side by side.
+
+    Args:
+        tasks: Those that run what the model writes, at least one.
+
+    Returns:
+        What the results keep of it.
+
+    Raises:
+        EvaluationError: A limit does not hold here.
+    """
+    isolation = prove_isolation()
+    told = [describe(isolation)]
+    outside = [task.task_name for task in tasks if not runs_within_limits(task)]
+    for task in tasks:
+        if task.task_name in outside:
+            print(
+                f"{task.task_name} runs the model's code by means of its own, OUTSIDE these limits, as lm_eval wrote it."
+            )
+        else:
+            _score_ahead(task)
+    if ranks.is_first():
+        print("\n".join(told), flush=True)
+    _metric.take_endings()  # lm_eval tries the metric where it imports the tasks
+    return asdict(isolation) | {"outside_these_limits": outside}
+
+
+def code_settings() -> dict[str, Any]:
+    """What decides a score of generated code beside the model."""
+    return asdict(LIMITS) | {"python": platform.python_version()}

@@ -1,0 +1,102 @@
+"""lm_eval's model as one of several processes that share the documents, so that their number moves no score.
+
+lm_eval 0.4.13 deals the documents out itself, and three things of it are done otherwise here:
+
+- It draws few-shot examples for the documents of a process one after another, so that a document's examples depend on the number of
+  processes. Here each process draws for all documents, as a single one does, and keeps its own.
+- A process with fewer requests asks its last one again and keeps both answers with the document, where a vote over answers or pass@k
+  counts them. It does so for models that are sharded over the processes; here each has the whole model, and nothing is asked twice.
+- It puts the documents of one process after those of another, which moves standard errors that are found by resampling. Here they
+  are put back in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain, zip_longest
+from typing import Any
+
+import torch
+from lm_eval.api.task import Task
+from lm_eval.models.huggingface import HFLM
+
+from eval import ranks
+
+_NOTHING = object()
+
+
+class DataParallelHFLM(HFLM):  # type: ignore[misc]
+    """HFLM whose processes meet in eval/ranks.py, where they hear of each other's errors."""
+
+    def __init__(self, *arguments: Any, **keys: Any) -> None:
+        super().__init__(*arguments, **keys)
+        self.share(True)
+
+    def share(self, among_all: bool) -> None:
+        """Deal out the documents of the next task, or leave them to this process."""
+        # lm_eval sets these where it finds several GPUs, and not for processes on a CPU.
+        self._rank, self._world_size = (ranks.rank(), ranks.launched()) if among_all else (0, 1)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Batch sizes that were found. A number of requests, which comes as a bare number, is taken as the same on all: none is padded."""
+        if tensor.ndim == 0:
+            return tensor.repeat(self.world_size)
+        return torch.tensor(list(chain.from_iterable(ranks.exchange(tensor.tolist()))))
+
+    def gather_object(self, obj: dict[str, Any], dst: int = 0) -> list[dict[str, Any]] | None:
+        """Answers and scores of all documents, on the first process: those of all processes as one, in the documents' order."""
+        if self.world_size == 1:
+            return [obj]
+        found = ranks.collect(obj)
+        return [in_order(found)] if found else None
+
+    def barrier(self) -> None:
+        """Wait for the others."""
+        if self.world_size > 1:
+            ranks.exchange(None)
+
+
+def in_order(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What one process would have found.
+
+    Args:
+        found: By process; per task its samples, or its scores by metric and filter.
+
+    >>> in_order([{"arc": {("acc", "none"): [0, 2]}}, {"arc": {("acc", "none"): [1]}}])
+    {'arc': {('acc', 'none'): [0, 1, 2]}}
+    """
+    return {task: _task_in_order([one[task] for one in found]) for task in found[0]}
+
+
+def _task_in_order(found: Sequence[Any]) -> Any:
+    if isinstance(found[0], dict):
+        keys = dict.fromkeys(chain.from_iterable(found))
+        return {key: _dealt_back([one.get(key, []) for one in found]) for key in keys}
+    samples = list(chain.from_iterable(found))
+    filters = list(dict.fromkeys(one["filter"] for one in samples))
+    return sorted(samples, key=lambda one: (filters.index(one["filter"]), one["doc_id"]))
+
+
+def _dealt_back(lists: Iterable[list[Any]]) -> list[Any]:
+    rounds = zip_longest(*lists, fillvalue=_NOTHING)
+    return [value for one in rounds for value in one if value is not _NOTHING]
+
+
+def deal_out(task: Task) -> None:
+    """Have a task draw its few-shot examples as if one process asked everything."""
+    build = task.build_all_requests
+    if getattr(build, "deals_out", False):
+        return
+
+    def build_all_requests(*, rank: int = 0, world_size: int = 1, **keys: Any) -> None:
+        build(rank=0, world_size=1, **keys)
+        task._instances = [one for one in task._instances if one.doc_id % world_size == rank]
+
+    build_all_requests.deals_out = True  # type: ignore[attr-defined]
+    task.build_all_requests = build_all_requests
+
+
+def fewest_documents(tasks: Iterable[Task], limit: int | None) -> int:
+    """Of the task with the fewest."""
+    numbers = [len(task.eval_docs) for task in tasks]
+    return min(number if limit is None else min(number, limit) for number in numbers)

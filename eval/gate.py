@@ -1,0 +1,160 @@
+"""`eval.gate`: whether a tuned model may pass, for the exit status of a script or of CI. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from sft.errors import EvaluationError, did_you_mean
+from sft.recipe_eval import Gate
+
+if TYPE_CHECKING:
+    from eval.suites import TaskSelection
+
+DEFAULT, OVERALL = "default", "overall"
+Row = dict[str, Any]
+
+
+def gated_tasks(gate: Gate) -> list[str]:
+    """The tasks that a gate names."""
+    named = dict.fromkeys([*gate.max_regression, *gate.require])
+    return list(dict.fromkeys(name.partition("/")[0] for name in named if name not in (DEFAULT, OVERALL)))
+
+
+def _parts_of(selection: TaskSelection) -> set[str]:
+    """Everything in the groups and tags that are selected: read from the task files, which takes seconds."""
+    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._index import Kind
+
+    from eval.task_index import members
+
+    entries = TaskManager(include_path=[str(path) for path in selection.include_paths]).task_index
+    found: set[str] = set()
+    left = [task.name for task in selection.tasks]
+    while left:
+        entry = entries.get(left.pop())
+        if entry is not None and entry.kind in (Kind.GROUP, Kind.TAG):
+            inside = set(members(entry.cfg, entry.tags if entry.kind is Kind.TAG else ())) - found
+            found |= inside
+            left += inside
+    return found
+
+
+def check_gate(gate: Gate | None, selection: TaskSelection, known: Collection[str]) -> None:
+    """Refuse a gate over what is not measured. Loads no model and no dataset.
+
+    Args:
+        gate: The recipe's eval.gate.
+        selection: What is measured.
+        known: Every name that a group could have in it.
+
+    Raises:
+        EvaluationError: It names something else; all of it at once.
+    """
+    if gate is None:
+        return
+    measured = [task.name for task in selection.tasks]
+    unknown = [name for name in gated_tasks(gate) if name not in measured]
+    if not selection.all_local and any(name in known for name in unknown):
+        parts = _parts_of(selection)
+        unknown = [name for name in unknown if name not in parts]
+    if unknown:
+        names = ", ".join(measured) or "nothing"
+        problems = [
+            f"eval.gate: `{name}` is not measured{did_you_mean(name, [*measured, DEFAULT, OVERALL], '.')} Measured: {names}."
+            for name in unknown
+        ]
+        raise EvaluationError(
+            "\n".join([*problems, "Another selection of tasks needs another gate; eval.gate=null is none."])
+        )
+
+
+def _worse_by(row: Row) -> float:
+    """How much worse the tuned model is, in the metric's own unit; negative where it is better."""
+    return float(row["difference"] if row.get("higher_is_better") is False else -row["difference"])
+
+
+def _called(row: Row) -> str:
+    return f"{row['task']} ({row['metric']})" if row.get("metric") else "overall"
+
+
+def _find(name: str, comparison: dict[str, Any]) -> Row | str:
+    """The row that a name of the gate means, or why there is none."""
+    if name == OVERALL:
+        return (
+            comparison["overall"]
+            or "overall: there is no mean over tasks; it takes two whose metrics are shares from 0 to 1."
+        )
+    task, _, wanted = name.partition("/")
+    metric, _, filter_name = wanted.partition(",")
+    rows: list[Row] = [row for row in comparison["metrics"] if row["task"] == task]
+    chosen = [
+        row
+        for row in rows
+        if (row["metric"] == metric and row["filter"] == (filter_name or row["filter"]) if wanted else row["decides"])
+    ]
+    if chosen:
+        return chosen[0]
+    if not rows:
+        return f"{task} has no score."
+    if not wanted:  # a part of a group, none of whose metrics decides
+        return rows[0]
+    keys = [f"{row['metric']},{row['filter']}" for row in rows]
+    return f"{task} has no metric {wanted}{did_you_mean(wanted, keys, '.')} It has: {', '.join(keys)}."
+
+
+def _regressed(row: Row, most: float, judge_by: str) -> str | None:
+    """Why a drop is too large, if it is."""
+    worse, called = _worse_by(row), _called(row)
+    if row.get("higher_is_better", True) is None:
+        return f"{called}: whether higher is better is not known, so no drop can be judged."
+    if judge_by == "evidence" and row["verdict"] in ("TOO FEW DOCUMENTS", "UNKNOWN"):
+        return (
+            f"{called}: the verdict is {row['verdict']}, which shows no drop and no absence of one. Measure more documents, or set "
+            "eval.gate.judge_by=score."
+        )
+    # 0.62 - 0.60 is more than 0.02 by rounding alone.
+    if worse <= most + 1e-9 or (judge_by == "evidence" and row["verdict"] != "REGRESSED"):
+        return None
+    proven = ", which is more than chance" if judge_by == "evidence" else ""
+    return (
+        f"{called}: {row['base']:.4f} -> {row['tuned']:.4f}, worse by {worse:.4f}{proven}; at most {most:g} is allowed."
+    )
+
+
+def _missed(row: Row, least: float) -> str | None:
+    called, lower = _called(row), row.get("higher_is_better") is False
+    if row["tuned"] <= least + 1e-9 if lower else row["tuned"] >= least - 1e-9:
+        return None
+    return f"{called}: the tuned model has {row['tuned']:.4f}; at {'most' if lower else 'least'} {least:g} is required."
+
+
+def judge_gate(gate: Gate | None, comparison: dict[str, Any]) -> dict[str, Any] | None:
+    """Hold a comparison against a gate.
+
+    Args:
+        gate: The recipe's eval.gate.
+        comparison: As in comparison.json.
+
+    Returns:
+        `asked`, `passed`, and a sentence for each of `failures`; None without a gate.
+    """
+    if gate is None:
+        return None
+    failures: list[str | None] = [
+        f"{task} was not measured: {reason}" for task, reason in comparison["not_measured"].items()
+    ]
+    regressions = dict(gate.max_regression)
+    default = regressions.pop(DEFAULT, None)
+    if default is not None:
+        named = {name.partition("/")[0] for name in regressions}
+        rows = [row for row in comparison["metrics"] if row["decides"] and row["task"] not in named]
+        failures += [_regressed(row, default, gate.judge_by) for row in rows]
+    for name, most in regressions.items():
+        row = _find(name, comparison)
+        failures.append(row if isinstance(row, str) else _regressed(row, most, gate.judge_by))
+    for name, least in gate.require.items():
+        row = _find(name, comparison)
+        failures.append(row if isinstance(row, str) else _missed(row, least))
+    told = list(dict.fromkeys(failure for failure in failures if failure is not None))
+    return {"asked": gate.model_dump(mode="json"), "passed": not told and comparison["complete"], "failures": told}

@@ -1,0 +1,145 @@
+"""The model that is being trained, as lm_eval asks it: every rank the same questions, in step.
+
+Under ZeRO-3 and FSDP2 a rank holds a share of each weight, and each forward pass is a meeting of all ranks. So all ranks measure the
+same documents in the same order: as many passes on each, whatever comes out of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+from eval.settings import Settings
+
+if TYPE_CHECKING:
+    from lm_eval.models.huggingface import HFLM
+
+
+class LeftOff(Exception):
+    """The training is to stop, and the measurement with it."""
+
+
+class Live:
+    """A model of a training, for lm_eval: no module, or it would put it into another mode and tie its weights anew.
+
+    Args:
+        trainer: Has the model, whatever engine shares it out.
+        settings: Of the evaluation.
+        pad_token_id: Of the tokenizer.
+    """
+
+    def __init__(self, trainer: Any, settings: Settings, pad_token_id: int) -> None:
+        from transformers import GenerationConfig
+
+        self.trainer = trainer
+        self.config = deepcopy(trainer.accelerator.unwrap_model(trainer.model).config)
+        self.device = trainer.accelerator.device
+        self.generation = GenerationConfig(
+            **settings.generation, eos_token_id=list(settings.stop_token_ids), pad_token_id=pad_token_id
+        )
+        self.shared = is_shared(trainer)
+
+    def _in_step(self) -> None:
+        """Each rank comes here before each batch.
+
+        Raises:
+            LeftOff: On all of them.
+        """
+        from sft.progress import EVALUATION
+
+        self.trainer.progress.at(EVALUATION)
+        if self.trainer.stopping.stops():
+            raise LeftOff
+
+    def __call__(self, ids: Any) -> Any:
+        """One forward pass, as in training but for its mode."""
+        self._in_step()
+        with self.trainer.compute_loss_context_manager():
+            return self.trainer.model(ids)
+
+    def generate(self, **arguments: Any) -> Any:
+        """Answers; where weights are shared, as many passes on each rank as the longest on any takes."""
+        from transformers import StoppingCriteria
+
+        from sft.progress import EVALUATION
+
+        progress = self.trainer.progress
+
+        class Moves(StoppingCriteria):  # type: ignore[misc]
+            """Stops nothing: says that this rank moves."""
+
+            def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+                import torch
+
+                progress.at(EVALUATION)
+                return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+        self._in_step()
+        arguments["stopping_criteria"].append(Moves())
+        with self.trainer.compute_loss_context_manager():
+            return self._generate(**arguments, generation_config=self.generation, synced_gpus=self.shared)
+
+    def _generate(self, **arguments: Any) -> Any:
+        whole = self.trainer.model
+        if not hasattr(whole, "get_base_model"):
+            return whole.generate(**arguments)
+        below = whole.get_base_model()  # peft's own `generate` changes the model's generation config
+        if not self.trainer.is_fsdp_enabled:
+            return below.generate(**arguments)
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        # What belongs to no layer is gathered when the outermost module is entered, which is peft's.
+        whole.generate_below = below.generate
+        register_fsdp_forward_method(whole, "generate_below")
+        try:
+            return whole.generate_below(**arguments)
+        finally:
+            del whole.generate_below
+
+
+def is_shared(trainer: Any) -> bool:
+    """Whether each rank holds a share of the weights only."""
+    stage = trainer.model_wrapped.zero_optimization_stage() if trainer.is_deepspeed_enabled else 0
+    return trainer.accelerator.num_processes > 1 and (stage == 3 or trainer.is_fsdp_enabled)
+
+
+def language_model(live: Live, tokenizer: Any, settings: Settings) -> HFLM:
+    """lm_eval's model over it."""
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(
+        pretrained=live,
+        tokenizer=deepcopy(tokenizer),  # it sets a padding side
+        backend="causal",
+        max_length=settings.max_length,
+        batch_size=settings.batch_size,
+        add_bos_token=settings.add_bos_token,
+        enable_thinking=settings.enable_thinking,
+    )
+
+
+@contextmanager
+def undisturbed(model: Any) -> Iterator[None]:
+    """Put back what a measurement changes of a training: random numbers of this rank, and the mode of each module."""
+    import numpy as np
+    import torch
+
+    modes = {module: module.training for module in model.modules()}
+    streams = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        random.setstate(streams[0])
+        np.random.set_state(streams[1])
+        torch.set_rng_state(streams[2])
+        if gpu is not None:
+            torch.cuda.set_rng_state(gpu)
+            torch.cuda.empty_cache()

@@ -1,0 +1,105 @@
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from eval.backends import Target
+from eval.base_cache import FOLDER, base_key, find, keep, model_identity, place
+from eval.placement import Placement
+from eval.settings import Reference, Settings
+from eval.treatment import Treatment
+
+Resolve = Callable[..., Settings]
+ALONE = Placement(0, "a test")
+
+
+@pytest.fixture
+def base(tuned_model: Path, tmp_path: Path) -> Path:
+    shutil.copytree(tuned_model, tmp_path / "base")
+    return tmp_path / "base"
+
+
+def treatment(settings: Settings, reference: Reference) -> Treatment:
+    return Treatment(settings, reference.tokenizer, None)
+
+
+def results(folder: Path, score: float = 0.5) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "results.json").write_text(json.dumps({"score": score}))
+    (folder / "samples_arc.jsonl").write_text("{}\n" * 1000)
+    return folder
+
+
+def test_a_copy_of_a_model_is_the_same_model_and_any_changed_file_of_it_is_another(base: Path, tmp_path: Path) -> None:
+    before = model_identity(Target("base", str(base)))
+    shutil.copytree(base, tmp_path / "copy")
+    assert model_identity(Target("base", str(tmp_path / "copy"))) == before
+    weights = (base / "model.safetensors").read_bytes()
+    (base / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))  # the same size
+    assert model_identity(Target("base", str(base))) != before
+    (base / "model.safetensors").write_bytes(weights)
+    assert model_identity(Target("base", str(base))) == before
+    (base / "modeling_mine.py").write_text("")
+    assert model_identity(Target("base", str(base))) != before
+
+
+def test_a_name_on_the_hub_is_known_by_its_commit_alone() -> None:
+    commit = "0123456789abcdef" * 2 + "01234567"
+    assert model_identity(Target("base", "org/model", commit)) == f"org/model@{commit}"
+    assert model_identity(Target("base", "org/model", "main")) is None
+    assert model_identity(Target("base", "org/model")) is None
+
+
+def test_what_moves_a_score_has_another_key(base: Path, settings: Resolve, reference: Reference) -> None:
+    plain = settings("arc")
+    target = Target("base", str(base))
+    two = replace(ALONE, processes=2)
+    half = replace(plain, dtype="bfloat16")
+    keys = [
+        base_key(target, treatment(plain, reference), ALONE),
+        base_key(target, treatment(settings("arc", limit=3), reference), ALONE),
+        base_key(target, treatment(replace(plain, loaded={"arc": {"documents_sha256": "0"}}), reference), ALONE),
+        base_key(replace(target, new_tokens=("<new>",)), treatment(plain, reference), ALONE),
+        base_key(target, treatment(half, reference), ALONE),
+        base_key(target, treatment(half, reference), two),  # other documents share a batch
+    ]
+    assert len({*keys}) == len(keys)
+    assert base_key(target, treatment(plain, reference), two) == keys[0]
+    assert base_key(replace(target, label="other"), treatment(plain, reference), ALONE) == keys[0]
+
+
+def test_what_was_kept_is_found_and_copied_whole(tmp_path: Path) -> None:
+    assert find(tmp_path, "key") is None
+    keep(tmp_path, "key", results(tmp_path / "first"))
+    kept = find(tmp_path, "key")
+    assert kept is not None
+    run = tmp_path / "run" / "base"
+    run.mkdir(parents=True)
+    (run / "samples_old.jsonl").touch()
+    place(kept, run)
+    assert {path.name for path in run.iterdir()} == {"results.json", "samples_arc.jsonl"}
+    (run / "results.json").write_text("changed in the run")
+    assert json.loads((kept / "results.json").read_text()) == {"score": 0.5}
+
+
+def test_the_first_of_two_runs_that_measure_at_once_is_kept_and_nothing_is_mixed(tmp_path: Path) -> None:
+    folders = [results(tmp_path / f"run{n}", float(n)) for n in range(6)]
+    threads = [Thread(target=keep, args=(tmp_path, "key", folder)) for folder in folders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    kept = find(tmp_path, "key")
+    assert kept is not None
+    assert json.loads((kept / "results.json").read_text())["score"] in range(6)
+    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["key"]
+
+
+def test_a_folder_that_cannot_be_written_to_keeps_nothing_and_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).write_text("a file where a folder should be")
+    keep(tmp_path, "key", results(tmp_path / "first"))
+    assert find(tmp_path, "key") is None

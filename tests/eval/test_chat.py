@@ -1,0 +1,127 @@
+"""Base and tuned model answer prompts: the real models of the demo."""
+
+from collections.abc import Callable
+
+import pytest
+import yaml
+
+from eval.chat import answer_limit, chat, main
+from eval.chat_model import load_asker
+from eval.chat_prompts import DEFAULT, prompts_of
+from eval.settings import load_reference
+from sft.demo import TRAIN_ROWS, _rows
+from sft.errors import EvaluationError, RecipeError
+from sft.finish import programs
+from sft.recipe import Recipe
+from sft.recipe_file import parse_recipe
+from sft.run_directory import Run, read_json
+
+
+def change(run: Run, **evaluation: object) -> None:
+    recipe = yaml.safe_load(run.recipe_file.read_text())
+    run.recipe_file.write_text(yaml.safe_dump(recipe | {"eval": evaluation}))
+
+
+def test_both_models_answer_and_the_same_again(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "Go"},
+    ]
+    change(run, chat={"prompts": ["For Nora: Oslo", turns], "max_new_tokens": 40})
+    main([str(run.path)])
+    first = read_json(run.path / "eval" / "chat.json")
+    assert [one["messages"] for one in first["prompts"]] == [[{"role": "user", "content": "For Nora: Oslo"}], turns]
+    for one in first["prompts"]:
+        for label in ("base", "tuned"):
+            assert one[label].keys() == {"text", "tokens", "ended", "empty", "loops"}
+            assert one[label]["ended"] or one[label]["tokens"] == 40
+    assert first["prompts"][0]["base"] != first["prompts"][0]["tuned"]
+    told = capsys.readouterr()
+    assert f"tuned: {first['checks']['tuned']['ended']} of 2 answers to prompts end by themselves" in told.out
+    assert ("WARNING" in told.err) != first["checks"]["tuned"]["passed"]
+    chat(run)
+    assert read_json(run.path / "eval" / "chat.json") == first
+
+
+def test_answers_of_a_batch_are_those_of_each_prompt_alone(run: Run) -> None:
+    """Padding is not seen."""
+    answers = []
+    for prompts in (["A", "Please book 4 bus tickets to Rome for Uma, leaving Sunday"], ["A"]):
+        change(run, chat={"prompts": prompts, "max_new_tokens": 12})
+        chat(run)
+        answers.append(read_json(run.path / "eval" / "chat.json")["prompts"][0])
+    assert answers[0] == answers[1]
+
+
+def test_a_saved_sampling_draws_the_same_each_time(run: Run) -> None:
+    change(run, chat={"prompts": ["A"], "max_new_tokens": 12})
+    (run.final / "generation_config.json").write_text('{"eos_token_id": [2, 0], "pad_token_id": 0, "do_sample": true}')
+    texts = []
+    for _ in range(2):
+        chat(run)
+        result = read_json(run.path / "eval" / "chat.json")
+        assert result["generation"]["do_sample"] is True
+        texts.append(result["prompts"][0]["tuned"]["text"])
+    assert texts[0] == texts[1]
+
+
+def test_a_model_without_template_is_not_asked_unless_the_recipe_says_so(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run.final / "chat_template.jinja").unlink()
+    change(run)
+    chat(run)
+    assert "no chat template" in read_json(run.path / "eval" / "chat.json")["skipped"]
+    assert "no prompts are answered" in capsys.readouterr().out
+    change(run, chat={"max_new_tokens": 8})
+    with pytest.raises(EvaluationError, match="no chat template"):
+        chat(run)
+
+
+def test_a_system_prompt_that_the_template_drops_is_refused(run: Run) -> None:
+    (run.final / "chat_template.jinja").write_text(
+        "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+    )
+    change(run, system_instruction="Be brief.", chat={"prompts": ["A"]})
+    with pytest.raises(EvaluationError, match="takes no system turn"):
+        chat(run)
+
+
+def test_answers_are_as_long_as_the_context_has_room(run: Run) -> None:
+    asker = load_asker(load_reference(str(run.final), None, False))
+    assert answer_limit(asker, [[1] * 1000, [1]], 512) == 24
+    assert answer_limit(asker, [[1]], 512) == 512
+    with pytest.raises(EvaluationError, match="1024 tokens leaves no room"):
+        answer_limit(asker, [[1] * 1024], 512)
+
+
+def test_the_system_prompt_of_the_recipe_begins_each_conversation_without_one(
+    make_recipe: Callable[..., Recipe],
+) -> None:
+    recipe = make_recipe(
+        "eval.system_instruction=Be brief.",
+        'eval.chat.prompts=["Hi", [{role: system, content: S}, {role: user, content: U}]]',
+    )
+    assert [one[0]["content"] for one in prompts_of(recipe)] == ["Be brief.", "S"]
+
+
+def test_the_demo_is_asked_about_what_it_has_not_trained(make_recipe: Callable[..., Recipe]) -> None:
+    import random
+
+    asked = [one[-1]["content"] for one in prompts_of(make_recipe())]
+    trained = {question for question, _ in _rows(TRAIN_ROWS, False, random.Random(1))}
+    assert len(set(asked)) == len(DEFAULT)
+    assert not trained & set(asked)
+
+
+def test_chat_can_be_left_out_and_is_checked_like_any_key(make_recipe: Callable[..., Recipe]) -> None:
+    assert programs(make_recipe().eval) == ["eval.chat"]
+    assert programs(make_recipe("eval.tasks=[builtin:demo]", "eval.chat=false").eval) == ["eval.run"]
+    assert programs(make_recipe("eval.tasks=[builtin:demo]").eval) == ["eval.chat", "eval.run"]
+    assert programs(make_recipe("eval.chat=false").eval) == []
+    with pytest.raises(RecipeError, match=r"eval.chat.prompt: unknown key; did you mean `prompts`"):
+        make_recipe("eval.chat.prompt=[a]")
+    recipe = make_recipe("eval.chat=false")
+    again = parse_recipe(recipe.model_dump_json(exclude_none=False), [], "again")
+    assert again == recipe

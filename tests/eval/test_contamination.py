@@ -1,0 +1,147 @@
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eval.contamination import check_contamination
+from eval.ngrams import Search, hash_words, ngrams, words
+from sft.documents import Chunk, Counts
+from sft.findings import Findings
+from sft.run_directory import Run, write_json
+from sft.store import DocumentWriter, SequenceIndex
+
+LONG = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
+
+
+def found(documents: list[list[str]], texts: list[str], size: int = 13) -> list[bool]:
+    search = Search(documents, size)
+    search.look_at(texts)
+    return [bool(hit) for hit in search.found()]
+
+
+def test_thirteen_words_in_a_row_are_found_in_any_dress() -> None:
+    dressed = "And then: ONE, two; three (four) five--six seven eight nine ten eleven twelve 'thirteen', and no more."
+    assert found([[LONG], ["what else is there to be said of the weather in this town today"]], [dressed]) == [
+        True,
+        False,
+    ]
+    assert found([[LONG]], [dressed.replace("seven", "7")]) == [False]
+
+
+def test_words_of_two_texts_or_two_fields_are_not_in_a_row() -> None:
+    half = LONG.split()
+    assert found([[LONG]], [" ".join(half[:7]), " ".join(half[7:])]) == [False]
+    assert found([[" ".join(half[:7]), " ".join(half[7:])]], [LONG]) == [True]  # a whole field of it
+    assert found([[" ".join(half[:3]), " ".join(half[7:10])]], [LONG]) == [False]
+
+
+def test_a_short_document_is_found_as_a_whole() -> None:
+    assert found([["Who wrote the first novel?"]], ["He asked: who wrote the first novel? Nobody knew."]) == [True]
+    assert found([["Who wrote the first novel?"]], ["He asked who wrote the first poem."]) == [False]
+
+
+def test_a_document_of_a_few_words_is_not_looked_for_and_counted() -> None:
+    search = Search([["Number 3?", "3"], [LONG]], 13)
+    search.look_at(["Number 3? 3"])
+    assert search.unsearchable.tolist() == [True, False]
+    assert search.found().tolist() == [False, False]
+
+
+def test_the_words_of_the_task_itself_are_no_finding() -> None:
+    introduction = "if you follow these instructions do you return to the starting point always or not"
+    documents = [[f"{introduction} take {number} steps"] for number in range(11)]
+    assert not any(found(documents, [introduction]))
+    assert found(documents, [f"{introduction} take 4 steps"]).count(True) == 1
+    assert all(found(documents[:10], [introduction]))
+
+
+def test_signs_are_words() -> None:
+    assert words("我们 go 学习。") == ["我", "们", "go", "学", "习"]
+
+
+def test_the_hash_of_words_in_a_row_is_that_of_these_words_alone() -> None:
+    hashed = hash_words(["a b c d"])[:-1]
+    every = ngrams(hashed, [2, 3])
+    assert every[2].tolist() == [ngrams(hashed[n : n + 2], [2])[2][0] for n in range(3)]
+    assert len({*every[2].tolist(), *every[3].tolist()}) == 5
+    assert len(ngrams(hashed, [9])[9]) == 0
+
+
+class Words:
+    """A tokenizer whose ids are its words'."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.known = sorted({word for text in texts for word in text.split()})
+
+    def ids(self, text: str) -> list[int]:
+        return [self.known.index(word) for word in text.split()]
+
+    def batch_decode(self, ids: list[list[int]], skip_special_tokens: bool) -> list[str]:
+        assert skip_special_tokens
+        return [" ".join(self.known[one] for one in row) for row in ids]
+
+
+def prepare(run: Run, texts: list[str], trained: list[int]) -> Words:
+    """Prepared data as a training has left it."""
+    tokenizer, folder = Words(texts), Path(run.recipe().output_dir) / ".prepared" / "key"
+    folder.mkdir(parents=True)
+    rows = [np.array(tokenizer.ids(text), np.int32) for text in texts]
+    from sft.documents import DOCUMENT
+
+    documents = np.zeros(len(rows), DOCUMENT)
+    documents["length"] = [len(row) for row in rows]
+    tokens = np.concatenate(rows)
+    with DocumentWriter(folder) as writer:
+        writer.write(Chunk(tokens, np.ones(len(tokens), np.uint8), documents, Counts(), Findings()))
+    SequenceIndex(np.array(trained), np.arange(1, len(trained) + 1)).save(folder / "train.npz")
+    SequenceIndex(np.array([], int), np.array([], int)).save(folder / "held_out.npz")
+    sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
+    write_json(folder / "prepared.json", {"fingerprint": "abc", "sizes": sizes})
+    run.update(data_fingerprint="abc")
+    return tokenizer
+
+
+def rows_and_samples() -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, list[dict[str, Any]]]]:
+    row = {"task": "mine", "metric": "acc", "filter": "none", "decides": True}
+    samples = {
+        "mine": [
+            {"doc_id": n, "doc": {"text": text}, "filter": "none", "acc": n % 2}
+            for n, text in enumerate(
+                [LONG, "a text that nobody has ever written down before today", "b", LONG + " more"]
+            )
+        ]
+    }
+    return [row], {"results": {"mine": {"acc,none": 0.5}}}, samples
+
+
+def test_documents_that_were_trained_on_are_counted_and_the_score_without_them(run: Run) -> None:
+    run.recipe_file.write_text(run.recipe_file.read_text().replace("output_dir", "#"))
+    run.update(overrides=[f"output_dir={run.path.parent}"])
+    tokenizer = prepare(
+        run,
+        ["nothing of it at all", f"so then {LONG}", "a text that nobody has ever written down before today"],
+        [0, 1],
+    )
+    rows, results, samples = rows_and_samples()
+    contamination = check_contamination(True, run, tokenizer, rows, (results, results), (samples, samples))  # type: ignore[arg-type]
+    assert contamination is not None
+    # The third text is held out: it is prepared, and not trained on.
+    assert contamination["ngram"] == 13
+    assert contamination["tasks"]["mine"] == {
+        "documents": 4,
+        "found": 2,
+        "too_short": 1,
+        "metric": "acc",
+        "base_without": 0.5,
+        "tuned_without": 0.5,
+        "difference_without": 0.0,
+    }
+    assert check_contamination(False, run, tokenizer, rows, (results, results), (samples, samples)) is None  # type: ignore[arg-type]
+
+
+def test_data_that_is_gone_is_said_to_be_gone(run: Run) -> None:
+    rows, results, samples = rows_and_samples()
+    gone = check_contamination(8, run, Words([]), rows, (results, results), (samples, samples))  # type: ignore[arg-type]
+    assert gone is not None
+    assert (gone["ngram"], gone["tasks"]) == (8, {})
+    assert "no longer prepared" in gone["reason"]

@@ -1,0 +1,140 @@
+from typing import Any
+
+import pytest
+
+from eval.gate import check_gate, judge_gate
+from eval.suites import Task, TaskSelection, check_tasks
+from sft.errors import EXIT_GATE, EvaluationError, GateFailed
+from sft.recipe import Evaluation
+from sft.recipe_eval import Gate
+
+
+def row(task: str, base: float, tuned: float, verdict: str = "NO EVIDENCE", **more: object) -> dict[str, Any]:
+    return {
+        "task": task,
+        "metric": "acc",
+        "filter": "none",
+        "decides": True,
+        "higher_is_better": True,
+        "base": base,
+        "tuned": tuned,
+        "difference": tuned - base,
+        "verdict": verdict,
+    } | more
+
+
+def judged(gate: dict[str, Any], *rows: dict[str, Any], **more: object) -> dict[str, Any]:
+    comparison = {"complete": True, "not_measured": {}, "metrics": list(rows), "overall": None} | more
+    outcome = judge_gate(Gate.model_validate(gate), comparison)
+    assert outcome is not None
+    return outcome
+
+
+def local(*names: str) -> TaskSelection:
+    return TaskSelection(tuple(Task(name, f"/{name}.yaml") for name in names), ())
+
+
+def test_a_drop_may_be_as_large_as_allowed_and_no_larger() -> None:
+    # 0.62 - 0.60 is 0.020000000000000018.
+    assert judged({"max_regression": {"arc": 0.02}}, row("arc", 0.62, 0.60))["passed"]
+    failed = judged({"max_regression": {"arc": 0.02}}, row("arc", 0.62, 0.59))
+    assert failed["failures"] == ["arc (acc): 0.6200 -> 0.5900, worse by 0.0300; at most 0.02 is allowed."]
+    assert not failed["passed"]
+    assert failed["asked"] == {"max_regression": {"arc": 0.02}, "require": {}, "judge_by": "score"}
+
+
+def test_default_is_for_each_task_that_is_not_named() -> None:
+    rows = row("ifeval", 0.5, 0.4), row("arc", 0.5, 0.4), row("part", 0.5, 0.1, decides=False)
+    failures = judged({"max_regression": {"ifeval": 0.2, "default": 0.05}}, *rows)["failures"]
+    assert [failure.split()[0] for failure in failures] == ["arc"]
+
+
+def test_of_a_metric_that_should_be_low_a_rise_is_the_drop() -> None:
+    rose = row("wiki", 9.0, 9.5, higher_is_better=False)
+    assert "worse by 0.5" in judged({"max_regression": {"wiki": 0.1}}, rose)["failures"][0]
+    assert judged({"max_regression": {"wiki": 0}}, row("wiki", 9.5, 9.0, higher_is_better=False))["passed"]
+    assert "at most 9 is required" in judged({"require": {"wiki": 9}}, rose)["failures"][0]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "passed"),
+    [("REGRESSED", False), ("NO EVIDENCE", True), ("IMPROVED", True), ("TOO FEW DOCUMENTS", False), ("UNKNOWN", False)],
+)
+def test_by_evidence_only_what_is_shown_fails_and_what_cannot_be_shown(verdict: str, passed: bool) -> None:
+    gate = {"max_regression": {"default": 0.0}, "judge_by": "evidence"}
+    tuned = 0.6 if verdict == "IMPROVED" else 0.4
+    assert judged(gate, row("arc", 0.5, tuned, verdict))["passed"] is passed
+
+
+def test_a_score_that_is_required_is_reached_or_told() -> None:
+    assert judged({"require": {"gsm8k": 0.4}}, row("gsm8k", 0.1, 0.4))["passed"]
+    failed = judged({"require": {"gsm8k": 0.4}}, row("gsm8k", 0.1, 0.39))
+    assert failed["failures"] == ["gsm8k (acc): the tuned model has 0.3900; at least 0.4 is required."]
+
+
+def test_another_metric_than_the_one_that_decides_can_be_named() -> None:
+    strict = row("gsm8k", 0.5, 0.5, metric="exact_match", filter="strict")
+    flexible = row("gsm8k", 0.6, 0.3, metric="exact_match", filter="flexible", decides=False)
+    gate = {"max_regression": {"gsm8k/exact_match,flexible": 0.1}}
+    assert "worse by 0.3" in judged(gate, strict, flexible)["failures"][0]
+    failed = judged({"require": {"gsm8k/exact_mach": 0.1}}, strict, flexible)
+    assert "gsm8k has no metric exact_mach; did you mean `exact_match," in failed["failures"][0]
+
+
+def test_the_mean_over_tasks_can_be_gated_where_there_is_one() -> None:
+    overall = {"base": 0.5, "tuned": 0.45, "difference": -0.05, "verdict": "NO EVIDENCE"}
+    gate = {"max_regression": {"overall": 0.02}}
+    assert judged(gate, overall=overall)["failures"] == [
+        "overall: 0.5000 -> 0.4500, worse by 0.0500; at most 0.02 is allowed."
+    ]
+    assert "there is no mean over tasks" in judged(gate)["failures"][0]
+
+
+def test_what_is_incomplete_never_passes() -> None:
+    lost = {"complete": False, "not_measured": {"gsm8k": "no network"}}
+    outcome = judged({"max_regression": {"default": 0.5}}, row("arc", 0.5, 0.5), **lost)
+    assert not outcome["passed"]
+    assert outcome["failures"] == ["gsm8k was not measured: no network"]
+    assert judged({"require": {"gsm8k": 0.1}})["failures"] == ["gsm8k has no score."]
+
+
+def test_without_a_gate_nothing_is_judged() -> None:
+    assert judge_gate(None, {}) is None
+
+
+def test_a_gate_over_what_is_not_measured_is_refused() -> None:
+    with pytest.raises(EvaluationError) as error:
+        check_gate(
+            Gate(max_regression={"ifevall": 0.1, "default": 0.1}, require={"arc": 1}), local("ifeval", "mine"), ()
+        )
+    assert "`ifevall` is not measured; did you mean `ifeval`? Measured: ifeval, mine." in str(error.value)
+    assert "`arc` is not measured. Measured: ifeval, mine." in str(error.value)
+    check_gate(Gate(max_regression={"ifeval/acc": 0.1, "overall": 0.1}), local("ifeval"), ())
+
+
+def test_it_is_refused_with_the_tasks_of_the_recipe(tmp_path: Any) -> None:
+    gate = Gate(require={"gsm8k": 0.1})
+    with pytest.raises(EvaluationError, match=r"`gsm8k` is not measured. Measured: demo_extraction"):
+        check_tasks(Evaluation(tasks=("builtin:demo",), gate=gate), tmp_path)
+
+
+def test_a_part_of_a_group_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = TaskSelection((Task("mine", "mine"),), ())
+    monkeypatch.setattr("eval.gate._parts_of", lambda selection: {"part"})
+    check_gate(Gate(require={"part": 0.1}), group, {"part", "other"})
+    with pytest.raises(EvaluationError, match="`other` is not measured"):
+        check_gate(Gate(require={"other": 0.1}), group, {"part", "other"})
+
+
+@pytest.mark.slow
+def test_the_parts_of_lm_evals_own_groups_are_known() -> None:
+    from eval.gate import _parts_of
+
+    parts = _parts_of(TaskSelection((Task("leaderboard_bbh", "leaderboard_bbh"),), ()))
+    assert "leaderboard_bbh_navigate" in parts
+    assert "leaderboard_ifeval" not in parts
+
+
+def test_a_gate_that_failed_ends_with_a_status_of_its_own() -> None:
+    assert EXIT_GATE not in (0, 1, 2, 75, 130, 143)
+    assert str(GateFailed(["a", "b"])) == "The gate has failed:\n  a\n  b"

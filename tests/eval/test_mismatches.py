@@ -1,0 +1,209 @@
+"""Two evaluations that were not made alike are refused, and what differs is named: each mismatch is planted by itself."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from eval.alike import check_alike
+from eval.compare import compare
+from eval.settings import Reference, Settings, load_reference, resolve_settings
+from eval.suites import check_tasks
+from eval.task_facts import task_facts
+from eval.tasks import load_tasks
+from sft.errors import EvaluationError
+from sft.recipe import Evaluation
+
+WriteTask = Callable[..., Path]
+
+
+def results(settings: Settings, **more: object) -> dict[str, Any]:
+    """results.json as `evaluate_model` writes it, read again; of a model that scored nothing."""
+    written = {
+        "settings": asdict(settings),
+        "settings_hash": settings.hash,
+        "config": {"model_dtype": f"torch.{settings.dtype}"},
+        "results": {"mine": {"alias": "mine", "sample_len": 4, "exact_match,none": 0.5}},
+        "higher_is_better": {"mine": {"exact_match": True}},
+        "n-samples": {"mine": {"original": 4, "effective": 4}},
+        "n-shot": {"mine": 0},
+        "versions": {"mine": 1.0},
+        "failed": {},
+        "prompts_cut": [],
+        "measured_model": {"model": "m", "revision": None},
+    }
+    read: dict[str, Any] = json.loads(json.dumps(written | more))
+    return read
+
+
+def asked(task: Path, reference: Reference, **keys: object) -> Settings:
+    """The settings of an evaluation, up to the weights: as eval/run.py decides them."""
+    evaluation = Evaluation.model_validate({"tasks": (str(task),), **keys})
+    selection = check_tasks(evaluation, task.parent)
+    settings = resolve_settings(evaluation, selection, reference, on_gpu=False)
+    tasks = load_tasks(selection, settings, False, task.parent / "log")
+    return replace(settings, loaded=task_facts(settings, tasks))
+
+
+@pytest.fixture
+def task(write_task: WriteTask, tmp_path: Path) -> Path:
+    path = write_task("mine", metadata={"version": 1.0})
+    examples = path.with_name("examples.jsonl")
+    examples.write_text("".join(json.dumps({"question": f"{n}", "answer": "0"}) + "\n" for n in range(8)))
+    config = yaml.safe_load(path.read_text()) | {"training_split": "train", "fewshot_split": "train"}
+    config["dataset_kwargs"]["data_files"]["train"] = str(examples)
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def edit_task(path: Path, **keys: object) -> None:
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | keys))
+
+
+def without_last_merge(text: str) -> str:
+    tokenizer = json.loads(text)
+    tokenizer["model"]["merges"].pop()
+    return json.dumps(tokenizer)
+
+
+def refused(base: dict[str, Any], tuned: dict[str, Any]) -> str:
+    with pytest.raises(EvaluationError) as error:
+        compare(base, tuned, {}, {})
+    return str(error.value)
+
+
+def test_what_was_measured_alike_is_compared(task: Path, reference: Reference) -> None:
+    first, second = (results(asked(task, reference, num_fewshot=1)) for _ in range(2))
+    assert first == second
+    assert compare(first, second, {}, {})["base_treatment"] is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"limit": 2}, "limit: base None, tuned 2"),
+        ({"limit": 2}, "loaded.mine.documents_sha256: base "),
+        ({"num_fewshot": 2}, "num_fewshot: base None, tuned 2"),
+        ({"num_fewshot": 2}, "loaded.mine.num_fewshot: base 0, tuned 2"),
+        ({"dtype": "bfloat16"}, "dtype: base float32, tuned bfloat16"),
+        ({"seed": 7}, "seed: base 0, tuned 7"),
+        ({"batch_size": 1}, "batch_size: base 32, tuned 1"),
+        ({"system_instruction": "Be brief."}, "system_instruction: base None, tuned Be brief."),
+        ({"max_gen_toks": 3}, "max_gen_toks: base None, tuned 3"),
+        ({"max_gen_toks": 3}, "loaded.mine.generation_kwargs.max_gen_toks: base 4, tuned 3"),
+        ({"apply_chat_template": False}, "apply_chat_template: base True, tuned False"),
+        ({"apply_chat_template": False}, "fewshot_as_multiturn: base True, tuned False"),
+        ({"apply_chat_template": False}, "add_bos_token: base False, tuned None"),
+        ({"base_template": "own"}, "base_template: base tuned, tuned own"),
+    ],
+)
+def test_a_key_of_the_recipe_that_differs_is_named(
+    keys: dict[str, Any], named: str, task: Path, reference: Reference
+) -> None:
+    assert f"\n  {named}" in refused(results(asked(task, reference)), results(asked(task, reference, **keys)))
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "named"),
+    [
+        ("chat_template.jinja", lambda text: text + " ", "chat_template_sha256: base "),
+        ("generation_config.json", lambda _: '{"eos_token_id": [2]}', "stop_token_ids: base [0, 2], tuned [2]"),
+        ("generation_config.json", lambda _: '{"eos_token_id": [2, 0], "repetition_penalty": 1.1}', "generation."),
+        (
+            "config.json",
+            lambda text: json.dumps(json.loads(text) | {"max_position_embeddings": 99}),
+            "max_length: base ",
+        ),
+        (
+            "tokenizer.json",
+            without_last_merge,
+            "tokenizer_sha256: base ",
+        ),
+    ],
+)
+def test_a_file_of_the_model_that_differs_is_named(
+    file: str,
+    change: Callable[[str], str],
+    named: str,
+    task: Path,
+    reference: Reference,
+    tuned_model: Path,
+    tmp_path: Path,
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tuned_model, other)
+    text = (other / file).read_text()
+    assert change(text) != text
+    (other / file).write_text(change(text))
+    told = refused(results(asked(task, reference)), results(asked(task, load_reference(str(other), None, False))))
+    assert f"\n  {named}" in told
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"metadata": {"version": 2.0}}, "loaded.mine.version: base 1.0, tuned 2.0"),
+        (
+            {"generation_kwargs": {"until": ["."], "max_gen_toks": 4}},
+            "loaded.mine.generation_kwargs.until: base ['\\n'], tuned ['.']",
+        ),
+        ({"repeats": 2}, "loaded.mine.repeats: base 1, tuned 2"),
+        ({"doc_to_text": "Q: {{question}}"}, "tasks.mine: base "),
+    ],
+)
+def test_a_task_that_differs_is_named(keys: dict[str, Any], named: str, task: Path, reference: Reference) -> None:
+    before = results(asked(task, reference))
+    edit_task(task, **keys)
+    assert f"\n  {named}" in refused(before, results(asked(task, reference)))
+
+
+@pytest.mark.parametrize(("file", "named"), [("mine", "documents_sha256"), ("examples", "examples_sha256")])
+def test_documents_and_examples_that_differ_are_named(file: str, named: str, task: Path, reference: Reference) -> None:
+    before = results(asked(task, reference, num_fewshot=1))
+    path = task.with_name(f"{file}.jsonl")
+    path.write_text(path.read_text().replace("2", "two", 1))
+    assert f"\n  loaded.mine.{named}: base " in refused(before, results(asked(task, reference, num_fewshot=1)))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"backend": "vllm"}, "backend: base hf, tuned vllm"),
+        ({"device": "cuda"}, "device: base cpu, tuned cuda"),
+        ({"enable_thinking": False}, "enable_thinking: base None, tuned False"),
+        ({"versions": {"lm_eval": "0.4.9"}}, "versions.lm_eval: base "),
+    ],
+)
+def test_what_else_measured_it_is_named(change: dict[str, Any], named: str, task: Path, reference: Reference) -> None:
+    settings = asked(task, reference)
+    assert f"\n  {named}" in refused(results(settings), results(replace(settings, **change)))
+
+
+def test_a_setting_changed_by_hand_in_a_results_file_is_named(task: Path, reference: Reference) -> None:
+    settings = asked(task, reference)
+    forged = results(settings)
+    forged["settings"]["limit"] = 1
+    assert "\n  limit: base None, tuned 1" in refused(results(settings), forged)
+    assert "settings_hash: base" in refused(results(settings), results(settings, settings_hash="0"))
+
+
+def test_weights_that_were_loaded_in_another_format_are_named(task: Path, reference: Reference) -> None:
+    settings = asked(task, reference)
+    other = results(settings, config={"model_dtype": "torch.bfloat16"})
+    assert "Base was measured in torch.float32 and tuned in torch.bfloat16" in refused(results(settings), other)
+
+
+def test_samples_of_other_documents_are_counted(task: Path, reference: Reference) -> None:
+    settings = results(asked(task, reference))
+    lines = [{"doc_id": n, "filter": "none", "doc_hash": str(n), "prompt_hash": "p"} for n in range(4)]
+    changed = [{**line, "doc_hash": "other"} if line["doc_id"] > 1 else line for line in lines]
+    with pytest.raises(EvaluationError, match="The documents of mine were not the same for base and tuned: 2 differ"):
+        check_alike(settings, settings, {"mine": lines}, {"mine": changed})
+    other_prompts = [{**line, "prompt_hash": "q"} for line in lines]
+    with pytest.raises(EvaluationError, match="The prompts of mine were not the same for base and tuned: 4 differ"):
+        check_alike(settings, settings, {"mine": lines}, {"mine": other_prompts})

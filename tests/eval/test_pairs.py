@@ -1,0 +1,164 @@
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eval.compare import compare
+from eval.pairs import leaves, pair, pair_task
+
+Rows = list[dict[str, Any]]
+
+
+def sampled(values: list[object], metric: str = "acc", filter_name: str = "none") -> Rows:
+    return [
+        {"doc_id": n, "filter": filter_name, metric: value, "doc_hash": str(n), "prompt_hash": str(n)}
+        for n, value in enumerate(values)
+    ]
+
+
+def results(scores: dict[str, dict[str, float]], subtasks: dict[str, list[str]] | None = None) -> dict[str, Any]:
+    metrics = {key.split(",")[0] for task in scores.values() for key in task if "," in key}
+    return {
+        "settings_hash": "a",
+        "settings": {},
+        "results": scores,
+        "group_subtasks": subtasks or {},
+        "higher_is_better": {task: dict.fromkeys(metrics, True) for task in scores},
+        "n-samples": {},
+        "n-shot": {},
+        "versions": {},
+        "failed": {},
+        "prompts_cut": [],
+        "measured_model": {"model": "m", "revision": None},
+        "config": {"model_dtype": "torch.float32"},
+    }
+
+
+def two_tasks(first: list[int], second: list[int], by_size: bool) -> tuple[dict[str, Any], dict[str, Rows]]:
+    """A group of two tasks as lm_eval reports it."""
+    means = [float(np.mean(values)) for values in (first, second)]
+    score = float(np.mean([*first, *second])) if by_size else float(np.mean(means))
+    scores = {
+        "both": {"acc,none": score, "sample_len": len(first) + len(second)},
+        "one": {"acc,none": means[0], "sample_len": len(first)},
+        "two": {"acc,none": means[1], "sample_len": len(second)},
+    }
+    return results(scores, {"both": ["one", "two"]}), {"one": sampled([*first]), "two": sampled([*second])}
+
+
+def test_a_prompt_with_several_values_counts_by_how_many_it_has() -> None:
+    # IFEval: three instructions followed of four, over two prompts.
+    base, tuned = sampled([[True, False, True], [True]]), sampled([[True, True, True], [False]])
+    pairs = pair(base, tuned, "acc,none", ({"acc,none": 0.75}, {"acc,none": 0.75}))
+    assert pairs is not None
+    assert pairs.base.mean() == pairs.tuned.mean() == 0.75
+    assert pairs.difference.tolist() == [0.5, -0.5]
+    assert not pairs.right_or_wrong
+
+
+def test_a_score_that_is_no_mean_of_its_documents_has_no_pairs() -> None:
+    rows = sampled([0.0, 1.0])
+    assert pair(rows, rows, "acc,none", ({"acc,none": 0.5}, {"acc,none": 0.5})) is not None
+    assert pair(rows, rows, "acc,none", ({"acc,none": 0.5}, {"acc,none": 0.6})) is None
+    assert pair(rows, rows[:1], "acc,none", ({"acc,none": 0.5}, {"acc,none": 0.0})) is None
+    assert pair(sampled([None, 1.0]), rows, "acc,none", ({"acc,none": 1.0}, {"acc,none": 0.5})) is None
+
+
+def test_documents_without_the_metric_are_left_out_of_both() -> None:
+    base, tuned = (
+        [*sampled([0, 1]), {"doc_id": 2, "filter": "none"}],
+        [*sampled([1, 1]), {"doc_id": 2, "filter": "none"}],
+    )
+    pairs = pair(base, tuned, "acc,none", ({"acc,none": 0.5}, {"acc,none": 1.0}))
+    assert pairs is not None
+    assert pairs.documents == (0, 1)
+
+
+@pytest.mark.parametrize(("by_size", "weights"), [(True, (0.8, 0.2)), (False, (0.5, 0.5))])
+def test_a_group_is_paired_with_the_weights_that_give_its_score(by_size: bool, weights: tuple[float, float]) -> None:
+    (base, base_samples), (tuned, tuned_samples) = (
+        two_tasks([0, 1, 0, 1] * 4, second, by_size) for second in ([0, 0, 0, 1], [0, 1, 1, 1])
+    )
+    paired = pair_task("both", "acc,none", base, tuned, (base_samples, tuned_samples))
+    assert paired is not None
+    assert paired.weights == pytest.approx(weights)
+    assert leaves(tuned, "both") == ["one", "two"]
+
+
+@pytest.mark.parametrize(("by_size", "test"), [(True, "mcnemar"), (False, "paired bootstrap")])
+def test_a_group_decides_and_its_parts_do_not(by_size: bool, test: str) -> None:
+    (base, base_samples), (tuned, tuned_samples) = (
+        two_tasks([0, 0, 1, 1] * 20, second, by_size) for second in ([0, 0, 0, 1] * 10, [1, 1, 1, 1] * 10)
+    )
+    compared = compare(base, tuned, base_samples, tuned_samples)
+    rows = {row["task"]: row for row in compared["metrics"]}
+    assert [row["decides"] for row in rows.values()] == [True, False, False]
+    assert rows["both"]["test"] == test
+    assert rows["both"]["verdict"] == "IMPROVED"
+    assert rows["both"]["subtasks"] == ["one", "two"]
+    # Its parts are a family of their own: twice the p-value of the better, and nothing of the other.
+    assert rows["two"]["p_adjusted"] == pytest.approx(2 * rows["two"]["p_value"])
+    assert compared["overall"] is None  # of one task
+
+
+def test_a_group_without_a_score_leaves_the_decision_to_its_parts() -> None:
+    (base, base_samples), (tuned, tuned_samples) = (
+        two_tasks([0, 1] * 30, second, True) for second in ([0, 1] * 30, [1, 1] * 30)
+    )
+    for one in (base, tuned):
+        one["results"]["both"] = {"alias": "both"}
+    compared = compare(base, tuned, base_samples, tuned_samples)
+    assert [(row["task"], row["decides"]) for row in compared["metrics"]] == [("one", True), ("two", True)]
+    overall = compared["overall"]
+    assert overall["tasks"] == ["one", "two"]
+    assert (overall["base"], overall["tuned"], overall["difference"]) == (0.5, 0.75, 0.25)
+    assert overall["documents"] == 120
+    assert overall["verdict"] == "IMPROVED"
+
+
+def test_a_perplexity_decides_but_is_no_part_of_the_mean() -> None:
+    base, tuned = (
+        results({"wiki": {"ppl,none": ppl, "ppl_stderr,none": 0.5}, "arc": {"acc,none": 0.5}}) for ppl in (9.0, 6.0)
+    )
+    for one in (base, tuned):
+        one["higher_is_better"]["wiki"] = {"ppl": False}
+        one["results"]["wiki"]["sample_len"] = 100
+    compared = compare(base, tuned, {"arc": sampled([0, 1])}, {"arc": sampled([1, 0])})
+    rows = {row["task"]: row for row in compared["metrics"]}
+    assert rows["wiki"]["decides"]
+    assert rows["wiki"]["verdict"] == "IMPROVED"
+    assert rows["arc"]["verdict"] == "TOO FEW DOCUMENTS"
+    assert compared["overall"] is None
+
+
+def test_acc_norm_decides_where_there_is_one() -> None:
+    base, tuned = (results({"arc": {"acc,none": 0.5, "acc_norm,none": 0.5}}) for _ in range(2))
+    samples = {"arc": [row | {"acc_norm": row["acc"]} for row in sampled([0, 1])]}
+    compared = compare(base, tuned, samples, samples)
+    assert [row["metric"] for row in compared["metrics"] if row["decides"]] == ["acc_norm"]
+
+
+def test_a_verdict_among_many_takes_more_than_one_alone() -> None:
+    def side(gained: int) -> tuple[dict[str, Any], dict[str, Rows]]:
+        values = {"arc": [1] * gained + [0] * (100 - gained)} | {f"task{n}": [0, 1] * 50 for n in range(9)}
+        return results({task: {"acc,none": float(np.mean(one))} for task, one in values.items()}), {
+            task: sampled([*one]) for task, one in values.items()
+        }
+
+    (base, base_samples), (tuned, tuned_samples) = side(0), side(7)
+    for one in (base, tuned):
+        for score in one["results"].values():
+            score["sample_len"] = 100
+    alone = compare(
+        base | {"results": {"arc": base["results"]["arc"]}},
+        tuned | {"results": {"arc": tuned["results"]["arc"]}},
+        {"arc": base_samples["arc"]},
+        {"arc": tuned_samples["arc"]},
+    )
+    assert alone["metrics"][0]["verdict"] == "IMPROVED"
+    among = compare(base, tuned, base_samples, tuned_samples)
+    row = among["metrics"][0]
+    assert row["p_adjusted"] == pytest.approx(10 * row["p_value"]) == pytest.approx(10 / 2**7)
+    assert row["verdict"] == "NO EVIDENCE"
+    assert row["interval_95"][0] > 0
+    assert "by itself arc would be more than chance" in among["note"]

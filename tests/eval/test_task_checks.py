@@ -1,0 +1,98 @@
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from eval.suites import check_tasks
+from eval.task_checks import KEYS, OUTPUT_TYPES
+from sft.errors import EvaluationError
+from sft.recipe import Evaluation
+
+WriteTask = Callable[..., Path]
+
+
+def problems(path: Path, folder: Path, **keys: str) -> str:
+    with pytest.raises(EvaluationError) as error:
+        check_tasks(Evaluation.model_validate({"tasks": (str(path),), **keys}), folder)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (
+            {"doc_to_txt": "{{question}}", "doc_to_text": None},
+            "`doc_to_txt` is no key of a task; did you mean `doc_to_text`",
+        ),
+        ({"doc_to_text": None}, "it has no `doc_to_text:`"),
+        ({"output_type": "generate"}, "`output_type: generate` is none of loglikelihood, multiple_choice"),
+        ({"dataset_path": None}, "it has no `dataset_path:`"),
+        ({"test_split": None}, "neither `test_split:` nor `validation_split:`"),
+        ({"output_type": "multiple_choice"}, "needs `doc_to_choice:`"),
+        (
+            {"dataset_kwargs": {"data_files": {"test": "/no/such/rows.jsonl"}}},
+            "there is no data file /no/such/rows.jsonl",
+        ),
+        ({"dataset_kwargs": {"data_files": ["/no/such/*.jsonl"]}}, "there is no data file /no/such/*.jsonl"),
+        ({"dataset_path": "/no/such/folder", "dataset_kwargs": None}, "there is no `dataset_path: /no/such/folder`"),
+    ],
+)
+def test_a_task_that_cannot_be_measured_is_refused_with_its_reason(
+    keys: dict[str, object], told: str, write_task: WriteTask, tmp_path: Path
+) -> None:
+    assert told in problems(write_task("mine", **keys), tmp_path)
+
+
+def test_all_that_is_wrong_is_told_at_once(write_task: WriteTask, tmp_path: Path) -> None:
+    told = problems(write_task("mine", test_split=None, doc_to_text=None, colour="red"), tmp_path)
+    assert len(told.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("code", "function", "told"),
+    [
+        ("def answer(doc): return doc\n", "utils.anwser", "has no `anwser`; did you mean `answer`"),
+        ("def answer(doc) return doc\n", "utils.answer", "cannot be read as Python"),
+        (None, "utils.answer", "there is no "),
+        ("", "answer", "names no module"),
+    ],
+)
+def test_a_function_is_looked_for_and_not_run(
+    code: str | None, function: str, told: str, write_task: WriteTask, tmp_path: Path
+) -> None:
+    path = write_task("mine", doc_to_text=None)
+    path.write_text(path.read_text() + f"doc_to_text: !function {function}\n")
+    if code is not None:
+        path.with_name("utils.py").write_text(
+            code + "raise SystemExit('imported')\n" * (code != "" and "(doc):" in code)
+        )
+    assert told in problems(path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "code", ["def answer(doc): ...", "answer = print", "from os import *", "from os import getcwd as answer"]
+)
+def test_a_function_that_is_there_is_taken(code: str, write_task: WriteTask, tmp_path: Path) -> None:
+    path = write_task("mine", doc_to_text=None)
+    path.write_text(path.read_text() + "doc_to_text: !function utils.answer\n")
+    path.with_name("utils.py").write_text(code)
+    assert check_tasks(Evaluation(tasks=(str(path),)), tmp_path).tasks
+
+
+def test_what_a_group_of_ones_own_has_in_it_is_looked_at(write_task: WriteTask, tmp_path: Path) -> None:
+    folder = write_task("one", test_split=None).parent
+    (folder / "group.yaml").write_text("group: ours\ntask: [inner]\n")
+    (folder / "inner.yaml").write_text("group: inner\ntask: [one]\n")
+    assert "one.yaml: it has neither `test_split:`" in problems(
+        folder / "group.yaml", tmp_path, include_path=str(folder)
+    )
+
+
+def test_the_keys_are_those_of_lm_evals_tasks() -> None:
+    from lm_eval.api.task import ALL_OUTPUT_TYPES
+    from lm_eval.config.task import TaskConfig
+
+    assert {field.name for field in fields(TaskConfig)} <= KEYS
+    assert KEYS - {field.name for field in fields(TaskConfig)} <= {"task", "metadata"}
+    assert list(OUTPUT_TYPES) == ALL_OUTPUT_TYPES

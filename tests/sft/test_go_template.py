@@ -1,0 +1,189 @@
+"""Jinja's chat templates as Go's: what a small reader of Go's language makes of them, beside what Jinja does."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft.go_template import Around, Message, agree, literal, read_around, write_go
+from sft.recipe import REPOSITORY
+
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+CONVERSATIONS = ("u", "su", "uau", "suau", "uauau", "suauau")
+ROLES = {"s": "system", "u": "user", "a": "assistant"}
+
+
+def conversation(roles: str) -> list[Message]:
+    return [{"role": ROLES[role], "content": f'{number}. {{{{ "x" }}}} "{role}"'} for number, role in enumerate(roles)]
+
+
+def apply_of(template: str) -> Callable[[Sequence[Message], bool], str]:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def apply(messages: Sequence[Message], prompt: bool) -> str:
+        try:
+            rendered = render_jinja_template(
+                [list(messages)], chat_template=template, add_generation_prompt=prompt, **TOKENS
+            )
+        except Exception as error:
+            raise ValueError(str(error)) from None
+        return str(rendered[0][0])
+
+    return apply
+
+
+def go(template: str, messages: Sequence[Message]) -> str:
+    """The part of Go's text/template that is written: range, if, else if, else, end, fields, strings; eq, and, index."""
+    parts = re.split(r'(\{\{(?:"(?:\\.|[^"\\])*"|.)*?\}\})', template, flags=re.DOTALL)
+    position, output = 0, ""
+
+    def value(words: str, scope: dict[str, Any]) -> Any:
+        words = words.strip()
+        if words.startswith("and "):
+            inside = re.findall(r"\((eq (?:[^()]|\([^()]*\))*)\)|(eq [^()]*)", words[4:])
+            assert inside, words
+            return all(value(one or other, scope) for one, other in inside)
+        if words.startswith("eq "):
+            left, right = re.fullmatch(r'eq (\(.*\)\.\w+|\S+) (".*"|\S+)', words).groups()  # type: ignore[union-attr]
+            return value(left, scope) == value(right, scope)
+        if match := re.fullmatch(r"\(index \$\.Messages 0\)\.Role", words):
+            assert match
+            return messages[0]["role"]
+        if words.startswith('"'):
+            return json.loads(words)
+        if words.startswith("."):
+            return scope[words[1:].lower()]
+        return scope["i"] if words == "$i" else int(words)
+
+    def run(scope: dict[str, Any], writing: bool) -> tuple[str, str]:
+        """Up to what ends the block, which is returned, with what was written."""
+        nonlocal position
+        written = ""
+        while position < len(parts):
+            part = parts[position]
+            position += 1
+            words = part[2:-2].strip() if part.startswith("{{") else None
+            if words is None:
+                written += part
+            elif words.startswith("range "):
+                start = position
+                for number, message in enumerate(messages):
+                    position = start
+                    written += run(scope | message | {"i": number}, writing)[0]
+            elif words.startswith("if "):
+                written += choose(words[3:], scope, writing)
+            elif words == "end" or words.startswith("else"):
+                return written, words
+            elif writing:
+                written += str(value(words, scope))
+        return written, ""
+
+    def choose(condition: str, scope: dict[str, Any], writing: bool) -> str:
+        taken, written = False, ""
+        while True:
+            holds = writing and not taken and (not condition or bool(value(condition, scope)))
+            inside, ended = run(scope, writing and holds)
+            written, taken = written + (inside if holds else ""), taken or holds
+            if ended == "end":
+                return written
+            condition = ended.removeprefix("else").strip().removeprefix("if ").strip()
+
+    output, ended = run({}, True)
+    assert ended == ""
+    return output
+
+
+def templates() -> dict[str, str]:
+    import importlib.util
+
+    spec = importlib.util.find_spec("trl")
+    assert spec is not None
+    assert spec.origin is not None
+    families = Path(spec.origin).parent / "chat_templates"
+    ours = REPOSITORY / "sft" / "chat_templates"
+    return {
+        file.stem: file.read_text(encoding="utf-8")
+        for folder in (families, ours)
+        for file in sorted(folder.glob("*.jinja"))
+    }
+
+
+TEMPLATES = templates()
+MUST = (
+    "chatml",
+    "plain",
+    "qwen2_5",
+    "qwen3",
+    "qwen3_instruct_2507",
+    "llama3",
+    "llama3_1",
+    "gemma",
+    "gemma3",
+    "phi3",
+    "glm4moe",
+)
+
+
+@pytest.mark.parametrize("name", [*MUST, *sorted(set(TEMPLATES) - set(MUST))])
+def test_what_go_writes_is_what_jinja_writes(name: str) -> None:
+    apply = apply_of(TEMPLATES[name])
+    try:
+        around = read_around(apply, TOKENS["bos_token"])
+        agree(around, apply)
+    except ValueError:
+        assert name not in MUST, "a family that recipes name cannot be written"
+        return  # refused, which is no wrong template
+    written = write_go(around)
+    for roles in CONVERSATIONS:
+        if around.first_system is None and "s" in roles:
+            continue
+        assert go(written, conversation(roles)) == apply(conversation(roles), True)
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ messages[-1].content }}", "each message once"),
+        ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "each message once"),
+        ("{% for m in messages %}[{{ m.content | upper }}]{% endfor %}", "each message once"),
+        ("{% for m in messages %}{{ loop.index }}{{ m.content }}{% endfor %}", "comes out otherwise"),
+        ("{% for m in messages %}{{ m.role }}({{ m.content | replace('{', '[') }}){% endfor %}", "comes out otherwise"),
+        (
+            "{{ messages | length }}{% for m in messages %}{{ m.role }}({{ m.content }}){% endfor %}",
+            "comes out otherwise",
+        ),
+        ("{{ raise_exception('no') }}", "no"),
+    ],
+)
+def test_a_template_that_writes_anything_else_is_refused(template: str, why: str) -> None:
+    apply = apply_of(template)
+    with pytest.raises(ValueError, match=why):
+        agree(read_around(apply, ""), apply)
+
+
+def test_what_a_template_takes_away_is_told() -> None:
+    assert any("<think>" in one for one in agree(*_both("qwen3")).differs)
+    assert any("space around" in one for one in agree(*_both("llama3")).differs)
+    assert any("no place" in one for one in agree(*_both("gemma")).differs)
+    assert agree(*_both("chatml")).differs == ()
+
+
+def _both(name: str) -> tuple[Around, Any]:
+    apply = apply_of(TEMPLATES[name])
+    return read_around(apply, TOKENS["bos_token"]), apply
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<|a|>\n", "{{ x }}", "{", 'say "hi"', '"""', "a\u00a0b", "tab\t", "\x1b[0m", "\U000e0001", "back\\slash {"],
+)
+def test_a_literal_is_written_as_it_is_and_stays_visible(text: str) -> None:
+    written = literal(text)
+    visible = all(one.isprintable() or one in "\n\t" for one in written)
+    assert visible, "Ollama leaves out of a Modelfile what cannot be seen"
+    assert '"""' not in written, "it would end the Modelfile's quotes"
+    inside = re.sub(r"\\U000(.)(....)", lambda found: chr(int(found[1] + found[2], 16)), written)
+    assert go(inside, []) == text

@@ -1,0 +1,153 @@
+"""A conversation in a real terminal: what is shown as it comes, Ctrl-C, Ctrl-D; and from a pipe."""
+
+import errno
+import json
+import os
+import pty
+import select
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sft.demo import make_demo
+from sft.run_directory import Run, write_json
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TERM": "dumb"}
+
+
+class Terminal:
+    """A program that believes to be talked to by a person."""
+
+    def __init__(self, *words: str | Path) -> None:
+        self.screen = ""
+        self.master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "eval.chat_terminal", *map(str, words)],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=os.environ | ENVIRONMENT,
+            start_new_session=True,
+            preexec_fn=lambda: __import__("fcntl").ioctl(0, 0x540E, 0),  # TIOCSCTTY: Ctrl-C comes as a signal
+        )
+        os.close(slave)
+
+    def keys(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def sees(self, text: str, seconds: float = 60) -> None:
+        """Wait until it is on the screen, and go on behind it."""
+        deadline = time.monotonic() + seconds
+        while text not in self.screen:
+            assert time.monotonic() < deadline, f"{text!r} was not shown: {self.screen!r}"
+            assert self.reads(), f"it has ended without {text!r}: {self.screen!r}"
+        self.screen = self.screen.partition(text)[2]
+
+    def reads(self) -> bool:
+        """Wait for more; False where there will be none."""
+        if not select.select([self.master], [], [], 60)[0]:
+            return False
+        try:
+            self.screen += os.read(self.master, 65536).decode(errors="replace")
+        except OSError as error:  # the other end is closed
+            assert error.errno == errno.EIO
+            return False
+        return True
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run whose final model is the demo's untrained one, which never ends an answer."""
+    outputs = tmp_path_factory.mktemp("outputs")
+    demo = make_demo(outputs)
+    run = Run(outputs / "tiny" / "first")
+    run.path.mkdir(parents=True)
+    sections = {
+        "model": {"name_or_path": "builtin:demo"},
+        "data": {"train": "builtin:demo"},
+        "train": {"global_batch_size": 8},
+    }
+    recipe = json.dumps({"schema_version": 1, "version": 1, **sections})
+    run.recipe_file.write_text(recipe)
+    base = {"name_or_path": "builtin:demo", "revision": None, "path": str(demo.model)}
+    write_json(run.path / "run.json", {"status": "finished", "overrides": [], "base_model": base})
+    shutil.copytree(demo.model, run.final)
+    config = json.loads((run.final / "config.json").read_text())
+    write_json(run.final / "config.json", config | {"max_position_embeddings": 384})
+    return run
+
+
+@pytest.fixture
+def terminal(run: Run) -> Iterator[Terminal]:
+    started = Terminal(run.path, "--max-new-tokens", "340")
+    yield started
+    started.close()
+
+
+def test_a_person_talks_stops_an_answer_and_leaves(terminal: Terminal, run: Run) -> None:
+    terminal.sees("tuned: ")
+    terminal.sees("> ")
+    terminal.keys("\x03")  # Ctrl-C, with nothing to stop
+    terminal.sees("(Ctrl-D leaves)")
+    terminal.keys("For Nora: Oslo\n")
+    terminal.sees("For Nora: Oslo\r\n")
+    terminal.reads()  # the answer begins
+    terminal.keys("\x03")
+    terminal.sees("(stopped)")
+    terminal.sees("> ")
+    terminal.keys("/undo\n")
+    terminal.sees("(taken back)")
+    # Each answer fills what it may: the next question has no room beside it.
+    terminal.keys("a " * 30 + "\n")
+    terminal.sees("(cut at 340 tokens")
+    terminal.keys("b\n")
+    terminal.sees("the oldest 2 turns are left out)")
+    terminal.sees("(cut at 340 tokens")
+    terminal.keys(f"/save {run.path / 'rows.jsonl'}\n")
+    terminal.sees("(added to")
+    terminal.keys("\x04")
+    assert terminal.process.wait(timeout=20) == 0
+    (row,) = map(json.loads, (run.path / "rows.jsonl").read_text().splitlines())
+    assert [turn["role"] for turn in row["messages"]] == ["user", "assistant"]
+    assert row["messages"][0]["content"] == "b"
+
+
+def test_from_a_pipe_each_line_is_a_turn(run: Run) -> None:
+    words = [sys.executable, "-m", "eval.chat_terminal", str(run.path), "--base", "--max-new-tokens", "5"]
+    done = subprocess.run(
+        words,
+        input="a\n\nb\n/exit\nc\n",
+        capture_output=True,
+        text=True,
+        env=os.environ | ENVIRONMENT,
+        timeout=100,
+        check=True,
+    )
+    assert done.stderr.count("(cut at 5 tokens") == 2
+    assert len(done.stdout.splitlines()) >= 2
+    assert "Traceback" not in done.stderr
+
+
+def test_what_cannot_be_talked_to_is_one_message_and_status_2(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "eval.chat_terminal", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=os.environ | ENVIRONMENT,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "is not the folder of a run" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,134 @@
+"""Evaluation during training: the same figures on any engine, and a training that does not know of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft.demo import make_demo, questions
+from sft.run_directory import Run
+from tests.slow.conftest import write_recipe, write_task
+from tests.slow.ranks import Ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SIGNALLED = Path(__file__).with_name("train_and_signal.py")
+LORA = ["model.lora={r: 4, lora_dropout: 0.1}"]
+ENGINES: dict[str, tuple[int, list[str]]] = {
+    "DDP, adapters with dropout": (2, LORA),
+    "ZeRO-2 in bf16": (2, ["train.deepspeed=zero2", "train.precision=bf16"]),
+    "ZeRO-3": (2, ["train.deepspeed=zero3"]),
+    "FSDP2": (2, ["train.fsdp={}"]),
+    "FSDP2, adapters with dropout": (2, ["train.fsdp={}", *LORA]),
+}
+PERPLEXITY = 8462234411045980.0
+"""Of the rows below under the untrained demo, on one process."""
+
+
+def said_by_the_untrained(outputs: Path) -> list[str]:
+    """Its first words to each question, by plain transformers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = make_demo(outputs).model
+    tokenizer, model = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    answers = []
+    for question in questions(5):
+        turns = [{"role": "user", "content": question}]
+        ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        new = model.generate(**ids, max_new_tokens=6, do_sample=False)[0, ids["input_ids"].shape[1] :]
+        answers.append(tokenizer.decode(new, skip_special_tokens=True).split("\n")[0])
+    return answers
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    said = said_by_the_untrained(tmp_path / "outputs")
+    rows = [{"question": one, "answer": f'{{"name":{n}', "said": said[n]} for n, one in enumerate(questions(5))]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    likely = [{"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}]
+    exact = [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]
+    generation = {"output_type": "generate_until", "generation_kwargs": {"until": ["\n"], "max_gen_toks": 6}}
+    question = {"doc_to_text": "{{question}}"}
+    tasks = [
+        write_task(tmp_path / "said.yaml", data, metric_list=exact, doc_to_target="{{said}}", **generation, **question),
+        write_task(
+            tmp_path / "likely.yaml",
+            data,
+            metric_list=likely,
+            doc_to_target="{{answer}}",
+            output_type="loglikelihood",
+            **question,
+        ),
+    ]
+    return write_recipe(
+        tmp_path / "job.yaml",
+        model={"name_or_path": "builtin:demo"},
+        data={"train": "builtin:demo", "max_length": 128},
+        train={"global_batch_size": 8, "learning_rate": 1e-3, "max_steps": 4, "logging_steps": 1, "save_steps": 2},
+        eval={"every_tasks": [str(task) for task in tasks], "every_steps": 2, "every_limit": 5},
+    )
+
+
+def lines(run: Run) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.path / "eval" / "during.jsonl").read_text().splitlines()]
+
+
+def trained(run: Run) -> list[Any]:
+    """What every step was."""
+    steps = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
+    return [(line["step"], line["loss"], line["grad_norm"], line["learning_rate"], line["batch"]) for line in steps]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_measuring_changes_nothing_that_is_trained(engine: str, recipe: Path, ranks: Ranks) -> None:
+    count, overrides = ENGINES[engine]
+    ranks.run(count, ["sft.train", recipe, *overrides, "tracking.run_name=measured"])
+    never = ["eval.every_steps=null", "eval.every_tasks=[]"]
+    ranks.run(count, ["sft.train", recipe, *overrides, *never, "tracking.run_name=not"])
+    measured, not_measured = (Run(recipe.parent / "outputs" / "job" / name) for name in ("measured", "not"))
+    assert trained(measured) == trained(not_measured)
+    weights = [(run.final / "model.safetensors").read_bytes() for run in (measured, not_measured)]
+    assert weights[0] == weights[1]
+    found = lines(measured)
+    assert [line["step"] for line in found] == [0, 2, 4]
+    before, after = (found[place]["results"]["likely"]["perplexity,none"] for place in (0, 2))
+    assert before == pytest.approx(PERPLEXITY, rel=0.3 if "bf16" in engine else 1e-4)
+    assert after < before
+    if "bf16" not in engine:
+        assert found[0]["results"]["said"] == {"exact_match,none": 1.0}
+    logged = [json.loads(line) for line in measured.metrics_file.read_text().splitlines()]
+    assert [line["step"] for line in logged if "eval" in line] == [2, 4]
+    assert logged[-1]["eval"]["likely/perplexity"] == after
+
+
+def test_the_last_figures_are_those_of_the_evaluation_after_the_training(recipe: Path, ranks: Ranks) -> None:
+    tasks = [str(recipe.with_name(name)) for name in ("said.yaml", "likely.yaml")]
+    after = [f"eval.tasks={json.dumps(tasks)}", "eval.limit=5", "eval.batch_size=2", "tracking.report_to=[tensorboard]"]
+    ranks.run(1, ["sft.train", recipe, *after, "tracking.run_name=once"], finish=True)
+    run = Run(recipe.parent / "outputs" / "job" / "once")
+    tuned = json.loads((run.tuned_evaluation / "results.json").read_text())["results"]
+    last = lines(run)[-1]["results"]
+    assert {name: {key: tuned[name][key] for key in figures} for name, figures in last.items()} == last
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run.path / "tensorboard"))
+    events.Reload()
+    curve = [(event.step, event.value) for event in events.Scalars("eval/likely/perplexity")]
+    assert [step for step, _ in curve] == [0, 2, 4]
+    assert curve[-1][1] == pytest.approx(last["likely"]["perplexity,none"], rel=1e-6)
+
+
+def test_a_measurement_that_was_left_off_is_made_when_the_run_goes_on(recipe: Path, ranks: Ranks) -> None:
+    zero3 = "train.deepspeed=zero3"
+    ranks.run(2, [SIGNALLED, recipe, zero3, "tracking.run_name=stopped"], expect=143, AT="evaluation at step 2", ON="1")
+    run = Run(recipe.parent / "outputs" / "job" / "stopped")
+    assert [line["step"] for line in lines(run)] == [0]
+    ranks.run(2, ["sft.train", recipe, zero3, "tracking.run_name=stopped"])
+    ranks.run(2, ["sft.train", recipe, zero3, "tracking.run_name=undisturbed"])
+    undisturbed = Run(recipe.parent / "outputs" / "job" / "undisturbed")
+    assert [line | {"seconds": 0} for line in lines(run)] == [line | {"seconds": 0} for line in lines(undisturbed)]
+    assert trained(run) == trained(undisturbed)
+    steps = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
+    assert [line["step"] for line in steps if "eval" in line] == [2, 4]

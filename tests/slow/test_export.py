@@ -1,0 +1,354 @@
+"""Handing over real runs: what others load is what was trained, on whatever engine; what cannot be leaves nothing behind."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sft.errors import UserError
+from sft.export import main
+from sft.run_directory import Run
+from tests.fake_hub import TOKEN, FakeHub, fake_hub
+from tests.sft.test_go_template import go
+from tests.slow.conftest import write_recipe
+from tests.slow.ranks import Ranks
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    # huggingface_hub 2.4 gives httpx2 the file in the old way.
+    pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),
+]
+
+RUNS = {
+    "full": (1, []),
+    "lora": (1, ["model.lora={r: 4}", "train.learning_rate=2e-2"]),
+    "lora-bf16": (1, ["model.lora={r: 4}", "train.learning_rate=2e-2", "train.precision=bf16"]),
+    "zero3": (2, ["train.deepspeed=zero3"]),
+    "fsdp": (2, ["train.fsdp={}"]),
+    "fsdp-lora": (2, ["train.fsdp={}", "model.lora={r: 4}"]),
+}
+MODEL = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+BESIDE = {"README.md", "chat_template.jinja", "loss.png"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Callable[[str], Run]:
+    """The runs, each trained when it is first asked for."""
+    recipe = write_recipe(
+        tmp_path_factory.mktemp("export") / "mine.yaml",
+        model={"name_or_path": "builtin:demo"},
+        data={"train": "builtin:demo", "max_length": 128},
+        train={"global_batch_size": 8, "learning_rate": 2e-3, "max_steps": 4, "save_steps": 2, "logging_steps": 2},
+    )
+
+    def trained(name: str) -> Run:
+        run = Run(recipe.parent / "outputs" / "mine" / name)
+        if not run.path.exists():
+            count, overrides = RUNS[name]
+            ranks.run(count, ["sft.train", recipe, *overrides, f"tracking.run_name={name}"])
+        return run
+
+    return trained
+
+
+@pytest.fixture
+def full(runs: Callable[[str], Run], tmp_path: Path) -> Run:
+    """A copy of the full run, to be spoilt."""
+    shutil.copytree(runs("full").path, tmp_path / "outputs" / "mine" / "full")
+    return Run(tmp_path / "outputs" / "mine" / "full")
+
+
+def export(run: Run, *words: str | Path) -> None:
+    main([str(run.path), *map(str, words)])
+
+
+def refused(run: Run, *words: str | Path) -> str:
+    with pytest.raises(UserError) as told:
+        export(run, *words)
+    return str(told.value)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_final_and_the_last_checkpoint_are_handed_over_as_one_model(
+    name: str, runs: Callable[[str], Run], tmp_path: Path
+) -> None:
+    run = runs(name)
+    export(run, "--to", "merged", "--output", tmp_path / "final")
+    export(run, "--to", "merged", "--output", tmp_path / "four", "--checkpoint", "4")
+    for folder in (tmp_path / "final", tmp_path / "four"):
+        assert {path.name for path in folder.iterdir()} == MODEL | BESIDE
+        found, expected = weights(folder), weights(run.final)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[one], expected[one]) for one in expected)
+    assert {path.name for path in tmp_path.iterdir()} == {"final", "four"}, "something was left behind"
+
+
+def test_a_checkpoint_on_the_way_is_another_model_and_says_so(runs: Callable[[str], Run], tmp_path: Path) -> None:
+    export(runs("lora"), "--to", "merged", "--output", tmp_path / "two", "--checkpoint", "2")
+    assert any((weights(tmp_path / "two")[one] != other).any() for one, other in weights(runs("lora").final).items())
+    assert "checkpoint after 2 steps" in (tmp_path / "two" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["lora", "lora-bf16"])
+def test_a_final_whose_adapter_is_not_in_it_is_refused_and_nothing_is_left(
+    name: str, runs: Callable[[str], Run], tmp_path: Path
+) -> None:
+    run = Run(tmp_path / "outputs" / "mine" / name)
+    shutil.copytree(runs(name).path, run.path)
+    base = AutoModelForCausalLM.from_pretrained(
+        run.record["base_model"]["path"], dtype=weights(run.final)["model.norm.weight"].dtype
+    )
+    base.save_pretrained(tmp_path / "base")
+    shutil.copyfile(tmp_path / "base" / "model.safetensors", run.final / "model.safetensors")
+    told = refused(run, "--to", "merged", "--output", tmp_path / "exports" / "x")
+    assert "is not what was trained" in told
+    assert list((tmp_path / "exports").iterdir()) == []
+
+
+def test_weights_that_are_no_numbers_are_not_handed_over(full: Run, tmp_path: Path) -> None:
+    tensors = weights(full.final)
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, full.final / "model.safetensors", {"format": "pt"})
+    told = refused(full, "--to", "vllm", "--output", tmp_path / "exports" / "x")
+    assert "1 of 128 elements of model.norm.weight are NaN" in told
+    assert list((tmp_path / "exports").iterdir()) == []
+
+
+def test_a_folder_that_lacks_a_tensor_is_not_handed_over(full: Run, tmp_path: Path) -> None:
+    tensors = weights(full.final)
+    del tensors["model.norm.weight"]
+    save_file(tensors, full.final / "model.safetensors", {"format": "pt"})
+    assert "missing: model.norm.weight" in refused(full, "--to", "merged", "--output", tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """A file system of so many bytes."""
+    place = tmp_path / "disk"
+
+    def mount(size: int) -> Path:
+        place.mkdir()
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place], capture_output=True)
+        if done.returncode:
+            pytest.skip("a file system can be mounted by root only")
+        return place
+
+    yield mount
+    subprocess.run(["umount", place], capture_output=True)
+
+
+@pytest.mark.parametrize("room", ["less than the model", "the model and no more"])
+def test_a_disk_that_is_full_leaves_nothing(room: str, full: Run, small_disk: Callable[[int], Path]) -> None:
+    size = sum(path.stat().st_size for path in full.final.iterdir() if path.is_file())
+    disk = small_disk(size // 2 if room == "less than the model" else size + 16384)
+    told = refused(full, "--to", "merged", "--output", disk / "x")
+    assert "Free some space" in told
+    assert list(disk.iterdir()) == []
+
+
+def test_the_script_for_vllm_calls_it_with_the_folder_wherever_that_is(
+    runs: Callable[[str], Run], tmp_path: Path
+) -> None:
+    export(runs("full"), "--to", "vllm", "--gpus", "2", "--output", tmp_path / "here")
+    there = (tmp_path / "here").rename(tmp_path / "over there")
+    (tmp_path / "vllm").write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n')
+    (tmp_path / "vllm").chmod(0o755)
+    told = subprocess.run(
+        ["bash", there / "serve.sh", "--port", "9"],
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    words = told.stdout.splitlines()
+    assert words[:2] == ["serve", str(there)]
+    assert words[words.index("--chat-template") + 1] == str(there / "chat_template.jinja")
+    assert words[words.index("--tensor-parallel-size") + 1] == "2"
+    assert json.loads(words[words.index("--override-generation-config") + 1]) == {"temperature": 0.0}
+    assert words[-2:] == ["--port", "9"]
+
+
+def modelfile(folder: Path) -> list[tuple[str, str]]:
+    """The commands of a Modelfile, by Ollama's rules: a value in three quotes goes to the next three."""
+    text, commands = (folder / "Modelfile").read_text(), []
+    while text:
+        line, _, rest = text.partition("\n")
+        if line.startswith("#") or not line:
+            text = rest
+            continue
+        name, _, value = text.partition(" ")
+        if name == "PARAMETER":
+            key, _, value = value.partition(" ")
+            name = f"PARAMETER {key}"
+        if value.startswith('"""'):
+            value, _, text = value[3:].partition('"""')
+        else:
+            value, _, text = value.partition("\n")
+        commands.append((name, value))
+    return commands
+
+
+def test_the_modelfile_stops_where_the_model_was_trained_to(runs: Callable[[str], Run], tmp_path: Path) -> None:
+    export(runs("full"), "--to", "ollama", "--output", tmp_path / "ollama")
+    commands = modelfile(tmp_path / "ollama")
+    stops = [value for name, value in commands if name == "PARAMETER stop"]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "ollama")
+    assert stops == [tokenizer.eos_token]
+    assert ("FROM", ".") in commands
+    assert ("PARAMETER temperature", "0") in commands
+    assert ("PARAMETER num_ctx", "128") in commands
+    template = dict(commands)["TEMPLATE"]
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
+    expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert go(template, messages) == expected
+
+
+def test_llama_cpps_converter_is_called_and_its_failure_told(
+    full: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
+    converter = tmp_path / "convert_hf_to_gguf.py"
+    converter.write_text("import sys\nopen(sys.argv[sys.argv.index('--outfile') + 1], 'w').write(sys.argv[-1])\n")
+    export(full, "--to", "ollama", "--gguf", "--output", tmp_path / "ollama")
+    assert (tmp_path / "ollama" / "model.gguf").read_text() == "f32"
+    assert ("FROM", "./model.gguf") in modelfile(tmp_path / "ollama")
+    converter.write_text("raise SystemExit('unknown architecture')\n")
+    assert "ended with status 1: unknown architecture" in refused(
+        full, "--to", "ollama", "--gguf", "--output", tmp_path / "x"
+    )
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_chat_template_that_go_cannot_write_is_refused(full: Run, tmp_path: Path) -> None:
+    (full.final / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ loop.index }}: {{ m.content }}\n{% endfor %}"
+    )
+    told = refused(full, "--to", "ollama", "--output", tmp_path / "x")
+    assert "cannot be written for Ollama: a conversation of" in told
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub that this process takes for the real one."""
+    with fake_hub() as hub:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield hub
+
+
+TO_HUB = ["--to", "hub", "--repo-id", "me/mine"]
+
+
+@pytest.mark.parametrize("xet", [False, True])
+def test_final_and_every_checkpoint_come_to_the_hub_and_nothing_else(
+    xet: bool, full: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", not xet)
+    hub.lfs = (
+        not xet
+    )  # the real hub's other way to take large files, Xet, is a protocol of its own: here all go with the commit
+    before = set(full.path.parent.rglob("*"))
+    export(full, *TO_HUB, "--checkpoints", "all")
+    repo = hub.repos["me/mine"]
+    assert repo.private
+    assert set(repo.branches) == {"main", "checkpoint-2", "checkpoint-4"}
+    for branch, files in repo.branches.items():
+        assert set(files) == MODEL | BESIDE | {".gitattributes"}
+        source = full.final if branch == "main" else full.checkpoints / branch
+        assert files["model.safetensors"] == (source / "model.safetensors").read_bytes()
+        assert not any(str(full.path).encode() in content or b"hf_t" in content for content in files.values())
+    assert 'from_pretrained("me/mine")' in repo.branches["main"]["README.md"].decode()
+    commits = len(repo.commits)
+    export(full, *TO_HUB, "--checkpoints", "all")
+    assert len(repo.commits) == commits, "the same was committed again"
+    assert set(full.path.parent.rglob("*")) == before, "something was left beside the run"
+
+
+def test_an_upload_that_was_cut_goes_on_with_the_same_command(full: Run, hub: FakeHub) -> None:
+    hub.hang_up = "POST /api/models/me/mine/commit/checkpoint-2"
+    told = refused(full, *TO_HUB, "--checkpoints", "all")
+    assert "was lost" in told
+    assert "1 of 3 branches are complete; the same command goes on" in told
+    hub.hang_up = None
+    hub.asked.clear()
+    export(full, *TO_HUB, "--checkpoints", "all")
+    assert sum(one.startswith("PUT /lfs") for one in hub.asked) == 1, "what had been sent was sent again"
+    assert hub.repos["me/mine"].branches["checkpoint-4"]["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("status", "where", "said"),
+    [
+        (401, "GET /api/whoami-v2", "the token is not valid"),
+        (500, "GET /api/whoami-v2", "the hub is not well"),
+        (403, "POST /api/repos/create", "the token may not write there"),
+        (403, "POST /api/models/me/mine/commit", "the token may not write there"),
+        (403, "PUT /lfs", "the token may not write there"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_message(status: int, where: str, said: str, full: Run, hub: FakeHub) -> None:
+    hub.refuse[where] = status
+    told = refused(full, *TO_HUB)
+    assert f"the hub answers {status}: {said}" in told
+    assert TOKEN not in told
+
+
+def test_an_account_that_cannot_upload_is_told_before_any_work(
+    full: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "who is not nobody" in refused(full, "--to", "hub", "--repo-id", "nobody/mine")
+    assert "OWNER/NAME" in refused(full, "--to", "hub")
+    assert "no name of a repository" in refused(full, "--to", "hub", "--repo-id", "me/mine/three")
+    assert "no name of a branch" in refused(full, *TO_HUB, "--revision", "../x")
+    assert "give one of them" in refused(full, *TO_HUB, "--checkpoint", "2", "--checkpoints", "all")
+    assert "does not exist" in refused(full, *TO_HUB, "--checkpoints", "2,3")
+    hub.role = "read"
+    assert "can only read" in refused(full, *TO_HUB)
+    hub.role = "write"
+    export(full, *TO_HUB, "--public")
+    assert "is there already, and public" in refused(full, *TO_HUB)
+    monkeypatch.setenv("HF_TOKEN", "")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere")
+    assert "There is no token" in refused(full, *TO_HUB)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert "HF_HUB_OFFLINE is set" in refused(full, *TO_HUB)
+
+
+def test_a_dry_run_lists_what_would_be_uploaded_and_asks_nobody(
+    full: Run, hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export(full, *TO_HUB, "--dry-run", "--checkpoints", "2")
+    told = capsys.readouterr().out
+    assert hub.asked == []
+    assert "branch checkpoint-2" in told
+    assert "2.3 MB  model.safetensors" in told
+    assert "optimizer" not in told
+
+
+def test_a_mistake_ends_with_status_2_and_one_message(full: Run) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "sft.export", full.path, "--to", "vllm", "--gpus", "3"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "must divide the heads. Set --gpus 2" in done.stderr
+    assert "Traceback" not in done.stderr
