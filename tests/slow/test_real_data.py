@@ -111,7 +111,7 @@ def test_a_qwen3_with_its_real_tokenizer_learns_tool_calls(tmp_path: Path, share
             "overlong": "truncate",
             "max_overlong_fraction": 0.2,  # some rows' tools fill the whole of it
         },
-        train={"global_batch_size": 1, "learning_rate": 1e-2, "max_steps": 8, "logging_steps": 1},
+        train={"global_batch_size": 1, "learning_rate": 1e-2, "max_steps": 5, "logging_steps": 1},
         eval={"tasks": tasks(tmp_path, shared), "limit": 2, "batch_size": 2},
     )
     ranks.run(1, ["sft.train", recipe], finish=True)
