@@ -100,14 +100,12 @@ def test_a_dataset_out_of_reach_costs_only_its_task(
         load(settings(), tmp_path, far)
 
 
-def test_all_broken_tasks_come_in_one_message(settings: Resolve, tmp_path: Path, write_task: WriteTask) -> None:
-    gone = write_task("gone")
-    gone.with_suffix(".jsonl").unlink()
+def test_what_only_loading_shows_comes_in_one_message(settings: Resolve, tmp_path: Path, write_task: WriteTask) -> None:
     column = write_task("column", doc_to_text="{{no_such_column.deeper}}")
-    kind = write_task("kind", output_type="guess")
+    split = write_task("split", test_split="elsewhere")
     with pytest.raises(EvaluationError) as error:
-        load(settings(), tmp_path, gone, column, kind)
-    assert [line.split()[2] for line in str(error.value).splitlines()] == ["gone", "column", "kind"]
+        load(settings(), tmp_path, column, split)
+    assert [line.split()[2] for line in str(error.value).splitlines()] == ["column", "split"]
 
 
 @pytest.mark.slow  # lm_eval reads all its task files for a group
