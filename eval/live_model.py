@@ -118,6 +118,7 @@ def language_model(live: Live, tokenizer: Any, settings: Settings) -> HFLM:
         batch_size=settings.batch_size,
         add_bos_token=settings.add_bos_token,
         enable_thinking=settings.enable_thinking,
+        trust_remote_code=False,  # it is loaded
     )
 
 

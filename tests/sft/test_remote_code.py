@@ -113,16 +113,21 @@ def test_transformers_refuses_in_the_words_that_are_looked_for(own: Path) -> Non
 
 def test_nothing_is_loaded_without_saying_whether_its_code_may_run() -> None:
     """Left out, transformers asks on the terminal, and takes `y` for an answer."""
-    import re
+    import ast
 
     from sft.recipe import REPOSITORY
 
-    loaders = re.compile(r"(Auto\w+\.from_(?:pretrained|config)|HFLM)\((?P<arguments>(?:[^()]|\([^()]*\))*)\)")
+    def loads(call: ast.Call) -> bool:
+        function = ast.unparse(call.func)
+        return (function.startswith("Auto") and ".from_" in function) or function.endswith("HFLM")
+
     found = [
         (file.name, call)
         for folder in ("sft", "eval")
         for file in sorted((REPOSITORY / folder).glob("*.py"))
-        for call in loaders.finditer(file.read_text())
+        for call in ast.walk(ast.parse(file.read_text()))
+        if isinstance(call, ast.Call) and loads(call)
     ]
     assert len(found) >= 5
-    assert not [(name, call[1]) for name, call in found if "trust_remote_code=" not in call["arguments"]]
+    said = [(name, call.lineno, "trust_remote_code" in [word.arg for word in call.keywords]) for name, call in found]
+    assert not [place for place in said if not place[2]]
