@@ -122,6 +122,13 @@ def _gib(count: float) -> str:
     return f"{count / 2**30:.3g} GiB"
 
 
+def on_gpu() -> bool:
+    """Whether models are measured on GPUs here."""
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
 def free_memory() -> list[int]:
     """Free bytes of each visible GPU."""
     import torch

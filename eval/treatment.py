@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from eval.backends import Target
-from eval.settings import Reference, Settings, template_sha256
+from eval.reference import Reference
+from eval.settings import Settings, template_sha256
 from sft.errors import EvaluationError
 
 if TYPE_CHECKING:

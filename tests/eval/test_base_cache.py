@@ -10,7 +10,8 @@ import pytest
 from eval.backends import Target
 from eval.base_cache import FOLDER, base_key, find, keep, model_identity, place
 from eval.placement import Placement
-from eval.settings import Reference, Settings
+from eval.reference import Reference
+from eval.settings import Settings
 from eval.treatment import Treatment
 
 Resolve = Callable[..., Settings]

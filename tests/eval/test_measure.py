@@ -14,7 +14,8 @@ from eval.backends import Target
 from eval.measure import PROMPT_CUT, evaluate_model
 from eval.placement import Placement
 from eval.quiet import describe_environment_once
-from eval.settings import Reference, Settings, load_reference, resolve_settings
+from eval.reference import Reference, load_reference
+from eval.settings import Settings, resolve_settings
 from eval.suites import check_tasks
 from eval.tasks import load_tasks
 from sft.errors import EvaluationError

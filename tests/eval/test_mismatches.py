@@ -12,7 +12,8 @@ import yaml
 
 from eval.alike import check_alike
 from eval.compare import compare
-from eval.settings import Reference, Settings, load_reference, resolve_settings
+from eval.reference import Reference, load_reference
+from eval.settings import Settings, resolve_settings
 from eval.suites import check_tasks
 from eval.task_facts import task_facts
 from eval.tasks import load_tasks
