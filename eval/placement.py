@@ -129,6 +129,13 @@ def on_gpu() -> bool:
     return bool(torch.cuda.is_available())
 
 
+def gpu_name() -> str | None:
+    """What the GPU that this process uses is called; None without one."""
+    import torch
+
+    return str(torch.cuda.get_device_name()) if on_gpu() else None
+
+
 def free_memory() -> list[int]:
     """Free bytes of each visible GPU."""
     import torch
