@@ -10,17 +10,18 @@ from eval.backends import Target, check_requests, find_backend
 from eval.base_cache import measure_base
 from eval.conclude import conclude
 from eval.measure import evaluate_model
-from eval.placement import on_gpu
+from eval.placement import Placement, on_gpu
 from eval.reference import Reference, load_reference
 from eval.settings import Settings, resolve_settings
 from eval.suites import check_tasks
 from eval.targets import base_target
 from eval.task_facts import task_facts
+from eval.tasks import LoadedTasks
 from eval.together import load_tasks_together, log_in, place
 from eval.treatment import own_template, treat_base
 from sft.errors import EvaluationError, GateFailed
 from sft.recipe import Evaluation
-from sft.run_directory import Run
+from sft.run_directory import Run, read_json
 
 
 def evaluate_run(run: Run, evaluation: Evaluation) -> dict[str, str]:
@@ -48,7 +49,7 @@ def evaluate_run(run: Run, evaluation: Evaluation) -> dict[str, str]:
     base = base_target(run, recipe.model.trust_remote_code, reference)
     tuned = Target("tuned", str(run.final), None, recipe.model.trust_remote_code)
     settings = resolve_settings(evaluation, selection, reference, on_gpu())
-    treatment = treat_base(settings, reference, own_template(base))
+    treatment = treat_base(settings, reference, own_template(base, settings.base_template == "own"))
     placement = place(evaluation, reference, settings, recipe.model.trust_remote_code)
     asked_base, asked_tuned = (treatment.settings, treatment.tokenizer), (settings, reference.tokenizer)
     base, tuned = find_backend(evaluation, reference.path, (base, *asked_base), (tuned, *asked_tuned))
@@ -64,8 +65,26 @@ def evaluate_run(run: Run, evaluation: Evaluation) -> dict[str, str]:
     keeps = evaluation.base_cache and settings.backend != "server"
     output_dir = Path(recipe.output_dir) if keeps else None
     measure_base(base, treatment, tasks, folder / "base", log, placement, output_dir)
-    evaluate_model(tuned, reference.tokenizer, tasks, settings, folder / "tuned", log, placement)
+    _measure_tuned(tuned, reference, tasks, settings, folder, log, placement, own_prompts=treatment.own_prompts)
     return _compare_and_report(run, folder, evaluation, reference) if ranks.is_first() else {}
+
+
+def _measure_tuned(
+    tuned: Target,
+    reference: Reference,
+    tasks: LoadedTasks,
+    settings: Settings,
+    folder: Path,
+    log: Path,
+    placement: Placement,
+    own_prompts: bool,
+) -> None:
+    """As the base model was, whose results are there: also in its batches, where their size was searched for."""
+    found = ranks.from_first(lambda: read_json(folder / "base" / "results.json").get("batch_sizes_found", {}))
+    # Prompts of other lengths leave room for other batches.
+    strict = settings.dtype != "float32" and not own_prompts
+    output = folder / "tuned"
+    evaluate_model(tuned, reference.tokenizer, tasks, settings, output, log, placement, given=found, strict=strict)
 
 
 def _results_folder(run: Run, settings: Settings, reference: Reference) -> Path:
