@@ -52,7 +52,7 @@ class Searches:
 
 def is_searched(settings: Mapping[str, Any]) -> bool:
     """Whether sizes are found by search, of settings as results.json has them."""
-    return bool(settings["backend"] == "hf" and settings["batch_size"] == "auto")
+    return bool(settings.get("backend") == "hf" and settings.get("batch_size") == "auto")
 
 
 def differing_sizes(base: Mapping[str, Any], tuned: Mapping[str, Any]) -> list[str]:

@@ -5,7 +5,7 @@ docs/comparison.md says what each word of the outcome means.
 
 from __future__ import annotations
 
-from math import isclose
+from math import isclose, isfinite
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,11 @@ def _evidence(
         if _is_one_sample(paired_documents):
             return paired([np.concatenate(strata)], [1.0])
         return paired(strata, paired_documents.weights)
-    if stderrs[0] is not None and stderrs[1] is not None:
-        return independent(difference, stderrs[0], stderrs[1])
-    return None
+    base, tuned = stderrs
+    # A perplexity that is infinite or not a number says nothing by its size.
+    if base is None or tuned is None or not all(map(isfinite, (difference, base, tuned))):
+        return None
+    return independent(difference, base, tuned)
 
 
 def _is_one_sample(documents: Paired) -> bool:
