@@ -13,7 +13,7 @@ import numpy as np
 from eval.alike import check_alike
 from eval.pairs import Paired, Results, Samples, leaves, metric_keys, number, pair_task
 from eval.statistics import Evidence, independent, paired
-from eval.verdicts import Entry, decide, judge, note, overall
+from eval.verdicts import Entry, decide, judge, note, overall, top_level
 
 
 def _evidence(
@@ -99,7 +99,9 @@ def compare(base: Results, tuned: Results, base_samples: Samples, tuned_samples:
     entries = [entry for entry in compared if entry is not None]
     decide(entries, tuned)
     judge(entries)
-    not_measured = base["failed"] | tuned["failed"]
+    scored = {entry.row["task"] for entry in entries}
+    unscored = [task for task in top_level(tuned) if metric_keys(tuned["results"].get(task, {})) and task not in scored]
+    not_measured = dict.fromkeys(unscored, "none of its scores is a number") | base["failed"] | tuned["failed"]
     return {
         "complete": not not_measured,
         "not_measured": not_measured,

@@ -144,6 +144,12 @@ def test_what_was_not_measured_makes_the_comparison_incomplete() -> None:
     assert lost["settings_hash"] == "a"
 
 
+def test_a_task_whose_scores_are_no_numbers_is_not_left_out_without_a_word() -> None:
+    compared = compare(results(0.5), results("0.25"), samples(0, 0, 1, 1), samples(0, 0, 0, 1))  # type: ignore[arg-type]
+    assert not compared["complete"]
+    assert compared["not_measured"] == {"arc": "none of its scores is a number"}
+
+
 def test_a_filter_is_paired_with_its_own_documents() -> None:
     def two_filters(score: float) -> dict[str, Any]:
         both = {"acc,strict": score, "acc_stderr,strict": 0.1, "acc,flexible": 1.0, "acc_stderr,flexible": 0.0}
