@@ -5,7 +5,6 @@ One call of lm_eval measures one task, so that a task that fails costs only itse
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import time
@@ -19,7 +18,7 @@ from eval import ranks
 from eval.backends import Target, load_model
 from eval.batch_sizes import Found, Searches
 from eval.code_metric import code_metric
-from eval.placement import Placement, check_placement
+from eval.placement import Placement, check_placement, give_memory_back
 from eval.quiet import chatter_to, describe_environment_once, first_line
 from eval.settings import Settings
 from eval.tasks import LoadedTasks, leaves
@@ -225,7 +224,7 @@ def evaluate_model(
     endings = ranks.collect(code_metric().take_endings() if tasks.generated_code else {})
     if not ranks.is_first():
         del model
-        gc.collect()
+        give_memory_back()
         return
     results |= {"settings": asdict(settings), "settings_hash": settings.hash, "seconds": time.monotonic() - started}
     results["placement"] = asdict(placement) | {"modules": modules}
@@ -241,7 +240,7 @@ def evaluate_model(
 
         release(model)
     del model
-    gc.collect()  # the next model needs the memory
+    give_memory_back()  # the next model needs it
     work = output.with_name(f".{output.name}.{os.getpid()}")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)

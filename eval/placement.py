@@ -6,6 +6,7 @@ results, and is no part of the settings that two evaluations must share.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -141,6 +142,18 @@ def free_memory() -> list[int]:
     import torch
 
     return [torch.cuda.mem_get_info(device)[0] for device in range(torch.cuda.device_count())]
+
+
+def give_memory_back() -> None:
+    """Give the memory of models that nothing holds any more back to the GPUs.
+
+    torch keeps it for itself, and whoever asks how much is free, to place the next model, is told of the rest alone.
+    """
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def weights_size(config: PreTrainedConfig, dtype: str, trust_remote_code: bool) -> int:
