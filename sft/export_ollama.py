@@ -77,7 +77,7 @@ class Import:
             f"FROM {'./model.gguf' if self.converter else '.'}",
             f'TEMPLATE """{write_go(around)}"""',
             *(f"PARAMETER stop {_quoted(token)}" for token in stop_tokens(folder, tokenizer)),
-            *(f"PARAMETER {name} {value:g}" for name, value in sorted(values.items())),
+            *(f"PARAMETER {name} {value:.12g}" for name, value in sorted(values.items())),
             f"# num_ctx: {self.context.reason}",
             f"PARAMETER num_ctx {self.context.length}",
             *([f"SYSTEM {_quoted(system)}"] if system else []),
