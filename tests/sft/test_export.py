@@ -14,7 +14,7 @@ from sft.errors import ExportError, UserError
 from sft.export import main, parse_command_line
 from sft.export_check import Reference, judge
 from sft.export_folder import check_output, check_private, check_room
-from sft.export_ollama import _check_architecture, _check_vocabulary, tokenizer_warning
+from sft.export_ollama import _check_architecture, _check_vocabulary, bos_warning, tokenizer_warning
 from sft.export_source import find_exported
 from sft.export_vllm import not_found_by_vllm, resolve_gpus, resolve_serving, tensor_parallel_sizes
 from sft.export_weights import check_finite, left_behind, model_files
@@ -210,6 +210,13 @@ def test_ollama_is_given_only_what_its_import_reads(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="SentencePiece"):
         _check_vocabulary(tmp_path)
     assert "takes its default" in (tokenizer_warning(tmp_path) or "")
+
+
+def test_a_tokenizer_without_bos_is_told_because_ollama_may_add_one(tmp_path: Path) -> None:
+    write_json(tmp_path / "tokenizer.json", {"added_tokens": [{"id": 1, "content": "<s>"}]})
+    for named, told in ((None, True), ("<s>", False), ({"content": "<s>"}, False), ("<gone>", True)):
+        write_json(tmp_path / "tokenizer_config.json", {"bos_token": named, "add_bos_token": False})
+        assert bool(bos_warning(tmp_path)) == told
 
 
 def test_a_recipe_is_shown_without_places_trackers_and_keys(run: Run) -> None:
