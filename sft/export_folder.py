@@ -111,7 +111,8 @@ def _fill(source: Exported, folder: Path, finish: Callable[[Path, Any], None], l
     from transformers.utils import logging
 
     from sft.export_check import arithmetic_for, compare, probe_rows
-    from sft.export_weights import complete_config, saved_format, write_weights
+    from sft.export_weights import saved_format, write_weights
+    from sft.saved_config import complete_config
 
     logging.disable_progress_bar()
     tokenizer = load_tokenizer(source)
@@ -123,7 +124,8 @@ def _fill(source: Exported, folder: Path, finish: Callable[[Path, Any], None], l
     finish(folder, tokenizer)
     check_private(source, folder)
     for path in folder.iterdir():  # some libraries write weights that only their owner may read
-        path.chmod(0o755 if path.suffix == ".sh" else 0o644)
+        if path.stat().st_nlink == 1:  # a link is the run's own file, and stays as it is
+            path.chmod(0o755 if path.suffix == ".sh" else 0o644)
     return checked
 
 

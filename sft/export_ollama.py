@@ -77,7 +77,7 @@ class Import:
             f"FROM {'./model.gguf' if self.converter else '.'}",
             f'TEMPLATE """{write_go(around)}"""',
             *(f"PARAMETER stop {_quoted(token)}" for token in stop_tokens(folder, tokenizer)),
-            *(f"PARAMETER {name} {value:g}" for name, value in sorted(values.items())),
+            *(f"PARAMETER {name} {value:.12g}" for name, value in sorted(values.items())),
             f"# num_ctx: {self.context.reason}",
             f"PARAMETER num_ctx {self.context.length}",
             *([f"SYSTEM {_quoted(system)}"] if system else []),
@@ -91,11 +91,11 @@ class Import:
             for line in (folder / "Modelfile").read_text(encoding="utf-8").splitlines()
             if line.startswith("# Not the same")
         ]
-        warning = tokenizer_warning(folder) if self.converter is None else None
+        warnings = [tokenizer_warning(folder), bos_warning(folder)] if self.converter is None else []
         return "\n".join(
             [
                 *notes,
-                *([warning] if warning else []),
+                *filter(None, warnings),
                 "To import it, on a machine with Ollama (it was not started here):",
                 f"  cd {shlex.quote(str(folder))} && ollama create {shlex.quote(self.name)} -f Modelfile && ollama "
                 f"run {shlex.quote(self.name)}",
@@ -161,6 +161,18 @@ def tokenizer_warning(folder: Path) -> str | None:
         "Warning: Ollama tells by a tokenizer's patterns how it cuts texts into words, and those of this one are not "
         "among those of Llama 3, "
         "Qwen 2 and DeepSeek: it takes its default, and rare texts may become other tokens."
+    )
+
+
+def bos_warning(folder: Path) -> str | None:
+    """What is not known about the beginning of a prompt; None where Ollama's import finds a BOS, and notes whether it is added."""
+    named = read_config(folder, "tokenizer_config.json").get("bos_token")
+    added = read_config(folder, "tokenizer.json").get("added_tokens") or []
+    if (named.get("content") if isinstance(named, dict) else named) in [one.get("content") for one in added]:
+        return None
+    return (
+        "Warning: the tokenizer has no BOS, and Ollama's import then notes nothing about one. Some of its engines take that for yes, and put "
+        "token 0 before each prompt (add_bos_token in its model/models). Compare prompt_eval_count of an answer with the tokens that were sent."
     )
 
 

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from sft.errors import ExportError
-from sft.export_source import Exported
+from sft.export_source import Exported, read_config
 from sft.generation import config_folder, resolve_context, sampling, text_config
 from sft.hardware import visible_gpus
 
 SCRIPT = "serve.sh"
 _DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}
+_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+"""Of MLPs, in config.json; each GPU has an equal part of the width."""
+
 _TRAINED_IN = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -30,12 +33,12 @@ class Serving:
     dtype: str
     remote_code: bool
 
-    def command(self, folder: str, greedy: bool, template: bool) -> list[str]:
+    def command(self, folder: str, override: dict[str, float], template: bool) -> list[str]:
         """One option a line.
 
         Args:
             folder: As the shell writes it.
-            greedy: The model's own generation takes the likeliest token.
+            override: Sampling that vLLM would not find in the folder.
             template: The folder has a chat template.
         """
         lines = [
@@ -46,9 +49,8 @@ class Serving:
             f"--max-model-len {self.length}",
             "--generation-config auto",
         ]
-        if greedy:
-            # vLLM reads no do_sample, and would draw with temperature 1.
-            lines.append(f"--override-generation-config {shlex.quote(json.dumps({'temperature': 0.0}))}")
+        if override:
+            lines.append(f"--override-generation-config {shlex.quote(json.dumps(override))}")
         if template:
             lines.append(f"--chat-template {folder}/chat_template.jinja")
         if self.remote_code:
@@ -77,14 +79,20 @@ class Serving:
 
 
 def tensor_parallel_sizes(config: dict[str, Any]) -> list[int]:
-    """Numbers of GPUs that vLLM can share a model out over: they divide the attention heads, and the key-value heads or are their multiple.
+    """Numbers of GPUs that vLLM can share a model out over.
+
+    They divide the attention heads and the width of the MLP, and the key-value heads or are their multiple.
 
     >>> tensor_parallel_sizes({"num_attention_heads": 28, "num_key_value_heads": 4})
     [1, 2, 4, 28]
+    >>> tensor_parallel_sizes({"num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944})
+    [1, 2, 4]
     """
     heads = int(config.get("num_attention_heads") or 1)
     of_keys = int(config.get("num_key_value_heads") or heads)
     dividing = [count for count in range(1, heads + 1) if heads % count == 0]
+    widths = [config.get(name) for name in _WIDTHS]
+    dividing = [count for count in dividing if all(not isinstance(one, int) or one % count == 0 for one in widths)]
     return [count for count in dividing if of_keys % count == 0 or count % of_keys == 0]
 
 
@@ -106,8 +114,10 @@ def resolve_gpus(config: dict[str, Any], asked: int | None, here: int) -> tuple[
         largest = max((size for size in sizes if size <= asked), default=None)
         if asked not in sizes:
             remedy = f"Set --gpus {largest}, or one of {', '.join(map(str, sizes))}." if largest else "Set 1 or more."
+            width = f"the width of the MLP ({config.get('intermediate_size', 'not recorded')})"
             raise ExportError(
-                f"--gpus {asked}: a model with {heads} cannot be shared out over {asked} GPUs: their number must divide the heads. {remedy}"
+                f"--gpus {asked}: a model with {heads} cannot be shared out over {asked} GPUs: their number must divide the heads "
+                f"and {width}. {remedy}"
             )
         return asked, f"as asked for; it divides the model's heads ({heads})"
     if not here:
@@ -133,6 +143,21 @@ def resolve_serving(source: Exported, gpus: int | None, length: int | None, name
     )
 
 
+def not_found_by_vllm(folder: Path) -> dict[str, float]:
+    """Sampling of `generate` that vLLM does not find in generation_config.json.
+
+    vLLM reads no `do_sample`, and would draw with temperature 1 where `generate` is greedy; where a file names no top_k, `generate` takes
+    50, and vLLM all tokens.
+
+    Args:
+        folder: Of the model.
+    """
+    values, config = sampling(folder), read_config(folder, "generation_config.json")
+    if values["temperature"] == 0:
+        return {"temperature": 0.0}
+    return {"top_k": values["top_k"]} if config.get("top_k") is None else {}
+
+
 def write_script(serving: Serving, folder: Path, tokenizer: Any) -> None:
     """Write serve.sh, and check that the folder has what vLLM reads.
 
@@ -152,7 +177,7 @@ def write_script(serving: Serving, folder: Path, tokenizer: Any) -> None:
     if tokenizer.chat_template and not template:
         (folder / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
         template = True
-    lines = serving.command('"$folder"', sampling(folder)["temperature"] == 0, template)
+    lines = serving.command('"$folder"', not_found_by_vllm(folder), template)
     request = serving.request() if template else "no chat template: ask /v1/completions"
     text = [
         "#!/usr/bin/env bash",

@@ -17,7 +17,7 @@ import torch
 
 from sft.errors import ExportError
 from sft.export_check import Reference, arithmetic_for, load, logits_of, with_model
-from sft.export_source import Exported, read_config
+from sft.export_source import Exported
 from sft.model import DTYPES, load_base, lora_config
 from sft.portable import WEIGHT, open_whole
 from sft.tokenizer import new_token_ids
@@ -226,22 +226,3 @@ def _from_shares(source: Exported, tokenizer: Any) -> Any:
         for name, saved in source_names(model, whole).items():
             parameters[name].copy_(whole.read(saved, WEIGHT).view_as(parameters[name]))
     return model
-
-
-def complete_config(folder: Path) -> None:
-    """Make config.json one that other programs read as transformers 5 does, and that is for use and not for training.
-
-    transformers 5 writes how positions are rotated as `rope_parameters`. Programs that read config.json themselves, and transformers 4,
-    know `rope_theta` and `rope_scaling` only, and take 10,000 without a word where those are missing.
-    """
-    from sft.run_directory import write_json
-
-    config = read_config(folder, "config.json")
-    rope = config.get("rope_parameters")
-    if isinstance(rope, dict) and "rope_theta" in rope:
-        config["rope_theta"] = rope["rope_theta"]
-        if rope.get("rope_type", "default") != "default":
-            config["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
-    if config.get("use_cache") is False:
-        config["use_cache"] = True  # the training turns it off
-    write_json(folder / "config.json", config)

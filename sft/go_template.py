@@ -58,12 +58,14 @@ class Around:
 
     system_close: str = ""
     after_system: str = ""
-    """Before the user's message that follows the first system message."""
+    """Before the user's message that follows the first system message, also where that is dropped."""
 
     def render(self, messages: Sequence[Message]) -> str:
         """A conversation, with the generation prompt."""
         text = ""
         for number, message in enumerate(messages):
+            if message["role"] == "system" and self.first_system is None:
+                continue
             before, after = self._of(number, message["role"], messages)
             text += before + message["content"] + after
         return text + self.prompt
@@ -105,9 +107,9 @@ def read_around(apply: Apply, bos: str) -> Around:
     try:
         told = apply([system, user], True)
     except ValueError:
-        return around
+        return replace(around, after_system=first_user)  # Ollama drops it, and the user's message is the first
     if _SYSTEM not in told:
-        return around
+        return replace(around, after_system=_between(told, _USER)[0])
     first_system, to_first_user, _ = _between(told, _SYSTEM, _USER)
     system_close = _closing(apply, [system], _SYSTEM, [to_first_user])
     return replace(
@@ -165,8 +167,6 @@ def agree(around: Around, apply: Apply) -> Agreement:
             if "s" in roles and (around.first_system is None or roles in _MAY_DIFFER):
                 continue
             raise
-        if around.first_system is None and "s" in roles:
-            continue
         if around.render(messages) == expected:
             count += 1
         elif roles in _MAY_DIFFER:
@@ -206,7 +206,7 @@ def write_go(around: Around) -> str:
 
 def _branch(around: Around) -> str:
     later = literal(around.user_open)
-    if around.first_system is not None and around.after_system != around.user_open:
+    if around.after_system != around.user_open:
         follows = 'and (eq $i 1) (eq (index $.Messages 0).Role "system")'
         later = f"{{{{ else if {follows} }}}}{literal(around.after_system)}{{{{ else }}}}{later}"
         return f"{{{{ if eq $i 0 }}}}{literal(around.first_user)}{later}{{{{ end }}}}"

@@ -20,11 +20,18 @@ def public_name(name: str) -> str:
 
     >>> public_name("/home/me/chats.jsonl"), public_name("data/chats.jsonl"), public_name("Qwen/Qwen2.5-0.5B")
     ('chats.jsonl', 'chats.jsonl', 'Qwen/Qwen2.5-0.5B')
+    >>> public_name("/tmp/me and you/chats.jsonl"), public_name("/no_think Say yes/no.")
+    ('chats.jsonl', '/no_think Say yes/no.')
     """
     local = name.startswith(("/", "~", "./", "../", "\\")) or (
         "/" in name and (name.count("/") > 1 or bool(_FILE.search(name)) or Path(name).exists())
     )
-    return (Path(name).name or name) if local and not re.search(r"\s\S*/", name) else name
+    return (Path(name).name or name) if local and not _is_prose(name) else name
+
+
+def _is_prose(name: str) -> bool:
+    """Whether words have a slash among them, as `/no_think yes/no` has, and are no path: none begins where a folder is."""
+    return bool(re.search(r"\s\S*/", name)) and name[0] != "~" and not Path(*Path(name).parts[:2]).exists()
 
 
 def is_hub_id(name: str) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from sft import distributed
 from sft.inside import remove
 from sft.job import Job
+from sft.saved_config import complete_config
 
 
 def write_model(trainer: Any, job: Job, tokenizer: Any, folder: Path) -> None:
@@ -42,4 +43,5 @@ def _complete(job: Job, tokenizer: Any, folder: Path) -> None:
         merge_adapter(job, tokenizer, adapter, folder)
         remove(folder / "adapter")
         adapter.rename(folder / "adapter")
+    complete_config(folder)
     tokenizer.save_pretrained(folder)

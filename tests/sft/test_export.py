@@ -14,15 +14,16 @@ from sft.errors import ExportError, UserError
 from sft.export import main, parse_command_line
 from sft.export_check import Reference, judge
 from sft.export_folder import check_output, check_private, check_room
-from sft.export_ollama import _check_architecture, _check_vocabulary, tokenizer_warning
+from sft.export_ollama import _check_architecture, _check_vocabulary, bos_warning, tokenizer_warning
 from sft.export_source import find_exported
-from sft.export_vllm import resolve_gpus, resolve_serving, tensor_parallel_sizes
-from sft.export_weights import check_finite, complete_config, left_behind, model_files
+from sft.export_vllm import not_found_by_vllm, resolve_gpus, resolve_serving, tensor_parallel_sizes
+from sft.export_weights import check_finite, left_behind, model_files
 from sft.generation import resolve_context, sampling
 from sft.manifest import write_manifest
 from sft.model_card import metadata, write_card
 from sft.public_recipe import public_recipe
 from sft.run_directory import Run, write_json
+from sft.saved_config import complete_config
 
 RECIPE = """\
 schema_version: 1
@@ -136,13 +137,15 @@ def test_a_copy_must_be_equal_and_a_merge_as_near_as_its_rounding() -> None:
         judge([logits * float("nan")], merged, torch.float32)
 
 
-def test_config_json_says_how_positions_rotate_in_the_words_of_both_generations(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["llama", "gpt_neox"])
+def test_config_json_says_how_positions_rotate_in_the_words_of_both_generations(model: str, tmp_path: Path) -> None:
+    """GPT-NeoX is one whose theta transformers 5 reads from rope_scaling alone."""
     from transformers import AutoConfig
 
     rope = {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 8}
-    write_json(tmp_path / "config.json", {"model_type": "llama", "use_cache": False, "rope_parameters": rope, **sizes})
+    write_json(tmp_path / "config.json", {"model_type": model, "use_cache": False, "rope_parameters": rope, **sizes})
     before = AutoConfig.from_pretrained(tmp_path)
     complete_config(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
@@ -164,7 +167,7 @@ def test_as_many_gpus_as_divide_the_heads_serve(heads: int, of_keys: int, here: 
 
 def test_the_command_for_vllm_says_all_that_matters(run: Run) -> None:
     serving = resolve_serving(find_exported(run, None), 2, None, "my model")
-    command = " ".join(serving.command("DIR", greedy=True, template=True))
+    command = " ".join(serving.command("DIR", not_found_by_vllm(run.final), template=True))
     assert "vllm serve DIR --served-model-name 'my model' --dtype float32 --tensor-parallel-size 2" in command
     assert "--max-model-len 128 --generation-config auto" in command
     assert """--override-generation-config '{"temperature": 0.0}' --chat-template DIR/chat_template.jinja""" in command
@@ -180,6 +183,23 @@ def test_sampling_is_complete_because_servers_have_other_defaults(tmp_path: Path
     assert sampling(tmp_path) == {"temperature": 0.6, "top_p": 1.0, "top_k": 20, "repetition_penalty": 1.0}
 
 
+def test_vllm_is_told_of_the_sampling_that_it_would_not_find(tmp_path: Path) -> None:
+    for written, told in (
+        ({"temperature": 0.6}, {"temperature": 0.0}),
+        ({"do_sample": True, "temperature": 0.6}, {"top_k": 50}),
+        ({"do_sample": True, "top_k": 0}, {}),
+    ):
+        write_json(tmp_path / "generation_config.json", written)
+        assert not_found_by_vllm(tmp_path) == told
+
+
+def test_gpus_divide_the_width_of_the_mlp_too() -> None:
+    config = {"num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864}
+    assert resolve_gpus(config, None, 14)[0] == 2
+    with pytest.raises(ExportError, match=r"the MLP \(4864\). Set --gpus 2"):
+        resolve_gpus(config, 14, 0)
+
+
 def test_ollama_is_given_only_what_its_import_reads(tmp_path: Path) -> None:
     _check_architecture({"architectures": ["LlamaForCausalLM"], "rope_parameters": {"rope_type": "llama3"}})
     with pytest.raises(ExportError, match="no Qwen3ForCausalLM from safetensors"):
@@ -190,6 +210,13 @@ def test_ollama_is_given_only_what_its_import_reads(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="SentencePiece"):
         _check_vocabulary(tmp_path)
     assert "takes its default" in (tokenizer_warning(tmp_path) or "")
+
+
+def test_a_tokenizer_without_bos_is_told_because_ollama_may_add_one(tmp_path: Path) -> None:
+    write_json(tmp_path / "tokenizer.json", {"added_tokens": [{"id": 1, "content": "<s>"}]})
+    for named, told in ((None, True), ("<s>", False), ({"content": "<s>"}, False), ("<gone>", True)):
+        write_json(tmp_path / "tokenizer_config.json", {"bos_token": named, "add_bos_token": False})
+        assert bool(bos_warning(tmp_path)) == told
 
 
 def test_a_recipe_is_shown_without_places_trackers_and_keys(run: Run) -> None:

@@ -171,6 +171,16 @@ def test_what_a_template_takes_away_is_told() -> None:
     assert agree(*_both("chatml")).differs == ()
 
 
+@pytest.mark.parametrize("name", ["raises", "drops"])
+def test_the_first_user_is_the_first_where_a_system_message_before_him_is_dropped(name: str) -> None:
+    turns = "{{ bos_token }}{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    apply = apply_of(refuses + turns if name == "raises" else turns)
+    around = read_around(apply, TOKENS["bos_token"])
+    assert any(one.startswith("system messages, for which") for one in agree(around, apply).differs)
+    assert go(write_go(around), conversation("suau")) == apply_of(turns)(conversation("suau"), True)
+
+
 def _both(name: str) -> tuple[Around, Any]:
     apply = apply_of(TEMPLATES[name])
     return read_around(apply, TOKENS["bos_token"]), apply

@@ -94,6 +94,9 @@ def test_final_and_the_last_checkpoint_are_handed_over_as_one_model(
         found, expected = weights(folder), weights(run.final)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[one], expected[one]) for one in expected)
+        config = json.loads((folder / "config.json").read_text())
+        assert config == json.loads((run.final / "config.json").read_text())
+        assert (config["rope_theta"], config["use_cache"]) == (10000.0, True)
     assert {path.name for path in tmp_path.iterdir()} == {"final", "four"}, "something was left behind"
 
 
@@ -265,7 +268,7 @@ def test_final_and_every_checkpoint_come_to_the_hub_and_nothing_else(
     hub.lfs = (
         not xet
     )  # the real hub's other way to take large files, Xet, is a protocol of its own: here all go with the commit
-    before = set(full.path.parent.rglob("*"))
+    before = {path: path.stat().st_mode for path in full.path.parent.rglob("*")}
     export(full, *TO_HUB, "--checkpoints", "all")
     repo = hub.repos["me/mine"]
     assert repo.private
@@ -279,7 +282,8 @@ def test_final_and_every_checkpoint_come_to_the_hub_and_nothing_else(
     commits = len(repo.commits)
     export(full, *TO_HUB, "--checkpoints", "all")
     assert len(repo.commits) == commits, "the same was committed again"
-    assert set(full.path.parent.rglob("*")) == before, "something was left beside the run"
+    after = {path: path.stat().st_mode for path in full.path.parent.rglob("*")}
+    assert after == before, "something was left beside the run, or changed in it"
 
 
 def test_an_upload_that_was_cut_goes_on_with_the_same_command(full: Run, hub: FakeHub) -> None:
@@ -350,5 +354,5 @@ def test_a_mistake_ends_with_status_2_and_one_message(full: Run) -> None:
     )
     assert done.returncode == 2
     assert done.stdout == ""
-    assert "must divide the heads. Set --gpus 2" in done.stderr
+    assert "(256). Set --gpus 2" in done.stderr
     assert "Traceback" not in done.stderr
