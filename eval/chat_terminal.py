@@ -22,6 +22,7 @@ from eval.chat_model import Asker
 from eval.chat_prompts import Messages
 from eval.chat_target import choose
 from eval.quiet import chatter_to
+from eval.visible import visible
 from sft.errors import EvaluationError, users_mistakes_end_cleanly
 
 HELP = """\
@@ -70,15 +71,6 @@ class Streamer:
         if len(text) > len(before):
             self.show(text[len(before) :])
         self._from, self._shown = self._shown, len(self.ids)
-
-
-def visible(text: str) -> str:
-    """Text without what a terminal would obey.
-
-    >>> visible("a\\x1b[2Jb\\n")
-    'a\\\\x1b[2Jb\\n'
-    """
-    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
 
 
 def fit(messages: Messages, length: Callable[[Messages], int], most: int) -> tuple[Messages, int]:
@@ -217,6 +209,7 @@ def converse(conversation: Conversation) -> None:
     """Talk until the user leaves."""
 
     def show(text: str) -> None:
+        # Nothing that a terminal would obey.
         print(visible(text), end="", flush=True)
 
     for line in lines():

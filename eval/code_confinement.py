@@ -7,7 +7,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eval.code_calls import (
@@ -26,6 +26,8 @@ from eval.code_seccomp import refuse_calls
 
 # A process more than the program itself: those that watch it are of the same user.
 WATCHERS = 3
+# Where the user's others are counted along: what they, and the programs that run beside this one, may start meanwhile.
+MARGIN = 128
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,9 @@ class Means:
 
     count_of_its_own: bool
     """Whether the kernel counts the program's processes apart from the user's others."""
+
+    others: int = 0
+    """Where it does not: how many those are now. Inside a namespace of processes they are out of sight, and counted all the same."""
 
 
 def _tried(attempt: Callable[[], object]) -> str | None:
@@ -138,6 +143,13 @@ def find_means(root: str, limits: Limits) -> Means:
     )
 
 
+def with_others(means: Means) -> Means:
+    """With the user's others counted, where the kernel will count them along. Called outside the namespaces."""
+    if means.count_of_its_own:
+        return means
+    return replace(means, others=tasks_of(NOBODY if means.nobody else os.getuid()))
+
+
 def _limit_processes(limits: Limits, means: Means) -> None:
     if os.getuid() == 0:
         return  # the kernel does not count root's
@@ -146,7 +158,7 @@ def _limit_processes(limits: Limits, means: Means) -> None:
             _count_apart()
         allowed = limits.processes + WATCHERS
     else:
-        allowed = tasks_of(os.getuid()) + limits.processes
+        allowed = means.others + MARGIN + limits.processes
     resource.setrlimit(resource.RLIMIT_NPROC, (allowed, allowed))
 
 
@@ -255,8 +267,9 @@ def isolation(limits: Limits, means: Means) -> Isolation:
                 f"root's are not counted, only root can read Python's folders, no filter ({means.why_no_filter})"
             )
     else:
-        apart = "RLIMIT_NPROC in a user namespace" if means.count_of_its_own else "RLIMIT_NPROC, with the user's others"
-        enforced["processes"] = f"{limits.processes} ({apart})"
+        own = means.count_of_its_own
+        how = "RLIMIT_NPROC in a user namespace" if own else "RLIMIT_NPROC, beside the user's others"
+        enforced["processes"] = f"{limits.processes if own else limits.processes + MARGIN} ({how})"
     if means.nobody:
         enforced["user"] = "nobody"
     return Isolation(enforced, missing)

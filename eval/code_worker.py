@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from eval.code_calls import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
-from eval.code_confinement import Means, confine, find_means, isolation
+from eval.code_confinement import Means, confine, find_means, isolation, with_others
 from eval.code_folders import FOLDER, NOBODY, build_root, enter_namespaces
 from eval.code_limits import Limits, Outcome
 from eval.code_processes import descendants, kill_descendants, reap
@@ -189,6 +189,7 @@ def _watcher(program: str, tell: int, limits: Limits, means: Means, root: str) -
 
 def run_program(program: str, limits: Limits, means: Means, root: str) -> dict[str, Any]:
     """Run one program; says `broken` where it could not be run as it should be."""
+    means = with_others(means)
     read, write = os.pipe()
     watcher = os.fork()
     if watcher == 0:

@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import redirect_stderr
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def scores(results: dict[str, Any]) -> Scores:
         task: {
             key: float(value)
             for key, value in figures.items()
-            if "," in key and "_stderr," not in key and isinstance(value, (int, float))
+            if "," in key and "_stderr," not in key and isinstance(value, Real)  # NumPy's too
         }
         for task, figures in results.items()
     }

@@ -1,8 +1,9 @@
 """A conversation, without the terminal: tests/slow/test_chat_terminal.py has one."""
 
 import argparse
+import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from eval.chat_model import Asker, load_asker
 from eval.chat_prompts import Messages
 from eval.chat_target import choose
-from eval.chat_terminal import Conversation, Streamer, command, fit, generation_config, parse
+from eval.chat_terminal import Conversation, Streamer, command, converse, fit, generation_config, parse
 from eval.reference import Reference, load_reference
 from sft.errors import EvaluationError
 from sft.run_directory import Run
@@ -68,6 +69,23 @@ def test_a_tokenizer_that_begins_words_with_a_space_keeps_spaces_and_indentation
 def turns(count: int, system: bool = False) -> Messages:
     said = [{"role": ("user", "assistant")[n % 2], "content": str(n)} for n in range(count)]
     return [{"role": "system", "content": "S"}, *said] if system else said
+
+
+class Echo(Conversation):
+    """A model that says what it is told."""
+
+    def ask(self, question: str, show: Callable[[str], None]) -> Iterator[str]:
+        show(question)
+        yield from ()
+
+
+def test_a_terminal_gets_what_was_said_and_nothing_to_obey(
+    asker: Asker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "\u3000\u3000中文\u00a0: n\u2019est\u202fpas\t\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645 \U0001f469\u200d\U0001f467"
+    monkeypatch.setattr("sys.stdin", io.StringIO(said + "\n\x1b]0;title\x07\x85\u202etxt\n"))
+    converse(Echo(None, asker, None))
+    assert capsys.readouterr().out == said + "⟨U+001B⟩]0;title⟨U+0007⟩⟨U+0085⟩⟨U+202E⟩txt"
 
 
 def test_the_oldest_turns_go_first_and_the_system_prompt_stays() -> None:

@@ -246,6 +246,31 @@ def test_a_killed_evaluation_leaves_no_process_and_no_file(words: list[str], ope
     wait_until(lambda: not leftovers() and not list(open_folder.iterdir()))
 
 
+def test_where_the_users_others_are_counted_along_they_take_no_program_its_processes() -> None:
+    """As before Linux 5.14: twenty more processes of its user than it may have."""
+    script = """
+import os, subprocess, tempfile
+from dataclasses import replace
+from pathlib import Path
+from eval.code_confinement import NOBODY, find_means
+from eval.code_limits import LIMITS
+from eval.code_worker import run_program
+
+with tempfile.TemporaryDirectory() as root:
+    Path(root).chmod(0o711)
+    means = replace(find_means(root, LIMITS), count_of_its_own=False)
+    user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if means.nobody else {}
+    others = [subprocess.Popen(["sleep", "30"], **user) for _ in range(LIMITS.processes + 20)]
+    ended = run_program("import threading; threading.Thread(target=print).start()", LIMITS, means, root)
+    assert ended["ending"] == "passed", ended
+    bomb = "import os, time\\nfor n in range(12): os.fork()\\ntime.sleep(5)"
+    assert run_program(bomb, LIMITS, means, root)["ending"] in ("failed", "memory")
+"""
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_what_cannot_be_run_is_no_score(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     broken = tmp_path / "bin" / "python"
