@@ -79,6 +79,13 @@ def test_a_recipe_without_evaluation_says_so(tmp_path: Path) -> None:
     assert "The recipe asks for no evaluation" in section(report(run), "Evaluation")
 
 
+def test_chat_samples_that_nobody_asked_for_are_not_missing(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "run")
+    assert "eval/chat.json` is missing" in section(report(run), "Chat samples")
+    run.update(overrides=["eval.chat=false"])
+    assert "## Chat samples" not in report(run)
+
+
 def test_a_bar_in_a_value_does_not_break_a_table(tmp_path: Path) -> None:
     text = report(full_run(tmp_path / "run"))
     assert r"auto: the GPU\|it has it" in text
