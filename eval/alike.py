@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from eval.batch_sizes import differing_sizes
 from sft.errors import EvaluationError
 
 Results = dict[str, Any]
@@ -52,8 +53,22 @@ def check_alike(base: Results, tuned: Results, base_samples: Samples, tuned_samp
         raise EvaluationError(
             f"Base was measured in {dtypes[0]} and tuned in {dtypes[1]}. Set eval.dtype and measure both again."
         )
+    sizes = differing_sizes(base, tuned)
+    if sizes and not own_prompts:
+        raise EvaluationError(
+            "\n".join(
+                [
+                    "eval.batch_size=auto found other batch sizes for base and tuned, which in half precision moves answers:",
+                    *sizes,
+                    "Set eval.batch_size to a number and measure both again.",
+                ]
+            )
+        )
     for task in sorted(base_samples.keys() & tuned_samples.keys()):
         _check_documents(task, base_samples[task], tuned_samples[task], prompts=not own_prompts)
+    if treatment is not None and sizes:  # prompts of other lengths leave room for other batches
+        also = "; ".join(line.strip() for line in sizes)
+        return treatment | {"told": f"{treatment['told']} Batch sizes were searched for and differ: {also}."}
     return treatment
 
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from uuid import uuid4
 
 from eval import ranks
 from eval.backends import Target
 from eval.measure import evaluate_model
-from eval.placement import Placement
+from eval.placement import Placement, gpu_name
 from eval.tasks import LoadedTasks
 from eval.treatment import Treatment
 from sft.manifest import summed
@@ -24,7 +24,15 @@ from sft.manifest import summed
 FOLDER = "eval-base"
 """In the recipe's output_dir."""
 
-_DECIDE = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.py")
+_DECIDE = (
+    "config.json",
+    "adapter_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin",
+    "*.bin.index.json",
+    "*.py",
+)
 """Files of a model that its answers depend on; the tokenizer is the tuned model's, and part of the settings."""
 
 
@@ -44,14 +52,21 @@ def model_identity(target: Target) -> str | None:
     return hashlib.sha256(json.dumps(sums).encode()).hexdigest()
 
 
-def base_key(target: Target, treatment: Treatment, placement: Placement) -> str | None:
-    """The name of the results of a model that is asked so; None where the model cannot be told from others."""
+def base_key(target: Target, treatment: Treatment, placement: Placement, gpu: str | None = None) -> str | None:
+    """The name of the results of a model that is asked so; None where the model cannot be told from others.
+
+    Args:
+        target: The model.
+        treatment: How it is asked.
+        placement: On how many processes.
+        gpu: What the GPU is called, which has kernels, memory and so batches of its own; None without one.
+    """
     identity = model_identity(target)
     if identity is None:
         return None
     # Other documents share a batch on another number of processes, and in half precision that rounds differently.
     batches = None if treatment.settings.dtype == "float32" else placement.processes
-    decides = [identity, list(target.new_tokens), treatment.settings.hash, treatment.told, batches]
+    decides = [identity, list(target.new_tokens), treatment.settings.hash, treatment.told, batches, gpu]
     return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
 
 
@@ -61,10 +76,14 @@ def find(output_dir: Path, key: str) -> Path | None:
     return folder if (folder / "results.json").is_file() else None
 
 
+def _work_folder(folder: Path) -> Path:
+    # Not by the process's number: containers that share a disk have the same ones.
+    return folder.with_name(f".{folder.name}.{uuid4().hex}")
+
+
 def place(source: Path, target: Path) -> None:
     """Copy results to a folder, which is replaced where it exists: complete, or not there."""
-    work = target.with_name(f".{target.name}.{os.getpid()}")
-    shutil.rmtree(work, ignore_errors=True)
+    work = _work_folder(target)
     try:
         shutil.copytree(source, work)
         shutil.rmtree(target, ignore_errors=True)
@@ -76,7 +95,7 @@ def place(source: Path, target: Path) -> None:
 def keep(output_dir: Path, key: str, results: Path) -> None:
     """Keep results for other runs; those of a run that was quicker stay. A folder that cannot be written to keeps nothing."""
     kept = output_dir.expanduser() / FOLDER / key[:32]
-    work = kept.with_name(f".{kept.name}.{os.getpid()}")
+    work = _work_folder(kept)
     with suppress(OSError):  # a full disk: the run itself has its results
         kept.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -103,7 +122,11 @@ def _held(folder: Path, key: str | None, output_dir: Path | None) -> str | None:
     kept = find(output_dir, key)
     if kept is None:
         return None
-    place(kept, folder)
+    try:
+        place(kept, folder)
+    except OSError as error:  # it may be deleted at any time, also now
+        print(f"base: what is kept in {kept} cannot be copied ({error}).", flush=True)
+        return None
     return str(kept)
 
 
@@ -130,7 +153,7 @@ def measure_base(
     Raises:
         EvaluationError: As `evaluate_model`.
     """
-    key = ranks.from_first(lambda: base_key(target, treatment, placement))
+    key = ranks.from_first(lambda: base_key(target, treatment, placement, gpu_name()))
     held = ranks.from_first(lambda: _held(folder, key, output_dir))
     if key is None and output_dir is not None:
         print(f"base: not kept for other runs: {target.model} is a name without a commit.", flush=True)

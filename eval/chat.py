@@ -15,7 +15,6 @@ from sft.processes import end_with_parent
 if __name__ == "__main__" and "SFT_PARENT" in os.environ:  # before the imports, during which it may end
     end_with_parent(int(os.environ["SFT_PARENT"]), signal.SIGTERM)
 
-import gc
 import sys
 from copy import deepcopy
 from pathlib import Path
@@ -25,9 +24,10 @@ from eval.backends import Target
 from eval.chat_checks import check, is_empty, loops, warning
 from eval.chat_model import Asker, load_asker, load_weights
 from eval.chat_prompts import Messages, prompts_of
+from eval.placement import give_memory_back
 from eval.quiet import chatter_to
-from eval.run import _base_target
-from eval.settings import Reference, load_reference
+from eval.reference import Reference, load_reference
+from eval.targets import base_target
 from sft.errors import EvaluationError, run_main
 from sft.recipe import Evaluation
 from sft.run_directory import Run, find_run, read_json, write_json
@@ -104,7 +104,7 @@ def _ask_both(run: Run, reference: Reference, evaluation: Evaluation, prompts: l
     asker, trusted = load_asker(reference), run.recipe().model.trust_remote_code
     rendered = [asker.render(prompt) for prompt in prompts]
     limit = answer_limit(asker, rendered, evaluation.chat.max_new_tokens)
-    base = _base_target(run, trusted, reference)
+    base = base_target(run, trusted, reference)
     answers = {}
     for target in (base, Target("tuned", str(run.final), None, trusted)):
         with chatter_to(log):
@@ -112,7 +112,7 @@ def _ask_both(run: Run, reference: Reference, evaluation: Evaluation, prompts: l
             answers[target.label] = answer_prompts(model, asker, rendered, limit, evaluation.seed)
         dtype = str(model.dtype).removeprefix("torch.")
         del model
-        gc.collect()  # the next model needs the memory
+        give_memory_back()  # the next model needs it
     generation = {
         **{name: value for name, value in asker.generation_config.to_diff_dict().items() if not name.startswith("_")},
         "max_new_tokens": limit,

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from eval.backends import Target
 from eval.placement import change_whole, check_placement, place_model
 from eval.quiet import first_line
-from eval.settings import LENGTH_KEYS, Reference
+from eval.reference import Reference
+from eval.settings import LENGTH_KEYS
 from sft.errors import EvaluationError
 from sft.recipe import Evaluation
 
@@ -86,7 +87,7 @@ def load_asker(reference: Reference) -> Asker:
     """
     from transformers import GenerationConfig
 
-    from eval.settings import _context
+    from eval.reference import context_of
 
     if reference.tokenizer.chat_template is None:
         raise EvaluationError(
@@ -98,7 +99,7 @@ def load_asker(reference: Reference) -> Asker:
     generation = GenerationConfig(**saved)
     if generation.pad_token_id is None:
         generation.pad_token_id = reference.tokenizer.pad_token_id
-    return Asker(reference.path, reference.tokenizer, generation, _context(reference.config))
+    return Asker(reference.path, reference.tokenizer, generation, context_of(reference.config))
 
 
 def load_weights(target: Target, reference: Reference, asker: Asker, evaluation: Evaluation) -> Any:

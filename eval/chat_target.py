@@ -9,7 +9,7 @@ from typing import Any
 
 from eval.backends import Target
 from eval.chat_model import Asker, load_asker, load_weights
-from eval.settings import Reference, load_config, load_reference
+from eval.reference import Reference, load_config, load_reference
 from sft.errors import EvaluationError
 from sft.recipe import Evaluation
 from sft.run_directory import Run, find_run

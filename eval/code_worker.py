@@ -12,8 +12,8 @@ import json
 import os
 import random
 import select
-import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -33,31 +33,56 @@ LOOK_SECONDS = 0.05
 # Where every process of the machine is in sight, looking at them costs more.
 LOOK_SECONDS_IN_SIGHT = 0.25
 GRACE_SECONDS = 20.0
+# A program that says more than the one word is no pass, whatever it says.
+MOST_SAID = 4096
 
 
 def _end_with_parent() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _leave(*_: object) -> NoReturn:
+    raise SystemExit(0)
+
+
+def _clean_up_without_parent() -> None:
+    """Have the end of the parent, however sudden, be an end that leaves no process and no file."""
+    signal.signal(signal.SIGTERM, _leave)
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _remove(folder: str) -> None:
+    """Remove a folder; shutil's way would fail where folders lie in each other a thousand deep."""
+    command = ["rm", "-rf", "--", folder]
+    subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
 
 
 def _execute(program: str, said: int, nonce: bytes, limits: Limits, means: Means, folder: str) -> NoReturn:
     """Be the process that runs a program. Its exit status says nothing: `os._exit(0)` is no pass."""
-    write, leave = os.write, os._exit  # the program may put others in their place
+    # The program may put others in their place.
+    write, leave, number, own = os.write, os._exit, os.getpid, os.getpid()
     try:
         confine(limits, means, folder, keep=said)
+        _end_with_parent()  # the kernel forgets it where the user changes
     except BaseException as error:
         write(said, NOT_CONFINED + f"{type(error).__name__}: {error}".encode())
         leave(1)
     random.seed(0)
     try:
-        exec(compile(program, "<program>", "exec"), {})
+        # Without this file's own `from __future__`, under which a name that is missing in an annotation would be no mistake.
+        exec(compile(program, "<program>", "exec", dont_inherit=True), {})
     except BaseException as error:
+        if number() != own:
+            leave(1)  # a process that the program has started says nothing for it
         try:
             told = f"{type(error).__name__}: {error}"
         except BaseException:
             told = type(error).__name__
         write(said, RAISED + told[:300].encode(errors="replace"))
         leave(1)
-    write(said, nonce)
+    if number() == own:
+        write(said, nonce)
     leave(0)
 
 
@@ -70,14 +95,14 @@ def _wait(child: int, read: int, limits: Limits, look: float) -> tuple[bytes, in
     deadline, next_look, said = time.monotonic() + limits.wall_seconds, 0.0, b""
     while True:
         readable = select.select([read], [], [], min(look, LOOK_SECONDS))[0]
-        if readable and (more := os.read(read, 4096)):
-            said += more
+        if readable and (more := os.read(read, MOST_SAID)):
+            said += more if len(said) <= MOST_SAID else b""
         elif readable:
             time.sleep(0.001)  # it has closed its end, and is about to leave, or not
         ended, status, used = os.wait4(child, os.WNOHANG)
         if ended:
-            while select.select([read], [], [], 0)[0] and (more := os.read(read, 4096)):
-                said += more
+            # Once: what it has left behind may go on writing.
+            said += os.read(read, MOST_SAID) if select.select([read], [], [], 0)[0] else b""
             return said, status, used.ru_utime + used.ru_stime, ""
         now = time.monotonic()
         if now > deadline:
@@ -140,7 +165,7 @@ def _in_sight(program: str, limits: Limits, means: Means, root: str) -> dict[str
             os.chown(folder, NOBODY, NOBODY)
         return _supervise(program, limits, means, folder)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
 
 
 def _watcher(program: str, tell: int, limits: Limits, means: Means, root: str) -> None:
@@ -174,21 +199,25 @@ def run_program(program: str, limits: Limits, means: Means, root: str) -> dict[s
             os._exit(0)
     os.close(write)
     told, deadline = b"", time.monotonic() + limits.wall_seconds + GRACE_SECONDS
-    with os.fdopen(read, "rb", buffering=0) as pipe:
-        while select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            more = pipe.read(65536)
-            if not more:
-                break
-            told += more
-    kill_descendants()
-    reap()
+    try:
+        with os.fdopen(read, "rb", buffering=0) as pipe:
+            while select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                more = pipe.read(65536)
+                if not more:
+                    break
+                told += more
+    finally:
+        kill_descendants()
+        reap()
     ended: dict[str, Any] = json.loads(told) if told else {"broken": "the process that watched it is gone"}
     return ended
 
 
 def main() -> None:
     """Serve until standard input ends."""
-    _end_with_parent()
+    _clean_up_without_parent()
+    # Python's own handler would let a program of the same user interrupt the first process of its namespace.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     os.umask(0o022)
     # Where this file was found is nothing for the programs.
@@ -202,7 +231,7 @@ def main() -> None:
         for line in sys.stdin:
             print(json.dumps(run_program(json.loads(line), limits, means, root)), flush=True)
     finally:
-        shutil.rmtree(root, ignore_errors=True)
+        _remove(root)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ docs/comparison.md says what each word of the outcome means.
 
 from __future__ import annotations
 
-from math import isclose
+from math import isclose, isfinite
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from eval.alike import check_alike
 from eval.pairs import Paired, Results, Samples, leaves, metric_keys, number, pair_task
 from eval.statistics import Evidence, independent, paired
-from eval.verdicts import Entry, decide, judge, note, overall
+from eval.verdicts import Entry, decide, judge, note, overall, top_level
 
 
 def _evidence(
@@ -24,9 +24,11 @@ def _evidence(
         if _is_one_sample(paired_documents):
             return paired([np.concatenate(strata)], [1.0])
         return paired(strata, paired_documents.weights)
-    if stderrs[0] is not None and stderrs[1] is not None:
-        return independent(difference, stderrs[0], stderrs[1])
-    return None
+    base, tuned = stderrs
+    # A perplexity that is infinite or not a number says nothing by its size.
+    if base is None or tuned is None or not all(map(isfinite, (difference, base, tuned))):
+        return None
+    return independent(difference, base, tuned)
 
 
 def _is_one_sample(documents: Paired) -> bool:
@@ -97,7 +99,9 @@ def compare(base: Results, tuned: Results, base_samples: Samples, tuned_samples:
     entries = [entry for entry in compared if entry is not None]
     decide(entries, tuned)
     judge(entries)
-    not_measured = base["failed"] | tuned["failed"]
+    scored = {entry.row["task"] for entry in entries}
+    unscored = [task for task in top_level(tuned) if metric_keys(tuned["results"].get(task, {})) and task not in scored]
+    not_measured = dict.fromkeys(unscored, "none of its scores is a number") | base["failed"] | tuned["failed"]
     return {
         "complete": not not_measured,
         "not_measured": not_measured,

@@ -21,6 +21,7 @@ from lm_eval.api.task import Task
 from lm_eval.models.huggingface import HFLM
 
 from eval import ranks
+from eval.batch_sizes import Searches
 
 _NOTHING = object()
 
@@ -30,12 +31,17 @@ class DataParallelHFLM(HFLM):  # type: ignore[misc]
 
     def __init__(self, *arguments: Any, **keys: Any) -> None:
         super().__init__(*arguments, **keys)
+        self.searches = Searches()
         self.share(True)
 
     def share(self, among_all: bool) -> None:
         """Deal out the documents of the next task, or leave them to this process."""
         # lm_eval sets these where it finds several GPUs, and not for processes on a CPU.
         self._rank, self._world_size = (ranks.rank(), ranks.launched()) if among_all else (0, 1)
+
+    def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
+        # All processes find the smallest that fits on any of them, so that they decide alike.
+        return self.searches.decide(lambda: int(super(DataParallelHFLM, self)._detect_batch_size(requests, pos)))
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Batch sizes that were found. A number of requests, which comes as a bare number, is taken as the same on all: none is padded."""

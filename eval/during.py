@@ -18,7 +18,8 @@ from transformers.trainer_callback import TrainerCallback
 
 from eval.live_model import LeftOff, Live, language_model, undisturbed
 from eval.quiet import chatter_to
-from eval.settings import Settings, load_reference, resolve_settings
+from eval.reference import load_reference
+from eval.settings import Settings, resolve_settings
 from eval.suites import check_tasks
 from eval.tasks import LoadedTasks, load_tasks
 from sft import distributed

@@ -186,5 +186,6 @@ def find_flips(
 def write_flips(lines: list[Results], path: Path) -> None:
     """Write flips.jsonl; an empty file says that nothing flipped."""
     work = path.with_name(f".{path.name}")
-    work.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    work.write_text(text, encoding="utf-8", errors="backslashreplace")  # half a surrogate pair is JSON's own \udXXX
     work.replace(path)

@@ -5,7 +5,6 @@ One call of lm_eval measures one task, so that a task that fails costs only itse
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import time
@@ -17,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from eval import ranks
 from eval.backends import Target, load_model
+from eval.batch_sizes import Found, Searches
 from eval.code_metric import code_metric
-from eval.placement import Placement, check_placement
+from eval.placement import Placement, check_placement, give_memory_back
 from eval.quiet import chatter_to, describe_environment_once, first_line
 from eval.settings import Settings
 from eval.tasks import LoadedTasks, leaves
@@ -129,11 +129,14 @@ def _merge(results: Results, more: Results) -> Results:
     return merged
 
 
-def _measure_all(model: HFLM, label: str, tasks: LoadedTasks, settings: Settings, log: Path) -> Results:
+def _measure_all(
+    model: HFLM, label: str, tasks: LoadedTasks, settings: Settings, log: Path, given: Found, strict: bool
+) -> Results:
     """All tasks' results, on the first process."""
-    results: Results = {"failed": dict(tasks.missing), "prompts_cut": []}
+    results: Results = {"failed": dict(tasks.missing), "prompts_cut": [], "batch_sizes_found": {}}
     for name in tasks.by_name:
         started = time.monotonic()
+        model.searches = searches = Searches(given.get(name, ()), strict)
         try:
             measured, cut = _measure_together(model, name, tasks, settings, log)
         except ranks.TaskFailed as failure:
@@ -148,6 +151,8 @@ def _measure_all(model: HFLM, label: str, tasks: LoadedTasks, settings: Settings
         if cut:
             results["prompts_cut"].append(name)
             print(f"{label}: prompts of {name} that are longer than {settings.max_length} tokens lost their beginning.")
+        if searches.found:
+            results["batch_sizes_found"][name] = searches.found
         results = _merge(results, measured)
     if len(results["failed"]) == len({*tasks.by_name, *tasks.missing}):
         raise EvaluationError(f"The {label} model could not be measured on any task; {log} says more.")
@@ -187,6 +192,8 @@ def evaluate_model(
     log: Path,
     placement: Placement,
     more: dict[str, Any] | None = None,
+    given: Found | None = None,
+    strict: bool = False,
 ) -> None:
     """Measure one model on every task, and put lm_eval's output in a folder: complete, or not there.
 
@@ -198,10 +205,12 @@ def evaluate_model(
         tasks: From `load_tasks`.
         settings: The same for every model to be compared.
         output: The folder; replaced where it exists. results.json has `settings`, `settings_hash`, `measured_model`,
-            `failed`, `prompts_cut` and `placement` beside lm_eval's own keys.
+            `failed`, `prompts_cut`, `batch_sizes_found` and `placement` beside lm_eval's own keys.
         log: Where the libraries' words go.
         placement: The same for every model to be compared.
         more: Further keys of results.json.
+        given: Batch sizes that were found for the model to be compared with, where they are searched for.
+        strict: Whether a task fails that has no memory for them.
 
     Raises:
         EvaluationError: The model cannot be loaded, no task can be measured, or the results cannot be written.
@@ -210,12 +219,12 @@ def evaluate_model(
     with chatter_to(log):
         model = load_model(target, tokenizer, settings, placement)
     modules = check_placement(model.model, placement)
-    results = _measure_all(model, target.label, tasks, settings, log)
+    results = _measure_all(model, target.label, tasks, settings, log, given or {}, strict)
     # Each process has run the programs of its own documents.
     endings = ranks.collect(code_metric().take_endings() if tasks.generated_code else {})
     if not ranks.is_first():
         del model
-        gc.collect()
+        give_memory_back()
         return
     results |= {"settings": asdict(settings), "settings_hash": settings.hash, "seconds": time.monotonic() - started}
     results["placement"] = asdict(placement) | {"modules": modules}
@@ -231,7 +240,7 @@ def evaluate_model(
 
         release(model)
     del model
-    gc.collect()  # the next model needs the memory
+    give_memory_back()  # the next model needs it
     work = output.with_name(f".{output.name}.{os.getpid()}")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)

@@ -6,6 +6,7 @@ results, and is no part of the settings that two evaluations must share.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -122,11 +123,37 @@ def _gib(count: float) -> str:
     return f"{count / 2**30:.3g} GiB"
 
 
+def on_gpu() -> bool:
+    """Whether models are measured on GPUs here."""
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def gpu_name() -> str | None:
+    """What the GPU that this process uses is called; None without one."""
+    import torch
+
+    return str(torch.cuda.get_device_name()) if on_gpu() else None
+
+
 def free_memory() -> list[int]:
     """Free bytes of each visible GPU."""
     import torch
 
     return [torch.cuda.mem_get_info(device)[0] for device in range(torch.cuda.device_count())]
+
+
+def give_memory_back() -> None:
+    """Give the memory of models that nothing holds any more back to the GPUs.
+
+    torch keeps it for itself, and whoever asks how much is free, to place the next model, is told of the rest alone.
+    """
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def weights_size(config: PreTrainedConfig, dtype: str, trust_remote_code: bool) -> int:

@@ -56,14 +56,19 @@ def is_first() -> bool:
 
 
 def join() -> None:
-    """Meet the others, over gloo: what is said between them is said in the machine's memory, also where the models are on GPUs."""
+    """Meet the others, over gloo: what is said between them is said in the machine's memory, also where the models are on GPUs.
+
+    Raises:
+        EvaluationError: There are more of them than GPUs.
+        LostRank: One of them is gone.
+    """
     if launched() == 1:
         leave()
         return
     import torch
 
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(gpu_of(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()))
         # NCCL is not used, and accelerate refuses GPUs between which it does not work until these are set.
         os.environ.setdefault("NCCL_P2P_DISABLE", "1")
         os.environ.setdefault("NCCL_IB_DISABLE", "1")
@@ -71,6 +76,24 @@ def join() -> None:
         os.environ["ACCELERATE_USE_CPU"] = "true"  # else accelerate takes each for a process by itself
     with _told_of_lost_ranks():
         torch.distributed.init_process_group("gloo", timeout=_TIMEOUT)
+
+
+def gpu_of(local_rank: int, visible: int) -> int:
+    """The GPU of a process.
+
+    Args:
+        local_rank: Its number on this machine.
+        visible: GPUs.
+
+    Raises:
+        EvaluationError: There is none left for it.
+    """
+    if local_rank >= visible:
+        raise EvaluationError(
+            f"Process {local_rank} of the evaluation has no GPU: {visible} {'is' if visible == 1 else 'are'} visible, and each process "
+            f"needs one of its own. Start {visible}, or none: the evaluation starts them itself."
+        )
+    return local_rank
 
 
 def leave() -> None:

@@ -22,31 +22,20 @@ if __name__ == "__main__":  # before the imports, during which the parent may en
 
 import json
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from eval import ranks
 from eval.backend_checks import check_backend
-from eval.backends import Target, check_requests, find_backend
-from eval.base_cache import measure_base
-from eval.conclude import conclude
+from eval.base_and_tuned import evaluate_run
 from eval.launch import become_launcher
-from eval.measure import Results, evaluate_model
-from eval.quiet import LOG
-from eval.settings import Reference, Settings, check_vocabulary, load_config, load_reference, resolve_settings
-from eval.suites import check_tasks
-from eval.tables import scores_table
-from eval.task_facts import task_facts
-from eval.together import NeedsProcesses, load_tasks_together, place
-from eval.treatment import own_template, treat_base
+from eval.one_model import evaluate_one
+from eval.together import NeedsProcesses
 from sft import rank_logs
-from sft.errors import EvaluationError, GateFailed, RecipeError, run_main
+from sft.errors import EvaluationError, RecipeError, run_main
 from sft.recipe import Evaluation
 from sft.recipe_file import parse_recipe
-from sft.remote_code import code_hash
-from sft.run_directory import Run, find_run, read_json
+from sft.run_directory import Run, find_run
 
 EXIT_INCOMPLETE = 1
 # What a recipe needs beside its `eval` section, for a model that has no recipe.
@@ -86,165 +75,6 @@ def parse_evaluation(arguments: Sequence[str], run: Run | None = None) -> Evalua
         raise EvaluationError(str(error).replace("is not a valid recipe", "cannot be done as asked")) from None
     check_backend(evaluation)
     return evaluation
-
-
-def _on_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def _results(folder: Path) -> Results:
-    results: Results = read_json(folder / "results.json")
-    return results
-
-
-def _log_in(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise EvaluationError(f"Results cannot be written: {error}.") from None
-    return folder / (LOG if ranks.is_first() else LOG.replace(".log", f".rank-{ranks.rank()}.log"))
-
-
-def _check_same_code(run: Run, record: dict[str, str]) -> None:
-    """Refuse to run code that has changed since it was trained with."""
-    trained = record.get("code_sha256")
-    if trained is not None and code_hash(run.recipe().model, record["path"]) != trained:
-        raise EvaluationError(
-            f"The Python files of {record['path']} have changed since {run.path} was trained with them. Put them back: the base model must "
-            "be the one that the training started from."
-        )
-
-
-def _base_target(run: Run, trust_remote_code: bool, reference: Reference) -> Target:
-    """The model that the run started from, checked as far as that goes without its weights."""
-    record = run.record["base_model"]
-    _check_same_code(run, record)
-    path, new_tokens = str(record.get("path") or record["name_or_path"]), run.recipe().model.new_tokens
-    target = Target("base", path, record["revision"], trust_remote_code, new_tokens)
-    config = load_config(target.model, target.revision, trust_remote_code, called=f"The base model of {run.path},")
-    check_vocabulary(reference, config, target.model, new_tokens)
-    return target
-
-
-def evaluate_run(run: Run, evaluation: Evaluation) -> dict[str, str]:
-    """Measure a run's base and tuned model, and write the comparison and the report.
-
-    Args:
-        run: A run that has its final model.
-        evaluation: The recipe's `eval` section, changed on the command line or not.
-
-    Returns:
-        Tasks that could not be measured, and why: empty where the comparison is complete.
-
-    Raises:
-        EvaluationError: Whatever the user can fix.
-        GateFailed: The tuned model does not hold what eval.gate asks for.
-    """
-    recipe = run.recipe()
-    selection = check_tasks(evaluation, Path(recipe.output_dir))
-    if not selection.tasks:
-        raise EvaluationError("There is nothing to measure: eval.tasks is empty. Name tasks: tasks=gsm8k,arc_easy")
-    if not (run.final / "config.json").is_file():
-        status = run.record.get("status")
-        raise EvaluationError(f"{run.path} has no final model (status: {status}). Finish its training first.")
-    reference = load_reference(str(run.final), None, recipe.model.trust_remote_code)
-    base = _base_target(run, recipe.model.trust_remote_code, reference)
-    tuned = Target("tuned", str(run.final), None, recipe.model.trust_remote_code)
-    settings = resolve_settings(evaluation, selection, reference, _on_gpu())
-    treatment = treat_base(settings, reference, own_template(base))
-    placement = place(evaluation, reference, settings, recipe.model.trust_remote_code)
-    asked_base, asked_tuned = (treatment.settings, treatment.tokenizer), (settings, reference.tokenizer)
-    base, tuned = find_backend(evaluation, reference.path, (base, *asked_base), (tuned, *asked_tuned))
-    folder = _results_folder(run, settings, reference)
-    log = _log_in(folder)
-    tasks = load_tasks_together(selection, settings, evaluation, log)
-    facts = ranks.from_first(lambda: task_facts(settings, tasks))
-    check_requests(tasks, (base, *asked_base), (tuned, *asked_tuned))
-    settings, treatment = replace(settings, loaded=facts), treatment.with_facts(facts)
-    if treatment.told:
-        print(treatment.told, flush=True)
-    # What a server has under a name may be another model tomorrow.
-    keeps = evaluation.base_cache and settings.backend != "server"
-    output_dir = Path(recipe.output_dir) if keeps else None
-    measure_base(base, treatment, tasks, folder / "base", log, placement, output_dir)
-    evaluate_model(tuned, reference.tokenizer, tasks, settings, folder / "tuned", log, placement)
-    return _compare_and_report(run, folder, evaluation, reference) if ranks.is_first() else {}
-
-
-def _results_folder(run: Run, settings: Settings, reference: Reference) -> Path:
-    """eval/ for the recipe's own evaluation; a folder in it for another, which must not replace those results."""
-    recipe, folder = run.recipe(), run.comparison_file.parent
-    selection = check_tasks(recipe.eval, Path(recipe.output_dir))
-    if not selection.tasks or resolve_settings(recipe.eval, selection, reference, _on_gpu()).hash == settings.hash:
-        return folder
-    return folder / settings.hash[:12]
-
-
-def _compare_and_report(run: Run, folder: Path, evaluation: Evaluation, reference: Reference) -> dict[str, str]:
-    from eval.report import write_report
-
-    comparison = conclude(run, folder, evaluation, reference.tokenizer)
-    not_measured: dict[str, str] = comparison["not_measured"]
-    gate = comparison["gate"]
-    if folder == run.comparison_file.parent:
-        passed = None if gate is None else "passed" if gate["passed"] else "failed"
-        run.update(evaluation="failed" if not_measured else "finished", gate=passed)
-        print(f"Report: {write_report(run)}")
-    else:
-        print(f"Results: {folder} (the report keeps those of the recipe's own evaluation)")
-    if gate is not None and not gate["passed"] and not not_measured:
-        raise GateFailed(gate["failures"])
-    return not_measured
-
-
-def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
-    """Measure one model and write lm_eval's output to outputs/eval/<model>/<time>/.
-
-    Args:
-        model: A folder, an id on the hub, or `builtin:demo`.
-        evaluation: What to measure.
-
-    Returns:
-        Tasks that could not be measured, and why.
-
-    Raises:
-        EvaluationError: Whatever the user can fix.
-    """
-    from rich.console import Console
-
-    if evaluation.gate is not None:
-        raise EvaluationError("eval.gate compares a tuned model with its base: name a run, or leave the gate out.")
-    outputs = Path("outputs")
-    selection = check_tasks(evaluation, outputs)
-    if not selection.tasks:
-        raise EvaluationError(f"There is nothing to measure on {model}. Name tasks: tasks=gsm8k,arc_easy")
-    if model == "builtin:demo":
-        from sft.demo import make_demo
-
-        model = str(make_demo(outputs).model)
-    folder = Path(model).expanduser()
-    target = Target(folder.resolve().name, str(folder)) if folder.is_dir() else Target(model, model)
-    reference = load_reference(target.model, None, False)
-    check_vocabulary(reference, reference.config, target.model)
-    settings = resolve_settings(evaluation, selection, reference, _on_gpu())
-    placement = place(evaluation, reference, settings, False)
-    (target,) = find_backend(evaluation, reference.path, (target, settings, reference.tokenizer))
-    output = outputs.resolve() / "eval" / target.label.replace("/", "__") / time.strftime("%Y%m%d-%H%M%S")
-    log = _log_in(output.parent)
-    tasks = load_tasks_together(selection, settings, evaluation, log)
-    facts = ranks.from_first(lambda: task_facts(settings, tasks))
-    check_requests(tasks, (target, settings, reference.tokenizer))
-    settings = replace(settings, loaded=facts)
-    evaluate_model(target, reference.tokenizer, tasks, settings, output, log, placement)
-    if not ranks.is_first():
-        return {}
-    results = _results(output)
-    Console().print(scores_table(results))
-    print(f"Results: {output}")
-    failed: dict[str, str] = results["failed"]
-    return failed
 
 
 def _evaluate(arguments: list[str]) -> dict[str, str]:

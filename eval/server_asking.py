@@ -17,10 +17,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RETRIES = 3
+MOST_STOPS = 4
+"""Texts that OpenAI's own API takes as `stop`: it refuses a request with more. Answers are cut at the others here."""
 
 
 class NoAnswer(Exception):
     """The server did not answer, or what it answered is none."""
+
+
+def whole_characters(text: str) -> str:
+    r"""A text in which half a surrogate pair, which JSON can carry and no file in UTF-8, is what transformers decodes it to.
+
+    >>> whole_characters("a\ud83d b"), whole_characters("\ud83d\ude00") == chr(0x1F600)
+    ('a\ufffd b', True)
+    """
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 class Asking:
@@ -62,7 +73,7 @@ class Asking:
         if self.served.dialect == "vllm":
             return asked | {"stop": request.until, "return_token_ids": True} | extensions(request)
         # Their ids cannot be told: a server that writes special tokens out stops at their texts.
-        return asked | {"stop": list(dict.fromkeys([*request.until, *self.stop_texts]))}
+        return asked | {"stop": list(dict.fromkeys([*request.until, *self.stop_texts]))[:MOST_STOPS]}
 
     def text_of(self, choice: dict[str, Any]) -> str:
         """An answer as transformers would decode it, not yet cut."""
@@ -75,7 +86,7 @@ class Asking:
             text = ""  # all of it was thoughts, or nothing
         if not isinstance(text, str):
             raise NoAnswer(f"{self.whose} answers without a text: {shortened(str(choice))!r}")
-        text = cut(text, self.stop_texts)
+        text = cut(whole_characters(text), self.stop_texts)
         return text[1:] if self.strips_space and text.startswith(" ") else text
 
     def finish(self, text: str, gen_kwargs: dict[str, Any]) -> str:

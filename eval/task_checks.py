@@ -65,22 +65,21 @@ def _not_in(file: Path, function: str) -> str | None:
         body = ast.parse(file.read_text(encoding="utf-8")).body
     except (OSError, SyntaxError, ValueError) as error:
         return f"{file} cannot be read as Python: {error}."
-    imports = [node for node in body if isinstance(node, ast.ImportFrom)]
-    if any(alias.name == "*" for node in imports for alias in node.names):
+    # Also what is in a `try` or an `if`; a name inside a function, which is none of the module's, is left to lm_eval.
+    nodes = [inside for node in body for inside in ast.walk(node)]
+    aliases = [alias for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names]
+    if any(alias.name == "*" for alias in aliases):
         return None
-    names = {node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    names |= {alias.asname or alias.name for node in imports for alias in node.names}
-    names |= {
-        name.id
-        for node in body
-        for name in ast.walk(node)
-        if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
-    }
+    names = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    names |= {alias.asname or alias.name for alias in aliases}
+    names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     return None if function in names else f"{file} has no `{function}`{did_you_mean(function, sorted(names), '.')}"
 
 
 def _data_files(config: dict[str, Any]) -> list[str]:
-    """The files on this machine that a task's documents come from."""
+    """The files on this machine that a task's documents come from; those of a dataset on the hub, or in a folder, lie in it."""
+    if config.get("dataset_path") not in LOCAL_FORMATS:
+        return []
     keywords = config.get("dataset_kwargs")
     given = keywords.get("data_files") if isinstance(keywords, dict) else None
     folder = str(keywords.get("data_dir") or "") if isinstance(keywords, dict) else ""
@@ -118,9 +117,10 @@ def problems_of(path: Path, config: dict[str, Any]) -> list[str]:
         problems.append("it has no `dataset_path:` with its documents.")
     if not (config.get("test_split") or config.get("validation_split")):
         problems.append("it has neither `test_split:` nor `validation_split:`, so there is nothing to measure.")
-    if kind != "loglikelihood_rolling" and not (config.get("doc_to_text") or config.get("doc_to_text") == ""):
+    asks = config.get("use_prompt") or config.get("doc_to_text") is not None
+    if kind != "loglikelihood_rolling" and not asks:
         problems.append("it has no `doc_to_text:` with the prompt.")
-    if kind == "multiple_choice" and not config.get("doc_to_choice"):
+    if kind == "multiple_choice" and not (config.get("doc_to_choice") or config.get("use_prompt")):
         problems.append("`output_type: multiple_choice` needs `doc_to_choice:`.")
     files = _data_files(config)
     problems += [f"there is no data file {file}." for file in files if not _is_there(file)]

@@ -10,9 +10,12 @@ from eval.ahead import describe
 from eval.backends import place_backend
 from eval.launch import decided_placement
 from eval.placement import Placement, place_model
-from eval.settings import Reference, Settings
+from eval.quiet import LOG
+from eval.reference import Reference
+from eval.settings import Settings
 from eval.suites import TaskSelection
 from eval.tasks import LoadedTasks, load_tasks
+from sft.errors import EvaluationError
 from sft.recipe import Evaluation
 
 
@@ -46,6 +49,19 @@ def place(evaluation: Evaluation, reference: Reference, settings: Settings, trus
             sys.exit(0)
         ranks.leave()
     return placement
+
+
+def log_in(folder: Path) -> Path:
+    """The file for the libraries' words in a folder, which is made.
+
+    Raises:
+        EvaluationError: It cannot be.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EvaluationError(f"Results cannot be written: {error}.") from None
+    return folder / (LOG if ranks.is_first() else LOG.replace(".log", f".rank-{ranks.rank()}.log"))
 
 
 def load_tasks_together(selection: TaskSelection, settings: Settings, evaluation: Evaluation, log: Path) -> LoadedTasks:

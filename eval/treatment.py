@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from eval.backends import Target
-from eval.settings import Reference, Settings, template_sha256
+from eval.quiet import first_line
+from eval.reference import Reference
+from eval.settings import Settings, template_sha256
 from sft.errors import EvaluationError
 
 if TYPE_CHECKING:
@@ -32,21 +34,39 @@ class Treatment:
         return replace(self, settings=replace(self.settings, loaded=loaded))
 
     @property
+    def own_prompts(self) -> bool:
+        """Whether it is asked with other prompts than the tuned model."""
+        return self.told is not None and self.settings.base_template == "own"
+
+    @property
     def record(self) -> dict[str, Any] | None:
         """What results.json and comparison.json say of it."""
         return None if self.told is None else {"base_template": self.settings.base_template, "told": self.told}
 
 
-def own_template(base: Target) -> str | dict[str, str] | None:
-    """The base model's own chat template; None where it has none, or no tokenizer that can be read."""
+def own_template(base: Target, needed: bool = False) -> str | dict[str, str] | None:
+    """The base model's own chat template; None where it has none, or no tokenizer that can be read.
+
+    Args:
+        base: The base model.
+        needed: Whether it is to be asked through it: eval.base_template=own.
+
+    Raises:
+        EvaluationError: It is, and whether there is one cannot be told.
+    """
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             base.model, revision=base.revision, trust_remote_code=base.trust_remote_code
         )
-    except (OSError, ValueError, KeyError):  # it is asked through the tuned model's tokenizer in any case
-        return None
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        if needed:
+            raise EvaluationError(
+                f"eval.base_template=own, and the tokenizer of the base model {base.model} cannot be loaded, so that its chat template is "
+                f"not known: {first_line(error)} Put it beside the model, or leave eval.base_template out."
+            ) from None
+        return None  # it is asked through the tuned model's tokenizer in any case
     template: str | dict[str, str] | None = tokenizer.chat_template
     return template
 

@@ -48,7 +48,7 @@ def _verdict(evidence: Evidence | None, p_value: float | None, higher_is_better:
     return IMPROVED if (sum(evidence.interval) > 0) == higher_is_better else REGRESSED
 
 
-def _top_level(results: Results) -> list[str]:
+def top_level(results: Results) -> list[str]:
     """The tasks and groups that stand for themselves: no part of a group that has a score of its own."""
     inside = results.get("group_subtasks", {})
 
@@ -66,7 +66,7 @@ def decide(entries: list[Entry], results: Results) -> None:
 
     acc takes the likeliest answer, which a short one is; acc_norm corrects for the length.
     """
-    for task in _top_level(results):
+    for task in top_level(results):
         known = [entry for entry in entries if entry.row["task"] == task]
         known = [entry for entry in known if entry.row["higher_is_better"] is not None] or known
 

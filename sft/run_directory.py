@@ -30,7 +30,8 @@ def write_json(path: Path, value: object) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         text = redact(json.dumps(value, indent=2, ensure_ascii=False, default=str))
-        temporary.write_text(text + "\n", encoding="utf-8")
+        # Half a surrogate pair, which a model's answer may hold, is written as JSON's own \udXXX.
+        temporary.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from eval.settings import Reference, Settings, load_reference, resolve_settings
+from eval.reference import Reference, load_reference
+from eval.settings import Settings, resolve_settings
 from eval.suites import Task, TaskSelection
 from sft.demo import make_demo
 from sft.recipe import Evaluation

@@ -12,7 +12,8 @@ from eval.answering import (
     special_tokens,
     task_problems,
 )
-from eval.settings import Reference, Settings
+from eval.reference import Reference
+from eval.settings import Settings
 from eval.tasks import leaves, load_tasks
 from sft.errors import EvaluationError
 

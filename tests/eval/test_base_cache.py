@@ -8,9 +8,10 @@ from threading import Thread
 import pytest
 
 from eval.backends import Target
-from eval.base_cache import FOLDER, base_key, find, keep, model_identity, place
+from eval.base_cache import FOLDER, _held, base_key, find, keep, model_identity, place
 from eval.placement import Placement
-from eval.settings import Reference, Settings
+from eval.reference import Reference
+from eval.settings import Settings
 from eval.treatment import Treatment
 
 Resolve = Callable[..., Settings]
@@ -66,6 +67,8 @@ def test_what_moves_a_score_has_another_key(base: Path, settings: Resolve, refer
         base_key(replace(target, new_tokens=("<new>",)), treatment(plain, reference), ALONE),
         base_key(target, treatment(half, reference), ALONE),
         base_key(target, treatment(half, reference), two),  # other documents share a batch
+        base_key(target, treatment(plain, reference), ALONE, "NVIDIA H100 80GB HBM3"),
+        base_key(target, treatment(plain, reference), ALONE, "NVIDIA H200"),
     ]
     assert len({*keys}) == len(keys)
     assert base_key(target, treatment(plain, reference), two) == keys[0]
@@ -103,3 +106,13 @@ def test_a_folder_that_cannot_be_written_to_keeps_nothing_and_ends_nothing(tmp_p
     (tmp_path / FOLDER).write_text("a file where a folder should be")
     keep(tmp_path, "key", results(tmp_path / "first"))
     assert find(tmp_path, "key") is None
+
+
+def test_what_is_deleted_while_it_is_copied_is_measured_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep(tmp_path, "key", results(tmp_path / "first"))
+    (tmp_path / FOLDER / "key" / "gone").symlink_to(tmp_path / "nothing")
+    assert _held(tmp_path / "run" / "base", "key", tmp_path) is None
+    assert "cannot be copied" in capsys.readouterr().out
+    assert not list((tmp_path / "run").glob("*/results.json"))

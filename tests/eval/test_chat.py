@@ -12,7 +12,7 @@ from eval.backends import Target
 from eval.chat import answer_limit, answer_prompts, chat, main
 from eval.chat_model import Asker, load_asker, load_weights
 from eval.chat_prompts import DEFAULT, prompts_of
-from eval.settings import Reference, load_reference
+from eval.reference import Reference, load_reference
 from sft.demo import TRAIN_ROWS, _rows
 from sft.errors import EvaluationError, RecipeError
 from sft.finish import programs

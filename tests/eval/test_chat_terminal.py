@@ -12,7 +12,7 @@ from eval.chat_model import Asker, load_asker
 from eval.chat_prompts import Messages
 from eval.chat_target import choose
 from eval.chat_terminal import Conversation, Streamer, command, fit, generation_config, parse
-from eval.settings import Reference, load_reference
+from eval.reference import Reference, load_reference
 from sft.errors import EvaluationError
 from sft.run_directory import Run
 

@@ -1,3 +1,4 @@
+import math
 from io import StringIO
 from math import isclose, sqrt
 from typing import Any
@@ -6,8 +7,10 @@ import pytest
 from rich.console import Console
 
 from eval.compare import compare
+from eval.gate import judge_gate
 from eval.tables import comparison_table, scores_table
 from sft.errors import EvaluationError
+from sft.recipe_eval import Gate
 
 HASH = {"settings_hash": "a", "settings": {"limit": 4, "batch_size": 8, "versions": {"lm_eval": "1"}}}
 
@@ -77,6 +80,17 @@ def test_a_value_that_is_no_number_is_not_paired(values: tuple[object, ...]) -> 
     assert row["stderr_method"] == "independent"
 
 
+@pytest.mark.parametrize("score", [math.nan, math.inf])
+def test_a_perplexity_that_is_not_finite_is_no_improvement(score: float) -> None:
+    base, tuned = (results(value, "ppl", 0.1, False, n=100) for value in (3.0, score))
+    row = one(base, tuned, {}, {})
+    assert (row["verdict"], row["p_value"], row["interval_95"]) == ("UNKNOWN", None, None)
+    gate = Gate(max_regression={"arc": 0.1}, judge_by="evidence")
+    told = judge_gate(gate, compare(base, tuned, {}, {}))
+    assert told is not None
+    assert not told["passed"]
+
+
 def test_without_standard_errors_there_is_no_interval() -> None:
     row = one(results(0.5, stderr="N/A"), results(0.6, stderr="N/A"), {}, {})
     assert (row["difference_stderr"], row["stderr_method"], row["interval_95"]) == (None, None, None)
@@ -128,6 +142,12 @@ def test_what_was_not_measured_makes_the_comparison_incomplete() -> None:
     lost = compare(results(0.5), results(0.6, failed={"gsm8k": "no network"}), {}, {})
     assert (lost["complete"], lost["not_measured"]) == (False, {"gsm8k": "no network"})
     assert lost["settings_hash"] == "a"
+
+
+def test_a_task_whose_scores_are_no_numbers_is_not_left_out_without_a_word() -> None:
+    compared = compare(results(0.5), results("0.25"), samples(0, 0, 1, 1), samples(0, 0, 0, 1))  # type: ignore[arg-type]
+    assert not compared["complete"]
+    assert compared["not_measured"] == {"arc": "none of its scores is a number"}
 
 
 def test_a_filter_is_paired_with_its_own_documents() -> None:

@@ -9,6 +9,7 @@ from eval.data_parallel import DataParallelHFLM, deal_out, fewest_documents, in_
 from eval.settings import Settings
 from eval.suites import check_tasks
 from eval.tasks import leaves, load_tasks
+from sft.errors import EvaluationError
 from sft.recipe import Evaluation
 
 WriteTask = Callable[..., Path]
@@ -65,6 +66,12 @@ def test_a_process_with_fewer_requests_is_not_padded() -> None:
 
 def test_the_fewest_documents_count_within_the_limit(task: Any) -> None:
     assert [fewest_documents([task], limit) for limit in (None, 4, 100)] == [31, 4, 31]
+
+
+def test_more_processes_than_gpus_are_refused_by_name() -> None:
+    assert [ranks.gpu_of(number, 2) for number in (0, 1)] == [0, 1]
+    with pytest.raises(EvaluationError, match="Process 2 of the evaluation has no GPU: 2 are visible"):
+        ranks.gpu_of(2, 2)
 
 
 def test_a_process_by_itself_meets_nobody() -> None:

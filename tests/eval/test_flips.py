@@ -111,3 +111,9 @@ def test_what_is_cut_is_said() -> None:
     assert shorten(text).endswith("b\n[1 characters are not shown]")
     assert shorten(text, keep_end=True).startswith("[1 characters are not shown]\nb")
     assert shorten("short") == "short"
+
+
+def test_half_a_surrogate_pair_in_an_answer_is_written_and_read_again(tmp_path: Path) -> None:
+    write_flips([{"tuned": "half \ud83d, whole \U0001f600"}], tmp_path / "flips.jsonl")
+    (line,) = (tmp_path / "flips.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(line) == {"tuned": "half \ud83d, whole \U0001f600"}

@@ -12,9 +12,10 @@ import yaml
 
 from eval.backends import Target
 from eval.measure import PROMPT_CUT, evaluate_model
-from eval.placement import Placement
+from eval.placement import Placement, give_memory_back
 from eval.quiet import describe_environment_once
-from eval.settings import Reference, Settings, load_reference, resolve_settings
+from eval.reference import Reference, load_reference
+from eval.settings import Settings, resolve_settings
 from eval.suites import check_tasks
 from eval.tasks import load_tasks
 from sft.errors import EvaluationError
@@ -304,6 +305,25 @@ def test_real_tasks_score_what_lm_evals_own_command_line_says(
             else:  # lm_eval's batches hold both tasks, so the last digits move
                 likelihoods = [[float(one[0][0]) for one in sample["resps"]] for sample in (our_sample, their_sample)]
                 assert likelihoods[0] == pytest.approx(likelihoods[1], rel=1e-5)
+
+
+def test_nothing_holds_a_model_that_was_measured(
+    tuned_model: Path, reference: Reference, tmp_path: Path, write_task: WriteTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its memory is not there for the next one, also where torch would give it back."""
+    import gc
+
+    import torch
+    from lm_eval.models.huggingface import HFLM
+
+    measure(tuned_model, reference, tmp_path / "out", write_task("mine"))
+    # By the type: to ask torch's deprecated names for their class is a warning.
+    assert not [one for one in gc.get_objects() if issubclass(type(one), HFLM)]
+    given: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(1))
+    give_memory_back()
+    assert given == [1]
 
 
 def test_lm_eval_asks_about_the_machine_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ import yaml
 
 from eval.alike import check_alike
 from eval.compare import compare
-from eval.settings import Reference, Settings, load_reference, resolve_settings
+from eval.reference import Reference, load_reference
+from eval.settings import Settings, resolve_settings
 from eval.suites import check_tasks
 from eval.task_facts import task_facts
 from eval.tasks import load_tasks
@@ -207,3 +208,11 @@ def test_samples_of_other_documents_are_counted(task: Path, reference: Reference
     other_prompts = [{**line, "prompt_hash": "q"} for line in lines]
     with pytest.raises(EvaluationError, match="The prompts of mine were not the same for base and tuned: 4 differ"):
         check_alike(settings, settings, {"mine": lines}, {"mine": other_prompts})
+
+
+def test_batches_of_sizes_that_were_searched_for_and_differ_are_refused(task: Path, reference: Reference) -> None:
+    settings = replace(asked(task, reference, dtype="bfloat16"), batch_size="auto")
+    told = refused(
+        results(settings, batch_sizes_found={"mine": [64]}), results(settings, batch_sizes_found={"mine": [16]})
+    )
+    assert "\n  mine: base 64, tuned 16\n" in told

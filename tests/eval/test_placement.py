@@ -15,7 +15,7 @@ from eval.placement import (
     place_model,
     weights_size,
 )
-from eval.settings import Reference
+from eval.reference import Reference
 from sft.embeddings import embed_new_tokens
 from sft.errors import EvaluationError
 from sft.recipe import Evaluation

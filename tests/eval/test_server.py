@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from eval.reference import Reference
 from eval.run import main
 from eval.server_answers import score_choice
-from eval.settings import Reference
 from sft.errors import EvaluationError, UserError
 from sft.run_directory import Run
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from eval.settings import Reference, Settings, check_vocabulary, load_config, load_reference, resolve_settings
+from eval.reference import Reference, check_vocabulary, load_config, load_reference
+from eval.settings import Settings, resolve_settings
 from eval.suites import TaskSelection
 from sft.errors import EvaluationError
 from sft.recipe import Evaluation

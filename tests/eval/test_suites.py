@@ -13,7 +13,8 @@ import pytest
 
 from eval.code_limits import LIMITS
 from eval.named_suites import SUITES
-from eval.settings import Reference, Settings, resolve_settings
+from eval.reference import Reference
+from eval.settings import Settings, resolve_settings
 from eval.suites import check_tasks
 from eval.task_index import TaskIndex, build_index, keep_index, known_tasks, read_index
 from sft.errors import EvaluationError

@@ -44,6 +44,19 @@ def test_a_task_that_cannot_be_measured_is_refused_with_its_reason(
     assert told in problems(write_task("mine", **keys), tmp_path)
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        # As lm_eval's own mmlusr has them: files of the dataset, not of this machine.
+        {"dataset_path": "someone/rows", "dataset_kwargs": {"data_files": {"test": "test/rows.csv"}}},
+        {"dataset_path": ".", "dataset_kwargs": {"data_files": {"test": "rows-of-this-folder.csv"}}},
+        {"doc_to_text": None, "use_prompt": "promptsource:*", "output_type": "multiple_choice"},
+    ],
+)
+def test_a_task_that_can_be_measured_is_taken(keys: dict[str, object], write_task: WriteTask, tmp_path: Path) -> None:
+    assert check_tasks(Evaluation(tasks=(str(write_task("mine", **keys)),)), tmp_path).tasks
+
+
 def test_all_that_is_wrong_is_told_at_once(write_task: WriteTask, tmp_path: Path) -> None:
     told = problems(write_task("mine", test_split=None, doc_to_text=None, colour="red"), tmp_path)
     assert len(told.splitlines()) == 3
@@ -71,7 +84,17 @@ def test_a_function_is_looked_for_and_not_run(
 
 
 @pytest.mark.parametrize(
-    "code", ["def answer(doc): ...", "answer = print", "from os import *", "from os import getcwd as answer"]
+    "code",
+    [
+        "def answer(doc): ...",
+        "answer = print",
+        "from os import *",
+        "from os import getcwd as answer",
+        "if True:\n    from os import getcwd as answer",
+        "try:\n    import os.path as answer\nexcept ImportError:\n    answer = None",
+        "if True:\n    def answer(doc): ...",
+        "try:\n    from os import *\nexcept ImportError:\n    pass",
+    ],
 )
 def test_a_function_that_is_there_is_taken(code: str, write_task: WriteTask, tmp_path: Path) -> None:
     path = write_task("mine", doc_to_text=None)

@@ -10,7 +10,8 @@ import pytest
 
 from eval.alike import OF_THE_TEMPLATE, check_alike, differing
 from eval.backends import Target
-from eval.settings import Reference, Settings
+from eval.reference import Reference
+from eval.settings import Settings
 from eval.treatment import Treatment, own_template, treat_base
 from sft.errors import EvaluationError
 
@@ -36,6 +37,8 @@ def test_a_template_is_read_from_the_model_and_is_none_where_there_is_none(
     (tmp_path / "m" / "chat_template.jinja").unlink()
     assert own_template(Target("base", str(tmp_path / "m"))) is None
     assert own_template(Target("base", str(tmp_path / "nothing"))) is None
+    with pytest.raises(EvaluationError, match=r"the tokenizer of the base model .* cannot be loaded"):
+        own_template(Target("base", str(tmp_path / "nothing")), needed=True)
 
 
 def test_a_base_with_the_same_template_needs_no_treatment(settings: Resolve, reference: Reference) -> None:

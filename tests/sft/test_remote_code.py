@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.settings import load_config
+from eval.reference import load_config
 from sft.demo import Demo
 from sft.errors import EvaluationError, ModelError
 from sft.facts import inspect_model

@@ -69,6 +69,11 @@ def test_a_json_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
 
 
+def test_half_a_surrogate_pair_in_an_answer_is_written_and_read_again(tmp_path: Path) -> None:
+    write_json(tmp_path / "chat.json", {"text": "half \ud83d, whole \U0001f600"})
+    assert read_json(tmp_path / "chat.json") == {"text": "half \ud83d, whole \U0001f600"}
+
+
 def test_a_folder_that_is_no_run_is_told(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"is not the folder of a run: it holds no run.json"):
         find_run(tmp_path)

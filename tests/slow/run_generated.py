@@ -50,6 +50,7 @@ def main(words: list[str]) -> None:
         print(json.dumps({"skip": "no Python that another user can read"}))
         return
     environment = {"PYTHONPATH": str(REPOSITORY), "PATH": "/usr/bin:/bin", "PYTHONHASHSEED": "0"}
+    environment |= {"TMPDIR": os.environ["TMPDIR"]} if "TMPDIR" in os.environ else {}
     lines = "".join(json.dumps(line) + "\n" for line in (asked["limits"], *asked["programs"]))
     done = subprocess.run(
         [python, "-s", "-B", "-P", "-m", "eval.code_worker"],

@@ -1,0 +1,113 @@
+"""A run's base and tuned model, measured alike and compared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from eval import ranks
+from eval.backends import Target, check_requests, find_backend
+from eval.base_cache import measure_base
+from eval.conclude import conclude
+from eval.measure import evaluate_model
+from eval.placement import Placement, on_gpu
+from eval.reference import Reference, load_reference
+from eval.settings import Settings, resolve_settings
+from eval.suites import check_tasks
+from eval.targets import base_target
+from eval.task_facts import task_facts
+from eval.tasks import LoadedTasks
+from eval.together import load_tasks_together, log_in, place
+from eval.treatment import own_template, treat_base
+from sft.errors import EvaluationError, GateFailed
+from sft.recipe import Evaluation
+from sft.run_directory import Run, read_json
+
+
+def evaluate_run(run: Run, evaluation: Evaluation) -> dict[str, str]:
+    """Measure a run's base and tuned model, and write the comparison and the report.
+
+    Args:
+        run: A run that has its final model.
+        evaluation: The recipe's `eval` section, changed on the command line or not.
+
+    Returns:
+        Tasks that could not be measured, and why: empty where the comparison is complete.
+
+    Raises:
+        EvaluationError: Whatever the user can fix.
+        GateFailed: The tuned model does not hold what eval.gate asks for.
+    """
+    recipe = run.recipe()
+    selection = check_tasks(evaluation, Path(recipe.output_dir))
+    if not selection.tasks:
+        raise EvaluationError("There is nothing to measure: eval.tasks is empty. Name tasks: tasks=gsm8k,arc_easy")
+    if not (run.final / "config.json").is_file():
+        status = run.record.get("status")
+        raise EvaluationError(f"{run.path} has no final model (status: {status}). Finish its training first.")
+    reference = load_reference(str(run.final), None, recipe.model.trust_remote_code)
+    base = base_target(run, recipe.model.trust_remote_code, reference)
+    tuned = Target("tuned", str(run.final), None, recipe.model.trust_remote_code)
+    settings = resolve_settings(evaluation, selection, reference, on_gpu())
+    treatment = treat_base(settings, reference, own_template(base, settings.base_template == "own"))
+    placement = place(evaluation, reference, settings, recipe.model.trust_remote_code)
+    asked_base, asked_tuned = (treatment.settings, treatment.tokenizer), (settings, reference.tokenizer)
+    base, tuned = find_backend(evaluation, reference.path, (base, *asked_base), (tuned, *asked_tuned))
+    folder = _results_folder(run, settings, reference)
+    log = log_in(folder)
+    tasks = load_tasks_together(selection, settings, evaluation, log)
+    facts = ranks.from_first(lambda: task_facts(settings, tasks))
+    check_requests(tasks, (base, *asked_base), (tuned, *asked_tuned))
+    settings, treatment = replace(settings, loaded=facts), treatment.with_facts(facts)
+    if treatment.told:
+        print(treatment.told, flush=True)
+    # What a server has under a name may be another model tomorrow.
+    keeps = evaluation.base_cache and settings.backend != "server"
+    output_dir = Path(recipe.output_dir) if keeps else None
+    measure_base(base, treatment, tasks, folder / "base", log, placement, output_dir)
+    _measure_tuned(tuned, reference, tasks, settings, folder, log, placement, own_prompts=treatment.own_prompts)
+    return _compare_and_report(run, folder, evaluation, reference) if ranks.is_first() else {}
+
+
+def _measure_tuned(
+    tuned: Target,
+    reference: Reference,
+    tasks: LoadedTasks,
+    settings: Settings,
+    folder: Path,
+    log: Path,
+    placement: Placement,
+    own_prompts: bool,
+) -> None:
+    """As the base model was, whose results are there: also in its batches, where their size was searched for."""
+    found = ranks.from_first(lambda: read_json(folder / "base" / "results.json").get("batch_sizes_found", {}))
+    # Prompts of other lengths leave room for other batches.
+    strict = settings.dtype != "float32" and not own_prompts
+    output = folder / "tuned"
+    evaluate_model(tuned, reference.tokenizer, tasks, settings, output, log, placement, given=found, strict=strict)
+
+
+def _results_folder(run: Run, settings: Settings, reference: Reference) -> Path:
+    """eval/ for the recipe's own evaluation; a folder in it for another, which must not replace those results."""
+    recipe, folder = run.recipe(), run.comparison_file.parent
+    selection = check_tasks(recipe.eval, Path(recipe.output_dir))
+    if not selection.tasks or resolve_settings(recipe.eval, selection, reference, on_gpu()).hash == settings.hash:
+        return folder
+    return folder / settings.hash[:12]
+
+
+def _compare_and_report(run: Run, folder: Path, evaluation: Evaluation, reference: Reference) -> dict[str, str]:
+    from eval.report import write_report
+
+    comparison = conclude(run, folder, evaluation, reference.tokenizer)
+    not_measured: dict[str, str] = comparison["not_measured"]
+    gate = comparison["gate"]
+    if folder == run.comparison_file.parent:
+        passed = None if gate is None else "passed" if gate["passed"] else "failed"
+        run.update(evaluation="failed" if not_measured else "finished", gate=passed)
+        print(f"Report: {write_report(run)}")
+    else:
+        print(f"Results: {folder} (the report keeps those of the recipe's own evaluation)")
+    if gate is not None and not gate["passed"] and not not_measured:
+        raise GateFailed(gate["failures"])
+    return not_measured

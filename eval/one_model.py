@@ -1,0 +1,69 @@
+"""Any one model measured by itself: a folder, or an id on the hub."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from eval import ranks
+from eval.backends import Target, check_requests, find_backend
+from eval.measure import Results, evaluate_model
+from eval.placement import on_gpu
+from eval.reference import check_vocabulary, load_reference
+from eval.settings import resolve_settings
+from eval.suites import check_tasks
+from eval.tables import scores_table
+from eval.task_facts import task_facts
+from eval.together import load_tasks_together, log_in, place
+from sft.errors import EvaluationError
+from sft.recipe import Evaluation
+from sft.run_directory import read_json
+
+
+def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
+    """Measure one model and write lm_eval's output to outputs/eval/<model>/<time>/.
+
+    Args:
+        model: A folder, an id on the hub, or `builtin:demo`.
+        evaluation: What to measure.
+
+    Returns:
+        Tasks that could not be measured, and why.
+
+    Raises:
+        EvaluationError: Whatever the user can fix.
+    """
+    from rich.console import Console
+
+    if evaluation.gate is not None:
+        raise EvaluationError("eval.gate compares a tuned model with its base: name a run, or leave the gate out.")
+    outputs = Path("outputs")
+    selection = check_tasks(evaluation, outputs)
+    if not selection.tasks:
+        raise EvaluationError(f"There is nothing to measure on {model}. Name tasks: tasks=gsm8k,arc_easy")
+    if model == "builtin:demo":
+        from sft.demo import make_demo
+
+        model = str(make_demo(outputs).model)
+    folder = Path(model).expanduser()
+    target = Target(folder.resolve().name, str(folder)) if folder.is_dir() else Target(model, model)
+    reference = load_reference(target.model, None, False)
+    check_vocabulary(reference, reference.config, target.model)
+    settings = resolve_settings(evaluation, selection, reference, on_gpu())
+    placement = place(evaluation, reference, settings, False)
+    (target,) = find_backend(evaluation, reference.path, (target, settings, reference.tokenizer))
+    output = outputs.resolve() / "eval" / target.label.replace("/", "__") / time.strftime("%Y%m%d-%H%M%S")
+    log = log_in(output.parent)
+    tasks = load_tasks_together(selection, settings, evaluation, log)
+    facts = ranks.from_first(lambda: task_facts(settings, tasks))
+    check_requests(tasks, (target, settings, reference.tokenizer))
+    settings = replace(settings, loaded=facts)
+    evaluate_model(target, reference.tokenizer, tasks, settings, output, log, placement)
+    if not ranks.is_first():
+        return {}
+    results: Results = read_json(output / "results.json")
+    Console().print(scores_table(results))
+    print(f"Results: {output}")
+    failed: dict[str, str] = results["failed"]
+    return failed
