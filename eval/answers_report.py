@@ -14,8 +14,10 @@ MOST_FLIPS = 20
 
 
 def chat_section(of: Recorded) -> list[Block]:
-    """Base and tuned side by side on the fixed prompts."""
+    """Base and tuned side by side on the fixed prompts; nothing where nobody asked for any."""
     if not of.chat:
+        if of.recipe is not None and not of.recipe.eval.chat:
+            return []
         return [Paragraph(("No chat samples: ", Code("eval/chat.json"), " is missing."))]
     if of.chat.get("skipped"):
         return [Paragraph(f"No prompts were answered. {words(of.chat['skipped'])}")]

@@ -95,12 +95,15 @@ def no_evaluation(of: Recorded) -> Line:
     """Why there is no comparison, and what to do."""
     if of.recipe is not None and not of.recipe.eval.tasks and of.recipe.eval.suite is None:
         return ("The recipe asks for no evaluation: ", Code("eval.tasks"), " is empty.")
-    done = [name for name in ("base", "tuned") if (of.run.path / "eval" / name / "results.json").is_file()]
-    measured = f" Measured so far: {' and '.join(done)}." if done else " Nothing has been measured."
-    command = shlex.join(["python", "-m", "eval.run", str(of.run.path)])
+    script, told = "sft", " There is no tuned model yet. To go on with the training: "
+    if (of.run.final / "config.json").is_file():
+        done = [name for name in ("base", "tuned") if (of.run.path / "eval" / name / "results.json").is_file()]
+        measured = f"Measured so far: {' and '.join(done)}." if done else "Nothing has been measured."
+        script, told = "eval", f" {measured} To measure what is missing: "
+    command = shlex.join(["bash", f"scripts/{script}.sh", str(of.run.path)])
     return (
         Strong("There is no comparison of base and tuned."),
-        f"{measured} To measure what is missing: ",
+        told,
         Code(command),
         ".",
     )

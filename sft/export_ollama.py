@@ -171,8 +171,9 @@ def bos_warning(folder: Path) -> str | None:
     if (named.get("content") if isinstance(named, dict) else named) in [one.get("content") for one in added]:
         return None
     return (
-        "Warning: the tokenizer has no BOS, and Ollama's import then notes nothing about one. Some of its engines take that for yes, and put "
-        "token 0 before each prompt (add_bos_token in its model/models). Compare prompt_eval_count of an answer with the tokens that were sent."
+        "Warning: the tokenizer has no BOS, and Ollama's import then notes nothing about one. Some of its engines take that "
+        "for yes, and put token 0 before each prompt (add_bos_token in its model/models). Compare prompt_eval_count of an "
+        "answer with the tokens that were sent."
     )
 
 

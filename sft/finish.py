@@ -6,6 +6,7 @@ The first rank becomes this program, so that nothing of the training is left in 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from typing import NoReturn
 
 from sft import interruption
 from sft.asked_by_file import began, forget_stale
-from sft.errors import EXIT_GATE, EXIT_TERMINATED, Interrupted, RunError, run_main
+from sft.errors import EXIT_CRASHED, EXIT_GATE, EXIT_TERMINATED, Interrupted, RunError, run_main
 from sft.interruption import held_back
 from sft.job import Job
 from sft.opening import claim, keep_recipe, unfinished_run
@@ -57,6 +58,15 @@ def programs(evaluation: Evaluation) -> list[str]:
     return [*(["eval.chat"] if evaluation.chat else []), *(["eval.run"] if measures else [])]
 
 
+def _status(ended: int, program: str) -> int:
+    """Exit status for how a part has ended; one that was killed has none of its own, and is told."""
+    if ended >= 0:
+        return ended
+    why = ", as the kernel does where memory runs out" if ended == -signal.SIGKILL else ""
+    print(f"{program} was ended by {signal.Signals(-ended).name}{why}.", file=sys.stderr, flush=True)
+    return EXIT_CRASHED
+
+
 def _evaluate(run: Run, program: str) -> int:
     """Exit status of a part of the evaluation, which ends with this process."""
     environment = os.environ | {"SFT_PARENT": str(os.getpid())}
@@ -68,7 +78,7 @@ def _evaluate(run: Run, program: str) -> int:
             process = subprocess.Popen([sys.executable, "-m", program, str(run.path)], env=environment)
         while True:
             with suppress(subprocess.TimeoutExpired):
-                return process.wait(timeout=1)
+                return _status(process.wait(timeout=1), program)
             if (run.path / "stop").exists():
                 (run.path / "stop").unlink(missing_ok=True)
                 raise Interrupted("the file `stop`", EXIT_TERMINATED)

@@ -69,7 +69,9 @@ def test_an_evaluation_that_did_not_happen_is_told_with_the_command_for_it(tmp_p
     run.comparison_file.unlink()
     text = section(report(run), "Evaluation")
     assert "There is no comparison of base and tuned" in text
-    assert f"python -m eval.run {run.path}" in text
+    assert f"There is no tuned model yet. To go on with the training: `bash scripts/sft.sh {run.path}`" in text
+    write_json(run.final / "config.json", {})
+    assert f"To measure what is missing: `bash scripts/eval.sh {run.path}`" in section(report(run), "Evaluation")
 
 
 def test_a_recipe_without_evaluation_says_so(tmp_path: Path) -> None:
@@ -77,6 +79,13 @@ def test_a_recipe_without_evaluation_says_so(tmp_path: Path) -> None:
     run.comparison_file.unlink()
     run.update(overrides=["eval.tasks=[]"])
     assert "The recipe asks for no evaluation" in section(report(run), "Evaluation")
+
+
+def test_chat_samples_that_nobody_asked_for_are_not_missing(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "run")
+    assert "eval/chat.json` is missing" in section(report(run), "Chat samples")
+    run.update(overrides=["eval.chat=false"])
+    assert "## Chat samples" not in report(run)
 
 
 def test_a_bar_in_a_value_does_not_break_a_table(tmp_path: Path) -> None:

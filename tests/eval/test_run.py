@@ -249,6 +249,7 @@ def test_an_evaluation_whose_parent_is_gone_before_it_could_look_ends(tmp_path: 
     assert "Interrupted by SIGTERM" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_group_of_which_a_part_is_out_of_reach_is_measured_in_its_other_parts(
     run: Run, write_task: WriteTask, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -188,10 +188,13 @@ def test_a_run_goes_on_elsewhere_as_if_it_had_stayed(source: str, target: str, s
     check_same(run, science.whole("1"))
 
 
-ADAPTERS = [("1", "2 ZeRO-3"), ("2 ZeRO-2", "1"), ("2 ZeRO-3", "2 FSDP2")]
+# FSDP2 saves the weights of adapters under other names than their moments.
+ADAPTERS = [("1", "2 ZeRO-3"), ("2 ZeRO-2", "1"), ("2 ZeRO-3", "2 FSDP2"), ("2 FSDP2", "1"), ("2 FSDP2 full", "1")]
 
 
-@pytest.mark.parametrize(("source", "target"), moves(ADAPTERS, {("1", "2 ZeRO-3"), ("2 ZeRO-3", "2 FSDP2")}))
+@pytest.mark.parametrize(
+    ("source", "target"), moves(ADAPTERS, {("1", "2 ZeRO-3"), ("2 ZeRO-3", "2 FSDP2"), ("2 FSDP2", "1")})
+)
 def test_adapters_go_on_elsewhere(source: str, target: str, adapters: Science) -> None:
     name = f"from-{source}-to-{target}".replace(" ", "-")
     run = adapters.stopped(source, name)
