@@ -121,6 +121,7 @@ def build_root(root: str, folder_bytes: int, owner: int) -> bool:
         device.parent.mkdir(exist_ok=True)
         device.touch()
         mount(f"/dev/{name}", str(device), "", BIND)
+    Path(root, "dev", "shm").symlink_to(FOLDER)  # where locks and pools of processes are kept, within the same size
     proc = _mount_proc(f"{root}/proc")
     Path(root + FOLDER).mkdir(parents=True)
     options = f"size={folder_bytes},nr_inodes=4096,mode=700,uid={owner},gid={owner}"

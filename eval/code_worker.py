@@ -68,6 +68,7 @@ def _execute(program: str, said: int, nonce: bytes, limits: Limits, means: Means
     except BaseException as error:
         write(said, NOT_CONFINED + f"{type(error).__name__}: {error}".encode())
         leave(1)
+    tempfile.tempdir = None  # that of this process, which has asked before
     random.seed(0)
     try:
         # Without this file's own `from __future__`, under which a name that is missing in an annotation would be no mistake.

@@ -23,7 +23,7 @@ import psutil
 import pytest
 import yaml
 
-from eval.code_limits import LIMITS
+from eval.code_limits import LIMITS, Outcome
 from eval.code_runner import describe, prove_isolation, run_programs
 from eval.suites import check_tasks
 from eval.tasks import LoadedTasks, load_tasks
@@ -116,7 +116,10 @@ def attacks(doors: dict[str, Any]) -> dict[str, tuple[str, str]]:
             "import signal\nfor n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n    except OSError: pass\nwhile True: pass",
             "cpu time",
         ),
-        "a fork bomb": ("import os\nfor n in range(9):\n    os.fork()\nimport time; time.sleep(5)", "failed"),
+        "a fork bomb": (
+            "import os, time\nfor n in range(400):\n    if os.fork() == 0:\n        time.sleep(5)\n        os._exit(0)",
+            "failed",
+        ),
         "a thread bomb": (
             "import threading, time\nfor n in range(2000): threading.Thread(target=time.sleep, args=(3,), daemon=True).start()",
             "failed",
@@ -175,6 +178,7 @@ def attacks(doors: dict[str, Any]) -> dict[str, tuple[str, str]]:
             "time.sleep(0.5)\nos._exit(0)",
             "failed",
         ),
+        "a temporary file": ("import tempfile\nwith tempfile.TemporaryFile() as file: file.write(b'x')", "passed"),
         "a name that is missing in an annotation": ("def first(given: List[int]) -> int: return given[0]", "failed"),
         "a process of its own that leaves": ("import os, sys\nif os.fork() == 0: sys.exit(0)\nos.wait()", "passed"),
         "a process of its own that comes to the end": ("import os\nif os.fork() == 0: pass\nelse: os.wait()", "passed"),
@@ -246,6 +250,13 @@ def test_a_killed_evaluation_leaves_no_process_and_no_file(words: list[str], ope
     wait_until(lambda: not leftovers() and not list(open_folder.iterdir()))
 
 
+def test_a_pool_of_processes_works_where_there_are_namespaces() -> None:
+    if "other processes" not in prove_isolation().enforced:
+        pytest.skip("no namespaces here")
+    pool = "from multiprocessing import Pool\nwith Pool(2) as pool: assert pool.map(abs, [-1, 2]) == [1, 2]"
+    assert run_programs([pool]) == [Outcome("passed", "")]
+
+
 def test_where_the_users_others_are_counted_along_they_take_no_program_its_processes() -> None:
     """As before Linux 5.14: twenty more processes of its user than it may have."""
     script = """
@@ -263,7 +274,7 @@ with tempfile.TemporaryDirectory() as root:
     others = [subprocess.Popen(["sleep", "30"], **user) for _ in range(LIMITS.processes + 20)]
     ended = run_program("import threading; threading.Thread(target=print).start()", LIMITS, means, root)
     assert ended["ending"] == "passed", ended
-    bomb = "import os, time\\nfor n in range(12): os.fork()\\ntime.sleep(5)"
+    bomb = "import os, time\\nfor n in range(400): os.fork() or (time.sleep(5), os._exit(0))"
     assert run_program(bomb, LIMITS, means, root)["ending"] in ("failed", "memory")
 """
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
