@@ -53,7 +53,9 @@ def test_the_base_is_not_measured_again_under_the_same_settings(run: Run, capsys
 
 
 @pytest.mark.slow
-def test_two_runs_from_one_base_measure_it_once(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs_from_one_base_measure_it_once(
+    run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = Run(run.path.with_name("second"))
     shutil.copytree(run.path, other.path)
     main([str(run.path)])
@@ -66,7 +68,10 @@ def test_two_runs_from_one_base_measure_it_once(run: Run, capsys: pytest.Capture
     results = [(one.base_evaluation / "results.json").read_bytes() for one in (run, other)]
     assert results[0] == results[1]
     assert comparison(other)["metrics"] == comparison(run)["metrics"]
-    kept = next((run.path.parents[1] / "eval-base").iterdir())
+    # Where the run lies, whatever folder one stands in.
+    monkeypatch.chdir(tmp_path.parent)
+    assert run.output_dir == run.path.parents[1]
+    kept = next((run.output_dir / "eval-base").iterdir())
     shutil.rmtree(kept)
     main([str(other.path)])  # what it has copied is its own
     assert "base: measured before" in capsys.readouterr().out
