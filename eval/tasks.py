@@ -14,7 +14,8 @@ from eval.code_metric import prepare_code_tasks, score_code_within_limits
 from eval.quiet import chatter_to, first_line
 from eval.settings import Settings
 from eval.suites import TaskSelection
-from eval.task_files import CODE_METRIC, Task
+from eval.task_files import Task
+from eval.task_index import CODE_METRIC
 from sft.errors import EvaluationError
 
 if TYPE_CHECKING:
