@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,15 +23,28 @@ OF_EVALUATE = frozenset(
 
 
 @cache
-def lm_eval_metrics() -> frozenset[str]:
-    """The metrics that lm_eval has by name, read from its source: importing it takes seconds."""
+def _registering(function: str) -> tuple[ast.Call, ...]:
+    """The calls in lm_eval's metrics.py that give a name, read from its source: importing it takes seconds."""
     spec = find_spec("lm_eval")
     assert spec is not None and spec.origin is not None
     tree = ast.parse((Path(spec.origin).parent / "api" / "metrics.py").read_text(encoding="utf-8"))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    registering = [node for node in calls if isinstance(node.func, ast.Name) and node.func.id == "register_metric"]
-    given = [keyword for node in registering for keyword in node.keywords if keyword.arg == "metric"]
-    return frozenset(str(keyword.value.value) for keyword in given if isinstance(keyword.value, ast.Constant))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return tuple(call for call in calls if isinstance(call.func, ast.Name) and call.func.id == function)
+
+
+def _texts(nodes: Iterable[ast.expr]) -> frozenset[str]:
+    return frozenset(str(node.value) for node in nodes if isinstance(node, ast.Constant))
+
+
+def lm_eval_metrics() -> frozenset[str]:
+    """The metrics that lm_eval has by name."""
+    words = [word for call in _registering("register_metric") for word in call.keywords]
+    return _texts(word.value for word in words if word.arg == "metric")
+
+
+def lm_eval_aggregations() -> frozenset[str]:
+    """What lm_eval has by name to make one score of those of the documents."""
+    return _texts(value for call in _registering("register_aggregation") for value in call.args)
 
 
 def _registers_its_own(path: Path) -> bool:
@@ -75,12 +88,14 @@ def metrics_wrong(path: Path, config: dict[str, Any]) -> Iterator[str]:
     if not isinstance(listed, list) or not all(isinstance(entry, dict) and "metric" in entry for entry in listed):
         yield "`metric_list:` is a list of entries, each with `metric:`."
         return
-    if config.get("process_results") is not None or _registers_its_own(path):
+    if _registers_its_own(path):
         return
     for entry in listed:
-        name = entry["metric"]
+        name, together = entry["metric"], entry.get("aggregation", "mean")
+        if type(together) is str and together not in (known := lm_eval_aggregations()):
+            yield f"`aggregation: {together}` is none of lm_eval{did_you_mean(together, sorted(known), '.')}"
         # A function is text here, of a type of its own; one that adds up may take what a metric gives.
-        if type(name) is str and type(entry.get("aggregation", "")) is str:
+        if config.get("process_results") is None and type(name) is str and type(together) is str:
             wrong = _wrong_with(name, entry, config.get("output_type", "generate_until"))
             if wrong is not None:
                 yield wrong

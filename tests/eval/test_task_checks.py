@@ -6,7 +6,7 @@ import pytest
 
 from eval.suites import check_tasks
 from eval.task_checks import KEYS, OUTPUT_TYPES
-from eval.task_metrics import lm_eval_metrics
+from eval.task_metrics import lm_eval_aggregations, lm_eval_metrics
 from sft.errors import EvaluationError
 from sft.recipe import Evaluation
 
@@ -59,6 +59,10 @@ def problems(path: Path, folder: Path, **keys: str) -> str:
             "`metric: accuracy` is none that lm_eval has for `output_type: multiple_choice`",
         ),
         ({"metric_list": [{"metric": "code_eval"}]}, "Write a function that calls it: docs/evaluation-code.md"),
+        (
+            {"metric_list": [{"metric": "exact_match", "aggregation": "maen"}]},
+            "`aggregation: maen` is none of lm_eval; did you mean `mean`?",
+        ),
         ({"metric_list": ["acc"]}, "`metric_list:` is a list of entries"),
     ],
 )
@@ -156,9 +160,10 @@ def test_the_keys_are_those_of_lm_evals_tasks() -> None:
 
 def test_the_metrics_that_are_read_from_lm_evals_source_are_those_it_has() -> None:
     import lm_eval.api.metrics  # noqa: F401
-    from lm_eval.api.registry import metric_registry
+    from lm_eval.api.registry import aggregation_registry, metric_registry
 
     assert lm_eval_metrics() == set(metric_registry)
+    assert lm_eval_aggregations() == set(aggregation_registry)
 
 
 def test_files_without_a_split_are_train() -> None:
