@@ -28,7 +28,8 @@ def check_folder(named: str) -> None:
             f"{named} is a recipe, and a recipe is trained by scripts/sft.sh. Name its run: outputs/<run>/latest."
         )
     local = named.startswith((".", "~", "outputs/")) or path.is_absolute() or len(path.parts) > 2
-    if local or path.is_file() or (len(path.parts) == 2 and path.parent.is_dir()):
+    # A folder named as a hub's organisation may well be here; one with runs in it is none.
+    if local or path.is_file() or (len(path.parts) == 2 and (path.parent / "latest").is_symlink()):
         beside = [folder.name for folder in sorted(path.parent.glob("*/"))] if path.parent.is_dir() else []
         hint = did_you_mean(path.name, beside, ".")
         raise EvaluationError(f"There is no folder {path}{hint} Name a run's folder, a model's, or an id on the hub.")
