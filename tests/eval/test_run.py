@@ -135,7 +135,7 @@ def test_processes_on_several_machines_are_refused(monkeypatch: pytest.MonkeyPat
 def test_a_launcher_of_one_process_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(EvaluationError, match="there is no such folder"):
+    with pytest.raises(EvaluationError, match="There is no folder /no/such/model"):
         main(["/no/such/model", "tasks=gsm8k"])
     assert "WORLD_SIZE" not in os.environ
 
