@@ -9,7 +9,7 @@ Right and wrong: summed over everything that can happen, so these numbers have n
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eval.statistics import ALPHA, bootstrap, mcnemar, score_interval
+from eval.strata import paired
 
 Draw = Callable[[np.random.Generator, int], np.ndarray]
 
@@ -47,6 +48,18 @@ HARD: dict[str, tuple[Draw, float]] = {
     "very skewed (lognormal)": (lambda generator, n: generator.lognormal(0, 1, n) - float(np.exp(0.5)), 0.0),
 }
 """Where 50 documents are not enough."""
+
+
+MEANS: dict[str, tuple[tuple[float, float], ...]] = {
+    "two: 0.02 / 0.02 each": ((0.02, 0.02),) * 2,
+    "two: 0.05 / 0.05 each": ((0.05, 0.05),) * 2,
+    "two: 0.2 / 0.2 each": ((0.2, 0.2),) * 2,
+    "two: 0.3 / 0.1 and 0.05 / 0.05": ((0.3, 0.1), (0.05, 0.05)),
+    "two: 0.9 / 0.02 and 0.02 / 0.02": ((0.9, 0.02), (0.02, 0.02)),
+    "five: 0.05 / 0.05 each": ((0.05, 0.05),) * 5,
+    "twenty: 0.1 / 0.1 each": ((0.1, 0.1),) * 20,
+}
+"""Of tasks with right and wrong: only tuned right and only base right, for each."""
 
 
 def exact(gain: float, loss: float, documents: int) -> tuple[float, float]:
@@ -84,8 +97,37 @@ def simulated(draw: Draw, truth: float, documents: int, times: int, resamples: i
     return holds / times, finds / times
 
 
+def of_means(rates: Sequence[tuple[float, float]], documents: int, times: int) -> tuple[float, float]:
+    """The same of the mean over tasks with so many documents each, which are right or wrong."""
+    generator = np.random.default_rng(3)
+    truth = sum(gain - loss for gain, loss in rates) / len(rates)
+    holds = finds = 0
+    for _ in range(times):
+        shares = [(gain, loss, 1 - gain - loss) for gain, loss in rates]
+        drawn = [np.repeat([1.0, -1.0, 0.0], generator.multinomial(documents, share)) for share in shares]
+        evidence = paired([(values, 1 / len(rates)) for values in drawn])
+        holds += evidence.interval[0] <= truth + 1e-12 and truth - 1e-12 <= evidence.interval[1]
+        finds += evidence.p_value <= ALPHA
+    return holds / times, finds / times
+
+
+def print_means(times: int) -> None:
+    """Print the table of means over tasks."""
+    print(f"\nMeans over tasks of right and wrong, {times:,} simulations each\n")
+    sizes = (50, 100, 200)
+    print("| tasks: only tuned right / only base right | " + " | ".join(map(str, sizes)) + " |")
+    print("|---|" + "--:|" * len(sizes))
+    for name, rates in MEANS.items():
+        cells = []
+        for documents in sizes:
+            holds, finds = of_means(rates, documents, times)
+            nothing = all(gain == loss for gain, loss in rates)
+            cells.append(f"{100 * holds:.1f} ({100 * finds:.1f})" if nothing else f"{100 * holds:.1f}")
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
 def main(times: int) -> None:
-    """Print both tables."""
+    """Print the tables."""
     print(
         "Right and wrong, exact: share of intervals that hold the truth (share of verdicts, where nothing has changed)\n"
     )
@@ -117,6 +159,7 @@ def main(times: int) -> None:
             holds, finds = simulated(draw, truth, documents, times)
             cells.append(f"{100 * holds:.1f} ({100 * finds:.1f})" if truth == 0 else f"{100 * holds:.1f}")
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+    print_means(times)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,13 @@ docs/comparison.md says what each word of the outcome means.
 
 from __future__ import annotations
 
-from math import isclose, isfinite
+from math import isfinite
 from typing import Any
-
-import numpy as np
 
 from eval.alike import check_alike
 from eval.pairs import Paired, Results, Samples, leaves, metric_keys, number, pair_task
-from eval.statistics import Evidence, independent, paired
+from eval.statistics import Evidence, independent
+from eval.strata import paired
 from eval.verdicts import Entry, decide, judge, note, overall, top_level
 
 
@@ -20,21 +19,12 @@ def _evidence(
     paired_documents: Paired | None, difference: float, stderrs: tuple[float | None, float | None]
 ) -> Evidence | None:
     if paired_documents is not None:
-        strata = [part.difference for part in paired_documents.strata]
-        if _is_one_sample(paired_documents):
-            return paired([np.concatenate(strata)], [1.0])
-        return paired(strata, paired_documents.weights)
+        return paired(paired_documents.samples)
     base, tuned = stderrs
     # A perplexity that is infinite or not a number says nothing by its size.
     if base is None or tuned is None or not all(map(isfinite, (difference, base, tuned))):
         return None
     return independent(difference, base, tuned)
-
-
-def _is_one_sample(documents: Paired) -> bool:
-    """Whether the score is the mean over all documents together."""
-    sizes = [len(part.documents) for part in documents.strata]
-    return all(isclose(weight, size / sum(sizes)) for weight, size in zip(documents.weights, sizes, strict=True))
 
 
 def _compare_metric(

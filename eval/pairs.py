@@ -47,6 +47,14 @@ class Paired:
     weights: tuple[float, ...]
     """Of each one's mean in the score; their sum is 1."""
 
+    @property
+    def samples(self) -> list[tuple[np.ndarray, float]]:
+        """Differences and weights: one sample where the score is the mean over all documents together."""
+        differences, sizes = [part.difference for part in self.strata], [len(part.documents) for part in self.strata]
+        if all(isclose(weight, size / sum(sizes)) for weight, size in zip(self.weights, sizes, strict=True)):
+            return [(np.concatenate(differences), 1.0)]
+        return list(zip(differences, self.weights, strict=True))
+
 
 def number(value: object) -> float | None:
     """A score; lm_eval writes "N/A" where it has none."""

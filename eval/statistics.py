@@ -17,7 +17,7 @@ Z = float(ndtri(1 - ALPHA / 2))
 RESAMPLES = 9_999
 """With one more, 2.5 % of them are a whole number, so that p-value and interval agree to the last resample."""
 
-FEWEST_DOCUMENTS = {"mcnemar": 10, "paired bootstrap": 50, "independent": 50}
+FEWEST_DOCUMENTS = {"mcnemar": 10, "combined": 10, "paired bootstrap": 50, "independent": 50}
 """With fewer the intervals hold the truth less often than they say, where scores are skewed: docs/comparison.md."""
 
 FEWEST_DIFFERING = 10
@@ -35,6 +35,8 @@ class Evidence:
     p_value: float
     stderr: float
     interval: tuple[float, float]
+    too_few: bool = False
+    """A sample in it has too few documents to be judged by itself."""
 
 
 def mcnemar(gained: int, lost: int) -> float:
@@ -69,26 +71,27 @@ def _score_statistic(difference: float, gained: int, lost: int, documents: int) 
     return 0.0 if distance == 0 else inf * distance
 
 
-def score_interval(gained: int, lost: int, documents: int) -> tuple[float, float]:
+def score_interval(gained: int, lost: int, documents: int, z: float = Z) -> tuple[float, float]:
     """Tango's score interval for the difference of two paired proportions.
 
     Args:
         gained: Documents that only the tuned model has right.
         lost: Documents that only the base model has right.
         documents: All of them.
+        z: How many standard errors it reaches.
     """
     centre = (gained - lost) / documents
     ends = []
-    for inside, outside, z in ((centre, -1.0, Z), (centre, 1.0, -Z)):
+    for inside, outside in ((centre, -1.0), (centre, 1.0)):
         for _ in range(60):
             middle = (inside + outside) / 2
-            kept = abs(_score_statistic(middle, gained, lost, documents)) <= abs(z)
+            kept = abs(_score_statistic(middle, gained, lost, documents)) <= z
             inside, outside = (middle, outside) if kept else (inside, middle)
         ends.append(inside)
     return ends[0], ends[1]
 
 
-def _agreeing(low: float, high: float, p_value: float) -> tuple[float, float]:
+def agreeing(low: float, high: float, p_value: float) -> tuple[float, float]:
     """The interval, stretched to 0 where the test finds nothing."""
     return (low, high) if p_value <= ALPHA else (min(low, 0.0), max(high, 0.0))
 
@@ -111,28 +114,20 @@ def _resampled(values: np.ndarray, resamples: int, generator: np.random.Generato
     return means, np.maximum(squares - means**2, 0.0) * count / (count - 1)
 
 
-def _wide_interval(strata: Sequence[np.ndarray], weights: Sequence[float]) -> tuple[float, float]:
+def wide_interval(strata: Sequence[np.ndarray], weights: Sequence[float], z: float = Z) -> tuple[float, float]:
     """As if every document that differs did so by as much as the one that differs most: from their signs alone."""
     documents = sum(map(len, strata))
     shares = [values * weight * documents / len(values) for weight, values in zip(weights, strata, strict=True)]
     together = np.concatenate(shares)
-    low, high = score_interval(int((together > 0).sum()), int((together < 0).sum()), documents)
+    low, high = score_interval(int((together > 0).sum()), int((together < 0).sum()), documents, z)
     most = float(np.abs(together).max())
     return low * most, high * most
 
 
-def bootstrap(
+def studentized(
     strata: Sequence[np.ndarray], weights: Sequence[float], resamples: int = RESAMPLES, seed: int = 0
-) -> Evidence:
-    """Studentized paired bootstrap of a weighted mean of means.
-
-    Args:
-        strata: Differences tuned - base of the documents, an array for each task, two documents or more in each. Documents
-            are drawn within their task.
-        weights: Of the tasks' means; their sum is 1.
-        resamples: How often documents are drawn; one less than a multiple of 40, for an exact 95 %.
-        seed: Of the draws.
-    """
+) -> tuple[float, float, np.ndarray]:
+    """A weighted sum of means, its standard error, and how many standard errors each resample is from it, in order."""
     generator = np.random.default_rng(seed)
     # Centred: the variance is worked out from squares, which would lose digits beside a large mean.
     means = [float(values.mean()) for values in strata]
@@ -147,16 +142,32 @@ def bootstrap(
     spread = np.sqrt(sum(scale * variance for scale, (_, variance) in zip(scales, parts, strict=True)))
     with np.errstate(divide="ignore", invalid="ignore"):
         distances = np.sort(np.nan_to_num(moved / spread, nan=0.0, posinf=inf, neginf=-inf))
+    return float(difference), stderr, distances
+
+
+def bootstrap(
+    strata: Sequence[np.ndarray], weights: Sequence[float], resamples: int = RESAMPLES, seed: int = 0
+) -> Evidence:
+    """Studentized paired bootstrap of a weighted mean of means.
+
+    Args:
+        strata: Differences tuned - base of the documents, an array for each task, two documents or more in each. Documents
+            are drawn within their task.
+        weights: Of the tasks' means; their sum is 1.
+        resamples: How often documents are drawn; one less than a multiple of 40, for an exact 95 %.
+        seed: Of the draws.
+    """
+    difference, stderr, distances = studentized(strata, weights, resamples, seed)
     distance = difference / stderr if stderr > 0 else inf * np.sign(difference) if difference else 0.0
     # Turning the signs of the documents that differ at random gives no less than this, however far the mean is from 0.
     differing = sum(int(np.count_nonzero(values)) for values in strata)
     p_value = min(1.0, max(_bootstrap_p_value(distances, distance), 2.0 ** (1 - differing)))
     if differing < FEWEST_DIFFERING:
-        low, high = _wide_interval(strata, weights)
+        low, high = wide_interval(strata, weights)
         low, high = min(low, difference - Z * stderr), max(high, difference + Z * stderr)
     else:
-        low, high = (difference - reach * stderr for reach in _reaches(distances))
-    return Evidence("paired bootstrap", p_value, stderr, _agreeing(low, high, p_value))
+        low, high = (difference - reach * stderr for reach in reaches(distances))
+    return Evidence("paired bootstrap", p_value, stderr, agreeing(low, high, p_value))
 
 
 def _bootstrap_p_value(distances: np.ndarray, distance: float) -> float:
@@ -168,34 +179,17 @@ def _bootstrap_p_value(distances: np.ndarray, distance: float) -> float:
     return max(1 + either, 2 * (1 + min(above, below))) / (resamples + 1)
 
 
-def _reaches(distances: np.ndarray) -> tuple[float, float]:
+def reaches(distances: np.ndarray, alpha: float = ALPHA) -> tuple[float, float]:
     """How many standard errors the interval reaches, down and up: each the wider of the symmetric and the equal-tailed one.
 
     Where few documents differ the equal-tailed one is too narrow, where scores are skewed the symmetric one.
     """
 
     def quantile(values: np.ndarray, share: float) -> float:
-        return float(values[round(share * (len(values) + 1)) - 1])
+        return float(values[max(round(share * (len(values) + 1)) - 1, 0)])
 
-    either = quantile(np.sort(np.abs(distances)), 1 - ALPHA)
-    return max(quantile(distances, 1 - ALPHA / 2), either), min(quantile(distances, ALPHA / 2), -either)
-
-
-def paired(strata: Sequence[np.ndarray], weights: Sequence[float]) -> Evidence:
-    """What paired differences say: McNemar's test where each is -1, 0 or 1 and they are one sample, else the bootstrap.
-
-    Args:
-        strata: Differences tuned - base of the documents, an array for each task.
-        weights: Of the tasks' means; their sum is 1.
-    """
-    if len(strata) > 1 or not np.isin(strata[0], (-1.0, 0.0, 1.0)).all():
-        return bootstrap(strata, weights)
-    (values,) = strata
-    gained, lost = int((values > 0).sum()), int((values < 0).sum())
-    p_value = mcnemar(gained, lost)
-    low, high = score_interval(gained, lost, len(values))
-    stderr = float(values.std(ddof=1)) / sqrt(len(values))
-    return Evidence("mcnemar", p_value, stderr, _agreeing(low, high, p_value))
+    either = quantile(np.sort(np.abs(distances)), 1 - alpha)
+    return max(quantile(distances, 1 - alpha / 2), either), min(quantile(distances, alpha / 2), -either)
 
 
 def independent(difference: float, base_stderr: float, tuned_stderr: float) -> Evidence:

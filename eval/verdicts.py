@@ -7,7 +7,8 @@ from statistics import fmean
 from typing import Any
 
 from eval.pairs import Paired, Results, metric_keys
-from eval.statistics import ALPHA, FEWEST_DOCUMENTS, Evidence, bootstrap, holm
+from eval.statistics import ALPHA, FEWEST_DOCUMENTS, Evidence, holm
+from eval.strata import paired
 
 IMPROVED, REGRESSED, NO_EVIDENCE = "IMPROVED", "REGRESSED", "NO EVIDENCE"
 TOO_FEW, UNKNOWN = "TOO FEW DOCUMENTS", "UNKNOWN"
@@ -28,8 +29,12 @@ class Entry:
         return (
             self.evidence is not None
             and self.row["higher_is_better"] is not None
-            and self.row["documents"] >= FEWEST_DOCUMENTS[self.evidence.test]
+            and not _too_few(self.evidence, self.row["documents"])
         )
+
+
+def _too_few(evidence: Evidence, documents: int) -> bool:
+    return evidence.too_few or documents < FEWEST_DOCUMENTS[evidence.test]
 
 
 def _verdict(evidence: Evidence | None, p_value: float | None, higher_is_better: bool | None, documents: int) -> str:
@@ -41,7 +46,7 @@ def _verdict(evidence: Evidence | None, p_value: float | None, higher_is_better:
     """
     if evidence is None or higher_is_better is None:
         return UNKNOWN
-    if documents < FEWEST_DOCUMENTS[evidence.test]:
+    if _too_few(evidence, documents):
         return TOO_FEW
     if p_value is None or p_value > ALPHA:
         return NO_EVIDENCE
@@ -101,13 +106,14 @@ def overall(entries: list[Entry]) -> dict[str, Any] | None:
     ]
     if len(counted) < 2:
         return None
-    strata, weights = [], []
-    for entry in counted:
-        assert entry.paired is not None
-        strata += [part.difference for part in entry.paired.strata]
-        weights += [weight / len(counted) for weight in entry.paired.weights]
-    evidence = bootstrap(strata, weights)
-    documents = sum(map(len, strata))
+    samples = [
+        (differences, weight / len(counted))
+        for entry in counted
+        if entry.paired is not None
+        for differences, weight in entry.paired.samples
+    ]
+    evidence = paired(samples)
+    documents = sum(len(differences) for differences, _ in samples)
     means = {side: fmean(entry.row[side] for entry in counted) for side in ("base", "tuned")}
     return {
         **means,

@@ -85,7 +85,7 @@ def test_a_group_is_paired_with_the_weights_that_give_its_score(by_size: bool, w
     assert leaves(tuned, "both") == ["one", "two"]
 
 
-@pytest.mark.parametrize(("by_size", "test"), [(True, "mcnemar"), (False, "paired bootstrap")])
+@pytest.mark.parametrize(("by_size", "test"), [(True, "mcnemar"), (False, "combined")])
 def test_a_group_decides_and_its_parts_do_not(by_size: bool, test: str) -> None:
     (base, base_samples), (tuned, tuned_samples) = (
         two_tasks([0, 0, 1, 1] * 20, second, by_size) for second in ([0, 0, 0, 1] * 10, [1, 1, 1, 1] * 10)

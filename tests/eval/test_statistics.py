@@ -15,9 +15,9 @@ from eval.statistics import (
     holm,
     independent,
     mcnemar,
-    paired,
     score_interval,
 )
+from eval.strata import paired
 
 FINDS = 0.05 + 0.012
 """5 % of verdicts where nothing has changed, and what a thousand simulations may be off by."""
@@ -62,7 +62,7 @@ def test_the_interval_and_the_p_value_never_contradict_each_other() -> None:
     for documents, gained, lost in product((10, 31, 104), range(0, 90, 3), range(0, 60, 3)):
         if gained + lost <= documents:
             values = np.repeat([1.0, -1.0, 0.0], [gained, lost, documents - gained - lost])
-            evidence = paired([values], [1.0])
+            evidence = paired([(values, 1.0)])
             low, high = evidence.interval
             assert (evidence.p_value <= ALPHA) == (low > 0 or high < 0)
     generator = np.random.default_rng(0)
@@ -73,7 +73,7 @@ def test_the_interval_and_the_p_value_never_contradict_each_other() -> None:
     # 15 of 21 would be more than chance by the interval alone.
     values = np.repeat([1.0, -1.0, 0.0], [15, 6, 79])
     assert score_interval(15, 6, 100)[0] > 0
-    assert paired([values], [1.0]).interval[0] == 0
+    assert paired([(values, 1.0)]).interval[0] == 0
 
 
 @pytest.mark.parametrize("rates", [(0.2, 0.2), (0.3, 0.1)])
