@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 # In a task's YAML the first of these that is given decides.
 LENGTH_ALIASES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
+WHERE_TO_GET = (
+    "Load them once where there is a network, with the cache that this machine uses (HF_HOME, HF_DATASETS_CACHE), or name a task file over "
+    "data of your own."
+)
 
 _FILE_NAME = re.compile(r"[^\W][\w.()+,:@ -]*")
 
@@ -234,9 +238,9 @@ def load_tasks(selection: TaskSelection, settings: Settings, run_code: bool, log
         raise EvaluationError("\n".join(dict.fromkeys(problems)))
     if not tasks.by_name:
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in tasks.missing.items())
-        raise EvaluationError(f"No task can be measured:{reasons}")
-    for name, reason in tasks.missing.items():
-        print(f"{name} cannot be measured: {reason}", file=sys.stderr)
+        raise EvaluationError(f"No task can be measured:{reasons}\n{WHERE_TO_GET}")
+    if tasks.missing:  # the reasons come with the results
+        print(f"Out of reach, and left out: {', '.join(tasks.missing)}. {WHERE_TO_GET}", file=sys.stderr)
     code = [leaf for items in tasks.by_name.values() for leaf in leaves(items) if _runs_code(leaf)]
     if code:
         tasks.generated_code.update(prepare_code_tasks(code))
