@@ -14,7 +14,7 @@ from eval.code_metric import prepare_code_tasks, score_code_within_limits
 from eval.quiet import chatter_to, first_line
 from eval.settings import Settings
 from eval.suites import TaskSelection
-from eval.task_errors import why_not_loaded
+from eval.task_errors import metrics_not_found, why_not_loaded
 from eval.task_files import Task
 from eval.task_index import CODE_METRIC
 from sft.errors import EvaluationError
@@ -202,6 +202,10 @@ def _load_task(manager: TaskManager, task: Task, tasks: LoadedTasks, settings: S
         )
         tasks.missing[task.name] = reason + beside
         return [problem for part in parts for problem in _load_task(manager, Task(part, part), tasks, settings)]
+    unscored = [reason for leaf in loaded["tasks"].values() for reason in metrics_not_found(leaf)]
+    if unscored:
+        tasks.missing[task.name] = "; ".join(dict.fromkeys(unscored))
+        return []
     group = loaded["groups"].get(task.name)
     tasks.by_name[task.name] = [group] if group is not None else list(loaded["tasks"].values())
     return [problem for leaf in loaded["tasks"].values() for problem in _problems_of(leaf, settings, tasks.run_code)]

@@ -120,6 +120,16 @@ def test_what_only_loading_shows_comes_in_one_message(settings: Resolve, tmp_pat
     )
 
 
+def test_a_metric_that_cannot_be_had_costs_only_its_task_and_before_anything_is_generated(
+    settings: Resolve, tmp_path: Path, write_task: WriteTask
+) -> None:
+    near = write_task("near")
+    far = write_task("far", metric_list=[{"metric": "nobody/zzz", "aggregation": "mean", "higher_is_better": True}])
+    loaded = load(settings(), tmp_path, near, far)
+    assert list(loaded.by_name) == ["near"]
+    assert "`metric: nobody/zzz` is none of lm_eval, and `evaluate` cannot load it here" in loaded.missing["far"]
+
+
 def test_documents_that_cannot_be_read_are_told_by_file_and_line(
     settings: Resolve, tmp_path: Path, write_task: WriteTask
 ) -> None:
