@@ -98,3 +98,11 @@ def why_not_loaded(name: str, error: BaseException) -> str:
     file = _own_file(task)
     reason = _split_missing(error, task) or _file_unread(error, task) or reason
     return f"The task {name}{f' ({file})' if file else ''} cannot be loaded: {reason}"
+
+
+def metrics_not_found(task: ConfigurableTask) -> list[str]:
+    """The metrics of a task that neither lm_eval has nor `evaluate` could load; lm_eval would fail on them after all is generated."""
+    if task.get_config("output_type") != "generate_until" or task.get_config("process_results") is not None:
+        return []
+    names = [name for name, function in task._metric_fn_list.items() if function is None]
+    return [f"`metric: {name}` is none of lm_eval, and `evaluate` cannot load it here (lm_eval.log)" for name in names]

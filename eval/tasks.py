@@ -14,7 +14,7 @@ from eval.code_metric import prepare_code_tasks, score_code_within_limits
 from eval.quiet import chatter_to, first_line
 from eval.settings import Settings
 from eval.suites import TaskSelection
-from eval.task_errors import why_not_loaded
+from eval.task_errors import metrics_not_found, why_not_loaded
 from eval.task_files import Task
 from eval.task_index import CODE_METRIC
 from sft.errors import EvaluationError
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 # In a task's YAML the first of these that is given decides.
 LENGTH_ALIASES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
+WHERE_TO_GET = (
+    "Load them once where there is a network, with the cache that this machine uses (HF_HOME, HF_DATASETS_CACHE), or name a task file over "
+    "data of your own."
+)
 
 _FILE_NAME = re.compile(r"[^\W][\w.()+,:@ -]*")
 
@@ -198,6 +202,10 @@ def _load_task(manager: TaskManager, task: Task, tasks: LoadedTasks, settings: S
         )
         tasks.missing[task.name] = reason + beside
         return [problem for part in parts for problem in _load_task(manager, Task(part, part), tasks, settings)]
+    unscored = [reason for leaf in loaded["tasks"].values() for reason in metrics_not_found(leaf)]
+    if unscored:
+        tasks.missing[task.name] = "; ".join(dict.fromkeys(unscored))
+        return []
     group = loaded["groups"].get(task.name)
     tasks.by_name[task.name] = [group] if group is not None else list(loaded["tasks"].values())
     return [problem for leaf in loaded["tasks"].values() for problem in _problems_of(leaf, settings, tasks.run_code)]
@@ -234,9 +242,9 @@ def load_tasks(selection: TaskSelection, settings: Settings, run_code: bool, log
         raise EvaluationError("\n".join(dict.fromkeys(problems)))
     if not tasks.by_name:
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in tasks.missing.items())
-        raise EvaluationError(f"No task can be measured:{reasons}")
-    for name, reason in tasks.missing.items():
-        print(f"{name} cannot be measured: {reason}", file=sys.stderr)
+        raise EvaluationError(f"No task can be measured:{reasons}\n{WHERE_TO_GET}")
+    if tasks.missing:  # the reasons come with the results
+        print(f"Out of reach, and left out: {', '.join(tasks.missing)}. {WHERE_TO_GET}", file=sys.stderr)
     code = [leaf for items in tasks.by_name.values() for leaf in leaves(items) if _runs_code(leaf)]
     if code:
         tasks.generated_code.update(prepare_code_tasks(code))

@@ -95,8 +95,12 @@ def test_a_dataset_out_of_reach_costs_only_its_task(
     loaded = load(settings(), tmp_path, near, far)
     assert list(loaded.by_name) == ["near"]
     assert "Couldn't reach 'nobody/nothing'" in loaded.missing["far"]
-    assert "far cannot be measured" in capsys.readouterr().err
-    with pytest.raises(EvaluationError, match="No task can be measured:\n  far: "):
+    told = capsys.readouterr().err
+    assert "Out of reach, and left out: far. Load them once" in told
+    assert len(told.splitlines()) == 1
+    with pytest.raises(
+        EvaluationError, match=r"No task can be measured:\n  far: .*\nLoad them once .*HF_DATASETS_CACHE"
+    ):
         load(settings(), tmp_path, far)
 
 
@@ -114,6 +118,16 @@ def test_what_only_loading_shows_comes_in_one_message(settings: Resolve, tmp_pat
         f"The task split ({split}) cannot be loaded: `test_split: tset` is no split of its dataset, which has test;"
         in told[1]
     )
+
+
+def test_a_metric_that_cannot_be_had_costs_only_its_task_and_before_anything_is_generated(
+    settings: Resolve, tmp_path: Path, write_task: WriteTask
+) -> None:
+    near = write_task("near")
+    far = write_task("far", metric_list=[{"metric": "nobody/zzz", "aggregation": "mean", "higher_is_better": True}])
+    loaded = load(settings(), tmp_path, near, far)
+    assert list(loaded.by_name) == ["near"]
+    assert "`metric: nobody/zzz` is none of lm_eval, and `evaluate` cannot load it here" in loaded.missing["far"]
 
 
 def test_documents_that_cannot_be_read_are_told_by_file_and_line(
