@@ -40,7 +40,7 @@ def evaluate_run(run: Run, evaluation: Evaluation) -> dict[str, str]:
         GateFailed: The tuned model does not hold what eval.gate asks for.
     """
     recipe = run.recipe()
-    selection = check_tasks(evaluation, Path(recipe.output_dir))
+    selection = check_tasks(evaluation, run.output_dir)
     if not selection.tasks:
         raise EvaluationError("There is nothing to measure: eval.tasks is empty. Name tasks: tasks=gsm8k,arc_easy")
     if not (run.final / "config.json").is_file():
@@ -64,7 +64,7 @@ def evaluate_run(run: Run, evaluation: Evaluation) -> dict[str, str]:
         print(treatment.told, flush=True)
     # What a server has under a name may be another model tomorrow.
     keeps = evaluation.base_cache and settings.backend != "server"
-    output_dir = Path(recipe.output_dir) if keeps else None
+    output_dir = run.output_dir if keeps else None
     measure_base(base, treatment, tasks, folder / "base", log, placement, output_dir)
     _measure_tuned(tuned, reference, tasks, settings, folder, log, placement, own_prompts=treatment.own_prompts)
     return _compare_and_report(run, folder, evaluation, reference) if ranks.is_first() else {}
@@ -91,7 +91,7 @@ def _measure_tuned(
 def _results_folder(run: Run, evaluation: Evaluation, settings: Settings, reference: Reference) -> Path:
     """eval/ for the recipe's own evaluation; a folder in it for another, which must not replace those results."""
     recipe, folder = run.recipe(), run.comparison_file.parent
-    selection = check_tasks(recipe.eval, Path(recipe.output_dir))
+    selection = check_tasks(recipe.eval, run.output_dir)
     if not selection.tasks or resolve_settings(recipe.eval, selection, reference, on_gpu()).hash == settings.hash:
         return folder
     other = folder / settings.hash[:12]

@@ -10,6 +10,7 @@ from typing import Any
 from eval.backends import Target
 from eval.chat_model import Asker, load_asker, load_weights
 from eval.reference import Reference, load_config, load_reference
+from eval.targets import check_folder
 from sft.errors import EvaluationError
 from sft.recipe import Evaluation
 from sft.run_directory import Run, find_run
@@ -53,10 +54,7 @@ def choose(arguments: argparse.Namespace) -> Chosen:
     if not path.is_dir() or (path / "config.json").is_file():
         if arguments.base or arguments.checkpoint is not None:
             raise EvaluationError(f"--base and --checkpoint are for a run's folder, and {arguments.model} is a model.")
-        if not path.is_dir() and (
-            path.is_absolute() or len(path.parts) > 2 or arguments.model.startswith((".", "~", "outputs/"))
-        ):
-            raise EvaluationError(f"There is no folder {path}. Name a run's folder, a model's, or an id on the hub.")
+        check_folder(arguments.model)
         model = str(path) if path.is_dir() else arguments.model
         return Chosen(Target(model, model), load_reference(model, None, False), Evaluation())
     run = find_run(path)

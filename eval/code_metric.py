@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from eval import ranks
 from eval.code_limits import LIMITS, Outcome
 from eval.code_runner import describe, prove_isolation, run_programs
-from eval.task_files import CODE_METRIC
+from eval.task_index import CODE_METRIC
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask

@@ -30,6 +30,7 @@ from eval.backend_checks import check_backend
 from eval.base_and_tuned import evaluate_run
 from eval.launch import become_launcher
 from eval.one_model import evaluate_one
+from eval.targets import check_folder
 from eval.together import NeedsProcesses
 from sft import rank_logs
 from sft.errors import EvaluationError, RecipeError, run_main
@@ -83,6 +84,7 @@ def _evaluate(arguments: list[str]) -> dict[str, str]:
     if path.is_dir() and not (path / "config.json").is_file():
         run = find_run(path)
         return evaluate_run(run, parse_evaluation(arguments[1:], run))
+    check_folder(arguments[0])
     return evaluate_one(arguments[0], parse_evaluation(arguments[1:]))
 
 

@@ -105,8 +105,8 @@ def check_tasks(evaluation: Evaluation, output_dir: Path) -> TaskSelection:
         unsafe += [name] if runs_code or (evaluation.confirm_run_unsafe_code and local.folders) else []
         if runs_code and not evaluation.confirm_run_unsafe_code:
             problems.append(
-                f"eval.tasks: `{name}` runs Python code that the model writes, on this machine, with your permissions. "
-                "To allow that, set eval.confirm_run_unsafe_code=true; a container without network is the place for it."
+                f"eval.tasks: `{name}` runs Python code that the model writes, on this machine, within limits that are tried out "
+                "first (docs/evaluation-code.md says which). To allow that, set eval.confirm_run_unsafe_code=true."
             )
     if problems:
         raise EvaluationError("\n".join(problems))

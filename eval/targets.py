@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from eval.backends import Target
 from eval.reference import Reference, check_vocabulary, load_config
-from sft.errors import EvaluationError
+from sft.errors import EvaluationError, did_you_mean
 from sft.remote_code import code_hash
 from sft.run_directory import Run
+
+
+def check_folder(named: str) -> None:
+    """Refuse what can only have been meant as a folder, and is none: asking the hub for it would tell of something else.
+
+    Args:
+        named: A folder, or an id on the hub such as Qwen/Qwen2.5-0.5B.
+
+    Raises:
+        EvaluationError: There is no such folder, or it is a recipe.
+    """
+    path = Path(named).expanduser()
+    if path.is_dir():
+        return
+    if path.suffix in (".yaml", ".yml"):
+        raise EvaluationError(
+            f"{named} is a recipe, and a recipe is trained by scripts/sft.sh. Name its run: outputs/<run>/latest."
+        )
+    local = named.startswith((".", "~", "outputs/")) or path.is_absolute() or len(path.parts) > 2
+    # A folder named as a hub's organisation may well be here; one with runs in it is none.
+    if local or path.is_file() or (len(path.parts) == 2 and (path.parent / "latest").is_symlink()):
+        beside = [folder.name for folder in sorted(path.parent.glob("*/"))] if path.parent.is_dir() else []
+        hint = did_you_mean(path.name, beside, ".")
+        raise EvaluationError(f"There is no folder {path}{hint} Name a run's folder, a model's, or an id on the hub.")
 
 
 def _check_same_code(run: Run, record: dict[str, str]) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from eval.task_data import files_missing, splits_missing, splits_of
 from eval.task_index import LOCAL_FORMATS
+from eval.task_metrics import metrics_wrong
 from sft.errors import did_you_mean
 
 OUTPUT_TYPES = ("loglikelihood", "multiple_choice", "loglikelihood_rolling", "generate_until")
@@ -76,23 +78,6 @@ def _not_in(file: Path, function: str) -> str | None:
     return None if function in names else f"{file} has no `{function}`{did_you_mean(function, sorted(names), '.')}"
 
 
-def _data_files(config: dict[str, Any]) -> list[str]:
-    """The files on this machine that a task's documents come from; those of a dataset on the hub, or in a folder, lie in it."""
-    if config.get("dataset_path") not in LOCAL_FORMATS:
-        return []
-    keywords = config.get("dataset_kwargs")
-    given = keywords.get("data_files") if isinstance(keywords, dict) else None
-    folder = str(keywords.get("data_dir") or "") if isinstance(keywords, dict) else ""
-    files = [value for value in _values(given) if isinstance(value, str)]
-    return [str(Path(folder) / file) for file in files if "://" not in file]
-
-
-def _is_there(file: str) -> bool:
-    """Whether a path, or what a pattern stands for, exists."""
-    path = Path(file).expanduser()
-    return path.exists() or ("*" in file and any(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor)))))
-
-
 def datasets_of(config: dict[str, Any]) -> tuple[str, ...]:
     """The datasets on the hub that a task names."""
     path = config.get("dataset_path")
@@ -122,8 +107,8 @@ def problems_of(path: Path, config: dict[str, Any]) -> list[str]:
         problems.append("it has no `doc_to_text:` with the prompt.")
     if kind == "multiple_choice" and not (config.get("doc_to_choice") or config.get("use_prompt")):
         problems.append("`output_type: multiple_choice` needs `doc_to_choice:`.")
-    files = _data_files(config)
-    problems += [f"there is no data file {file}." for file in files if not _is_there(file)]
+    splits = splits_of(config)
+    problems += [*files_missing(splits), *splits_missing(config, splits), *metrics_wrong(path, config)]
     given = config.get("dataset_path")
     if isinstance(given, str) and given.startswith((".", "/", "~")) and not Path(given).expanduser().exists():
         problems.append(f"there is no `dataset_path: {given}`.")

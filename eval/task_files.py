@@ -11,12 +11,9 @@ from typing import Any
 import yaml
 
 from eval.task_checks import Function, datasets_of, functions_missing, problems_of
-from eval.task_index import members
+from eval.task_index import CODE_METRIC, members
 from sft.errors import EvaluationError
 from sft.recipe_file import find_file
-
-CODE_METRIC = "code_eval"
-"""The metric that runs what the model wrote, whatever the task says of itself."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,9 @@ from eval.code_metric import prepare_code_tasks, score_code_within_limits
 from eval.quiet import chatter_to, first_line
 from eval.settings import Settings
 from eval.suites import TaskSelection
-from eval.task_files import CODE_METRIC, Task
+from eval.task_errors import why_not_loaded
+from eval.task_files import Task
+from eval.task_index import CODE_METRIC
 from sft.errors import EvaluationError
 
 if TYPE_CHECKING:
@@ -133,8 +135,8 @@ def _problems_of(task: ConfigurableTask, settings: Settings, run_code: bool) -> 
         )
     if _runs_code(task) and not run_code:
         problems.append(
-            f"{task.task_name} runs Python code that the model writes, on this machine. To allow that, set "
-            "eval.confirm_run_unsafe_code=true."
+            f"{task.task_name} runs Python code that the model writes, on this machine, within limits that are tried out first "
+            "(docs/evaluation-code.md says which). To allow that, set eval.confirm_run_unsafe_code=true."
         )
     # lm_eval would leave the task's own 0 and say so in its log.
     if settings.num_fewshot and task.get_config("num_fewshot") == 0:
@@ -187,7 +189,7 @@ def _load_task(manager: TaskManager, task: Task, tasks: LoadedTasks, settings: S
         traceback.print_exc()
         reason = f"{type(error).__name__}: {first_line(error)}"
         if not _is_unreachable(error):
-            return [f"The task {task.name} cannot be loaded: {reason}"]
+            return [why_not_loaded(task.name, error)]
         parts = _parts(manager, task.given)
         beside = (
             " What else the group has in it is measured by itself, and the group's own score is not known."

@@ -65,8 +65,8 @@ def start_again(folder: Path, overrides: Sequence[str]) -> tuple[Path, list[str]
     words = [word for word in record["overrides"] if not word.startswith(_DECIDED_ANEW)]
     name = run.path.name if is_left(record) else _free_name(run)
     words += [f"tracking.run_name={name if isinstance(yaml.safe_load(name), str) else repr(name)}", "train.resume=auto"]
-    if Path(run.recipe().output_dir).expanduser().resolve() != run.path.parent.parent:
-        words.append(f"output_dir={run.path.parent.parent}")
+    if Path(run.recipe().output_dir).expanduser().resolve() != run.output_dir:
+        words.append(f"output_dir={run.output_dir}")
     return run.recipe_file, [*words, *overrides]
 
 

@@ -58,6 +58,11 @@ class Run:
     path: Path
 
     @property
+    def output_dir(self) -> Path:
+        """The folder that this recipe's runs and others lie in, wherever one stands: the recipe's own may be relative."""
+        return self.path.parent.parent
+
+    @property
     def recipe_file(self) -> Path:
         """The recipe, byte for byte as it was read."""
         return self.path / "recipe.yaml"

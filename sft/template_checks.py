@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from sft.chat import ANSWER, QUESTION, ChatRenderer
@@ -25,10 +26,11 @@ def end_of_turn(tokenizer: Any) -> int:
         ids = tokenizer(rendered.text[start:end], add_special_tokens=False)["input_ids"]
         if ids and ids[-1] in special:
             continue
-        tail = rendered.text[start:end][-20:]
+        end_text = rendered.text[start:end].rpartition(_PROBE[1]["content"])[2] or rendered.text[start:end][-20:]
+        add = f"Add it (model.new_tokens: [{json.dumps(end_text.strip())}])" if "<" in end_text else "Correct it"
         raise ModelError(
-            f"The chat template ends the assistant's turn with {tail!r}, which is no special token: a model trained so never learns to "
-            "stop. Set model.chat_template to one that ends it with a token (plain, chatml or your own), or model.eos_token."
+            f"The chat template ends the assistant's turn with {end_text!r}, which is no special token of this tokenizer: a model trained "
+            f"so never learns to stop. {add}, or name another in model.chat_template (`plain` ends a turn with the tokenizer's own end)."
         )
     beginning = tokenizer(rendered.text, add_special_tokens=False)["input_ids"][:2]
     if beginning == [tokenizer.bos_token_id] * 2:

@@ -312,6 +312,9 @@ def test_what_is_enforced_is_said_and_what_is_not_too() -> None:
     assert ("NOT enforced" in told) == bool(isolation.not_enforced)
 
 
+DOCS_TASK = (("yaml", "my_code.yaml"), ("python", "utils.py"))
+
+
 def local_humaneval(folder: Path) -> tuple[Path, list[dict[str, Any]]]:
     if not HUMANEVAL.is_file():
         pytest.skip(f"{HUMANEVAL} is not here")
@@ -338,7 +341,9 @@ def humaneval(tmp_path: Path, settings: Any) -> tuple[LoadedTasks, list[dict[str
     return load_tasks(selection, settings("humaneval_local", max_gen_toks=8), True, tmp_path / "log"), rows
 
 
-def score(tasks: LoadedTasks, answers: dict[str, str], limit: int | None = None) -> tuple[float, list[float]]:
+def score(
+    tasks: LoadedTasks, answers: dict[str, str], limit: int | None = None, name: str = "humaneval_local"
+) -> tuple[float, list[float]]:
     """lm_eval's own score of answers by prompt, and each document's."""
     import lm_eval
     from lm_eval.api.model import LM
@@ -356,15 +361,16 @@ def score(tasks: LoadedTasks, answers: dict[str, str], limit: int | None = None)
 
     results = lm_eval.simple_evaluate(
         Known(),
-        tasks=tasks.by_name["humaneval_local"],
+        tasks=tasks.by_name[name],
         task_manager=TaskManager(include_defaults=False),
         limit=limit,
         confirm_run_unsafe_code=True,
         log_samples=True,
         bootstrap_iters=0,
     )
-    samples = sorted(results["samples"]["humaneval_local"], key=lambda sample: sample["doc_id"])
-    return results["results"]["humaneval_local"]["pass@1,create_test"], [sample["pass@1"] for sample in samples]
+    samples = sorted(results["samples"][name], key=lambda sample: sample["doc_id"])
+    (mean,) = (value for key, value in results["results"][name].items() if key.startswith("pass@1,"))
+    return mean, [sample["pass@1"] for sample in samples]
 
 
 def test_humanevals_own_solutions_score_1(humaneval: tuple[LoadedTasks, list[dict[str, Any]]]) -> None:
@@ -398,6 +404,21 @@ def test_wrong_answers_score_0_and_an_attack_costs_its_own_document_only(
     assert each == [0.0, 1.0] * len(answers)
     assert mean == 0.5
     assert leftovers() == []
+
+
+def test_the_task_that_the_docs_show_is_scored_within_the_limits(tmp_path: Path, settings: Any) -> None:
+    shown = (REPOSITORY / "docs" / "evaluation-code.md").read_text()
+    task, code = (shown.split(f"```{kind}\n# {file}")[1].split("```")[0] for kind, file in DOCS_TASK)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"ask": "def double(x):\n", "check": "assert double(2) == 4"}) + "\n")
+    rows.write_text(rows.read_text() + rows.read_text().replace("double", "twice"))
+    (tmp_path / "my_code.yaml").write_text("#" + task.replace("/data/my_code.jsonl", str(rows)))
+    (tmp_path / "utils.py").write_text("#" + code)
+    selection = check_tasks(Evaluation(tasks=(str(tmp_path / "my_code.yaml"),), confirm_run_unsafe_code=True), tmp_path)
+    tasks = load_tasks(selection, settings("my_code"), True, tmp_path / "log")
+    assert tasks.generated_code["outside_these_limits"] == []
+    answers = {"def double(x):\n": "    return 2 * x\n", "def twice(x):\n": "    return x\n"}
+    assert score(tasks, answers, name="my_code") == (0.5, [1.0, 0.0])
 
 
 def test_a_task_that_runs_code_by_itself_is_named(

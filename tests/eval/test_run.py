@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from eval.run import main, parse_evaluation
+from eval.targets import check_folder
 from sft.errors import EvaluationError, UserError
 from sft.interruption import held_back
 from sft.recipe import REPOSITORY
@@ -53,7 +54,9 @@ def test_the_base_is_not_measured_again_under_the_same_settings(run: Run, capsys
 
 
 @pytest.mark.slow
-def test_two_runs_from_one_base_measure_it_once(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs_from_one_base_measure_it_once(
+    run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = Run(run.path.with_name("second"))
     shutil.copytree(run.path, other.path)
     main([str(run.path)])
@@ -66,7 +69,10 @@ def test_two_runs_from_one_base_measure_it_once(run: Run, capsys: pytest.Capture
     results = [(one.base_evaluation / "results.json").read_bytes() for one in (run, other)]
     assert results[0] == results[1]
     assert comparison(other)["metrics"] == comparison(run)["metrics"]
-    kept = next((run.path.parents[1] / "eval-base").iterdir())
+    # Where the run lies, whatever folder one stands in.
+    monkeypatch.chdir(tmp_path.parent)
+    assert run.output_dir == run.path.parents[1]
+    kept = next((run.output_dir / "eval-base").iterdir())
     shutil.rmtree(kept)
     main([str(other.path)])  # what it has copied is its own
     assert "base: measured before" in capsys.readouterr().out
@@ -134,7 +140,7 @@ def test_processes_on_several_machines_are_refused(monkeypatch: pytest.MonkeyPat
 def test_a_launcher_of_one_process_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(EvaluationError, match="there is no such folder"):
+    with pytest.raises(EvaluationError, match="There is no folder /no/such/model"):
         main(["/no/such/model", "tasks=gsm8k"])
     assert "WORLD_SIZE" not in os.environ
 
@@ -164,7 +170,7 @@ def test_settings_of_the_command_line_change_the_recipes(run: Run) -> None:
         (["MODEL", "tasks=gsm8k", "limit=["], "is not valid YAML"),
         (["MODEL", "tasks=gsm8kk"], "did you mean `gsm8k`"),
         (["MODEL", "tasks=humaneval"], "confirm_run_unsafe_code=true"),
-        (["/no/such/folder", "tasks=builtin:demo"], "there is no such folder"),
+        (["/no/such/folder", "tasks=builtin:demo"], "There is no folder /no/such/folder"),
         (["nobody/nothing", "tasks=builtin:demo"], "cannot be loaded"),
         (["EMPTY", "tasks=builtin:demo"], "is not the folder of a run"),
     ],
@@ -269,3 +275,31 @@ def test_a_group_of_which_a_part_is_out_of_reach_is_measured_in_its_other_parts(
     assert not compared["complete"]
     assert list(compared["not_measured"]) == ["ours", "far"]
     assert {row["task"] for row in compared["metrics"]} == {"near", "beside"}
+
+
+@pytest.mark.parametrize(
+    ("named", "told"),
+    [
+        ("outputs/tiny/latst", r"There is no folder outputs/tiny/latst; did you mean `latest`\?"),
+        ("outputs/tniy", r"There is no folder outputs/tniy; did you mean `tiny`\?"),
+        ("tiny/latst", r"There is no folder tiny/latst; did you mean `latest`\?"),
+        ("a/b/c", r"There is no folder a/b/c\."),
+        ("recipes/tiny.yaml", r"a recipe is trained by scripts/sft\.sh\. Name its run"),
+    ],
+)
+def test_a_mistyped_run_is_told_of_as_a_folder(
+    named: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "outputs" / "tiny" / "latest").mkdir(parents=True)
+    (tmp_path / "tiny" / "20260101-000000").mkdir(parents=True)
+    (tmp_path / "tiny" / "latest").symlink_to("20260101-000000")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(EvaluationError, match=told):
+        main([named, "tasks=gsm8k"])
+
+
+@pytest.mark.parametrize("named", ["Qwen/Qwen2.5-0.5B", "gpt2", "builtin:demo"])
+def test_a_models_id_is_no_folder(named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "Qwen" / "Qwen2.5-1.5B").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    check_folder(named)

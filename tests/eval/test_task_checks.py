@@ -6,6 +6,7 @@ import pytest
 
 from eval.suites import check_tasks
 from eval.task_checks import KEYS, OUTPUT_TYPES
+from eval.task_metrics import lm_eval_aggregations, lm_eval_metrics
 from sft.errors import EvaluationError
 from sft.recipe import Evaluation
 
@@ -36,6 +37,33 @@ def problems(path: Path, folder: Path, **keys: str) -> str:
         ),
         ({"dataset_kwargs": {"data_files": ["/no/such/*.jsonl"]}}, "there is no data file /no/such/*.jsonl"),
         ({"dataset_path": "/no/such/folder", "dataset_kwargs": None}, "there is no `dataset_path: /no/such/folder`"),
+        ({"rows": [], "test_split": "tset"}, "mine.jsonl is empty (0 bytes)."),
+        (
+            {"test_split": "tset"},
+            "`test_split: tset` is no split of its data_files (there is test); did you mean `test`?",
+        ),
+        ({"fewshot_split": "dev"}, "`fewshot_split: dev` is no split of its data_files (there is test)."),
+        ({"training_split": "train"}, "`training_split: train` is no split"),
+        ({"test_split": None, "validation_split": "valid"}, "`validation_split: valid` is no split"),
+        ({"fewshot_config": {"split": "dev"}}, "`fewshot_config: split: dev` is no split"),
+        (
+            {"dataset_kwargs": {"data_files": __file__}},
+            "`test_split: test` is no split of its data_files (there is train).",
+        ),
+        (
+            {"metric_list": [{"metric": "exact_mach"}]},
+            "`metric: exact_mach` is no metric of lm_eval; did you mean `exact_match`?",
+        ),
+        (
+            {"metric_list": [{"metric": "accuracy"}], "output_type": "multiple_choice", "doc_to_choice": ["a", "b"]},
+            "`metric: accuracy` is none that lm_eval has for `output_type: multiple_choice`",
+        ),
+        ({"metric_list": [{"metric": "code_eval"}]}, "Write a function that calls it: docs/evaluation-code.md"),
+        (
+            {"metric_list": [{"metric": "exact_match", "aggregation": "maen"}]},
+            "`aggregation: maen` is none of lm_eval; did you mean `mean`?",
+        ),
+        ({"metric_list": ["acc"]}, "`metric_list:` is a list of entries"),
     ],
 )
 def test_a_task_that_cannot_be_measured_is_refused_with_its_reason(
@@ -50,7 +78,16 @@ def test_a_task_that_cannot_be_measured_is_refused_with_its_reason(
         # As lm_eval's own mmlusr has them: files of the dataset, not of this machine.
         {"dataset_path": "someone/rows", "dataset_kwargs": {"data_files": {"test": "test/rows.csv"}}},
         {"dataset_path": ".", "dataset_kwargs": {"data_files": {"test": "rows-of-this-folder.csv"}}},
-        {"doc_to_text": None, "use_prompt": "promptsource:*", "output_type": "multiple_choice"},
+        {"doc_to_text": None, "use_prompt": "promptsource:*", "output_type": "multiple_choice", "metric_list": None},
+        {"dataset_kwargs": {"data_files": [__file__]}, "test_split": "train"},
+        {"dataset_kwargs": {"data_files": [{"split": "test", "path": __file__}]}},
+        # What lm_eval includes may name splits that nobody reads.
+        {"fewshot_split": "test", "training_split": "train"},
+        {"fewshot_config": {"samples": [{"question": "1?", "answer": "1"}]}, "training_split": "train"},
+        # `evaluate` has these, or may find them on the hub.
+        {"metric_list": [{"metric": "rouge"}, {"metric": "bleurt"}, {"metric": "someone/score"}, {"metric": "zzz"}]},
+        {"metric_list": [{"metric": "exact_mach", "hf_evaluate": True}]},
+        {"metric_list": [{"metric": "exact_mach"}], "process_results": "a function gives what it likes"},
     ],
 )
 def test_a_task_that_can_be_measured_is_taken(keys: dict[str, object], write_task: WriteTask, tmp_path: Path) -> None:
@@ -119,3 +156,19 @@ def test_the_keys_are_those_of_lm_evals_tasks() -> None:
     assert {field.name for field in fields(TaskConfig)} <= KEYS
     assert KEYS - {field.name for field in fields(TaskConfig)} <= {"task", "metadata"}
     assert list(OUTPUT_TYPES) == ALL_OUTPUT_TYPES
+
+
+def test_the_metrics_that_are_read_from_lm_evals_source_are_those_it_has() -> None:
+    import lm_eval.api.metrics  # noqa: F401
+    from lm_eval.api.registry import aggregation_registry, metric_registry
+
+    assert lm_eval_metrics() == set(metric_registry)
+    assert lm_eval_aggregations() == set(aggregation_registry)
+
+
+def test_files_without_a_split_are_train() -> None:
+    """What the check of splits leans on: `datasets` calls files without a split `train`."""
+    from datasets.data_files import sanitize_patterns
+
+    assert list(sanitize_patterns("rows.jsonl")) == list(sanitize_patterns(["rows.jsonl"])) == ["train"]
+    assert list(sanitize_patterns([{"split": "test", "path": "rows.jsonl"}])) == ["test"]

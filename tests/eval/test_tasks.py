@@ -102,10 +102,36 @@ def test_a_dataset_out_of_reach_costs_only_its_task(
 
 def test_what_only_loading_shows_comes_in_one_message(settings: Resolve, tmp_path: Path, write_task: WriteTask) -> None:
     column = write_task("column", doc_to_text="{{no_such_column.deeper}}")
-    split = write_task("split", test_split="elsewhere")
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "test.jsonl").write_text('{"question": "1?", "answer": "1"}\n')
+    split = write_task("split", dataset_path=str(folder), dataset_kwargs=None, test_split="tset")
     with pytest.raises(EvaluationError) as error:
         load(settings(), tmp_path, column, split)
-    assert [line.split()[2] for line in str(error.value).splitlines()] == ["column", "split"]
+    told = str(error.value).splitlines()
+    assert [line.split()[2] for line in told] == ["column", "split"]
+    assert (
+        f"The task split ({split}) cannot be loaded: `test_split: tset` is no split of its dataset, which has test;"
+        in told[1]
+    )
+
+
+def test_documents_that_cannot_be_read_are_told_by_file_and_line(
+    settings: Resolve, tmp_path: Path, write_task: WriteTask
+) -> None:
+    cut, blank, table = write_task("cut"), write_task("blank"), write_task("table", dataset_path="csv")
+    with cut.with_suffix(".jsonl").open("a") as rows:
+        rows.write('{"question": "1?", "answ')
+    blank.with_suffix(".jsonl").write_text("\n\n")
+    table.with_suffix(".jsonl").write_text("question,answer\n1,2\n1,2,3\n")
+    with pytest.raises(EvaluationError) as error:
+        load(settings(), tmp_path, cut, blank, table)
+    told = str(error.value).splitlines()
+    assert f"The task cut ({cut}) cannot be loaded: {cut.with_suffix('.jsonl')}, line 5: it is not JSON" in told[0]
+    assert f"The task blank ({blank}) cannot be loaded: its documents" in told[1]
+    assert told[1].endswith("blank.jsonl: there are none")
+    assert f"cannot be read from {table.with_suffix('.jsonl')}: Error tokenizing data" in told[2]
+    assert "line 3" in told[2]
 
 
 @pytest.mark.slow  # lm_eval reads all its task files for a group

@@ -175,7 +175,10 @@ def with_turns(make_recipe: MakeRecipe, tmp_path: Path, template: str, *override
         (TURNS.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"), "turns are not where"),
         (TURNS.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}"), "turns are not where"),
         (TURNS.replace("== 'assistant'", "== 'user'"), "turns are not where"),
-        (TURNS.replace("<|im_end|>", "</turn>"), "</turn>', which is no special token: .* never learns to stop"),
+        (
+            TURNS.replace("<|im_end|>", "</turn>"),
+            "</turn>', which is no special token of this tokenizer: .* never learns to stop",
+        ),
         (TURNS.replace("<|im_end|>{% endg", ".{% endg"), "which is no special token"),
         ("{{ bos_token }}{{ bos_token }}" + TURNS, "begins a conversation with <|endoftext|> twice"),
     ],
