@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from eval.blocks import MISSING, Answer, Block, Code, Exchange, Exchanges, Line, Paragraph, Table, number, words
-from eval.evaluation_report import flattened
 from eval.recorded import Recorded, entries, get, is_number, mapping
 
 MOST_PROMPTS = 16
@@ -26,10 +25,22 @@ def chat_section(of: Recorded) -> list[Block]:
     blocks: list[Block] = [_checks(of.chat)]
     if len(prompts) > MOST_PROMPTS:
         blocks.append(Paragraph(f"{MOST_PROMPTS} of {len(prompts)} prompts are shown; all are in eval/chat.json."))
-    generation = ", ".join(f"{key} {words(value)}" for key, value in flattened(mapping(of.chat, "generation")).items())
+    generation = mapping(of.chat, "generation")
     if generation:
-        blocks.append(Paragraph(f"Both generated with: {generation}."))
+        blocks.append(Paragraph(f"Both answered with {_generated(generation)}."))
     return [*blocks, Exchanges(shown, ("The answers are in report.html and ", Code("eval/chat.json"), "."))]
+
+
+def _generated(generation: dict[str, Any]) -> str:
+    """What of the settings a reader wants; all are in eval/chat.json."""
+    chosen = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    given = ", ".join(f"{key} {number(generation[key])}" for key in chosen if is_number(generation.get(key)))
+    told = f"sampling{f' ({given})' if given else ''}" if generation.get("do_sample") is True else "greedy decoding"
+    if is_number(generation.get("max_new_tokens")):
+        told += f", at most {number(generation['max_new_tokens'])} tokens"
+    if generation.get("chat_template"):
+        told += f", {words(generation['chat_template'])} chat template"
+    return told
 
 
 def _checks(chat: dict[str, Any]) -> Table:

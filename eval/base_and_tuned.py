@@ -21,6 +21,7 @@ from eval.together import load_tasks_together, log_in, place
 from eval.treatment import own_template, treat_base
 from sft.errors import EvaluationError, GateFailed
 from sft.recipe import Evaluation
+from sft.recipe_changes import differences
 from sft.run_directory import Run, read_json
 
 
@@ -53,7 +54,7 @@ def evaluate_run(run: Run, evaluation: Evaluation) -> dict[str, str]:
     placement = place(evaluation, reference, settings, recipe.model.trust_remote_code)
     asked_base, asked_tuned = (treatment.settings, treatment.tokenizer), (settings, reference.tokenizer)
     base, tuned = find_backend(evaluation, reference.path, (base, *asked_base), (tuned, *asked_tuned))
-    folder = _results_folder(run, settings, reference)
+    folder = _results_folder(run, evaluation, settings, reference)
     log = log_in(folder)
     tasks = load_tasks_together(selection, settings, evaluation, log)
     facts = ranks.from_first(lambda: task_facts(settings, tasks))
@@ -87,13 +88,26 @@ def _measure_tuned(
     evaluate_model(tuned, reference.tokenizer, tasks, settings, output, log, placement, given=found, strict=strict)
 
 
-def _results_folder(run: Run, settings: Settings, reference: Reference) -> Path:
+def _results_folder(run: Run, evaluation: Evaluation, settings: Settings, reference: Reference) -> Path:
     """eval/ for the recipe's own evaluation; a folder in it for another, which must not replace those results."""
     recipe, folder = run.recipe(), run.comparison_file.parent
     selection = check_tasks(recipe.eval, run.output_dir)
     if not selection.tasks or resolve_settings(recipe.eval, selection, reference, on_gpu()).hash == settings.hash:
         return folder
-    return folder / settings.hash[:12]
+    other = folder / settings.hash[:12]
+    if ranks.is_first():
+        print(f"The results go to {other}: {other_than(recipe.eval, evaluation)}", flush=True)
+    return other
+
+
+def other_than(recipe: Evaluation, asked: Evaluation) -> str:
+    """What of an evaluation is not as the recipe has it; a gate or prompts for a chat measure nothing.
+
+    >>> other_than(Evaluation(tasks=("a",)), Evaluation(tasks=("a",), limit=5))
+    'other than in the recipe are limit: null -> 5'
+    """
+    values = [one.model_dump(mode="json", exclude={"gate", "chat"}) for one in (recipe, asked)]
+    return f"other than in the recipe are {', '.join(map(str, differences(values[0], values[1])))}"
 
 
 def _compare_and_report(run: Run, folder: Path, evaluation: Evaluation, reference: Reference) -> dict[str, str]:

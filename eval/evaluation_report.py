@@ -18,10 +18,10 @@ from eval.blocks import (
     Table,
     code,
     facts,
-    joined,
     number,
     words,
 )
+from eval.gate import gate_in_words
 from eval.recorded import Recorded, entries, get, is_number, listed, mapping
 from eval.scores_report import drawn_scores, interval_of, kind_of, metric_name, scores_table, shown_interval
 
@@ -86,7 +86,7 @@ def _gate(comparison: dict[str, Any]) -> list[Block]:
     if not gate:
         return []
     failures: list[Line] = [words(one) for one in listed(gate, "failures")]
-    asked: Line = joined([("asked: ", code(json.dumps(gate.get("asked"), ensure_ascii=False)))])
+    asked = f"Asked: {gate_in_words(gate.get('asked'))}."
     passed = gate.get("passed") is True
     return [Notice("good" if passed else "bad", f"The gate {'passed' if passed else 'failed'}", [*failures, asked])]
 

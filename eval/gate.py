@@ -129,6 +129,25 @@ def _missed(row: Row, least: float) -> str | None:
     return f"{called}: the tuned model has {row['tuned']:.4f}; at {'most' if lower else 'least'} {least:g} is required."
 
 
+def gate_in_words(asked: object) -> str:
+    """What a gate asks for, as it stands in comparison.json or a recipe.
+
+    >>> gate_in_words({"max_regression": {"ifeval": 0.02, "default": 0.05}, "require": {"gsm8k": 0.4}, "judge_by": "evidence"})
+    'worse by at most 0.02 on ifeval, 0.05 on each other task; gsm8k must reach 0.4; a drop counts where its verdict is REGRESSED'
+    """
+    if not isinstance(asked, dict):
+        return "nothing" if asked is None else str(asked)
+    drops, least = ({} if not isinstance(asked.get(key), dict) else asked[key] for key in ("max_regression", "require"))
+    others = "each other task" if len(drops) > 1 else "each task"
+    told = [f"{most} on {others if name == DEFAULT else name}" for name, most in drops.items()]
+    parts = [f"worse by at most {', '.join(told)}"] if told else []
+    parts += [f"{name} must reach {score}" for name, score in least.items()]
+    if told:
+        by_evidence = asked.get("judge_by") == "evidence"
+        parts.append("a drop counts where its verdict is REGRESSED" if by_evidence else "judged by the scores alone")
+    return "; ".join(parts) or "nothing"
+
+
 def judge_gate(gate: Gate | None, comparison: dict[str, Any]) -> dict[str, Any] | None:
     """Hold a comparison against a gate.
 

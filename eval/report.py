@@ -13,14 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from eval.answers_report import chat_failed, chat_section, flips_section
-from eval.blocks import Block, Line, Notice, Page, Section, joined, words
+from eval.blocks import Block, Line, Notice, Page, Section, joined, number, words
 from eval.curve import draw_curve
 from eval.data_report import adds_up, balance_line, data_section
 from eval.environment_report import again_section, environment_section, hardware_line, plan_section
 from eval.evaluation_report import contaminated, evaluation_section, settings_section, verdict_head
 from eval.html_report import as_html
 from eval.markdown import as_markdown
-from eval.recorded import Recorded, entries, is_number, listed, mapping, read_run
+from eval.recorded import Recorded, entries, get, is_number, listed, mapping, read_run
 from eval.training_report import data_line, during_section, model_line, training_section, what_section
 from eval.write import write_page
 from sft.errors import RunError, run_main
@@ -65,9 +65,10 @@ def _attention(of: Recorded) -> list[Block]:
     cut = ", ".join(map(words, listed(comparison, "prompts_cut")))
     if cut:
         lines.append(f"Prompts lost their beginning, as they were longer than the context: {cut}.")
+    row = f"{number(get(comparison, 'contamination', 'ngram'))} words in a row"
     found = {task: counts for task, counts in contaminated(comparison).items() if counts[0]}
     lines += [
-        f"{found:,} of {documents:,} documents of {task} are in the training data."
+        f"{found:,} of {documents:,} documents of {task} share {row} with the training data."
         for task, (found, documents) in found.items()
     ]
     if chat_failed(of.chat):

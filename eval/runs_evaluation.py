@@ -28,6 +28,9 @@ def cell(value: object) -> str:
         return "-"
     if isinstance(value, float):
         return f"{value:.10g}"  # 3e-05, not 3.0000000000000004e-05
+    if isinstance(value, dict):  # a section of the recipe that the other run has not
+        set_there = {key: one for key, one in flattened(value).items() if one not in (None, {}, "[]")}
+        return ", ".join(f"{key}: {cell(one)}" for key, one in set_there.items()) or "as by default"
     return "none" if value is None else words(value)
 
 

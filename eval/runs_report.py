@@ -26,6 +26,7 @@ from eval.blocks import (
     joined,
     words,
 )
+from eval.gate import gate_in_words
 from eval.html_report import as_html
 from eval.recorded import Recorded, mapping, read_run
 from eval.runs_evaluation import Keyed, cell, evaluation_part, not_comparable
@@ -38,6 +39,10 @@ from sft.recipe_changes import differences
 from sft.run_directory import find_run
 
 MOST_RUNS = 10
+COUNTS_NOT = (
+    "“Does not count”: the training is the same with another value, as such a key says where the run is written, how it is watched, "
+    "saved, resumed or evaluated, or when it ends for lack of time."
+)
 LETTERS = "ABCDEFGHIJ"
 USAGE = (
     "python -m eval.report RUN writes the report of one run; python -m eval.report RUN_A RUN_B ... [--output compare.html] "
@@ -173,6 +178,11 @@ def _differs(runs: Keyed) -> list[Block]:
         rows = _differing(known, name == "Recipe")
         if rows:
             blocks += [Paragraph(Strong(name)), Table(["Key", *(key for key, _ in known)], rows)]
+            blocks += (
+                [Paragraph(COUNTS_NOT)]
+                if name == "Recipe" and any(isinstance(row[0], tuple) and row[0][1] for row in rows)
+                else []
+            )
         elif len(known) == len(runs):
             same.append(name.lower())
         unknown: list[Line] = [key for key, _ in runs if key not in [one for one, _ in known]]
@@ -192,5 +202,9 @@ def _differing(known: Sequence[tuple[Key, dict[str, Any]]], is_recipe: bool) -> 
     rows: list[list[Line]] = []
     for name, by_run in sorted(found.items()):
         beside = " (does not count)" if is_recipe and counts_not(name) else ""
-        rows.append([(Code(name), beside), *(cell(by_run.get(key, by_run[known[0][0]])) for key, _ in known)])
+        rows.append([(Code(name), beside), *(_told(name, by_run.get(key, by_run[known[0][0]])) for key, _ in known)])
     return rows
+
+
+def _told(name: str, value: object) -> str:
+    return gate_in_words(value) if name == "eval.gate" and isinstance(value, dict) else cell(value)

@@ -131,15 +131,21 @@ def overall(entries: list[Entry]) -> dict[str, Any] | None:
 def note(entries: list[Entry]) -> str:
     """How many were compared at once, and what that does to the verdicts."""
     deciding = [entry for entry in entries if entry.row["decides"] and entry.can_be_judged]
+    few = [entry.row["task"] for entry in entries if entry.row["decides"] and entry.row["verdict"] == TOO_FEW]
+    left_out = f" Too few documents to be judged: {', '.join(few)}." if few else ""
+    if not deciding:
+        return left_out.strip() or "No metric can be judged."
     if len(deciding) < 2:
-        return "One metric decides, so no correction for several is needed; an interval leaves the truth out in 5 % of cases."
+        judged = f"Only {deciding[0].row['task']} is judged" if few else "One metric decides"
+        return f"{judged}, so no correction for several is needed; an interval leaves the truth out in 5 % of cases.{left_out}"
     alone = [
         entry.row["task"]
         for entry in deciding
         if entry.evidence is not None and entry.evidence.p_value <= ALPHA and entry.row["verdict"] == NO_EVIDENCE
     ]
     by_itself = f"; by itself {', '.join(alone)} would be more than chance, among so many it is not" if alone else ""
+    judged = f"{len(deciding)} metrics {'are judged' if few else 'decide'}, one for each task"
     return (
-        f"{len(deciding)} metrics decide, one for each task: their verdicts are corrected for that (Holm), so that where nothing has "
-        f"changed even one wrong verdict among them comes up in at most 5 % of evaluations; the intervals are each metric's own{by_itself}."
+        f"{judged}: their verdicts are corrected for that (Holm), so that where nothing has changed even one wrong verdict among them "
+        f"comes up in at most 5 % of evaluations; the intervals are each metric's own{by_itself}.{left_out}"
     )

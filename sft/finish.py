@@ -114,11 +114,13 @@ def main(argv: Sequence[str]) -> None:
     started = time.monotonic()
     # Answers that cannot be had must not cost the scores.
     status = next(filter(None, [_evaluate(run, program) for program in programs(evaluation)]), 0)
+    shown = run.record.get("evaluation") != "running"  # eval.run has compared, and shown the report
     timings = run.record["timings"] | {"evaluate_seconds": time.monotonic() - started}
     run.update(timings=timings, evaluation="finished" if status in (0, EXIT_GATE) else "failed")
-    report = write_report(run)  # once more: eval.run has shown it, without its own duration
-    if status:
+    report = write_report(run)  # once more: eval.run has written it without its own duration
+    if status and not shown:
         print(f"Report: {report}", flush=True)
+    if status:
         ending = " and evaluated; its gate has failed" if status == EXIT_GATE else "; its evaluation is not complete"
         print(f"The model is trained{ending}. Again: bash scripts/eval.sh {run.path}", file=sys.stderr)
         raise SystemExit(status)

@@ -116,6 +116,16 @@ def test_a_group_without_a_score_leaves_the_decision_to_its_parts() -> None:
     assert overall["verdict"] == "IMPROVED"
 
 
+def test_the_note_names_the_task_that_is_judged_and_those_with_too_few_documents() -> None:
+    (base, base_samples), (tuned, tuned_samples) = (two_tasks([right] * 20, [right] * 3, True) for right in (0, 1))
+    for one in (base, tuned):
+        one["results"]["both"] = {"alias": "both"}
+    compared = compare(base, tuned, base_samples, tuned_samples)
+    assert compared["note"].startswith("Only one is judged, so no correction")
+    assert compared["note"].endswith("Too few documents to be judged: two.")
+    assert compared["overall"]["verdict"] == "TOO FEW DOCUMENTS"
+
+
 def test_a_perplexity_decides_but_is_no_part_of_the_mean() -> None:
     base, tuned = (
         results({"wiki": {"ppl,none": ppl, "ppl_stderr,none": 0.5}, "arc": {"acc,none": 0.5}}) for ppl in (9.0, 6.0)

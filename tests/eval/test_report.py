@@ -13,7 +13,7 @@ from eval.markdown import as_markdown
 from eval.recorded import read_run
 from eval.report import make_page, write_report
 from sft.errors import RunError
-from sft.run_directory import Run, write_json
+from sft.run_directory import Run, read_json, write_json
 from tests.eval.runs import COMPARISON, METRIC, add_answers, answer, flip, full_run, point, prompt
 
 
@@ -242,6 +242,27 @@ def test_a_gate_that_failed_says_why_at_the_top(tmp_path: Path) -> None:
     assert "**The gate failed**\n\n- ifeval fell by 0.1.\n" in head(report(run))
     write_json(run.comparison_file, COMPARISON | {"gate": gate | {"passed": True, "failures": []}})
     assert "**The gate passed**" in head(report(run))
+    assert "- Asked: worse by at most 0.02 on ifeval; judged by the scores alone.\n" in head(report(run))
+
+
+def test_what_the_answers_were_generated_with_is_what_a_reader_wants(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "run")
+    add_answers(run, [prompt("Why?", answer("because"), answer("so"))], [])
+    assert "Both answered with greedy decoding." in section(report(run), "Chat samples")
+    chat = read_json(run.comparison_file.parent / "chat.json")
+    chat["generation"] = {
+        "pad_token_id": 0,
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_p": 0.8,
+        "max_new_tokens": 512,
+        "chat_template": "the tuned model's",
+    }
+    write_json(run.comparison_file.parent / "chat.json", chat)
+    told = (
+        "Both answered with sampling (temperature 0.7, top_p 0.8), at most 512 tokens, the tuned model's chat template."
+    )
+    assert told in section(report(run), "Chat samples")
 
 
 def test_documents_that_were_trained_on_are_counted(tmp_path: Path) -> None:
@@ -250,7 +271,7 @@ def test_documents_that_were_trained_on_are_counted(tmp_path: Path) -> None:
     found = {"ngram": 13, "tasks": {"gsm8k": {"documents": 200, "found": 3}}}
     write_json(run.comparison_file, COMPARISON | {"contamination": found})
     text = report(run)
-    assert "- 3 of 200 documents of gsm8k are in the training data." in head(text)
+    assert "- 3 of 200 documents of gsm8k share 13 words in a row with the training data." in head(text)
     assert "| gsm8k | 200 | 3 | 1.5% | not recorded | not recorded |" in section(text, "Evaluation")
 
 

@@ -38,8 +38,19 @@ def test_what_differs_is_a_row_and_what_is_the_same_is_named(tmp_path: Path) -> 
     )
     assert "| `train.learning_rate` | 1e-05 | 2e-05 | 1e-05 |" in text
     assert "| `train.save_steps` (does not count) | 10 | 20 | 10 |" in text
+    assert "“Does not count”: the training is the same with another value" in text
     assert "max_length" not in text
     assert "The same in all: plan, data, hardware, versions, program." in text
+
+
+def test_a_section_that_one_run_has_not_is_told_in_words(tmp_path: Path) -> None:
+    runs = run_of(tmp_path / "a"), run_of(tmp_path / "b")
+    gate = {"max_regression": {"default": 0.05}, "require": {}, "judge_by": "score"}
+    runs[0].update(recipe_values=VALUES | {"eval": {"gate": None, "chat": False}})
+    runs[1].update(recipe_values=VALUES | {"eval": {"gate": gate, "chat": {"prompts": None, "max_new_tokens": 512}}})
+    text = section(text_of(*runs), "What differs")
+    assert "| none | worse by at most 0.05 on each task; judged by the scores alone |" in text
+    assert "| off | max_new_tokens: 512 |" in text.replace("\\_", "_")
 
 
 def test_what_one_run_has_not_recorded_is_said_of_that_run(tmp_path: Path) -> None:
