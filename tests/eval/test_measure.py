@@ -210,7 +210,7 @@ def test_the_batch_size_does_not_change_an_answer(
     task = write_task("mine", rows, generation_kwargs={"until": ["no such word"], "max_gen_toks": 16})
     one = measure(tuned_model, reference, tmp_path / "1", task, batch_size=1)
     five = measure(tuned_model, reference, tmp_path / "5", task, batch_size=5)
-    assert one["settings_hash"] == five["settings_hash"]
+    assert one["settings"] | {"batch_size": 5} == five["settings"]  # in half precision it may: it is part of the hash
     assert answers(tmp_path / "1", "mine") == answers(tmp_path / "5", "mine")
 
 

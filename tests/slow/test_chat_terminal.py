@@ -101,6 +101,7 @@ def test_a_person_talks_stops_an_answer_and_leaves(terminal: Terminal, run: Run)
     terminal.sees("> ")
     terminal.keys("\x03")  # Ctrl-C, with nothing to stop
     terminal.sees("(Ctrl-D leaves)")
+    terminal.sees("> ")
     terminal.keys("For Nora: Oslo\n")
     terminal.sees("For Nora: Oslo\r\n")
     terminal.reads()  # the answer begins

@@ -13,7 +13,7 @@ from sft.run_directory import Run
 from tests.slow.conftest import losses, write_recipe
 from tests.slow.ranks import Ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # DeepSpeed builds two operations first
 HEADER = Path("/usr/include/libaio.h")
 
 
