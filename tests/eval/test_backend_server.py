@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -89,16 +90,13 @@ def server(folders: dict[str, Path]) -> Iterator[str]:
 def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Measure one model; returns the folder of its results."""
     monkeypatch.chdir(tmp_path)
-    seen: set[Path] = set()
+    numbers = count()
 
     def run(folder: Path, *arguments: str) -> Path:
-        for old in seen:
-            shutil.rmtree(old, ignore_errors=True)
         main([str(folder), *arguments])
         (results,) = (tmp_path / "outputs" / "eval").glob("*/*/results.json")
-        kept = tmp_path / f"measured-{len(seen)}"
-        results.parent.rename(kept)
-        seen.add(results.parent)
+        kept = tmp_path / f"measured-{next(numbers)}"
+        results.parent.rename(kept)  # two in one second have one name
         return kept
 
     return run
