@@ -47,7 +47,7 @@ def evaluate_run(run: Run, evaluation: Evaluation) -> dict[str, str]:
         status = run.record.get("status")
         raise EvaluationError(f"{run.path} has no final model (status: {status}). Finish its training first.")
     reference = load_reference(str(run.final), None, recipe.model.trust_remote_code)
-    base = base_target(run, recipe.model.trust_remote_code, reference)
+    base = base_target(run, reference)
     tuned = Target("tuned", str(run.final), None, recipe.model.trust_remote_code)
     settings = resolve_settings(evaluation, selection, reference, on_gpu())
     treatment = treat_base(settings, reference, own_template(base, settings.base_template == "own"))

@@ -28,6 +28,7 @@ from eval.placement import give_memory_back
 from eval.quiet import chatter_to
 from eval.reference import Reference, load_reference
 from eval.targets import base_target
+from eval.treatment import own_template
 from sft.errors import EvaluationError, run_main
 from sft.recipe import Evaluation
 from sft.run_directory import Run, find_run, read_json, write_json
@@ -89,22 +90,13 @@ def _answer(asker: Asker, ids: list[int]) -> Answer:
     return {"text": text, "tokens": len(ids), "ended": ended, "empty": is_empty(text), "loops": loops(text)}
 
 
-def _has_template(base: Target) -> bool:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(
-        base.model, revision=base.revision, trust_remote_code=base.trust_remote_code
-    )
-    return tokenizer.chat_template is not None
-
-
 def _ask_both(run: Run, reference: Reference, evaluation: Evaluation, prompts: list[Messages], log: Path) -> Any:
     """What eval/chat.json holds."""
     assert evaluation.chat
     asker, trusted = load_asker(reference), run.recipe().model.trust_remote_code
     rendered = [asker.render(prompt) for prompt in prompts]
     limit = answer_limit(asker, rendered, evaluation.chat.max_new_tokens)
-    base = base_target(run, trusted, reference)
+    base = base_target(run, reference)
     answers = {}
     for target in (base, Target("tuned", str(run.final), None, trusted)):
         with chatter_to(log):
@@ -121,7 +113,7 @@ def _ask_both(run: Run, reference: Reference, evaluation: Evaluation, prompts: l
         "backend": "transformers",
         **asker.thinking,
         "chat_template": "the tuned model's",
-        "base_has_chat_template": _has_template(base),
+        "base_has_chat_template": own_template(base) is not None,
         "ends": asker.tokenizer.convert_ids_to_tokens(sorted(asker.stops)),
     }
     pairs = zip(prompts, answers["base"], answers["tuned"], strict=True)

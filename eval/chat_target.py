@@ -10,7 +10,7 @@ from typing import Any
 from eval.backends import Target
 from eval.chat_model import Asker, load_asker, load_weights
 from eval.reference import Reference, load_config, load_reference
-from eval.targets import check_folder
+from eval.targets import check_folder, recorded_base
 from sft.errors import EvaluationError
 from sft.recipe import Evaluation
 from sft.run_directory import Run, find_run
@@ -67,13 +67,7 @@ def choose(arguments: argparse.Namespace) -> Chosen:
         raise EvaluationError(f"{run.path} has no final model (status: {run.record.get('status')}).{_instead(run)}")
     reference = load_reference(str(run.final), None, recipe.model.trust_remote_code)
     tuned = Target("tuned", str(run.final), None, recipe.model.trust_remote_code)
-    return Chosen(_base(run) if arguments.base else tuned, reference, recipe.eval)
-
-
-def _base(run: Run) -> Target:
-    model, record = run.recipe().model, run.record["base_model"]
-    path = str(record.get("path") or record["name_or_path"])
-    return Target("base", path, record["revision"], model.trust_remote_code, model.new_tokens)
+    return Chosen(recorded_base(run) if arguments.base else tuned, reference, recipe.eval)
 
 
 def _steps(run: Run) -> list[int]:
@@ -92,7 +86,7 @@ def _checkpoint(run: Run, step: int) -> Chosen:
         raise EvaluationError(f"{run.path} has no checkpoint of step {step}. There are: {steps}.")
     trusted = recipe.model.trust_remote_code
     if (folder / "adapter_model.safetensors").is_file():
-        return Chosen(_base(run), _with_adapters(run, folder), recipe.eval, folder)
+        return Chosen(recorded_base(run), _with_adapters(run, folder), recipe.eval, folder)
     if not list(folder.glob("model*.safetensors")):
         raise EvaluationError(
             f"{folder} holds no whole model, but each process its share (train.fsdp). Talk to the final one, or set "
@@ -106,7 +100,7 @@ def _with_adapters(run: Run, folder: Path) -> Reference:
     """A checkpoint of adapters has a tokenizer, and the base's config."""
     from transformers import AutoTokenizer, GenerationConfig
 
-    base = _base(run)
+    base = recorded_base(run)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=base.trust_remote_code)
     config = load_config(base.model, base.revision, base.trust_remote_code)
     generation = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)

@@ -45,21 +45,31 @@ def _check_same_code(run: Run, record: dict[str, str]) -> None:
         )
 
 
-def base_target(run: Run, trust_remote_code: bool, reference: Reference) -> Target:
+def recorded_base(run: Run) -> Target:
+    """The model that a run started from, as it is on record; nothing of it is read but its code.
+
+    Raises:
+        EvaluationError: Its code is not what the run was trained with.
+    """
+    model, record = run.recipe().model, run.record["base_model"]
+    _check_same_code(run, record)
+    path = str(record.get("path") or record["name_or_path"])
+    return Target("base", path, record["revision"], model.trust_remote_code, model.new_tokens)
+
+
+def base_target(run: Run, reference: Reference) -> Target:
     """The model that a run started from.
 
     Args:
         run: The run.
-        trust_remote_code: The recipe's.
         reference: The tuned model, whose tokenizer asks it.
 
     Raises:
         EvaluationError: It cannot be loaded, is not the one that the run was trained from, or is too small for the tokenizer.
     """
-    record = run.record["base_model"]
-    _check_same_code(run, record)
-    path, new_tokens = str(record.get("path") or record["name_or_path"]), run.recipe().model.new_tokens
-    target = Target("base", path, record["revision"], trust_remote_code, new_tokens)
-    config = load_config(target.model, target.revision, trust_remote_code, called=f"The base model of {run.path},")
-    check_vocabulary(reference, config, target.model, new_tokens)
+    target = recorded_base(run)
+    config = load_config(
+        target.model, target.revision, target.trust_remote_code, called=f"The base model of {run.path},"
+    )
+    check_vocabulary(reference, config, target.model, target.new_tokens)
     return target

@@ -161,6 +161,13 @@ def test_a_run_is_its_tuned_model_its_base_or_a_checkpoint(run: Run) -> None:
         choose(chosen(run, "--checkpoint", "3"))
 
 
+def test_the_base_model_is_not_run_with_code_that_has_changed_since_the_training(run: Run) -> None:
+    run.update(base_model=run.record["base_model"] | {"code_sha256": "of the code that it was trained with"})
+    assert choose(chosen(run)).target.model == str(run.final)
+    with pytest.raises(EvaluationError, match="have changed since"):
+        choose(chosen(run, "--base"))
+
+
 def test_what_is_no_model_is_refused_in_one_message(run: Run, tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match="There is no folder"):
         choose(parse([str(tmp_path / "nothing")]))
