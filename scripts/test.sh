@@ -31,6 +31,6 @@ mypy
 python -m pytest -q -n auto --maxprocesses 4 --dist loadscope
 # Two at a time: each starts processes of its own, which mostly import.
 case $tests in
-  all) python -m pytest -q -m "slow and not gpu and not extra" -n 2 --dist worksteal ;;
-  extra) python -m pytest -q -m "slow and not gpu" -n 2 --dist worksteal ;;
+  all) python -m pytest -q -m "slow and not gpu and not extra" -n 2 --dist worksteal --durations 40 ;;
+  extra) python -m pytest -q -m "slow and not gpu" -n 2 --dist worksteal --durations 40 ;;
 esac
