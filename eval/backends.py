@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval.answering import check_generation, special_tokens, task_problems
 from eval.placement import Placement, change_whole
-from eval.quiet import first_line
+from eval.quiet import summary
 from eval.server import Served
 from eval.server_tasks import served_problems
 from eval.settings import Settings
@@ -63,9 +63,7 @@ def load_model(target: Target, tokenizer: PreTrainedTokenizerBase, settings: Set
         return _load_hf(target, tokenizer, settings, placement)
     except Exception as error:  # missing or broken weights come as a different error from each library
         traceback.print_exc()
-        raise EvaluationError(
-            f"The {target.label} model {target.model} cannot be loaded: {type(error).__name__}: {first_line(error)}"
-        ) from None
+        raise EvaluationError(f"The {target.label} model {target.model} cannot be loaded: {summary(error)}") from None
 
 
 def _load_hf(target: Target, tokenizer: PreTrainedTokenizerBase, settings: Settings, placement: Placement) -> HFLM:

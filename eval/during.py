@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from contextlib import redirect_stderr
 from dataclasses import replace
 from numbers import Real
@@ -18,7 +19,7 @@ from typing import Any
 from transformers.trainer_callback import TrainerCallback
 
 from eval.live_model import LeftOff, Live, language_model, undisturbed
-from eval.quiet import chatter_to
+from eval.quiet import chatter_to, summary
 from eval.reference import load_reference
 from eval.settings import Settings, resolve_settings
 from eval.suites import check_tasks
@@ -75,7 +76,10 @@ class During(TrainerCallback):  # type: ignore[misc]
         tokenizer: The run's.
         every: Optimizer steps between measurements; one comes before the first step.
         file: during.jsonl.
-        log: Where the libraries' words go.
+        log: Where the libraries' words go; of the first rank.
+
+    Raises:
+        EvaluationError: In the measurement before the first step: a task fails. Later the training goes on without it.
     """
 
     def __init__(
@@ -123,39 +127,76 @@ class During(TrainerCallback):  # type: ignore[misc]
 
     def _measure(self, state: Any, control: Any) -> None:
         started = time.monotonic()
-        found = self.measure()
-        if found is None:
+        measured = self.measure()
+        if measured is None:
             return
-        self.latest = found
+        found, failed = measured
+        if failed and not state.global_step:
+            raise EvaluationError(_told_before_training(failed, self.log))
+        self.latest = found or None
         # The trackers alone: without a loss it is no line of metrics.jsonl, and the trainer's own log goes into checkpoints.
-        logs = flat(found, "eval_")
-        self.trainer.callback_handler.on_log(self.trainer.args, state, control, logs)
+        self.trainer.callback_handler.on_log(self.trainer.args, state, control, flat(found, "eval_"))
         if not state.is_world_process_zero:
             return
         line = {"step": state.global_step, "seconds": time.monotonic() - started, "results": found}
         with self.file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-        figures = ", ".join(f"{name} {value:.3f}" for name, value in flat(found, between=" ").items())
-        self._say(f"step {state.global_step}: {figures} ({line['seconds']:.0f} s)")
+            file.write(json.dumps(line | ({"failed": failed} if failed else {})) + "\n")
+        if found:
+            figures = ", ".join(f"{name} {value:.3f}" for name, value in flat(found, between=" ").items())
+            self._say(f"step {state.global_step}: {figures} ({line['seconds']:.0f} s)")
+        for name, reason in failed.items():
+            self._say(
+                f"step {state.global_step}: {name} was not measured ({reason}). The training goes on; {self.log} says more."
+            )
 
     def _say(self, text: str) -> None:
         from tqdm import tqdm
 
         tqdm.write(text)  # above the bar, where there is one
 
-    def measure(self) -> Scores | None:
-        """The figures, on all ranks; None where the training is to stop."""
+    def measure(self) -> tuple[Scores, dict[str, str]] | None:
+        """The figures, and why which task failed, alike on all ranks; None where the training is to stop."""
         found: Scores = {}
+        failed: dict[str, str] = {}
         # Also its bars: the training has one.
         with undisturbed(self.trainer.model), chatter_to(self.log), redirect_stderr(sys.stdout):
             live = Live(self.trainer, self.settings, self.tokenizer.pad_token_id)
             model = language_model(live, self.tokenizer, self.settings)
-            try:
-                for name in self.tasks.by_name:
-                    found |= scores(_ask(model, self.tasks, name, self.settings)["results"])
-            except LeftOff:
-                return None
-        return found
+            for name in self.tasks.by_name:
+                try:
+                    measured, failure = self._measure_task(live, model, name)
+                except LeftOff:
+                    return None
+                failures = [one for one in distributed.gather(failure) if one is not None]
+                if failures:
+                    failed[name] = failures[0]
+                else:
+                    found |= measured
+        return found, failed
+
+    def _measure_task(self, live: Live, model: Any, name: str) -> tuple[Scores, str | None]:
+        """A task's figures; or why its code failed, which must not cost the hours of training. An error of the model is raised."""
+        import torch
+
+        try:
+            return scores(_ask(model, self.tasks, name, self.settings)["results"]), None
+        except LeftOff:
+            raise
+        except Exception as error:
+            if live.answering or isinstance(
+                error, torch.OutOfMemoryError
+            ):  # it may be this rank's alone: they are not in step
+                raise
+            traceback.print_exc()  # to the log
+            return {}, summary(error)
+
+
+def _told_before_training(failed: dict[str, str], log: Path) -> str:
+    reasons = "".join(f"\n  {name}: {reason}" for name, reason in failed.items())
+    return (
+        f"eval.every_steps: these cannot be measured; nothing is trained yet.{reasons}\nMend them, or leave them out of eval.every_tasks. "
+        f"{log} says more."
+    )
 
 
 def _ask(model: Any, tasks: LoadedTasks, name: str, settings: Settings) -> dict[str, Any]:

@@ -41,23 +41,29 @@ class Live:
             **settings.generation, eos_token_id=list(settings.stop_token_ids), pad_token_id=pad_token_id
         )
         self.shared = is_shared(trainer)
+        self.answering = False
+        """In a batch; it stays so where that failed."""
 
-    def _in_step(self) -> None:
-        """Each rank comes here before each batch.
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """A batch, which each rank comes to.
 
         Raises:
-            LeftOff: On all of them.
+            LeftOff: On all of them, before it.
         """
         from sft.progress import EVALUATION
 
+        self.answering = True
         self.trainer.progress.at(EVALUATION)
         if self.trainer.stopping.stops():
             raise LeftOff
+        with self.trainer.compute_loss_context_manager():
+            yield
+        self.answering = False
 
     def __call__(self, ids: Any) -> Any:
         """One forward pass, as in training but for its mode."""
-        self._in_step()
-        with self.trainer.compute_loss_context_manager():
+        with self._in_step():
             return self.trainer.model(ids)
 
     def generate(self, **arguments: Any) -> Any:
@@ -77,9 +83,8 @@ class Live:
                 progress.at(EVALUATION)
                 return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
-        self._in_step()
         arguments["stopping_criteria"].append(Moves())
-        with self.trainer.compute_loss_context_manager():
+        with self._in_step():
             return self._generate(**arguments, generation_config=self.generation, synced_gpus=self.shared)
 
     def _generate(self, **arguments: Any) -> Any:

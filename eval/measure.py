@@ -19,7 +19,7 @@ from eval.backends import Target, load_model
 from eval.batch_sizes import Found, Searches
 from eval.code_metric import code_metric
 from eval.placement import Placement, check_placement, give_memory_back
-from eval.quiet import chatter_to, describe_environment_once, first_line
+from eval.quiet import chatter_to, describe_environment_once, summary
 from eval.settings import Settings
 from eval.tasks import LoadedTasks, leaves
 from sft.errors import EvaluationError, LostRank
@@ -117,7 +117,7 @@ def _measure_together(
     except Exception as error:  # one task's code must not cost the hours that the others took
         with log.open("a", encoding="utf-8") as file:
             traceback.print_exc(file=file)
-        ranks.exchange(False, failure=f"{type(error).__name__}: {first_line(error)}")
+        ranks.exchange(False, failure=summary(error))
         raise  # not reached
 
 
@@ -183,6 +183,19 @@ def _write(results: Results, target: Target, settings: Settings, chat_template: 
         path.rename(path.with_name(path.name.replace(f"_{tracker.date_id}", "")))
 
 
+def _measured_with(target: Target, settings: Settings, placement: Placement, modules: dict[str, int]) -> Results:
+    """What results.json says of the model and of how it was asked."""
+    measured: Results = {"model": target.model, "revision": target.revision}
+    if target.served is not None:
+        measured["served"] = target.served.record()
+    return {
+        "settings": asdict(settings),
+        "settings_hash": settings.hash,
+        "placement": asdict(placement) | {"modules": modules},
+        "measured_model": measured,
+    }
+
+
 def evaluate_model(
     target: Target,
     tokenizer: PreTrainedTokenizerBase,
@@ -226,13 +239,9 @@ def evaluate_model(
         del model
         give_memory_back()
         return
-    results |= {"settings": asdict(settings), "settings_hash": settings.hash, "seconds": time.monotonic() - started}
-    results["placement"] = asdict(placement) | {"modules": modules}
+    results |= _measured_with(target, settings, placement, modules) | {"seconds": time.monotonic() - started}
     if tasks.generated_code:
         results["generated_code"] = tasks.generated_code | {"endings": dict(sum(map(Counter, endings), Counter()))}
-    results["measured_model"] = {"model": target.model, "revision": target.revision}
-    if target.served is not None:
-        results["measured_model"]["served"] = target.served.record()
     results |= more or {}
     template = model.chat_template(True) if settings.apply_chat_template else None
     if settings.backend == "vllm":

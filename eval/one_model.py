@@ -21,6 +21,15 @@ from sft.recipe import Evaluation
 from sft.run_directory import read_json
 
 
+def name_of(folder: Path) -> str:
+    """What the results of a model are kept under; each run has a `final`, so the run's name goes before it."""
+    folder = folder.resolve()
+    for run in folder.parents[:2]:  # final/, checkpoints/checkpoint-N/
+        if (run / "run.json").is_file():
+            return f"{run.parent.name}-{run.name}-{folder.name}"
+    return folder.name
+
+
 def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
     """Measure one model and write lm_eval's output to outputs/eval/<model>/<time>/.
 
@@ -47,7 +56,7 @@ def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
 
         model = str(make_demo(outputs).model)
     folder = Path(model).expanduser()
-    target = Target(folder.resolve().name, str(folder)) if folder.is_dir() else Target(model, model)
+    target = Target(name_of(folder), str(folder)) if folder.is_dir() else Target(model, model)
     reference = load_reference(target.model, None, False)
     check_vocabulary(reference, reference.config, target.model)
     settings = resolve_settings(evaluation, selection, reference, on_gpu())

@@ -19,6 +19,16 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+def summary(error: BaseException) -> str:
+    """An error's kind and what it says, on one line.
+
+    >>> summary(KeyError("answer")), summary(StopIteration())
+    ("KeyError: 'answer'", 'StopIteration')
+    """
+    kind, said = type(error).__name__, first_line(error)
+    return kind if said == kind else f"{kind}: {said}"
+
+
 def describe_environment_once() -> None:
     """Have lm_eval, which asks pip, lscpu and others about the machine after each task, for seconds, ask them once a process."""
     from torch.utils import collect_env

@@ -8,7 +8,7 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import TYPE_CHECKING
 
-from eval.quiet import first_line
+from eval.quiet import first_line, summary
 from eval.task_data import splits_of
 from sft.errors import did_you_mean
 
@@ -91,7 +91,7 @@ def why_not_loaded(name: str, error: BaseException) -> str:
         name: The task, group or tag that was asked for.
         error: What came out of lm_eval.
     """
-    reason = f"{type(error).__name__}: {first_line(error)}"
+    reason = summary(error)
     task = _task_in(error)
     if task is None:
         return f"The task {name} cannot be loaded: {reason}"

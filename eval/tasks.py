@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.code_metric import prepare_code_tasks, score_code_within_limits
-from eval.quiet import chatter_to, first_line
+from eval.quiet import chatter_to, summary
 from eval.settings import Settings
 from eval.suites import TaskSelection
 from eval.task_errors import metrics_not_found, why_not_loaded
@@ -191,7 +191,7 @@ def _load_task(manager: TaskManager, task: Task, tasks: LoadedTasks, settings: S
         loaded = manager.load([task.given])
     except Exception as error:  # a task's YAML, code and dataset are the user's: anything may come out of them
         traceback.print_exc()
-        reason = f"{type(error).__name__}: {first_line(error)}"
+        reason = summary(error)
         if not _is_unreachable(error):
             return [why_not_loaded(task.name, error)]
         parts = _parts(manager, task.given)

@@ -238,6 +238,22 @@ def scores_by_step(during: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str],
     return found
 
 
+def not_measured(during: Sequence[Mapping[str, Any]]) -> str:
+    """Which tasks failed at some step, and why at the last of them; nothing where none did.
+
+    >>> not_measured([{"step": 2, "failed": {"mine": "KeyError: x"}}, {"step": 4, "failed": {"mine": "KeyError: y"}}])
+    ' mine failed at 2 of these steps, last at step 4: KeyError: y.'
+    """
+    failures: dict[str, list[tuple[Any, Any]]] = {}
+    for line in during:
+        for task, reason in mapping(line, "failed").items():
+            failures.setdefault(task, []).append((line["step"], reason))
+    return "".join(
+        f" {task} failed at {len(found)} of these steps, last at step {found[-1][0]}: {found[-1][1]}."
+        for task, found in failures.items()
+    )
+
+
 def during_section(of: Recorded) -> list[Block]:
     """Scores on the way; nothing where nobody asked for any."""
     if not of.during:
@@ -250,7 +266,7 @@ def during_section(of: Recorded) -> list[Block]:
     ]
     more = f" {len(found) - MOST_PANELS} more metrics are in eval/during.jsonl." if len(found) > MOST_PANELS else ""
     seconds = sum(column(of.during, "seconds"))
-    told = f"Measured {len(of.during):,} times, in {duration(seconds)} together.{more}"
+    told = f"Measured {len(of.during):,} times, in {duration(seconds)} together.{more}{not_measured(of.during)}"
     last = of.during[-1]
     rows: dict[str, Line] = {
         f"{task}, {metric}": number(points[-1][1], ".4f")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from eval.one_model import name_of
 from eval.run import main, parse_evaluation
 from eval.targets import check_folder
 from sft.errors import EvaluationError, UserError
@@ -128,6 +129,16 @@ def test_one_model_is_measured_into_the_working_directory(
     shown = capsys.readouterr().out
     assert "final: 2 documents of mine" in shown
     assert str(results.parent) in shown
+
+
+def test_the_models_of_two_runs_are_kept_apart(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / "tiny" / name / "checkpoints" / "checkpoint-5").mkdir(parents=True)
+        (tmp_path / "tiny" / name / "run.json").write_text("{}")
+    (tmp_path / "tiny" / "latest").symlink_to("b")
+    assert name_of(tmp_path / "tiny" / "a" / "final") == "tiny-a-final"
+    assert name_of(tmp_path / "tiny" / "latest" / "checkpoints" / "checkpoint-5") == "tiny-b-checkpoint-5"
+    assert name_of(tmp_path / "models" / "mine") == "mine"
 
 
 def test_processes_on_several_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,3 +137,35 @@ def test_a_measurement_that_was_left_off_is_made_when_the_run_goes_on(recipe: Pa
     assert trained(run) == trained(undisturbed)
     steps = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
     assert [line["step"] for line in steps if "eval" in line] == [2, 4]
+
+
+def failing_after(recipe: Path, calls: int) -> str:
+    """An override: what is measured, one task whose code fails after so many documents among it."""
+    recipe.with_name("scores.py").write_text(
+        f"left = iter(range({calls}))\n\ndef score(doc, results):\n    next(left)\n    return {{'exact_match': 1.0}}\n"
+    )
+    broken = recipe.with_name("broken.yaml")
+    text = recipe.with_name("said.yaml").read_text().replace("task: said", "task: broken")
+    broken.write_text(text + "process_results: !function scores.score\n")
+    return f"eval.every_tasks={json.dumps([str(broken), str(recipe.with_name('likely.yaml'))])}"
+
+
+def test_a_task_that_fails_on_the_way_costs_its_own_figures_alone(recipe: Path, ranks: Ranks) -> None:
+    failing = failing_after(recipe, 5)
+    told = ranks.run(2, ["sft.train", recipe, failing, "train.deepspeed=zero3", "tracking.run_name=fails"])["stdout"]
+    assert "step 2: broken was not measured (StopIteration). The training goes on" in told
+    run = Run(recipe.parent / "outputs" / "job" / "fails")
+    found = lines(run)
+    assert [sorted(line["results"]) for line in found] == [["broken", "likely"], ["likely"], ["likely"]]
+    assert [list(line.get("failed", {})) for line in found] == [[], ["broken"], ["broken"]]
+    assert "next(left)" in (run.path / "eval" / "during.log").read_text()
+    assert [step for step, *_ in trained(run)] == [1, 2, 3, 4]
+    assert run.record["status"] == "finished"
+
+
+def test_a_task_that_fails_before_the_first_step_ends_the_run_there(recipe: Path, ranks: Ranks) -> None:
+    failing = failing_after(recipe, 3)
+    told = ranks.run(2, ["sft.train", recipe, failing, "tracking.run_name=fails"], expect=2)
+    said = told["stdout"] + told["stderr"]
+    assert said.count("eval.every_steps: these cannot be measured; nothing is trained yet.\n  broken: ") == 1
+    assert "Traceback" not in said
