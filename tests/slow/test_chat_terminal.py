@@ -42,6 +42,11 @@ class Terminal:
     def keys(self, text: str) -> None:
         os.write(self.master, text.encode())
 
+    def answers(self, text: str) -> None:
+        """Type what the next prompt asks for: what is typed before it, the terminal may take otherwise."""
+        self.sees("> ")
+        self.keys(text)
+
     def sees(self, text: str, seconds: float = 60) -> None:
         """Wait until it is on the screen, and go on behind it."""
         deadline = time.monotonic() + seconds
@@ -114,23 +119,21 @@ def test_a_person_talks_stops_an_answer_and_leaves(terminal: Terminal, run: Run)
     terminal.sees("tuned: ")
     terminal.sees("> ")
     terminal.interrupts("(Ctrl-D leaves)")  # there is nothing to stop
-    terminal.sees("> ")
-    terminal.keys("For Nora: Oslo\n")
+    terminal.answers("For Nora: Oslo\n")
     terminal.sees("For Nora: Oslo\r\n")
     terminal.reads()  # the answer begins
     terminal.interrupts("(stopped)")
-    terminal.sees("> ")
-    terminal.keys("/undo\n")
+    terminal.answers("/undo\n")
     terminal.sees("(taken back)")
     # Each answer fills what it may: the next question has no room beside it.
-    terminal.keys("a\n")
+    terminal.answers("a\n")
     terminal.sees("(cut at 340 tokens")
-    terminal.keys("b\n")
+    terminal.answers("b\n")
     terminal.sees("the oldest 2 turns are left out)")
     terminal.sees("(cut at 340 tokens")
-    terminal.keys(f"/save {run.path / 'rows.jsonl'}\n")
+    terminal.answers(f"/save {run.path / 'rows.jsonl'}\n")
     terminal.sees("(added to")
-    terminal.keys("\x04")
+    terminal.answers("\x04")
     assert terminal.process.wait(timeout=20) == 0
     (row,) = map(json.loads, (run.path / "rows.jsonl").read_text().splitlines())
     assert [turn["role"] for turn in row["messages"]] == ["user", "assistant"]
