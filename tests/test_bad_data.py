@@ -246,7 +246,11 @@ def test_bad_data_is_refused_in_one_message_or_counted(
     assert not list((tmp_path / "outputs" / ".prepared").glob(".*.[0-9]*"))
 
 
-AS_A_USER = ("a broken line in the middle", "preference data", "a row of a megabyte", "labels that are all -100")
+AS_A_USER = (
+    "a broken line in the middle",
+    "labels that are all -100",
+    *(pytest.param(name, marks=pytest.mark.extra) for name in ("preference data", "a row of a megabyte")),
+)
 
 
 @pytest.mark.slow

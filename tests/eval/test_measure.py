@@ -256,6 +256,7 @@ def test_weights_that_cannot_be_loaded_are_one_message(
 
 
 @pytest.mark.slow
+@pytest.mark.extra  # tests/slow/test_evaluation_equals_lm_eval.py compares these tasks through the whole evaluation
 def test_real_tasks_score_what_lm_evals_own_command_line_says(
     shared: Path, tmp_path: Path, write_task: WriteTask
 ) -> None:

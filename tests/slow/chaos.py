@@ -26,6 +26,9 @@ DIE = REPOSITORY / "tests" / "slow" / "train_and_die.py"
 LONGEST = 0.5
 """Seconds from the first step to the latest kill."""
 
+SAVES_LITTLE = "train.save_steps=1000"
+"""Where no kill comes: a save takes longer than a step."""
+
 
 def recipe_in(folder: Path, kills: int) -> Path:
     """A training with more steps than so many starts come to."""
@@ -39,7 +42,7 @@ def recipe_in(folder: Path, kills: int) -> Path:
             "micro_batch_size": 4,
             "learning_rate": 1e-3,
             "weight_decay": 0.1,
-            "max_steps": 12 * kills,
+            "max_steps": 6 * kills,
             "save_steps": 1,
             "logging_steps": 1,
         },
@@ -66,11 +69,12 @@ def killed(ranks: Ranks, recipe: Path, kills: int, seed: int) -> tuple[Run, Coun
     run, chance, met = Run(recipe.parent / "outputs" / "job" / "killed"), random.Random(seed), Counter[str]()
     for number in range(kills):
         rank, seconds = chance.randrange(2), chance.uniform(0.0, LONGEST)
-        told = ranks.run(2, [DIE, recipe, "tracking.run_name=killed"], expect=None, ON=str(rank), AFTER=str(seconds))
+        words = [DIE, recipe, "tracking.run_name=killed"]
+        told = ranks.run(2, words, expect=None, grace=1, ON=str(rank), AFTER=str(seconds))
         assert told["status"] != "0", f"it was done before kill {number + 1}"
         assert told["status"] in ("-9", "1"), told["stdout"] + told["stderr"]
         met[check_left(run)] += 1
-    ranks.run(2, ["sft.train", recipe, "tracking.run_name=killed"])
+    ranks.run(2, ["sft.train", recipe, SAVES_LITTLE, "tracking.run_name=killed"])
     return run, met
 
 
@@ -98,7 +102,7 @@ def chaos(ranks: Ranks, folder: Path, kills: int, seed: int) -> Counter[str]:
         AssertionError: Something was lost.
     """
     recipe = recipe_in(folder, kills)
-    ranks.run(2, ["sft.train", recipe, "tracking.run_name=undisturbed"])
+    ranks.run(2, ["sft.train", recipe, SAVES_LITTLE, "tracking.run_name=undisturbed"])
     run, met = killed(ranks, recipe, kills, seed)
     check_same(run, Run(run.path.with_name("undisturbed")))
     assert sum(session["status"] == "killed" or session["status"] == "failed" for session in run.record["sessions"]) > 0

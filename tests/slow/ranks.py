@@ -33,6 +33,8 @@ from tests.slow.forked_checker import Forked
 
 IMPORTED = (
     "deepspeed trl trl.trainer.sft_trainer peft accelerate transformers.models.qwen2.modeling_qwen2 datasets eval.suites "
+    # DeepSpeed imports it, and with it torch's compiler, where it looks at its optimizer: more than half of a short ZeRO-2 training.
+    "deepspeed.runtime.zero.muon.muon_optimizer "
     "sft.train sft.trainer sft.before_training sft.model sft.step_work sft.store sft.held_out sft.metrics sft.profiling "
     "sft.compiled_layers sft.embeddings sft.canary sft.load_saved eval.during eval.data_parallel lm_eval.evaluator "
     "lm_eval.models.huggingface"
@@ -71,6 +73,7 @@ class Ranks:
         expect: int | None = 0,
         finish: bool = False,
         nodes: int = 1,
+        grace: float = 5,
         **environment: str,
     ) -> dict[str, str]:
         """Run a program on so many ranks, and fail with its output where it fails.
@@ -81,12 +84,14 @@ class Ranks:
             expect: Exit status of the first rank that fails, or 0. None: any.
             finish: The first rank goes on to evaluation and report, as it does for a user; a process of its own.
             nodes: Machines that the launcher would tell them of, of as many ranks each.
+            grace: Seconds that the others have after the first has failed: those that fail alike say so themselves.
             environment: Beside what a launcher sets.
 
         Returns:
             `stdout` and `stderr` of all ranks together, and the `status`.
         """
-        job = {"ranks": ranks, "words": [str(word) for word in words], "finish": finish, "nodes": nodes}
+        how = {"ranks": ranks, "finish": finish, "nodes": nodes, "grace": grace}
+        job = how | {"words": [str(word) for word in words]}
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with tempfile.TemporaryDirectory() as folder:
@@ -191,8 +196,8 @@ def _run(job: dict[str, Any]) -> int:
         status = os.waitstatus_to_exitcode(waited)
         if status and not first:
             first = status
-            deadline = time.monotonic() + 5
-            while children and time.monotonic() < deadline:  # those that fail alike say so themselves
+            deadline = time.monotonic() + job["grace"]
+            while children and time.monotonic() < deadline:
                 child, waited = os.waitpid(-1, os.WNOHANG)
                 children.discard(child)
                 time.sleep(0.05)

@@ -1,8 +1,7 @@
 """Benchmarks run from a fresh clone, and show no speed where the sides did not do the same work.
 
-Each benchmark runs once as a miniature. Of the arms of the GPU's, the chosen are padding, TRL's packing, and ours; the steps between
-them are `extra`, as are arms with steps of their own. Of overhead.py the chosen part is the one that compares all four sides; its
-timed rounds, which start eleven programs, are `extra`.
+Benchmarks run as miniatures. Of the arms of the GPU's, the chosen are padding, TRL's packing, and ours; the steps between them are
+`extra`, as are arms with steps of their own, overhead.py, which starts eleven programs, and packing_cpu.py, whose sides are those arms.
 """
 
 import subprocess
@@ -84,6 +83,7 @@ def test_kernels_agree_on_a_cpu_and_need_a_gpu_for_a_speed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extra
 def test_padded_packed_and_ours_train_the_same_documents() -> None:
     ended = run("packing_cpu.py", "--max-length", "256", "--tokens", "2048", "--rounds", "1", "--steps", "2")
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -101,6 +101,7 @@ check_first_step(*make_job(Path(argv[1])), Path(argv[1]))
 
 
 @pytest.mark.slow
+@pytest.mark.extra
 def test_our_entry_a_bare_trainer_and_trl_sft_train_the_same_first_step(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FIRST_STEP, str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=BENCHMARKS, timeout=500)

@@ -1,4 +1,7 @@
-"""ZeRO-3 with weights and Adam on a disk trains as one process does, and really puts them there."""
+"""ZeRO-3 with weights and Adam on a disk trains as one process does, and really puts them there.
+
+`extra`: in a new environment DeepSpeed builds its operations for minutes first.
+"""
 
 import json
 import shutil
@@ -13,7 +16,7 @@ from sft.run_directory import Run
 from tests.slow.conftest import losses, write_recipe
 from tests.slow.ranks import Ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # DeepSpeed builds two operations first
+pytestmark = [pytest.mark.slow, pytest.mark.extra, pytest.mark.timeout(1500)]  # DeepSpeed builds two operations first
 HEADER = Path("/usr/include/libaio.h")
 
 

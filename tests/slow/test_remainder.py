@@ -1,4 +1,7 @@
-"""`train.remainder: fill` on real processes: a batch that the ranks cannot share evenly is trained as by one process."""
+"""`train.remainder: fill` on real processes: a batch that the ranks cannot share evenly is trained as by one process.
+
+Chosen is DDP on packed sequences; ZeRO-2 on padded ones is `extra`.
+"""
 
 import json
 import shutil
@@ -19,10 +22,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 @pytest.mark.parametrize(
     ("packed", "words"),
     [
-        (True, ["train.micro_batch_size=1"]),
-        (False, ["train.micro_batch_size=2", "train.deepspeed=zero2"]),
+        pytest.param(True, ["train.micro_batch_size=1"], id="packed"),
+        pytest.param(
+            False, ["train.micro_batch_size=2", "train.deepspeed=zero2"], id="padded, ZeRO-2", marks=pytest.mark.extra
+        ),
     ],
-    ids=["packed", "padded, ZeRO-2"],
 )
 def test_three_ranks_train_eight_sequences_as_one_process_does(
     packed: bool, words: list[str], tmp_path: Path, ranks: Ranks

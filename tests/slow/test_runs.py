@@ -1,4 +1,4 @@
-"""A run that ends early: what is left, and how it goes on."""
+"""A run that ends early: what is left, and how it goes on. A second precision is `extra`."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from sft.run_directory import Run
-from tests.slow.conftest import latest, lines_of, losses, until, write_recipe
+from tests.slow.conftest import latest, lines_of, losses, rows, until, write_recipe
 from tests.slow.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -54,7 +54,7 @@ def start_and_signal(recipe: Path, number: signal.Signals, lines: int) -> tuple[
         process.kill()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", rows(["fp32", "bf16"], ["bf16"]))
 def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(precision: str, recipe: Path, ranks: Ranks) -> None:
     """In bf16 the fp32 copies of the weights go on too."""
     recipe.write_text(recipe.read_text().replace("train:\n", f"train:\n  precision: {precision}\n"))

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -110,10 +111,14 @@ class Science:
 
 
 @pytest.fixture(scope="module")
-def science(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Science:
+def science_of(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Callable[[str], Science]:
+    """One of a kind; a parameter of the module would order the tests by it, and train it anew for every other row."""
+    return cache(lambda kind: train_alone(kind, tmp_path_factory.mktemp("same"), ranks))
+
+
+def train_alone(kind: str, folder: Path, ranks: Ranks) -> Science:
     """Steps of 8 sequences over a set that does not divide by 8, so that they cross an epoch's uneven end."""
-    packed, overrides = KINDS[request.param]
-    folder = tmp_path_factory.mktemp("same")
+    packed, overrides = KINDS[kind]
     rows = make_demo(folder).train.read_text().splitlines()
     (folder / "rows.jsonl").write_text("\n".join(rows[:101] if packed else rows[:53]))
     recipe = write_recipe(
@@ -136,8 +141,16 @@ def science(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return one
 
 
-@pytest.mark.parametrize(("science", "name"), CASES, indirect=["science"], scope="module")
-def test_every_engine_and_number_of_ranks_trains_alike(name: str, science: Science, ranks: Ranks) -> None:
+@pytest.fixture
+def science(science_of: Callable[[str], Science]) -> Science:
+    return science_of("packed")
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_every_engine_and_number_of_ranks_trains_alike(
+    kind: str, name: str, science_of: Callable[[str], Science], ranks: Ranks
+) -> None:
+    science = science_of(kind)
     row, (run_name, run) = ROWS[name], science.run(name)
     ranks.run(row.ranks, ["sft.train", science.recipe, *science.overrides, *row.overrides, run_name])
     science.check(run, row)
@@ -155,10 +168,8 @@ LAUNCHERS = {
     "deepspeed": (DEEPSPEED, ROWS["2 ranks, ZeRO-1"]),
 }
 Command = Callable[..., subprocess.CompletedProcess[str]]
-packed_only = pytest.mark.parametrize("science", ["packed"], indirect=True)
 
 
-@packed_only
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_every_launcher_trains_alike(launcher: str, science: Science, command: Command) -> None:
     words, row = LAUNCHERS[launcher]
@@ -176,7 +187,6 @@ def two_machines() -> Iterator[ThreadPoolExecutor]:
         yield machines
 
 
-@packed_only
 @pytest.mark.extra  # tests/slow/test_two_hosts.py has two addresses, test_launch.py what starts two machines
 def test_two_machines_train_alike(science: Science, command: Command, two_machines: ThreadPoolExecutor) -> None:
     """As two machines would be started, at one address; tests of two addresses are elsewhere."""

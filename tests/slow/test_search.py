@@ -1,7 +1,7 @@
 """The search for micro-batch and checkpointing, with real processes and engines; and the training that goes by its answer.
 
-The search starts processes as a user's does; the training by its answer needs no launcher. Chosen are one process, and the engine that
-divides weights with adapters on two; ZeRO-2 on two is `extra`.
+The search starts processes as a user's does; the training by its answer needs no launcher. Chosen is one process; two
+with ZeRO-2, and with the engine that divides weights and adapters, are `extra`.
 """
 
 import json
@@ -53,7 +53,9 @@ def trained(recipe: Path) -> tuple[dict[str, Any], list[str]]:
     [
         pytest.param(1, [], id="one process"),
         pytest.param(2, ["train.deepspeed=zero2"], id="two with ZeRO-2", marks=pytest.mark.extra),
-        pytest.param(2, ["train.deepspeed=zero3", "model.lora={}"], id="adapters on two with ZeRO-3"),
+        pytest.param(
+            2, ["train.deepspeed=zero3", "model.lora={}"], id="adapters on two with ZeRO-3", marks=pytest.mark.extra
+        ),
     ],
 )
 def test_the_training_runs_what_was_fastest_of_what_was_measured(
