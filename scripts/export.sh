@@ -10,7 +10,7 @@
 # --checkpoint N takes a checkpoint instead of final/; --output DIR names the folder (default: exports/RECIPE-RUN-TARGET).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-if [ $# -eq 0 ] || [ "$1" = -h ] || [ "$1" = --help ]; then
+if [ $# -eq 0 ] || [[ " $* " =~ " -h "|" --help " ]]; then
   sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}" >&2
   [ $# -gt 0 ] && exit 0 || exit 2
 fi

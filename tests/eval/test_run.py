@@ -237,6 +237,14 @@ def test_the_launcher_shows_its_usage_and_works_from_anywhere(tmp_path: Path) ->
     assert "bash scripts/eval.sh outputs/tiny/latest" in done.stderr
 
 
+@pytest.mark.parametrize("name", ["eval", "chat", "export"])
+def test_help_is_shown_wherever_it_stands(name: str) -> None:
+    words = ["bash", str(REPOSITORY / "scripts" / f"{name}.sh"), "outputs/none", "--help"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert f"bash scripts/{name}.sh outputs/tiny/latest" in done.stderr
+
+
 def test_another_evaluation_does_not_replace_the_recipes_own(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(run.path)])
     own = run.comparison_file.read_bytes()
