@@ -112,7 +112,7 @@ def test_a_stopped_rank_is_named_and_a_signal_dumps_the_stacks_of_the_other(star
     ("fault", "differs"),
     [
         ("skip", "place: micro-batch 2 of 4 on rank 0; micro-batch 3 of 4 on rank 1"),
-        ("fewer", "micro-batches: 4 on rank 0; 3 on rank 1"),
+        pytest.param("fewer", "micro-batches: 4 on rank 0; 3 on rank 1", marks=pytest.mark.extra),
     ],
 )
 def test_ranks_that_come_apart_end_with_one_message(fault: str, differs: str, start: Start) -> None:

@@ -260,7 +260,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 TO_HUB = ["--to", "hub", "--repo-id", "me/mine"]
 
 
-@pytest.mark.parametrize("xet", [False, True])
+@pytest.mark.parametrize("xet", [pytest.param(False, marks=pytest.mark.extra), True])
 def test_final_and_every_checkpoint_come_to_the_hub_and_nothing_else(
     xet: bool, full: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

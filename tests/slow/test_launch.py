@@ -125,6 +125,7 @@ def launcher_of(restarts: int, how: str, starts: int, ranks: int = 2) -> list[st
     return [sys.executable, "-c", program]
 
 
+@pytest.mark.extra  # one restart is chosen, of eight ranks
 def test_two_failures_are_two_restarts(recipe: Path, command: Command) -> None:
     words = [*launcher_of(2, "raise", 2), recipe, "train.save_steps=1"]
     told = command(words, PYTHONPATH=str(REPOSITORY))

@@ -1,4 +1,7 @@
-"""Tokens that a recipe adds: their embeddings train on every engine and beside adapters, and are in final/."""
+"""Tokens that a recipe adds: their embeddings train on every engine and beside adapters, and are in final/.
+
+The evaluation with tokens that find spare rows is `extra`.
+"""
 
 import json
 from pathlib import Path
@@ -108,7 +111,13 @@ def test_a_stopped_run_with_new_tokens_ends_as_an_undisturbed_one(case: str, rec
     assert all(torch.equal(resumed[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("new", ["model.new_tokens=[<|begin|>]", FIVE], ids=["spare rows", "a larger embedding"])
+@pytest.mark.parametrize(
+    "new",
+    [
+        pytest.param("model.new_tokens=[<|begin|>]", id="spare rows", marks=pytest.mark.extra),
+        pytest.param(FIVE, id="a larger embedding"),
+    ],
+)
 def test_base_and_tuned_are_both_asked_with_the_new_tokens(new: str, recipe: Path, ranks: Ranks) -> None:
     name = f"asked-{len(new)}"
     evaluation = ["eval.tasks=[builtin:demo]", "eval.limit=4", f"tracking.run_name={name}"]
