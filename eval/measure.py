@@ -10,6 +10,8 @@ import shutil
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,6 +161,20 @@ def _measure_all(
     return results
 
 
+@contextmanager
+def _complete_or_absent(folder: Path) -> Iterator[Path]:
+    """A folder to write to, which takes the other's place when all is written."""
+    work = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    try:
+        yield work
+        shutil.rmtree(folder, ignore_errors=True)
+        work.rename(folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
 def _write(results: Results, target: Target, settings: Settings, chat_template: str | None, folder: Path) -> None:
     """Write results.json and samples_<task>.jsonl: as lm_eval writes them, but for the time in their names."""
     from lm_eval.loggers import EvaluationTracker
@@ -250,13 +266,5 @@ def evaluate_model(
         release(model)
     del model
     give_memory_back()  # the next model needs it
-    work = output.with_name(f".{output.name}.{os.getpid()}")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    try:
-        with chatter_to(log):
-            _write(results, target, settings, template, work)
-        shutil.rmtree(output, ignore_errors=True)
-        work.rename(output)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    with chatter_to(log), _complete_or_absent(output) as work:
+        _write(results, target, settings, template, work)
