@@ -188,9 +188,14 @@ class CheckpointWriter:
         sync(self.folder)
         # What could not be removed now is removed before the next one is written.
         with suppress(OSError):
-            # Only steps before this one: a later one was passed over, and must not count as one that is kept.
-            for old in [one for one in self._steps() if one <= step][: -self.keep]:
-                self._put_away(self.folder / f"checkpoint-{old}")
+            # One that was passed over must not count as one that is kept: neither a later one nor a damaged one before.
+            run, places = (
+                Run(self.folder.parent),
+                [self.folder / f"checkpoint-{one}" for one in self._steps() if one <= step],
+            )
+            kept = [place for place in places if not run.was_passed_over(place)][-self.keep :]
+            for old in places[: places.index(kept[0])]:
+                self._put_away(old)
         self._clear()
 
     def _put_away(self, place: Path) -> None:

@@ -155,6 +155,13 @@ def _common(a: Run, b: Run, key: str) -> list[tuple[int, Any, Any]]:
     return [pair for pair in pairs if pair[1] is not None and pair[2] is not None]
 
 
+def _lines(a: Run, b: Run, pairs: Sequence[tuple[int, Any, Any]]) -> str:
+    """How many lines were compared; and how many could not be, as where train.logging_steps differs."""
+    left = max(len(_by_step(run)) for run in (a, b)) - len(pairs)
+    other = f"; {left} are about other steps than in the other run, and are not compared" if left else ""
+    return f"{len(pairs)} line{'' if len(pairs) == 1 else 's'} to step {pairs[-1][0]}{other}"
+
+
 def batches(a: Run, b: Run) -> Finding:
     """The fingerprints of what the ranks were given."""
     pairs = _common(a, b, "batch")
@@ -162,7 +169,7 @@ def batches(a: Run, b: Run) -> Finding:
         return Finding("batches", "not compared: no line of both has a fingerprint of the same steps")
     parted = [step for step, one, other in pairs if one != other]
     if not parted:
-        return Finding("batches", f"same, in {len(pairs)} lines to step {pairs[-1][0]}")
+        return Finding("batches", f"same, in {_lines(a, b, pairs)}")
     again = next((step for step, one, other in pairs if step > parted[0] and one == other), None)
     lines = [f"part at step {parted[0]}"] + ([f"the same again at step {again}"] if again else [])
     return Finding("batches", f"{len(parted)} of {len(pairs)} lines differ", tuple(lines), differs=True)
@@ -178,7 +185,7 @@ def losses(a: Run, b: Run) -> Finding:
         return Finding("losses", told, tuple(length), bool(length))
     apart = [(step, one, other) for step, one, other in pairs if abs(one - other) > _EDGE]
     if not apart:
-        return Finding("losses", f"same, in {len(pairs)} lines", tuple(length), bool(length))
+        return Finding("losses", f"same, in {_lines(a, b, pairs)}", tuple(length), bool(length))
     step, one, other = apart[0]
     largest, where = max((abs(one - other), step) for step, one, other in apart)
     lines = [

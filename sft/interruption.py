@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from sft import rank_logs
 from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted, UserError
@@ -38,6 +39,9 @@ _TIDY_SECONDS = 10.0
 _APART, _APART_LAUNCHED = 0.5, 2.0
 """Seconds within which a second signal is the first one again. `timeout` and Slurm signal a process and its group; a launcher
 passes on what its ranks may have heard themselves."""
+_ONCE_MORE = 0.1
+"""Seconds after which a signal is heard again whose exception was dropped; within those in which it is the first one."""
+
 _LAUNCHER = "SFT_LAUNCHER"
 """The process id of our launcher, which speaks for its ranks."""
 _STARTED_BY = "SFT_PARENT"
@@ -82,11 +86,13 @@ class _Listener:
             if signal.getsignal(number) is not signal.SIG_IGN
         }
         self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._hook_before, sys.unraisablehook = sys.unraisablehook, self._dropped
         self._thread = threading.Thread(target=self._hear, name="signals", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Hear no longer; as it was before."""
+        sys.unraisablehook = self._hook_before
         signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -99,6 +105,15 @@ class _Listener:
         if not (self._holds or self._deaf or self._raised):
             self._raised = True
             raise Interrupted(signal.Signals(number).name, exit_status(number))
+
+    def _dropped(self, dropped: Any) -> None:
+        """An exception that Python drops, since it came in a destructor or in a callback of a weak reference."""
+        if not isinstance(dropped.exc_value, Interrupted):
+            self._hook_before(dropped)
+            return
+        self._raised = False
+        with suppress(RuntimeError):  # the interpreter is ending
+            threading.Timer(_ONCE_MORE, os.kill, (os.getpid(), self.asked or signal.SIGTERM)).start()
 
     def _hear(self) -> None:
         while True:
@@ -274,7 +289,7 @@ def tell(interrupted: Interrupted) -> None:
             run.update(status="interrupted", error=str(interrupted))
     if others_speak() or (interrupted.agreed and os.environ.get("RANK", "0") != "0"):
         return
-    text = f"{interrupted}. {run.after_an_end if run else 'The same command starts again'}."
+    text = f"{interrupted}. {run.after_an_end if run else 'The same command starts again, or goes on'}."
     if interrupted.agreed or not rank_logs.is_rank():
         print(f"\n{text}", file=sys.stderr, flush=True)
     else:

@@ -91,12 +91,17 @@ def load(request: dict[str, Any]) -> tuple[Loaded, dict[str, Any]]:
 def distance(expected: torch.Tensor, found: torch.Tensor) -> float:
     """Norm of the difference over the norm, of logits without the part that all of a token have in common.
 
+    Tokens whose logits are no numbers in memory (the training has diverged) are left out: what was saved is told by the tensors.
+
     >>> distance(torch.tensor([[1.0, 3.0]]), torch.tensor([[2.0, 4.0]]))
     0.0
     """
     if expected.shape != found.shape:
         return float("inf")
-    one, other = (logits - logits.mean(-1, keepdim=True) for logits in (expected, found))
+    numbers = expected.isfinite().all(-1)
+    if not found[numbers].isfinite().all():
+        return float("inf")
+    one, other = (logits[numbers] - logits[numbers].mean(-1, keepdim=True) for logits in (expected, found))
     return float((one - other).norm() / one.norm().clamp(min=1e-12))
 
 

@@ -156,7 +156,7 @@ class Nonfinite:
         self, file: Path, step: int, norm: float, told: list[dict[str, Any]], before: int, touched: bool
     ) -> str:
         checkpoint = self.run.last_checkpoint()
-        good = f"{checkpoint.name} is good" if checkpoint else "There is no checkpoint yet"
+        good = f"{checkpoint.name} is good" if checkpoint else "there is no checkpoint yet"
         limit = f" {before} steps have had such a fault before, train.max_nonfinite_steps={self.limit}."
         reached = limit if before >= self.limit and self.policy != "stop" else ""
         applied = (

@@ -6,7 +6,7 @@ states that the output head gets. Takes four forward passes over about a hundred
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +53,9 @@ class Probe:
     experts: bool
     """Whether tokens are routed to experts."""
 
+    finite_alone: bool = True
+    """Whether documents that are alone, through plain attention, have hidden states that are numbers."""
+
 
 def sample_documents(sequences: Any) -> list[np.ndarray]:
     """The beginnings of the first documents, [up to LONGEST] token ids each; none of a single token."""
@@ -87,13 +90,14 @@ def probe(trainer: Any, documents: list[np.ndarray], packed: bool) -> Probe:
             alone = [_one_pass(trainer, [document], packed).states[0] for document in documents]
     others = [number for number in range(len(documents)) if number != changed]
     return Probe(
-        moved=max(_distance(after.states[number], together.states[number]) for number in others),
-        differ=max(_distance(*pair) for pair in zip(together.states, alone, strict=True)),
+        moved=_largest(_distance(after.states[number], together.states[number]) for number in others),
+        differ=_largest(_distance(*pair) for pair in zip(together.states, alone, strict=True)),
         attention_calls=calls,
         use_cache=together.use_cache,
         head_called=together.head_called,
         dtype=arithmetic(trainer),
         experts=_has_experts(unwrapped(trainer).config.get_text_config()),
+        finite_alone=all(bool(states.isfinite().all()) for states in alone),
     )
 
 
@@ -103,6 +107,12 @@ def check_probe(found: Probe, attention: str, packed: bool) -> None:
     Raises:
         PlanError: They see each other, or are not what they are alone; the message names the setting to change.
     """
+    if not found.finite_alone:
+        raise PlanError(
+            "The weights that the training starts from give hidden states that are not finite (NaN or infinite). Where it goes on from a "
+            "checkpoint, it had diverged before that was written: remove the newest checkpoints, or start anew with train.resume=never, "
+            "and lower train.learning_rate. Nothing was trained."
+        )
     other = "eager" if attention == "sdpa" else "sdpa"
     remedy = (
         f"Set model.attn_implementation={other}"
@@ -192,6 +202,11 @@ def _other_tokens(documents: list[np.ndarray], changed: int) -> np.ndarray:
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     """Norm of the difference over the norm; not a number where a state is none."""
     return float((one - other).norm() / other.norm().clamp(min=1e-12))
+
+
+def _largest(distances: Iterable[float]) -> float:
+    """Not a number where one of them is none."""
+    return float(np.max(list(distances)))
 
 
 def unwrapped(trainer: Any) -> Any:

@@ -140,15 +140,15 @@ class Run:
         Reads none: one that the newest start found damaged and passed over counts again once it is written anew.
         """
         found = [path for path in self.checkpoints.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-        good = [path for path in found if not self._was_passed_over(path)]
+        good = [path for path in found if not self.was_passed_over(path)]
         return max(good, key=lambda path: int(path.name.split("-")[1]), default=None)
 
     @property
     def _sessions(self) -> list[dict[str, Any]]:
         return self.record.get("sessions", []) if (self.path / "run.json").exists() else []
 
-    def _was_passed_over(self, checkpoint: Path) -> bool:
-        """By the newest start, and as it was then."""
+    def was_passed_over(self, checkpoint: Path) -> bool:
+        """Whether the newest start could not use a checkpoint, and it is as it was then."""
         for session in self._sessions[-1:]:
             if checkpoint.name in session.get("passed_over", {}):
                 manifest = checkpoint / "manifest.json"
@@ -159,9 +159,11 @@ class Run:
     @property
     def after_an_end(self) -> str:
         """What the next start does, as a sentence without its full stop."""
-        who = "The same command"
+        who, own = "The same command", join(["bash", "scripts/sft.sh", str(self.path)])
         if self._was_asked_to_start_anew():
-            who = f"The same command starts another run (train.resume=never); `{join(['bash', 'scripts/sft.sh', str(self.path)])}`"
+            who = f"The same command starts another run (train.resume=never); `{own}`"
+        elif "repeats" in self.record:  # the same command may repeat the first run once more
+            who = f"`{own}`"
         if self.record.get("evaluation") in EVALUATION_LEFT:
             return f"{who} goes on with the evaluation"
         checkpoint = self.last_checkpoint()

@@ -62,6 +62,12 @@ def test_logits_are_compared_without_what_all_tokens_have_in_common() -> None:
     logits = torch.randn(2, 5, 30)
     assert distance(logits, logits + 3.0) < 1e-6
     assert distance(logits, -logits) == pytest.approx(2.0)
+
+
+def test_logits_that_are_no_numbers_in_memory_are_left_out() -> None:
+    logits = torch.tensor([[1.0, 2.0], [float("nan"), 1.0]])
+    assert distance(logits, logits) == distance(logits * float("nan"), logits) == 0.0
+    assert distance(torch.ones(2, 2), logits) == float("inf")
     assert distance(logits, logits[:1]) == math.inf
 
 

@@ -95,7 +95,8 @@ def test_only_lines_about_the_same_steps_are_compared(runs: tuple[Run, Run]) -> 
     assert "not compared" in losses(a, b).summary
     write_lines(b, [*lines_of([1, 2]), *lines_of([4], loss=0.0)])
     assert not batches(a, b).differs
-    assert (losses(a, b).differs, losses(a, b).summary) == (False, "same, in 2 lines")
+    left = "2 are about other steps than in the other run, and are not compared"
+    assert (losses(a, b).differs, losses(a, b).summary) == (False, f"same, in 2 lines to step 2; {left}")
     write_lines(b, lines_of([1, 2, 3]))
     assert losses(a, b).lines == ("A ends at step 4, B at step 3",)
     assert losses(a, b).differs

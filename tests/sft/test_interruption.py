@@ -29,7 +29,24 @@ def test_where_there_is_nothing_to_save_a_signal_ends_the_program_in_one_line(
         send(number)
         raise AssertionError("it went on")
     assert ended.value.code == status
-    assert capsys.readouterr().err == f"\nInterrupted by {number.name}. The same command starts again.\n"
+    assert capsys.readouterr().err == f"\nInterrupted by {number.name}. The same command starts again, or goes on.\n"
+
+
+class Dropping:
+    """What Python runs where it drops exceptions."""
+
+    def __del__(self) -> None:
+        send(signal.SIGTERM)
+        time.sleep(0.01)
+
+
+def test_a_signal_whose_exception_python_drops_is_heard_once_more(capsys: pytest.CaptureFixture[str]) -> None:
+    with interruption.listening():
+        with pytest.raises(Interrupted, match="Interrupted by SIGTERM"):
+            Dropping()
+            time.sleep(5)
+            raise AssertionError("it went on")
+        assert "Exception ignored" not in capsys.readouterr().err
 
 
 def test_while_steps_are_trained_a_signal_is_only_remembered() -> None:
@@ -100,4 +117,4 @@ def test_a_signal_that_was_held_back_until_a_program_hears_ends_it_in_one_line(
         with pytest.raises(SystemExit) as ended:
             run_main(lambda words: pytest.fail("it began"))
     assert ended.value.code == 143
-    assert capsys.readouterr().err == "\nInterrupted by SIGTERM. The same command starts again.\n"
+    assert capsys.readouterr().err == "\nInterrupted by SIGTERM. The same command starts again, or goes on.\n"

@@ -48,6 +48,13 @@ def test_a_command_that_starts_anew_each_time_is_not_what_goes_on(tmp_path: Path
     assert run.after_an_end == f"{other}; `bash scripts/sft.sh {tmp_path}` goes on with the evaluation"
 
 
+def test_what_repeats_a_run_goes_on_by_its_own_folder(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    (run.checkpoints / "checkpoint-3").mkdir(parents=True)
+    run.update(repeats="/outputs/tiny/first", sessions=[])
+    assert run.after_an_end == f"`bash scripts/sft.sh {tmp_path}` goes on from checkpoint-3"
+
+
 def test_every_file_of_a_run_is_in_its_folder(tmp_path: Path) -> None:
     run = Run(tmp_path)
     for path in (run.recipe_file, run.plan_file, run.ledger_file, run.metrics_file, run.checkpoints, run.final):
@@ -98,3 +105,14 @@ def test_where_a_checkpoint_has_no_room_the_one_that_stays_is_a_good_one(
 
     assert not CheckpointWriter(run.checkpoints, 2, {"ranks": 1}, 0).save(5, write)
     assert "The run goes on, checkpoint-2 stays, and the next interval" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_of_an_earlier_step_is_none_of_those_that_are_kept(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for name in ("checkpoint-1", "checkpoint-2", "checkpoint-3"):
+        (run.checkpoints / name).mkdir(parents=True)
+    run.update(sessions=[{"started": "2026-11-21T09:00:00+0000", "passed_over": {"checkpoint-3": "cut"}}])
+    writer = CheckpointWriter(run.checkpoints, 2, {"ranks": 1}, 0)
+    for step, left in ((4, {"2", "3", "4"}), (5, {"4", "5"})):
+        assert writer.save(step, lambda: (run.checkpoints / ".incomplete" / f"checkpoint-{step}").mkdir(parents=True))  # noqa: B023
+        assert {path.name.removeprefix("checkpoint-") for path in run.checkpoints.glob("checkpoint-*")} == left
