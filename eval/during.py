@@ -183,9 +183,8 @@ class During(TrainerCallback):  # type: ignore[misc]
         except LeftOff:
             raise
         except Exception as error:
-            if live.answering or isinstance(
-                error, torch.OutOfMemoryError
-            ):  # it may be this rank's alone: they are not in step
+            # It may be this rank's alone, which is then no longer in step.
+            if live.answering or isinstance(error, torch.OutOfMemoryError):
                 raise
             traceback.print_exc()  # to the log
             return {}, summary(error)

@@ -189,11 +189,10 @@ class CheckpointWriter:
         # What could not be removed now is removed before the next one is written.
         with suppress(OSError):
             # One that was passed over must not count as one that is kept: neither a later one nor a damaged one before.
-            run, places = (
-                Run(self.folder.parent),
-                [self.folder / f"checkpoint-{one}" for one in self._steps() if one <= step],
-            )
-            kept = [place for place in places if not run.was_passed_over(place)][-self.keep :]
+            run = Run(self.folder.parent)
+            places = [self.folder / f"checkpoint-{one}" for one in self._steps() if one <= step]
+            # The clock of a shared file system may say that the new one is old.
+            kept = [one for one in places if one == place or not run.was_passed_over(one)][-self.keep :]
             for old in places[: places.index(kept[0])]:
                 self._put_away(old)
         self._clear()

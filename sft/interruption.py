@@ -112,8 +112,9 @@ class _Listener:
             self._hook_before(dropped)
             return
         self._raised = False
+        number = signal.SIGINT if dropped.exc_value.status == EXIT_INTERRUPTED else self.asked or signal.SIGTERM
         with suppress(RuntimeError):  # the interpreter is ending
-            threading.Timer(_ONCE_MORE, os.kill, (os.getpid(), self.asked or signal.SIGTERM)).start()
+            threading.Timer(_ONCE_MORE, os.kill, (os.getpid(), number)).start()
 
     def _hear(self) -> None:
         while True:

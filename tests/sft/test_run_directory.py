@@ -116,3 +116,12 @@ def test_a_damaged_checkpoint_of_an_earlier_step_is_none_of_those_that_are_kept(
     for step, left in ((4, {"2", "3", "4"}), (5, {"4", "5"})):
         assert writer.save(step, lambda: (run.checkpoints / ".incomplete" / f"checkpoint-{step}").mkdir(parents=True))  # noqa: B023
         assert {path.name.removeprefix("checkpoint-") for path in run.checkpoints.glob("checkpoint-*")} == left
+
+
+def test_the_new_checkpoint_is_kept_whatever_the_clocks_say(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.checkpoints.mkdir()
+    run.update(sessions=[{"started": "2999-01-01T00:00:00+0000", "passed_over": {"checkpoint-4": "cut"}}])
+    writer = CheckpointWriter(run.checkpoints, 2, {"ranks": 1}, 0)
+    assert writer.save(4, lambda: (run.checkpoints / ".incomplete" / "checkpoint-4").mkdir(parents=True))
+    assert (run.checkpoints / "checkpoint-4").is_dir()
