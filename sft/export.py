@@ -55,7 +55,7 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
         "--gpus", type=int, metavar="N", help="vllm: GPUs of the machine that will serve (default: of this one)"
     )
     parser.add_argument(
-        "--max-length", type=int, metavar="N", help="vllm, ollama: tokens of context (default: as trained)"
+        "--max-length", type=int, metavar="N", help="vllm, ollama: tokens of context (default: the model's own)"
     )
     parser.add_argument("--name", help="vllm, ollama: what the model is called there (default: the recipe's name)")
     parser.add_argument("--gguf", action="store_true", help="ollama: convert by llama.cpp's convert_hf_to_gguf.py")
@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> None:
     output = arguments.output or Path("exports") / f"{source.name}-{arguments.to}"
     check_output(output, run.path)
     finish, tell = _target(source, arguments)
-    made = make_folder(source, output, finish)
+    made = make_folder(source, output, finish, copies=2 if arguments.gguf else 1)
     print(f"{made.folder}: {made.checked}.")
     print(tell(made))
 

@@ -76,7 +76,9 @@ def check_room(parent: Path, needed: int) -> None:
         )
 
 
-def make_folder(source: Exported, output: Path, finish: Callable[[Path, Any], None], link: bool = False) -> Made:
+def make_folder(
+    source: Exported, output: Path, finish: Callable[[Path, Any], None], link: bool = False, copies: int = 1
+) -> Made:
     """Make a complete folder of a model, whose logits have been compared.
 
     Args:
@@ -84,13 +86,14 @@ def make_folder(source: Exported, output: Path, finish: Callable[[Path, Any], No
         output: The folder's place; not there yet.
         finish: Writes what the target needs beside the model; gets the folder and the tokenizer.
         link: See write_weights.
+        copies: How often the weights lie on the disk until the folder is complete.
 
     Raises:
         UserError: It cannot be made, or is another model than was trained. Nothing is left behind.
     """
     from sft.export_weights import bytes_needed
 
-    check_room(output.parent, 0 if link else bytes_needed(source))
+    check_room(output.parent, 0 if link else copies * bytes_needed(source))
     output.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
     beside.chmod(0o755)

@@ -5,16 +5,13 @@ What Ollama imports is read off its source (convert/convert.go and convert/token
 
 from __future__ import annotations
 
-import os
 import shlex
-import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sft.errors import ExportError
+from sft.export_gguf import CONVERTER, GGUF, check_convertible, convert, find_converter
 from sft.export_source import Exported, read_config
 from sft.generation import Context, config_folder, resolve_context, sampling, stop_tokens
 from sft.go_template import Agreement, Around, agree, read_around, write_go
@@ -29,9 +26,7 @@ ARCHITECTURES = tuple(
 _ROTATIONS = {"LlamaForCausalLM": ("default", "linear", "llama3"), "Phi3ForCausalLM": ("default", "longrope")}
 """Ways to rotate positions that Ollama's import takes over; elsewhere the plain one."""
 
-CONVERTER = "convert_hf_to_gguf.py"
 _WITH_GGUF = f"With llama.cpp installed its {CONVERTER} may know it: --gguf."
-_OUTTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 _PARAMETERS = {"repetition_penalty": "repeat_penalty"}
 
 
@@ -52,7 +47,7 @@ class Import:
             ExportError: The chat template cannot be one of Go's, or the conversion failed.
         """
         if self.converter is not None:
-            _convert(self.converter, folder)
+            convert(self.converter, folder, tokenizer)
         else:
             _check_vocabulary(folder)
         around, agreement = translate(tokenizer, folder)
@@ -74,7 +69,7 @@ class Import:
             f"kinds of conversations.",
             *(f"# Not the same: {one}." for one in agreement.differs),
             "# Tools are not in it: Ollama says so when they are asked for.",
-            f"FROM {'./model.gguf' if self.converter else '.'}",
+            f"FROM {'./' + GGUF if self.converter else '.'}",
             f'TEMPLATE """{write_go(around)}"""',
             *(f"PARAMETER stop {_quoted(token)}" for token in stop_tokens(folder, tokenizer)),
             *(f"PARAMETER {name} {value:.12g}" for name, value in sorted(values.items())),
@@ -112,6 +107,8 @@ def resolve_import(source: Exported, length: int | None, name: str | None, gguf:
     converter = find_converter() if gguf else None
     if converter is None:
         _check_architecture(read_config(config_folder(source), "config.json"))
+    elif source.holds_model:
+        check_convertible(converter, source.folder)
     called = (name or source.title).lower()
     return Import(source, called, resolve_context(source, length), converter)
 
@@ -245,31 +242,3 @@ def _quoted(text: str) -> str:
             f"A Modelfile cannot hold three quotes in a row, and {text[:60]!r} does. Nothing was exported."
         )
     return f'"""{text}"""'
-
-
-def find_converter() -> Path:
-    """llama.cpp's program: on PATH, or in the folder that LLAMA_CPP names.
-
-    Raises:
-        ExportError: It is in neither.
-    """
-    named = os.environ.get("LLAMA_CPP")
-    found = shutil.which(CONVERTER) or shutil.which(CONVERTER, path=named, mode=os.F_OK)
-    if found is None:
-        raise ExportError(
-            f"--gguf needs llama.cpp's {CONVERTER}, which is neither on PATH nor in the folder that LLAMA_CPP names. Get it "
-            "(git clone https://github.com/ggml-org/llama.cpp), install its requirements, and set LLAMA_CPP to its folder."
-        )
-    return Path(found)
-
-
-def _convert(converter: Path, folder: Path) -> None:
-    dtype = _OUTTYPES.get(str(read_config(folder, "config.json").get("dtype")), "auto")
-    target = folder / "model.gguf"
-    words = [sys.executable, str(converter), str(folder), "--outfile", str(target), "--outtype", dtype]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if done.returncode != 0 or not target.is_file():
-        said = (done.stderr or done.stdout).strip().splitlines()
-        raise ExportError(
-            f"{converter} ended with status {done.returncode}: {said[-1] if said else 'it said nothing'}. Nothing was exported."
-        )

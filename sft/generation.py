@@ -60,11 +60,10 @@ def resolve_context(source: Exported, asked: int | None) -> Context:
                 f"the model's context is {most} tokens (max_position_embeddings)" if most else "it must be 1 or more"
             )
             raise ExportError(f"--max-length {asked}: {limit}, and it was trained with {trained}.")
-        return Context(asked, "as asked for")
-    if isinstance(most, int) and trained > most:
-        return Context(most, f"the model's own context; it was trained with {trained}")
-    more = f"; the model's own context is {most}, see --max-length" if isinstance(most, int) and most > trained else ""
-    return Context(trained, f"what it was trained with (data.max_length){more}")
+        return Context(asked, f"--max-length; trained on at most {trained} tokens (data.max_length)")
+    if isinstance(most, int):
+        return Context(most, f"the model's own context; trained on at most {trained} tokens (data.max_length)")
+    return Context(trained, "as trained (data.max_length): config.json states no context")
 
 
 def config_folder(source: Exported) -> Path:

@@ -8,6 +8,7 @@ from typing import Any
 
 from sft.credentials import redact
 from sft.errors import ExportError
+from sft.export_gguf import GGUF
 from sft.export_source import Exported
 from sft.generation import sampling, stop_tokens, text_config
 from sft.public_recipe import is_hub_id, public_name, public_recipe
@@ -127,7 +128,7 @@ def _use(source: Exported, folder: Path, tokenizer: Any, repo_id: str | None) ->
         "Context of the model": f"{most:,} tokens" if isinstance(most, int) else "not recorded",
     }
     name = repo_id or "path/to/this/folder"
-    return [
+    code_block = [
         "```python",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
@@ -136,6 +137,11 @@ def _use(source: Exported, folder: Path, tokenizer: Any, repo_id: str | None) ->
         asked,
         'print(tokenizer.decode(model.generate(**ids, max_new_tokens=256)[0][ids["input_ids"].shape[1] :], skip_special_tokens=True))',
         "```",
+    ]
+    if (folder / GGUF).is_file():
+        code_block = ["```bash", "ollama create my-model -f Modelfile && ollama run my-model", "```"]
+    return [
+        *code_block,
         "",
         *lines_of(facts(rows)),
     ]

@@ -169,7 +169,8 @@ def test_the_command_for_vllm_says_all_that_matters(run: Run) -> None:
     serving = resolve_serving(find_exported(run, None), 2, None, "my model")
     command = " ".join(serving.command("DIR", not_found_by_vllm(run.final), template=True))
     assert "vllm serve DIR --served-model-name 'my model' --dtype float32 --tensor-parallel-size 2" in command
-    assert "--max-model-len 128 --generation-config auto" in command
+    assert "--max-model-len 1024 --generation-config auto" in command
+    assert "trained on at most 128 tokens" in serving.length_reason
     assert """--override-generation-config '{"temperature": 0.0}' --chat-template DIR/chat_template.jinja""" in command
     with pytest.raises(ExportError, match="context is 1024 tokens"):
         resolve_context(find_exported(run, None), 1025)

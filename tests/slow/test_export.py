@@ -18,6 +18,7 @@ from sft.errors import UserError
 from sft.export import main
 from sft.run_directory import Run
 from tests.fake_hub import TOKEN, FakeHub, fake_hub
+from tests.sft.test_export_gguf import SAME, WRITES
 from tests.sft.test_go_template import go
 from tests.slow.conftest import write_recipe
 from tests.slow.ranks import Ranks
@@ -214,27 +215,20 @@ def test_the_modelfile_stops_where_the_model_was_trained_to(runs: Callable[[str]
     assert stops == [tokenizer.eos_token]
     assert ("FROM", ".") in commands
     assert ("PARAMETER temperature", "0") in commands
-    assert ("PARAMETER num_ctx", "128") in commands
+    assert ("PARAMETER num_ctx", "1024") in commands
     template = dict(commands)["TEMPLATE"]
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
     expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert go(template, messages) == expected
 
 
-def test_llama_cpps_converter_is_called_and_its_failure_told(
-    full: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gguf_holds_the_weights_once(full: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
-    converter = tmp_path / "convert_hf_to_gguf.py"
-    converter.write_text("import sys\nopen(sys.argv[sys.argv.index('--outfile') + 1], 'w').write(sys.argv[-1])\n")
+    (tmp_path / "convert_hf_to_gguf.py").write_text(WRITES.format(**SAME))
     export(full, "--to", "ollama", "--gguf", "--output", tmp_path / "ollama")
-    assert (tmp_path / "ollama" / "model.gguf").read_text() == "f32"
     assert ("FROM", "./model.gguf") in modelfile(tmp_path / "ollama")
-    converter.write_text("raise SystemExit('unknown architecture')\n")
-    assert "ended with status 1: unknown architecture" in refused(
-        full, "--to", "ollama", "--gguf", "--output", tmp_path / "x"
-    )
-    assert not (tmp_path / "x").exists()
+    assert not list((tmp_path / "ollama").glob("*.safetensors"))
+    assert "from_pretrained" not in (tmp_path / "ollama" / "README.md").read_text()
 
 
 def test_a_chat_template_that_go_cannot_write_is_refused(full: Run, tmp_path: Path) -> None:

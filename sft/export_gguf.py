@@ -1,0 +1,154 @@
+"""Convert a model to GGUF with llama.cpp's converter, and check the file with llama.cpp's own reader."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from sft.errors import ExportError
+from sft.export_source import read_config
+
+CONVERTER = "convert_hf_to_gguf.py"
+GGUF = "model.gguf"
+_OUTTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+_PACKAGES = {"google": "protobuf", "mistral_common": "mistral-common"}
+"""Names on the package index of modules that are called otherwise."""
+
+
+def find_converter() -> Path:
+    """Find llama.cpp's converter: on PATH, or in the folder that LLAMA_CPP names.
+
+    Raises:
+        ExportError: It is in neither.
+    """
+    named = os.environ.get("LLAMA_CPP")
+    found = shutil.which(CONVERTER) or shutil.which(CONVERTER, path=named, mode=os.F_OK)
+    if found is None:
+        raise ExportError(
+            f"--gguf needs llama.cpp's {CONVERTER}, which is neither on PATH nor in the folder that LLAMA_CPP names. "
+            "Get its source (git clone https://github.com/ggml-org/llama.cpp) and set LLAMA_CPP to that folder. It runs in this "
+            f"environment and needs one more package: {sys.executable} -m pip install sentencepiece. Do not install "
+            "llama.cpp's own requirements here: they replace torch and transformers."
+        )
+    return Path(found).resolve()
+
+
+def check_convertible(converter: Path, folder: Path) -> None:
+    """Convert the vocabulary alone, which takes seconds where the weights take minutes.
+
+    Args:
+        converter: From find_converter.
+        folder: Of the model: config.json, tokenizer and weights.
+
+    Raises:
+        ExportError: llama.cpp knows no such tokenizer or architecture, or a package is missing.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        _run(converter, folder, Path(scratch) / GGUF, "--vocab-only")
+
+
+def convert(converter: Path, folder: Path, tokenizer: Any) -> None:
+    """Replace a folder's safetensors by one GGUF file that holds the same weights.
+
+    Args:
+        converter: From find_converter.
+        folder: Of the model.
+        tokenizer: Its own.
+
+    Raises:
+        ExportError: The conversion failed, or the file is not the model.
+    """
+    dtype = _OUTTYPES.get(str(read_config(folder, "config.json").get("dtype")), "auto")
+    _run(converter, folder, folder / GGUF, "--outtype", dtype)
+    fault = _fault(converter, folder, tokenizer)
+    if fault:
+        raise ExportError(f"{CONVERTER} wrote a GGUF file that is not the model: {fault}. Nothing was exported.")
+    for path in folder.glob("model*.safetensors*"):
+        path.unlink()
+
+
+def _run(converter: Path, folder: Path, target: Path, *options: str) -> None:
+    words = [sys.executable, str(converter), str(folder), "--outfile", str(target), *options]
+    # The converter imports modules from its own folder, which a safe path would leave out.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode == 0 and target.is_file():
+        return
+    output = (done.stderr or done.stdout).strip()
+    last = output.splitlines()[-1] if output else "it printed nothing"
+    missing = re.search(r"No module named '(\w+)", last)
+    if missing:
+        package = _PACKAGES.get(missing[1], missing[1])
+        remedy = f"Install the package that it needs: {sys.executable} -m pip install {package}."
+    elif "pre-tokenizer was not recognized" in last:
+        remedy = (
+            "llama.cpp recognizes a tokenizer by the tokens that it makes of a test text, and knows only those of published models; "
+            "a tokenizer trained from scratch, as the demo's is, cannot be converted. Use --to vllm, --to merged, or "
+            "--to ollama without --gguf."
+        )
+    else:
+        remedy = "Use --to vllm or --to merged."
+    raise ExportError(f"{converter} ended with status {done.returncode}: {last}. Nothing was exported. {remedy}")
+
+
+def _fault(converter: Path, folder: Path, tokenizer: Any) -> str | None:
+    """How the GGUF file differs from the folder's safetensors and tokenizer; None where it does not.
+
+    Some weights change their order on the way, so all are counted, and the embeddings compared.
+    """
+    import numpy as np
+    from safetensors import safe_open
+
+    quants, reader = _read(converter, folder / GGUF)
+    fields = {name: field.contents() for name, field in reader.fields.items() if name in _FIELDS}
+    if fields.get("tokenizer.ggml.eos_token_id") != tokenizer.eos_token_id:
+        return (
+            f"it stops at token {fields.get('tokenizer.ggml.eos_token_id')}, and the model at {tokenizer.eos_token_id}"
+        )
+    template = fields.get("tokenizer.chat_template")
+    if template is not None and template != tokenizer.chat_template:
+        return "its chat template is another one"
+    stored = {tensor.name: tensor for tensor in reader.tensors if not tensor.name.startswith("rope_")}
+    expected, embeddings = 0, None
+    for path in folder.glob("model*.safetensors"):
+        with safe_open(path, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 (not a dict)
+                expected += int(np.prod(weights.get_slice(name).get_shape()))
+                if name.endswith("embed_tokens.weight"):
+                    embeddings = weights.get_tensor(name).float().numpy()
+    count = sum(int(tensor.n_elements) for tensor in stored.values())
+    if count != expected:
+        return f"it holds {count:,} weights, and the model {expected:,}"
+    if embeddings is not None and "token_embd.weight" in stored:
+        tensor = stored["token_embd.weight"]
+        if not np.array_equal(quants.dequantize(tensor.data, tensor.tensor_type), embeddings):
+            return "its embeddings are other numbers"
+    return None
+
+
+_FIELDS = ("tokenizer.ggml.eos_token_id", "tokenizer.chat_template")
+
+
+def _read(converter: Path, path: Path) -> tuple[Any, Any]:
+    """llama.cpp's module for stored dtypes, and the file as its reader sees it."""
+    beside = str(converter.parent / "gguf-py")
+    sys.path.insert(0, beside)
+    try:
+        from gguf import GGUFReader, quants
+
+        return quants, GGUFReader(path)
+    except ImportError:
+        raise ExportError(
+            f"The GGUF file cannot be checked: llama.cpp's Python package gguf is neither in {beside} nor installed. "
+            f"Install it: {sys.executable} -m pip install gguf."
+        ) from None
+    except (ValueError, KeyError, IndexError) as error:
+        raise ExportError(f"{CONVERTER} wrote a file that is no GGUF: {error}. Nothing was exported.") from None
+    finally:
+        sys.path.remove(beside)
