@@ -64,7 +64,8 @@ def convert(converter: Path, folder: Path, tokenizer: Any) -> None:
     Raises:
         ExportError: The conversion failed, or the file is not the model.
     """
-    dtype = _OUTTYPES.get(str(read_config(folder, "config.json").get("dtype")), "auto")
+    config = read_config(folder, "config.json")
+    dtype = _OUTTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), "auto")
     _run(converter, folder, folder / GGUF, "--outtype", dtype)
     fault = _fault(converter, folder, tokenizer)
     if fault:
