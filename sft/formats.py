@@ -227,14 +227,11 @@ def _tools(row: Row) -> list[Any] | None:
 
 def _tool(tool: Any) -> Any:
     """A tool in OpenAI's form, which is what servers give the template; a bare function is put into it."""
-    if (
-        not isinstance(tool, dict)
-        or "function" in tool
-        or "name" not in tool
-        or tool.get("type", "function") != "function"
-    ):
+    if not isinstance(tool, dict) or tool.get("type", "function") != "function":
         return tool
-    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+    if "function" not in tool and "name" in tool:
+        tool = {"function": {key: value for key, value in tool.items() if key != "type"}}
+    return {"type": "function"} | tool if "function" in tool else tool
 
 
 def to_example(row: Row, format: str, data: Data, source: Source) -> Example:
