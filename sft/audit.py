@@ -28,7 +28,7 @@ def check_not_rendered(source: Source, format: str, rows: list[Row], recipe: Rec
     if format in ("text", "tokens"):
         return
     kept = recipe.data.special_tokens == "keep"
-    header = maker.renderer.generation_prompt.strip() if maker.renderer is not None else ""
+    header = maker.renderer.generation_prompt.partition("<think>")[0].strip() if maker.renderer is not None else ""
     spelled, whole = 0, format == "prompt_completion"
     for row in rows:
         with suppress(

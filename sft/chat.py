@@ -13,6 +13,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -171,17 +172,32 @@ class ChatRenderer:
         try:
             return Rendered(text, self.compared_spans(text, messages, tools, arguments, wanted))
         except ValueError:
-            rest = [message for message in messages if message["role"] != "system"]
-            if wanted != [len(messages) - 1] or len(rest) == len(messages):
-                raise
-            # Mistral's templates write the system message into the last question, and only while nothing follows it.
-            asked, _ = self.apply(rest[:-1], tools, arguments, prompt=True)
-            answered = self.apply(rest, tools, arguments)[0].rstrip()
-            if not answered.startswith(asked):
-                raise
-            prompt, _ = self.apply(messages[:-1], tools, arguments, prompt=True)
-            text = prompt + answered[len(asked) :]
-            return Rendered(text, [(len(prompt), len(text))])
+            if wanted == [len(messages) - 1] and any(message["role"] == "system" for message in messages):
+                with suppress(ValueError):
+                    return self._last_turn_behind_its_prompt(messages, tools, arguments)
+            raise
+
+    def _last_turn_behind_its_prompt(
+        self, messages: list[Message], tools: list[Any] | None, arguments: dict[str, Any]
+    ) -> Rendered:
+        """The last turn, as it is without a system message, behind its prompt with one.
+
+        For Mistral's templates, which write the system message into the last question and only while nothing follows it.
+
+        Raises:
+            ValueError: Without the system message the turn does not follow its prompt either.
+        """
+        rest = [message for message in messages if message["role"] != "system"]
+        text, _ = self.apply(rest, tools, arguments)
+        [(start, end)] = self.compared_spans(text, rest, tools, arguments, [len(rest) - 1])
+        unused = self.apply(rest[:-1], tools, arguments, prompt=True)[0][
+            start:
+        ]  # of the prompt, such as an empty thought
+        prompt, _ = self.apply(messages[:-1], tools, arguments, prompt=True)
+        if not prompt.endswith(unused):
+            raise ValueError("the prompt ends in another way without its system message")
+        prompt = prompt.removesuffix(unused)
+        return Rendered(prompt + text[start:end], [(len(prompt), len(prompt) + end - start)])
 
     def compared_spans(
         self,
@@ -270,11 +286,22 @@ class ChatRenderer:
 
     def with_ids(self, messages: list[Message]) -> list[Message]:
         """The messages, with ids for calls and results where the template refuses those they have, or that they have none."""
-        return _with_ids(messages) if self.demands_ids(messages) else messages
+        if not any(message.get("tool_calls") for message in messages) or not self._refuses_no_id:
+            return messages
+        return _with_ids(messages, self._refuses_long_ids)
 
-    def demands_ids(self, messages: list[Message]) -> bool:
-        """Whether the messages have calls, and the template refuses ids other than of nine characters, as Mistral's do."""
-        return any(message.get("tool_calls") for message in messages) and self._demands_ids
+    @cached_property
+    def _refuses_no_id(self) -> bool:
+        return self._refuses_id()
+
+    @cached_property
+    def _refuses_long_ids(self) -> bool:
+        return self._refuses_id(id="call_0123456789abcdef")
+
+    def _refuses_id(self, **given: str) -> bool:
+        [call] = self._sample_call["tool_calls"]
+        other = {name: value for name, value in call.items() if name != "id"} | given
+        return self._shows(_TOOL, **self._sample_call) and not self._shows(_TOOL, content="", tool_calls=[other])
 
     def _shows(
         self, word: str, *more: Message, tools: list[Any] | None = None, strict: bool = False, **turn: Any
@@ -330,12 +357,6 @@ class ChatRenderer:
         return self._shows(_TOOL, **self._sample_call, strict=True)
 
     @cached_property
-    def _demands_ids(self) -> bool:
-        [call] = self._sample_call["tool_calls"]
-        without = {key: value for key, value in call.items() if key != "id"}
-        return self._shows(_TOOL, **self._sample_call) and not self._shows(_TOOL, content="", tool_calls=[without])
-
-    @cached_property
     def shows_text_beside_calls(self) -> bool:
         """Whether what the assistant says beside a call is in the text."""
         result = {"role": "tool", "name": _TOOL, "content": "1", "tool_call_id": _ID}
@@ -376,28 +397,35 @@ def with_one_date(template: str) -> str:
     )
 
 
-def _with_ids(messages: list[Message]) -> list[Message]:
-    """The messages, each call with an id of nine letters and digits, and each result with that of its call.
+def _with_ids(messages: list[Message], nine: bool) -> list[Message]:
+    """The messages, each call with an id, and each result with that of its call.
 
-    An id of another form is replaced by one that is computed from it; a missing one by one computed from the call and its place,
-    so that the same rows are the same tokens every day. A result without an id answers the first call that has none.
+    A missing id is nine letters and digits computed from the call and its place, so that the same rows are the same tokens every
+    day. A result without one answers the first call that has no result.
+
+    Args:
+        messages: Some with calls.
+        nine: An id of another form than nine letters and digits is replaced too.
     """
 
-    def nine(name: str) -> str:
-        return name if _NINE.fullmatch(name) else blake2b(name.encode(), digest_size=8).hexdigest()[:9]
+    def made(name: str) -> str:
+        return blake2b(name.encode(), digest_size=8).hexdigest()[:9]
+
+    def taken(name: Any) -> str:
+        return made(str(name)) if nine and not _NINE.fullmatch(str(name)) else str(name)
 
     read, waiting = [], []
     for at, message in enumerate(messages):
         if message.get("tool_calls"):
             calls = [
-                call | {"id": nine(str(call.get("id") or json.dumps([at, number, call["function"]], default=str)))}
+                call | {"id": taken(call.get("id") or made(json.dumps([at, number, call["function"]], default=str)))}
                 for number, call in enumerate(message["tool_calls"])
             ]
             message, waiting = message | {"tool_calls": calls}, [call["id"] for call in calls]
         elif message["role"] == "tool" and (message.get("tool_call_id") or waiting):
-            named = nine(str(message["tool_call_id"])) if message.get("tool_call_id") else waiting[0]
-            waiting = [other for other in waiting if other != named]
-            message = message | {"tool_call_id": named}
+            answers = taken(message.get("tool_call_id") or waiting[0])
+            waiting = [other for other in waiting if other != answers]
+            message = message | {"tool_call_id": answers}
         read.append(message)
     return read
 

@@ -168,6 +168,14 @@ def test_results_without_ids_answer_their_calls_in_order(made: Callable[..., tup
     assert text.index(f"#{first}") < text.index(f"#{second}") < text.index("five")
 
 
+def test_an_id_that_a_template_accepts_stays(made: Callable[..., tuple[str, Chunk]]) -> None:
+    """Where any id will do, a missing one alone is made."""
+    template = MISTRAL.replace("call.id | length != 9", "not call.id").replace("m.tool_call_id | length != 9", "false")
+    text, chunk = made(template, calls(call="call_0123456789", result="call_0123456789"))
+    assert (text.count("#call_0123456789"), chunk.findings.counts["made_ids"]) == (2, 0)
+    assert made(template, calls())[1].findings.counts["made_ids"] == 1
+
+
 def test_a_template_without_a_wish_for_ids_gets_none(made: Callable[..., tuple[str, Chunk]]) -> None:
     text, chunk = made(CHATML.replace("CALL", "call.id"), calls())
     assert (text.count("⟦add <|im_end|>⟧"), chunk.findings.counts["made_ids"]) == (1, 0)
