@@ -319,7 +319,7 @@ class ChatRenderer:
                 raise ValueError(f"of a sample with tools, {error}") from None
             return False
         if any(text.count(said) > 1 for said in (ANSWER, _THOUGHT, _VALUE)):
-            raise ValueError(f"the chat template writes more than once what the assistant says: {text!r}")
+            raise ValueError(f"the chat template writes more than once what the assistant says: ...{text[-200:]!r}")
         return word in text
 
     @cached_property

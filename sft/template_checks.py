@@ -78,7 +78,7 @@ def check_spans(renderer: ChatRenderer) -> None:
             )
         if any(rendered.text.count(ANSWER + word) != 1 for word in words[-len(turns) :]):
             raise ModelError(
-                f"The chat template writes an answer more than once, so that it is in its own prompt: {rendered.text!r}. Correct "
+                f"The chat template writes an answer more than once, so that it is in its own prompt: ...{rendered.text[-200:]!r}. Correct "
                 "model.chat_template, or name another."
             )
 
