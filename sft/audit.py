@@ -11,7 +11,7 @@ import numpy as np
 from sft.document_maker import DocumentMaker
 from sft.errors import DataError
 from sft.findings import MEANING, Findings, found_in_row, script_of
-from sft.formats import Row, renamed, to_example
+from sft.formats import Conversation, Row, renamed, to_example
 from sft.mixture import Mixture, first_documents
 from sft.recipe import Recipe, Source
 from sft.sources import place
@@ -19,30 +19,39 @@ from sft.store import DocumentStore
 
 
 def check_not_rendered(source: Source, format: str, rows: list[Row], recipe: Recipe, maker: DocumentMaker) -> None:
-    """Refuse prompts that were rendered elsewhere where their special tokens would become plain text.
+    """Refuse rows that were rendered elsewhere: read as text, or rendered once more with every header doubled.
 
     Raises:
-        DataError: Half of the first rows or more spell special tokens, which no user types that often.
+        DataError: Half of the first rows or more spell special tokens, which no user types that often; or what the chat template
+            writes before an answer, where special tokens are kept.
     """
-    if format in ("text", "tokens") or recipe.data.special_tokens == "keep":
+    if format in ("text", "tokens"):
         return
-    spelled = 0
+    kept = recipe.data.special_tokens == "keep"
+    header = maker.renderer.generation_prompt.partition("<think>")[0].strip() if maker.renderer is not None else ""
+    spelled, whole = 0, format == "prompt_completion"
     for row in rows:
         with suppress(
             ValueError, KeyError, TypeError, AttributeError, RecursionError
         ):  # told when the row's turn comes
-            example = to_example(renamed(row, source), format, recipe.data, source)
-            spelled += "special_tokens" in found_in_row(example, maker.control, True)
-    if spelled * 2 >= len(rows) and spelled > 1:
-        again = (
-            " and chat: false, so that they are not rendered again"
-            if source.chat and format == "prompt_completion"
-            else ""
-        )
-        raise DataError(
-            f"{spelled} of the first {len(rows)} rows of {source.path} spell special tokens, as rows do that were rendered elsewhere; they "
-            f"would be read as plain text. Set data.special_tokens=keep{again}; or, if they are meant as text, take them out of the rows."
-        )
+            named = renamed(row, source)
+            example = to_example(named, format, recipe.data, source)
+            whole = whole and isinstance(named["prompt"], str) and isinstance(named["completion"], str)
+            if not kept:
+                spelled += "special_tokens" in found_in_row(example, maker.control, True)
+            elif isinstance(example, Conversation) and maker.control.found_in(header):
+                spelled += any(header in message["content"] for message in example.messages)
+    if spelled * 2 < len(rows) or spelled < 2:
+        return
+    remedy = "Take the special tokens out of the turns: the chat template writes them"
+    if whole:
+        keys = [] if kept else ["data.special_tokens=keep"]
+        keys += ["chat: false of the source, so that they are not rendered again"] if source.chat else []
+        remedy = f"Set {' and '.join(keys)}; or, if they are meant as text, take them out of the rows"
+    raise DataError(
+        f"{spelled} of the first {len(rows)} rows of {source.path} spell special tokens, as rows do that were rendered elsewhere; "
+        f"{'the chat template would write them once more' if kept else 'they would be read as plain text'}. {remedy}."
+    )
 
 
 def find_in_all(store: DocumentStore, mixture: Mixture, findings: Findings, tokenizer: Any) -> None:

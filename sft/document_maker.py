@@ -49,6 +49,7 @@ class DocumentMaker:
         self.bos_id: int | None = tokenizer.bos_token_id
         self.renderer = ChatRenderer(tokenizer) if tokenizer.chat_template is not None else None
         self.control = ControlTokens(tokenizer)
+        self.added = frozenset(tokenizer.added_tokens_decoder)
 
     def make(self, source: Source, number: int, format: str, rows: Sequence[tuple[int, Row | BadRow]]) -> Chunk:
         """Documents of a chunk of rows.
@@ -126,12 +127,14 @@ class DocumentMaker:
         except ValueError as error:
             # Templates say in their own words what they cannot render.
             raise ValueError(f"{error}{'; its roles are out of order' if 'role_order' in found else ''}") from None
-        if item is not None and self.renderer is not None and self.renderer.trains_empty_thoughts:
-            thoughts = [
+        if item is not None and self.renderer is not None:
+            if self.renderer.with_ids(example.messages) != example.messages:
+                chunk.findings.add("made_ids", chunk.source, row_number)
+            without = self.renderer.finding_without_thoughts
+            if without is not None and not any(
                 message.get("reasoning_content") or "</think>" in message["content"] for message in example.messages
-            ]
-            if not any(thoughts):
-                chunk.findings.add("empty_thought", chunk.source, row_number)
+            ):
+                chunk.findings.add(without, chunk.source, row_number)
         return item
 
     def _given(self, row: Tokens) -> tuple[np.ndarray, np.ndarray]:
@@ -191,22 +194,20 @@ class DocumentMaker:
             messages = self.renderer.as_the_template_reads(messages, tools)
             mark = unused_mark(json.dumps([messages, tools, arguments], ensure_ascii=False, default=str))
             messages, tools, arguments = (break_up(part, self.control, mark) for part in (messages, tools, arguments))
-        rendered = self.renderer.render(messages, tools, arguments)
+        every = self.data.loss_on == "all"  # the other turns are needed to leave them out
+        rendered = self.renderer.render(messages, tools, arguments, None if every else answered)
         check_nothing_is_lost(messages, answered, rendered.text)
-        spans = self._trained_spans(example, answered, rendered)
+        spans = self._trained_spans(example, rendered)
         # The template has written the special tokens, BOS included: the tokenizer must not add another.
         return Encodable(row_number, rendered.text, spans, False, mark)
 
-    def _trained_spans(self, example: Conversation, answered: list[bool], rendered: Rendered) -> list[Span]:
+    def _trained_spans(self, example: Conversation, rendered: Rendered) -> list[Span]:
         """The characters whose tokens are trained.
 
         Raises:
-            ValueError: The template shows another number of turns, or leaves one open.
+            ValueError: The template leaves a turn open.
         """
         assert self.renderer is not None
-        turns = [index for index, message in enumerate(example.messages) if message["role"] == "assistant"]
-        if len(turns) != len(rendered.spans):
-            raise ValueError(f"the chat template shows {len(rendered.spans)} of the assistant's {len(turns)} turns")
         open_ends = [
             rendered.text[end - 20 : end]
             for _, end in rendered.spans
@@ -215,8 +216,9 @@ class DocumentMaker:
         if open_ends:
             raise ValueError(f"the chat template leaves the assistant's turn open: {open_ends[0]!r}")
         if self.data.loss_on != "all":
-            return [span for span, index in zip(rendered.spans, turns, strict=True) if answered[index]]
+            return rendered.spans
         # All but the turns that the row itself takes out of the loss.
+        turns = [index for index, message in enumerate(example.messages) if message["role"] == "assistant"]
         edges = [0]
         for span, index in zip(rendered.spans, turns, strict=True):
             edges += [] if example.trained[index] else span
@@ -238,7 +240,7 @@ class DocumentMaker:
         ids = np.array(encoding.ids, np.int32)
         mask = np.zeros(len(ids), np.uint8)
         for start, end in item.spans:
-            first, stop = token_range(encoding, start, end)
+            first, stop = token_range(encoding, start, end, self.added)
             mask[first:stop] = 1
         if self.adds_eos and item.special:
             mask[-1:] = 1

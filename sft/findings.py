@@ -35,6 +35,8 @@ MEANING = {
     "same_answer": "the same answer as many other rows",
     "very_long": "far longer than the other rows",
     "empty_thought": "no thought before an answer: the chat template writes an empty one, which is trained",
+    "prompt_thinks": "no reasoning content: generation begins after <think>, which these answers are trained without",
+    "made_ids": "tool calls without ids that the chat template accepts; ids were made, and are trained where the template writes them",
 }
 """What each kind of finding says of a row."""
 

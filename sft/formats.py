@@ -222,7 +222,16 @@ def _tools(row: Row) -> list[Any] | None:
     tools = parsed(tools, "`tools`") if isinstance(tools, str) else tools
     if not isinstance(tools, list | None):
         raise ValueError(f"`tools` is of type {type(tools).__name__}, not a list")
-    return [parsed(tool, "a tool") if isinstance(tool, str) else tool for tool in tools] if tools else None
+    return [_tool(parsed(tool, "a tool") if isinstance(tool, str) else tool) for tool in tools] if tools else None
+
+
+def _tool(tool: Any) -> Any:
+    """A tool in OpenAI's form, which is what servers give the template; a bare function is put into it."""
+    if not isinstance(tool, dict) or tool.get("type", "function") != "function":
+        return tool
+    if "function" not in tool and "name" in tool:
+        tool = {"function": {key: value for key, value in tool.items() if key != "type"}}
+    return {"type": "function"} | tool if "function" in tool else tool
 
 
 def to_example(row: Row, format: str, data: Data, source: Source) -> Example:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 
 from sft.turns import Message
 
@@ -21,9 +22,25 @@ def check_nothing_is_lost(messages: list[Message], trained: list[bool], text: st
     Raises:
         ValueError: Something is not there; the text says what.
     """
+    order = list(zip(messages, trained, strict=True))
+    try:
+        _find_all(order, text)
+    except ValueError:
+        # Mistral's templates write the system message into the last question.
+        system = [pair for pair in order if pair[0]["role"] == "system"]
+        last = max((index for index, (message, _) in enumerate(order) if message["role"] == "user"), default=0)
+        moved = [pair for pair in order[:last] if pair not in system] + system + order[last:]
+        if len(moved) != len(order) or moved == order:
+            raise
+        with suppress(ValueError):
+            return _find_all(moved, text)
+        raise
+
+
+def _find_all(said_by: list[tuple[Message, bool]], text: str) -> None:
     at = 0
     flat: str | None = None  # the text without white space, once that is needed
-    for message, keep in zip(messages, trained, strict=True):
+    for message, keep in said_by:
         if message["role"] == "tool":
             continue  # some templates write it as JSON
         for said in _pieces(message, keep):

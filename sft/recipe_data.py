@@ -101,7 +101,7 @@ class Data(Section):
 
     special_tokens: Literal["escape", "keep"] = "escape"
     """Strings in a row that spell a special token: `escape` has them read as plain text, and cut off where an answer ends
-    with one; `keep` lets them become control tokens."""
+    with one; `keep` lets them become control tokens, for text with `chat: false`."""
 
     overlong: Literal["drop", "truncate", "split", "error"] = "drop"
     """What happens to a document longer than max_length. Counted in the ledger."""

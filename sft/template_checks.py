@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from sft.chat import ANSWER, QUESTION, ChatRenderer
+from sft.chat import ANSWER, QUESTION, ChatRenderer, Rendered
 from sft.errors import ModelError
+from sft.turns import Message
 
 _PROBE = [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "Blue"}]
 
@@ -21,7 +22,7 @@ def end_of_turn(tokenizer: Any) -> int:
     renderer = ChatRenderer(tokenizer)
     check_spans(renderer)
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-    rendered = renderer.render(_PROBE * 2)
+    rendered = _rendered(renderer, _PROBE * 2)
     for start, end in rendered.spans:
         ids = tokenizer(rendered.text[start:end], add_special_tokens=False)["input_ids"]
         if ids and ids[-1] in special:
@@ -43,14 +44,15 @@ def end_of_turn(tokenizer: Any) -> int:
 def check_spans(renderer: ChatRenderer) -> None:
     """Derive the turns of sample conversations a second way, from where their words come to stand, and compare.
 
-    A turn must hold its own answer and no other word of the conversation, and after the answer there must be an end, the same
-    for all turns but the last, to which some templates give another.
+    A turn must hold its own answer, which must stand nowhere else in the text, and no other word of the conversation; and after the
+    answer there must be an end, the same for all turns but the last, to which some templates give another.
 
     Raises:
-        ModelError: The template's markers or its shape give other turns.
+        ModelError: The template's markers or its shape give other turns, or its prompts hold the answers.
     """
-    for words in (["1"], ["1", "2", "3"]):
-        messages = [
+    system: list[Message] = [{"role": "system", "content": "Be brief."}]
+    for first, words in (([], ["1"]), ([], ["1", "2", "3"]), (system, ["1"])):
+        messages = first + [
             turn
             for word in words
             for turn in (
@@ -59,16 +61,31 @@ def check_spans(renderer: ChatRenderer) -> None:
             )
         ]
         try:
-            rendered = renderer.render(messages)
+            rendered = _rendered(renderer, messages)
         except ValueError as error:
+            if first:
+                continue  # not every template knows a system message; a row that has one says so
             raise ModelError(
                 f"Questions and their answers cannot be rendered: {error}. Correct model.chat_template, or name another."
             ) from None
         turns = [rendered.text[start:end] for start, end in rendered.spans]
-        ends = [turn.partition(ANSWER + word)[2] for turn, word in zip(turns, words, strict=False)]
+        ends = [turn.partition(ANSWER + word)[2] for turn, word in zip(turns, words[-len(turns) :], strict=True)]
         alike = all(ends) and len(set(ends[:-1])) <= 1 and not any(ANSWER in end for end in ends)
-        if len(turns) != len(words) or not alike or any(QUESTION in turn for turn in turns):
+        if not alike or any(QUESTION in turn for turn in turns):
             raise ModelError(
                 f"The chat template's turns are not where its answers are: of {len(words)} question{'s' if len(words) > 1 else ''} with "
                 f"answers it gives the turns {turns}. Correct its {{% generation %}} markers, or name another in model.chat_template."
             )
+        if any(rendered.text.count(ANSWER + word) != 1 for word in words[-len(turns) :]):
+            raise ModelError(
+                f"The chat template writes an answer more than once, so that it is in its own prompt: ...{rendered.text[-200:]!r}. Correct "
+                "model.chat_template, or name another."
+            )
+
+
+def _rendered(renderer: ChatRenderer, messages: list[Message]) -> Rendered:
+    """All turns, or where the template changes earlier ones the last: such a template can train that one."""
+    try:
+        return renderer.render(messages)
+    except ValueError:
+        return renderer.render(messages, trained=[False] * (len(messages) - 1) + [True])

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import numpy as np
 
 
-def token_range(encoding: Any, start: int, end: int) -> tuple[int, int]:
+def token_range(encoding: Any, start: int, end: int, added: Container[int] = ()) -> tuple[int, int]:
     """The tokens that any of the characters start to end belong to, as a range with the end exclusive.
+
+    One of the ids `added` that begins before `start` is not among them: some added tokens take the white space around them with
+    them (`rstrip`), such as the header before an answer that begins with a space.
 
     Asks for single characters: all offsets at once are a Python object for every token.
     """
     first = next((token for at in range(start, end) if (token := encoding.char_to_token(at)) is not None), None)
+    if first is not None and (place := encoding.token_to_chars(first))[0] < start and encoding.ids[first] in added:
+        return token_range(encoding, place[1], end, added)
     if first is None:
         return 0, 0
     stop = next(token for at in range(end - 1, start - 1, -1) if (token := encoding.char_to_token(at)) is not None) + 1

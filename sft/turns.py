@@ -71,7 +71,10 @@ def _call(call: Any) -> Any:
         raise ValueError(f"a tool call has no name: {json.dumps(call, ensure_ascii=False, default=str)[:80]}")
     if function.get("arguments") in (None, ""):
         function = function | {"arguments": "{}"}  # OpenAI's form for none, which templates would write as no JSON
-    return call | {"function": function} if call.get("function") else {"type": "function", "function": function}
+    if call.get("function"):
+        return {"type": "function"} | call | {"function": function}
+    bare = {key: value for key, value in function.items() if key not in ("id", "type")}
+    return ({"id": call["id"]} if call.get("id") else {}) | {"type": "function", "function": bare}
 
 
 def _take_parts(content: Any) -> tuple[Any, str, list[Any]]:

@@ -69,7 +69,9 @@ def test_a_source_of_which_half_the_rows_were_rendered_is_refused(
         check(rows, chat=chat)
     # Rows that are rendered already must not be rendered once more.
     assert ("chat: false" in str(error.value)) == chat
-    check(rows, "data.special_tokens=keep", chat=chat)
+    check(rows, "data.special_tokens=keep", chat=False)
+    with pytest.raises(DataError, match=rf"{spelled} of the first 20 rows .*write them once more.*Set chat: false"):
+        check(rows, "data.special_tokens=keep")
 
 
 def test_a_single_row_is_no_habit(check: Callable[..., None]) -> None:
@@ -85,11 +87,21 @@ def test_conversations_in_which_turns_were_rendered_are_refused_too(check: Calla
             "messages": [{"role": "user", "content": content}, {"role": "assistant", "content": f"Answer {number}"}]
         }
 
-    with pytest.raises(DataError, match=r"4 of the first 4 rows .*Set data.special_tokens=keep") as error:
-        check([turns(number, CHATML.format(number)) for number in range(4)])
-    # Which is for rows of prompt and completion, and refused for these.
-    assert "chat: false" not in str(error.value)
+    rows = [turns(number, CHATML.format(number)) for number in range(4)]
+    sides = [{"prompt": row["messages"][:1], "completion": row["messages"][1:]} for row in rows]
+    alpaca = [{"instruction": row["messages"][0]["content"], "output": "Answer"} for row in rows]
+    for told in (rows, sides, alpaca):
+        for keys in ([], ["data.special_tokens=keep"]):
+            with pytest.raises(DataError, match=r"4 of the first 4 rows .*Take the special tokens out") as error:
+                check(told, *keys)
+            # Which are for rows of prompt and completion: these would get every header twice.
+            assert not any(key in str(error.value) for key in ("special_tokens=keep", "chat: false"))
     check([turns(number, f"Question {number}") for number in range(4)])
+
+
+def test_a_special_token_that_is_no_header_is_kept_in_conversations(check: Callable[..., None]) -> None:
+    """Such as a tool's own token, which a row may spell on purpose."""
+    check([plain(number) | {"prompt": "<|endoftext|> of what?"} for number in range(4)], "data.special_tokens=keep")
 
 
 def test_text_and_tokens_are_not_looked_at(check: Callable[..., None]) -> None:

@@ -147,7 +147,25 @@ def test_a_call_of_a_tool_becomes_the_assistants_turn_with_its_tools() -> None:
     assert made.messages[:3] == [USER, CALLED, {"role": "tool", "content": "nothing"}]
     assert made.messages[3]["tool_calls"] == CALLED["tool_calls"] * 2
     assert made.trained == [False, True, False, True]
-    assert made.tools == [{"name": "search"}] == conversation(row | {"tools": [{"name": "search"}]}).tools
+    tools = [{"type": "function", "function": {"name": "search"}}]
+    assert made.tools == tools == conversation(row | {"tools": [{"name": "search"}]}).tools
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ({"name": "f", "parameters": {}}, {"type": "function", "function": {"name": "f", "parameters": {}}}),
+        ({"type": "function", "name": "f"}, {"type": "function", "function": {"name": "f"}}),
+        ({"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "f"}}),
+        ({"function": {"name": "f"}}, {"type": "function", "function": {"name": "f"}}),
+        ({"type": "web_search", "name": "f"}, {"type": "web_search", "name": "f"}),
+        ({"parameters": {}}, {"parameters": {}}),
+    ],
+)
+def test_a_bare_tool_has_the_form_in_which_servers_send_it(given: dict[str, Any], read: dict[str, Any]) -> None:
+    row = {"messages": [USER, ANSWER]}
+    assert conversation(row | {"tools": [given]}).tools == [read]
+    assert conversation(row | {"tools": json.dumps([given])}).tools == [read]
 
 
 @pytest.mark.parametrize(
@@ -155,6 +173,8 @@ def test_a_call_of_a_tool_becomes_the_assistants_turn_with_its_tools() -> None:
     [
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "assistant", "tool_calls": [{"type": "function", "function": CALL}]},
+        {"role": "assistant", "tool_calls": [{"function": CALL}]},
+        {"role": "assistant", "tool_calls": [CALL | {"type": "function"}]},
         {"role": "assistant", "content": parts(("tool_call", CALL))},
         {"role": "assistant", "content": parts(("tool_call", json.dumps(CALL)))},
         {"role": "assistant", "content": parts(("text", ""), ("tool_call", json.dumps([CALL])))},
@@ -173,6 +193,8 @@ def test_a_call_keeps_its_id_and_the_answer_names_it() -> None:
     turns.append({"role": "tool", "content": "5", "tool_call_id": "x1", "name": "f", "tool_calls": []})
     made = conversation({"messages": turns}).messages
     assert made[1] == turns[1] | {"content": ""}
+    turns[1]["tool_calls"] = [{"id": "x1", "name": "f", "arguments": '{"a": 1}'}]
+    assert conversation({"messages": turns}).messages[1] == made[1]
     assert made[2] == {"role": "tool", "content": "5", "tool_call_id": "x1", "name": "f"}
 
 
@@ -463,7 +485,7 @@ def test_a_mask_of_another_length_is_told(name: str) -> None:
 
 
 def test_tools_may_be_json_in_a_string_one_by_one() -> None:
-    tools = [{"type": "function", "function": {"name": "search"}}, {"name": "add"}]
+    tools = [{"type": "function", "function": {"name": name}} for name in ("search", "add")]
     given: list[Any] = [
         tools,
         json.dumps(tools),
@@ -602,6 +624,6 @@ def test_a_column_that_would_be_left_out_in_silence_is_refused(name: str) -> Non
             example(row | {name: ["x"]})
         for none in (None, [], ""):
             assert example(row | {name: none}) == example(row)
-    tools = [{"name": "f"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
     named = source(columns={"tools": "functions"})
     assert conversation({"messages": [USER, ANSWER], "functions": tools}, named).tools == tools

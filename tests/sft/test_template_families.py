@@ -1,0 +1,306 @@
+"""Traits of the families' chat templates, each in a template of our own: what is trained of a row, what is noted, what is refused."""
+
+from collections.abc import Callable
+from copy import copy
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AddedToken
+
+from sft.chat import ChatRenderer
+from sft.document_maker import DocumentMaker
+from sft.documents import Chunk
+from sft.errors import ModelError
+from sft.recipe import Recipe, Source
+from sft.template_checks import check_spans, end_of_turn
+from sft.tokenizer import load_tokenizer
+from sft.turns import Message
+
+MakeRecipe = Callable[..., Recipe]
+Row = dict[str, Any]
+
+# Writes the system message into the last question while nothing follows it, demands ids, and shows no text beside a call.
+MISTRAL = """
+{%- set system = messages[0].content if messages[0].role == 'system' else '' -%}
+{%- for m in messages if m.role != 'system' -%}
+{%- if m.role == 'user' -%}[Q]{{ system ~ '|' if loop.last and system }}{{ m.content }}[/Q]
+{%- elif m.tool_calls -%}[C]
+{%- for call in m.tool_calls -%}
+{%- if call.id is not defined or call.id | length != 9 -%}{{ raise_exception('ids have nine characters') }}{%- endif -%}
+{{ call.function | tojson }}#{{ call.id }}
+{%- endfor -%}{{ eos_token }}
+{%- elif m.role == 'tool' -%}
+{%- if m.tool_call_id | length != 9 -%}{{ raise_exception('ids have nine characters') }}{%- endif -%}
+[R]{{ m.content }}#{{ m.tool_call_id }}[/R]
+{%- else -%}{{ m.content }}{{ eos_token }}{%- endif -%}
+{%- endfor -%}"""
+
+# Shows the last turn's reasoning content alone, in a thought that its prompt opens.
+THINKING = """
+{%- for m in messages -%}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' and loop.last -%}<think>
+{{ m.reasoning_content or '' }}
+</think>
+
+{% endif -%}{{ m.content }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+<think>
+{% endif -%}"""
+
+# Shows no reasoning content, and opens a thought in the prompt.
+DISTILLED = """
+{%- for m in messages -%}<|im_start|>{{ m.role }}
+{{ m.content.split('</think>')[-1] }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+<think>
+{% endif -%}"""
+
+CHATML = """
+{%- for m in messages -%}<|im_start|>{{ m.role }}
+{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.name ~ ' ' ~ CALL }}{% endfor %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+PLAIN = CHATML.replace("CALL", "''")
+
+
+def talk(*contents: str, system: str = "") -> list[Message]:
+    turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 9, contents, strict=False)]
+    return ([{"role": "system", "content": system}] if system else []) + turns
+
+
+def calls(**ids: str) -> list[Message]:
+    """A conversation with a call of a tool; the ids are those of `call` and `result`."""
+    call: Row = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    call |= {"id": ids["call"]} if "call" in ids else {}
+    result = {"role": "tool", "content": "five"} | ({"tool_call_id": ids["result"]} if "result" in ids else {})
+    return [*talk("Ask"), {"role": "assistant", "content": "", "tool_calls": [call]}, result, talk("", "Five.")[1]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(make_recipe: MakeRecipe) -> Any:
+    return load_tokenizer(make_recipe())
+
+
+@pytest.fixture(scope="module")
+def made(make_recipe: MakeRecipe, tokenizer: Any) -> Callable[..., tuple[str, Chunk]]:
+    """One row as a document of a template: its text with the trained stretches in ⟦⟧, and the chunk."""
+
+    def make(template: str, messages: list[Message], other: Any = None, **data: object) -> tuple[str, Chunk]:
+        chosen = copy(other or tokenizer)
+        chosen.chat_template = template
+        end_of_turn(chosen)
+        overrides = [f"data.{key}={value}" for key, value in ({"max_length": 4096} | data).items()]
+        maker = DocumentMaker(make_recipe(*overrides).data, chosen)
+        chunk = maker.make(Source(path="rows"), 0, "messages", [(1, {"messages": messages})])
+        edges = np.flatnonzero(np.diff(chunk.trained, prepend=0, append=0))
+        pieces = [chosen.decode(part) for part in np.split(chunk.tokens, edges)]
+        return "".join(f"⟦{text}⟧" if at % 2 else text for at, text in enumerate(pieces)), chunk
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("messages", "data", "text"),
+    [
+        (talk("One", "Two"), {}, "[Q]One[/Q]⟦Two<|im_end|>⟧"),
+        (talk("One", "Two", system="Short."), {}, "[Q]Short.|One[/Q]⟦Two<|im_end|>⟧"),
+        (
+            talk("One", "Two", "Three", "Four", system="Short."),
+            {"loss_on": "last_assistant"},
+            "[Q]One[/Q]Two<|im_end|>[Q]Short.|Three[/Q]⟦Four<|im_end|>⟧",
+        ),
+    ],
+)
+def test_a_system_message_in_the_last_question_stands_where_generation_has_it(
+    messages: list[Message], data: Row, text: str, made: Callable[..., tuple[str, Chunk]], tokenizer: Any
+) -> None:
+    shown, chunk = made(MISTRAL, messages, **data)
+    assert (shown, chunk.error) == (text, None)
+    asking = copy(tokenizer)
+    asking.chat_template = MISTRAL
+    prompt = asking.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+    assert shown.startswith(prompt + "⟦")
+
+
+def test_turns_before_the_last_question_cannot_be_trained_with_its_system_message(
+    made: Callable[..., tuple[str, Chunk]],
+) -> None:
+    _, chunk = made(MISTRAL, talk("One", "Two", "Three", "Four", system="Short."))
+    assert chunk.error is not None
+    assert "data.loss_on=last_assistant" in chunk.error[1]
+
+
+@pytest.mark.parametrize(
+    ("ids", "noted"),
+    [
+        ({"call": "aB3456789", "result": "aB3456789"}, False),
+        ({}, True),
+        ({"call": "call_0123456789", "result": "call_0123456789"}, True),
+        ({"call": "aB3456789"}, True),
+        ({"call": "call-4567", "result": "call-4567"}, True),
+    ],
+)
+def test_ids_that_a_template_demands_are_made_where_a_row_has_none(
+    ids: Row, noted: bool, made: Callable[..., tuple[str, Chunk]]
+) -> None:
+    text, chunk = made(MISTRAL, calls(**ids))
+    assert chunk.error is None
+    before, _, after = text.partition("[R]five#")
+    given = after[:9]
+    assert given.isalnum()
+    assert before.endswith(f'{{"name": "add", "arguments": {{"a": 1}}}}#{given}<|im_end|>⟧')
+    assert (given == ids.get("call")) == (ids.get("call") == "aB3456789")
+    assert bool(chunk.findings.counts["made_ids"]) == noted
+    assert made(MISTRAL, calls(**ids))[0] == text
+
+
+def test_results_without_ids_answer_their_calls_in_order(made: Callable[..., tuple[str, Chunk]]) -> None:
+    messages = calls()
+    messages[1]["tool_calls"] *= 2
+    messages.insert(3, {"role": "tool", "content": "six"})
+    text, _ = made(MISTRAL, messages)
+    first, second = (text.partition(f"{result}#")[2][:9] for result in ("five", "six"))
+    assert first != second
+    assert text.index(f"#{first}") < text.index(f"#{second}") < text.index("five")
+
+
+def test_an_id_that_a_template_accepts_stays(made: Callable[..., tuple[str, Chunk]]) -> None:
+    """Where any id will do, a missing one alone is made."""
+    template = MISTRAL.replace("call.id | length != 9", "not call.id").replace("m.tool_call_id | length != 9", "false")
+    text, chunk = made(template, calls(call="call_0123456789", result="call_0123456789"))
+    assert (text.count("#call_0123456789"), chunk.findings.counts["made_ids"]) == (2, 0)
+    assert made(template, calls())[1].findings.counts["made_ids"] == 1
+
+
+def test_a_template_without_a_wish_for_ids_gets_none(made: Callable[..., tuple[str, Chunk]]) -> None:
+    text, chunk = made(CHATML.replace("CALL", "call.id"), calls())
+    assert (text.count("⟦add <|im_end|>⟧"), chunk.findings.counts["made_ids"]) == (1, 0)
+
+
+@pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'])
+@pytest.mark.parametrize("written", ["(call.function.arguments + '')", "call.function.arguments | tojson"])
+def test_a_call_is_trained_whichever_form_of_arguments_a_template_reads(
+    written: str, arguments: Any, made: Callable[..., tuple[str, Chunk]]
+) -> None:
+    messages = calls()
+    messages[1]["tool_calls"][0]["function"]["arguments"] = arguments
+    text, chunk = made(CHATML.replace("CALL", written), messages)
+    assert ('⟦add {"a": 1}<|im_end|>⟧' in text, chunk.error) == (True, None)
+
+
+def test_a_template_that_refuses_every_call_is_told_in_its_own_words(made: Callable[..., tuple[str, Chunk]]) -> None:
+    _, chunk = made(CHATML.replace("CALL", "raise_exception('no calls on Mondays')"), calls())
+    assert chunk.error is not None
+    assert "no calls on Mondays" in chunk.error[1]
+    assert "leaves them out" not in chunk.error[1]
+
+
+def thoughts(*reasoning: str) -> list[Message]:
+    turns = talk(*(f"{word}{at}" for at in range(len(reasoning)) for word in ("Q", "A")))
+    for turn, thought in zip(turns[1::2], reasoning, strict=True):
+        turn |= {"reasoning_content": thought} if thought else {}
+    return turns
+
+
+def test_earlier_turns_that_a_template_changes_do_not_hinder_the_last(made: Callable[..., tuple[str, Chunk]]) -> None:
+    text, chunk = made(THINKING, thoughts("hm", "so"), loss_on="last_assistant")
+    assert chunk.error is None
+    assert text.endswith("<|im_start|>assistant\nA0<|im_end|>\n<|im_start|>user\nQ1<|im_end|>\n"
+                         "<|im_start|>assistant\n<think>\n⟦so\n</think>\n\nA1<|im_end|>⟧\n")  # fmt: skip
+    assert made(THINKING, thoughts("hm"))[1].error is None
+    _, refused = made(THINKING, thoughts("hm", "so"))
+    assert refused.error is not None
+    assert "data.loss_on=last_assistant" in refused.error[1]
+
+
+@pytest.mark.parametrize(
+    ("template", "reasoning", "found", "trained"),
+    [
+        (DISTILLED, "", "prompt_thinks", "⟦A0<|im_end|>⟧"),
+        (THINKING, "", "empty_thought", "⟦\n</think>\n\nA0<|im_end|>⟧"),
+        (THINKING, "hm", None, "⟦hm\n</think>\n\nA0<|im_end|>⟧"),
+        (PLAIN, "", None, "⟦A0<|im_end|>⟧"),
+    ],
+)
+def test_answers_without_the_thought_that_their_prompt_opens_are_noted(
+    template: str, reasoning: str, found: str | None, trained: str, made: Callable[..., tuple[str, Chunk]]
+) -> None:
+    text, chunk = made(template, thoughts(reasoning))
+    assert trained in text
+    assert set(chunk.findings.counts) == ({found} if found else set())
+
+
+def test_a_thought_that_is_opened_twice_or_never_closed_is_not_trained(made: Callable[..., tuple[str, Chunk]]) -> None:
+    """Some templates begin the last turn as a prompt, whatever it holds."""
+    prefilled = DISTILLED.replace(
+        "{{ m.content", "{% if loop.last and m.role == 'assistant' %}<think>\n{% endif %}{{ m.content"
+    )
+    with pytest.raises(ModelError, match=r"model.chat_template"):
+        made(prefilled, thoughts(""))
+
+
+MARKED = PLAIN.replace("{{ m.content }}", "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
+                       "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}").replace(
+    "{% endfor %}<|im_end|>\n", "{% endfor %}\n")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("template", "change", "into"),
+    [
+        (MARKED, "{%- for m", "{{ messages[-1].content }}{%- for m"),
+        (MARKED, "{% generation %}", "{{ m.content }} {% generation %}"),
+        (MARKED, "{% generation %}", "{% generation %}{{ m.content }} "),
+        (MARKED, "{% endgeneration %}", "{% endgeneration %}{{ m.content }}"),
+        (MARKED, "{%- for m", "{% if messages[0].role == 'system' %}{{ messages[-1].content }}{% endif %}{%- for m"),
+        (PLAIN, "{%- for m", "{{ messages[-1].content }}{%- for m"),
+        (PLAIN, "{{ m.content }}", "{{ m.content }}{{ m.content }}"),
+    ],
+)
+def test_an_answer_that_is_written_twice_or_before_its_turn_is_refused(
+    template: str, change: str, into: str, tokenizer: Any
+) -> None:
+    chosen = copy(tokenizer)
+    chosen.chat_template = template
+    check_spans(ChatRenderer(chosen))
+    assert template.count(change) == 1
+    chosen.chat_template = template.replace(change, into)
+    with pytest.raises(ModelError, match=r"model.chat_template"):
+        check_spans(ChatRenderer(chosen))
+
+
+@pytest.mark.parametrize(
+    ("template", "messages"),
+    [
+        (CHATML.replace("CALL", "call.function.arguments ~ call.function.arguments"), calls()),
+        (THINKING.replace("</think>", "</think>{{ m.reasoning_content }}"), thoughts("hm")),
+    ],
+)
+def test_calls_and_thoughts_that_are_written_twice_are_refused(
+    template: str, messages: list[Message], made: Callable[..., tuple[str, Chunk]]
+) -> None:
+    _, chunk = made(template, messages)
+    assert chunk.error is not None
+    assert "more than once" in chunk.error[1]
+
+
+@pytest.mark.parametrize("answer", ["Yes", " Yes", "\n\nYes", " \n Yes and no "])
+@pytest.mark.parametrize("strips", [{"rstrip": True}, {"lstrip": True, "rstrip": True}, {"lstrip": True}])
+def test_a_header_that_takes_the_white_space_behind_it_is_not_trained(
+    strips: Row, answer: str, make_recipe: MakeRecipe, made: Callable[..., tuple[str, Chunk]]
+) -> None:
+    other = load_tokenizer(make_recipe())
+    headers = [AddedToken(f"<|{role}|>", special=True, **strips) for role in ("user", "assistant")]
+    other.add_special_tokens({"additional_special_tokens": headers})
+    header = other.convert_tokens_to_ids("<|assistant|>")
+    template = PLAIN.replace("<|im_start|>{{ m.role }}", "<|{{ m.role }}|>").replace(
+        "<|im_start|>assistant", "<|assistant|>"
+    )
+    for data in ({}, {"loss_on": "all"}):
+        _, chunk = made(template, talk("Q", answer, "Again", answer), other, **data)
+        assert chunk.error is None
+        assert set(chunk.trained[chunk.tokens == header]) == {int("loss_on" in data)}
+        assert other.decode(chunk.tokens[chunk.trained == 1]).count("Yes") == 2
