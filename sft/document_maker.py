@@ -18,7 +18,7 @@ from sft.chunk_building import Building, Encodable, Given, Stop
 from sft.control_tokens import ControlTokens, break_up, unused_mark
 from sft.documents import LENGTHS, Chunk, Counts
 from sft.findings import MEANING, Findings, found_in_row
-from sft.formats import IGNORED, Conversation, Row, Text, Tokens, renamed, to_example
+from sft.formats import IGNORED, Conversation, Row, Text, Tokens, has_zero_weight, renamed, to_example
 from sft.lost_content import check_nothing_is_lost
 from sft.overlong import Overlong, pieces_of
 from sft.readers import BadRow
@@ -65,6 +65,9 @@ class DocumentMaker:
         try:
             for row_number, row in rows:
                 with self._bad_rows_told(chunk, row_number):
+                    if isinstance(row, dict) and has_zero_weight(renamed(row, source)):
+                        chunk.drop("zero weight", row_number)
+                        continue
                     item = self._ready(row, row_number, source, format, chunk)
                     if item is None:
                         chunk.drop("no answer to train on", row_number)

@@ -16,6 +16,7 @@ from sft.turns import Message
 MEANING = {
     "bad row": "a row that cannot be read or rendered; dropped (data.on_bad_row=drop)",
     "no answer to train on": "no answer to train on; dropped",
+    "zero weight": "a row of weight 0 (`weight`, `loss_weight`, `sample_weight`); dropped",
     "no trained token": "no trained token; dropped",
     "longer than max_length": "longer than data.max_length; dropped",
     "no trained token within max_length": "no trained token within data.max_length; dropped",
