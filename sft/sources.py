@@ -29,7 +29,8 @@ def told_as(key: str) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        raise DataError(str(error).replace("data.train", key)) from None
+        # At its start alone: a path in the message may hold the same words.
+        raise DataError(re.sub(r"^data\.train\b", key, str(error))) from None
 
 
 def looks_local(name: str) -> bool:
@@ -66,7 +67,7 @@ def source_files(source: Source, output_dir: str) -> list[Path] | None:
     if not path.exists() and not pattern:
         raise DataError(f"data.train: there is no file or folder {source.path} (looked in {Path.cwd()}).")
     split, wanted = split_and_slice(source)
-    if split != "train" and not (path / "dataset_dict.json").is_file():
+    if split != "train" and not path.is_dir():
         raise DataError(
             f"data.train: split={source.split} of the local path {source.path}: files have no splits. Name the file, or take "
             "rows of it with train[:1000]."

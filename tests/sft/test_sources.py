@@ -17,6 +17,7 @@ from sft.sources import (
     open_source,
     place,
     source_files,
+    told_as,
 )
 
 Rows = list[dict[str, Any]]
@@ -132,6 +133,11 @@ def test_a_row_stands_in_the_file_that_was_begun_last_before_it(
     starts: list[tuple[int, str]], row: int, told: str
 ) -> None:
     assert place("owner/data", starts, row) == told
+
+
+def test_a_message_names_its_key_and_keeps_a_path_that_holds_the_same_words() -> None:
+    with pytest.raises(DataError, match=r"^data.held_out: there is no file or folder my/data.train/x.jsonl"), told_as("data.held_out"):
+        source_files(Source(path="my/data.train/x.jsonl"), "")
 
 
 def test_an_empty_file_before_another_gives_no_row_its_name(tmp_path: Path) -> None:
