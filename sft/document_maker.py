@@ -263,6 +263,8 @@ class DocumentMaker:
         if cut or len(pieces) > 1:
             chunk.findings.add("truncated" if cut else "split", chunk.source, item.row)
         digest, answer = _digest(ids), _digest(ids[mask == 1])
+        if self.data.held_out is not None:
+            chunk.questions += [_question(item, ids, mask)] * len(pieces)
         for piece, kept in pieces:
             chunk.parts.append((piece, kept))
             chunk.records.append((len(piece), int(kept.sum()), cut, lost, chunk.source, item.row, digest, answer))
@@ -276,6 +278,16 @@ def _behind(broken: str, characters: int, mark: str) -> int:
         characters -= broken[at] != mark
         at += 1
     return at
+
+
+def _question(item: Encodable | Given, ids: np.ndarray, mask: np.ndarray) -> int:
+    """A digest of what a row has besides its answers, case and white space aside; of all of it where there is nothing besides."""
+    if isinstance(item, Given):
+        return _digest(ids[mask == 0] if (mask[1:] == 0).any() else ids)
+    edges = [0, *(edge for span in item.spans for edge in span), len(item.text)]
+    asked = "".join(item.text[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True))
+    words = (asked if asked.strip() else item.text).replace(item.mark or "\0", "").casefold().split()
+    return int.from_bytes(blake2b("".join(words).encode(), digest_size=8).digest(), "little")
 
 
 def _digest(ids: np.ndarray) -> int:

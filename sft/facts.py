@@ -217,7 +217,9 @@ def _sample_all(files: list[Path], source: Source) -> tuple[list[Row], str, int]
     counts = [count_rows(file) for file in files]
     if None not in counts:
         return rows, format, sum(count or 0 for count in counts)
-    bytes_a_row = sum(len(json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "replace")) + 2 for row in rows) / len(rows)
+    bytes_a_row = sum(
+        len(json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "replace")) + 2 for row in rows
+    ) / len(rows)
     # Text shrinks to about a quarter under gzip or zstd.
     size = sum(file.stat().st_size * (4 if file.suffix in (".gz", ".zst") else 1) for file in files)
     return rows, format, len(rows) if len(rows) < _SAMPLE and len(files) == 1 else round(size / bytes_a_row)

@@ -191,7 +191,9 @@ def _tokens(row: Row) -> Tokens:
     kept = [index for index, attended in enumerate(seen) if attended]
     positions = columns.get("position_ids") or range(len(input_ids))
     if any(positions[index] <= positions[before] for before, index in pairwise(kept)):
-        raise ValueError("its `position_ids` start again: it was packed elsewhere. Give each document a row; they are packed here")
+        raise ValueError(
+            "its `position_ids` start again: it was packed elsewhere. Give each document a row; they are packed here"
+        )
     return Tokens([input_ids[index] for index in kept], [labels[index] for index in kept] if labels else labels)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sft.again import is_run, start_again, told_differences
 from sft.errors import RecipeError, run_main
+from sft.findings import check_findings
 from sft.finish import become_finish, evaluation_left
 from sft.hardware import Hardware, described_hardware, detect_hardware
 from sft.host_facts import host_facts
@@ -151,6 +152,7 @@ def look_at_data(recipe_path: Path, overrides: Sequence[str], count: int | None)
 
     show(prepared, recipe, load_tokenizer(recipe), count)
     check_limits(prepared.ledger, recipe.data)
+    check_findings(prepared.findings, recipe.data)
 
 
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:

@@ -34,7 +34,7 @@ from sft.document_maker import DocumentMaker
 from sft.documents import Counts
 from sft.errors import DataError, Interrupted, ModelError, RecipeError, RunError, run_main, stop
 from sft.facts import ModelFacts
-from sft.findings import Findings
+from sft.findings import Findings, check_findings
 from sft.formats import common_columns, row_format, unread_columns
 from sft.interruption import EXITS, SIGNALS, exit_status, held_back
 from sft.job import open_recipe
@@ -116,6 +116,7 @@ def prepared_data(
         raise DataError("The data has changed while it was prepared. Start again when nobody writes to it.")
     if judge:
         check_limits(prepared.ledger, recipe.data)
+        check_findings(prepared.findings, recipe.data)
     return prepared
 
 
@@ -223,7 +224,7 @@ def _build(recipe: Recipe, tokenizer: Any, work: Path) -> dict[str, Any]:
     train, held_out = _sequences(store.documents, mixture, recipe)
     train.save(work / "train.npz")
     held_out.save(work / "held_out.npz")
-    find_in_all(store, mixture, findings, tokenizer)
+    find_in_all(store, mixture, findings, tokenizer, np.concatenate([one.questions for one in read]))
     names, counts = [source.path for source in sources], [one.counts for one in read]
     names[len(recipe.sources) :] = [f"{name} (held out)" for name in names[len(recipe.sources) :]]
     accounts = settle(names, counts, store.documents, mixture)
@@ -248,7 +249,9 @@ def _build(recipe: Recipe, tokenizer: Any, work: Path) -> dict[str, Any]:
             "packing": packing if recipe.data.packing else None,
             "lengths": lengths_json(counts),
         },
-        "findings": findings_json(findings, names, [one.file_starts for one in read]),
+        "findings": findings_json(
+            findings, names, [one.file_starts for one in read], [account.rows_in for account in accounts]
+        ),
     }
 
 
@@ -261,6 +264,9 @@ class _Read:
     file_starts: list[tuple[int, str]]
     unread: list[str]
     """Columns that nothing looks at."""
+
+    questions: np.ndarray
+    """Of each document, as Chunk has them."""
 
 
 def _read_source(
@@ -294,7 +300,7 @@ def _read_source(
             "Prompts and completions are trained as they stand with `chat: false`."
         )
     check_not_rendered(source, format, good, recipe, maker)
-    counts = Counts()
+    counts, questions = Counts(), [np.zeros(0, np.uint64)]
     # On a terminal a line that changes; elsewhere one now and then.
     options = {"desc": f"Preparing {source.path} ({format})", "mininterval": 0.2 if sys.stderr.isatty() else 30}
     tqdm.monitor_interval = 0  # no thread beside: processes are forked
@@ -306,8 +312,10 @@ def _read_source(
             writer.write(chunk)
             counts.merge(chunk.counts)
             findings.merge(chunk.findings)
+            questions.append(chunk.questions)
             progress.update(chunk.counts.rows_in)
-    return _Read(counts, format, opened.file_starts, unread_columns(columns, format, source))
+    unread = unread_columns(columns, format, source)
+    return _Read(counts, format, opened.file_starts, unread, np.concatenate(questions))
 
 
 def _sequences(documents: np.ndarray, mixture: Mixture, recipe: Recipe) -> tuple[SequenceIndex, SequenceIndex]:

@@ -54,7 +54,7 @@ _CODE = (
     "turns",
 )
 _TOKENIZER_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.py", "chat_templates/*.jinja")
-_LIMITS = {"max_overlong_fraction", "max_dropped_fraction", "min_trained_fraction"}
+_LIMITS = {"allow", "max_overlong_fraction", "max_dropped_fraction", "min_trained_fraction"}
 """Keys that judge the prepared data and do not change it."""
 
 

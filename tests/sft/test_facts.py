@@ -152,7 +152,13 @@ def test_all_rows_of_parquet_files_are_counted_without_reading_them(make_recipe:
 def test_values_that_are_no_json_in_columns_beside_are_no_trouble(make_recipe: MakeRecipe, tmp_path: Path) -> None:
     import datasets
 
-    beside = {"at": datetime(2024, 1, 2), "day": date(1, 1, 1), "price": Decimal("0.10"), "raw": b"\xff", "nan": math.nan}
+    beside = {
+        "at": datetime(2024, 1, 2),
+        "day": date(1, 1, 1),
+        "price": Decimal("0.10"),
+        "raw": b"\xff",
+        "nan": math.nan,
+    }
     rows = datasets.Dataset.from_list([{"prompt": "Hi", "completion": "Hello"} | beside] * 3)
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "saved")
     recipe = make_recipe(f"data.train={tmp_path / 'saved'}", "data.packing=false", f"output_dir={tmp_path / 'out'}")

@@ -19,7 +19,12 @@ from sft.recipe import REPOSITORY, Data, Recipe
 MakeRecipe = Callable[..., Recipe]
 Key = Callable[..., str]
 ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-LIMITS = {"max_overlong_fraction": "0.5", "max_dropped_fraction": "0.5", "min_trained_fraction": "0.01"}
+LIMITS = {
+    "allow": "[placeholder]",
+    "max_overlong_fraction": "0.5",
+    "max_dropped_fraction": "0.5",
+    "min_trained_fraction": "0.01",
+}
 CHANGES = {
     "held_out": "0.1",
     "max_length": "64",

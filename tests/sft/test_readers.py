@@ -592,7 +592,11 @@ SHARDS = [f"data/{split}-0000{n}-of-00002.parquet" for split in ("test", "train"
         (["train.jsonl", "test.jsonl.gz"], "train", ["train.jsonl"]),
         (["my_train.jsonl", "my_dev.jsonl"], "val", ["my_dev.jsonl"]),
         (["train/a.json", "train/b.json", "test/a.json"], "train", ["train/a.json", "train/b.json"]),
-        (["main/train-00000-of-00001-f00.parquet", "main/eval.parquet"], "train", ["main/train-00000-of-00001-f00.parquet"]),
+        (
+            ["main/train-00000-of-00001-f00.parquet", "main/eval.parquet"],
+            "train",
+            ["main/train-00000-of-00001-f00.parquet"],
+        ),
         (["data/x.jsonl", "data/train_more.jsonl"], "train", ["data/train_more.jsonl", "data/x.jsonl"]),
         (["contest.jsonl", "values.jsonl"], "train", ["contest.jsonl", "values.jsonl"]),
         (["data/test-00000-of-00001.parquet"], "test", ["data/test-00000-of-00001.parquet"]),
@@ -608,7 +612,10 @@ def test_of_a_folder_only_the_files_of_the_split_are_read(
 @pytest.mark.parametrize(
     ("files", "told"),
     [
-        (["a.jsonl", "test.jsonl.gz"], r"several splits \(test.jsonl.gz among them\), and files of none. Name the file"),
+        (
+            ["a.jsonl", "test.jsonl.gz"],
+            r"several splits \(test.jsonl.gz among them\), and files of none. Name the file",
+        ),
         (["data/train_sft-00000-of-00001.parquet", "data/test.parquet"], r"no split `train`. It has: test, train_sft"),
         (["data/test-00000-of-00001.parquet"], r"no split `train`. It has: test. Set `split`"),
         (["main/train.parquet", "socratic/train.parquet"], r"several folders \(main, socratic\). Name one of them"),

@@ -136,7 +136,10 @@ def test_a_row_stands_in_the_file_that_was_begun_last_before_it(
 
 
 def test_a_message_names_its_key_and_keeps_a_path_that_holds_the_same_words() -> None:
-    with pytest.raises(DataError, match=r"^data.held_out: there is no file or folder my/data.train/x.jsonl"), told_as("data.held_out"):
+    with (
+        pytest.raises(DataError, match=r"^data.held_out: there is no file or folder my/data.train/x.jsonl"),
+        told_as("data.held_out"),
+    ):
         source_files(Source(path="my/data.train/x.jsonl"), "")
 
 
