@@ -99,7 +99,7 @@ def test_an_entry_is_the_same_bytes_with_any_workers_and_chunks(
 
     several = [entry(rows, f"several-{rows}") for rows in (7, 50)]
     one_core()
-    assert chunks.cores() == 1
+    assert chunks.worker_count() == 1
     alone = [entry(rows, f"one-{rows}") for rows in (7, 1000)]
     assert set(alone[0]) == set(FILES)
     assert several[0] == several[1] == alone[0] == alone[1]

@@ -200,6 +200,7 @@ def test_the_code_of_an_entry_is_all_code_that_its_bytes_depend_on() -> None:
         "demo",  # writes files, which are part of the key
         "job",  # opens the recipe
         "interruption",  # signals
+        "hardware",  # how many processes prepare
         "prepared",  # the key itself
     }
     found, new = set(sft.prepared._CODE), set(sft.prepared._CODE)
