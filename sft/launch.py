@@ -27,7 +27,7 @@ from sft.opening import check_start, unfinished_run
 from sft.plan import print_plan
 from sft.preflight import disk, refuse
 from sft.prepare import prepared_data
-from sft.prepared import Prepared, entry_folder, find_prepared
+from sft.prepared import Prepared, data_key, entry_folder, find_prepared
 from sft.resume import checkpoints_of
 from sft.run_directory import Run
 from sft.search import search
@@ -111,7 +111,7 @@ def meet_machines(job: Job, layout: Layout) -> None:
     from sft.handshake import Machine, meet
 
     timeout = whole_number("START_TIMEOUT", DEFAULT_START_TIMEOUT, 1)
-    facts = host_facts(job, layout.node_rank, entry_folder(job.recipe, job.model).name)
+    facts = host_facts(job, layout.node_rank, data_key(job.recipe, job.model))
     machine = Machine(layout.node_rank, layout.nodes, layout.per_node, facts, time.time())
     output_dir = Path(job.recipe.output_dir).expanduser().resolve()
     meet(machine, layout.master_address, layout.master_port, output_dir, timeout, [disk(job)])

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain, islice
@@ -45,9 +45,16 @@ from sft.prepared import Prepared, entry_folder, find_prepared
 from sft.processes import end_with_parent
 from sft.readers import BadRow
 from sft.recipe import Recipe, Source
+from sft.run_directory import EVALUATION_LEFT
 from sft.sources import open_source, told_as
 from sft.store import DocumentStore, DocumentWriter, SequenceIndex
 from sft.tokenizer import CHOICES, check_vocabulary, load_tokenizer
+
+_KEPT = 10
+"""Entries that stay whenever they were used."""
+
+_UNUSED_SECONDS = 24 * 3600
+"""Others stay as long after their last use: a start that has found one opens it within that time."""
 
 _FIRST_ROWS = 1000
 """Rows whose columns decide the format."""
@@ -114,6 +121,8 @@ def prepared_data(
     prepared = find_prepared(entry_folder(recipe, model))
     if prepared is None:
         raise DataError("The data has changed while it was prepared. Start again when nobody writes to it.")
+    with suppress(OSError):  # may be another user's
+        os.utime(prepared.folder / "prepared.json")
     if judge:
         check_limits(prepared.ledger, recipe.data)
         check_findings(prepared.findings, recipe.data)
@@ -156,6 +165,7 @@ def prepare(recipe: Recipe, model: ModelFacts) -> Prepared:
             _write_durably(work / "prepared.json", summary)
             shutil.rmtree(folder, ignore_errors=True)
             work.rename(folder)
+            _prune(folder.parent)
         finally:
             shutil.rmtree(work, ignore_errors=True)
     prepared = find_prepared(folder)
@@ -197,6 +207,25 @@ def _remove_left_overs(folder: Path) -> None:
                 except OSError:
                     continue
             shutil.rmtree(left, ignore_errors=True)
+
+
+def _prune(place: Path) -> None:
+    """Remove entries that were not used for a day, but for the newest and those of runs that are not finished."""
+    kept = set()
+    for file in place.parent.glob("*/*/run.json"):
+        with suppress(OSError, ValueError, AttributeError):
+            record = json.loads(file.read_text(encoding="utf-8"))
+            if record.get("status") != "finished" or record.get("evaluation") in EVALUATION_LEFT:
+                kept.add(record.get("data_fingerprint"))
+    with suppress(OSError):  # another process prunes too
+        used = {file.parent: file.stat().st_mtime for file in place.glob("[!.]*/prepared.json")}
+        for folder in sorted(used, key=lambda entry: used[entry], reverse=True)[_KEPT:]:
+            entry = find_prepared(folder)
+            if time.time() - used[folder] < _UNUSED_SECONDS or (entry is not None and entry.fingerprint in kept):
+                continue
+            gone = folder.with_name(f".{folder.name}.{os.getpid()}")
+            folder.rename(gone)  # at once for those who look for it
+            shutil.rmtree(gone, ignore_errors=True)
 
 
 def _write_durably(file: Path, value: object) -> None:
