@@ -47,6 +47,8 @@ class DocumentMaker:
         self.eos: str | None = tokenizer.eos_token
         self.adds_eos = self.backend.encode("a").ids[-1:] == [tokenizer.eos_token_id]
         self.bos_id: int | None = tokenizer.bos_token_id
+        added = tokenizer.added_tokens_decoder.items()
+        self.special_ids = {tokenizer.eos_token_id, *(number for number, token in added if token.special)}
         self.renderer = ChatRenderer(tokenizer) if tokenizer.chat_template is not None else None
         self.control = ControlTokens(tokenizer)
 
@@ -108,7 +110,10 @@ class DocumentMaker:
                 f"it has no column {error}, as rows of the format {format} do, but {', '.join(row)}"
             ) from None
         if isinstance(example, Tokens):
-            return Given(row_number, *self._given(example))
+            ids, mask = self._given(example)
+            if mask.any() and int(ids[mask == 1][-1]) not in self.special_ids:
+                chunk.findings.add("no_end", chunk.source, row_number)
+            return Given(row_number, ids, mask)
         # A text that was rendered elsewhere holds its special tokens on purpose.
         escape = self.data.special_tokens == "escape" and format != "text"
         found = found_in_row(example, self.control, escape)

@@ -243,6 +243,7 @@ def inspect_data(recipe: Recipe, model: ModelFacts) -> DataFacts | None:
         raise ModelError(f"{tokenizer_file} cannot be read: {error}. Copy it again.") from None
 
     def count(text: str) -> int:
+        text = text.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
         return len(tokenizer.encode(text, add_special_tokens=False).ids) if tokenizer else len(text.encode()) // 4
 
     for source in recipe.held_out_sources:

@@ -7,6 +7,7 @@ import re
 import unicodedata
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from sft.control_tokens import ControlTokens
@@ -34,6 +35,11 @@ MEANING = {
     "undecodable": "characters lost in an earlier decoding (U+FFFD), NUL, or half a surrogate pair",
     "mojibake": "text that was decoded wrongly (UTF-8 read as another encoding), such as Ã© for é",
     "escaped": "text that was escaped once too often: \\n, \\u00e9 or &quot; stands in it letter by letter",
+    "rendered": "text that was rendered for another model or in another format, such as <|im_start|>, [INST] or ### Response:",
+    "echo": "an answer that begins with its whole question",
+    "missing_value": "an answer that is only nan, None or null, as programs write a missing value",
+    "carriage_return": "a carriage return (a line end of Windows); it is trained where it stands in an answer",
+    "no_end": "tokens whose last trained one is no special token: the model does not learn from them to stop",
     "placeholder": "a placeholder that was never filled in, such as {{name}}",
     "duplicate": "a row that is the same as an earlier one",
     "held_out_duplicate": "a row that is also held out; not trained",
@@ -49,6 +55,9 @@ _REFUSED_FROM = {
     "empty_turn": 0.9,
     "last_turn": 0.9,
     "placeholder": 0.9,
+    "rendered": 0.9,
+    "echo": 0.9,
+    "missing_value": 0.5,
     "same_answer": 0.9,
     "duplicate": 0.9,
     "held_out_duplicate": 0.9,
@@ -82,6 +91,22 @@ _MOJIBAKE = re.compile(
 _ESCAPED = re.compile(
     r"\\n(?![a-z])|\\r\\n|\\u[0-9a-fA-F]{4}|&(?:quot|apos|nbsp|#x?0?[0-9a-fA-F]{2,4});|&amp;(?:[a-z]{2,6}|#x?[0-9a-fA-F]{2,4});"
 )
+_FOREIGN = re.compile(
+    r"<\|(?:im_start|im_end|eot_id|start_header_id|end_header_id|begin_of_text|user|assistant|system|end)\|>"
+    r"|<(?:start|end)_of_turn>"
+)
+"""Special tokens of other models, of which this one's tokenizer may know none."""
+
+_OTHER_FORMAT = re.compile(
+    r"\[/?INST\]|<<SYS>>|###\s*(?:Instruction|Response|Human|Assistant)\b"
+    r"|\A\s*(?:Human|User|Assistant):\s|\n(?:Human|User):\s*\Z"
+)
+"""What a prompt format writes that is no chat template: a second one around the first, where it stands in a turn."""
+
+_MISSING = {"nan", "NaN", "NAN", "None", "null", "NULL", "<NA>", "undefined"}
+_SHORTEST_QUESTION = 20
+"""Characters of a question that no answer begins with by chance."""
+
 _CAN_FOLLOW = {
     "start": {"system", "developer", "user"},
     "system": {"developer", "user"},
@@ -198,13 +223,30 @@ def _found_in_conversation(example: Conversation, control: ControlTokens, escape
     elsewhere += strings(example.tools) + strings(example.template_arguments)
     # What a tool answers is often JSON, which has escapes.
     written = [message["content"] for message in messages if message["role"] != "tool"]
-    return found + _found_in_strings([*rest, *elsewhere], control, escape) + _escaped(written)
+    pairs = [
+        (before["content"], answer["content"])
+        for before, answer in pairwise([{"content": ""}, *messages])
+        if answer["role"] == "assistant"
+    ]
+    found += _found_in_strings([*rest, *elsewhere], control, escape) + _escaped(written) + _found_in_answers(pairs)
+    told = {"special_tokens", "special_tokens_kept", "rendered"} & set(found)
+    return found if told or not any(map(_OTHER_FORMAT.search, rest)) else [*found, "rendered"]
 
 
 def _found_in_text(example: Text, control: ControlTokens, escape: bool) -> list[str]:
     rest = control.without_end(example.completion) if escape else example.completion
     found = ["end_token"] if rest != example.completion else []
-    return found + _found_in_strings([example.prompt + rest], control, escape) + _escaped([example.prompt, rest])
+    found += _found_in_strings([example.prompt + rest], control, escape) + _escaped([example.prompt, rest])
+    return found + _found_in_answers([(example.prompt, rest)])
+
+
+def _found_in_answers(pairs: list[tuple[str, str]]) -> list[str]:
+    """What is found in answers, each with the question before it."""
+    found = ["missing_value"] if any(answer.strip() in _MISSING for _, answer in pairs) else []
+    questions = [(question.strip(), answer.lstrip()) for question, answer in pairs]
+    if any(len(question) >= _SHORTEST_QUESTION and answer.startswith(question) for question, answer in questions):
+        found.append("echo")
+    return found
 
 
 def _escaped(texts: list[str]) -> list[str]:
@@ -218,6 +260,10 @@ def _found_in_strings(texts: list[str], control: ControlTokens, escape: bool) ->
     found = []
     if any(control.found_in(text) for text in texts):
         found.append("special_tokens" if escape else "special_tokens_kept")
+    elif any(_FOREIGN.search(text) for text in texts):
+        found.append("rendered")
+    if any("\r" in text for text in texts):
+        found.append("carriage_return")
     if any(_UNDECODABLE.search(text) for text in texts):
         found.append("undecodable")
     if any(not text.isascii() and _MOJIBAKE.search(text) for text in texts):
@@ -247,7 +293,12 @@ def check_findings(findings: list[dict[str, Any]], data: Data) -> None:
     }
     if refused:
         raise DataError(
-            "\n".join(["So many rows of a source have a fault that they were made wrongly:", *refused.values()])
+            "\n".join(
+                [
+                    "Too many rows of a source share a fault, so that they were most likely made wrongly:",
+                    *refused.values(),
+                ]
+            )
             + "\nLook at them with --show and correct them. Where it is meant, set "
             f"data.allow=[{', '.join([*data.allow, *refused])}]."
         )

@@ -38,6 +38,10 @@ Finding = Literal[
     "mojibake",
     "escaped",
     "placeholder",
+    "rendered",
+    "echo",
+    "missing_value",
+    "carriage_return",
 ]
 OfAllRows = Literal[
     "role_order",
@@ -47,6 +51,9 @@ OfAllRows = Literal[
     "mojibake",
     "escaped",
     "placeholder",
+    "rendered",
+    "echo",
+    "missing_value",
     "same_answer",
     "duplicate",
     "held_out_duplicate",

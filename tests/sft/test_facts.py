@@ -165,3 +165,9 @@ def test_values_that_are_no_json_in_columns_beside_are_no_trouble(make_recipe: M
     model = inspect_model(recipe)
     assert inspect_data(recipe, model) is not None
     assert prepare(recipe, model).sequences == 3
+
+
+def test_half_a_surrogate_pair_is_counted_as_some_character(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Hi \ud83d", "completion": "Hello"}) + "\n")
+    recipe = make_recipe(f"data.train={tmp_path / 'rows.jsonl'}")
+    assert inspect_data(recipe, inspect_model(recipe)) is not None

@@ -144,7 +144,7 @@ def test_an_answer_that_closes_with_an_end_token_is_found(control: ControlTokens
     for end in ("<|im_end|>", "<|endoftext|>\n", "<|eot_id|>", "<|im_end|><|endoftext|> "):
         assert found_in_row(asked("Hi", f"Hello{end}"), control, True) == ["end_token"]
         assert found_in_row(Text("Hi", f"Hello{end}"), control, True) == ["end_token"]
-    assert found_in_row(asked("Hi<|eot_id|>", "<|eot_id|> Hello</s>"), control, True) == []
+    assert found_in_row(asked("Hi<|eot_id|>", "<|eot_id|> Hello</s>"), control, True) == ["rendered"]
     both = asked("Hi", "Hello <|im_start|> there<|im_end|>")
     assert found_in_row(both, control, True) == ["end_token", "special_tokens"]
 
@@ -191,7 +191,7 @@ def test_text_that_was_decoded_wrongly_is_found(text: str, encoding: str, contro
     ],
 )
 def test_text_in_any_language_is_decoded_rightly(text: str, control: ControlTokens) -> None:
-    assert found_in_row(asked(text, text), control, True) == []
+    assert found_in_row(asked(text), control, True) == found_in_row(asked("Hi", text), control, True) == []
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,41 @@ def test_text_that_was_escaped_twice_is_found(text: str, control: ControlTokens)
     ],
 )
 def test_code_formulas_and_json_have_backslashes_of_their_own(text: str, control: ControlTokens) -> None:
-    assert found_in_row(asked(text, text), control, True) == []
+    assert found_in_row(asked(text), control, True) == found_in_row(asked("Hi", text), control, True) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        (asked("<|start_header_id|>user<|end_header_id|>Hi"), "rendered"),
+        (asked("[INST] Hi [/INST]"), "rendered"),
+        (asked("Do it.\n\n### Response:\n"), "rendered"),
+        (asked("Hi", "Assistant: Hello"), "rendered"),
+        (asked("Hi", "Hello\nHuman:"), "rendered"),
+        (Text("", "<|user|>Hi<|assistant|>Hello"), "rendered"),
+        (asked("What is the capital?", " What is the capital? Oslo"), "echo"),
+        (Text("What is the capital?", "What is the capital? Oslo"), "echo"),
+        (asked("Hi", "nan"), "missing_value"),
+        (Text("Hi", " None\n"), "missing_value"),
+        (asked("Hi\r\nyou"), "carriage_return"),
+    ],
+)
+def test_a_fault_that_programs_make_of_rows_is_found(row: Any, kind: str, control: ControlTokens) -> None:
+    assert found_in_row(row, control, True) == [kind]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        asked("Hi", "Hi there, None of us knows"),
+        asked("Who is the user: a person?", "### Heading\nA human: you"),
+        Text("", "### Instruction:\nHi\n### Response:\nHello"),
+        Text("", "[INST] Hi [/INST] Hello"),
+        called(note="nan"),
+    ],
+)
+def test_what_only_looks_like_a_fault_is_none(row: Any, control: ControlTokens) -> None:
+    assert found_in_row(row, control, True) == []
 
 
 def test_what_a_tool_answers_may_be_escaped(control: ControlTokens) -> None:
@@ -380,6 +414,17 @@ def test_what_nearly_all_rows_of_a_source_have_is_refused(
     judged(recipe_of(list(map(bad, range(9)))))
     if kind == "duplicate":
         judged(recipe_of(many, allowed, "data.deduplicate=true"))
+
+
+def test_tokens_that_never_end_are_found(make_recipe: MakeRecipe, write_rows: WriteRows) -> None:
+    end = load_tokenizer(make_recipe()).eos_token_id
+    rows = [
+        {"input_ids": [5, 6, 7]},
+        {"input_ids": [5, 6, end]},
+        {"input_ids": [5, end, 7], "labels": [-100, end, -100]},
+    ]
+    found = prepared(make_recipe(f"data.train={write_rows(*rows)}"))
+    assert rows_told(found, "no_end") == [1]
 
 
 def test_a_small_source_is_judged_beside_a_large_one(make_recipe: MakeRecipe, write_rows: WriteRows) -> None:
