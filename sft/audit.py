@@ -17,6 +17,9 @@ from sft.recipe import Recipe, Source
 from sft.sources import place
 from sft.store import DocumentStore
 
+_SHARED_QUESTION = 10
+"""Rows that may share a question before it says nothing about one of them."""
+
 
 def check_not_rendered(source: Source, format: str, rows: list[Row], recipe: Recipe, maker: DocumentMaker) -> None:
     """Refuse rows that were rendered elsewhere: read as text, or rendered once more with every header doubled.
@@ -54,15 +57,27 @@ def check_not_rendered(source: Source, format: str, rows: list[Row], recipe: Rec
     )
 
 
-def find_in_all(store: DocumentStore, mixture: Mixture, findings: Findings, tokenizer: Any) -> None:
-    """What only all rows together show."""
+def find_in_all(
+    store: DocumentStore, mixture: Mixture, findings: Findings, tokenizer: Any, questions: np.ndarray
+) -> None:
+    """What only all rows together show.
+
+    Args:
+        store: All documents.
+        mixture: What becomes of them.
+        findings: What was found so far; added to.
+        tokenizer: Reads the longest rows again.
+        questions: Digest of what stands before the answers, for each document; empty where no row is held out.
+    """
     first = first_documents(store.documents)
     rows = store.documents[first]
     repeated = np.isin(first, mixture.duplicate_rows)
-    for kind, which in (("duplicate", repeated), ("held_out_duplicate", mixture.dropped["held out too"][first])):
-        for row in rows[which][:10]:
-            findings.add(kind, int(row["source"]), int(row["row"]), 0)
-        findings.counts[kind] += int(np.count_nonzero(which))
+    of_all = {"duplicate": repeated, "held_out_duplicate": mixture.dropped["held out too"][first]}
+    if len(questions):
+        of_all["held_out_near"] = _near(questions[first], mixture.held_out[first], mixture.times[first] > 0)
+    for kind, which in of_all.items():
+        for row in rows[which]:
+            findings.add(kind, int(row["source"]), int(row["row"]))
     scripts: Counter[str] = Counter()
     for source in np.unique(rows["source"]):
         own = np.flatnonzero(rows["source"] == source)
@@ -76,6 +91,13 @@ def find_in_all(store: DocumentStore, mixture: Mixture, findings: Findings, toke
     findings.details["very_long"] = ", ".join(f"{count} in {script} script" for script, count in scripts.items())
 
 
+def _near(questions: np.ndarray, held_out: np.ndarray, trained: np.ndarray) -> np.ndarray:
+    """The held-out rows whose question is trained too; one that many rows share, such as a fixed instruction, does not count."""
+    asked, times = np.unique(questions[trained], return_counts=True)
+    near: np.ndarray = held_out & np.isin(questions, asked[times <= _SHARED_QUESTION])
+    return near
+
+
 def _far_longer(documents: np.ndarray, first: np.ndarray, own: np.ndarray) -> np.ndarray:
     """Of the rows `own`, the few that have more than twenty times the tokens of the middle one."""
     whole = documents["length"].astype(np.int64) + documents["cut"] + documents["lost"]
@@ -84,14 +106,29 @@ def _far_longer(documents: np.ndarray, first: np.ndarray, own: np.ndarray) -> np
     return long if len(long) <= max(1, len(own) // 100) else long[:0]
 
 
-def findings_json(findings: Findings, names: list[str], starts: list[Any]) -> list[dict[str, Any]]:
-    """The findings as ledger.json has them, the most frequent first."""
+def findings_json(findings: Findings, names: list[str], starts: list[Any], rows_in: list[int]) -> list[dict[str, Any]]:
+    """The findings as ledger.json has them, the most frequent first.
+
+    Args:
+        findings: Of all sources.
+        names: Of the sources.
+        starts: Where the files of each source start.
+        rows_in: Rows of each source.
+    """
+
+    def most(kind: str) -> dict[str, Any]:
+        """The source of which the largest part of the rows has it."""
+        counts = {source: count for (of, source), count in findings.by_source.items() if of == kind}
+        source = max(counts, key=lambda number: counts[number] / max(rows_in[number], 1))
+        return {"source": names[source], "count": counts[source], "rows": rows_in[source]}
+
     return [
         {
             "kind": kind,
             "meaning": MEANING[kind],
             "detail": findings.details.get(kind) or None,
             "count": count,
+            "most": most(kind),
             "rows": [place(names[source], starts[source], row) for source, row in findings.rows.get(kind, [])],
         }
         for kind, count in findings.counts.most_common()

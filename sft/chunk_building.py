@@ -45,6 +45,8 @@ class Building:
     parts: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     records: list[tuple[int, ...]] = field(default_factory=list)
 
+    questions: list[int] = field(default_factory=list)
+
     def drop(self, reason: str, row: int, tokens: int = 0) -> None:
         """Count a row that is not used, and tell which."""
         self.counts.drop(reason, tokens)
@@ -54,7 +56,8 @@ class Building:
         """The chunk; with an error, as far as it came."""
         tokens = np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in self.parts)])
         trained = np.concatenate([np.zeros(0, np.uint8), *(mask for _, mask in self.parts)])
-        return Chunk(tokens, trained, np.array(self.records, DOCUMENT), self.counts, self.findings, error)
+        questions = np.array(self.questions, np.uint64)
+        return Chunk(tokens, trained, np.array(self.records, DOCUMENT), self.counts, self.findings, questions, error)
 
 
 class Stop(Exception):

@@ -16,6 +16,7 @@ from sft.documents import Chunk
 from sft.errors import RunError
 from sft.findings import strings
 from sft.formats import Row
+from sft.hardware import cpu_cores, cpu_memory_gib
 from sft.processes import end_with_parent
 from sft.readers import BadRow
 from sft.recipe import Source
@@ -24,15 +25,18 @@ _ROWS = 1000
 _CHARACTERS = 4_000_000
 """A chunk ends at whichever it reaches first, so that few long rows need no more memory than many short ones."""
 
+_MAIN_GIB, _WORKER_GIB = 1.0, 0.5
+"""Memory of the process that reads, and of each that prepares: about twice what was measured on long rows with a large vocabulary."""
+
 _maker: DocumentMaker
 """Set before the workers are forked, which find it in their memory."""
 
 Numbered = tuple[int, Row | BadRow]
 
 
-def cores() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0))
+def worker_count() -> int:
+    """Processes that prepare: one for each core, and no more than there is memory for."""
+    return max(1, min(cpu_cores(), int((cpu_memory_gib() - _MAIN_GIB) / _WORKER_GIB)))
 
 
 def made_chunks(
@@ -46,12 +50,12 @@ def made_chunks(
         number: Of the source.
         format: Of the rows.
         rows: With their numbers.
-        workers: Processes; one for each core unless given.
+        workers: Processes; worker_count() unless given.
 
     Yields:
         Chunks in the order of the rows; the last one may hold an error.
     """
-    workers = workers or cores()
+    workers = workers or worker_count()
     pieces = _pieces(iter(rows))
     head = list(islice(pieces, 2))
     if workers == 1 or len(head) < 2:  # starting processes would take longer than the work

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterator
 from io import BufferedReader, TextIOWrapper
+from itertools import chain
 from pathlib import Path
 
 from sft.errors import DataError
@@ -31,8 +33,13 @@ def csv_rows(stream: BufferedReader, file: Path) -> Iterator[Row | BadRow]:
 
 
 def _records(text: TextIOWrapper, file: Path) -> Iterator[Row | BadRow]:
+    head = text.readline()
+    if said := re.fullmatch(r'"?sep=(.)"?\s*', head):  # Excel's own line, no header
+        delimiter, lines = said[1], chain(["\n"], text)
+    else:
+        delimiter, lines = _delimiter(head), chain([head], text)
     # Strict, or a quote that is never closed would make the rest of the file one field.
-    records = csv.reader(text, strict=True)
+    records = csv.reader(lines, strict=True, delimiter=delimiter)
     header: list[str] | None = None
     while True:
         first = records.line_num + 1
@@ -48,6 +55,8 @@ def _records(text: TextIOWrapper, file: Path) -> Iterator[Row | BadRow]:
         if fields is None:
             return
         damage = _damage("".join(fields))
+        if header is None and not fields and records.line_num == 1 and said:
+            continue
         if header is None:
             header = _header(fields, damage, file)
         elif not fields:
@@ -58,6 +67,16 @@ def _records(text: TextIOWrapper, file: Path) -> Iterator[Row | BadRow]:
             yield BadRow(f"line {first} has {len(fields)} fields, the header has {len(header)}")
         else:
             yield dict(zip(header, fields, strict=True))
+
+
+def _delimiter(header: str) -> str:
+    """What separates the fields of a header; a comma wherever there is one.
+
+    >>> _delimiter("prompt;completion"), _delimiter("prompt,completion (a;b)")
+    (';', ',')
+    """
+    fields = {delimiter: len(next(csv.reader([header], delimiter=delimiter), [])) for delimiter in ",;\t|"}
+    return "," if fields[","] > 1 else max(fields, key=lambda delimiter: fields[delimiter])
 
 
 def _damage(text: str) -> str | None:

@@ -18,7 +18,7 @@ from sft.chunk_building import Building, Encodable, Given, Stop
 from sft.control_tokens import ControlTokens, break_up, unused_mark
 from sft.documents import LENGTHS, Chunk, Counts
 from sft.findings import MEANING, Findings, found_in_row
-from sft.formats import IGNORED, Conversation, Row, Text, Tokens, renamed, to_example
+from sft.formats import IGNORED, Conversation, Row, Text, Tokens, has_zero_weight, renamed, to_example
 from sft.lost_content import check_nothing_is_lost
 from sft.overlong import Overlong, pieces_of
 from sft.readers import BadRow
@@ -47,6 +47,8 @@ class DocumentMaker:
         self.eos: str | None = tokenizer.eos_token
         self.adds_eos = self.backend.encode("a").ids[-1:] == [tokenizer.eos_token_id]
         self.bos_id: int | None = tokenizer.bos_token_id
+        added = tokenizer.added_tokens_decoder.items()
+        self.special_ids = {tokenizer.eos_token_id, *(number for number, token in added if token.special)}
         self.renderer = ChatRenderer(tokenizer) if tokenizer.chat_template is not None else None
         self.control = ControlTokens(tokenizer)
         self.added = frozenset(tokenizer.added_tokens_decoder)
@@ -66,6 +68,9 @@ class DocumentMaker:
         try:
             for row_number, row in rows:
                 with self._bad_rows_told(chunk, row_number):
+                    if isinstance(row, dict) and has_zero_weight(renamed(row, source)):
+                        chunk.drop("zero weight", row_number)
+                        continue
                     item = self._ready(row, row_number, source, format, chunk)
                     if item is None:
                         chunk.drop("no answer to train on", row_number)
@@ -106,7 +111,10 @@ class DocumentMaker:
                 f"it has no column {error}, as rows of the format {format} do, but {', '.join(row)}"
             ) from None
         if isinstance(example, Tokens):
-            return Given(row_number, *self._given(example))
+            ids, mask = self._given(example)
+            if mask.any() and int(ids[mask == 1][-1]) not in self.special_ids:
+                chunk.findings.add("no_end", chunk.source, row_number)
+            return Given(row_number, ids, mask)
         # A text that was rendered elsewhere holds its special tokens on purpose.
         escape = self.data.special_tokens == "escape" and format != "text"
         found = found_in_row(example, self.control, escape)
@@ -262,6 +270,8 @@ class DocumentMaker:
         if cut or len(pieces) > 1:
             chunk.findings.add("truncated" if cut else "split", chunk.source, item.row)
         digest, answer = _digest(ids), _digest(ids[mask == 1])
+        if self.data.held_out is not None:
+            chunk.questions += [_question(item, ids, mask)] * len(pieces)
         for piece, kept in pieces:
             chunk.parts.append((piece, kept))
             chunk.records.append((len(piece), int(kept.sum()), cut, lost, chunk.source, item.row, digest, answer))
@@ -275,6 +285,16 @@ def _behind(broken: str, characters: int, mark: str) -> int:
         characters -= broken[at] != mark
         at += 1
     return at
+
+
+def _question(item: Encodable | Given, ids: np.ndarray, mask: np.ndarray) -> int:
+    """A digest of what a row has besides its answers, case and white space aside; of all of it where there is nothing besides."""
+    if isinstance(item, Given):
+        return _digest(ids[mask == 0] if (mask[1:] == 0).any() else ids)
+    edges = [0, *(edge for span in item.spans for edge in span), len(item.text)]
+    asked = "".join(item.text[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True))
+    words = (asked if asked.strip() else item.text).replace(item.mark or "\0", "").casefold().split()
+    return int.from_bytes(blake2b("".join(words).encode(), digest_size=8).digest(), "little")
 
 
 def _digest(ids: np.ndarray) -> int:

@@ -217,7 +217,9 @@ def _sample_all(files: list[Path], source: Source) -> tuple[list[Row], str, int]
     counts = [count_rows(file) for file in files]
     if None not in counts:
         return rows, format, sum(count or 0 for count in counts)
-    bytes_a_row = sum(len(json.dumps(row, ensure_ascii=False).encode()) + 2 for row in rows) / len(rows)
+    bytes_a_row = sum(
+        len(json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "replace")) + 2 for row in rows
+    ) / len(rows)
     # Text shrinks to about a quarter under gzip or zstd.
     size = sum(file.stat().st_size * (4 if file.suffix in (".gz", ".zst") else 1) for file in files)
     return rows, format, len(rows) if len(rows) < _SAMPLE and len(files) == 1 else round(size / bytes_a_row)
@@ -241,6 +243,7 @@ def inspect_data(recipe: Recipe, model: ModelFacts) -> DataFacts | None:
         raise ModelError(f"{tokenizer_file} cannot be read: {error}. Copy it again.") from None
 
     def count(text: str) -> int:
+        text = text.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
         return len(tokenizer.encode(text, add_special_tokens=False).ids) if tokenizer else len(text.encode()) // 4
 
     for source in recipe.held_out_sources:

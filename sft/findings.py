@@ -7,15 +7,19 @@ import re
 import unicodedata
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from sft.control_tokens import ControlTokens
+from sft.errors import DataError
 from sft.formats import Conversation, Example, Text
+from sft.recipe import Data
 from sft.turns import Message
 
 MEANING = {
     "bad row": "a row that cannot be read or rendered; dropped (data.on_bad_row=drop)",
     "no answer to train on": "no answer to train on; dropped",
+    "zero weight": "a row of weight 0 (`weight`, `loss_weight`, `sample_weight`); dropped",
     "no trained token": "no trained token; dropped",
     "longer than max_length": "longer than data.max_length; dropped",
     "no trained token within max_length": "no trained token within data.max_length; dropped",
@@ -29,9 +33,17 @@ MEANING = {
     "special_tokens_kept": "text that spells a special token; it became one (data.special_tokens=keep)",
     "end_token": "an answer that closes with an end token of its own; it was cut off, the template writes one",
     "undecodable": "characters lost in an earlier decoding (U+FFFD), NUL, or half a surrogate pair",
+    "mojibake": "text that was decoded wrongly (UTF-8 read as another encoding), such as Ã© for é",
+    "escaped": "text that was escaped once too often: \\n, \\u00e9 or &quot; stands in it letter by letter",
+    "rendered": "text that was rendered for another model or in another format, such as <|im_start|>, [INST] or ### Response:",
+    "echo": "an answer that begins with its whole question",
+    "missing_value": "an answer that is only nan, None or null, as programs write a missing value",
+    "carriage_return": "a carriage return (a line end of Windows); it is trained where it stands in an answer",
+    "no_end": "tokens whose last trained one is no special token: the model does not learn from them to stop",
     "placeholder": "a placeholder that was never filled in, such as {{name}}",
     "duplicate": "a row that is the same as an earlier one",
     "held_out_duplicate": "a row that is also held out; not trained",
+    "held_out_near": "a held-out row that equals a trained one but for case, white space or the answer",
     "same_answer": "the same answer as many other rows",
     "very_long": "far longer than the other rows",
     "empty_thought": "no thought before an answer: the chat template writes an empty one, which is trained",
@@ -40,9 +52,63 @@ MEANING = {
 }
 """What each kind of finding says of a row."""
 
+_REFUSED_FROM = {
+    "role_order": 0.9,
+    "empty_turn": 0.9,
+    "last_turn": 0.9,
+    "placeholder": 0.9,
+    "rendered": 0.9,
+    "echo": 0.9,
+    "missing_value": 0.5,
+    "same_answer": 0.9,
+    "duplicate": 0.9,
+    "held_out_duplicate": 0.9,
+    "held_out_near": 0.9,
+    # Only some rows have line breaks or quotes that can be escaped, and fewer have letters beyond ASCII.
+    "escaped": 0.5,
+    "mojibake": 0.1,
+    "undecodable": 0.1,
+}
+"""The fraction of a source's rows from which a kind of finding is refused: it is then a mistake in how the rows were made."""
+
+_FEWEST_ROWS = 10
+"""Rows of a source that say something about how all of them were made."""
+
 _EXAMPLES = 5
 _PLACEHOLDER = re.compile(r"\{\{\s*[A-Za-z_]\w*\s*\}\}")
 _UNDECODABLE = re.compile("[\ufffd\x00\ud800-\udfff]")
+_CONTINUES = "\x80-\xbf" + bytes(range(0x80, 0xA0)).decode("cp1252", "ignore")
+"""The second and later bytes of a UTF-8 character, read as Latin-1 or cp1252."""
+
+_NO_QUOTES = (
+    "".join(c for c in map(chr, range(0x80, 0xC0)) if unicodedata.category(c) not in ("Pi", "Pf", "Zs"))
+    + "€ƒ†‡Š‰ŒŽ•™šœžŸ"
+)
+"""Of them what does not close a quotation or a word: »Spaß«, CAFÉ…"""
+
+_MOJIBAKE = re.compile(
+    f"[ÂÃ][\xa0{_NO_QUOTES}]|[ÄÅ][{_NO_QUOTES}]|â[€\x80]|ðŸ|ð\x9f"
+    f"|(?:[ÎÏÐÑ][{_CONTINUES}]){{3}}|(?:[ã-é][{_CONTINUES}]{{2}}){{2}}|锟斤拷"
+)
+_ESCAPED = re.compile(
+    r"\\n(?![a-z])|\\r\\n|\\u[0-9a-fA-F]{4}|&(?:quot|apos|nbsp|#x?0?[0-9a-fA-F]{2,4});|&amp;(?:[a-z]{2,6}|#x?[0-9a-fA-F]{2,4});"
+)
+_FOREIGN = re.compile(
+    r"<\|(?:im_start|im_end|eot_id|start_header_id|end_header_id|begin_of_text|user|assistant|system|end)\|>"
+    r"|<(?:start|end)_of_turn>"
+)
+"""Special tokens of other models, of which this one's tokenizer may know none."""
+
+_OTHER_FORMAT = re.compile(
+    r"\[/?INST\]|<<SYS>>|###\s*(?:Instruction|Response|Human|Assistant)\b"
+    r"|\A\s*(?:Human|User|Assistant):\s|\n(?:Human|User):\s*\Z"
+)
+"""What a prompt format writes that is no chat template: a second one around the first, where it stands in a turn."""
+
+_MISSING = {"nan", "NaN", "NAN", "None", "null", "NULL", "<NA>", "undefined"}
+_SHORTEST_QUESTION = 20
+"""Characters of a question that no answer begins with by chance."""
+
 _CAN_FOLLOW = {
     "start": {"system", "developer", "user"},
     "system": {"developer", "user"},
@@ -59,6 +125,9 @@ class Findings:
     """How often, and in which rows first, by kind."""
 
     counts: Counter[str] = field(default_factory=Counter)
+    by_source: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """By kind and number of the source."""
+
     rows: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     """The first rows of each kind: number of the source and of the row."""
 
@@ -68,6 +137,7 @@ class Findings:
     def add(self, kind: str, source: int, row: int, count: int = 1) -> None:
         """Note a row."""
         self.counts[kind] += count
+        self.by_source[kind, source] += count
         examples = self.rows.setdefault(kind, [])
         if len(examples) < _EXAMPLES:
             examples.append((source, row))
@@ -75,6 +145,7 @@ class Findings:
     def merge(self, other: Findings) -> None:
         """Add what was found in later rows."""
         self.counts += other.counts
+        self.by_source += other.by_source
         for kind, rows in other.rows.items():
             self.rows[kind] = (self.rows.get(kind, []) + rows)[:_EXAMPLES]
 
@@ -152,24 +223,87 @@ def _found_in_conversation(example: Conversation, control: ControlTokens, escape
         for text in strings(_parsed(arguments))
     ]
     elsewhere += strings(example.tools) + strings(example.template_arguments)
-    return found + _found_in_strings([*rest, *elsewhere], control, escape)
+    # What a tool answers is often JSON, which has escapes.
+    written = [message["content"] for message in messages if message["role"] != "tool"]
+    pairs = [
+        (before["content"], answer["content"])
+        for before, answer in pairwise([{"content": ""}, *messages])
+        if answer["role"] == "assistant"
+    ]
+    found += _found_in_strings([*rest, *elsewhere], control, escape) + _escaped(written) + _found_in_answers(pairs)
+    told = {"special_tokens", "special_tokens_kept", "rendered"} & set(found)
+    return found if told or not any(map(_OTHER_FORMAT.search, rest)) else [*found, "rendered"]
 
 
 def _found_in_text(example: Text, control: ControlTokens, escape: bool) -> list[str]:
     rest = control.without_end(example.completion) if escape else example.completion
     found = ["end_token"] if rest != example.completion else []
-    return found + _found_in_strings([example.prompt + rest], control, escape)
+    found += _found_in_strings([example.prompt + rest], control, escape) + _escaped([example.prompt, rest])
+    return found + _found_in_answers([(example.prompt, rest)])
+
+
+def _found_in_answers(pairs: list[tuple[str, str]]) -> list[str]:
+    """What is found in answers, each with the question before it."""
+    found = ["missing_value"] if any(answer.strip() in _MISSING for _, answer in pairs) else []
+    questions = [(question.strip(), answer.lstrip()) for question, answer in pairs]
+    if any(len(question) >= _SHORTEST_QUESTION and answer.startswith(question) for question, answer in questions):
+        found.append("echo")
+    return found
+
+
+def _escaped(texts: list[str]) -> list[str]:
+    # Text with line breaks of its own is code, or about it; JSON has escapes of its own.
+    suspect = [text for text in texts if "\\" in text or "&" in text]
+    found = any("\n" not in text and text.lstrip()[:1] not in ("{", "[") and _ESCAPED.search(text) for text in suspect)
+    return ["escaped"] if found else []
 
 
 def _found_in_strings(texts: list[str], control: ControlTokens, escape: bool) -> list[str]:
     found = []
     if any(control.found_in(text) for text in texts):
         found.append("special_tokens" if escape else "special_tokens_kept")
+    elif any(_FOREIGN.search(text) for text in texts):
+        found.append("rendered")
+    if any("\r" in text for text in texts):
+        found.append("carriage_return")
     if any(_UNDECODABLE.search(text) for text in texts):
         found.append("undecodable")
+    if any(not text.isascii() and _MOJIBAKE.search(text) for text in texts):
+        found.append("mojibake")
     if any("{{" in text and _PLACEHOLDER.search(text) for text in texts):
         found.append("placeholder")
     return found
+
+
+def check_findings(findings: list[dict[str, Any]], data: Data) -> None:
+    """Refuse what nearly all rows of a source have, where it can only be a mistake.
+
+    Args:
+        findings: As ledger.json has them.
+        data: The recipe's section; says what it allows.
+
+    Raises:
+        DataError: A kind that it does not allow; the message names the key.
+    """
+    allowed = (*data.allow, "duplicate") if data.deduplicate else data.allow
+    refused = {
+        finding["kind"]: f"  {most['source']}: {most['count']} of {most['rows']} rows: {finding['meaning']} "
+        f"({finding['kind']}; the first: {finding['rows'][0]})"
+        for finding in findings
+        if finding["kind"] not in allowed and (most := finding["most"])["rows"] >= _FEWEST_ROWS
+        if most["count"] >= _REFUSED_FROM.get(finding["kind"], 2) * most["rows"]
+    }
+    if refused:
+        raise DataError(
+            "\n".join(
+                [
+                    "Too many rows of a source share a fault, so that they were most likely made wrongly:",
+                    *refused.values(),
+                ]
+            )
+            + "\nLook at them with --show and correct them. Where it is meant, set "
+            f"data.allow=[{', '.join([*data.allow, *refused])}]."
+        )
 
 
 def script_of(text: str) -> str:

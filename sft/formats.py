@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from sft.errors import DataError
@@ -168,22 +169,31 @@ def _whole_numbers(value: Any, name: str) -> list[int]:
     return value
 
 
+_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
+"""Columns beside `input_ids` that say which tokens are trained, where there are no labels."""
+
+
 def _tokens(row: Row) -> Tokens:
     """A tokenized row, its masks made labels, its padding taken away."""
     input_ids = _whole_numbers(row["input_ids"], "input_ids")
     columns = {}
-    for name in ("labels", "attention_mask", "completion_mask", "assistant_masks"):
+    for name in ("labels", "attention_mask", *_MASKS, "position_ids"):
         if row.get(name) is not None:
             columns[name] = _whole_numbers(row[name], name)
             if len(columns[name]) != len(input_ids):
                 raise ValueError(f"`{name}` has {len(columns[name])} numbers, and `input_ids` {len(input_ids)}")
     labels = columns.get("labels")
-    for name in ("completion_mask", "assistant_masks") if labels is None else ():
+    for name in _MASKS if labels is None else ():
         if name in columns:
             before = labels or input_ids
             labels = [label if keep else IGNORED for label, keep in zip(before, columns[name], strict=True)]
     seen = columns.get("attention_mask", [1] * len(input_ids))
     kept = [index for index, attended in enumerate(seen) if attended]
+    positions = columns.get("position_ids") or range(len(input_ids))
+    if any(positions[index] <= positions[before] for before, index in pairwise(kept)):
+        raise ValueError(
+            "its `position_ids` start again: it was packed elsewhere. Give each document a row; they are packed here"
+        )
     return Tokens([input_ids[index] for index in kept], [labels[index] for index in kept] if labels else labels)
 
 
@@ -234,6 +244,48 @@ def _tool(tool: Any) -> Any:
     return {"type": "function"} | tool if "function" in tool else tool
 
 
+_ROW_WEIGHTS = ("weight", "loss_weight", "sample_weight")
+"""What other programs call the weight of a whole row."""
+
+_PREFERENCE_LABELS = ("label", "kto_tag")
+"""What other programs call the column that tells wanted answers from unwanted ones."""
+
+
+def has_zero_weight(row: Row) -> bool:
+    """Whether the row takes itself out of the loss.
+
+    Raises:
+        ValueError: A weight other than 0 and 1.
+
+    >>> has_zero_weight({"text": "Hi", "weight": "0.0"}), has_zero_weight({"text": "Hi", "weight": "12 kg"})
+    (True, False)
+    """
+    weights = []
+    for name in _ROW_WEIGHTS:
+        if isinstance(row.get(name), list):
+            raise ValueError(f"its `{name}` is a list: weights of single tokens are not known. Mask them with `labels`")
+        try:
+            weight = float(row[name])
+        except (KeyError, TypeError, ValueError, OverflowError):
+            continue  # no number: a column about something else
+        if weight not in (0, 1):
+            raise ValueError(
+                f"its `{name}` is {row[name]!r}: only 0 and 1 (not trained, trained) are known. Put rows to be seen more often into a "
+                "source of their own with `epochs`, or rename the column where it is no weight"
+            )
+        weights.append(weight)
+    return 0 in weights
+
+
+def _refuse_unwanted(row: Row) -> None:
+    for name in _PREFERENCE_LABELS:
+        if row.get(name) is False or str(row.get(name)).lower() == "false":
+            raise ValueError(
+                f"its `{name}` is false, which marks an answer to avoid in preference data (KTO); fine-tuning would teach it. Keep only "
+                "the rows labelled true, or rename the column where it means something else"
+            )
+
+
 def to_example(row: Row, format: str, data: Data, source: Source) -> Example:
     """One row as what is rendered.
 
@@ -254,6 +306,7 @@ def to_example(row: Row, format: str, data: Data, source: Source) -> Example:
         return _tokens(row)
     if format == "text":
         return Text("", text_of(row["text"]))
+    _refuse_unwanted(row)
     prompt_turns = 0
     if format in ("messages", "sharegpt"):
         name = "messages" if format == "messages" else "conversations"
@@ -297,7 +350,7 @@ def unread_columns(columns: set[str], format: str, source: Source) -> list[str]:
         "sharegpt": {"conversations", "system", "tools", "chat_template_kwargs"},
         "prompt_completion": {"prompt", "completion", "system", "tools", "chat_template_kwargs"},
         "alpaca": {"instruction", "input", "output", "response", "history", "system", "tools", "chat_template_kwargs"},
-        "tokens": {"input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks"},
+        "tokens": {"input_ids", "labels", "attention_mask", "position_ids", *_MASKS},
         "text": {"text"},
     }[format]
-    return sorted(set(renamed(dict.fromkeys(columns), source)) - read - set(_FOR_OTHERS))
+    return sorted(set(renamed(dict.fromkeys(columns), source)) - read - {*_FOR_OTHERS, *_ROW_WEIGHTS})

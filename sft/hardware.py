@@ -9,12 +9,16 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 from sft.errors import PlanError
+
+_CONTROL_GROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True)
@@ -115,20 +119,48 @@ def _matching(entry: str, gpus: dict[str, tuple[str, Gpu]]) -> list[Gpu]:
 
 def _memory_gib(mebibytes: str) -> float:
     # A GPU that shares the machine's memory has no number of its own.
-    return float(mebibytes) / 1024 if mebibytes.replace(".", "").isdecimal() else _cpu_memory_gib()
+    return float(mebibytes) / 1024 if mebibytes.replace(".", "").isdecimal() else cpu_memory_gib()
 
 
-def _cpu_memory_gib() -> float:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+def cpu_memory_gib() -> float:
+    """Memory that this process may use: the machine's, or less where a control group (a container, Slurm) limits it."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for group in _control_groups("memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with suppress(OSError, ValueError):  # not of this version, or "max"
+                limits.append(int((group / name).read_text()))
+    return min(limits) / 2**30
 
 
-def _cores() -> int:
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:  # a container's share of the processor, which the count of cores does not show
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return min(affinity, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        return affinity
+def cpu_cores() -> int:
+    """Processors that this process may use, with its share of them where a control group limits that."""
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    for group in _control_groups("cpu"):
+        with suppress(OSError, ValueError):
+            quota, period = (group / "cpu.max").read_text().split()
+            cores = min(cores, int(quota) / int(period))
+        with suppress(OSError, ValueError):
+            quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            cores = min(cores, int(quota) / int(period) if int(quota) > 0 else cores)
+    return max(1, int(cores))
+
+
+def _control_groups(controller: str) -> list[Path]:
+    """The folders of the control groups that this process is in, of version 2 and version 1, with all groups around them."""
+    try:
+        lines = _OWN_GROUPS.read_text().splitlines()
+    except OSError:
+        return []
+    groups = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = _CONTROL_GROUPS / controller if controllers else _CONTROL_GROUPS
+        # In a container the path may be the host's, and not be there; the groups around it are.
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        groups += [root.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
+    return groups
 
 
 def _is_installed(module: str, distribution: str) -> bool:
@@ -164,8 +196,8 @@ def detect_hardware(ranks: int | None = None, ranks_per_node: int | None = None)
         gpu=min(gpus, key=lambda gpu: gpu.memory_gib) if gpus else None,
         ranks=ranks,
         ranks_per_node=per_node,
-        cpu_cores=_cores(),
-        cpu_memory_gib=_cpu_memory_gib(),
+        cpu_cores=cpu_cores(),
+        cpu_memory_gib=cpu_memory_gib(),
         has_flash_attention=_is_installed("flash_attn", "flash-attn"),
         has_flash_attention_3=_is_installed("flash_attn_interface", "flash-attn-3"),
     )
@@ -199,7 +231,7 @@ def described_hardware(description: str) -> Hardware:
         Gpu("GPU", memory, 8.0),
         ranks=int(match[1] or 1) * count,
         ranks_per_node=per_node,
-        cpu_cores=_cores(),
+        cpu_cores=cpu_cores(),
         cpu_memory_gib=cpu_memory,
         cpu_memory_assumed=match[4] is None,
     )

@@ -37,7 +37,7 @@ class HostFacts:
 
     plan: dict[str, str]
     data: str | None
-    """Key of the prepared data, which is a hash over every row, the tokenizer and what else it depends on; None: not looked up."""
+    """Key of the data, from data_key: each file's size and both ends, the tokenizer and what else counts; None: not looked up."""
 
     gpu: str
     driver: str
@@ -55,7 +55,7 @@ def host_facts(job: Job, rank: int, data: str | None = None) -> HostFacts:
     Args:
         job: The recipe, planned here.
         rank: Of this process, or of this machine.
-        data: Key of the prepared data.
+        data: From data_key.
     """
     recipe = _flat(job.recipe.model_dump(mode="json"))
     folder = str(Path(job.recipe.output_dir).expanduser().resolve() / job.name)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sft.again import is_run, start_again, told_differences
 from sft.errors import RecipeError, run_main
+from sft.findings import check_findings
 from sft.finish import become_finish, evaluation_left
 from sft.hardware import Hardware, described_hardware, detect_hardware
 from sft.host_facts import host_facts
@@ -26,7 +27,7 @@ from sft.opening import check_start, unfinished_run
 from sft.plan import print_plan
 from sft.preflight import disk, refuse
 from sft.prepare import prepared_data
-from sft.prepared import Prepared, entry_folder, find_prepared
+from sft.prepared import Prepared, data_key, entry_folder, find_prepared
 from sft.resume import checkpoints_of
 from sft.run_directory import Run
 from sft.search import search
@@ -110,7 +111,7 @@ def meet_machines(job: Job, layout: Layout) -> None:
     from sft.handshake import Machine, meet
 
     timeout = whole_number("START_TIMEOUT", DEFAULT_START_TIMEOUT, 1)
-    facts = host_facts(job, layout.node_rank, entry_folder(job.recipe, job.model).name)
+    facts = host_facts(job, layout.node_rank, data_key(job.recipe, job.model))
     machine = Machine(layout.node_rank, layout.nodes, layout.per_node, facts, time.time())
     output_dir = Path(job.recipe.output_dir).expanduser().resolve()
     meet(machine, layout.master_address, layout.master_port, output_dir, timeout, [disk(job)])
@@ -151,6 +152,7 @@ def look_at_data(recipe_path: Path, overrides: Sequence[str], count: int | None)
 
     show(prepared, recipe, load_tokenizer(recipe), count)
     check_limits(prepared.ledger, recipe.data)
+    check_findings(prepared.findings, recipe.data)
 
 
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:

@@ -19,7 +19,7 @@ from sft.mixture import Mixture, first_documents
 from sft.recipe import Data
 
 TOO_LONG = ("longer than max_length", "no trained token within max_length")
-NOT_A_FAULT = ("duplicate", "held out too", "not drawn")
+NOT_A_FAULT = ("duplicate", "held out too", "not drawn", "zero weight")
 
 
 @dataclass

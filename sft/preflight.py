@@ -22,7 +22,7 @@ from sft.host_facts import HostFacts, host_facts, read_facts
 from sft.interconnect import bus_bandwidth, check_bandwidth, expected_link
 from sft.job import Job, open_job
 from sft.opening import unfinished_run
-from sft.prepared import entry_folder
+from sft.prepared import data_key
 
 _MEASURED_BYTES = {True: 256 * 2**20, False: 16 * 2**20}
 """Of the all-reduce that is timed, by whether it is on GPUs."""
@@ -63,7 +63,7 @@ def _gathered(facts: HostFacts) -> list[HostFacts]:
 
 def all_checks(job: Job) -> Any:
     """The facts of every rank, and then each check."""
-    facts = _gathered(host_facts(job, distributed.rank(), entry_folder(job.recipe, job.model).name))
+    facts = _gathered(host_facts(job, distributed.rank(), data_key(job.recipe, job.model)))
     now = distributed.gather(time.time())  # all leave the exchange before at about the same time
     checks = [
         *compare(facts),

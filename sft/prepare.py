@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain, islice
@@ -34,7 +34,7 @@ from sft.document_maker import DocumentMaker
 from sft.documents import Counts
 from sft.errors import DataError, Interrupted, ModelError, RecipeError, RunError, run_main, stop
 from sft.facts import ModelFacts
-from sft.findings import Findings
+from sft.findings import Findings, check_findings
 from sft.formats import common_columns, row_format, unread_columns
 from sft.interruption import EXITS, SIGNALS, exit_status, held_back
 from sft.job import open_recipe
@@ -45,9 +45,16 @@ from sft.prepared import Prepared, entry_folder, find_prepared
 from sft.processes import end_with_parent
 from sft.readers import BadRow
 from sft.recipe import Recipe, Source
+from sft.run_directory import EVALUATION_LEFT
 from sft.sources import open_source, told_as
 from sft.store import DocumentStore, DocumentWriter, SequenceIndex
 from sft.tokenizer import CHOICES, check_vocabulary, load_tokenizer
+
+_KEPT = 10
+"""Entries that stay whenever they were used."""
+
+_UNUSED_SECONDS = 24 * 3600
+"""Others stay as long after their last use: a start that has found one opens it within that time."""
 
 _FIRST_ROWS = 1000
 """Rows whose columns decide the format."""
@@ -114,8 +121,11 @@ def prepared_data(
     prepared = find_prepared(entry_folder(recipe, model))
     if prepared is None:
         raise DataError("The data has changed while it was prepared. Start again when nobody writes to it.")
+    with suppress(OSError):  # may be another user's
+        os.utime(prepared.folder / "prepared.json")
     if judge:
         check_limits(prepared.ledger, recipe.data)
+        check_findings(prepared.findings, recipe.data)
     return prepared
 
 
@@ -155,6 +165,7 @@ def prepare(recipe: Recipe, model: ModelFacts) -> Prepared:
             _write_durably(work / "prepared.json", summary)
             shutil.rmtree(folder, ignore_errors=True)
             work.rename(folder)
+            _prune(folder.parent)
         finally:
             shutil.rmtree(work, ignore_errors=True)
     prepared = find_prepared(folder)
@@ -198,6 +209,25 @@ def _remove_left_overs(folder: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
+def _prune(place: Path) -> None:
+    """Remove entries that were not used for a day, but for the newest and those of runs that are not finished."""
+    kept = set()
+    for file in place.parent.glob("*/*/run.json"):
+        with suppress(OSError, ValueError, AttributeError):
+            record = json.loads(file.read_text(encoding="utf-8"))
+            if record.get("status") != "finished" or record.get("evaluation") in EVALUATION_LEFT:
+                kept.add(record.get("data_fingerprint"))
+    with suppress(OSError):  # another process prunes too
+        used = {file.parent: file.stat().st_mtime for file in place.glob("[!.]*/prepared.json")}
+        for folder in sorted(used, key=lambda entry: used[entry], reverse=True)[_KEPT:]:
+            entry = find_prepared(folder)
+            if time.time() - used[folder] < _UNUSED_SECONDS or (entry is not None and entry.fingerprint in kept):
+                continue
+            gone = folder.with_name(f".{folder.name}.{os.getpid()}")
+            folder.rename(gone)  # at once for those who look for it
+            shutil.rmtree(gone, ignore_errors=True)
+
+
 def _write_durably(file: Path, value: object) -> None:
     with file.open("w", encoding="utf-8") as target:
         json.dump(value, target, indent=1, ensure_ascii=False)
@@ -223,7 +253,7 @@ def _build(recipe: Recipe, tokenizer: Any, work: Path) -> dict[str, Any]:
     train, held_out = _sequences(store.documents, mixture, recipe)
     train.save(work / "train.npz")
     held_out.save(work / "held_out.npz")
-    find_in_all(store, mixture, findings, tokenizer)
+    find_in_all(store, mixture, findings, tokenizer, np.concatenate([one.questions for one in read]))
     names, counts = [source.path for source in sources], [one.counts for one in read]
     names[len(recipe.sources) :] = [f"{name} (held out)" for name in names[len(recipe.sources) :]]
     accounts = settle(names, counts, store.documents, mixture)
@@ -248,7 +278,9 @@ def _build(recipe: Recipe, tokenizer: Any, work: Path) -> dict[str, Any]:
             "packing": packing if recipe.data.packing else None,
             "lengths": lengths_json(counts),
         },
-        "findings": findings_json(findings, names, [one.file_starts for one in read]),
+        "findings": findings_json(
+            findings, names, [one.file_starts for one in read], [account.rows_in for account in accounts]
+        ),
     }
 
 
@@ -261,6 +293,9 @@ class _Read:
     file_starts: list[tuple[int, str]]
     unread: list[str]
     """Columns that nothing looks at."""
+
+    questions: np.ndarray
+    """Of each document, as Chunk has them."""
 
 
 def _read_source(
@@ -294,7 +329,7 @@ def _read_source(
             "Prompts and completions are trained as they stand with `chat: false`."
         )
     check_not_rendered(source, format, good, recipe, maker)
-    counts = Counts()
+    counts, questions = Counts(), [np.zeros(0, np.uint64)]
     # On a terminal a line that changes; elsewhere one now and then.
     options = {"desc": f"Preparing {source.path} ({format})", "mininterval": 0.2 if sys.stderr.isatty() else 30}
     tqdm.monitor_interval = 0  # no thread beside: processes are forked
@@ -306,8 +341,10 @@ def _read_source(
             writer.write(chunk)
             counts.merge(chunk.counts)
             findings.merge(chunk.findings)
+            questions.append(chunk.questions)
             progress.update(chunk.counts.rows_in)
-    return _Read(counts, format, opened.file_starts, unread_columns(columns, format, source))
+    unread = unread_columns(columns, format, source)
+    return _Read(counts, format, opened.file_starts, unread, np.concatenate(questions))
 
 
 def _sequences(documents: np.ndarray, mixture: Mixture, recipe: Recipe) -> tuple[SequenceIndex, SequenceIndex]:

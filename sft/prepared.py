@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from hashlib import file_digest, sha256
@@ -54,13 +55,25 @@ _CODE = (
     "turns",
 )
 _TOKENIZER_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.py", "chat_templates/*.jinja")
-_LIMITS = {"max_overlong_fraction", "max_dropped_fraction", "min_trained_fraction"}
+_END = 2**20
+"""Bytes that are compared at each end of a file, where there is no time for all of it."""
+
+_LIMITS = {"allow", "max_overlong_fraction", "max_dropped_fraction", "min_trained_fraction"}
 """Keys that judge the prepared data and do not change it."""
 
 
 def _hash_of(file: Path) -> str:
     state = file.stat()
     return _hash_once(file, state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino)
+
+
+def _ends_of(file: Path) -> str:
+    """A hash of a file's size and both its ends."""
+    size = file.stat().st_size
+    with file.open("rb") as content:
+        start = content.read(_END)
+        content.seek(max(0, size - _END))
+        return sha256(str(size).encode() + start + content.read(_END)).hexdigest()
 
 
 @cache
@@ -75,19 +88,29 @@ def _this_start() -> str:
     return os.environ.setdefault("SFT_START", uuid4().hex)
 
 
-def _source_key(source: Source, output_dir: str) -> Any:
+def _source_key(source: Source, output_dir: str, hash_of: Callable[[Path], str]) -> Any:
     files = source_files(source, output_dir)
     if files is None:
         return [source.model_dump(mode="json"), hub_commit(source) or _this_start()]
-    return [source.model_dump(mode="json"), *((str(file), suffix_of(file), _hash_of(file)) for file in files)]
+    return [source.model_dump(mode="json"), *((str(file), suffix_of(file), hash_of(file)) for file in files)]
 
 
-def entry_folder(recipe: Recipe, model: ModelFacts) -> Path:
+def data_key(recipe: Recipe, model: ModelFacts) -> str:
+    """What machines compare when they meet: as the key of an entry, but of large files only the size and both ends.
+
+    Raises:
+        DataError: A source does not exist.
+    """
+    return entry_folder(recipe, model, _ends_of).name
+
+
+def entry_folder(recipe: Recipe, model: ModelFacts, hash_of: Callable[[Path], str] = _hash_of) -> Path:
     """Where the recipe's prepared data is, or will be: <output_dir>/.prepared/<key>.
 
     Args:
         recipe: With its data and model sections.
         model: From inspect_model: the tokenizer's folder, or the commit on the hub.
+        hash_of: Hashes a data file.
 
     Raises:
         DataError: A source does not exist.
@@ -95,11 +118,11 @@ def entry_folder(recipe: Recipe, model: ModelFacts) -> Path:
     folder, template = Path(model.path), recipe.model.chat_template
     files = sorted({file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)}) if folder.is_dir() else []
     with told_as("data.held_out"):
-        held_out = [_source_key(source, recipe.output_dir) for source in recipe.held_out_sources]
+        held_out = [_source_key(source, recipe.output_dir, hash_of) for source in recipe.held_out_sources]
     parts = {
         # None and max_length are the same packs.
         "data": recipe.data.model_dump(mode="json", exclude=_LIMITS) | {"pack_length": recipe.sequence_length},
-        "sources": [_source_key(source, recipe.output_dir) for source in recipe.sources],
+        "sources": [_source_key(source, recipe.output_dir, hash_of) for source in recipe.sources],
         "held_out": held_out,
         "tokenizer": {file.name: _hash_of(file) for file in files if not file.name.endswith(".index.json")},
         "model": None if folder.is_dir() else [model.path, model.commit or _this_start()],

@@ -47,6 +47,11 @@ SUFFIXES = (*_TEXTS, ".parquet", ".arrow", *(text + ending for text in _TEXTS fo
 _NO_ROWS = ("dataset_info.json", "state.json", "dataset_infos.json", "dataset_dict.json")
 """What `save_to_disk` writes beside its data."""
 
+_SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"} | dict.fromkeys(
+    ("validation", "valid", "val", "development", "dev", "evaluation", "eval"), "validation"
+)
+"""What names of files call a split, and its name on the hub."""
+
 _BUFFER = 2**20
 """Bytes that are read from a file at once."""
 
@@ -82,14 +87,14 @@ def local_files(path: Path, split: str = "train") -> list[Path]:
 
     Args:
         path: A file; a folder of files; a pattern such as `data/**/*.parquet`; a folder of `save_to_disk`.
-        split: Which split of a saved DatasetDict.
+        split: Which split of a saved DatasetDict, or of a folder whose files say in their names of which they are.
 
     Raises:
         DataError: A kind of file that is not read, nothing there, or files of several splits.
     """
     try:
         if path.is_dir():
-            return _saved(path, split) or _folder(path)
+            return _saved(path, split) or _folder(path, split)
         if not path.exists():
             return _matches(path)
     except (OSError, ValueError) as error:  # no permission; `**` beside other characters
@@ -117,20 +122,62 @@ def _matches(path: Path) -> list[Path]:
     return files
 
 
-def _folder(path: Path) -> list[Path]:
-    files = sorted(file for file in path.iterdir() if _has_rows(file, path))
+def _folder(path: Path, split: str) -> list[Path]:
+    """The files of one split in a folder; where it holds none, in a folder below it, as downloaded datasets have them."""
+    files = [file for file in path.iterdir() if _has_rows(file, path)]
+    if not files:
+        files = [file for pattern in ("*/*", "*/*/*") for file in path.glob(pattern) if _has_rows(file, path)]
+        folders = {file.parent.parent if _split_named(file.parent.name) else file.parent for file in files}
+        if len(folders) > 1:
+            raise DataError(
+                f"The folder {path} holds data in several folders ({', '.join(sorted(_below(folder, path) for folder in folders)[:9])}). "
+                f"Name one of them, or a pattern such as {path}/**/*.jsonl."
+            )
     if not files:
         raise DataError(
             f"The folder {path} holds no {', '.join(SUFFIXES)} file. For files in folders below it, "
             f"name a pattern such as {path}/**/*.jsonl."
         )
-    held_out = [file.name for file in files if re.match(r"(test|valid|dev|eval)", file.name, flags=re.IGNORECASE)]
-    if held_out and len(held_out) < len(files):
+    splits = {file: _split_of(file, path) for file in sorted(files)}
+    named = sorted({name for name in splits.values() if name})
+    if split == "train" and named in ([], ["train"]):
+        return list(splits)
+    if None in splits.values():
+        others = ", ".join(file.name for file, name in splits.items() if name not in (None, "train"))
         raise DataError(
-            f"The folder {path} holds files of several splits ({', '.join(held_out)} among them). "
+            f"The folder {path} holds files of several splits ({others or 'train'} among them), and files of none. "
             f"Name the file to train on, or a pattern such as {path}/train*."
         )
-    return files
+    chosen = [file for file, name in splits.items() if name == _SPLITS.get(split, split)]
+    if not chosen:
+        raise DataError(
+            f"The folder {path} has no split `{split}`. It has: {', '.join(named)}. Set `split` of the source to one of them."
+        )
+    return chosen
+
+
+def _below(folder: Path, path: Path) -> str:
+    return str(folder.relative_to(path))
+
+
+def _split_of(file: Path, folder: Path) -> str | None:
+    """Which split a file in or below a folder is of, by the names; None where they do not say."""
+    *folders, name = file.relative_to(folder).parts
+    return next((split for part in (*folders, name.split(".")[0]) if (split := _split_named(part))), None)
+
+
+def _split_named(name: str) -> str | None:
+    """The split that a name says.
+
+    >>> _split_named("train_sft-00000-of-00003"), _split_named("my-dev"), _split_named("attestation")
+    ('train_sft', 'validation', None)
+    """
+    if shard := re.fullmatch(r"(.+)-\d{5}-of-\d{5}(-\w+)?", name):
+        # `save_to_disk` names every shard so, of whatever split.
+        return None if shard[1] == "data" else _SPLITS.get(shard[1], shard[1])
+    word = f"({'|'.join(_SPLITS)})([-_ ]?(set|data))?"
+    found = re.match(rf"{word}(?![a-z])", name.lower()) or re.search(rf"(?<![a-z]){word}$", name.lower())
+    return _SPLITS[found[1]] if found else None
 
 
 def _saved(path: Path, split: str) -> list[Path]:
@@ -149,6 +196,8 @@ def _saved(path: Path, split: str) -> list[Path]:
             raise DataError(f"{path} has no split `{split}`. It has: {', '.join(map(str, splits))}.")
         return local_files(path / split)
     files = [path / part["filename"] for part in listed("state.json", "_data_files")]
+    if files and split != "train":
+        raise DataError(f"{path} is one saved dataset and has no split `{split}`. Leave `split` out.")
     if missing := [file.name for file in files if not file.is_file()]:
         raise DataError(f"{path} lacks {', '.join(missing)}, which its state.json lists. Copy the folder again.")
     return files

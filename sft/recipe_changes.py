@@ -28,6 +28,7 @@ FREE = frozenset(
         # They judge the prepared data and do not change it.
         "data.max_overlong_fraction",
         "data.max_dropped_fraction",
+        "data.allow",
         "data.min_trained_fraction",
         # Who computes what, and when it is written.
         "train.micro_batch_size",

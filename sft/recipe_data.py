@@ -28,7 +28,37 @@ Column = Literal[
 ]
 """What rows are read by."""
 
-Finding = Literal["role_order", "empty_turn", "last_turn", "special_tokens", "end_token", "undecodable", "placeholder"]
+Finding = Literal[
+    "role_order",
+    "empty_turn",
+    "last_turn",
+    "special_tokens",
+    "end_token",
+    "undecodable",
+    "mojibake",
+    "escaped",
+    "placeholder",
+    "rendered",
+    "echo",
+    "missing_value",
+    "carriage_return",
+]
+OfAllRows = Literal[
+    "role_order",
+    "empty_turn",
+    "last_turn",
+    "undecodable",
+    "mojibake",
+    "escaped",
+    "placeholder",
+    "rendered",
+    "echo",
+    "missing_value",
+    "same_answer",
+    "duplicate",
+    "held_out_duplicate",
+    "held_out_near",
+]
 
 
 class Source(Section):
@@ -114,6 +144,9 @@ class Data(Section):
 
     refuse: tuple[Finding, ...] = ()
     """Findings that make a row a bad one too; otherwise they are notes."""
+
+    allow: tuple[OfAllRows, ...] = ()
+    """Findings that nearly all rows of a source may have. Others then stop the run: the rows were made wrongly."""
 
     max_dropped_fraction: Fraction = 0.1
     """More rows than this dropped for other reasons (bad rows, no answer) stop the run; duplicates do not count."""

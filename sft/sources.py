@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ def told_as(key: str) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        raise DataError(str(error).replace("data.train", key)) from None
+        # At its start alone: a path in the message may hold the same words.
+        raise DataError(re.sub(r"^data\.train\b", key, str(error))) from None
 
 
 def looks_local(name: str) -> bool:
@@ -66,7 +68,7 @@ def source_files(source: Source, output_dir: str) -> list[Path] | None:
     if not path.exists() and not pattern:
         raise DataError(f"data.train: there is no file or folder {source.path} (looked in {Path.cwd()}).")
     split, wanted = split_and_slice(source)
-    if split != "train" and not (path / "dataset_dict.json").is_file():
+    if split != "train" and not path.is_dir():
         raise DataError(
             f"data.train: split={source.split} of the local path {source.path}: files have no splits. Name the file, or take "
             "rows of it with train[:1000]."
@@ -165,8 +167,13 @@ def hub_answers() -> bool:
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
         return True  # only the proxy can tell
     url = urlsplit(constants.ENDPOINT)
+    return _reaches(url.hostname or "", url.port or (80 if url.scheme == "http" else 443))
+
+
+@cache
+def _reaches(host: str, port: int) -> bool:
     try:
-        socket.create_connection((url.hostname or "", url.port or 443), timeout=3).close()
+        socket.create_connection((host, port), timeout=3).close()
     except OSError:
         return False
     return True
@@ -174,28 +181,39 @@ def hub_answers() -> bool:
 
 def hub_commit(source: Source) -> str | None:
     """The commit that a hub dataset's revision stands for now; None where nobody can tell."""
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub import constants
 
     if hub_answers():
-        try:
-            return HfApi().dataset_info(source.path, revision=source.revision).sha
-        except (HfHubHTTPError, OSError, ValueError):
-            return None  # loading it says why
+        return _commit_now(source.path, source.revision)
     folder = Path(constants.HF_HUB_CACHE) / f"datasets--{source.path.replace('/', '--')}" / "refs"
     reference = folder / (source.revision or "main")
     return reference.read_text().strip() if reference.is_file() else source.revision
 
 
+@cache
+def _commit_now(path: str, revision: str | None) -> str | None:
+    """Asked once, so that what is loaded is what the prepared data is known by."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return HfApi().dataset_info(path, revision=revision).sha
+    except (HfHubHTTPError, OSError, ValueError):
+        return None  # loading it says why
+
+
 def _hub_rows(source: Source) -> Iterator[Row]:
     import datasets
 
-    if not hub_answers():
+    revision = source.revision
+    if hub_answers():
+        revision = hub_commit(source) or revision
+    else:
         # So that what is cached is found at once, and what is not is told without a minute of retries.
         import huggingface_hub
 
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-    options: dict[str, Any] = {"revision": source.revision, "streaming": source.streaming}
+    options: dict[str, Any] = {"revision": revision, "streaming": source.streaming}
     try:
         # A streamed split takes no slice in its name.
         split, wanted = split_and_slice(source) if source.streaming else (source.split, slice(None))

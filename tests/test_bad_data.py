@@ -147,6 +147,28 @@ BAD = {
         "row 1",
         "`weight` of a message is 0.5",
     ),
+    "a row of weight 0": Bad(
+        lines(*many(4), GOOD | {"weight": 0}, GOOD | {"loss_weight": "0.0"}, GOOD | {"sample_weight": False}),
+        dropped={"zero weight": 3},
+        used=4,
+    ),
+    "rows of weight 0 alone": refused(lines(GOOD | {"weight": 0}), "Nothing is left to train on", "1 zero weight"),
+    "a turn of weight 0": refused(
+        lines({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0.0}]}),
+        "Nothing is left to train on",
+    ),
+    "half a weight of a row": refused(lines(GOOD, GOOD | {"weight": 0.5}), "row 2", "`weight` is 0.5", "`epochs`"),
+    "a weight for each token": refused(
+        lines({"input_ids": [5, 6], "loss_weight": [0, 1]}), "row 1", "`loss_weight` is a list", "`labels`"
+    ),
+    "a column that is no weight": Bad(lines(GOOD | {"weight": "12 kg", "label": True}), used=1),
+    "an unwanted answer": refused(lines(GOOD, GOOD | {"label": False}), "row 2", "`label` is false", "KTO"),
+    "an unwanted answer of a table": refused(
+        b"prompt,completion,label\nHi,Hello,True\nHi,Go away,False\n", "row 2", "`label` is false", name="rows.csv"
+    ),
+    "a conversation that is unwanted": refused(
+        lines(talk(("user", "a"), ("assistant", "b")) | {"kto_tag": False}), "row 1", "`kto_tag` is false"
+    ),
     "no messages": Bad(
         lines(*[talk(("user", "a"), ("assistant", "b"))] * 20, {"messages": []}), dropped={"no answer to train on": 1}
     ),
@@ -169,6 +191,10 @@ BAD = {
     "a token that the tokenizer has not": refused(lines({"input_ids": [5, 99_999]}), "row 1", "99999", "541 tokens"),
     "labels of another length": refused(lines({"input_ids": [5, 6], "labels": [6]}), "row 1", "`labels` has 1"),
     "labels that are shifted": refused(lines({"input_ids": [5, 6, 7], "labels": [6, 7, -100]}), "row 1", "unshifted"),
+    "tokens that were packed elsewhere": refused(
+        lines({"input_ids": [5, 6, 7], "position_ids": [0, 1, 0]}), "row 1", "`position_ids` start again"
+    ),
+    "a loss mask of no token": refused(lines({"input_ids": [5, 6], "loss_mask": [0, 0]}), "1 no trained token"),
     "token ids that are text": refused(lines({"input_ids": "5 6 7"}), "row 1", "not a list of whole numbers"),
     # Lengths
     "a conversation of 330 turns": refused(

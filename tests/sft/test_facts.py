@@ -1,6 +1,9 @@
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -144,3 +147,27 @@ def test_all_rows_of_parquet_files_are_counted_without_reading_them(make_recipe:
     facts = inspect_data(make_recipe(f"data.train={tmp_path}"), ModelFacts("some/model"))
     assert facts is not None
     assert facts.documents == 345
+
+
+def test_values_that_are_no_json_in_columns_beside_are_no_trouble(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    import datasets
+
+    beside = {
+        "at": datetime(2024, 1, 2),
+        "day": date(1, 1, 1),
+        "price": Decimal("0.10"),
+        "raw": b"\xff",
+        "nan": math.nan,
+    }
+    rows = datasets.Dataset.from_list([{"prompt": "Hi", "completion": "Hello"} | beside] * 3)
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "saved")
+    recipe = make_recipe(f"data.train={tmp_path / 'saved'}", "data.packing=false", f"output_dir={tmp_path / 'out'}")
+    model = inspect_model(recipe)
+    assert inspect_data(recipe, model) is not None
+    assert prepare(recipe, model).sequences == 3
+
+
+def test_half_a_surrogate_pair_is_counted_as_some_character(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Hi \ud83d", "completion": "Hello"}) + "\n")
+    recipe = make_recipe(f"data.train={tmp_path / 'rows.jsonl'}")
+    assert inspect_data(recipe, inspect_model(recipe)) is not None

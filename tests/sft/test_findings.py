@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from sft.control_tokens import ControlTokens
+from sft.errors import DataError
 from sft.facts import inspect_model
-from sft.findings import MEANING, Findings, found_in_row, script_of, strings
+from sft.findings import MEANING, Findings, check_findings, found_in_row, script_of, strings
 from sft.formats import Conversation, Text, Tokens
 from sft.prepare import prepare
 from sft.recipe import Recipe
@@ -143,7 +144,7 @@ def test_an_answer_that_closes_with_an_end_token_is_found(control: ControlTokens
     for end in ("<|im_end|>", "<|endoftext|>\n", "<|eot_id|>", "<|im_end|><|endoftext|> "):
         assert found_in_row(asked("Hi", f"Hello{end}"), control, True) == ["end_token"]
         assert found_in_row(Text("Hi", f"Hello{end}"), control, True) == ["end_token"]
-    assert found_in_row(asked("Hi<|eot_id|>", "<|eot_id|> Hello</s>"), control, True) == []
+    assert found_in_row(asked("Hi<|eot_id|>", "<|eot_id|> Hello</s>"), control, True) == ["rendered"]
     both = asked("Hi", "Hello <|im_start|> there<|im_end|>")
     assert found_in_row(both, control, True) == ["end_token", "special_tokens"]
 
@@ -168,6 +169,91 @@ def test_a_placeholder_that_was_never_filled_in_is_found(control: ControlTokens)
         assert found_in_row(Text("", text), control, True) == ["placeholder"]
     for text in ("{name}", "{{}}", "{{ 1 + 1 }}", "{{a b}}", "{ {name} }"):
         assert found_in_row(asked(text), control, True) == []
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "latin-1"])
+@pytest.mark.parametrize(
+    "text", ["é", "naïve", "it’s", "a — b", "Straße", "5 °C", "Привет", "你好", "😀", "żółty", "Γειά"]
+)
+def test_text_that_was_decoded_wrongly_is_found(text: str, encoding: str, control: ControlTokens) -> None:
+    wrong = text.encode().decode(encoding, "ignore")
+    assert found_in_row(asked(wrong), control, True) == ["mojibake"]
+    assert found_in_row(Text("Hi", wrong), control, True) == ["mojibake"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "»Spaß« – „MENÜ“, CAFÉ… «É» “NÃO”",
+        "Ångström Å’s ‘Ä’ Âge à €5, “café”…",
+        "Ελλάδα «α», Привет «мир» — да…",
+        "数学 “你好”……",
+    ],
+)
+def test_text_in_any_language_is_decoded_rightly(text: str, control: ControlTokens) -> None:
+    assert found_in_row(asked(text), control, True) == found_in_row(asked("Hi", text), control, True) == []
+
+
+@pytest.mark.parametrize(
+    "text", [r"One\nTwo", r"a\r\nb", r"- a\n- b", r"Caf\u00e9", "&quot;Hi&quot;", "a &amp;lt; b", "it&#39;s"]
+)
+def test_text_that_was_escaped_twice_is_found(text: str, control: ControlTokens) -> None:
+    assert found_in_row(asked(text), control, True) == ["escaped"]
+    assert found_in_row(Text("", text), control, True) == ["escaped"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"\nabla \neq \theta",
+        "print('a\\nb')\nprint('C\\nD')",
+        r'{"city": "K\u00f6ln\n"}',
+        "R&D, a && b, AT&T; &x",
+        r"C:\new\users",
+    ],
+)
+def test_code_formulas_and_json_have_backslashes_of_their_own(text: str, control: ControlTokens) -> None:
+    assert found_in_row(asked(text), control, True) == found_in_row(asked("Hi", text), control, True) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        (asked("<|start_header_id|>user<|end_header_id|>Hi"), "rendered"),
+        (asked("[INST] Hi [/INST]"), "rendered"),
+        (asked("Do it.\n\n### Response:\n"), "rendered"),
+        (asked("Hi", "Assistant: Hello"), "rendered"),
+        (asked("Hi", "Hello\nHuman:"), "rendered"),
+        (Text("", "<|user|>Hi<|assistant|>Hello"), "rendered"),
+        (asked("What is the capital?", " What is the capital? Oslo"), "echo"),
+        (Text("What is the capital?", "What is the capital? Oslo"), "echo"),
+        (asked("Hi", "nan"), "missing_value"),
+        (Text("Hi", " None\n"), "missing_value"),
+        (asked("Hi\r\nyou"), "carriage_return"),
+    ],
+)
+def test_a_fault_that_programs_make_of_rows_is_found(row: Any, kind: str, control: ControlTokens) -> None:
+    assert found_in_row(row, control, True) == [kind]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        asked("Hi", "Hi there, None of us knows"),
+        asked("Who is the user: a person?", "### Heading\nA human: you"),
+        Text("", "### Instruction:\nHi\n### Response:\nHello"),
+        Text("", "[INST] Hi [/INST] Hello"),
+        called(note="nan"),
+    ],
+)
+def test_what_only_looks_like_a_fault_is_none(row: Any, control: ControlTokens) -> None:
+    assert found_in_row(row, control, True) == []
+
+
+def test_what_a_tool_answers_may_be_escaped(control: ControlTokens) -> None:
+    talk = turns(("user", "a"), ("assistant", ""), ("tool", r"Caf\u00e9\n"), ("assistant", "b"))
+    talk.messages[1]["tool_calls"] = CALL
+    assert found_in_row(talk, control, True) == []
 
 
 def test_findings_add_up_and_keep_the_first_rows_of_each_kind() -> None:
@@ -285,3 +371,87 @@ def test_every_kind_of_finding_that_a_row_can_have_may_be_refused(make_recipe: M
     kinds = ["role_order", "empty_turn", "last_turn", "special_tokens", "end_token", "undecodable", "placeholder"]
     assert set(kinds) < set(MEANING)
     assert make_recipe(f"data.refuse={json.dumps(kinds)}").data.refuse == tuple(kinds)
+
+
+def judged(recipe: Recipe) -> None:
+    check_findings(prepare(recipe, inspect_model(recipe)).findings, recipe.data)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bad", "enough", "fewer"),
+    [
+        ("placeholder", lambda n: row_of(f"{n} {{{{name}}}}", str(n)), 18, 17),
+        ("empty_turn", lambda n: row_of("", str(n)), 18, 17),
+        (
+            "last_turn",
+            lambda n: {"messages": [*row_of("x", str(n))["messages"], {"role": "user", "content": "?"}]},
+            18,
+            17,
+        ),
+        (
+            "role_order",
+            lambda n: {"messages": [{"role": "assistant", "content": "Hi"}, *row_of("x", str(n))["messages"]]},
+            18,
+            17,
+        ),
+        ("same_answer", lambda n: row_of(f"x{n}", "Yes"), 18, 17),
+        ("duplicate", lambda n: row_of("Question 19", "Answer 19"), 18, 17),
+        ("escaped", lambda n: row_of(rf"{n}\n\nB"), 10, 9),
+        ("mojibake", lambda n: row_of(f"{n} Ã©"), 2, 1),
+        ("undecodable", lambda n: row_of(f"{n} \ufffd"), 2, 1),
+    ],
+)
+def test_what_nearly_all_rows_of_a_source_have_is_refused(
+    kind: str, bad: Callable[[int], object], enough: int, fewer: int, recipe_of: RecipeOf
+) -> None:
+    first = kind == "duplicate"  # which is none
+    many = [*PLAIN[: 20 - enough - first], *map(bad, range(enough + first))]
+    allowed = "data.allow=[same_answer]" if kind == "duplicate" else "data.allow=[]"
+    with pytest.raises(DataError, match=rf"(?s)rows.jsonl: {enough} of 20 rows: .*{kind}.*data.allow=\[.*{kind}\]"):
+        judged(recipe_of(many, allowed))
+    judged(recipe_of(many, f"data.allow=[{kind}, same_answer]"))
+    judged(recipe_of([*PLAIN[: 20 - fewer - first], *map(bad, range(fewer + first))], allowed))
+    judged(recipe_of(list(map(bad, range(9)))))
+    if kind == "duplicate":
+        judged(recipe_of(many, allowed, "data.deduplicate=true"))
+
+
+def test_tokens_that_never_end_are_found(make_recipe: MakeRecipe, write_rows: WriteRows) -> None:
+    end = load_tokenizer(make_recipe()).eos_token_id
+    rows = [
+        {"input_ids": [5, 6, 7]},
+        {"input_ids": [5, 6, end]},
+        {"input_ids": [5, end, 7], "labels": [-100, end, -100]},
+    ]
+    found = prepared(make_recipe(f"data.train={write_rows(*rows)}"))
+    assert rows_told(found, "no_end") == [1]
+
+
+def test_a_small_source_is_judged_beside_a_large_one(make_recipe: MakeRecipe, write_rows: WriteRows) -> None:
+    good = write_rows(*PLAIN, name="good.jsonl")
+    bad = write_rows(*(row_of(f"{n} {{{{name}}}}") for n in range(10)), name="bad.jsonl")
+    with pytest.raises(DataError, match=r"bad.jsonl: 10 of 10 rows: .*placeholder"):
+        judged(make_recipe(f"data.train=[{{path: {good}}}, {{path: {bad}}}]"))
+
+
+def test_held_out_rows_that_equal_trained_ones_but_for_case_space_or_answer_are_found(
+    make_recipe: MakeRecipe, write_rows: WriteRows
+) -> None:
+    fixed = [row_of("Tell a story", f"Story {number}") for number in range(12)]
+    tokens = {"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}
+    train = [write_rows(*PLAIN, *fixed, name="train.jsonl"), write_rows(tokens, name="tokens.jsonl")]
+    near = [row_of("QUESTION  3\n", "Another"), row_of("Question 4", "answer  4"), row_of("Question 5", "No")]
+    held_out = [
+        write_rows(*near, row_of("New"), row_of("Tell a story", "A new one"), name="eval.jsonl"),
+        write_rows(tokens | {"input_ids": [5, 6, 8], "labels": [-100, -100, 8]}, name="eval_tokens.jsonl"),
+    ]
+    paths = [", ".join(f"{{path: {file}}}" for file in files) for files in (train, held_out)]
+    found = prepared(make_recipe(f"data.train=[{paths[0]}]", f"data.held_out=[{paths[1]}]"))
+    assert rows_told(found, "held_out_near") == [1, 2, 3, 1]
+    text = [{"text": f"Once upon  a time {number}"} for number in range(20)]
+    train, held_out = [
+        write_rows(*rows, name=name)
+        for rows, name in ((text, "a.jsonl"), ([{"text": row["text"].upper()} for row in text], "b.jsonl"))
+    ]
+    with pytest.raises(DataError, match=r"b.jsonl \(held out\): 20 of 20 rows: .*held_out_near"):
+        judged(make_recipe(f"data.train={train}", f"data.held_out={held_out}"))

@@ -5,8 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from sft.chunks import worker_count
 from sft.errors import PlanError
-from sft.hardware import Gpu, Hardware, described_hardware, detect_hardware, visible_gpus
+from sft.hardware import (
+    Gpu,
+    Hardware,
+    cpu_cores,
+    cpu_memory_gib,
+    described_hardware,
+    detect_hardware,
+    visible_gpus,
+)
 
 Machine = Callable[..., None]
 
@@ -149,3 +158,65 @@ def test_flash_attn_4_is_not_taken_for_flash_attn_2(
     (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 2.8.3\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert detect_hardware().has_flash_attention is found
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cores", "memory"),
+    [
+        ("0::/\n", {"cpu.max": "200000 100000", "memory.max": f"{3 * GIB}"}, 2, 3),
+        ("0::/\n", {"cpu.max": "max 100000", "memory.max": "max"}, 64, None),
+        ("0::/\n", {"cpu.max": "50000 100000"}, 1, None),
+        # A limit of any group around counts.
+        (
+            "0::/job/step\n",
+            {"job/cpu.max": "300000 100000", "job/step/cpu.max": "max 100000", "job/memory.max": f"{GIB}"},
+            3,
+            1,
+        ),
+        (
+            "0::/job\n",
+            {"job/cpu.max": "300000 100000", "cpu.max": "200000 100000", "job/memory.max": f"{2 * GIB}"},
+            2,
+            2,
+        ),
+        # Version 1; in a container the path is the host's.
+        (
+            "3:memory:/docker/ab\n2:cpu,cpuacct:/docker/ab\n",
+            {
+                "cpu/cpu.cfs_quota_us": "400000",
+                "cpu/cpu.cfs_period_us": "100000",
+                "memory/memory.limit_in_bytes": f"{GIB}",
+            },
+            4,
+            1,
+        ),
+        (
+            "2:cpu:/\n1:memory:/\n",
+            {
+                "cpu/cpu.cfs_quota_us": "-1",
+                "cpu/cpu.cfs_period_us": "100000",
+                "memory/memory.limit_in_bytes": f"{2**63 - 4096}",
+            },
+            64,
+            None,
+        ),
+        ("0::/../../other\n", {"cpu.max": "200000 100000"}, 2, None),
+        ("", {"cpu.max": "200000 100000"}, 64, None),
+    ],
+)
+def test_a_container_has_what_its_control_groups_leave_it(
+    own: str, files: dict[str, str], cores: int, memory: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(text)
+    (tmp_path / "own").write_text(own)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(64)))
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 64 * GIB // 4096}.__getitem__)
+    monkeypatch.setattr("sft.hardware._CONTROL_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr("sft.hardware._OWN_GROUPS", tmp_path / "own")
+    assert (cpu_cores(), cpu_memory_gib()) == (cores, memory or 64)
+    assert worker_count() == max(1, min(cores, 2 * ((memory or 64) - 1)))

@@ -99,7 +99,7 @@ def test_an_entry_is_the_same_bytes_with_any_workers_and_chunks(
 
     several = [entry(rows, f"several-{rows}") for rows in (7, 50)]
     one_core()
-    assert chunks.cores() == 1
+    assert chunks.worker_count() == 1
     alone = [entry(rows, f"one-{rows}") for rows in (7, 1000)]
     assert set(alone[0]) == set(FILES)
     assert several[0] == several[1] == alone[0] == alone[1]
@@ -143,6 +143,45 @@ def test_what_an_earlier_process_left_half_written_is_removed(make: Callable[...
     (left / "tokens.bin").write_bytes(b"half")
     prepared(recipe)
     assert left_in(folder.parent) == [folder.name]
+
+
+def test_old_entries_are_removed_but_for_those_that_are_used(
+    make: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sft.prepare._KEPT", 2)
+    recipe = make(f"data.train={write(tmp_path / 'rows.jsonl', VARIED[:9])}")
+    entry = prepared(recipe).folder
+    runs = {
+        "running": {"status": "running"},
+        "failed": {"status": "failed"},
+        "evaluating": {"status": "finished", "evaluation": "interrupted"},
+        "finished": {"status": "finished", "evaluation": "done"},
+    }
+    now = time.time()
+    for hours, name in enumerate([*runs, "unused", "of-today", "whole", "search"], start=30):
+        copy = Path(shutil.copytree(entry, entry.with_name(name)))
+        summary = json.loads((copy / "prepared.json").read_text()) | {"fingerprint": name}
+        (copy / "prepared.json").write_text(json.dumps(summary))
+        used = now - 3600 * (2 if name == "of-today" else hours)
+        os.utime(copy / "prepared.json", (used, used))
+    (entry.with_name("search") / "prepared.json").unlink()
+    for name, record in runs.items():
+        folder = tmp_path / "out" / "recipe" / name
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text(json.dumps(record | {"data_fingerprint": name}))
+    (tmp_path / "out" / "recipe" / "broken").mkdir()
+    (tmp_path / "out" / "recipe" / "broken" / "run.json").write_text("[")
+    newest = prepared(make(f"data.train={write(tmp_path / 'more.jsonl', VARIED[:8])}")).folder
+    kept = {newest.name, entry.name, "running", "failed", "evaluating", "of-today", "search"}
+    assert set(left_in(entry.parent)) == kept
+
+
+def test_an_entry_that_is_found_counts_as_used(make: Callable[..., Recipe], tmp_path: Path) -> None:
+    recipe = make(f"data.train={write(tmp_path / 'rows.jsonl', VARIED[:9])}")
+    file = prepared(recipe).folder / "prepared.json"
+    os.utime(file, (0, 0))
+    prepared_data(recipe, inspect_model(recipe), [])
+    assert time.time() - file.stat().st_mtime < 60
 
 
 def test_a_mistake_leaves_nothing_behind(make: Callable[..., Recipe], tmp_path: Path) -> None:

@@ -13,13 +13,18 @@ from sft.demo import Demo
 from sft.errors import DataError
 from sft.facts import ModelFacts, inspect_model
 from sft.prepare import prepare
-from sft.prepared import entry_folder, find_prepared
+from sft.prepared import data_key, entry_folder, find_prepared
 from sft.recipe import REPOSITORY, Data, Recipe
 
 MakeRecipe = Callable[..., Recipe]
 Key = Callable[..., str]
 ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-LIMITS = {"max_overlong_fraction": "0.5", "max_dropped_fraction": "0.5", "min_trained_fraction": "0.01"}
+LIMITS = {
+    "allow": "[placeholder]",
+    "max_overlong_fraction": "0.5",
+    "max_dropped_fraction": "0.5",
+    "min_trained_fraction": "0.01",
+}
 CHANGES = {
     "held_out": "0.1",
     "max_length": "64",
@@ -195,6 +200,8 @@ def test_the_code_of_an_entry_is_all_code_that_its_bytes_depend_on() -> None:
         "demo",  # writes files, which are part of the key
         "job",  # opens the recipe
         "interruption",  # signals
+        "run_directory",  # which entries runs use
+        "hardware",  # how many processes prepare
         "prepared",  # the key itself
     }
     found, new = set(sft.prepared._CODE), set(sft.prepared._CODE)
@@ -289,3 +296,19 @@ def test_code_that_a_repository_ships_is_part_of_the_entry(key: Key, model: Path
     assert key("model.trust_remote_code=true") != first == key("model.trust_remote_code=false")
     (model / "tokenization_mine.py").write_text("")
     assert key() != first
+
+
+def test_machines_compare_their_data_by_its_size_and_both_ends(
+    make_recipe: MakeRecipe, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(f"data.train={rows}")
+    model = inspect_model(recipe)
+    monkeypatch.setattr("sft.prepared._END", 16)
+    text = rows.read_bytes()
+    keys = [data_key(recipe, model)]
+    for other in (text[:-1] + b" ", b" " + text[1:], text + text):
+        rows.write_bytes(other)
+        keys.append(data_key(recipe, model))
+    assert len(set(keys)) == 4
+    rows.write_bytes(text[:20] + b" " + text[21:])  # what a minute has no time for; the entry has
+    assert data_key(recipe, model) == keys[0]

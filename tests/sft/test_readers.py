@@ -581,13 +581,50 @@ def test_a_folder_stands_for_its_data_files_sorted(tmp_path: Path) -> None:
         local_files(tmp_path / "notes.txt")
 
 
-def test_a_folder_with_a_held_out_file_is_not_read_whole(tmp_path: Path) -> None:
-    touch(tmp_path, "train.jsonl", "test.jsonl.gz")
-    with pytest.raises(DataError, match=r"several splits \(test.jsonl.gz among them\). Name the file"):
+SHARDS = [f"data/{split}-0000{n}-of-00002.parquet" for split in ("test", "train", "validation") for n in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("files", "split", "found"),
+    [
+        (SHARDS, "train", SHARDS[2:4]),
+        (SHARDS, "validation", SHARDS[4:]),
+        (["train.jsonl", "test.jsonl.gz"], "train", ["train.jsonl"]),
+        (["my_train.jsonl", "my_dev.jsonl"], "val", ["my_dev.jsonl"]),
+        (["train/a.json", "train/b.json", "test/a.json"], "train", ["train/a.json", "train/b.json"]),
+        (
+            ["main/train-00000-of-00001-f00.parquet", "main/eval.parquet"],
+            "train",
+            ["main/train-00000-of-00001-f00.parquet"],
+        ),
+        (["data/x.jsonl", "data/train_more.jsonl"], "train", ["data/train_more.jsonl", "data/x.jsonl"]),
+        (["contest.jsonl", "values.jsonl"], "train", ["contest.jsonl", "values.jsonl"]),
+        (["data/test-00000-of-00001.parquet"], "test", ["data/test-00000-of-00001.parquet"]),
+    ],
+)
+def test_of_a_folder_only_the_files_of_the_split_are_read(
+    files: list[str], split: str, found: list[str], tmp_path: Path
+) -> None:
+    touch(tmp_path, *files, "README.md", "dataset_info.json", ".cache/train.jsonl")
+    assert names(local_files(tmp_path, split), tmp_path) == found
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        (
+            ["a.jsonl", "test.jsonl.gz"],
+            r"several splits \(test.jsonl.gz among them\), and files of none. Name the file",
+        ),
+        (["data/train_sft-00000-of-00001.parquet", "data/test.parquet"], r"no split `train`. It has: test, train_sft"),
+        (["data/test-00000-of-00001.parquet"], r"no split `train`. It has: test. Set `split`"),
+        (["main/train.parquet", "socratic/train.parquet"], r"several folders \(main, socratic\). Name one of them"),
+    ],
+)
+def test_a_folder_in_which_the_split_is_not_clear_is_refused(files: list[str], told: str, tmp_path: Path) -> None:
+    touch(tmp_path, *files)
+    with pytest.raises(DataError, match=told):
         local_files(tmp_path)
-    assert names(local_files(tmp_path / "train*"), tmp_path) == ["train.jsonl"]
-    (tmp_path / "train.jsonl").unlink()
-    assert names(local_files(tmp_path), tmp_path) == ["test.jsonl.gz"]
 
 
 def test_a_pattern_stands_for_its_matches_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -637,6 +674,12 @@ def test_a_saved_dataset_is_read_in_the_order_that_it_lists(tmp_path: Path) -> N
         local_files(folder)
 
 
+def test_a_saved_dataset_has_no_other_split(tmp_path: Path) -> None:
+    folder = save_to_disk(tmp_path / "saved", {"a.arrow": [{"a": 1}]})
+    with pytest.raises(DataError, match=r"has no split `test`"):
+        local_files(folder, "test")
+
+
 def test_a_saved_dictionary_of_datasets_is_read_by_its_split(tmp_path: Path) -> None:
     for split in ("train", "test"):
         save_to_disk(tmp_path / split, {f"{split}.arrow": [{"a": split}]})
@@ -681,3 +724,13 @@ def test_real_files_are_read_whole(name: str, count: int | None, shared: Path) -
     assert first_rows(path, 50) == rows[:50]
     if path.suffix == ".json":
         assert rows == json.loads(path.read_bytes())
+
+
+@pytest.mark.parametrize("text", ["a;b\n{};2\n", "a\tb\n{}\t2\n", '"a"|"b"\r\n{}|2\r\n', "sep=;\r\na;b\r\n{};2\r\n"])
+def test_a_table_says_itself_what_separates_its_fields(text: str, tmp_path: Path) -> None:
+    assert read(tmp_path, "rows.csv", text.replace("{}", '"x, ""y"""')) == [{"a": 'x, "y"', "b": "2"}]
+
+
+def test_a_table_of_one_column_keeps_what_might_separate(tmp_path: Path) -> None:
+    assert read(tmp_path, "rows.csv", "a,b (x;y;z)\n1;2,3\n") == [{"a": "1;2", "b (x;y;z)": "3"}]
+    assert read(tmp_path, "rows.csv", "text\na;b\n") == [{"text": "a;b"}]

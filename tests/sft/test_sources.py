@@ -1,6 +1,9 @@
 import json
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from sft.sources import (
     open_source,
     place,
     source_files,
+    told_as,
 )
 
 Rows = list[dict[str, Any]]
@@ -134,6 +138,14 @@ def test_a_row_stands_in_the_file_that_was_begun_last_before_it(
     assert place("owner/data", starts, row) == told
 
 
+def test_a_message_names_its_key_and_keeps_a_path_that_holds_the_same_words() -> None:
+    with (
+        pytest.raises(DataError, match=r"^data.held_out: there is no file or folder my/data.train/x.jsonl"),
+        told_as("data.held_out"),
+    ):
+        source_files(Source(path="my/data.train/x.jsonl"), "")
+
+
 def test_an_empty_file_before_another_gives_no_row_its_name(tmp_path: Path) -> None:
     """The order of paths is not that of their text: `x/` comes before `x-1/`, and `/` behind `-`."""
     for name in ("x", "x-1"):
@@ -164,3 +176,68 @@ def test_offline_nobody_asks_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     reference.parent.mkdir(parents=True)
     reference.write_text("0123abcd\n")
     assert hub_commit(Source(path="owner/data")) == "0123abcd"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A hub that knows the commit of a dataset and nothing else; what it was asked."""
+    asked: list[str] = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def handle_one_request(self) -> None:
+            self.raw_requestline = self.rfile.readline()
+            if self.parse_request():
+                self.answer()
+
+        def answer(self) -> None:
+            asked.append(self.path)
+            known = self.path.partition("?")[0] == "/api/datasets/owner/data"
+            body = json.dumps({"id": "owner/data", "sha": "0123abcd" * 5, "siblings": []} if known else {}).encode()
+            self.send_response(200 if known else 404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body if self.command == "GET" else b"")
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.daemon_threads = True
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
+    monkeypatch.setattr("datasets.config.HF_ENDPOINT", url)
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HTTP_PROXY", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    yield asked
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_the_hub_is_asked_once_for_a_commit_and_that_commit_is_loaded(hub: list[str]) -> None:
+    commits = {hub_commit(Source(path="owner/data")) for _ in range(3)}
+    assert commits == {"0123abcd" * 5}
+    assert hub.count("/api/datasets/owner/data") == 1
+    before = len(hub)
+    with pytest.raises(DataError, match=r"data.train: owner/data is no local path"):
+        next(open_source(Source(path="owner/data"), "").rows)
+    assert all("0123abcd" * 5 in path for path in hub[before:] if "owner/data" in path), hub[before:]
+    assert len(hub) > before
+
+
+def test_the_hub_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        assert [hub_answers() for _ in range(3)] == [True] * 3
+        server.settimeout(0.2)
+        server.accept()[0].close()
+        with pytest.raises(TimeoutError):
+            server.accept()
