@@ -93,6 +93,11 @@ class Run:
         return self.path / "final"
 
     @property
+    def unverified(self) -> Path:
+        """The tuned model where the check of final/ failed."""
+        return self.path / "unverified"
+
+    @property
     def base_evaluation(self) -> Path:
         """lm_eval's output for the base model."""
         return self.path / "eval" / "base"
@@ -127,6 +132,24 @@ class Run:
         """Merge values into run.json."""
         record = self.record if (self.path / "run.json").exists() else {}
         write_json(self.path / "run.json", record | values)
+
+    def warn(self, key: str, message: str | None) -> None:
+        """Keep a warning about this run in run.json; the end of the terminal's output and the report show it.
+
+        Args:
+            key: What it is about: one warning each.
+            message: Sentences for the user, with the remedy; None removes an earlier warning that no longer holds.
+        """
+        before = self.warnings
+        after = {name: text for name, text in before.items() if name != key} | ({key: message} if message else {})
+        if after != before:
+            self.update(warnings=after)
+
+    @property
+    def warnings(self) -> dict[str, str]:
+        """What `warn` has kept, by key."""
+        found: dict[str, str] = self.record.get("warnings", {}) if (self.path / "run.json").exists() else {}
+        return found
 
     def recipe(self) -> Recipe:
         """The recipe as it was run, overrides applied."""
