@@ -50,7 +50,11 @@ class BeforeTraining(TrainerCallback):  # type: ignore[misc]
             check_probe(found, self.job.plan.attention.value, packed)
         if state.is_world_process_zero:
             count, seconds = len(readings), time.monotonic() - started
-            apart = f"{len(documents)} documents in one batch do not see each other" if documents else "no two documents to probe"
+            apart = (
+                f"{len(documents)} documents in one batch do not see each other"
+                if documents
+                else "no two documents to probe"
+            )
             print(f"Runtime check: {count} of {count} settings as planned; {apart} ({seconds:.1f} s).", flush=True)
 
 

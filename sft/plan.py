@@ -319,7 +319,7 @@ def print_plan(plan: Plan, title: str, notes: Sequence[str] = (), every: bool = 
 
 def _in_short(plan: Plan) -> list[str]:
     steps = f"{plan.max_steps.value} steps ({plan.max_steps.reason})" if plan.max_steps.value else "steps not known yet"
-    batch = f"batches of {plan.global_batch_size.value} ({plan.gradient_accumulation_steps.reason})"
+    batch = f"batch {plan.gradient_accumulation_steps.reason}"
     settings = f"{plan.engine.value}, {plan.precision.value}, attention {plan.attention.value}"
     return [
         f"Plan: {settings}; {batch}; {steps}. Every decision with its reason: plan.json, or --plan.",

@@ -193,7 +193,11 @@ def message(problems: Sequence[str], folder: Path, step: int, last: bool) -> str
         last: Whether there are no more to train.
     """
     lines = "\n".join(f"  {problem}" for problem in problems)
-    stopped = "" if last else "The training is stopped, since what it would leave at its end is wrong as well; the folder is kept. "
+    stopped = (
+        ""
+        if last
+        else "The training is stopped, since what it would leave at its end is wrong as well; the folder is kept. "
+    )
     return (
         f"What was saved after step {step} is not the model in memory. Loaded by from_pretrained alone, {folder}:\n{lines}\n"
         f"{stopped}This is a mistake of this project or of a library, not of the recipe: report it with plan.json and run.json."

@@ -62,7 +62,11 @@ def loss_course(lines: Sequence[Mapping[str, Any]]) -> str | None:
         of = f"{start:.4f} at step {points[0][0]}, {end:.4f} at step {points[-1][0]}"
     if rose:
         return f"The loss ended above its start: {of}. {remedy}"
-    return None if fell else f"The loss did not fall: {of}. Train longer, with another train.learning_rate, or check the data."
+    return (
+        None
+        if fell
+        else f"The loss did not fall: {of}. Train longer, with another train.learning_rate, or check the data."
+    )
 
 
 def eval_loss_course(before: float | None, losses: Sequence[float]) -> str | None:
@@ -82,9 +86,7 @@ def eval_loss_course(before: float | None, losses: Sequence[float]) -> str | Non
             "it was not trained on. Lower train.learning_rate, or train for fewer epochs."
         )
     if end > least * 1.05:
-        return (
-            f"The eval loss rose again: {least:.4f} at its least, {end:.4f} at the end. The model overfits; train for fewer epochs."
-        )
+        return f"The eval loss rose again: {least:.4f} at its least, {end:.4f} at the end. The model overfits; train for fewer epochs."
     return None
 
 

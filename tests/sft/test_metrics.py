@@ -290,4 +290,6 @@ def test_lines_on_the_terminal_keep_a_pace(
             steps.log(step)
     printed = [int(line.split()[1].split("/")[0]) for line in capsys.readouterr().out.splitlines()]
     assert sorted(set(printed)) == shown
-    assert [line["step"] for line in lines(tmp_path / "m.jsonl")] == [step for step in range(1, 21) if step % every == 0 or step == 1]
+    assert [line["step"] for line in lines(tmp_path / "m.jsonl")] == [
+        step for step in range(1, 21) if step % every == 0 or step == 1
+    ]
