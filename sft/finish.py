@@ -129,7 +129,7 @@ def main(argv: Sequence[str]) -> None:
 
 def closing_lines(run: Run) -> list[str]:
     """What stands last in the terminal: the warnings, the report, and the next commands."""
-    warnings = [f"  - {one}" for one in run.warnings.values()]
+    warnings = [f"  - {message}" for messages in run.record.get("warnings", {}).values() for message in messages]
     path = shlex.quote(_shortest(run.path))
     return [
         *(["Worth knowing:", *warnings] if warnings else []),

@@ -128,7 +128,7 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         fingerprint: Fingerprint,
         held_out: HeldOutLoss | None = None,
         during: During | None = None,
-        warn: Callable[[str, str | None], None] = lambda key, message: None,
+        warn: Callable[..., None] = lambda key, *messages: None,
     ) -> None:
         self.warn, self.vocabulary, self.untrained = warn, 0, False
         self.file, self.work, self.clock, self.held_out = file, work, clock, held_out
@@ -236,7 +236,9 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
 
     def _left(self, seconds: float, state: Any) -> float:
         """Seconds to the end, at the pace of this session."""
-        return seconds / max(1, state.global_step - self.first_step) * (state.max_steps - state.global_step)
+        done: int = max(1, state.global_step - self.first_step)
+        left: int = state.max_steps - state.global_step
+        return seconds / done * left
 
     def _show(self, line: dict[str, Any], state: Any) -> None:
         told = {"spike", "held_out_loss", "eval", "skipped_steps"} & line.keys() or line["loss"] is None

@@ -338,7 +338,7 @@ def _table(plan: Plan, title: str) -> Any:
 
     table = Table(title=escape(title), title_justify="left", box=SIMPLE, title_style="bold")
     for column in ("decision", "value", "why"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column == "decision")
     for decision in plan.decisions():
         value = {None: "not known yet", True: "on", False: "off"}.get(decision["value"], decision["value"])
         # 1 == True and 0 == False as dictionary keys, but a count of one is a number.

@@ -22,7 +22,7 @@ from sft.recipe import REPOSITORY
 from sft.recipe_changes import Change
 from sft.remote_code import code_hash
 from sft.run_directory import Run
-from sft.training_warnings import eval_loss_course, few_steps, loss_course
+from sft.training_warnings import eval_loss_course, loss_course
 
 if TYPE_CHECKING:
     from sft.job import Job
@@ -208,8 +208,6 @@ def record_end(run: Run, seconds: float, evaluates: bool) -> None:
     close_session(run, "finished", seconds)
     evaluation = {"evaluation": "running"} if evaluates else {}
     run.update(status="finished", finished=_now(), train_loss=loss, **evaluation)
-    train, data = run.recipe().train, run.recipe().data
     eval_losses = [line["held_out_loss"] for line in lines if line.get("held_out_loss") is not None]
     run.warn("loss", loss_course(lines))
     run.warn("eval_loss", eval_loss_course(run.record.get("held_out_loss_before"), eval_losses))
-    run.warn("few_steps", few_steps(lines[-1]["step"] if lines else 0, train.max_steps is not None, data.packing))

@@ -133,23 +133,18 @@ class Run:
         record = self.record if (self.path / "run.json").exists() else {}
         write_json(self.path / "run.json", record | values)
 
-    def warn(self, key: str, message: str | None) -> None:
-        """Keep a warning about this run in run.json; the end of the terminal's output and the report show it.
+    def warn(self, key: str, *messages: str | None) -> None:
+        """Keep warnings about this run in run.json; the last lines of the terminal and the report show them.
 
         Args:
-            key: What it is about: one warning each.
-            message: Sentences for the user, with the remedy; None removes an earlier warning that no longer holds.
+            key: What they are about; earlier ones with this key are replaced.
+            messages: Sentences for the user, each with its remedy. None of them, or None: there is nothing to warn of.
         """
-        before = self.warnings
-        after = {name: text for name, text in before.items() if name != key} | ({key: message} if message else {})
+        before: dict[str, list[str]] = self.record.get("warnings", {}) if (self.path / "run.json").exists() else {}
+        kept = [message for message in messages if message]
+        after = {name: texts for name, texts in before.items() if name != key} | ({key: kept} if kept else {})
         if after != before:
             self.update(warnings=after)
-
-    @property
-    def warnings(self) -> dict[str, str]:
-        """What `warn` has kept, by key."""
-        found: dict[str, str] = self.record.get("warnings", {}) if (self.path / "run.json").exists() else {}
-        return found
 
     def recipe(self) -> Recipe:
         """The recipe as it was run, overrides applied."""

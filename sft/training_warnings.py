@@ -11,9 +11,6 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-FEW_STEPS = 30
-"""Optimizer steps below which a run is called short."""
-
 _ENOUGH_LINES = 8
 """Lines of metrics.jsonl from which their scatter says how much of a difference is noise."""
 
@@ -33,8 +30,8 @@ def first_loss(loss: float | None, vocabulary: int, untrained: bool) -> str | No
     if loss is None or untrained or loss < 0.98 * guessing:
         return None
     return (
-        f"The first batch has a loss of {loss:.2f} before any update; guessing among {vocabulary:,} tokens gives {guessing:.2f}. Weights and "
-        "tokenizer may not belong together, or the model knows nothing of this language or format. Check the files of "
+        f"The first batch has a loss of {loss:.2f} before any update; guessing among {vocabulary:,} tokens gives {guessing:.2f}. Weights "
+        "and tokenizer may not belong together, or the model knows nothing of this language or format. Check the files of "
         "model.name_or_path, and look at the rows with --show 3."
     )
 
@@ -56,17 +53,14 @@ def loss_course(lines: Sequence[Mapping[str, Any]]) -> str | None:
     else:
         noise = 2 * math.hypot(*(stdev(some) / math.sqrt(part) for some in (first, last)))
         rose, fell = end - start > noise, end < start
-    remedy = "Lower train.learning_rate, or look at the rows with --show 3."
     of = f"{start:.4f} over the first {part} logged lines, {end:.4f} over the last {part}"
     if part == 1:
         of = f"{start:.4f} at step {points[0][0]}, {end:.4f} at step {points[-1][0]}"
     if rose:
-        return f"The loss ended above its start: {of}. {remedy}"
-    return (
-        None
-        if fell
-        else f"The loss did not fall: {of}. Train longer, with another train.learning_rate, or check the data."
-    )
+        return f"The loss ended above its start: {of}. Lower train.learning_rate, or look at the rows with --show 3."
+    if not fell:
+        return f"The loss did not fall: {of}. Train longer, with another train.learning_rate, or look at the rows with --show 3."
+    return None
 
 
 def eval_loss_course(before: float | None, losses: Sequence[float]) -> str | None:
@@ -82,26 +76,9 @@ def eval_loss_course(before: float | None, losses: Sequence[float]) -> str | Non
     end, least = known[-1], min(known)
     if before is not None and end > before * 1.01:
         return (
-            f"The eval loss ended above its start: {before:.4f} before step 1, {end:.4f} at the end. The model has become worse on rows that "
-            "it was not trained on. Lower train.learning_rate, or train for fewer epochs."
+            f"The eval loss ended above its start: {before:.4f} before step 1, {end:.4f} at the end. The model has become worse on rows "
+            "that it was not trained on. Lower train.learning_rate, or train for fewer epochs."
         )
     if end > least * 1.05:
         return f"The eval loss rose again: {least:.4f} at its least, {end:.4f} at the end. The model overfits; train for fewer epochs."
     return None
-
-
-def few_steps(steps: int, asked: bool, packing: bool) -> str | None:
-    """Name a run of few optimizer steps, and what would give more.
-
-    Args:
-        steps: Of the run.
-        asked: Whether the recipe sets train.max_steps: then the number is no accident.
-        packing: Whether sequences are packs.
-    """
-    if asked or steps >= FEW_STEPS:
-        return None
-    shorter = ", a smaller data.max_length (shorter packs)" if packing else ""
-    return (
-        f"The run has only {steps} optimizer step{'s' if steps != 1 else ''}. A smaller train.global_batch_size{shorter} or a larger "
-        "train.num_train_epochs gives more."
-    )

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sft.metrics import is_untrained
-from sft.training_warnings import eval_loss_course, few_steps, first_loss, loss_course
+from sft.training_warnings import eval_loss_course, first_loss, loss_course
 
 
 def course(*losses: float | None) -> list[dict[str, Any]]:
@@ -80,10 +80,3 @@ def test_a_loss_that_did_not_fall_is_named(losses: list[float | None], says: str
 )
 def test_an_eval_loss_that_rises_is_named(before: float | None, losses: list[float], warned: bool) -> None:
     assert (eval_loss_course(before, losses) is not None) == warned
-
-
-@pytest.mark.parametrize(
-    ("steps", "asked", "warned"), [(12, False, True), (12, True, False), (30, False, False), (0, False, True)]
-)
-def test_few_steps_are_named_unless_they_were_asked_for(steps: int, asked: bool, warned: bool) -> None:
-    assert (few_steps(steps, asked, packing=True) is not None) == warned
