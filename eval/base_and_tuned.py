@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,7 +120,9 @@ def _compare_and_report(run: Run, folder: Path, evaluation: Evaluation, referenc
     if folder == run.comparison_file.parent:
         passed = None if gate is None else "passed" if gate["passed"] else "failed"
         run.update(evaluation="failed" if not_measured else "finished", gate=passed)
-        print(f"Report: {write_report(run)}")
+        write_report(run)
+        if "SFT_PARENT" not in os.environ:  # after a training, sft/finish.py says so at its end
+            print(f"Report: {run.page_file}")
     else:
         print(f"Results: {folder} (the report keeps those of the recipe's own evaluation)")
     if gate is not None and not gate["passed"] and not not_measured:

@@ -232,6 +232,19 @@ def number(value: object, form: str = ",") -> str:
     return format(value, form) if isinstance(value, int | float) and not isinstance(value, bool) else MISSING
 
 
+def score(value: object, sign: str = "") -> str:
+    """A score or a difference in about seven characters, or that it is missing.
+
+    >>> score(0.5), score(0.125, "+"), score(123456.789), score(-24691.357, "+"), score(5e19)
+    ('0.5000', '+0.1250', '123457', '-24691.4', '5.00e+19')
+    """
+    size = abs(value) if isinstance(value, int | float) else 0.0
+    form = next(
+        (form for limit, form in ((100, ".4f"), (1e4, ".2f"), (1e5, ".1f"), (1e7, ".0f")) if size < limit), ".2e"
+    )
+    return number(value, sign + form)
+
+
 def duration(seconds: object) -> str:
     """Seconds for a reader.
 

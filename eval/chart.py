@@ -22,6 +22,9 @@ _DOTS_BELOW = 60
 _FAR = 4.0
 """How many times the range of the 1st to the 99th percentile a value must lie outside of it to be cut off at the edge."""
 
+_NARROWEST = 0.005
+"""Range of the axis at least, as a share of its largest value."""
+
 
 @dataclass(frozen=True)
 class Series:
@@ -82,7 +85,7 @@ def tick_labels(values: Sequence[float]) -> list[str]:
     """
     largest = max((abs(value) for value in values), default=0.0)
     for power, sign in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if largest >= power * (10 if sign == "k" else 1):
+        if 1e15 > largest >= power * (10 if sign == "k" else 1):
             return [f"{value / power:g}{sign}" if value else "0" for value in values]
     if 0 < largest < 1e-2 or largest >= 1e15:
         return [f"{value:g}" if not value else _scientific(value) for value in values]
@@ -92,12 +95,12 @@ def tick_labels(values: Sequence[float]) -> list[str]:
 
 
 def _scientific(value: float) -> str:
-    mantissa, _, exponent = f"{value:.2e}".partition("e")
+    mantissa, _, exponent = f"{value:.3e}".partition("e")
     return f"{float(mantissa):g}e{int(exponent)}"
 
 
 def _ticks(low: float, high: float, count: int, whole: bool = False) -> list[float]:
-    values = MaxNLocator(count, steps=[1, 2, 2.5, 5, 10], integer=whole).tick_values(low, high)
+    values = MaxNLocator(count, steps=[1, 2, 5, 10], integer=whole).tick_values(low, high)
     slack = (high - low) * 1e-6
     return [float(value) for value in values if low - slack <= value <= high + slack]
 
@@ -132,8 +135,11 @@ def _limits(values: np.ndarray, from_zero: bool) -> tuple[float, float]:
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
     if high <= low:
-        around = abs(high) * 0.1 or 1.0
-        low, high = low - around, high + around
+        low, high = (low - abs(low) * 0.1, high + abs(high) * 0.1) if high else (0.0, 1.0)
+    # Ticks closer than this would need more digits than there is room for, and show noise as if it were a curve.
+    missing = _NARROWEST * max(abs(low), abs(high)) - (high - low)
+    if missing > 0:
+        low, high = low - missing / 2, high + missing / 2
     margin = (high - low) * 0.05
     return low - (0.0 if from_zero and low == 0 else margin), high + margin
 

@@ -19,6 +19,7 @@ from eval.blocks import (
     code,
     facts,
     number,
+    score,
     words,
 )
 from eval.gate import gate_in_words
@@ -50,7 +51,7 @@ def verdict_head(of: Recorded) -> list[Block]:
         kind = next((one for one in ("bad", "good") if one in kinds), "plain")
         title = f"Of {len(metrics)} metrics: {', '.join(counts)}" if counts else "No task was measured on both models"
     if len(metrics) == 1 and not overall:
-        title = f"{words(metrics[0].get('verdict'))}: {number(metrics[0].get('difference'), '+.4f')} on {words(metrics[0].get('task'))}"
+        title = f"{words(metrics[0].get('verdict'))}: {score(metrics[0].get('difference'), '+')} on {words(metrics[0].get('task'))}"
     lines: list[Line] = [f"Of {len(metrics)} metrics: {', '.join(counts)}."] if overall and len(metrics) > 1 else []
     decided = [entry for entry in metrics if kind_of(entry.get("verdict")) == "bad"] if len(metrics) > 3 else metrics
     named = [f"{words(entry.get('verdict'))}: {_sentence(entry)}" for entry in decided[:MOST_NAMED]]
@@ -63,7 +64,7 @@ def verdict_head(of: Recorded) -> list[Block]:
 def _overall(overall: dict[str, Any]) -> str:
     tasks = overall.get("tasks")
     over = f" over {len(tasks)} task{'s' if len(tasks) != 1 else ''}" if isinstance(tasks, list) else ""
-    difference = f"{number(overall.get('difference'), '+.4f')}{over}"
+    difference = f"{score(overall.get('difference'), '+')}{over}"
     return f"{words(overall.get('verdict'))}: {difference}, 95% interval {shown_interval(interval_of(overall))}"
 
 
@@ -76,8 +77,8 @@ def _verdicts(metrics: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def _sentence(entry: dict[str, Any]) -> str:
-    scores = f"{number(entry.get('base'), '.4f')} → {number(entry.get('tuned'), '.4f')}"
-    difference = f"{number(entry.get('difference'), '+.4f')}, 95% interval {shown_interval(interval_of(entry))}"
+    scores = f"{score(entry.get('base'))} → {score(entry.get('tuned'))}"
+    difference = f"{score(entry.get('difference'), '+')}, 95% interval {shown_interval(interval_of(entry))}"
     return f"{words(entry.get('task'))}, {metric_name(entry)}: {scores} ({difference}; {number(entry.get('documents'))} documents)"
 
 
@@ -149,9 +150,17 @@ def _contamination(comparison: dict[str, Any]) -> list[Block]:
     for task, (found, documents) in contaminated(comparison).items():
         counts = mapping(looked, "tasks", task)
         share = f"{found / documents:.1%}" if documents else MISSING
-        without = number(counts.get("difference_without"), "+.4f") if found else "-"
-        rows.append([words(task), number(documents), number(found), share, number(counts.get("too_short")), without])
-    told = f"Documents of the tasks that share {number(looked.get('ngram'))} words in a row with the training data:"
+        short, without = counts.get("too_short"), score(counts.get("difference_without"), "+")
+        if found or short:
+            rows.append(
+                [words(task), number(documents), number(found), share, number(short), without if found else "-"]
+            )
+    searched = contaminated(comparison)
+    row, clean = f"{number(looked.get('ngram'))} words in a row", len(searched) - len(rows)
+    if not rows:
+        return [Paragraph(f"No document of the tasks shares {row} with the training data.")] if searched else []
+    others = f" (of {clean} more task{'s' if clean > 1 else ''} none does)" if clean else ""
+    told = f"Documents of the tasks that share {row} with the training data{others}:"
     head = ["Task", "Documents", "Found", "Share", "Too short to tell", "Difference without those found"]
     return [Paragraph(told), Table(head, rows, numbers=range(1, 6))]
 

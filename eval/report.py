@@ -58,7 +58,9 @@ def _ending(of: Recorded) -> list[Block]:
 def _attention(of: Recorded) -> list[Block]:
     """What is easily overlooked further down, in one place; nothing where all is well."""
     comparison, tokens = of.comparison, mapping(of.ledger, "total", "tokens")
-    lines: list[Line] = []
+    lines: list[Line] = [
+        words(message) for key in mapping(of.record, "warnings") for message in listed(of.record, "warnings", key)
+    ]
     if comparison and (mapping(comparison, "not_measured") or not comparison.get("complete")):
         names = ", ".join(mapping(comparison, "not_measured")) or "not recorded"
         lines.append(f"The evaluation is incomplete; not measured: {names}.")

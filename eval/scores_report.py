@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import NormalDist
 from typing import Any
 
-from eval.blocks import MISSING, Bar, Line, Score, Scores, Table, number, words
+from eval.blocks import MISSING, Bar, Line, Score, Scores, Table, number, score, words
 from eval.recorded import get, is_number
 
 Z95 = NormalDist().inv_cdf(0.975)
@@ -36,13 +36,13 @@ def interval_of(entry: object, key: str = "interval_95") -> tuple[float, float] 
 
 def shown_interval(interval: tuple[float, float] | None) -> str:
     """An interval of a difference."""
-    return "[{:+.4f}, {:+.4f}]".format(*interval) if interval else MISSING
+    return f"[{score(interval[0], '+')}, {score(interval[1], '+')}]" if interval else MISSING
 
 
 def score_of(entry: dict[str, Any], side: str) -> str:
     """One model's score with its standard error."""
     stderr = entry.get(f"{side}_stderr")
-    return number(entry.get(side), ".4f") + (f" ± {stderr:.4f}" if is_number(stderr) else "")
+    return score(entry.get(side)) + (f" ± {score(stderr)}" if is_number(stderr) else "")
 
 
 def scores_table(metrics: list[dict[str, Any]]) -> Table:
@@ -62,8 +62,8 @@ def scores_table(metrics: list[dict[str, Any]]) -> Table:
                 number(entry.get("documents")),
                 score_of(entry, "base"),
                 score_of(entry, "tuned"),
-                number(entry.get("difference"), "+.4f"),
-                number(entry.get("difference_stderr"), ".4f"),
+                score(entry.get("difference"), "+"),
+                score(entry.get("difference_stderr")),
                 shown_interval(interval_of(entry)),
                 *(probabilities if tested else []),
                 words(entry.get("verdict")) + (" (decides nothing)" if entry.get("decides") is False else ""),
@@ -92,7 +92,7 @@ def drawn_scores(metrics: list[dict[str, Any]]) -> Scores:
                 kind=kind_of(entry.get("verdict")),
                 base=_bar(entry, "base", full),
                 tuned=_bar(entry, "tuned", full),
-                difference=number(entry.get("difference"), "+.4f"),
+                difference=score(entry.get("difference"), "+"),
                 interval=shown_interval(interval_of(entry)),
                 span=_span(entry, reach),
             )
@@ -102,7 +102,7 @@ def drawn_scores(metrics: list[dict[str, Any]]) -> Scores:
 
 def _is_share(entry: dict[str, Any]) -> bool:
     scores = [entry.get(side) for side in ("base", "tuned")]
-    return all(is_number(score) and 0 <= score <= 1 for score in scores)
+    return all(is_number(one) and 0 <= one <= 1 for one in scores)
 
 
 def _reach(entry: dict[str, Any]) -> float:
@@ -111,10 +111,10 @@ def _reach(entry: dict[str, Any]) -> float:
 
 
 def _ends(entry: dict[str, Any], side: str) -> tuple[float | None, float | None, float | None]:
-    score, stderr = entry.get(side), entry.get(f"{side}_stderr")
-    if not is_number(score):
+    value, stderr = entry.get(side), entry.get(f"{side}_stderr")
+    if not is_number(value):
         return None, None, None
-    return (score, score - Z95 * stderr, score + Z95 * stderr) if is_number(stderr) else (score, None, None)
+    return (value, value - Z95 * stderr, value + Z95 * stderr) if is_number(stderr) else (value, None, None)
 
 
 def _within(value: float | None, full: float, low: float = 0.0) -> float | None:
@@ -123,7 +123,7 @@ def _within(value: float | None, full: float, low: float = 0.0) -> float | None:
 
 def _bar(entry: dict[str, Any], side: str, full: float) -> Bar:
     value, low, high = _ends(entry, side)
-    return Bar(number(value, ".4f"), _within(value, full), _within(low, full), _within(high, full))
+    return Bar(score(value), _within(value, full), _within(low, full), _within(high, full))
 
 
 def _span(entry: dict[str, Any], reach: float) -> Bar | None:

@@ -1,11 +1,16 @@
-"""What scores and comparisons look like on a terminal of 80 columns."""
+"""What scores and comparisons look like on a terminal, however narrow."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions
+from rich.text import Text
 
+from eval.blocks import score
 from eval.pairs import Results, metric_keys, number
 
 MOST_ROWS = 12
@@ -17,21 +22,48 @@ def _metric_name(metric: str, filter_name: str, higher_is_better: bool | None) -
     return f"{name} (lower is better)" if higher_is_better is False else name
 
 
-def _table(title: str, words: tuple[str, ...], numbers: tuple[str, ...], last: tuple[str, ...] = ()) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in (*words, *numbers, *last):
-        is_number = column in numbers
-        table.add_column(column, justify="right" if is_number else "left", overflow="fold", no_wrap=is_number)
-    return table
+@dataclass(frozen=True)
+class Aligned:
+    """Rows of cells in columns; where they do not fit side by side, each row's name stands above its other cells.
+
+    No name is cut inside a word, and no number is left out: a rich table does both where it runs out of room.
+    """
+
+    title: str
+    rows: Sequence[tuple[str, ...]]
+    """The head first; a name, then the other cells."""
+
+    words: tuple[int, ...] = (0,)
+    """Columns that are aligned to the left."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        widths = [max(map(cell_len, column)) for column in zip(*self.rows, strict=True)]
+        stacked = sum(widths) + 2 * (len(widths) - 1) > options.max_width
+        yield Text(self.title, style="italic")
+        for row in self.rows:
+            style = "bold" if row is self.rows[0] else ""
+            cells = [
+                cell + " " * (width - cell_len(cell)) if column in self.words else " " * (width - cell_len(cell)) + cell
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            if stacked:
+                yield Text(row[0], style=style)
+                cells[0] = ""
+            yield Text("  ".join(cells).rstrip(), style=style)
 
 
 def _interval(row: dict[str, Any]) -> str:
+    difference = _number(row["difference"], "+")
     if row["interval_95"] is None:
-        return f"{row['difference']:+.3f}"
+        return difference
     low, high = row["interval_95"]
     # The last digit of an end must not tell another story than the verdict.
-    ends = [f"{end:+.3f}" if abs(end) >= 0.0005 or end == 0 else f"{end:+.1g}" for end in (low, high)]
-    return f"{row['difference']:+.3f} [{', '.join(ends)}]"
+    ends = [_number(end, "+") if abs(end) >= 0.0005 or end == 0 else f"{end:+.1g}" for end in (low, high)]
+    return f"{difference} [{', '.join(ends)}]"
+
+
+def _number(value: float, sign: str = "") -> str:
+    return format(value, f"{sign}.3f") if abs(value) < 100 else score(value, sign)
 
 
 def _shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -41,22 +73,22 @@ def _shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in rows if row["decides"] or row["verdict"] in ("IMPROVED", "REGRESSED")]
 
 
-def comparison_table(comparison: dict[str, Any]) -> Table:
+def comparison_table(comparison: dict[str, Any]) -> Aligned:
     """The comparison for a terminal: a row for each metric, with a star at those that decide."""
     title = "Base and tuned" + ("" if comparison["complete"] else " (incomplete)")
-    table = _table(title, ("task: metric",), ("base", "tuned", "difference [95 %]"), ("verdict",))
+    lines = [("task: metric", "base", "tuned", "difference [95 %]", "verdict")]
     rows = _shown(comparison["metrics"])
     several = any(not row["decides"] for row in rows)
     for row in rows:
         metric = _metric_name(row["metric"], row["filter"], row["higher_is_better"])
         star = "*" if several and row["decides"] else ""
-        scores = (f"{row['base']:.3f}", f"{row['tuned']:.3f}", _interval(row))
-        table.add_row(f"{row['task']}: {metric}{star}", *scores, row["verdict"])
+        scores = (_number(row["base"]), _number(row["tuned"]), _interval(row))
+        lines.append((f"{row['task']}: {metric}{star}", *scores, row["verdict"]))
     overall = comparison["overall"]
     if overall is not None:
-        scores = (f"{overall['base']:.3f}", f"{overall['tuned']:.3f}", _interval(overall))
-        table.add_row(f"mean of {len(overall['tasks'])} tasks", *scores, overall["verdict"])
-    return table
+        scores = (_number(overall["base"]), _number(overall["tuned"]), _interval(overall))
+        lines.append((f"mean of {len(overall['tasks'])} tasks", *scores, overall["verdict"]))
+    return Aligned(title, lines, words=(0, 4))
 
 
 def comparison_lines(comparison: dict[str, Any]) -> list[str]:
@@ -105,18 +137,17 @@ def _gate_lines(gate: dict[str, Any] | None, complete: bool) -> list[str]:
     return ["Gate: failed.", *([] if complete else [f"  {failure}" for failure in gate["failures"]])]
 
 
-def scores_table(results: Results) -> Table:
+def scores_table(results: Results) -> Aligned:
     """One model's scores for a terminal."""
-    table = _table(str(results["measured_model"]["model"]), ("task", "metric"), ("documents", "score"))
+    lines = [("task: metric", "documents", "score")]
     for task, scores in results["results"].items():
         for key in metric_keys(scores):
             metric, _, filter_name = key.partition(",")
-            score, stderr = number(scores[key]), number(scores.get(f"{metric}_stderr,{filter_name}"))
-            if score is None:
+            value, stderr = number(scores[key]), number(scores.get(f"{metric}_stderr,{filter_name}"))
+            if value is None:
                 continue
             higher_is_better = results["higher_is_better"].get(task, {}).get(metric)
-            shown = f"{score:.3f}" if stderr is None else f"{score:.3f} ± {stderr:.3f}"
-            table.add_row(
-                task, _metric_name(metric, filter_name, higher_is_better), str(scores.get("sample_len", "")), shown
-            )
-    return table
+            shown = _number(value) if stderr is None else f"{_number(value)} ± {_number(stderr)}"
+            name = f"{task}: {_metric_name(metric, filter_name, higher_is_better)}"
+            lines.append((name, str(scores.get("sample_len", "")), shown))
+    return Aligned(str(results["measured_model"]["model"]), lines)

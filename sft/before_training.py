@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
@@ -42,22 +43,27 @@ class BeforeTraining(TrainerCallback):  # type: ignore[misc]
                 running={reading.name: reading.running for reading in readings},
                 probe={"moved": found.moved, "differ": found.differ} if found else None,
             )
-            show(readings, len(documents), time.monotonic() - started)
+            if self.job.recipe.debug:
+                print_table(readings)
         check_readings(readings)
         if found is not None:
             check_probe(found, self.job.plan.attention.value, packed)
+        if state.is_world_process_zero:
+            count, seconds = len(readings), time.monotonic() - started
+            apart = (
+                f"{len(documents)} documents in one batch do not see each other"
+                if documents
+                else "no two documents to probe"
+            )
+            print(f"Runtime check: {count} of {count} settings as planned; {apart} ({seconds:.1f} s).", flush=True)
 
 
-def show(readings: list[Reading], documents: int, seconds: float) -> None:
-    """Print what was found."""
-    table = Table(box=SIMPLE, title="Read back before the first step", title_justify="left", title_style="bold")
+def print_table(readings: list[Reading]) -> None:
+    """Print each setting as planned and as it runs."""
+    table = Table(box=SIMPLE, title="Runtime check", title_justify="left", title_style="bold")
     for column in ("", "planned", "running"):
         table.add_column(column, overflow="fold")
     for reading in readings:
         table.add_row(reading.name, reading.planned, reading.running, style="red" if reading.wrong else None)
-    console = Console() if Console().is_terminal else Console(width=140)
-    console.print(table)
-    what = f"{documents} documents in one batch do not see each other; each gives what it gives alone"
-    print(
-        f"Probed in {seconds:.1f} s: {what if documents else 'there are no two documents to probe with'}.", flush=True
-    )
+    # A file or a pipe has no width of its own, and rich would take 80.
+    (Console() if sys.stdout.isatty() else Console(width=140)).print(table)

@@ -94,7 +94,8 @@ class SaveCanary(TrainerCallback):  # type: ignore[misc]
         with untouched(self.trainer):
             found = self._compare(folder)
         if found.problems:
-            raise WrongSave(message(found.problems, folder, self.trainer.state.global_step))
+            state = self.trainer.state
+            raise WrongSave(message(found.problems, folder, state.global_step, state.global_step >= state.max_steps))
         if distributed.is_first_rank():
             self.run.update(save_checked={"tensors": found.tensors, "logits_differ": found.distance})
             print(

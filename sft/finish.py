@@ -6,6 +6,7 @@ The first rank becomes this program, so that nothing of the training is left in 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -106,7 +107,8 @@ def main(argv: Sequence[str]) -> None:
     interruption.is_of(run)
     evaluation = run.recipe().eval
     if not programs(evaluation):
-        print(f"Report: {write_report(run)}", flush=True)
+        write_report(run)
+        print("\n".join(closing_lines(run)), flush=True)
         return
     if claim(run) is None:
         raise RunError(f"Another process evaluates {run.path}: wait until it is done, or stop it.")
@@ -114,16 +116,36 @@ def main(argv: Sequence[str]) -> None:
     started = time.monotonic()
     # Answers that cannot be had must not cost the scores.
     status = next(filter(None, [_evaluate(run, program) for program in programs(evaluation)]), 0)
-    shown = run.record.get("evaluation") != "running"  # eval.run has compared, and shown the report
     timings = run.record["timings"] | {"evaluate_seconds": time.monotonic() - started}
     run.update(timings=timings, evaluation="finished" if status in (0, EXIT_GATE) else "failed")
-    report = write_report(run)  # once more: eval.run has written it without its own duration
-    if status and not shown:
-        print(f"Report: {report}", flush=True)
+    write_report(run)  # once more: eval.run has written it without its own duration
     if status:
         ending = " and evaluated; its gate has failed" if status == EXIT_GATE else "; its evaluation is not complete"
-        print(f"The model is trained{ending}. Again: bash scripts/eval.sh {run.path}", file=sys.stderr)
+        print(f"The model is trained{ending}.", file=sys.stderr, flush=True)
+    print("\n".join(closing_lines(run)), flush=True)
+    if status:
         raise SystemExit(status)
+
+
+def closing_lines(run: Run) -> list[str]:
+    """What stands last in the terminal: the warnings, the report, and the next commands."""
+    warnings = [f"  - {message}" for messages in run.record.get("warnings", {}).values() for message in messages]
+    path = shlex.quote(_shortest(run.path))
+    return [
+        *(["Worth knowing:", *warnings] if warnings else []),
+        "Next:",
+        f"  bash scripts/chat.sh {path}",
+        f"  bash scripts/eval.sh {path}",
+        f"  bash scripts/export.sh {path} --to merged",
+        f"Report: {_shortest(run.page_file)}",
+    ]
+
+
+def _shortest(path: Path) -> str:
+    """A path as the user would type it: relative where it lies below the working directory."""
+    with suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)
 
 
 if __name__ == "__main__":

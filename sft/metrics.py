@@ -12,6 +12,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from sft.held_out import HeldOutLoss
 from sft.spikes import Spikes
 from sft.step_clock import StepClock
 from sft.step_work import StepWork
+from sft.training_warnings import first_loss
 
 if TYPE_CHECKING:
     from eval.during import During
@@ -43,6 +45,11 @@ PEAK_FLOPS = {
     "RTX 4090": 165e12,
     "A10G": 70e12,
 }
+
+
+FASTEST, SLOWEST = 1.0, 60.0
+"""Seconds between lines on the terminal: logging steps that follow faster are only in metrics.jsonl, and a step that ends later than
+that after the last line gets one without a loss, which would have to be read from all ranks."""
 
 
 def peak_flops(hardware: Hardware) -> float | None:
@@ -78,6 +85,17 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}"
 
 
+def is_untrained(model: Any) -> bool:
+    """Whether the weights are those of a new model: norms and biases of one value each, which training always changes."""
+    for parameter in model.parameters():
+        if len(getattr(parameter, "ds_shape", parameter.shape)) == 1:
+            local = getattr(parameter, "ds_tensor", parameter).detach()  # ZeRO-3's shard
+            local = local.to_local() if hasattr(local, "to_local") else local  # FSDP2's
+            if local.numel() and bool((local != local.flatten()[0]).any()):
+                return False
+    return True
+
+
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl."""
     lines = []
@@ -98,6 +116,7 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         fingerprint: Of the batches; the trainer's.
         held_out: Measures the held-out loss, where rows are held out.
         during: Measures tasks, where the recipe asks for that.
+        warn: Keeps a warning: Run.warn.
     """
 
     def __init__(
@@ -109,7 +128,9 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         fingerprint: Fingerprint,
         held_out: HeldOutLoss | None = None,
         during: During | None = None,
+        warn: Callable[..., None] = lambda key, *messages: None,
     ) -> None:
+        self.warn, self.vocabulary, self.untrained = warn, 0, False
         self.file, self.work, self.clock, self.held_out = file, work, clock, held_out
         self.during = during
         self.fingerprint = fingerprint
@@ -121,6 +142,7 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         """Keep the lines up to the step that training starts from, and start the clock."""
         self.started = time.monotonic()
         self.first_step = self.last_step = state.global_step
+        self.shown_at, self.shown_any = self.started, False
         if not state.is_world_process_zero:
             return
         kept = [line for line in read_lines(self.file) if line["step"] <= state.global_step]
@@ -137,6 +159,8 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         self.told_all = state.global_step == (kept[-1]["step"] if kept else 0)
         self.tokens_seen = self.work.tokens_before(state.global_step)
         self.flops = model_flops(model) if self.peak is not None else None
+        if state.global_step == 0:
+            self.vocabulary, self.untrained = model.config.get_text_config().vocab_size, is_untrained(model)
         _replace(self.file, "".join(json.dumps(line) + "\n" for line in kept))
         if sys.stderr.isatty():
             form = "{percentage:3.0f}% |{bar}| step {n_fmt}/{total_fmt} [{elapsed} < {remaining}, {rate_fmt}]"
@@ -151,6 +175,9 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
             control.should_log = True
         if self.bar is not None:
             self.bar.update(1)
+        elif state.is_world_process_zero and not control.should_log and time.monotonic() - self.shown_at >= SLOWEST:
+            left = self._left(time.monotonic() - self.started, state)
+            self._say(f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}  ETA {_clock(left)}")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Write the line and show it."""
@@ -181,6 +208,11 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         with self.file.open("a") as file:
             file.write(json.dumps(line) + "\n")
         self._show(line, state)
+        if state.global_step == 1 and self.vocabulary:
+            warning = first_loss(line["loss"], self.vocabulary, self.untrained)
+            self.warn("first_loss", warning)
+            if warning is not None:
+                self._say(f"Warning: {warning}")
 
     def _speed(self, step: int) -> dict[str, float | None]:
         """The figures of the steps since the last line."""
@@ -202,21 +234,32 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
             "data_seconds": times.data_seconds,
         }
 
+    def _left(self, seconds: float, state: Any) -> float:
+        """Seconds to the end, at the pace of this session."""
+        done: int = max(1, state.global_step - self.first_step)
+        left: int = state.max_steps - state.global_step
+        return seconds / done * left
+
     def _show(self, line: dict[str, Any], state: Any) -> None:
-        done = max(1, state.global_step - self.first_step)
-        left = line["seconds"] / done * (state.max_steps - state.global_step)
+        told = {"spike", "held_out_loss", "eval", "skipped_steps"} & line.keys() or line["loss"] is None
+        last = state.global_step >= state.max_steps
+        if self.shown_any and not told and not last and time.monotonic() - self.shown_at < FASTEST:
+            return
+        self.shown_any = True
         held_out = f"held out {line['held_out_loss']:.4f}  " if "held_out_loss" in line else ""
         loss = f"{line['loss']:.4f}" if line["loss"] is not None else "none"
         utilization = f"  MFU {line['mfu']:.1%}" if line["mfu"] is not None else ""
         text = (
             f"step {line['step']:>{len(str(state.max_steps))}}/{state.max_steps}  loss {loss}  {held_out}"
-            f"lr {line['learning_rate']:.2e}  {line['tokens_per_second']:,.0f} tokens/s{utilization}  ETA {_clock(left)}"
+            f"lr {line['learning_rate']:.2e}  {line['tokens_per_second']:,.0f} tokens/s{utilization}  "
+            f"ETA {_clock(self._left(line['seconds'], state))}"
         )
         self._say(text)
         if "spike" in line:
             self._say(f"step {line['step']}: a spike, the loss before was {self.spikes.usual:.4f} in the median")
 
     def _say(self, text: str) -> None:
+        self.shown_at = time.monotonic()
         if self.bar is not None:
             self.bar.write(text)
         else:

@@ -294,23 +294,54 @@ def resolve_plan(
     )
 
 
-def print_plan(plan: Plan, title: str, notes: Sequence[str] = ()) -> None:
-    """Show the plan as a table."""
-    from rich.box import SIMPLE
+def print_plan(plan: Plan, title: str, notes: Sequence[str] = (), every: bool = True) -> None:
+    """Show the plan.
+
+    Args:
+        plan: What was decided.
+        title: Recipe, model and machine.
+        notes: Lines below it.
+        every: Whether every decision is shown with its reason, or one line with what is not as the recipe asks.
+    """
     from rich.console import Console
+    from rich.markup import escape
+
+    # A file or a pipe has no width of its own, and rich would take 80.
+    console = Console() if sys.stdout.isatty() else Console(width=140)
+    if every:
+        console.print(_table(plan, title))
+    else:
+        console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True, highlight=False)
+        notes = [*_in_short(plan), *notes]
+    for note in notes:
+        console.print(escape(note), soft_wrap=True, highlight=False)
+
+
+def _in_short(plan: Plan) -> list[str]:
+    steps = f"{plan.max_steps.value} steps ({plan.max_steps.reason})" if plan.max_steps.value else "steps not known yet"
+    batch = f"batch {plan.gradient_accumulation_steps.reason}"
+    settings = f"{plan.engine.value}, {plan.precision.value}, attention {plan.attention.value}"
+    return [
+        f"Plan: {settings}; {batch}; {steps}. Every decision with its reason: plan.json, or --plan.",
+        *(
+            f"Note: {decision['name']} {decision['value']}: {decision['reason']}"
+            for decision in plan.decisions()
+            if decision["reason"].startswith(("WARNING", "the recipe asks for"))
+        ),
+    ]
+
+
+def _table(plan: Plan, title: str) -> Any:
+    from rich.box import SIMPLE
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(title=escape(title), title_justify="left", box=SIMPLE, title_style="bold")
     for column in ("decision", "value", "why"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column == "decision")
     for decision in plan.decisions():
         value = {None: "not known yet", True: "on", False: "off"}.get(decision["value"], decision["value"])
         # 1 == True and 0 == False as dictionary keys, but a count of one is a number.
         shown = value if isinstance(decision["value"], bool | None) else decision["value"]
         table.add_row(decision["name"], escape(str(shown)), escape(decision["reason"]))
-    # A file or a pipe has no width of its own, and rich would take 80.
-    console = Console() if sys.stdout.isatty() else Console(width=140)
-    console.print(table)
-    for note in notes:
-        console.print(escape(note), soft_wrap=True, highlight=False)
+    return table

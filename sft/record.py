@@ -22,6 +22,7 @@ from sft.recipe import REPOSITORY
 from sft.recipe_changes import Change
 from sft.remote_code import code_hash
 from sft.run_directory import Run
+from sft.training_warnings import eval_loss_course, loss_course
 
 if TYPE_CHECKING:
     from sft.job import Job
@@ -201,8 +202,12 @@ def record_end(run: Run, seconds: float, evaluates: bool) -> None:
         line["step"] - before - line.get("skipped_steps", 0)
         for line, before in zip(lines, [0, *(line["step"] for line in lines)], strict=False)
     ]
-    total = sum(line["loss"] * count for line, count in zip(lines, steps, strict=True) if count)
-    loss = total / sum(steps) if sum(steps) else None
+    known = [(line["loss"], count) for line, count in zip(lines, steps, strict=True) if line["loss"] is not None]
+    trained = sum(count for _, count in known)
+    loss = sum(loss * count for loss, count in known) / trained if trained else None
     close_session(run, "finished", seconds)
     evaluation = {"evaluation": "running"} if evaluates else {}
     run.update(status="finished", finished=_now(), train_loss=loss, **evaluation)
+    eval_losses = [line["held_out_loss"] for line in lines if line.get("held_out_loss") is not None]
+    run.warn("loss", loss_course(lines))
+    run.warn("eval_loss", eval_loss_course(run.record.get("held_out_loss_before"), eval_losses))

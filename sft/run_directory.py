@@ -93,6 +93,11 @@ class Run:
         return self.path / "final"
 
     @property
+    def unverified(self) -> Path:
+        """The tuned model where the check of final/ failed."""
+        return self.path / "unverified"
+
+    @property
     def base_evaluation(self) -> Path:
         """lm_eval's output for the base model."""
         return self.path / "eval" / "base"
@@ -127,6 +132,19 @@ class Run:
         """Merge values into run.json."""
         record = self.record if (self.path / "run.json").exists() else {}
         write_json(self.path / "run.json", record | values)
+
+    def warn(self, key: str, *messages: str | None) -> None:
+        """Keep warnings about this run in run.json; the last lines of the terminal and the report show them.
+
+        Args:
+            key: What they are about; earlier ones with this key are replaced.
+            messages: Sentences for the user, each with its remedy. None of them, or None: there is nothing to warn of.
+        """
+        before: dict[str, list[str]] = self.record.get("warnings", {}) if (self.path / "run.json").exists() else {}
+        kept = [message for message in messages if message]
+        after = {name: texts for name, texts in before.items() if name != key} | ({key: kept} if kept else {})
+        if after != before:
+            self.update(warnings=after)
 
     def recipe(self) -> Recipe:
         """The recipe as it was run, overrides applied."""

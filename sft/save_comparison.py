@@ -183,17 +183,22 @@ def _tensors(wrong: Sequence[dict[str, Any]], loaded: dict[str, Any]) -> list[st
     return [*lines[:_SHOWN], *([f"and {len(lines) - _SHOWN} tensors more"] if len(lines) > _SHOWN else [])]
 
 
-def message(problems: Sequence[str], folder: Path, step: int) -> str:
+def message(problems: Sequence[str], folder: Path, step: int, last: bool) -> str:
     """What the user reads.
 
     Args:
         problems: From Found.
         folder: That is kept.
         step: Optimizer steps trained.
+        last: Whether there are no more to train.
     """
     lines = "\n".join(f"  {problem}" for problem in problems)
+    stopped = (
+        ""
+        if last
+        else "The training is stopped, since what it would leave at its end is wrong as well; the folder is kept. "
+    )
     return (
         f"What was saved after step {step} is not the model in memory. Loaded by from_pretrained alone, {folder}:\n{lines}\n"
-        "The training is stopped, since what it would leave at its end is wrong as well; the folder is kept to be looked at. This is a "
-        "mistake of this project or of a library, not of the recipe: report it with plan.json and run.json."
+        f"{stopped}This is a mistake of this project or of a library, not of the recipe: report it with plan.json and run.json."
     )

@@ -15,7 +15,7 @@ from sft.before_training import BeforeTraining
 from sft.canary import SaveCanary
 from sft.checker import Checker
 from sft.debugging import MemoryLog, prepare_files
-from sft.errors import EXIT_CRASHED, Interrupted
+from sft.errors import EXIT_CRASHED, Interrupted, RunError, WrongSave
 from sft.fingerprint import Fingerprint
 from sft.finish import programs
 from sft.held_out import HeldOutLoss
@@ -103,14 +103,30 @@ def leave_where_stopped(job: Job, interrupted: Interrupted | None) -> None:
 
 
 def write_final(trainer: Any, job: Job, run: Run, tokenizer: Any) -> None:
-    """final/: complete, and what the model in memory is; or absent."""
+    """final/: complete, and what the model in memory is.
+
+    Raises:
+        WrongSave: It is another model; it is kept as `unverified` then.
+        RunError: It could not be loaded to compare; kept as well.
+    """
     work = run.path / ".final"
     write_model(trainer, job, tokenizer, work)
     if trainer.canary is not None:
-        trainer.canary.check(work)
+        try:
+            trainer.canary.check(work)
+        except (RunError, WrongSave) as error:
+            # The training is over: what it made must not be lost in a hidden folder.
+            with distributed.met_at_the_end():
+                if distributed.is_first_rank():
+                    remove(run.unverified)
+                    work.rename(run.unverified)
+            kept = f"The training is complete, and its model is kept in {run.unverified}. There is no final/, and nothing is evaluated."
+            error.args = (f"{str(error).replace(str(work), str(run.unverified))}\n{kept}",)
+            raise
         trainer.canary.close()
     with distributed.met_at_the_end():
         if distributed.is_first_rank():
+            remove(run.unverified)  # of an earlier end of this run
             remove(run.final)
             work.rename(run.final)
 
@@ -130,7 +146,9 @@ def show_start(job: Job, start: Start) -> None:
     ]
     if not Path(job.model.path).is_dir():
         notes.append(f"Loading {job.model.path}; the first time it is downloaded, which takes a while.")
-    print_plan(job.plan, f"{job.name}: {job.recipe.model.name_or_path} on {job.hardware.device}", notes)
+    print_plan(
+        job.plan, f"{job.name}: {job.recipe.model.name_or_path} on {job.hardware.device}", notes, job.recipe.debug
+    )
 
 
 def measurements(
@@ -139,7 +157,8 @@ def measurements(
     """The clock of the steps, and the callbacks that write what was measured."""
     on_gpu = job.hardware.gpu is not None
     clock = StepClock(on_gpu)
-    callbacks: list[Any] = [Metrics(run.metrics_file, job.hardware, work, clock, fingerprint, held_out, during)]
+    metrics = Metrics(run.metrics_file, job.hardware, work, clock, fingerprint, held_out, during, run.warn)
+    callbacks: list[Any] = [metrics]
     if job.recipe.train.profile:
         callbacks.append(Profile(run.path / "profile", distributed.rank(), on_gpu))
     return clock, callbacks

@@ -88,3 +88,23 @@ def test_labels_are_short(values: list[float], labels: list[str]) -> None:
 
 def test_a_chart_tells_its_curves_in_words() -> None:
     assert chart([3.0, 1.0]).description == "loss: 3 at first, 1 at last (optimizer steps 2), 1 to 3 between"
+
+
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        ([0.0] * 10, ["0.0", "0.5", "1.0"]),
+        ([5e19, 1e20], ["6e19", "8e19", "1e20"]),
+        ([12_345_678, 12_345_679], ["12.32M", "12.34M", "12.36M"]),
+    ],
+)
+def test_an_axis_says_no_more_than_its_labels_have_room_for(values: list[float], labels: list[str]) -> None:
+    assert [label for _, label in chart(values).y_ticks] == labels
+
+
+@pytest.mark.parametrize("value", [0.0, -3.0, 1e-12, 1e300, 123456.789, 0.99999, 1.0000001, 7e14, 9.99e15, -1e15])
+def test_the_labels_of_an_axis_differ_and_are_short(value: float) -> None:
+    for values in ([value], [value, value * 1.0001], [value, 0.0], [value, -2 * value]):
+        found = [label for _, label in chart(values).y_ticks]
+        assert len(set(found)) == len(found) > 1
+        assert max(map(len, found)) <= 10

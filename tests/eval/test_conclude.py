@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.cells import cell_len
 from rich.console import Console
 
 from eval.run import main
@@ -157,3 +158,16 @@ def test_the_table_fits_80_columns_and_hides_only_what_it_counts() -> None:
         "No document of the tasks shares 13 words in a row with the training data.",
         "2 of 9 documents are too short to be looked for there.",
     ]
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_no_terminal_is_too_narrow_for_a_name_or_a_number(width: int) -> None:
+    names = ["mmlu_high_school_european_history", "多语言任务_很长的名字", "[bold]x[/bold]"]
+    large = row("wikitext", base=123456.789, tuned=98765.4, difference=-24691.4, interval_95=[-35691.3, -13691.2])
+    comparison = {"complete": True, "metrics": [*map(row, names), large], "overall": None}
+    console = Console(width=width, record=True, file=StringIO())
+    console.print(comparison_table(comparison))
+    text = console.export_text()
+    assert max(map(cell_len, text.splitlines())) <= width
+    for word in (*names, "123457", "98765.4", "-24691.4", "EVIDENCE"):
+        assert word in text

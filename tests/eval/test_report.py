@@ -273,6 +273,12 @@ def test_documents_that_were_trained_on_are_counted(tmp_path: Path) -> None:
     text = report(run)
     assert "- 3 of 200 documents of gsm8k share 13 words in a row with the training data." in head(text)
     assert "| gsm8k | 200 | 3 | 1.5% | not recorded | not recorded |" in section(text, "Evaluation")
+    clean = {f"mmlu_{number}": {"documents": 200, "found": 0, "too_short": 0} for number in range(10)}
+    write_json(run.comparison_file, COMPARISON | {"contamination": found | {"tasks": found["tasks"] | clean}})
+    text = section(report(run), "Evaluation")
+    assert ("10 more tasks" in text, "mmlu_" in text) == (True, False)
+    write_json(run.comparison_file, COMPARISON | {"contamination": found | {"tasks": clean}})
+    assert "No document of the tasks shares 13 words" in section(report(run), "Evaluation")
 
 
 def test_what_is_easily_overlooked_stands_at_the_top(tmp_path: Path) -> None:
@@ -280,8 +286,11 @@ def test_what_is_easily_overlooked_stands_at_the_top(tmp_path: Path) -> None:
     add_answers(run, [prompt("?", answer("a"), answer("b b b", False, True))], [])
     write_json(run.comparison_file, COMPARISON | {"prompts_cut": ["longbench"]})
     run.update(nonfinite=[{"step": 7, "answer": "skip"}], sessions=[{"passed_over": {"checkpoint-9": "damaged"}}])
+    run.warn("plan", "few steps", "a|b")
     told = head(report(run))
     for words in (
+        "- few steps",
+        "- a\\|b",
         "context: longbench",
         "did not all end",
         "not finite at 1 step",
@@ -319,7 +328,14 @@ def test_any_value_may_be_of_another_kind(tmp_path: Path) -> None:
     run = full_run(tmp_path / "run")
     for value in (None, 3, "x", [], {}, [3], {"a": 1}, True):
         run.update(
-            sessions=value, nonfinite=value, overrides=value, git=value, hardware=value, recipe=value, started=value
+            warnings=value,
+            sessions=value,
+            nonfinite=value,
+            overrides=value,
+            git=value,
+            hardware=value,
+            recipe=value,
+            started=value,
         )
         keys = (
             "metrics",

@@ -182,7 +182,7 @@ def test_a_folder_that_cannot_be_loaded_is_an_answer_and_the_next_one_is_loaded(
 
 
 def test_the_message_says_what_where_and_that_the_recipe_is_right() -> None:
-    told = message(["lm_head.weight: is not in the saved model"], Path("out/run/.canary"), 1)
+    told = message(["lm_head.weight: is not in the saved model"], Path("out/run/.canary"), 1, last=False)
     assert "after step 1" in told
     assert "out/run/.canary:\n  lm_head.weight: is not in the saved model\n" in told
     assert "report it" in told

@@ -270,3 +270,26 @@ def test_the_last_step_is_logged_wherever_it_falls(tmp_path: Path) -> None:
         steps.state.global_step = step
         steps.metrics.on_step_end(None, steps.state, control)
         assert control.should_log is logged
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0.125, [1, 9, 17, 20]),  # eight logging steps a second
+        (100.0, [*range(1, 21)]),
+    ],
+)
+def test_lines_on_the_terminal_keep_a_pace(
+    seconds: float, shown: list[int], tmp_path: Path, clock: Callable[[float], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """metrics.jsonl has every logging step at any pace: each step where they are fast, each tenth where they are slow."""
+    steps, every = Steps(tmp_path / "m.jsonl", tick=clock), 1 if seconds < 1 else 10
+    for step in range(1, 21):
+        steps.step(seconds=seconds)
+        if step % every == 0 or step == 1:
+            steps.log(step)
+    printed = [int(line.split()[1].split("/")[0]) for line in capsys.readouterr().out.splitlines()]
+    assert sorted(set(printed)) == shown
+    assert [line["step"] for line in lines(tmp_path / "m.jsonl")] == [
+        step for step in range(1, 21) if step % every == 0 or step == 1
+    ]

@@ -356,6 +356,19 @@ def test_the_table_shows_every_decision(make_recipe: MakeRecipe, capsys: pytest.
     assert "and a note" in shown
 
 
+def test_a_start_shows_the_plan_in_a_line_and_what_is_not_as_asked(
+    make_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for hardware, different in ((cpu(), ["kernels"]), (gpus(8), [])):
+        plan = resolve_plan(make_recipe(), hardware, QWEN)
+        print_plan(plan, "a title with [brackets]", ["and a note"], every=False)
+        title, line, *notes = capsys.readouterr().out.splitlines()
+        assert title == "a title with [brackets]"
+        assert plan.engine.value in line and plan.attention.value in line
+        assert [note.split()[1] for note in notes[:-1]] == different
+        assert notes[-1] == "and a note"
+
+
 def test_planning_changes_nothing_and_asks_nobody(make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = make_recipe("train.global_batch_size=16")
     before = recipe.model_dump_json()

@@ -92,3 +92,27 @@ def test_a_run_of_before_there_were_sessions_goes_on(recipe_file: Path, folder: 
     record_start(run, job, {"prepare_seconds": 1.5}, "fingerprint-x", "checkpoint-5")
     assert run.record["started"] == "then"
     assert len(run.record["sessions"]) == 1
+
+
+def test_a_warning_is_kept_once_and_goes_when_it_no_longer_holds(recipe_file: Path, folder: Path) -> None:
+    run = open_run(open_job(recipe_file, ["tracking.run_name=first"], Hardware(None, 1, 1, 2, 16.0)))
+    run.warn("plan", "too long a warm-up", "few steps")
+    run.warn("first_loss", "far above guessing")
+    run.warn("plan", "few steps")
+    assert run.record["warnings"] == {"first_loss": ["far above guessing"], "plan": ["few steps"]}
+    run.warn("first_loss", None)
+    run.warn("never there")
+    assert run.record["warnings"] == {"plan": ["few steps"]}
+
+
+def test_a_finished_training_is_judged_by_its_lines(recipe_file: Path, folder: Path) -> None:
+    job = open_job(recipe_file, ["tracking.run_name=first"], Hardware(None, 1, 1, 2, 16.0))
+    run = open_run(job)
+    record_start(run, job, {}, "fingerprint-x")
+    lines = [{"step": step, "loss": loss, "seconds": 1.0} for step, loss in ((1, 1.0), (4, None), (8, 3.0))]
+    lines[1]["skipped_steps"] = 3
+    run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run.update(held_out_loss_before=1.0)
+    record_end(run, 5.0, False)
+    assert run.record["train_loss"] == pytest.approx((1 + 4 * 3) / 5)
+    assert set(run.record["warnings"]) == {"loss"}

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from sft.demo import make_demo
 from sft.recipe import REPOSITORY
@@ -146,6 +147,21 @@ def test_a_save_that_is_not_the_model_stops_the_run(fault: str, recipe: Path, un
     assert (run.path / ".canary").is_dir()
     assert not run.final.exists()
     assert run.record["status"] == "failed"
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.extra)])
+def test_a_wrong_save_at_the_end_keeps_the_model_and_the_same_command_ends_the_run(
+    processes: int, recipe: Path, untied: Path, ranks: Ranks
+) -> None:
+    overrides = words(["train.max_steps=1"], untied, f"at the end-{processes}")
+    told = ranks.run(processes, [PROGRAM, recipe, *overrides], expect=1, FAULT="no_stop_token")
+    run = run_of(recipe, overrides)
+    assert (run.record["status"], run.final.exists(), (run.path / ".final").exists()) == ("failed", False, False)
+    assert str(run.unverified) in run.record["error"]
+    assert "Traceback" not in told["stderr"]
+    AutoModelForCausalLM.from_pretrained(run.unverified)
+    ranks.run(processes, [PROGRAM, recipe, *overrides])
+    assert (run.record["status"], run.final.is_dir(), run.unverified.exists()) == ("finished", True, False)
 
 
 CHECKED = """

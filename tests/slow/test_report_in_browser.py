@@ -22,12 +22,14 @@ QUIET = "--headless --no-sandbox --disable-gpu --disable-background-networking -
 BAD = """<!doctype html><title>x</title><link rel="icon" href="data:,">
 <img src="http://127.0.0.1:1/x.png"><script>nothere()</script>"""
 
-PHONE = """<!doctype html><title>x</title><link rel="icon" href="data:,">
-<iframe src="{page}" style="width:390px;height:800px;border:0"></iframe>
+FRAME = """<!doctype html><title>x</title><link rel="icon" href="data:,">
+<iframe src="{page}" style="width:{width}px;height:800px;border:0"></iframe>
 <script>onload = () => {{
   const seen = document.querySelector("iframe").contentDocument;
   for (const one of seen.querySelectorAll("details")) one.open = true;
-  document.title = "width " + seen.documentElement.scrollWidth + " of 390, height " + seen.documentElement.scrollHeight;
+  const clipped = [...seen.querySelectorAll(".scroll")].filter((one) => one.scrollWidth > one.clientWidth + 1);
+  const sizes = [seen.documentElement.scrollWidth, seen.documentElement.scrollHeight, clipped.length];
+  document.title = "sizes " + sizes.join(" ");
 }}</script>"""
 
 
@@ -59,7 +61,21 @@ def pages(tmp_path: Path) -> list[Path]:
     attack = "<script>nothere()</script><img src='http://127.0.0.1:1/x.png'>"
     flips = [flip(number, ("lost", "gained")[number % 2], base=long, tuned=attack) for number in range(50)]
     add_answers(run, [prompt(attack, answer(long), answer("漢字 سلام 🙂\u202e\x00"))] * 5, flips)
-    metrics = [METRIC | {"task": f"a_task_with_a_rather_long_name_for_a_phone_{number}"} for number in range(30)]
+    perplexity = {"base": 123456.789, "base_stderr": 1234.5, "tuned": 98765.4321, "difference": -24691.357}
+    tested = {
+        "p_value": 1.23e-17,
+        "p_adjusted": 1.23e-16,
+        "test": "bootstrap",
+        "decides": False,
+        "verdict": "NO EVIDENCE",
+    }
+    metrics = [
+        METRIC
+        | {"task": f"a_task_with_a_rather_long_name_for_a_phone_{number}"}
+        | tested
+        | (perplexity if number % 2 else {})
+        for number in range(30)
+    ]
     write_json(run.comparison_file, COMPARISON | {"metrics": metrics, "note": attack})
     lines = [json.dumps(point(step, 2 / step)) for step in range(1, 3000)]
     run.metrics_file.write_text("\n".join(lines) + "\n")
@@ -87,13 +103,17 @@ def test_pages_open_without_an_error_and_without_a_request(browse, pages: list[P
         assert (page, console, asked) == (page, [], [])
 
 
-def test_nothing_is_wider_than_a_phone(browse, pages: list[Path], tmp_path: Path) -> None:  # noqa: ANN001
+@pytest.mark.parametrize("width", [390, 1180])
+def test_nothing_is_wider_than_the_window(width: int, browse, pages: list[Path], tmp_path: Path) -> None:  # noqa: ANN001
+    """On a phone a table may scroll by itself; at a laptop's width none is clipped."""
     frame = tmp_path / "frame.html"
     for page in pages:
-        frame.write_text(PHONE.format(page=page.as_uri()))
-        dom, console, _ = browse(frame, "--allow-file-access-from-files")
+        frame.write_text(FRAME.format(page=page.as_uri(), width=width))
+        dom, console, _ = browse(frame, "--allow-file-access-from-files", "--window-size=1300,900")
         assert console == []
-        found = re.search(r"<title>width (\d+) of 390, height (\d+)</title>", dom)
+        found = re.search(r"<title>sizes (\d+) (\d+) (\d+)</title>", dom)
         assert found is not None
-        assert int(found[1]) <= 390, page
-        assert int(found[2]) > 1000
+        wide, high, clipped = map(int, found.groups())
+        assert wide <= width, page
+        assert high > 1000
+        assert not clipped or width < 1000, page
