@@ -111,13 +111,17 @@ def model_path(recipe: Recipe) -> str:
 
 def _hub_file(name: str, revision: str | None, file: str) -> Path | None:
     """A file of a hub repository; of a branch or tag the newest where the hub answers: the cache may hold an older commit."""
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         cached = try_to_load_from_cache(name, file, revision=revision)
         known = Path(cached) if isinstance(cached, str) else None
-        if (known and is_commit(revision)) or not hub_answers():
+        if known and is_commit(revision):
+            return known
+        if not hub_answers():
+            # What loads from here on takes the cache at once: upstream's own calls retry for a minute.
+            constants.HF_HUB_OFFLINE = True
             return known
         try:
             return Path(hf_hub_download(name, file, revision=revision))
