@@ -15,7 +15,7 @@ import torch
 
 from sft import attention
 from sft.embeddings import embed_new_tokens, trainable_rows
-from sft.errors import ModelError
+from sft.errors import ModelError, did_you_mean
 from sft.job import Job
 from sft.live_parallelism import loading_arguments
 from sft.pins import pinned
@@ -74,12 +74,20 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
     return ()
 
 
+def _empty_model(path: str, revision: str | None, trust_remote_code: bool) -> Any:
+    """A model of the class that a folder's config.json stands for, on the meta device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
 @cache
 def _compare_with_config(
     path: str, files: tuple[Path, ...], revision: str | None, trust_remote_code: bool
 ) -> str | None:
     """Load a model's tensors without their values; returns what does not fit, None where nothing can be said."""
-    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_utils import load_state_dict
     from transformers.utils import logging
 
@@ -87,10 +95,8 @@ def _compare_with_config(
     logging.disable_progress_bar()
     logging.set_verbosity(logging.CRITICAL)
     try:
-        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
         tensors = {key: tensor for file in files for key, tensor in load_state_dict(file, "meta").items()}
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = _empty_model(path, revision, trust_remote_code)
         _, info = type(model).from_pretrained(
             None,
             config=model.config,
@@ -208,13 +214,47 @@ def _refuse_misfit(misfit: str | None, name: str) -> None:
 
 
 def check_base(job: Job) -> None:
-    """Refuse a model whose weights do not fit its config.json, where they are on this machine.
+    """Refuse a model whose weights do not fit its config.json, where they are on this machine, and adapters for layers it has not.
 
     Raises:
-        ModelError: Tensors are missing, left over, or of another shape.
+        ModelError: Tensors are missing, left over, or of another shape; a name in model.lora.target_modules matches nothing.
     """
     model = pinned(job.recipe, job.model).model
     check_weights(job.model.path, model.revision, model.trust_remote_code, _key(model))
+    if model.lora is None or model.lora.target_modules == "all-linear":
+        return
+    try:
+        empty = _empty_model(job.model.path, model.revision, model.trust_remote_code)
+    except Exception:  # loading says why
+        return
+    check_targets(model.lora, empty)
+
+
+def check_targets(lora: Lora, model: Any) -> None:
+    """Refuse names of layers that the model does not have: peft trains the others, and says nothing.
+
+    Args:
+        lora: The recipe's section.
+        model: Any of its class, whatever its weights.
+
+    Raises:
+        ModelError: One matches nothing.
+    """
+    targets, names = lora.target_modules, [name for name, _ in model.named_modules()]
+    if isinstance(targets, str):
+        unmatched = [] if any(re.fullmatch(targets, name) for name in names) else [targets]
+    else:
+        unmatched = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in names)]
+    if unmatched and targets != "all-linear":
+        layers = {
+            name.rpartition(".")[2]
+            for name, layer in model.named_modules()
+            if isinstance(layer, torch.nn.Linear) or type(layer).__name__ == "Conv1D"
+        }
+        raise ModelError(
+            f"model.lora.target_modules: {', '.join(unmatched)} matches no layer of this model"
+            f"{did_you_mean(unmatched[0], sorted(layers), '.')} Its linear layers: {', '.join(sorted(layers))}. Or set all-linear."
+        )
 
 
 def _key(model: Model) -> str:
@@ -330,10 +370,11 @@ def lora_config(lora: Lora, model: Any, new: list[int]) -> Any:
         new: Ids of tokens whose rows in the embeddings are trained besides.
 
     Raises:
-        ModelError: Rows of this model's embeddings cannot be trained so.
+        ModelError: Rows of this model's embeddings cannot be trained so, or there are no layers of a name.
     """
     from peft import LoraConfig
 
+    check_targets(lora, model)
     modules = lora.target_modules
     return LoraConfig(
         r=lora.r,

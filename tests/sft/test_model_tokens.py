@@ -215,3 +215,24 @@ def test_tying_that_peft_would_not_see_is_refused_beside_adapters(tokenizer: Any
     model.config.tie_word_embeddings = False
     with pytest.raises(ModelError, match=r"tied otherwise than its config.json says"):
         with_adapters(model, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("target_modules", "named"),
+    [
+        ("[q_proj, v_porj]", r"v_porj matches no layer .*did you mean `v_proj`"),
+        ("[query_key_value, q_proj]", "query_key_value matches no layer .*q_proj"),
+        ("[proj]", "proj matches no layer"),
+        (".*c_attn", "c_attn matches no layer"),
+    ],
+)
+def test_a_layer_that_the_model_does_not_have_gets_no_adapter_in_silence(
+    target_modules: str, named: str, make_job: MakeJob
+) -> None:
+    with pytest.raises(ModelError, match=rf"model.lora.target_modules: .*{named}"):
+        check_with_frameworks(make_job(f"model.lora.target_modules={target_modules}"))
+
+
+@pytest.mark.parametrize("target_modules", ["[q_proj, self_attn.v_proj]", "all-linear", ".*_proj"])
+def test_layers_that_the_model_has_are_taken(target_modules: str, make_job: MakeJob) -> None:
+    check_with_frameworks(make_job(f"model.lora.target_modules={target_modules}"))
