@@ -96,6 +96,12 @@ def model_path(recipe: Recipe) -> str:
     if not looks_local(name):
         return name
     folder = find_file(name)
+    if (folder / "adapter_config.json").is_file():
+        # transformers would load the model that this file names, and not the weights beside it.
+        raise ModelError(
+            f"model.name_or_path={name}: the folder holds adapter_config.json: adapters for another model. Merge them into that model "
+            "(peft's merge_and_unload), or move the file away if the folder holds the whole model."
+        )
     if not (folder / "config.json").is_file():
         problem = "holds no config.json" if folder.is_dir() else "does not exist"
         raise ModelError(
