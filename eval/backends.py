@@ -55,6 +55,9 @@ def load_model(target: Target, tokenizer: PreTrainedTokenizerBase, settings: Set
 
         assert target.served is not None, "find_backend has found it"
         return load_served(target.served, tokenizer, settings)
+    from sft.model import check_weights
+
+    check_weights(target.model, target.revision, target.trust_remote_code, f"The {target.label} model {target.model}")
     try:
         if settings.backend == "vllm":
             from eval.backend_vllm import load_vllm

@@ -117,6 +117,8 @@ def load_weights(target: Target, reference: Reference, asker: Asker, evaluation:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from sft.model import check_weights
+
     config = reference.config
     # None in a config is transformers' word for fp32.
     dtype = (
@@ -125,6 +127,7 @@ def load_weights(target: Target, reference: Reference, asker: Asker, evaluation:
         else evaluation.dtype
     )
     placement = place_model(evaluation.parallelize, 1, 1, config, dtype, target.trust_remote_code)
+    check_weights(target.model, target.revision, target.trust_remote_code, f"The {target.label} model {target.model}")
     try:
         model = AutoModelForCausalLM.from_pretrained(
             target.model,

@@ -27,6 +27,7 @@ from eval.tasks import LoadedTasks, load_tasks
 from sft import distributed
 from sft.errors import EvaluationError
 from sft.job import Job
+from sft.pins import pinned
 from sft.run_directory import Run
 
 BATCH_SIZE = 8
@@ -245,7 +246,10 @@ def evaluation_during(job: Job, run: Run, tokenizer: Any) -> During | None:
     log = folder / "during.log" if distributed.is_first_rank() else Path(os.devnull)
     if distributed.is_first_rank():
         folder.mkdir(exist_ok=True)
-    reference = replace(load_reference(job.model.path, model.revision, model.trust_remote_code), tokenizer=tokenizer)
+    reference = replace(
+        load_reference(job.model.path, pinned(job.recipe, job.model).model.revision, model.trust_remote_code),
+        tokenizer=tokenizer,
+    )
     selection = check_tasks(evaluation, Path(job.recipe.output_dir))
     settings = resolve_settings(evaluation, selection, reference, on_gpu=job.hardware.gpu is not None)
     if not isinstance(settings.batch_size, int):

@@ -10,14 +10,25 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 
 from sft.errors import ModelError, PlanError
 from sft.job import Job
+from sft.store import DocumentStore
 from sft.tokenizer import check_vocabulary, new_token_ids
 
 _ROWS_AT_ONCE = 8192
 """Rows summed in float64 at a time: a whole large embedding would take gigabytes."""
+
+_SAMPLED = 4096
+"""Rows of ordinary tokens that the rows of special tokens are compared with, at most."""
+
+_NEAR = 0.05
+"""Of the usual distance between two rows. The mean of _SAMPLED rows is within 0.012 of the true one."""
+
+_TOKENS_AT_ONCE = 1 << 24
+_NAMED = 8
 
 
 def check_new_tokens(job: Job) -> None:
@@ -81,6 +92,89 @@ def embed_new_tokens(model: Any, tokenizer: Any, new_tokens: Sequence[str], name
         _start_as_mean(parameter, new, sorted(known - set(new)))
 
 
+def untrained_tokens(model: Any, tokenizer: Any, store: DocumentStore, new_tokens: Sequence[str]) -> list[int]:
+    """Special tokens of the data whose embedding rows were never trained: adapters would leave them so.
+
+    Such a row is what it was made as: nearly that of another special token, of a spare row, or the mean of all. What is read by the
+    model is looked up in the input embedding, and what it is trained to write in the output embedding too.
+
+    Args:
+        model: From load_model; where its weights are sharded, every rank takes part.
+        tokenizer: From load_tokenizer.
+        store: The prepared documents.
+        new_tokens: The recipe's, which are trained in any case.
+
+    Returns:
+        Ids, rising.
+    """
+    new, vocabulary = set(new_token_ids(tokenizer, new_tokens)), set(tokenizer.get_vocab().values())
+    special = sorted(set(tokenizer.added_tokens_decoder) - new)
+    ordinary = sorted(vocabulary - set(special) - new)
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    suspects = [_made_up(weight, special, ordinary, vocabulary) for weight in (embedding, output)]
+    found: set[int] = set()
+    for start in range(0, len(store.tokens), _TOKENS_AT_ONCE) if any(suspects) else ():
+        tokens = store.tokens[start : start + _TOKENS_AT_ONCE]
+        written = tokens[store.trained[start : start + _TOKENS_AT_ONCE] == 1]
+        for ids, seen in zip(suspects, (tokens, written), strict=True):
+            found |= set(seen[np.isin(seen, ids)].tolist())
+    return sorted(found)
+
+
+def _made_up(weight: Any, special: list[int], ordinary: list[int], vocabulary: set[int]) -> list[int]:
+    """The special tokens whose rows are nearly another special token's, a spare one, or the mean of the ordinary ones."""
+    with torch.no_grad(), _gathered(weight):
+        rows = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        spare = [row for row in range(len(rows)) if row not in vocabulary][:1]
+        sample = rows[ordinary[:: len(ordinary) // _SAMPLED + 1]].float()
+        others = torch.cat([rows[special + spare].float(), sample.mean(0, keepdim=True)])
+    if len(sample) < 2 or not special:
+        return []
+    usual = (sample - sample.roll(1, 0)).norm(dim=1).median()
+    distances = torch.cdist(others[: len(special)], others)
+    distances.fill_diagonal_(torch.inf)
+    near = distances.min(1).values < _NEAR * usual
+    return [token for token, is_near in zip(special, near.tolist(), strict=True) if is_near]
+
+
+def check_untrained(job: Job, tokenizer: Any, untrained: Sequence[int]) -> None:
+    """Refuse rows that were never trained where they cannot be trained beside adapters.
+
+    Raises:
+        PlanError: The embedding is sharded.
+    """
+    sharded = job.fsdp is not None or job.recipe.train.tensor_parallel_size > 1
+    if untrained and (sharded or (job.deepspeed is not None and job.deepspeed.stage == 3)):
+        raise PlanError(
+            f"model.lora: the embeddings of {named(tokenizer, untrained)}, which the data holds, were never trained, and beside adapters "
+            "peft cannot train single rows of an embedding that is sharded. Train on DDP or with train.deepspeed=zero2, or all weights: "
+            "model.lora=null."
+        )
+
+
+def named(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """Tokens by name, for a message."""
+    names = [str(name) for name in tokenizer.convert_ids_to_tokens(list(tokens[:_NAMED]))]
+    return ", ".join(names) + (f" and {len(tokens) - _NAMED} more" if tokens[_NAMED:] else "")
+
+
+def _embedding_names(model: Any) -> list[str]:
+    both = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [name for name, module in model.named_modules() if any(module is one for one in both)]
+
+
+def _is_targeted(name: str, target_modules: str | tuple[str, ...]) -> bool:
+    """Whether peft gives a layer an adapter by its name; `all-linear` names no embedding."""
+    if isinstance(target_modules, str):
+        return re.fullmatch(target_modules, name) is not None
+    return any(name == target or name.endswith(f".{target}") for target in target_modules)
+
+
+def trains_embedding(model: Any, target_modules: str | tuple[str, ...]) -> bool:
+    """Whether an embedding gets an adapter itself, and no row of it stays as it was."""
+    return any(_is_targeted(name, target_modules) for name in _embedding_names(model))
+
+
 def trainable_rows(model: Any, new: list[int], target_modules: str | tuple[str, ...]) -> dict[str, list[int]] | None:
     """The rows that are trained beside adapters, in peft's words: ids by the name of the embedding.
 
@@ -105,18 +199,15 @@ def trainable_rows(model: Any, new: list[int], target_modules: str | tuple[str, 
         or getattr(output, "bias", None) is not None
     ):
         raise ModelError(
-            "model.new_tokens with model.lora: the output embedding of this model has a bias, or is tied otherwise than its "
-            "config.json says, which peft cannot train row by row. Train all weights: model.lora=null."
+            "model.lora with embedding rows to train (model.new_tokens, or tokens that were never trained): the output embedding of this "
+            "model has a bias, or is tied otherwise than its config.json says, which peft cannot train row by row. Train all weights: "
+            "model.lora=null."
         )
-    names = [name for name, module in model.named_modules() if module is embedding or module is output]
+    names = _embedding_names(model)
     for name in names:
-        if isinstance(target_modules, str):
-            targeted = re.fullmatch(target_modules, name) is not None
-        else:
-            targeted = any(name == target or name.endswith(f".{target}") for target in target_modules)
-        if targeted:
+        if _is_targeted(name, target_modules):
             raise ModelError(
-                f"model.lora.target_modules names {name}, whose rows of model.new_tokens are trained beside the adapters. "
+                f"model.lora.target_modules names {name}, whose rows of new tokens are trained beside the adapters. "
                 "Leave it out of target_modules."
             )
     return dict.fromkeys(names, new)

@@ -24,7 +24,7 @@ from sft.packing import pack
 from sft.readers import count_rows
 from sft.recipe import Recipe, Source
 from sft.recipe_file import find_file
-from sft.remote_code import check_remote_code
+from sft.remote_code import check_remote_code, is_commit
 from sft.sources import BUILTIN, first_look, hub_answers, looks_local, source_files, split_and_slice, told_as
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -65,7 +65,7 @@ class ModelFacts:
     """How it attends; None where that is not known."""
 
     commit: str | None = None
-    """Of a hub model, what its revision stood for today."""
+    """Of a hub model, what its revision stood for when it was looked up: all that is loaded of it is of this commit."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,12 @@ def model_path(recipe: Recipe) -> str:
     if not looks_local(name):
         return name
     folder = find_file(name)
+    if (folder / "adapter_config.json").is_file():
+        # transformers would load the model that this file names, and not the weights beside it.
+        raise ModelError(
+            f"model.name_or_path={name}: the folder holds adapter_config.json: adapters for another model. Merge them into that model "
+            "(peft's merge_and_unload), or move the file away if the folder holds the whole model."
+        )
     if not (folder / "config.json").is_file():
         problem = "holds no config.json" if folder.is_dir() else "does not exist"
         raise ModelError(
@@ -110,15 +116,25 @@ def model_path(recipe: Recipe) -> str:
 
 
 def _hub_file(name: str, revision: str | None, file: str) -> Path | None:
-    """A file of a hub repository: from the cache, or downloaded where the hub answers."""
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    """A file of a hub repository; of a branch or tag the newest where the hub answers: the cache may hold an older commit."""
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         cached = try_to_load_from_cache(name, file, revision=revision)
-        if isinstance(cached, str):
-            return Path(cached)
-        return Path(hf_hub_download(name, file, revision=revision)) if hub_answers() else None
+        known = Path(cached) if isinstance(cached, str) else None
+        if known and is_commit(revision):
+            return known
+        if not hub_answers():
+            # What loads from here on takes the cache at once: upstream's own calls retry for a minute.
+            constants.HF_HUB_OFFLINE = True
+            return known
+        try:
+            return Path(hf_hub_download(name, file, revision=revision))
+        except (HfHubHTTPError, OSError):
+            if known is None:
+                raise
+            return known
     except HFValidationError:
         raise ModelError(
             f"model.name_or_path={name}: there is no such folder, and it is no hub id (owner/name)."
@@ -177,7 +193,8 @@ def inspect_model(recipe: Recipe, download: bool = True) -> ModelFacts:
     except (OSError, ValueError, AttributeError) as error:
         raise ModelError(f"{config_file} cannot be read: {error}.") from None
     commit = config_file.parent.name if config_file.parent.parent.name == "snapshots" else None
-    check_remote_code(recipe.model, path, commit, whole, _tokenizer_config(path, recipe.model.revision, download))
+    revision = commit or recipe.model.revision
+    check_remote_code(recipe.model, path, commit, whole, _tokenizer_config(path, revision, download))
     weights = list(folder.glob("*.safetensors")) if folder.is_dir() else []
     if folder.is_dir() and not weights and not list(folder.glob("pytorch_model*.bin")):
         raise ModelError(
@@ -185,7 +202,7 @@ def inspect_model(recipe: Recipe, download: bool = True) -> ModelFacts:
         )
     dtype = config.get("dtype") or config.get("torch_dtype")
     width = 4 if dtype == "float32" else 2
-    size = sum(file.stat().st_size for file in weights) or _hub_size(path, recipe.model.revision, download)
+    size = sum(file.stat().st_size for file in weights) or _hub_size(path, revision, download)
     return ModelFacts(
         path=path,
         model_type=config.get("model_type"),

@@ -148,9 +148,10 @@ def look_at_data(recipe_path: Path, overrides: Sequence[str], count: int | None)
     if count is None:
         print("\n".join([*summary_lines(prepared), f"Prepared: {prepared.folder}"]))
         return
+    from sft.pins import pinned
     from sft.tokenizer import load_tokenizer
 
-    show(prepared, recipe, load_tokenizer(recipe), count)
+    show(prepared, recipe, load_tokenizer(pinned(recipe, model)), count)
     check_limits(prepared.ledger, recipe.data)
     check_findings(prepared.findings, recipe.data)
 

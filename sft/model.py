@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -10,9 +15,10 @@ import torch
 
 from sft import attention
 from sft.embeddings import embed_new_tokens, trainable_rows
-from sft.errors import ModelError
+from sft.errors import ModelError, did_you_mean
 from sft.job import Job
 from sft.live_parallelism import loading_arguments
+from sft.pins import pinned
 from sft.recipe import Lora, Model
 from sft.remote_code import HOW_TO_ALLOW, is_refusal
 from sft.tensor_parallel import sum_norm_gradients_once
@@ -48,8 +54,228 @@ def check_kernels(job: Job) -> None:
         )
 
 
+_HARMLESS = re.compile(
+    r"(^|\.)(inv_freq|masked_bias|position_ids|_extra_state)$|vision|visual|image|audio|speech|multi_modal|mm_projector|connector"
+)
+"""Left over in older checkpoints, where they hold nothing learned; or of a multimodal model whose language model alone is loaded."""
+
+_NAMES_SHOWN = 6
+
+
+def _weight_files(folder: Path) -> tuple[Path, ...]:
+    """The files that from_pretrained reads a model's tensors from; none where they are not all there."""
+    for name in ("model.safetensors", "pytorch_model.bin"):  # transformers' order
+        index, files = folder / f"{name}.index.json", (folder / name,)
+        if not files[0].is_file() and index.is_file():
+            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            files = tuple(folder / file for file in sorted(named))
+        if all(file.is_file() for file in files):
+            return files
+    return ()
+
+
+def _empty_model(path: str, revision: str | None, trust_remote_code: bool) -> Any:
+    """A model of the class that a folder's config.json stands for, on the meta device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
+@cache
+def _compare_with_config(
+    path: str, files: tuple[Path, ...], revision: str | None, trust_remote_code: bool
+) -> str | None:
+    """Load a model's tensors without their values; returns what does not fit, None where nothing can be said."""
+    from transformers.modeling_utils import load_state_dict
+    from transformers.utils import logging
+
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        tensors = {key: tensor for file in files for key, tensor in load_state_dict(file, "meta").items()}
+        model = _empty_model(path, revision, trust_remote_code)
+        _, info = type(model).from_pretrained(
+            None,
+            config=model.config,
+            state_dict=tensors,
+            device_map={"": "meta"},
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except Exception:  # files that cannot be read, or a class of the model's own that cannot do this: loading says why
+        return None
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()
+    return _misfit(model, info)
+
+
+def _misfit(model: Any, info: Mapping[str, Any]) -> str | None:
+    """What transformers found wrong while it loaded a model, less what is harmless; None where nothing is left.
+
+    Args:
+        model: Loaded.
+        info: Its loading info.
+    """
+    from transformers.utils.loading_report import update_key_name
+
+    if getattr(model.config, "quantization_config", None) is not None:
+        return None  # its tensors are not the model's
+    buffers = [name for name, _ in model.named_buffers()]
+
+    def is_harmless(key: str) -> bool:
+        return _HARMLESS.search(key) is not None or any(buffer.endswith(key) for buffer in buffers)
+
+    mismatched = {
+        key: f"{key} {list(saved)} (by config.json {list(wanted)})" for key, saved, wanted in info["mismatched_keys"]
+    }
+    unexpected = {key for key in info["unexpected_keys"] if not is_harmless(key)}
+    missing = set(info["missing_keys"]) - set(mismatched)
+    lines = [
+        *_line("missing from the weights", update_key_name(missing)),
+        *_line("in the weights, but not in the model", update_key_name(unexpected)),
+        *_line("of another shape", mismatched.values()),
+        *_other_class(model),
+    ]
+    if not lines:
+        return None
+    lines.append("Copy config.json and all weight files again, from one place.")
+    if any("lm_head" in key for key in missing):
+        lines.append(
+            "If the model shares its output embedding with its input embedding, set tie_word_embeddings to true in config.json."
+        )
+    if unexpected and not missing and not mismatched:
+        lines.append(
+            "If you know that the model does not need these tensors, drop them: load it with from_pretrained, and save it with "
+            "save_pretrained."
+        )
+    return "\n".join(lines)
+
+
+def _line(what: str, names: Iterable[str]) -> list[str]:
+    shown = sorted(names)
+    more = f" and {len(shown) - _NAMES_SHOWN} more" if shown[_NAMES_SHOWN:] else ""
+    return [f"  {what}: {', '.join(shown[:_NAMES_SHOWN])}{more}"] if shown else []
+
+
+def _other_class(model: Any) -> list[str]:
+    """A line where config.json names another causal language model of transformers than its model_type stands for.
+
+    Models such as Llama and Gemma have tensors of the same names and shapes, and compute different things with them.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+
+    named, own = (model.config.architectures or [""])[0], type(model).__name__
+    if (
+        named == own
+        or named not in KNOWN.values()
+        or not named.endswith("ForCausalLM")
+        or not own.endswith("ForCausalLM")
+    ):
+        return []
+    return [f"  architectures in config.json: {named}; model_type={model.config.model_type} is {own}"]
+
+
+def check_weights(path: str, revision: str | None, trust_remote_code: bool, name: str) -> None:
+    """Refuse weights that do not fit their config.json: transformers would make up what is missing, and drop what is left over.
+
+    Reads names and shapes only: a second for a model of 70B. Checks nothing where the files are not on this machine yet.
+
+    Args:
+        path: A folder, or an id on the hub.
+        revision: Of the hub.
+        trust_remote_code: Whether the model's own code may run.
+        name: The model's, for the message.
+
+    Raises:
+        ModelError: Tensors are missing, left over, or of another shape.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        cached = try_to_load_from_cache(path, "config.json", revision=revision)
+        if not isinstance(cached, str):
+            return
+        folder = Path(cached).parent
+    files = _weight_files(folder)
+    if files:
+        with _outside_zero_3():
+            _refuse_misfit(_compare_with_config(path, files, revision, trust_remote_code), name)
+
+
+def _refuse_misfit(misfit: str | None, name: str) -> None:
+    if misfit is not None:
+        raise ModelError(f"{name}: its weights do not fit its config.json:\n{misfit}")
+
+
+def check_base(job: Job) -> None:
+    """Refuse a model whose weights do not fit its config.json, where they are on this machine, and adapters for layers it has not.
+
+    Raises:
+        ModelError: Tensors are missing, left over, or of another shape; a name in model.lora.target_modules matches nothing.
+    """
+    model = pinned(job.recipe, job.model).model
+    check_weights(job.model.path, model.revision, model.trust_remote_code, _key(model))
+    if model.lora is None or model.lora.target_modules == "all-linear":
+        return
+    try:
+        empty = _empty_model(job.model.path, model.revision, model.trust_remote_code)
+    except Exception:  # loading says why
+        return
+    check_targets(model.lora, empty)
+
+
+def check_targets(lora: Lora, model: Any) -> None:
+    """Refuse names of layers that the model does not have: peft trains the others, and says nothing.
+
+    Args:
+        lora: The recipe's section.
+        model: Any of its class, whatever its weights.
+
+    Raises:
+        ModelError: One matches nothing.
+    """
+    targets, names = lora.target_modules, [name for name, _ in model.named_modules()]
+    if isinstance(targets, str):
+        unmatched = [] if any(re.fullmatch(targets, name) for name in names) else [targets]
+    else:
+        unmatched = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in names)]
+    if unmatched and targets != "all-linear":
+        layers = {
+            name.rpartition(".")[2]
+            for name, layer in model.named_modules()
+            if isinstance(layer, torch.nn.Linear) or type(layer).__name__ == "Conv1D"
+        }
+        raise ModelError(
+            f"model.lora.target_modules: {', '.join(unmatched)} matches no layer of this model"
+            f"{did_you_mean(unmatched[0], sorted(layers), '.')} Its linear layers: {', '.join(sorted(layers))}. Or set all-linear."
+        )
+
+
+def _key(model: Model) -> str:
+    return f"model.name_or_path={model.name_or_path}"
+
+
+@contextmanager
+def _outside_zero_3() -> Iterator[None]:
+    """Load a model on this rank alone: in ZeRO-3 from_pretrained would shard it over ranks that are not here."""
+    from transformers.integrations import deepspeed
+
+    in_training = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = in_training
+
+
 def _from_pretrained(job: Job, tokenizer: Any, **arguments: Any) -> Any:
-    return load_base(job.recipe.model, job.model.path, weights_dtype(job), tokenizer, **arguments)
+    return load_base(pinned(job.recipe, job.model).model, job.model.path, weights_dtype(job), tokenizer, **arguments)
 
 
 def load_base(model: Model, path: str, dtype: torch.dtype, tokenizer: Any, **arguments: Any) -> Any:
@@ -67,10 +293,20 @@ def load_base(model: Model, path: str, dtype: torch.dtype, tokenizer: Any, **arg
     """
     from transformers import AutoModelForCausalLM
 
+    weights = (path, model.revision, model.trust_remote_code, _key(model))
+    check_weights(*weights)
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            path, revision=model.revision, trust_remote_code=model.trust_remote_code, dtype=dtype, **arguments
+        loaded, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
+            dtype=dtype,
+            output_loading_info=True,
+            **arguments,
         )
+    except RuntimeError:
+        check_weights(*weights)  # downloaded only now
+        raise
     except (OSError, ValueError, ImportError, UnpicklingError) as error:
         if is_refusal(error):
             raise ModelError(
@@ -83,6 +319,8 @@ def load_base(model: Model, path: str, dtype: torch.dtype, tokenizer: Any, **arg
                 "loaded: what it holds could run as a program. Get the model as safetensors."
             ) from None
         raise ModelError(f"{model.name_or_path} cannot be loaded: {str(error).splitlines()[0]}") from None
+    check_weights(*weights)
+    _refuse_misfit(_misfit(loaded, info), weights[-1])
     embed_new_tokens(loaded, tokenizer, model.new_tokens, model.name_or_path)
     _agree_on_special_tokens(loaded, tokenizer)
     return loaded
@@ -132,10 +370,11 @@ def lora_config(lora: Lora, model: Any, new: list[int]) -> Any:
         new: Ids of tokens whose rows in the embeddings are trained besides.
 
     Raises:
-        ModelError: Rows of this model's embeddings cannot be trained so.
+        ModelError: Rows of this model's embeddings cannot be trained so, or there are no layers of a name.
     """
     from peft import LoraConfig
 
+    check_targets(lora, model)
     modules = lora.target_modules
     return LoraConfig(
         r=lora.r,
@@ -159,12 +398,6 @@ def merge_adapter(job: Job, tokenizer: Any, adapter: Path, target: Path) -> None
         target: Folder to write to.
     """
     from peft import PeftModel
-    from transformers.integrations import deepspeed
 
-    # In ZeRO-3 from_pretrained would shard the base over ranks that are not here. The training may go on, and needs it again.
-    in_training = deepspeed._hf_deepspeed_config_weak_ref
-    deepspeed.unset_hf_deepspeed_config()
-    try:
+    with _outside_zero_3():
         PeftModel.from_pretrained(_from_pretrained(job, tokenizer), adapter).merge_and_unload().save_pretrained(target)
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = in_training

@@ -13,6 +13,13 @@ from sft.remote_code import is_commit
 from sft.sources import hub_commit, is_on_hub
 
 
+def pinned(recipe: Recipe, model: ModelFacts) -> Recipe:
+    """The recipe with the commit of its model that was looked up, so that whatever is loaded of it is of one commit."""
+    if model.commit is None:
+        return recipe
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"revision": model.commit})})
+
+
 def hub_revisions(recipe: Recipe, model: ModelFacts) -> list[dict[str, Any]]:
     """What the recipe takes from the hub: `key`, `name`, `revision` as written, and the `commit` it stands for, None where unknown."""
     found: list[dict[str, Any]] = []

@@ -41,6 +41,7 @@ from sft.job import open_recipe
 from sft.ledger import check_limits, lengths_json, settle, total
 from sft.mixture import Mixture, mix
 from sft.packing import pack
+from sft.pins import pinned
 from sft.prepared import Prepared, entry_folder, find_prepared
 from sft.processes import end_with_parent
 from sft.readers import BadRow
@@ -151,7 +152,7 @@ def prepare(recipe: Recipe, model: ModelFacts) -> Prepared:
         prepared = find_prepared(folder)
         if prepared is not None:
             return prepared
-        tokenizer = load_tokenizer(recipe)
+        tokenizer = load_tokenizer(pinned(recipe, model))
         if model.vocab_size is not None:
             check_vocabulary(tokenizer, recipe.model.new_tokens, model.vocab_size, recipe.model.name_or_path)
         work = folder.with_name(f".{folder.name}.{os.getpid()}")

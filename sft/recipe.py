@@ -52,7 +52,7 @@ class Lora(Section):
     """Dropout on the adapter's input."""
 
     target_modules: str | tuple[str, ...] = "all-linear"
-    """Names of the linear layers that get an adapter; `all-linear` is every one but the output head."""
+    """Names of the linear layers that get an adapter; `all-linear` is every one but the output head. Each name must match."""
 
 
 class Model(Section):
@@ -81,7 +81,8 @@ class Model(Section):
     """A .jinja file, or the name of one of ours (`chatml`, `plain`). None: the tokenizer's own."""
 
     pad_token: str | None = None
-    """A token of the vocabulary, or of new_tokens, for padding where the tokenizer has none. Never the end-of-turn token."""
+    """A token of the vocabulary, or of new_tokens, for padding where the tokenizer has none. Never the end-of-turn token: where the
+    tokenizer pads with that, None chooses another special token."""
 
     eos_token: str | None = None
     """A token of the vocabulary, or of new_tokens, that ends a turn, where the tokenizer's own is wrong or missing."""

@@ -144,13 +144,14 @@ def read_journal(file: Path) -> list[Measurement]:
 
 def measure(job: Job, memory_gib: float | None) -> None:
     """One rank's part: train on the longest sequences, a candidate each step, until there is none left."""
+    from sft.pins import pinned
     from sft.tokenizer import load_tokenizer
     from sft.train import check_with_frameworks, enter
 
     enter(job)
     from sft.search_steps import Steps
 
-    tokenizer = load_tokenizer(job.recipe)
+    tokenizer = load_tokenizer(pinned(job.recipe, job.model))
     check_with_frameworks(job)
     prepared = distributed.from_first_rank(lambda: prepared_data(job.recipe, job.model, list(job.overrides)))
     answer = answer_file(job, prepared, memory_gib)

@@ -5,6 +5,7 @@ Law 6: the end-of-turn token is trained, is what generation stops at, and is not
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,11 @@ CHOICES = (
     "tokenizer's own EOS), or a .jinja file."
 )
 """What to do about a missing chat template."""
+
+_PADDING_ALONE = re.compile(r"^\W*pad\W*$", re.IGNORECASE)
+_PADDING = re.compile(r"(?<![^\W_])pad(ding)?(?![^\W_])", re.IGNORECASE)
+_UNUSED = re.compile(r"endoftext|end_of_text|reserved|unused|extra", re.IGNORECASE)
+_MEDIA = re.compile(r"vision|image|video|audio", re.IGNORECASE)
 
 
 def find_chat_template(name: str) -> str:
@@ -142,19 +148,45 @@ def _add_new_tokens(tokenizer: Any, recipe: Recipe) -> None:
 
 
 def _settle_padding(tokenizer: Any, recipe: Recipe, stop: int) -> None:
+    """Keep the tokenizer's padding token; replace one that is the end-of-turn token, which padding would keep from being trained."""
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != stop:
         return
-    unused = [token for token in tokenizer.all_special_tokens if tokenizer.convert_tokens_to_ids(token) != stop]
+    found, name = padding_choice(tokenizer, stop), recipe.model.name_or_path
+    if tokenizer.pad_token_id is not None and recipe.model.pad_token is None and found is not None:
+        tokenizer.pad_token = found
+        tokenizer.padding_note = (
+            f"Padding: {found}, because {name} pads with its end-of-turn token {tokenizer.eos_token}, which is trained. Another: "
+            "model.pad_token."
+        )
+        return
     problem = "has no padding token" if tokenizer.pad_token_id is None else "pads with the end-of-turn token"
     raise ModelError(
-        f"{recipe.model.name_or_path} {problem}. Set model.pad_token to a token of its vocabulary other than the end-of-turn token "
+        f"{name} {problem}. Set model.pad_token to a token of its vocabulary other than the end-of-turn token "
         f"{tokenizer.eos_token}, which must be trained"
         + (
-            f", for example {unused[0]}."
-            if unused
-            else "; it has no other special one, so add it: model.new_tokens=[<|pad|>]."
+            f", for example {found}."
+            if found
+            else "; it has no other to spare, so add one: model.new_tokens=[<|pad|>]."
         )
     )
+
+
+def padding_choice(tokenizer: Any, stop: int) -> str | None:
+    """The special token that is best padded with: one made for it, else one that no text is written with; None where there is none.
+
+    Args:
+        tokenizer: Of transformers.
+        stop: Id of the end-of-turn token.
+    """
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    taken = {stop, tokenizer.bos_token_id}
+    names = [name for name in added if tokenizer.convert_tokens_to_ids(name) not in taken and not _MEDIA.search(name)]
+    for pattern in (_PADDING_ALONE, _PADDING, _UNUSED):
+        for name in names:
+            if pattern.search(name):
+                return str(name)
+    unknown = tokenizer.unk_token
+    return str(unknown) if unknown in names else names[0] if names else None
 
 
 def new_token_ids(tokenizer: Any, new_tokens: Sequence[str]) -> list[int]:

@@ -22,6 +22,7 @@ from sft.finish import become_finish, evaluation_left
 from sft.job import Job, open_job
 from sft.launch_checks import check_rank_variables
 from sft.lost_ranks import told_of_lost_ranks
+from sft.pins import pinned
 from sft.preflight import check_ranks
 from sft.record import close_session
 from sft.rewind import become_again
@@ -47,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
         enter(job)
         check_with_frameworks(job)
     wait_for_data(job, data)
-    tokenizer = load_tokenizer(job.recipe)
+    tokenizer = load_tokenizer(pinned(job.recipe, job.model))
     with told_of_lost_ranks(job.recipe, "the first one prepared the data"):
         start = start_run(job)
     interruption.is_of(start.run)
@@ -112,14 +113,15 @@ def check_with_frameworks(job: Job) -> None:
     """The checks that need the frameworks imported, still before data and weights.
 
     Raises:
-        UserError: Kernels, trainer arguments, new tokens that would stay untrained, or no compiler.
+        UserError: Kernels, trainer arguments, weights, new tokens that would stay untrained, or no compiler.
     """
     from sft.compiled_layers import check_compiler
     from sft.embeddings import check_new_tokens
-    from sft.model import check_kernels
+    from sft.model import check_base, check_kernels
     from sft.trainer import check_trainer_args
 
     check_kernels(job)
+    check_base(job)
     check_trainer_args(job)
     check_new_tokens(job)
     check_compiler(job)

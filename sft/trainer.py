@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from trl import SFTConfig
 
+from sft import distributed
 from sft.batches import Sequences, StepOrder
 from sft.changes_take_effect import ChangesTakeEffect
 from sft.checkpoint_writer import CheckpointWriter
@@ -19,7 +20,7 @@ from sft.checkpointing import CheckpointingAsPlanned
 from sft.compiled_layers import compile_layers
 from sft.continuation import writer_here
 from sft.disk import checkpoint_bytes
-from sft.embeddings import show_head
+from sft.embeddings import check_untrained, named, show_head, trains_embedding, untrained_tokens
 from sft.errors import ModelError, RecipeError, did_you_mean
 from sft.fsdp import mesh_shape
 from sft.fully_sharded import PrefetchAsAsked, plugin_arguments, policies, whole_state
@@ -248,6 +249,15 @@ def build_trainer(
     """
     lora = job.recipe.model.lora
     new = new_token_ids(tokenizer, job.recipe.model.new_tokens)
+    if lora is not None and not trains_embedding(model, lora.target_modules):
+        untrained = untrained_tokens(model, tokenizer, sequences.store, job.recipe.model.new_tokens)
+        check_untrained(job, tokenizer, untrained)
+        if untrained and distributed.is_first_rank():
+            print(
+                f"The base never trained the embeddings of {named(tokenizer, untrained)}: they are trained beside the adapters.",
+                flush=True,
+            )
+        new += untrained
     try:
         trainer = RecipeTrainer(
             model=model,

@@ -51,7 +51,7 @@ def train(job: Job, start: Start, tokenizer: Any, checker: Checker | None) -> No
     per_step, empty = recipe.sequences_per_step, job.plan.empty_sequences_per_step.value
     sequences = Sequences(store, index, per_step, tokenizer.pad_token_id, recipe.data.packing, empty)
     if distributed.is_first_rank():
-        show_start(job, start)
+        show_start(job, start, tokenizer)
     during = evaluation_during(job, run, tokenizer)
     arguments = training_arguments(job, run)
     model = load_model(job, tokenizer)
@@ -131,7 +131,7 @@ def write_final(trainer: Any, job: Job, run: Run, tokenizer: Any) -> None:
             work.rename(run.final)
 
 
-def show_start(job: Job, start: Start) -> None:
+def show_start(job: Job, start: Start, tokenizer: Any) -> None:
     """Write plan.json, and print what is about to happen."""
     run = start.run
     write_json(
@@ -141,6 +141,7 @@ def show_start(job: Job, start: Start) -> None:
         *summary_lines(start.prepared),
         *set_up_trackers(job.recipe.tracking, run),
         *pin_lines(run.record["hub_revisions"]),
+        *filter(None, [getattr(tokenizer, "padding_note", None)]),
         f"Run: {run.path}",
         *start.notes,
     ]

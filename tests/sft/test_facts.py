@@ -40,6 +40,11 @@ def test_a_folder_without_a_model_is_refused(make_recipe: MakeRecipe, tmp_path: 
     with pytest.raises(ModelError, match=r"model.name_or_path=.*gone: the folder does not exist"):
         model_path(make_recipe(f"model.name_or_path={tmp_path / 'gone'}"))
     (tmp_path / "config.json").write_text("{}")
+    adapter = tmp_path / "adapter_config.json"
+    adapter.write_text('{"base_model_name_or_path": "another/model"}')
+    with pytest.raises(ModelError, match=r"model.name_or_path=.*: the folder holds adapter_config.json"):
+        model_path(make_recipe(f"model.name_or_path={tmp_path}"))
+    adapter.unlink()
     with pytest.raises(ModelError, match=r"model.name_or_path=.*: the folder holds no tokenizer \(tokenizer.json"):
         model_path(make_recipe(f"model.name_or_path={tmp_path}"))
 

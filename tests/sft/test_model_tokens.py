@@ -5,21 +5,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import get_peft_model
-from transformers import AutoTokenizer, PhiConfig, PhiForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PhiConfig, PhiForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from sft.demo import Demo
-from sft.embeddings import embed_new_tokens, show_head
+from sft.documents import DOCUMENT
+from sft.embeddings import check_untrained, embed_new_tokens, show_head, untrained_tokens
 from sft.errors import ModelError, PlanError
 from sft.hardware import Hardware
 from sft.job import Job, open_job
 from sft.model import load_model, lora_config
 from sft.prepare import prepare
 from sft.recipe import Lora
+from sft.store import DocumentStore
 from sft.tokenizer import check_vocabulary, load_tokenizer, new_token_ids
 from sft.train import check_with_frameworks
+from tests.sft.conftest import SHARED
 
 # transformers 5.23 renames what peft 0.21 still asks for.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")
@@ -215,3 +219,78 @@ def test_tying_that_peft_would_not_see_is_refused_beside_adapters(tokenizer: Any
     model.config.tie_word_embeddings = False
     with pytest.raises(ModelError, match=r"tied otherwise than its config.json says"):
         with_adapters(model, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("target_modules", "named"),
+    [
+        ("[q_proj, v_porj]", r"v_porj matches no layer .*did you mean `v_proj`"),
+        ("[query_key_value, q_proj]", "query_key_value matches no layer .*q_proj"),
+        ("[proj]", "proj matches no layer"),
+        (".*c_attn", "c_attn matches no layer"),
+    ],
+)
+def test_a_layer_that_the_model_does_not_have_gets_no_adapter_in_silence(
+    target_modules: str, named: str, make_job: MakeJob
+) -> None:
+    with pytest.raises(ModelError, match=rf"model.lora.target_modules: .*{named}"):
+        check_with_frameworks(make_job(f"model.lora.target_modules={target_modules}"))
+
+
+@pytest.mark.parametrize("target_modules", ["[q_proj, self_attn.v_proj]", "all-linear", ".*_proj"])
+def test_layers_that_the_model_has_are_taken(target_modules: str, make_job: MakeJob) -> None:
+    check_with_frameworks(make_job(f"model.lora.target_modules={target_modules}"))
+
+
+def documents(*tokens: int, trained: int = 0) -> DocumentStore:
+    """One document, of which the last tokens are trained."""
+    mask = np.array([0] * (len(tokens) - trained) + [1] * trained, np.uint8)
+    return DocumentStore(np.array(tokens, np.int32), mask, np.zeros(0, DOCUMENT), np.zeros(1, np.int64))
+
+
+@pytest.mark.parametrize("made", ["as the mean", "as one another", "as a spare row", "as zeros"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_special_tokens_whose_rows_were_never_trained_are_found(tied: bool, made: str, demo: Demo) -> None:
+    tokenizer, model = AutoTokenizer.from_pretrained(demo.model), qwen(MANY_ROWS, tied)
+    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    text = [5, 6, 7]
+    conversation = documents(start, *text, end, start, *text, end, trained=1)
+    assert untrained_tokens(model, tokenizer, conversation, ()) == []
+    with torch.no_grad():
+        for weight in {model.get_input_embeddings().weight, model.get_output_embeddings().weight}:
+            spare, mean = weight[OWN].clone(), weight[:OWN].mean(0)
+            row = {"as the mean": mean, "as a spare row": spare, "as one another": weight[start].clone()}.get(
+                made, mean * 0
+            )
+            weight[[start, end]] = row + 1e-4 * torch.randn(2, 32)
+    assert untrained_tokens(model, tokenizer, conversation, ()) == sorted([start, end])
+    assert untrained_tokens(model, tokenizer, documents(*text), ()) == [], "no token of the data"
+    with torch.no_grad():
+        model.get_input_embeddings().weight[[start, end]] = torch.randn(2, 32)
+    # What is only read needs no row in the output embedding.
+    assert untrained_tokens(model, tokenizer, conversation, ()) == ([] if tied else [end])
+
+
+def test_only_rows_that_were_never_trained_are_found_in_real_models(demo: Demo) -> None:
+    """stories260k was trained on stories that begin with <s>, and none ends with </s>: its row is that of <unk>."""
+    for folder, expected in ((demo.model, []), (SHARED / "models" / "stories260k_hf", ["</s>"])):
+        if folder.is_dir():
+            model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+            ids = [token for token in tokenizer.added_tokens_decoder if token != tokenizer.unk_token_id]
+            found = untrained_tokens(model, tokenizer, documents(*ids, trained=len(ids)), ())
+            assert tokenizer.convert_ids_to_tokens(found) == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "refused"), [("train.deepspeed=zero3", True), ("train.deepspeed=zero2", False), (None, False)]
+)
+def test_untrained_rows_of_a_sharded_embedding_are_refused(
+    override: str | None, refused: bool, make_job: MakeJob, tokenizer: Any
+) -> None:
+    job = make_job("model.lora={}", *filter(None, [override]))
+    check_untrained(job, tokenizer, [])
+    if refused:
+        with pytest.raises(PlanError, match=r"<\|endoftext\|>.*model.lora=null"):
+            check_untrained(job, tokenizer, tokenizer.convert_tokens_to_ids(["<|endoftext|>"]))
+    else:
+        check_untrained(job, tokenizer, [0])

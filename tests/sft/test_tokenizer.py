@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from sft.demo import Demo
 from sft.errors import ModelError
@@ -106,14 +109,6 @@ def test_without_a_chat_template_and_an_eos_the_remedy_is_told(
     assert load(make_recipe, folder, "model.eos_token=<|im_end|>").eos_token == "<|im_end|>"
 
 
-def test_padding_is_not_the_eos_without_a_chat_template_either(
-    make_recipe: MakeRecipe, changed: Callable[..., Path]
-) -> None:
-    folder = changed(template=None, pad_token="<|im_end|>")
-    with pytest.raises(ModelError, match="pads with the end-of-turn token"):
-        load(make_recipe, folder)
-
-
 def test_new_tokens_are_single_tokens_that_the_recipe_may_use(make_recipe: MakeRecipe) -> None:
     tokenizer = load_tokenizer(make_recipe("model.new_tokens=[<|new|>, <|more|>]", "model.pad_token=<|new|>"))
     before = len(load_tokenizer(make_recipe()))
@@ -135,20 +130,37 @@ def test_a_token_that_is_not_in_the_vocabulary_is_refused(key: str, make_recipe:
 
 
 @pytest.mark.parametrize(
-    ("pad", "problem"),
+    ("names", "chosen"),
     [
-        (None, "has no padding token"),
-        ("<|im_end|>", "pads with the end-of-turn token"),
+        (["<s>", "<|extra_1|>", "<|vision_pad|>", "<|fim_pad|>"], "<|fim_pad|>"),
+        (["<s>", "<|fim_pad|>", "<pad>"], "<pad>"),
+        (["<s>", "<notepad>", "<\uff5c\u2581pad\u2581\uff5c>"], "<\uff5c\u2581pad\u2581\uff5c>"),
+        (["<s>", "<|finetune_right_pad_id|>"], "<|finetune_right_pad_id|>"),
+        (["<s>", "<|tool|>", "<|reserved_special_token_0|>"], "<|reserved_special_token_0|>"),
+        (["<s>", "<|tool|>"], "<|tool|>"),
+        (["<s>"], None),
     ],
 )
-def test_padding_that_would_hide_the_end_of_turn_is_refused(
-    pad: str | None, problem: str, make_recipe: MakeRecipe, changed: Callable[..., Path]
+@pytest.mark.parametrize("pad", [None, "</s>"])
+def test_padding_is_never_what_begins_or_ends_a_turn(
+    pad: str | None, names: list[str], chosen: str | None, make_recipe: MakeRecipe, tmp_path: Path
 ) -> None:
-    folder = changed(pad_token=pad)
-    with pytest.raises(ModelError, match=problem) as error:
-        load(make_recipe, folder)
-    assert "Set model.pad_token to a token of its vocabulary" in str(error.value)
-    assert load(make_recipe, folder, "model.pad_token=<|endoftext|>").pad_token == "<|endoftext|>"
+    """One that is named for padding is preferred; where the tokenizer has none at all, the recipe must name it."""
+    inner = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+    special = {"bos_token": "<s>", "eos_token": "</s>", **({"pad_token": pad} if pad else {})}
+    own = PreTrainedTokenizerFast(tokenizer_object=inner, additional_special_tokens=names, **special)
+    own.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    overrides = ["eval.apply_chat_template=false"]
+    if pad is None or chosen is None:
+        with pytest.raises(
+            ModelError, match=re.escape(f"example {chosen}." if chosen else "model.new_tokens=[<|pad|>]")
+        ):
+            load(make_recipe, tmp_path, *overrides)
+        return
+    tokenizer = load(make_recipe, tmp_path, *overrides)
+    assert (tokenizer.pad_token, tokenizer.eos_token) == (chosen, "</s>")
+    assert "model.pad_token" in tokenizer.padding_note
 
 
 def test_a_padding_token_that_the_recipe_names_may_not_be_the_end_of_turn(make_recipe: MakeRecipe) -> None:

@@ -4,11 +4,12 @@ The evaluation with tokens that find spare rows is `extra`.
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft.demo import make_demo
@@ -131,3 +132,19 @@ def test_base_and_tuned_are_both_asked_with_the_new_tokens(new: str, recipe: Pat
         assert len(samples) == 1
         prompts = [json.loads(line)["arguments"] for line in samples[0].read_text().splitlines()]
         assert all("<|begin|>assistant" in json.dumps(prompt) for prompt in prompts)
+
+
+def test_tokens_that_the_base_never_trained_are_trained_beside_adapters(recipe: Path, ranks: Ranks) -> None:
+    """Special tokens that the tokenizer has, and whose rows are what they were made as."""
+    folder = recipe.parent / "unused"
+    shutil.copytree(make_demo(recipe.parent / "outputs").model, folder)
+    ids = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    tensors = load_file(folder / "model.safetensors")
+    rows = tensors["model.embed_tokens.weight"]
+    rows[ids] = rows[:OWN].mean(0)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    overrides = [f"model.name_or_path={folder}", "model.chat_template=null", "model.new_tokens=[]", "model.lora={}"]
+    ranks.run(2, ["sft.train", recipe, *overrides, "train.max_steps=2", "tracking.run_name=unused"])
+    tuned = load_file(recipe.parent / "outputs" / "new" / "unused" / "final" / "model.safetensors")
+    changed = (tuned["model.embed_tokens.weight"] - rows).abs().amax(1).gt(1e-4).nonzero().flatten().tolist()
+    assert changed == sorted(ids)

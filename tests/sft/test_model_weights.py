@@ -1,0 +1,157 @@
+"""Weights that do not fit their config.json are refused before they load; weights that fit are not."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from eval.backends import Target
+from eval.backends import load_model as load_evaluated
+from sft.demo import Demo
+from sft.errors import ModelError
+from sft.hardware import Hardware
+from sft.job import open_job
+from sft.model import check_weights, load_model
+from sft.train import check_with_frameworks
+from tests.sft.conftest import SHARED
+
+Tensors = dict[str, torch.Tensor]
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+
+
+def save(folder: Path, kind: str = "llama", **settings: Any) -> Path:
+    config = CONFIG_MAPPING[kind](**SIZES | settings)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def change(folder: Path, tensors: Callable[[Tensors], Tensors] = dict, **config: Any) -> Path:
+    """Rewrite a model's tensors and its config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    save_file(tensors(load_file(folder / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def check(folder: Path) -> None:
+    check_weights(str(folder), None, False, "model.name_or_path=x")
+
+
+def without(name: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {key: value for key, value in tensors.items() if name not in key}
+
+
+def renamed(old: str, new: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {key.replace(old, new): value for key, value in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "named"),
+    [
+        (without("lm_head"), {}, "missing from the weights: lm_head.weight"),
+        (without("layers.1."), {}, "missing from the weights: model.layers.1."),
+        (dict, {"num_hidden_layers": 5}, "missing from the weights: model.layers.{3, 4}."),
+        (dict, {"num_hidden_layers": 2}, "in the weights, but not in the model: model.layers.2."),
+        (renamed("self_attn", "attention"), {}, "missing from the weights: model.layers.{0, 1, 2}.self_attn."),
+        (dict, {"model_type": "qwen2"}, "self_attn.q_proj.bias"),
+        (dict, {"model_type": "gemma"}, "architectures in config.json: LlamaForCausalLM; model_type=gemma"),
+        (dict, {"vocab_size": 60}, "of another shape: lm_head.weight [64, 32] (by config.json [60, 32])"),
+        (dict, {"num_key_value_heads": 4}, "k_proj.weight [16, 32] (by config.json [32, 32])"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_by_name(
+    tensors: Callable[[Tensors], Tensors], config: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError) as refused:
+        check(change(save(tmp_path), tensors, **config))
+    assert named in str(refused.value)
+
+
+@pytest.mark.parametrize("form", ["shards", "bin"])
+def test_weights_in_other_files_are_checked_too(form: str, tmp_path: Path) -> None:
+    change(save(tmp_path), without("lm_head"))
+    found = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    if form == "bin":
+        torch.save(found, tmp_path / "pytorch_model.bin")
+    else:
+        shards = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(found)}
+        for file in set(shards.values()):
+            save_file({name: found[name] for name in found if shards[name] == file}, tmp_path / file)
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    with pytest.raises(ModelError, match=r"missing from the weights: lm_head.weight"):
+        check(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_transformers_saves_fits(kind: str, tied: bool, tmp_path: Path) -> None:
+    check(save(tmp_path / "good", kind, tie_word_embeddings=tied))
+    with pytest.raises(ModelError, match=r"model.norm.weight"):
+        check(change(save(tmp_path / "bad", kind, tie_word_embeddings=tied), without("model.norm.")))
+
+
+def with_head(tensors: Tensors) -> Tensors:
+    return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+
+
+def with_extras(*names: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: tensors | {name: torch.ones(4) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("tied", "tensors"),
+    [
+        pytest.param(True, with_head, id="a tied output embedding that is stored"),
+        pytest.param(False, renamed("model.", ""), id="the base model's names"),
+        pytest.param(False, with_extras("model.layers.0.self_attn.rotary_emb.inv_freq"), id="rotary buffers"),
+        pytest.param(False, with_extras("vision_tower.patch.weight", "mm_projector.0.bias"), id="another modality"),
+    ],
+)
+def test_what_is_harmless_is_not_refused(tied: bool, tensors: Callable[[Tensors], Tensors], tmp_path: Path) -> None:
+    check(change(save(tmp_path, tie_word_embeddings=tied), tensors))
+
+
+def test_the_demo_and_a_real_model_fit(demo: Demo) -> None:
+    check(demo.model)
+    real = SHARED / "models" / "stories260k_hf"
+    if not real.is_dir():
+        pytest.skip(f"real data is not at {real}")
+    check(real)
+
+
+def test_a_job_with_such_weights_ends_before_its_data_is_read(
+    recipe_file: Path, outputs: Path, demo: Demo, tmp_path: Path
+) -> None:
+    folder = change(Path(shutil.copytree(demo.model, tmp_path / "model")), num_hidden_layers=9, layer_types=None)
+    overrides = [f"model.name_or_path={folder}", f"output_dir={outputs}"]
+    job = open_job(recipe_file, overrides, Hardware(None, 1, 1, 2, 16.0))
+    for refuse in (check_with_frameworks, lambda job: load_model(job, None)):
+        with pytest.raises(
+            ModelError, match=r"(?s)model.name_or_path=.*missing from the weights: model.layers.{.*, 8}"
+        ):
+            refuse(job)
+
+
+def test_a_model_that_is_evaluated_or_chatted_with_is_checked(tmp_path: Path) -> None:
+    folder = str(change(save(tmp_path), without("lm_head")))
+    placement: Any = None
+    settings: Any = SimpleNamespace(backend="hf")
+    with pytest.raises(ModelError, match=r"(?s)The tuned model .*lm_head.weight"):
+        load_evaluated(Target("tuned", folder), placement, settings, placement)
