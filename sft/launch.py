@@ -19,7 +19,7 @@ from sft.finish import become_finish, evaluation_left
 from sft.hardware import Hardware, described_hardware, detect_hardware
 from sft.host_facts import host_facts
 from sft.job import Job, open_job, open_recipe
-from sft.launch_checks import check_address, check_started_once, check_visible_gpus
+from sft.launch_checks import check_address, check_started_once, check_visible_gpus, told_of_slurm
 from sft.layout import Layout, read_layout, whole_number
 from sft.ledger import check_limits
 from sft.opening import check_start, unfinished_run
@@ -61,14 +61,15 @@ def main(argv: Sequence[str]) -> None:
         evaluate_only(trained, layout)
         return
     choose_rendezvous(layout, arguments.rdzv, arguments.max_restarts)
-    check_address(layout)
+    with told_of_slurm(layout):
+        check_address(layout)
     check_port(layout)
     check_start(job)
     for line in told_differences(job):
         print(line, flush=True)
     if layout.nodes > 1:
         meet_machines(job, layout)
-    elif layout.ranks > 1:
+    else:
         refuse([disk(job)])
     if arguments.preflight:
         set_threads(job, layout)
@@ -113,7 +114,8 @@ def meet_machines(job: Job, layout: Layout) -> None:
     facts = host_facts(job, layout.node_rank, entry_folder(job.recipe, job.model).name)
     machine = Machine(layout.node_rank, layout.nodes, layout.per_node, facts, time.time())
     output_dir = Path(job.recipe.output_dir).expanduser().resolve()
-    meet(machine, layout.master_address, layout.master_port, output_dir, timeout, [disk(job)])
+    with told_of_slurm(layout):
+        meet(machine, layout.master_address, layout.master_port, output_dir, timeout, [disk(job)])
 
 
 def job_and_layout(recipe: Path, overrides: Sequence[str]) -> tuple[Job, Layout]:

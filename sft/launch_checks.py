@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from sft.errors import PlanError
+from sft.errors import PlanError, PreflightError
 from sft.hardware import unknown_gpus
 from sft.layout import Layout, whole_number
 
@@ -63,6 +65,15 @@ def check_address(layout: Layout) -> None:
         ) from None
 
 
+@contextmanager
+def told_of_slurm(layout: Layout) -> Iterator[None]:
+    """Add to a refusal what Slurm has said of the machines, which the user did not set and may not know of."""
+    try:
+        yield
+    except (PlanError, PreflightError) as error:
+        raise type(error)(f"{error}\n{layout.slurm}") if layout.slurm else error from None
+
+
 def check_rank_variables() -> None:
     """Refuse a part of the variables that a launcher sets: the ranks would never meet, or train alone.
 
@@ -70,6 +81,8 @@ def check_rank_variables() -> None:
         PlanError: One is missing or does not fit.
     """
     ranks = whole_number("WORLD_SIZE", 1, 1)
+    if not os.environ.get("WORLD_SIZE", "").strip():
+        os.environ.pop("WORLD_SIZE", None)  # empty is not set, for the libraries too
     if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
         raise PlanError(
             f"RANK={os.environ['RANK']} is set, and WORLD_SIZE is not. Unset RANK for a single process; for several let a launcher set "

@@ -52,6 +52,7 @@ def check_ranks(job: Job) -> None:
         PreflightError: They differ, would wait for each other for ever, or would train each in its own way.
     """
     if job.hardware.ranks == 1:
+        refuse([disk(job)])
         return
     refuse([*compare(_gathered(host_facts(job, distributed.rank()))), check_sum(job), distributed.gather(disk(job))[0]])
 
@@ -85,9 +86,10 @@ def refuse(checks: Sequence[Check]) -> None:
     Raises:
         PreflightError: All of it, in one message.
     """
-    problems = [f"  {check.name}: {check.problem}" for check in checks if check.problem]
-    if problems:
-        raise PreflightError("\n".join(["The processes of this job do not fit together:", *problems]))
+    failed = [check for check in checks if check.problem]
+    if failed:
+        title = "The processes of this job do not fit together:" if failed[0].name != "disk" else "There is no room:"
+        raise PreflightError("\n".join([title, *(f"  {check.name}: {check.problem}" for check in failed)]))
 
 
 def disk(job: Job) -> Check:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from sft.max_time import parse_duration
 from sft.recipe_section import Fraction, Positive, Section
@@ -151,6 +151,13 @@ class Train(Section):
 
     trainer_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Any other field of the installed trl.SFTConfig, checked against it; what the plan decides is refused."""
+
+    @field_validator("max_time", mode="before")
+    @classmethod
+    def _a_unit(cls, value: object) -> object:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            raise ValueError(f"{value} has no unit: write such as {value:g}m for minutes, or {value:g}s for seconds")
+        return value
 
     @model_validator(mode="after")
     def _a_time(self) -> Train:

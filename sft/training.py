@@ -76,7 +76,9 @@ def train(job: Job, start: Start, tokenizer: Any, checker: Checker | None) -> No
     if distributed.is_first_rank():
         continue_trackers(trainer, run, start.choice.step)
     started = time.monotonic()
-    with told_of_lost_ranks(job.recipe, lambda: f"step {trainer.state.global_step + 1} was trained", run):
+    with told_of_lost_ranks(
+        job.recipe, lambda: f"step {trainer.state.global_step + 1} was trained", run, watching[0].late
+    ):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     with stopping.losses_told(trainer.state.global_step):
         leave_where_stopped(job, stopping.end(trainer.state.global_step))
@@ -86,7 +88,9 @@ def train(job: Job, start: Start, tokenizer: Any, checker: Checker | None) -> No
     if distributed.is_first_rank():
         record_end(run, seconds, bool(programs(recipe.eval)))
     if distributed.is_first_rank():
-        print(f"Trained {trainer.state.global_step} steps in {seconds:.0f} s: {run.final}", flush=True)
+        reached, before = trainer.state.global_step, start.choice.step
+        steps = f"{reached - before} steps, to step {reached}," if before else f"{reached} steps"
+        print(f"Trained {steps} in {seconds:.0f} s: {run.final}", flush=True)
 
 
 def leave_where_stopped(job: Job, interrupted: Interrupted | None) -> None:

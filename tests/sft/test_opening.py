@@ -62,8 +62,8 @@ def left_behind(recipe_file: Path, folder: Path) -> LeftBehind:
 
 @contextmanager
 def claimed(run: Run) -> Iterator[None]:
-    """Another holds it: a lock belongs to what opened the folder, not to the process."""
-    descriptor = os.open(run.path, os.O_RDONLY)
+    """Another holds it: a lock belongs to what opened the file, not to the process."""
+    descriptor = os.open(run.path / ".lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     yield
     os.close(descriptor)
