@@ -12,7 +12,7 @@ from sft.errors import PlanError
 from sft.hardware import Hardware
 from sft.parallelism import data_parallel_ranks
 from sft.recipe import Recipe
-from sft.resolved import Resolved, Searched
+from sft.resolved import Resolved, Searched, stated
 
 
 def divisors(number: int) -> list[int]:
@@ -157,7 +157,7 @@ def resolve_learning_rate(recipe: Recipe) -> Resolved[float]:
     """The peak learning rate, scaled where the recipe has a base for it."""
     train = recipe.train
     if train.lr_scaling == "none" or train.base_batch_size is None:
-        return Resolved(train.learning_rate, "the recipe")
+        return Resolved(train.learning_rate, stated(train, "learning_rate"))
     batch = train.global_batch_size or train.global_batch_tokens
     assert batch is not None
     ratio = batch / train.base_batch_size

@@ -33,11 +33,12 @@ def main(argv: Sequence[str]) -> None:
     if not argv:
         raise RecipeError("usage: python -m sft.preflight RECIPE [key=value ...]")
     from sft.lost_ranks import told_of_lost_ranks
-    from sft.train import join
+    from sft.train import check_with_frameworks, join
 
     job = open_job(Path(argv[0]), list(argv[1:]), distributed.job_hardware())
     with told_of_lost_ranks(job.recipe, "the preflight ran"):
         join(job)
+        check_with_frameworks(job)
         facts, *checks = all_checks(job)
     distributed.leave_group()
     if distributed.is_first_rank():

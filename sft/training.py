@@ -26,7 +26,7 @@ from sft.metrics import Metrics, read_lines
 from sft.model import load_model
 from sft.nonfinite import Nonfinite
 from sft.pins import pin_lines
-from sft.plan import print_plan
+from sft.plan import plan_warnings, print_plan
 from sft.profiling import Profile
 from sft.progress import Progress
 from sft.record import record_end
@@ -126,6 +126,7 @@ def show_start(job: Job, start: Start) -> None:
         run.plan_file, {"decisions": job.plan.decisions(), "deepspeed": job.deepspeed.config if job.deepspeed else None}
     )
     notes = [
+        *plan_warnings(job.recipe, job.plan, job.model, start.prepared.facts()),
         *summary_lines(start.prepared),
         *set_up_trackers(job.recipe.tracking, run),
         *pin_lines(run.record["hub_revisions"]),
