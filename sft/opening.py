@@ -17,13 +17,13 @@ from typing import Any
 
 from sft.continuation import FILE, resolve_continuation
 from sft.errors import RecipeError, RunError
-from sft.inside import check_inside
+from sft.inside import check_inside, remove
 from sft.job import Job
 from sft.manifest import is_damaged, read_manifest
 from sft.recipe import Recipe
 from sft.recipe_changes import Change, check_allowed_changes, not_allowed, recipe_differences
 from sft.resume import checkpoints_of
-from sft.run_directory import EVALUATION_LEFT, Run, read_json
+from sft.run_directory import EVALUATION_LEFT, INCOMPLETE, Run, read_json
 
 OWN_RUN = "SFT_OWN_RUN"
 """Names the folder of the run that this job has opened before: it goes back to a checkpoint, or its launcher has started it again."""
@@ -289,6 +289,7 @@ def open_run(job: Job) -> Run:
     """
     run = unfinished_run(job)
     if run is not None and claim(run) is not None:
+        remove(run.checkpoints / INCOMPLETE)  # no process writes one now: it was left by an end in the middle of it
         return run
     if job.recipe.train.resume == "must":
         raise RunError(f"train.resume=must, and another process has begun to train {run.path if run else 'the run'}.")

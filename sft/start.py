@@ -14,7 +14,6 @@ from sft.again import check_same_data, original_run
 from sft.as_started import as_started
 from sft.continuation import Continuation, resolve_continuation
 from sft.errors import RunError
-from sft.inside import remove
 from sft.interruption import EXITS
 from sft.job import Job
 from sft.opening import (
@@ -33,7 +32,7 @@ from sft.recipe_changes import Change, differences
 from sft.record import installed_versions, record_start
 from sft.resolved import Searched
 from sft.resume import Choice, choose_checkpoint
-from sft.run_directory import INCOMPLETE, Run, write_json
+from sft.run_directory import Run, write_json
 from sft.search_cache import find_answer
 
 
@@ -150,8 +149,6 @@ def _start(job: Job) -> Start:
     seconds = {"prepare_seconds": prepared.summary["seconds"]}
     record_start(run, job, seconds, prepared.fingerprint, checkpoint, choice.passed_over, changes)
     write_json(run.ledger_file, prepared.ledger | {"findings": prepared.findings})
-    # No process writes a checkpoint now: what is there of one was left by an end in the middle of it.
-    remove(run.checkpoints / INCOMPLETE)
     words = [continuation.words] if continuation and continuation.words else []
     return replace(
         start, continuation=continuation, notes=(*beside, *_notes(choice, [*changes, *updated], goes_on), *words)

@@ -276,3 +276,37 @@ def test_loading_and_planning_import_no_torch(outputs: Path) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=REPOSITORY
     )
     assert printed.stdout.strip() == "[]"
+
+
+def test_a_merge_key_takes_over_what_is_not_written_here() -> None:
+    text = PLAIN.replace(
+        "rows.jsonl", "[&first {path: a.jsonl, split: train, epochs: 2.0}, {<<: *first, path: b.jsonl, epochs: 1.0}]"
+    )
+    sources = parse_recipe(text).sources
+    assert [(one.path, one.split, one.epochs) for one in sources] == [
+        ("a.jsonl", "train", 2.0),
+        ("b.jsonl", "train", 1.0),
+    ]
+    assert "line 4" in mistakes(text.replace("{<<: *first,", "{<<: *first, <<: *first,"))[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("train: {global_batch_size: 8, max_steps: 010}", ("line 5", "010", "base 8")),
+        ("train: {global_batch_size: 8, max_steps: -0_10}", ("line 5", "-0_10", "base 8")),
+        ("train: {global_batch_size: 8, max_time: 1:30:00}", ("line 5", "1:30:00", "base 60")),
+        ("train: {global_batch_size: 8, max_time: 30}", ("train.max_time", "30m")),
+        ("train: {global_batch_size: 8}\nmodel: {lora: }", ("line 6", "`model`")),
+        ("train:\n  global_batch_size: 8\n  fsdp:\n  # offload_params: true", ("line 7", "fsdp: {}")),
+        ("train: {global_batch_size: 8, learning_r\u0430te: 1e-5}", ("\\u0430",)),
+    ],
+)
+def test_what_yaml_would_misread_is_refused(line: str, told: tuple[str, ...]) -> None:
+    said = " ".join(mistakes(PLAIN.replace("train: {global_batch_size: 8}", line)))
+    assert all(word in said for word in told), said
+
+
+@pytest.mark.parametrize("text", ["use # for headings", "#1", "first line\nsecond line"])
+def test_a_text_on_the_command_line_is_taken_whole(text: str) -> None:
+    assert parse_recipe(PLAIN, [f"tracking.project={text}"]).tracking.project == text
