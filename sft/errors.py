@@ -192,10 +192,7 @@ def _known_mistake(error: BaseException) -> str | None:
     if disk_was_full(error):
         return "The disk is full. Free some space, or set output_dir to another disk. What was complete is kept."
     if "File too large" in str(error):
-        return (
-            "A file is larger than what may be written here: raise the limit (ulimit -f unlimited), or set output_dir to a file system that "
-            "takes large files."
-        )
+        return "A file is larger than what may be written here: raise the limit (ulimit -f unlimited), or set output_dir to another disk."
     if type(error).__name__ == "UnpicklingError":
         return (
             "A file holds other things than tensors and plain values, or is damaged, and is not loaded: what it holds could run as a "

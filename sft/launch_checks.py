@@ -81,14 +81,18 @@ def check_rank_variables() -> None:
         PlanError: One is missing or does not fit.
     """
     ranks = whole_number("WORLD_SIZE", 1, 1)
-    if not os.environ.get("WORLD_SIZE", "").strip():
-        os.environ.pop("WORLD_SIZE", None)  # empty is not set, for the libraries too
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
+        if not os.environ.get(name, "").strip():
+            os.environ.pop(name, None)  # empty is not set, for the libraries too
     if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
         raise PlanError(
             f"RANK={os.environ['RANK']} is set, and WORLD_SIZE is not. Unset RANK for a single process; for several let a launcher set "
             "both, scripts/sft.sh or torchrun."
         )
+    whole_number("LOCAL_WORLD_SIZE", 1, 1)
+    whole_number("LOCAL_RANK", 0, 0)
     if ranks == 1:
+        whole_number("RANK", 0, 0, 0)
         return
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
@@ -97,3 +101,10 @@ def check_rank_variables() -> None:
             "process: bash scripts/sft.sh, or torchrun --nproc-per-node N -m sft.train. For a single process unset WORLD_SIZE."
         )
     whole_number("RANK", 0, 0, ranks - 1)
+    there = [name for _, name in socket.if_nameindex()]
+    unknown = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name.strip() not in ("", *there)]
+    if unknown:
+        raise PlanError(
+            f"GLOO_SOCKET_IFNAME={os.environ['GLOO_SOCKET_IFNAME']}: {socket.gethostname()} has no network interface {unknown[0]}. It has "
+            f"{', '.join(there)}. Set one of them, or unset it."
+        )

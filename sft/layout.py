@@ -116,7 +116,8 @@ def whole_number(name: str, default: int, least: int, most: int | None = None) -
         return default
     if not (text.isascii() and text.isdecimal()) or int(text) < least or (most is not None and int(text) > most):
         raise PlanError(
-            f"{name}={text}: must be a whole number of at least {least}" + (f" and at most {most}." if most else ".")
+            f"{name}={text}: must be a whole number of at least {least}"
+            + ("." if most is None else f" and at most {most}.")
         )
     return int(text)
 

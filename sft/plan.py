@@ -127,7 +127,7 @@ def _kernels(recipe: Recipe, hardware: Hardware) -> Resolved[str]:
     if hardware.gpu is None:
         return Resolved(
             "none",
-            f"{reason} is liger, which does not run on a CPU; the plain layers give the same result",
+            f"{reason}, liger: its kernels do not run on a CPU; plain layers give the same result",
         )
     return Resolved("liger", f"{reason}: fused RMSNorm, RoPE and SwiGLU; the loss path is TRL's fused head")
 

@@ -164,6 +164,13 @@ def test_restarts_of_several_machines_need_them_to_meet_again(tell: Tell) -> Non
         ("WORLD_SIZE=2 RANK=0 MASTER_ADDR=h MASTER_PORT=1", "LOCAL_RANK is not set", "torchrun"),
         ("WORLD_SIZE=abc", "WORLD_SIZE=abc", "whole number"),
         ("WORLD_SIZE= RANK=x", "RANK=x", "Unset RANK"),
+        ("WORLD_SIZE=1 RANK=1", "RANK=1", "at most 0"),
+        (
+            "GLOO_SOCKET_IFNAME=gone0 WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 MASTER_ADDR=h MASTER_PORT=1",
+            "GLOO_SOCKET_IFNAME=gone0",
+            "unset it",
+        ),
+        ("WORLD_SIZE=1 RANK= LOCAL_RANK=x", "LOCAL_RANK=x", "whole number"),
         ("RANK=1", "RANK=1 is set, and WORLD_SIZE is not", "Unset RANK for a single process"),
         ("WORLD_SIZE=2 RANK=2 LOCAL_RANK=0 MASTER_ADDR=h MASTER_PORT=1", "RANK=2", "at most 1"),
     ],
