@@ -236,6 +236,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         RecipeError: The file is missing or unreadable, or all its mistakes in one message.
     """
     try:
+        if path.is_fifo():
+            raise RecipeError(f"{path} is a pipe, and each process of the run reads the recipe: write it to a file.")
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         near = [str(p.relative_to(REPOSITORY)) for p in sorted((REPOSITORY / "recipes").glob("*.yaml"))]

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -310,3 +311,9 @@ def test_what_yaml_would_misread_is_refused(line: str, told: tuple[str, ...]) ->
 @pytest.mark.parametrize("text", ["use # for headings", "#1", "first line\nsecond line"])
 def test_a_text_on_the_command_line_is_taken_whole(text: str) -> None:
     assert parse_recipe(PLAIN, [f"tracking.project={text}"]).tracking.project == text
+
+
+def test_a_recipe_from_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(RecipeError, match=r"pipe.yaml is a pipe.*write it to a file"):
+        load_recipe(tmp_path / "pipe.yaml")
