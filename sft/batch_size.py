@@ -6,7 +6,7 @@ share it evenly, train.remainder=fill gives them more places than there are sequ
 
 from __future__ import annotations
 
-from math import ceil, sqrt
+from math import ceil, isqrt, sqrt
 
 from sft.errors import PlanError
 from sft.hardware import Hardware
@@ -21,7 +21,8 @@ def divisors(number: int) -> list[int]:
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
     """
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def resolve_sequences(recipe: Recipe, hardware: Hardware) -> Resolved[int]:

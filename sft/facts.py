@@ -96,6 +96,12 @@ def model_path(recipe: Recipe) -> str:
     if name == BUILTIN:
         return str(make_demo(Path(recipe.output_dir)).model)
     if not looks_local(name):
+        try:
+            Path(name).is_dir()
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"model.name_or_path={name}: no folder and no hub id (owner/name) has such a name: {error}."
+            ) from None
         return name
     folder = find_file(name)
     if not (folder / "config.json").is_file():

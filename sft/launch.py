@@ -54,7 +54,9 @@ def main(argv: Sequence[str]) -> None:
         job = job.with_data(prepared.facts(), find_answer(job, prepared)) if prepared else job
         title = f"{job.name}: {job.recipe.model.name_or_path} on {hardware.device}"
         print_plan(
-            job.plan, title, plan_warnings(job.recipe, job.plan, job.model, prepared.facts() if prepared else None)
+            job.plan,
+            title,
+            plan_warnings(job.recipe, job.plan, hardware, job.model, prepared.facts() if prepared else None),
         )
         return
     if arguments.prepare or arguments.show is not None:

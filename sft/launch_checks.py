@@ -40,6 +40,9 @@ def check_visible_gpus() -> None:
         PlanError: CUDA_VISIBLE_DEVICES names such a GPU.
     """
     unknown, count = unknown_gpus()
+    named = [entry.strip() for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()]
+    if count and len(set(named)) < len(named):
+        raise PlanError(f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} names a GPU twice. Name each once.")
     if unknown:
         there = f"{count} GPU{'s' if count > 1 else ''}, number 0" + (f" to {count - 1}" if count > 1 else "")
         raise PlanError(

@@ -298,17 +298,23 @@ def resolve_plan(
 FEW_STEPS = 20
 """Steps over which AdamW's second moment averages with the default beta2, 1 / (1 - 0.95): fewer end before it has settled."""
 
+CPU_PARAMETERS = 3e8
+"""Models above this are seldom trained on a CPU on purpose."""
+
 LORA_RATE, FULL_RATE = 3e-5, 1e-4
 """Adapters are trained at 1e-4 to 5e-4, about ten times the rate of all weights, and models of a billion parameters at 1e-6 to 5e-5: what
 lies beyond these is the other one's rate."""
 
 
-def plan_warnings(recipe: Recipe, plan: Plan, model: ModelFacts, data: DataFacts | None = None) -> list[str]:
+def plan_warnings(
+    recipe: Recipe, plan: Plan, hardware: Hardware, model: ModelFacts, data: DataFacts | None = None
+) -> list[str]:
     """What a plan shows that would surprise its author, one sentence or two each; empty where nothing does.
 
     Args:
         recipe: The recipe.
         plan: Its plan. Where the data is not counted, the number of steps is an estimate.
+        hardware: The machine.
         model: The model.
         data: The counted data.
     """
@@ -341,6 +347,11 @@ def plan_warnings(recipe: Recipe, plan: Plan, model: ModelFacts, data: DataFacts
         lines.append(
             f"train.learning_rate={rate:g} is a rate for adapters, and all {model.parameters / 1e9:.3g}e9 weights are trained "
             "(model.lora is not set). They are usually trained at 1e-6 to 5e-5."
+        )
+    if hardware.gpu is None and model.parameters and model.parameters > CPU_PARAMETERS:
+        lines.append(
+            f"No GPU was found (nvidia-smi shows none, or CUDA_VISIBLE_DEVICES hides it), and {model.parameters / 1e9:.2g}e9 parameters "
+            "are trained on the CPU: expect minutes a step."
         )
     return [f"Warning: {line}" for line in lines]
 

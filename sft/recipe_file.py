@@ -15,6 +15,8 @@ from sft.credentials import secrets_in
 from sft.errors import RecipeError, did_you_mean
 from sft.recipe import REPOSITORY, SCHEMA_VERSION, Recipe, Section
 
+_MOST_VALUES = 100_000
+
 
 class _Loader(yaml.SafeLoader):
     """YAML as people write it: `2e-5` is a number, `010` is refused, and a key given twice is an error."""
@@ -63,7 +65,9 @@ _Loader.add_implicit_resolver(
 
 def _read_yaml(text: str, origin: str) -> Any:
     try:
-        return yaml.load(text, _Loader)
+        value = yaml.load(text, _Loader)
+        _check_size(value)
+        return value
     except RecipeError as error:
         raise RecipeError(f"{origin} is not a valid recipe:\n  {error}") from None
     except yaml.YAMLError as error:
@@ -88,6 +92,18 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         if not isinstance(section, dict):
             raise RecipeError(f"override {override}: `{parent}` holds {section!r}, which has no keys of its own")
     section[leaf] = _override_value(text, f"override {override}")
+
+
+def _check_size(value: Any) -> None:
+    """Refuse aliases of aliases of aliases: a short text can hold more values than the machine has memory for."""
+    waiting, count = [value], 0
+    while waiting:
+        one, count = waiting.pop(), count + 1
+        if count > _MOST_VALUES:
+            raise RecipeError(
+                f"it holds more than {_MOST_VALUES} values: anchors (&) and aliases (*) that repeat each other"
+            )
+        waiting += one.values() if isinstance(one, dict) else one if isinstance(one, list) else []
 
 
 def _override_value(text: str, origin: str) -> Any:
@@ -179,7 +195,12 @@ def _explain(error: ValidationError) -> list[str]:
         else:
             shown = json.dumps(value, default=str)
             text = f"{problem['msg'][0].lower()}{problem['msg'][1:]}, got {shown if len(shown) < 80 else shown[:77] + '...'}"
-            text += f"; write {{path: {value}}}" if problem["type"] == "model_type" and isinstance(value, str) else ""
+            inner = {"model": "name_or_path"}.get(where, "path" if where.startswith("data.") else None)
+            text += (
+                f"; write {{{inner}: {value}}}"
+                if inner and problem["type"] == "model_type" and isinstance(value, str)
+                else ""
+            )
             text = text.replace("input should be", "must be").replace("a valid array", "a list")
         lines[where] = f"{lines[where]}, or {text}" if where in lines and text not in lines[where] else text
     # `data.train` is no text, and its first source has a mistake: only the second helps.

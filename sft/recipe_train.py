@@ -74,10 +74,10 @@ class Train(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's, on all weights but biases and norms."""
 
-    adam_beta1: Fraction = 0.9
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the first moment."""
 
-    adam_beta2: Fraction = 0.95
+    adam_beta2: float = Field(default=0.95, ge=0, lt=1)
     """Decay of the second moment."""
 
     adam_epsilon: float = Field(default=1e-8, gt=0)
@@ -112,7 +112,7 @@ class Train(Section):
     ddp_timeout: int = Field(default=600, gt=0)
     """Seconds after which a rank stops waiting for the others."""
 
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**32)
     """Of the order of the data, dropout and adapter weights."""
 
     save_steps: int = Field(default=500, gt=0)

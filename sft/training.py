@@ -126,7 +126,7 @@ def show_start(job: Job, start: Start) -> None:
         run.plan_file, {"decisions": job.plan.decisions(), "deepspeed": job.deepspeed.config if job.deepspeed else None}
     )
     notes = [
-        *plan_warnings(job.recipe, job.plan, job.model, start.prepared.facts()),
+        *plan_warnings(job.recipe, job.plan, job.hardware, job.model, start.prepared.facts()),
         *summary_lines(start.prepared),
         *set_up_trackers(job.recipe.tracking, run),
         *pin_lines(run.record["hub_revisions"]),

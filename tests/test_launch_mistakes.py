@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from sft.errors import EXIT_USER_ERROR, RunError, users_mistakes_end_cleanly
+from sft.errors import EXIT_USER_ERROR, PlanError, RunError, users_mistakes_end_cleanly
 from sft.job import check_output_dir
 from sft.launch import main
+from sft.launch_checks import check_rank_variables
 from sft.layout import read_layout
 from sft.recipe import Recipe
 from sft.train import main as train
@@ -134,6 +135,11 @@ def test_more_processes_than_gpus_are_told(tell: Tell) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
+def test_a_gpu_that_is_named_twice_is_told(tell: Tell) -> None:
+    assert "CUDA_VISIBLE_DEVICES=0,0 names a GPU twice" in tell("CUDA_VISIBLE_DEVICES=0,0")
+
+
+@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("visible", ["0,1,5", "5", "GPU-cccc"])
 def test_gpus_that_are_not_there_are_told(visible: str, tell: Tell) -> None:
     message = tell(f"CUDA_VISIBLE_DEVICES={visible}")
@@ -165,11 +171,6 @@ def test_restarts_of_several_machines_need_them_to_meet_again(tell: Tell) -> Non
         ("WORLD_SIZE=abc", "WORLD_SIZE=abc", "whole number"),
         ("WORLD_SIZE= RANK=x", "RANK=x", "Unset RANK"),
         ("WORLD_SIZE=1 RANK=1", "RANK=1", "at most 0"),
-        (
-            "GLOO_SOCKET_IFNAME=gone0 WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 MASTER_ADDR=h MASTER_PORT=1",
-            "GLOO_SOCKET_IFNAME=gone0",
-            "unset it",
-        ),
         ("WORLD_SIZE=1 RANK= LOCAL_RANK=x", "LOCAL_RANK=x", "whole number"),
         ("RANK=1", "RANK=1 is set, and WORLD_SIZE is not", "Unset RANK for a single process"),
         ("WORLD_SIZE=2 RANK=2 LOCAL_RANK=0 MASTER_ADDR=h MASTER_PORT=1", "RANK=2", "at most 1"),
@@ -181,6 +182,14 @@ def test_a_process_started_by_hand_without_its_variables_is_told(
     message = tell(environment, program=train)
     assert told in message
     assert remedy in message
+
+
+def test_a_network_interface_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = "GLOO_SOCKET_IFNAME=gone0 WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 MASTER_ADDR=h MASTER_PORT=1"
+    for word in variables.split():
+        monkeypatch.setenv(*word.split("="))
+    with pytest.raises(PlanError, match=r"GLOO_SOCKET_IFNAME=gone0: .* interface gone0(?s:.*)unset it"):
+        check_rank_variables()
 
 
 def test_a_port_that_a_second_first_rank_has_taken_is_told(

@@ -387,8 +387,14 @@ def test_a_plan_warns_of_what_would_surprise_its_author(
 ) -> None:
     model, data = replace(QWEN, parameters=parameters), DataFacts(2000, 100_000, 50_000, sequences, exact=True)
     recipe = make_recipe(*overrides.split())
-    warnings = plan_warnings(recipe, resolve_plan(recipe, cpu(), model, data), model, data)
+    warnings = plan_warnings(recipe, resolve_plan(recipe, gpus(), model, data), gpus(), model, data)
     assert [told in warning for warning in warnings] == ([True] if told else []), warnings
+
+
+@pytest.mark.parametrize(("parameters", "count"), [(1e9, 1), (1e8, 0), (None, 0)])
+def test_a_large_model_on_a_cpu_is_warned_of(parameters: float | None, count: int, make_recipe: MakeRecipe) -> None:
+    model, recipe = replace(QWEN, parameters=parameters), make_recipe()
+    assert len(plan_warnings(recipe, resolve_plan(recipe, cpu(), model), cpu(), model)) == count
 
 
 def test_a_value_that_the_recipe_does_not_state_is_not_said_to_be_its(make_recipe: MakeRecipe) -> None:
