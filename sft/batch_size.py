@@ -6,13 +6,13 @@ share it evenly, train.remainder=fill gives them more places than there are sequ
 
 from __future__ import annotations
 
-from math import ceil, sqrt
+from math import ceil, isqrt, sqrt
 
 from sft.errors import PlanError
 from sft.hardware import Hardware
 from sft.parallelism import data_parallel_ranks
 from sft.recipe import Recipe
-from sft.resolved import Resolved, Searched
+from sft.resolved import Resolved, Searched, stated
 
 
 def divisors(number: int) -> list[int]:
@@ -21,7 +21,8 @@ def divisors(number: int) -> list[int]:
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
     """
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def resolve_sequences(recipe: Recipe, hardware: Hardware) -> Resolved[int]:
@@ -157,7 +158,7 @@ def resolve_learning_rate(recipe: Recipe) -> Resolved[float]:
     """The peak learning rate, scaled where the recipe has a base for it."""
     train = recipe.train
     if train.lr_scaling == "none" or train.base_batch_size is None:
-        return Resolved(train.learning_rate, "the recipe")
+        return Resolved(train.learning_rate, stated(train, "learning_rate"))
     batch = train.global_batch_size or train.global_batch_tokens
     assert batch is not None
     ratio = batch / train.base_batch_size

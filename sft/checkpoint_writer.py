@@ -24,10 +24,9 @@ from sft.lost_ranks import is_lost
 from sft.manifest import Entry, entries, files_in, share, size, sync, write_manifest
 from sft.meetings import Meet, in_step, meetings
 from sft.resume import step_of
-from sft.run_directory import Run
+from sft.run_directory import INCOMPLETE, Run
 from sft.run_folder import folder_fault
 
-INCOMPLETE = ".incomplete"
 _REMOVED = ".removed-"
 
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from sft.built_operations import settle_operations
 from sft.errors import PlanError, UserError
 from sft.hardware import Hardware, detect_hardware
+from sft.layout import whole_number
 from sft.network import use_reachable_interface
 from sft.patience import patience
 
@@ -115,8 +116,8 @@ def free_port() -> int:
 
 def job_hardware() -> Hardware:
     """The machine, with the number of processes that the launcher started: one where it was none."""
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    return detect_hardware(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    ranks = whole_number("WORLD_SIZE", 1, 1)
+    return detect_hardware(ranks, whole_number("LOCAL_WORLD_SIZE", ranks, 1))
 
 
 def rank() -> int:

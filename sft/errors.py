@@ -96,7 +96,16 @@ class NonfiniteError(UserError):
 
 
 class LostRank(Exception):
-    """Another process of the job, its machine, or the network to it is gone, or does not answer in time."""
+    """Another process of the job, its machine, or the network to it is gone, or does not answer in time.
+
+    Args:
+        message: For the user.
+        named: It names the process.
+    """
+
+    def __init__(self, message: str, named: bool = False) -> None:
+        super().__init__(message)
+        self.named = named
 
 
 class WrongSave(Exception):
@@ -149,7 +158,7 @@ def stop(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     # Threads of a tracker or a process group must not keep a rank alive that has nothing left to do.
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if os.environ.get("WORLD_SIZE", "").strip() not in ("", "1"):
         os._exit(status)
     sys.exit(status)
 
@@ -182,6 +191,8 @@ def _known_mistake(error: BaseException) -> str | None:
     """What is wrong, where an error of a library is known to be no bug."""
     if disk_was_full(error):
         return "The disk is full. Free some space, or set output_dir to another disk. What was complete is kept."
+    if "File too large" in str(error):
+        return "A file is larger than what may be written here: raise the limit (ulimit -f unlimited), or set output_dir to another disk."
     if type(error).__name__ == "UnpicklingError":
         return (
             "A file holds other things than tensors and plain values, or is damaged, and is not loaded: what it holds could run as a "
@@ -223,7 +234,7 @@ def users_mistakes_end_cleanly() -> Iterator[None]:
         stop(interrupted.status)
     except LostRank as error:
         _signals_end_it()
-        tell_message(str(error), lost=True)
+        tell_message(str(error), lost=not error.named)
         stop(EXIT_LOST_RANK)
     except GateFailed as error:
         tell_message(str(error))

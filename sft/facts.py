@@ -28,6 +28,8 @@ from sft.remote_code import check_remote_code, is_commit
 from sft.sources import BUILTIN, first_look, hub_answers, looks_local, source_files, split_and_slice, told_as
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+_ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
 _SAMPLE = 200
 """Rows of each source that the estimate reads."""
 
@@ -94,6 +96,12 @@ def model_path(recipe: Recipe) -> str:
     if name == BUILTIN:
         return str(make_demo(Path(recipe.output_dir)).model)
     if not looks_local(name):
+        try:
+            Path(name).is_dir()
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"model.name_or_path={name}: no folder and no hub id (owner/name) has such a name: {error}."
+            ) from None
         return name
     folder = find_file(name)
     if (folder / "adapter_config.json").is_file():
@@ -150,12 +158,57 @@ def _hub_file(name: str, revision: str | None, file: str) -> Path | None:
 
 
 def _hub_size(path: str, revision: str | None, download: bool) -> int:
-    """Bytes of the weights of a hub model, from the index that large ones have; 0 where it is not to be had."""
-    index = _hub_file(path, revision, "model.safetensors.index.json") if download and not Path(path).is_dir() else None
-    try:
-        return int(json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"]) if index else 0
-    except (OSError, ValueError, KeyError, TypeError):
+    """Bytes of the weights of a hub model: of its one file, or from the index of several; 0 where neither is to be had."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    if not download:
         return 0
+    try:
+        cached = try_to_load_from_cache(path, _ONE_FILE, revision=revision)
+        if isinstance(cached, str):
+            return Path(cached).stat().st_size
+        index = _hub_file(path, revision, _INDEX)
+        if index:
+            return int(json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"])
+        return (get_hf_file_metadata(hf_hub_url(path, _ONE_FILE, revision=revision)).size or 0) if hub_answers() else 0
+    except (OSError, ValueError, KeyError, TypeError, HfHubHTTPError, HFValidationError, ModelError):
+        return 0
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that transformers loads of a local model: others, such as `consolidated.safetensors`, may lie beside them.
+
+    Raises:
+        ModelError: There is none, one that the index names is missing, or one holds no weights but a pointer to them.
+    """
+    index = folder / _INDEX
+    files = [folder / _ONE_FILE]
+    if not files[0].is_file() and index.is_file():
+        try:
+            files = [
+                folder / name
+                for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            ]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{index} cannot be read: {error}. Copy it again.") from None
+    elif not files[0].is_file():
+        files = sorted(folder.glob("pytorch_model*.bin"))
+    if not files:
+        raise ModelError(
+            f"model.name_or_path={folder}: the folder holds no weights ({_ONE_FILE}, or {_INDEX} and the files that it names). Copy the "
+            "model's files there."
+        )
+    for file in files:
+        size = file.stat().st_size if file.is_file() else 0
+        problem = "is missing" if not file.is_file() else "is empty" if not size else None
+        if size < 1024 and file.is_file() and file.read_bytes().startswith(b"version https://git-lfs"):
+            problem = "holds no weights, but a pointer of Git LFS to them (`git lfs pull` gets them)"
+        if problem:
+            raise ModelError(
+                f"model.name_or_path={folder}: {file.name} {problem}. Copy or download the model's files again."
+            )
+    return files
 
 
 def _tokenizer_config(path: str, revision: str | None, download: bool) -> dict[str, Any]:
@@ -186,6 +239,7 @@ def inspect_model(recipe: Recipe, download: bool = True) -> ModelFacts:
     else:
         config_file = _hub_file(path, recipe.model.revision, "config.json") if download else None
     if config_file is None:
+        check_remote_code(recipe.model, path, None, {}, {})  # for what the recipe alone shows
         return ModelFacts(path)
     try:
         whole: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8"))
@@ -195,14 +249,10 @@ def inspect_model(recipe: Recipe, download: bool = True) -> ModelFacts:
     commit = config_file.parent.name if config_file.parent.parent.name == "snapshots" else None
     revision = commit or recipe.model.revision
     check_remote_code(recipe.model, path, commit, whole, _tokenizer_config(path, revision, download))
-    weights = list(folder.glob("*.safetensors")) if folder.is_dir() else []
-    if folder.is_dir() and not weights and not list(folder.glob("pytorch_model*.bin")):
-        raise ModelError(
-            f"model.name_or_path={path}: the folder holds no weights (*.safetensors). Copy the model's files there."
-        )
+    local = folder.is_dir()
     dtype = config.get("dtype") or config.get("torch_dtype")
     width = 4 if dtype == "float32" else 2
-    size = sum(file.stat().st_size for file in weights) or _hub_size(path, revision, download)
+    size = sum(file.stat().st_size for file in _weight_files(folder)) if local else _hub_size(path, revision, download)
     return ModelFacts(
         path=path,
         model_type=config.get("model_type"),

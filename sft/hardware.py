@@ -224,6 +224,11 @@ def described_hardware(description: str) -> Hardware:
             "2x8x80GB; with the memory of a machine behind it, 8x80GB+1000GB."
         )
     count, memory = int(match[2]), float(match[3])
+    if match[1] is None and count > 8 and count % 8:
+        raise PlanError(
+            f"--on {description}: {count} GPUs are no whole number of machines with 8. Write the number of machines first, for example "
+            f"{-(-count // 8)}x{count // -(-count // 8)}x{match[3]}GB."
+        )
     per_node = count if match[1] else min(count, 8)
     cpu_memory = float(match[4]) if match[4] else 2 * per_node * memory
     return Hardware(

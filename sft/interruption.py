@@ -28,8 +28,9 @@ from typing import Any
 
 from sft import rank_logs
 from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted, UserError
+from sft.inside import remove
 from sft.record import close_session
-from sft.run_directory import Run
+from sft.run_directory import INCOMPLETE, Run
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 EXITS = (EXIT_INTERRUPTED, EXIT_TERMINATED)
@@ -161,6 +162,10 @@ class _Listener:
         """End this process, whatever its main thread does."""
         asked = self.asked or signal.SIGTERM
         tell(Interrupted(asked.name, exit_status(asked)))
+        if self.run is not None and os.environ.get("RANK", "0") == "0":
+            remove(
+                self.run.checkpoints / INCOMPLETE
+            )  # gigabytes that nothing reads, and a person may never start this run again
         os._exit(exit_status(asked))
 
 

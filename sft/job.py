@@ -6,10 +6,11 @@ hand.
 
 from __future__ import annotations
 
-import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import mkdtemp
 
 from sft.engine import open_deepspeed
 from sft.errors import EvaluationError, ModelError, RunError
@@ -60,16 +61,27 @@ def check_output_dir(recipe: Recipe) -> None:
     Raises:
         RunError: It is a file, or belongs to somebody else.
     """
-    folder = Path(recipe.output_dir).expanduser().resolve()
-    while not folder.exists():
-        folder = folder.parent
-    problem = (
-        "is not a folder" if not folder.is_dir() else "cannot be written" if not os.access(folder, os.W_OK) else None
-    )
-    if problem:
+    if re.search(r"\$\{?\w", recipe.output_dir):
         raise RunError(
-            f"output_dir={recipe.output_dir}: {folder} {problem}. Set output_dir to a place that can be written."
+            f"output_dir={recipe.output_dir}: variables are not expanded in a recipe. Write the path, or give it on the command line, "
+            'where the shell expands it: output_dir="$SCRATCH/runs".'
         )
+    folder = Path(recipe.output_dir)
+    try:
+        folder = folder.expanduser().resolve()
+        while not folder.exists():
+            folder = folder.parent
+        # By making something: permissions do not tell of /proc, a quota, or a server that gives root no rights.
+        Path(mkdtemp(prefix=".writable-", dir=folder)).rmdir()
+    except (OSError, RuntimeError, ValueError) as error:
+        why = "is not a folder" if isinstance(error, NotADirectoryError) else f"cannot be written ({_reason(error)})"
+        raise RunError(
+            f"output_dir={recipe.output_dir}: {folder} {why}. Set output_dir to a place that can be written."
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
 def open_recipe(recipe_path: Path, overrides: Sequence[str], to_run: bool = True) -> tuple[Recipe, Path, ModelFacts]:

@@ -20,14 +20,15 @@ from sft.finish import become_finish, evaluation_left
 from sft.hardware import Hardware, described_hardware, detect_hardware
 from sft.host_facts import host_facts
 from sft.job import Job, open_job, open_recipe
-from sft.launch_checks import check_address, check_started_once, check_visible_gpus
+from sft.launch_checks import check_address, check_started_once, check_visible_gpus, told_of_slurm
 from sft.layout import Layout, read_layout, whole_number
 from sft.ledger import check_limits
 from sft.opening import check_start, unfinished_run
-from sft.plan import print_plan
+from sft.plan import plan_warnings, print_plan
 from sft.preflight import disk, refuse
 from sft.prepare import prepared_data
 from sft.prepared import Prepared, data_key, entry_folder, find_prepared
+from sft.recipe_changes import check_allowed_changes
 from sft.resume import checkpoints_of
 from sft.run_directory import Run
 from sft.search import search
@@ -48,9 +49,13 @@ def main(argv: Sequence[str]) -> None:
     if arguments.plan or arguments.on:
         hardware = described_hardware(arguments.on) if arguments.on else _hardware_here()
         job = open_job(recipe, arguments.overrides, hardware, to_run=False)
-        prepared = find_prepared(entry_folder(job.recipe, job.model)) if Path(job.model.path).is_dir() else None
+        check_allowed_changes(job.recipe.train.resume_allow_changes)
+        check_trainer_arguments(job)
+        prepared = judged_data(job)
         job = job.with_data(prepared.facts(), find_answer(job, prepared)) if prepared else job
-        print_plan(job.plan, f"{job.name}: {job.recipe.model.name_or_path} on {hardware.device}")
+        title = f"{job.name}: {job.recipe.model.name_or_path} on {hardware.device}"
+        warnings = plan_warnings(job.recipe, job.plan, hardware, job.model, prepared.facts() if prepared else None)
+        print_plan(job.plan, title, [f"Warning: {warning}" for warning in warnings])
         return
     if arguments.prepare or arguments.show is not None:
         look_at_data(recipe, arguments.overrides, arguments.show)
@@ -62,16 +67,19 @@ def main(argv: Sequence[str]) -> None:
         evaluate_only(trained, layout)
         return
     choose_rendezvous(layout, arguments.rdzv, arguments.max_restarts)
-    check_address(layout)
+    with told_of_slurm(layout):
+        check_address(layout)
     check_port(layout)
     check_start(job)
     for line in told_differences(job):
         print(line, flush=True)
     if layout.nodes > 1:
         meet_machines(job, layout)
-    elif layout.ranks > 1:
+    else:
         refuse([disk(job)])
     if arguments.preflight:
+        check_trainer_arguments(job)
+        judged_data(job)
         set_threads(job, layout)
         start(layout, ["-m", "sft.preflight", str(job.recipe_path), *arguments.overrides])
     # What goes on keeps what was found when it was started.
@@ -86,6 +94,30 @@ def main(argv: Sequence[str]) -> None:
     set_threads(job, layout)
     program = ["-m", "sft.train", str(job.recipe_path), *arguments.overrides]
     start(layout, program, arguments.rdzv, arguments.max_restarts)
+
+
+def check_trainer_arguments(job: Job) -> None:
+    """Refuse the train.trainer_args that a start refuses; seconds, and only where there are any.
+
+    Raises:
+        RecipeError: One is unknown, decided elsewhere, or of the wrong type.
+    """
+    if job.recipe.train.trainer_args:
+        from sft.trainer import check_trainer_args
+
+        check_trainer_args(job)
+
+
+def judged_data(job: Job) -> Prepared | None:
+    """The data, where it is prepared, compared with the recipe's limits as a start does.
+
+    Raises:
+        DataError: A limit is passed.
+    """
+    prepared = find_prepared(entry_folder(job.recipe, job.model)) if Path(job.model.path).is_dir() else None
+    if prepared:
+        check_limits(prepared.ledger, job.recipe.data)
+    return prepared
 
 
 def evaluate_only(run: Run, layout: Layout) -> None:
@@ -114,7 +146,8 @@ def meet_machines(job: Job, layout: Layout) -> None:
     facts = host_facts(job, layout.node_rank, data_key(job.recipe, job.model))
     machine = Machine(layout.node_rank, layout.nodes, layout.per_node, facts, time.time())
     output_dir = Path(job.recipe.output_dir).expanduser().resolve()
-    meet(machine, layout.master_address, layout.master_port, output_dir, timeout, [disk(job)])
+    with told_of_slurm(layout):
+        meet(machine, layout.master_address, layout.master_port, output_dir, timeout, [disk(job)])
 
 
 def job_and_layout(recipe: Path, overrides: Sequence[str]) -> tuple[Job, Layout]:

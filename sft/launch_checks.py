@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from sft.errors import PlanError
+from sft.errors import PlanError, PreflightError
 from sft.hardware import unknown_gpus
 from sft.layout import Layout, whole_number
 
@@ -38,6 +40,9 @@ def check_visible_gpus() -> None:
         PlanError: CUDA_VISIBLE_DEVICES names such a GPU.
     """
     unknown, count = unknown_gpus()
+    named = [entry.strip() for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()]
+    if count and len(set(named)) < len(named):
+        raise PlanError(f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} names a GPU twice. Name each once.")
     if unknown:
         there = f"{count} GPU{'s' if count > 1 else ''}, number 0" + (f" to {count - 1}" if count > 1 else "")
         raise PlanError(
@@ -63,6 +68,15 @@ def check_address(layout: Layout) -> None:
         ) from None
 
 
+@contextmanager
+def told_of_slurm(layout: Layout) -> Iterator[None]:
+    """Add to a refusal what Slurm has said of the machines, which the user did not set and may not know of."""
+    try:
+        yield
+    except (PlanError, PreflightError) as error:
+        raise type(error)(f"{error}\n{layout.slurm}") if layout.slurm else error from None
+
+
 def check_rank_variables() -> None:
     """Refuse a part of the variables that a launcher sets: the ranks would never meet, or train alone.
 
@@ -70,12 +84,18 @@ def check_rank_variables() -> None:
         PlanError: One is missing or does not fit.
     """
     ranks = whole_number("WORLD_SIZE", 1, 1)
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
+        if not os.environ.get(name, "").strip():
+            os.environ.pop(name, None)  # empty is not set, for the libraries too
     if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
         raise PlanError(
             f"RANK={os.environ['RANK']} is set, and WORLD_SIZE is not. Unset RANK for a single process; for several let a launcher set "
             "both, scripts/sft.sh or torchrun."
         )
+    whole_number("LOCAL_WORLD_SIZE", 1, 1)
+    whole_number("LOCAL_RANK", 0, 0)
     if ranks == 1:
+        whole_number("RANK", 0, 0, 0)
         return
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
@@ -84,3 +104,10 @@ def check_rank_variables() -> None:
             "process: bash scripts/sft.sh, or torchrun --nproc-per-node N -m sft.train. For a single process unset WORLD_SIZE."
         )
     whole_number("RANK", 0, 0, ranks - 1)
+    there = [name for _, name in socket.if_nameindex()]
+    unknown = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name.strip() not in ("", *there)]
+    if unknown:
+        raise PlanError(
+            f"GLOO_SOCKET_IFNAME={os.environ['GLOO_SOCKET_IFNAME']}: {socket.gethostname()} has no network interface {unknown[0]}. It has "
+            f"{', '.join(there)}. Set one of them, or unset it."
+        )

@@ -14,14 +14,18 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sft.errors import PlanError
 from sft.hardware import visible_gpus
 
 DEFAULT_PORT = 29500
+
+UNSET_SLURM = "unset ${!SLURM_*}"
+"""Bash: removes every variable that Slurm has set."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class Layout:
     node_rank: int = 0
     master_address: str = "127.0.0.1"
     master_port: int = DEFAULT_PORT
+    slurm: str | None = field(default=None, compare=False)
+    """What Slurm says of the job, for messages; None where Slurm does not say how many machines there are."""
 
     @property
     def ranks(self) -> int:
@@ -86,7 +92,17 @@ def read_layout() -> Layout:
         raise PlanError(
             f"{source.nodes}={nodes}, and MASTER_ADDR is not set. Set it to the first machine's name or address, on every machine."
         )
-    return Layout(per_node, nodes, node_rank, address, port)
+    slurm = _slurm_words(source) if source in (_SLURM, _SLURM_STEP) else None
+    return Layout(per_node, nodes, node_rank, address, port, slurm)
+
+
+def _slurm_words(source: _Source) -> str:
+    names = ("SLURM_JOB_ID", source.nodes, "SLURM_NODEID", "SLURM_JOB_NODELIST")
+    said = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+    return (
+        f"Slurm's variables say where the machines are ({said}), and this one is {socket.gethostname()}. If they are left over from "
+        f"another job, unset them: {UNSET_SLURM}. In a batch script start the command with srun --ntasks-per-node=1."
+    )
 
 
 def whole_number(name: str, default: int, least: int, most: int | None = None) -> int:
@@ -100,7 +116,8 @@ def whole_number(name: str, default: int, least: int, most: int | None = None) -
         return default
     if not (text.isascii() and text.isdecimal()) or int(text) < least or (most is not None and int(text) > most):
         raise PlanError(
-            f"{name}={text}: must be a whole number of at least {least}" + (f" and at most {most}." if most else ".")
+            f"{name}={text}: must be a whole number of at least {least}"
+            + ("." if most is None else f" and at most {most}.")
         )
     return int(text)
 
@@ -134,11 +151,14 @@ def _default_port(source: _Source) -> int:
 
 def _check_tasks(nodes: int) -> None:
     # SLURM_STEP_NUM_TASKS is srun's own; outside a step only what sbatch was asked for is known.
-    tasks = whole_number("SLURM_STEP_NUM_TASKS", whole_number("SLURM_NTASKS_PER_NODE", 1, 1) * nodes, 1)
+    asked = whole_number("SLURM_NTASKS_PER_NODE", 1, 1) * nodes
+    # In a batch script without srun, sbatch --ntasks-per-node says what srun would start; on one machine this launcher is alone.
+    tasks = whole_number("SLURM_STEP_NUM_TASKS", asked if nodes > 1 else 1, 1)
     if tasks > nodes:
         raise PlanError(
             f"Slurm starts {tasks} tasks on {nodes} machine{'s' if nodes > 1 else ''}, and this launcher wants one on each: it starts the "
-            "processes, one for each GPU. Use srun --ntasks-per-node=1."
+            "processes, one for each GPU. Use srun --ntasks-per-node=1. If these variables are left over from another job, unset them: "
+            f"{UNSET_SLURM}."
         )
 
 

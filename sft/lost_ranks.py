@@ -34,7 +34,7 @@ def is_lost(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "gloo" in text and any(sign in text for sign in _SIGNS)
 
 
-def lost_rank_message(error: BaseException, doing: str, timeout: int, remedy: str) -> str:
+def lost_rank_message(error: BaseException, doing: str, timeout: int, remedy: str, late: str = "") -> str:
     """One message: who lost the others, doing what, how long it waited, what gloo said, and what to do.
 
     Args:
@@ -42,9 +42,12 @@ def lost_rank_message(error: BaseException, doing: str, timeout: int, remedy: st
         doing: A phrase after "while": `step 12 was trained`.
         timeout: train.ddp_timeout, in seconds.
         remedy: What starting again does, without the full stop.
+        late: The ranks that it has waited for, in words, where the watchdog knows them.
     """
     reason = str(error).strip().splitlines()[0].rsplit("] ", maxsplit=1)[-1]
     where = f"Rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
+    if late:
+        return f"{where} waited train.ddp_timeout={timeout} s while {doing}, and gave up.\n{late}\n{remedy}."
     return (
         f"{where} lost the other ranks while {doing}: {reason}. A process or a machine "
         f"has ended, hangs, or cannot be reached; train.ddp_timeout={timeout} is how many seconds a rank waits. Look at what the other "
@@ -53,13 +56,16 @@ def lost_rank_message(error: BaseException, doing: str, timeout: int, remedy: st
 
 
 @contextmanager
-def told_of_lost_ranks(recipe: Recipe, doing: str | Callable[[], str], run: Run | None = None) -> Iterator[None]:
+def told_of_lost_ranks(
+    recipe: Recipe, doing: str | Callable[[], str], run: Run | None = None, late: Callable[[], str] = str
+) -> Iterator[None]:
     """Turn the error of a collective that did not come back into one message.
 
     Args:
         recipe: States the timeout.
         doing: What the ranks do meanwhile, as a phrase after "while".
         run: The run's folder, once there is one.
+        late: The ranks that this one has waited for, in words; empty where that is not known.
 
     Raises:
         LostRank: Another rank is gone or does not answer.
@@ -71,4 +77,7 @@ def told_of_lost_ranks(recipe: Recipe, doing: str | Callable[[], str], run: Run 
             raise
         phrase = doing if isinstance(doing, str) else doing()
         remedy = run.after_an_end if run else "The same command starts it again"
-        raise LostRank(lost_rank_message(error, phrase, recipe.train.ddp_timeout, remedy)) from error
+        named = late()
+        raise LostRank(
+            lost_rank_message(error, phrase, recipe.train.ddp_timeout, remedy, named), bool(named)
+        ) from error

@@ -159,6 +159,11 @@ class Nonfinite:
         good = f"{checkpoint.name} is good" if checkpoint else "there is no checkpoint yet"
         limit = f" {before} steps have had such a fault before, train.max_nonfinite_steps={self.limit}."
         reached = limit if before >= self.limit and self.policy != "stop" else ""
+        remedy = (
+            "raise train.max_nonfinite_steps"
+            if reached
+            else "set train.on_nonfinite to skip (leave the update out) or rewind (go back to the last checkpoint and leave the rows out)"
+        )
         applied = (
             "DeepSpeed has applied it all the same, as it does without ZeRO: set zero_optimization.stage to 1 or more"
             if touched
@@ -166,8 +171,7 @@ class Nonfinite:
         )
         return (
             f"step {step}: {_what(norm, told)}. {applied}; {good}.{reached} Losses and rows: {file}. "
-            "Look at these rows, lower train.learning_rate, or set train.on_nonfinite to skip (leave the update out) or rewind (go back "
-            "to the last checkpoint and leave the rows out)."
+            f"Look at these rows, lower train.learning_rate, or {remedy}."
         )
 
 

@@ -8,25 +8,30 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from shlex import join
 from typing import Any
 
 from sft.continuation import FILE, resolve_continuation
 from sft.errors import RecipeError, RunError
-from sft.inside import check_inside
+from sft.inside import check_inside, remove
 from sft.job import Job
 from sft.manifest import is_damaged, read_manifest
 from sft.recipe import Recipe
 from sft.recipe_changes import Change, check_allowed_changes, not_allowed, recipe_differences
 from sft.resume import checkpoints_of
-from sft.run_directory import EVALUATION_LEFT, Run, read_json
+from sft.run_directory import EVALUATION_LEFT, INCOMPLETE, Run, read_json
 
 OWN_RUN = "SFT_OWN_RUN"
 """Names the folder of the run that this job has opened before: it goes back to a checkpoint, or its launcher has started it again."""
 
 _TAKEN = "exists already and is not written over. Choose another tracking.run_name, or remove the folder."
+_SHOWN = 5
+"""Other unfinished runs that are listed."""
+
 _ANEW = "start anew with train.resume=never"
 
 
@@ -148,17 +153,43 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def claim(run: Run) -> int | None:
-    """Claim a run's folder until this process ends, however it ends, or the descriptor is closed. None: another process has it."""
-    descriptor = os.open(run.path, os.O_RDONLY)
+    """Claim a run's folder until this process ends, however it ends, or the descriptor is closed. None: another process has it.
+
+    Raises:
+        RunError: The folder cannot be written.
+    """
+    try:
+        # NFS locks only what is open for writing, which a folder never is.
+        descriptor = os.open(run.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise RunError(
+            f"{run.path} cannot be written: {error.strerror}. Make it writable, or choose another run."
+        ) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         return None
-    except OSError:  # a file system without locks
-        pass
+    except OSError as error:
+        note = f"The file system of {run.path} has no locks ({error.strerror}): do not start this run a second time while it runs."
+        print(note, file=sys.stderr, flush=True)
     _claims.add(descriptor)
     return descriptor
+
+
+def other_unfinished(run: Run) -> list[str]:
+    """The recipe's other runs that ended with a checkpoint and are not finished, newest first, each with the command that resumes it."""
+    lines = []
+    for folder in sorted(run.path.parent.iterdir(), reverse=True):
+        other = Run(folder)
+        if folder.is_symlink() or folder == run.path or not (folder / "run.json").is_file():
+            continue
+        with suppress(RunError, OSError):
+            checkpoint = other.last_checkpoint()
+            if other.record["status"] != "finished" and checkpoint is not None and not _is_claimed(other):
+                lines.append(f"Also unfinished, at {checkpoint.name}: {join(['bash', 'scripts/sft.sh', str(folder)])}")
+    hidden = len(lines) - _SHOWN
+    return lines[:_SHOWN] + ([f"and {hidden} older ones in {run.path.parent}"] if hidden > 0 else [])
 
 
 def _point_latest_at(run: Run) -> None:
@@ -201,7 +232,7 @@ def check_start(job: Job) -> None:
         if must:
             raise RunError(f"train.resume=must, and {folder_of(job)} has no unfinished run of this recipe.")
         if name is not None and (folder_of(job) / name).exists():
-            raise RunError(f"{folder_of(job) / name} {_TAKEN}")
+            raise RunError(f"{folder_of(job) / name} {_TAKEN}{_after_the_end(Run(folder_of(job) / name))}")
         return
     if (must or name is not None) and _is_claimed(run):
         raise RunError(
@@ -218,6 +249,17 @@ def check_start(job: Job) -> None:
         raise RunError(
             f"train.resume=must, and {run.path}, which is unfinished, has no checkpoint. train.resume=auto starts it again."
         )
+
+
+def _after_the_end(run: Run) -> str:
+    """What can be done with a finished run, for a message; empty where it is none."""
+    if not (run.path / "run.json").is_file() or run.record["status"] != "finished":
+        return ""
+    return (
+        f"\nIt is finished. Evaluate it: {join(['bash', 'scripts/eval.sh', str(run.path)])}; repeat it under another name: "
+        f"{join(['bash', 'scripts/sft.sh', str(run.path)])}; train its model further: model.name_or_path={run.final} with another "
+        "tracking.run_name."
+    )
 
 
 def _check_same_model(run: Run, job: Job) -> None:
@@ -247,6 +289,7 @@ def open_run(job: Job) -> Run:
     """
     run = unfinished_run(job)
     if run is not None and claim(run) is not None:
+        remove(run.checkpoints / INCOMPLETE)  # no process writes one now: it was left by an end in the middle of it
         return run
     if job.recipe.train.resume == "must":
         raise RunError(f"train.resume=must, and another process has begun to train {run.path if run else 'the run'}.")

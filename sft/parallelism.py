@@ -6,7 +6,7 @@ from sft.errors import PlanError
 from sft.facts import ModelFacts
 from sft.hardware import Hardware
 from sft.recipe import Recipe
-from sft.resolved import Resolved
+from sft.resolved import Resolved, stated
 from sft.zero import DeepSpeedFile
 
 _TENSOR_STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce"})
@@ -53,7 +53,7 @@ def resolve_tensor_parallel(
     """
     size = recipe.train.tensor_parallel_size
     if size == 1:
-        return Resolved(1, "the recipe")
+        return Resolved(1, stated(recipe.train, "tensor_parallel_size"))
     problem = (
         _not_together(recipe, hardware, deepspeed)
         or _no_tensor_plan(model)
@@ -84,7 +84,7 @@ def resolve_sequence_parallel(
     """
     size = recipe.train.sequence_parallel_size
     if size == 1:
-        return Resolved(1, "the recipe")
+        return Resolved(1, stated(recipe.train, "sequence_parallel_size"))
     problem = (
         _no_zero(deepspeed)
         or _uneven_heads(size, model)

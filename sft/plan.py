@@ -26,7 +26,7 @@ from sft.fsdp import ENGINE, check_fsdp, describe_fsdp, resolve_fsdp
 from sft.hardware import Hardware
 from sft.parallelism import resolve_sequence_parallel, resolve_tensor_parallel
 from sft.recipe import Recipe
-from sft.resolved import Resolved, Searched
+from sft.resolved import Resolved, Searched, stated
 from sft.weights import resolve_gradients, resolve_weights
 from sft.zero import DeepSpeedFile, check_deepspeed
 
@@ -121,19 +121,20 @@ def _precision(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Resolve
 
 
 def _kernels(recipe: Recipe, hardware: Hardware) -> Resolved[str]:
+    reason = stated(recipe.model, "kernels")
     if recipe.model.kernels == "none":
-        return Resolved("none", "the recipe")
+        return Resolved("none", reason)
     if hardware.gpu is None:
         return Resolved(
             "none",
-            "the recipe asks for liger, whose kernels do not run on a CPU; the plain layers give the same result",
+            f"{reason}, liger: its kernels do not run on a CPU; plain layers give the same result",
         )
-    return Resolved("liger", "the recipe: fused RMSNorm, RoPE and SwiGLU; the loss path is TRL's fused head")
+    return Resolved("liger", f"{reason}: fused RMSNorm, RoPE and SwiGLU; the loss path is TRL's fused head")
 
 
 def _compile(recipe: Recipe, kernels: str, deepspeed: DeepSpeedFile | None) -> Resolved[bool]:
     if not recipe.model.compile:
-        return Resolved(False, "the recipe")
+        return Resolved(False, stated(recipe.model, "compile"))
     if deepspeed is not None and deepspeed.stage == 3:
         raise PlanError(
             f"model.compile=true, and {deepspeed.path.name} is ZeRO-3, which gathers each weight by hooks inside the layers: they "
@@ -292,6 +293,76 @@ def resolve_plan(
         learning_rate=resolve_learning_rate(recipe),
         **_expectations(recipe, batch.value, data),
     )
+
+
+FEW_STEPS = 20
+"""Steps over which AdamW's second moment averages with the default beta2, 1 / (1 - 0.95): fewer end before it has settled."""
+
+CPU_PARAMETERS = 3e8
+"""Models above this are seldom trained on a CPU on purpose."""
+
+LORA_RATE, FULL_RATE = 3e-5, 1e-4
+"""Adapters are trained at 1e-4 to 5e-4, about ten times the rate of all weights, and models of a billion parameters at 1e-6 to 5e-5: what
+lies beyond these is the other one's rate."""
+
+
+def plan_warnings(
+    recipe: Recipe, plan: Plan, hardware: Hardware, model: ModelFacts, data: DataFacts | None = None
+) -> list[str]:
+    """What a plan shows that would surprise its author, one sentence or two each; empty where nothing does.
+
+    Args:
+        recipe: The recipe.
+        plan: Its plan. Where the data is not counted, the number of steps is an estimate.
+        hardware: The machine.
+        model: The model.
+        data: The counted data.
+    """
+    train, steps, per_epoch = recipe.train, plan.max_steps.value, plan.steps_per_epoch.value
+    batch, rate, lines = plan.global_batch_size.value, plan.learning_rate.value, list[str]()
+    unit = f"packs of {recipe.sequence_length} tokens" if recipe.data.packing else "documents"
+    sequences = data.sequences if data else None
+    if sequences is not None and sequences < batch:
+        lines.append(
+            f"The batch is larger than the data: a step takes {batch} {unit}, and there are {sequences}. Make the batch smaller "
+            f"({_smaller_batch(recipe, plan, sequences // FEW_STEPS)}), or add data."
+        )
+    elif steps is not None and per_epoch is not None and train.max_steps is None and steps < FEW_STEPS:
+        lines.append(
+            f"The run has {steps} optimizer step{'s' if steps > 1 else ''} of {batch} {unit}, too few to train much. A smaller batch "
+            f"({_smaller_batch(recipe, plan, batch * steps // FEW_STEPS)}) or more epochs "
+            f"(train.num_train_epochs={ceil(FEW_STEPS / per_epoch)}) gives more."
+        )
+    if steps is not None and train.warmup_steps >= steps:
+        lines.append(
+            f"The warm-up is as long as the run: train.warmup_steps={train.warmup_steps}, and the run has {steps} steps, so the "
+            f"learning rate never falls. Set train.warmup_steps to about {max(1, steps // 10)}."
+        )
+    if recipe.model.lora is not None and rate < LORA_RATE:
+        lines.append(
+            f"train.learning_rate={rate:g} is a rate for training all weights; adapters (model.lora) learn little at it. They are usually "
+            "trained at 1e-4 to 5e-4."
+        )
+    if recipe.model.lora is None and rate >= FULL_RATE and model.parameters and model.parameters > 1e9:
+        lines.append(
+            f"train.learning_rate={rate:g} is a rate for adapters, and all {model.parameters / 1e9:.3g}e9 weights are trained "
+            "(model.lora is not set). They are usually trained at 1e-6 to 5e-5."
+        )
+    if hardware.gpu is None and model.parameters and model.parameters > CPU_PARAMETERS:
+        lines.append(
+            f"No GPU was found (nvidia-smi shows none, or CUDA_VISIBLE_DEVICES hides it), and {model.parameters / 1e9:.2g}e9 parameters "
+            "are trained on the CPU: expect minutes a step."
+        )
+    return lines
+
+
+def _smaller_batch(recipe: Recipe, plan: Plan, sequences: int) -> str:
+    """The recipe's key for the batch with about so many sequences, which the ranks can share."""
+    ranks = plan.data_parallel_ranks.value
+    shared = max(ranks, sequences // ranks * ranks)
+    if recipe.train.global_batch_tokens is not None:
+        return f"train.global_batch_tokens={shared * recipe.sequence_length}"
+    return f"train.global_batch_size={shared}"
 
 
 def print_plan(plan: Plan, title: str, notes: Sequence[str] = (), every: bool = True) -> None:

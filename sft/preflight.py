@@ -33,11 +33,12 @@ def main(argv: Sequence[str]) -> None:
     if not argv:
         raise RecipeError("usage: python -m sft.preflight RECIPE [key=value ...]")
     from sft.lost_ranks import told_of_lost_ranks
-    from sft.train import join
+    from sft.train import check_with_frameworks, join
 
     job = open_job(Path(argv[0]), list(argv[1:]), distributed.job_hardware())
     with told_of_lost_ranks(job.recipe, "the preflight ran"):
         join(job)
+        check_with_frameworks(job)
         facts, *checks = all_checks(job)
     distributed.leave_group()
     if distributed.is_first_rank():
@@ -52,6 +53,7 @@ def check_ranks(job: Job) -> None:
         PreflightError: They differ, would wait for each other for ever, or would train each in its own way.
     """
     if job.hardware.ranks == 1:
+        refuse([disk(job)])
         return
     refuse([*compare(_gathered(host_facts(job, distributed.rank()))), check_sum(job), distributed.gather(disk(job))[0]])
 
@@ -85,9 +87,10 @@ def refuse(checks: Sequence[Check]) -> None:
     Raises:
         PreflightError: All of it, in one message.
     """
-    problems = [f"  {check.name}: {check.problem}" for check in checks if check.problem]
-    if problems:
-        raise PreflightError("\n".join(["The processes of this job do not fit together:", *problems]))
+    failed = [check for check in checks if check.problem]
+    if failed:
+        title = "The processes of this job do not fit together:" if failed[0].name != "disk" else "There is no room:"
+        raise PreflightError("\n".join([title, *(f"  {check.name}: {check.problem}" for check in failed)]))
 
 
 def disk(job: Job) -> Check:

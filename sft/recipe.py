@@ -122,7 +122,7 @@ class Recipe(Section):
     eval: Evaluation = Evaluation()
     tracking: Tracking = Tracking()
 
-    output_dir: str = "outputs"
+    output_dir: str = Field(default="outputs", min_length=1)
     """Runs go to <output_dir>/<recipe>/<run>."""
 
     debug: bool = False

@@ -15,20 +15,44 @@ from sft.credentials import secrets_in
 from sft.errors import RecipeError, did_you_mean
 from sft.recipe import REPOSITORY, SCHEMA_VERSION, Recipe, Section
 
+_MOST_VALUES = 100_000
+
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people write it: `2e-5` is a number, and a key given twice is an error."""
+    """YAML as people write it: `2e-5` is a number, `010` is refused, and a key given twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
+        for key_node, value_node in node.value:
+            # `<<: *anchor` takes over the keys of another mapping; PyYAML merges them below, under those that are written here.
+            merges = key_node.tag == "tag:yaml.org,2002:merge"
+            key = "<<" if merges else self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
             if not isinstance(key, str):
-                raise RecipeError(f"line {key_node.start_mark.line + 1}: the key {key!r} is not a name; quote it")
+                raise RecipeError(f"line {line}: the key {key!r} is not a name; quote it")
             if key in seen:
-                raise RecipeError(f"line {key_node.start_mark.line + 1}: `{key}` was already given on line {seen[key]}")
-            seen[key] = key_node.start_mark.line + 1
+                raise RecipeError(f"line {line}: `{key}` was already given on line {seen[key]}")
+            if key in ("lora", "fsdp") and isinstance(value_node, yaml.ScalarNode) and not value_node.value:
+                # YAML reads nothing as null, which would train all weights where every line under `lora:` is commented out.
+                raise RecipeError(
+                    f"line {line}: `{key}` is empty: write `{key}: {{}}` for its defaults, or `{key}: null`"
+                )
+            seen[key] = line
         return super().construct_mapping(node, deep=True)
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        # YAML 1.1 reads 010 as 8, and 1:30 as 90.
+        base = 8 if re.fullmatch(r"[-+]?0[0-9_]+", node.value) else 60 if ":" in node.value else None
+        if base is None:
+            return self.construct_yaml_int(node) if node.tag.endswith(":int") else self.construct_yaml_float(node)
+        raise RecipeError(
+            f"line {node.start_mark.line + 1}: YAML reads {node.value} as a number in base {base}. Write it as a decimal number, or in "
+            "quotes where it is text"
+        )
+
+
+for _kind in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _Loader.construct_number)
 
 
 # PyYAML follows YAML 1.1, where 2e-5 has no dot and is therefore a string.
@@ -41,7 +65,9 @@ _Loader.add_implicit_resolver(
 
 def _read_yaml(text: str, origin: str) -> Any:
     try:
-        return yaml.load(text, _Loader)
+        value = yaml.load(text, _Loader)
+        _check_size(value)
+        return value
     except RecipeError as error:
         raise RecipeError(f"{origin} is not a valid recipe:\n  {error}") from None
     except yaml.YAMLError as error:
@@ -65,7 +91,27 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         section = section[parent]
         if not isinstance(section, dict):
             raise RecipeError(f"override {override}: `{parent}` holds {section!r}, which has no keys of its own")
-    section[leaf] = _read_yaml(text, f"override {override}")
+    section[leaf] = _override_value(text, f"override {override}")
+
+
+def _check_size(value: Any) -> None:
+    """Refuse aliases of aliases of aliases: a short text can hold more values than the machine has memory for."""
+    waiting, count = [value], 0
+    while waiting:
+        one, count = waiting.pop(), count + 1
+        if count > _MOST_VALUES:
+            raise RecipeError(
+                f"it holds more than {_MOST_VALUES} values: anchors (&) and aliases (*) that repeat each other"
+            )
+        waiting += one.values() if isinstance(one, dict) else one if isinstance(one, list) else []
+
+
+def _override_value(text: str, origin: str) -> Any:
+    text = text.strip()
+    # The shell has taken its own quotes away: a `#` or a line break in plain text is part of it, not YAML's.
+    if not text.startswith(tuple("'\"[{|>&*!")) and (re.search(r"(^|\s)#", text) or "\n" in text):
+        return text
+    return _read_yaml(text, origin)
 
 
 def _known_keys(location: tuple[str | int, ...]) -> list[str]:
@@ -138,6 +184,7 @@ def _explain(error: ValidationError) -> list[str]:
             other = _OTHER_NAMES.get(name, "")
             suggestion = f"; here it is `{other}`" if other.split("`")[0] in known else did_you_mean(name, known)
             text = f"unknown key{suggestion or _where_else(name)}"
+            text += "" if name.isascii() else f" (as written it is {name!a}, which only looks alike)"
         elif problem["type"] == "missing":
             text = "missing" + {
                 "schema_version": f"; write `schema_version: {SCHEMA_VERSION}` (format of the file)",
@@ -148,7 +195,12 @@ def _explain(error: ValidationError) -> list[str]:
         else:
             shown = json.dumps(value, default=str)
             text = f"{problem['msg'][0].lower()}{problem['msg'][1:]}, got {shown if len(shown) < 80 else shown[:77] + '...'}"
-            text += f"; write {{path: {value}}}" if problem["type"] == "model_type" and isinstance(value, str) else ""
+            inner = {"model": "name_or_path"}.get(where, "path" if where.startswith("data.") else None)
+            text += (
+                f"; write {{{inner}: {value}}}"
+                if inner and problem["type"] == "model_type" and isinstance(value, str)
+                else ""
+            )
             text = text.replace("input should be", "must be").replace("a valid array", "a list")
         lines[where] = f"{lines[where]}, or {text}" if where in lines and text not in lines[where] else text
     # `data.train` is no text, and its first source has a mistake: only the second helps.
@@ -205,6 +257,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         RecipeError: The file is missing or unreadable, or all its mistakes in one message.
     """
     try:
+        if path.is_fifo():
+            raise RecipeError(f"{path} is a pipe, and each process of the run reads the recipe: write it to a file.")
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         near = [str(p.relative_to(REPOSITORY)) for p in sorted((REPOSITORY / "recipes").glob("*.yaml"))]

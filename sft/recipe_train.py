@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from sft.max_time import parse_duration
 from sft.recipe_section import Fraction, Positive, Section
@@ -74,10 +74,10 @@ class Train(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's, on all weights but biases and norms."""
 
-    adam_beta1: Fraction = 0.9
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the first moment."""
 
-    adam_beta2: Fraction = 0.95
+    adam_beta2: float = Field(default=0.95, ge=0, lt=1)
     """Decay of the second moment."""
 
     adam_epsilon: float = Field(default=1e-8, gt=0)
@@ -112,7 +112,7 @@ class Train(Section):
     ddp_timeout: int = Field(default=600, gt=0)
     """Seconds after which a rank stops waiting for the others."""
 
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**32)
     """Of the order of the data, dropout and adapter weights."""
 
     save_steps: int = Field(default=500, gt=0)
@@ -151,6 +151,13 @@ class Train(Section):
 
     trainer_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Any other field of the installed trl.SFTConfig, checked against it; what the plan decides is refused."""
+
+    @field_validator("max_time", mode="before")
+    @classmethod
+    def _a_unit(cls, value: object) -> object:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            raise ValueError(f"{value} has no unit: write such as {value:g}m for minutes, or {value:g}s for seconds")
+        return value
 
     @model_validator(mode="after")
     def _a_time(self) -> Train:

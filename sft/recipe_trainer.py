@@ -12,7 +12,7 @@ from trl import SFTTrainer
 
 from sft.agreement import Agreement
 from sft.batches import StepOrder
-from sft.checkpoint_writer import INCOMPLETE, CheckpointWriter
+from sft.checkpoint_writer import CheckpointWriter
 from sft.continuation import Continuation, Writer, write_writer
 from sft.fingerprint import Fingerprint, Fingerprinted
 from sft.fully_sharded import cpu_ranks_may_shard, units_as_asked
@@ -24,6 +24,7 @@ from sft.plan import Plan
 from sft.portable_live import begin_random_streams, go_on, with_parameters
 from sft.progress import CHECKPOINT, Progress
 from sft.recipe import Fsdp
+from sft.run_directory import INCOMPLETE
 from sft.sequence_parallel import PartOfSequences, labels_of_all, share_batches
 from sft.step_clock import StepClock
 from sft.stopping import Stopping

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from pydantic import BaseModel
+
 T = TypeVar("T")
 
 
@@ -14,6 +16,11 @@ class Resolved(Generic[T]):
 
     value: T
     reason: str
+
+
+def stated(section: BaseModel, key: str) -> str:
+    """The reason for a value that nothing changed: `the recipe`, or `the default` where the recipe does not state the key."""
+    return "the recipe" if key in section.model_fields_set else "the default"
 
 
 @dataclass(frozen=True)

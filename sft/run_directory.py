@@ -21,6 +21,9 @@ from sft.inside import check_inside
 from sft.recipe import Recipe
 from sft.recipe_file import parse_recipe
 
+INCOMPLETE = ".incomplete"
+"""In <run>/checkpoints: one that is being written, or was when its process was killed."""
+
 EVALUATION_LEFT = ("running", "interrupted")
 """What run.json says of an evaluation that did not come to its end: its process was killed, or asked to stop."""
 
@@ -178,6 +181,8 @@ class Run:
     def after_an_end(self) -> str:
         """What the next start does, as a sentence without its full stop."""
         who, own = "The same command", join(["bash", "scripts/sft.sh", str(self.path)])
+        if not self._is_reached():
+            who = f"`{own}`"
         if self._was_asked_to_start_anew():
             who = f"The same command starts another run (train.resume=never); `{own}`"
         elif "repeats" in self.record:  # the same command may repeat the first run once more
@@ -187,6 +192,12 @@ class Run:
         checkpoint = self.last_checkpoint()
         what = f"goes on from {checkpoint.name}" if checkpoint else "starts it again: there is no checkpoint yet"
         return f"{who} {what}"
+
+    def _is_reached(self) -> bool:
+        """Whether the command that started this run reaches it again: by its name, or since no other start has come after it."""
+        named = self.record.get("recipe_values", {}).get("tracking", {}).get("run_name") is not None
+        latest = self.path.parent / "latest"
+        return named or not latest.exists() or latest.resolve() == self.path.resolve()
 
     def _was_asked_to_start_anew(self) -> bool:
         """Whether train.resume=never stands in a command of it; going back and going on from the folder have replaced it since."""

@@ -130,7 +130,7 @@ def message(reports: Sequence[Report], step_seconds: float | None, files: str, o
     seconds = max((report.seconds for report in standing), default=0.0)
     usual = f" A step takes {step_seconds:.2g} s." if step_seconds is not None else ""
     lines = [f"The training has not moved for {seconds:.0f} s.{usual}"]
-    lines += [_about(report) for report in late[:4]]
+    lines += [about(report) for report in late[:4]]
     if len(late) > 4:
         lines.append(f"So {'is' if len(late) == 5 else 'are'} {ranks(report.rank for report in late[4:])}.")
     if not late:
@@ -142,7 +142,8 @@ def message(reports: Sequence[Report], step_seconds: float | None, files: str, o
     return "\n".join([*lines, f"Stacks: {files}", outcome])
 
 
-def _about(report: Report) -> str:
+def about(report: Report) -> str:
+    """Why the others wait for a rank, in one sentence and the frames where it stands."""
     who = f"Rank {report.rank} ({report.host}, pid {report.pid})"
     if not report.stalled or report.place is None:
         return (

@@ -16,7 +16,15 @@ from sft.continuation import Continuation, resolve_continuation
 from sft.errors import RunError
 from sft.interruption import EXITS
 from sft.job import Job
-from sft.opening import check_start, decisions_of, keep_recipe, open_run, recipe_changes, unfinished_run
+from sft.opening import (
+    check_start,
+    decisions_of,
+    keep_recipe,
+    open_run,
+    other_unfinished,
+    recipe_changes,
+    unfinished_run,
+)
 from sft.prepare import begin_preparation, prepared_data
 from sft.prepared import Prepared
 from sft.rank_logs import forget_ending
@@ -120,6 +128,7 @@ def _start(job: Job) -> Start:
         if unfinished not in (None, run)
         else []
     )
+    beside += other_unfinished(run)
     goes_on = (run.path / "run.json").exists()
     choice = choose_checkpoint(run) if goes_on else Choice(None, {})
     searched, earlier = find_answer(job, prepared), {}

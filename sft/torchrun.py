@@ -234,6 +234,16 @@ def _watch_failures(kills: OutOfMemoryKills, forwarding: Forwarding) -> None:
                 started: dict[int, Any] = super()._start_workers(worker_group)
                 # torchrun's own way is to wait for half a minute, and to kill then.
                 forwarding.begin(list(self._pcontext.pids().values()))
+            close = self._pcontext.close
+
+            def continue_and_close(*arguments: Any, **named: Any) -> None:
+                # torchrun closes the rest when one has failed. A stopped rank does not react to its SIGTERM, and costs half a minute.
+                for pid in self._pcontext.pids().values():
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGCONT)
+                close(*arguments, **named)
+
+            self._pcontext.close = continue_and_close
             return started
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import fields
+from math import isfinite
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -150,6 +151,12 @@ SECOND_WAYS = {
     "model_init_kwargs": "the keys of `model`",
     "pad_token": "model.pad_token",
     "padding_free": "data.packing",
+    **dict.fromkeys(
+        ("push_to_hub", "hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision", "hub_strategy"),
+        "scripts/export.sh, which uploads the finished model",
+    ),
+    "enable_jit_checkpoint": "train.max_time and the signals that stop a run",
+    "logging_strategy": "train.logging_steps",
     "project": "tracking.project",
     "resume_from_checkpoint": "train.resume",
     "shuffle_dataset": "train.seed, which decides the order",
@@ -161,6 +168,10 @@ SECOND_WAYS = {
     "trust_remote_code": "model.trust_remote_code",
     "use_liger_kernel": "model.kernels",
 }
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or isfinite(value)
 
 
 def _wrong_types(extra: dict[str, Any]) -> list[str]:
@@ -202,6 +213,9 @@ def check_trainer_args(job: Job) -> None:
     ]
     lines += [f"  {name}: decided by {SECOND_WAYS[name]}" for name in extra if name in SECOND_WAYS]
     lines += [f"  {name}: decided by the recipe's own keys and the plan" for name in extra if name in owned]
+    lines += [
+        f"  {name}: must be a finite number, got {value}" for name, value in extra.items() if not _is_finite(value)
+    ]
     lines = lines or _wrong_types(extra)
     if lines:
         raise RecipeError("\n".join(["train.trainer_args:", *lines]))

@@ -26,7 +26,7 @@ from sft.metrics import Metrics, read_lines
 from sft.model import load_model
 from sft.nonfinite import Nonfinite
 from sft.pins import pin_lines
-from sft.plan import print_plan
+from sft.plan import plan_warnings, print_plan
 from sft.profiling import Profile
 from sft.progress import Progress
 from sft.record import record_end
@@ -76,7 +76,9 @@ def train(job: Job, start: Start, tokenizer: Any, checker: Checker | None) -> No
     if distributed.is_first_rank():
         continue_trackers(trainer, run, start.choice.step)
     started = time.monotonic()
-    with told_of_lost_ranks(job.recipe, lambda: f"step {trainer.state.global_step + 1} was trained", run):
+    with told_of_lost_ranks(
+        job.recipe, lambda: f"step {trainer.state.global_step + 1} was trained", run, watching[0].late
+    ):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     with stopping.losses_told(trainer.state.global_step):
         leave_where_stopped(job, stopping.end(trainer.state.global_step))
@@ -86,7 +88,9 @@ def train(job: Job, start: Start, tokenizer: Any, checker: Checker | None) -> No
     if distributed.is_first_rank():
         record_end(run, seconds, bool(programs(recipe.eval)))
     if distributed.is_first_rank():
-        print(f"Trained {trainer.state.global_step} steps in {seconds:.0f} s: {run.final}", flush=True)
+        reached, before = trainer.state.global_step, start.choice.step
+        steps = f"{reached - before} steps, to step {reached}," if before else f"{reached} steps"
+        print(f"Trained {steps} in {seconds:.0f} s: {run.final}", flush=True)
 
 
 def leave_where_stopped(job: Job, interrupted: Interrupted | None) -> None:
@@ -137,7 +141,10 @@ def show_start(job: Job, start: Start, tokenizer: Any) -> None:
     write_json(
         run.plan_file, {"decisions": job.plan.decisions(), "deepspeed": job.deepspeed.config if job.deepspeed else None}
     )
+    warnings = plan_warnings(job.recipe, job.plan, job.hardware, job.model, start.prepared.facts())
+    run.warn("plan", *warnings)
     notes = [
+        *(f"Warning: {warning}" for warning in warnings),
         *summary_lines(start.prepared),
         *set_up_trackers(job.recipe.tracking, run),
         *pin_lines(run.record["hub_revisions"]),

@@ -37,7 +37,7 @@ from sft.progress import Place, Progress
 from sft.rank_logs import to_terminal
 from sft.recipe import REPOSITORY
 from sft.run_directory import write_json
-from sft.stall import ALWAYS, DEBUG, Report, end_limit, message
+from sft.stall import ALWAYS, DEBUG, Report, about, behind, end_limit, message
 
 FRAMES = 4
 """Innermost frames of a stack that are printed."""
@@ -190,6 +190,12 @@ class Watchdog(TrainerCallback):  # type: ignore[misc]
     def _message(self, outcome: str) -> str:
         reports = [self._read(rank) for rank in range(self.ranks)]
         return message(reports, self.progress.step_seconds(), str(self.folder / "rank-*.stacks.txt"), outcome)
+
+    def late(self) -> str:
+        """The ranks that this one has waited for, in words; empty where it moves, or where none is behind."""
+        if not self._stalled:
+            return ""
+        return "\n".join(about(report) for report in behind([self._read(rank) for rank in range(self.ranks)])[:4])
 
     def _file(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.json"

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from sft.errors import EXIT_USER_ERROR, users_mistakes_end_cleanly
+from sft.errors import EXIT_USER_ERROR, PlanError, RunError, users_mistakes_end_cleanly
+from sft.job import check_output_dir
 from sft.launch import main
+from sft.launch_checks import check_rank_variables
+from sft.layout import read_layout
+from sft.recipe import Recipe
 from sft.train import main as train
 
 TWO_GPUS = "0, GPU-aaaa, NVIDIA H100, 81559, 9.0\n1, GPU-bbbb, NVIDIA H100, 81559, 9.0"
@@ -78,6 +82,11 @@ def busy_port() -> Iterator[int]:
             "--ntasks-per-node=1",
         ),
         ("SLURM_NNODES=2 SLURM_NTASKS_PER_NODE=8 SLURM_NODEID=0", "16 tasks on 2 machines", "--ntasks-per-node=1"),
+        (
+            "SLURM_NNODES=2 SLURM_NODEID=0 SLURM_JOB_ID=77 SLURM_JOB_NODELIST=gone[1-2].invalid",
+            f"SLURM_JOB_NODELIST=gone[1-2].invalid), and this one is {socket.gethostname()}",
+            "unset ${!SLURM_*}",
+        ),
         ("PET_NNODES=1:4 PET_NODE_RANK=0", "PET_NNODES=1:4", "whole number"),
         ("MASTER_PORT=http", "MASTER_PORT=http", "whole number"),
     ],
@@ -88,11 +97,46 @@ def test_a_mistake_in_the_environment_is_one_message(environment: str, value: st
     assert remedy in message
 
 
+def test_tasks_that_only_srun_would_start_are_no_mistake(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch script on one machine without srun."""
+    monkeypatch.setenv("SLURM_NNODES", "1")
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "8")
+    assert read_layout().ranks == 1
+
+
+@pytest.fixture
+def closed_folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder that this process may not look into, whoever runs the tests."""
+    folder = tmp_path / "closed"
+    folder.mkdir(mode=0o700)
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    else:
+        folder.chmod(0)
+    yield folder
+    if is_root:
+        os.seteuid(0)
+    folder.chmod(0o700)
+
+
+def test_a_folder_above_output_dir_that_cannot_be_read_is_told(
+    closed_folder: Path, make_recipe: Callable[..., Recipe]
+) -> None:
+    with pytest.raises(RunError, match=r"output_dir=.*closed/a/b: .* cannot be written \(Permission denied\)"):
+        check_output_dir(make_recipe(f"output_dir={closed_folder}/a/b"))
+
+
 @pytest.mark.usefixtures("two_gpus")
 def test_more_processes_than_gpus_are_told(tell: Tell) -> None:
     message = tell("NPROC=8")
     assert "8 processes were asked for on a machine with 2 visible GPUs" in message
     assert "at most one for each GPU" in message
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_gpu_that_is_named_twice_is_told(tell: Tell) -> None:
+    assert "CUDA_VISIBLE_DEVICES=0,0 names a GPU twice" in tell("CUDA_VISIBLE_DEVICES=0,0")
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -124,6 +168,10 @@ def test_restarts_of_several_machines_need_them_to_meet_again(tell: Tell) -> Non
             "torchrun",
         ),
         ("WORLD_SIZE=2 RANK=0 MASTER_ADDR=h MASTER_PORT=1", "LOCAL_RANK is not set", "torchrun"),
+        ("WORLD_SIZE=abc", "WORLD_SIZE=abc", "whole number"),
+        ("WORLD_SIZE= RANK=x", "RANK=x", "Unset RANK"),
+        ("WORLD_SIZE=1 RANK=1", "RANK=1", "at most 0"),
+        ("WORLD_SIZE=1 RANK= LOCAL_RANK=x", "LOCAL_RANK=x", "whole number"),
         ("RANK=1", "RANK=1 is set, and WORLD_SIZE is not", "Unset RANK for a single process"),
         ("WORLD_SIZE=2 RANK=2 LOCAL_RANK=0 MASTER_ADDR=h MASTER_PORT=1", "RANK=2", "at most 1"),
     ],
@@ -134,6 +182,14 @@ def test_a_process_started_by_hand_without_its_variables_is_told(
     message = tell(environment, program=train)
     assert told in message
     assert remedy in message
+
+
+def test_a_network_interface_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = "GLOO_SOCKET_IFNAME=gone0 WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 MASTER_ADDR=h MASTER_PORT=1"
+    for word in variables.split():
+        monkeypatch.setenv(*word.split("="))
+    with pytest.raises(PlanError, match=r"GLOO_SOCKET_IFNAME=gone0: .* interface gone0(?s:.*)unset it"):
+        check_rank_variables()
 
 
 def test_a_port_that_a_second_first_rank_has_taken_is_told(

@@ -145,7 +145,7 @@ OTHERS = {
         "tokenizer.json",
         files={
             "model/config.json": '{"model_type": "qwen2"}',
-            "model/model.safetensors": "",
+            "model/model.safetensors": "x",
             "model/tokenizer.json": '{"version": "1.',
         },
     ),
@@ -177,6 +177,24 @@ OTHERS = {
     "an output_dir that is a file": override("output_dir=file", "output_dir", "file", files={"file": ""}),
     "something else than an override": override(
         "learning_rate", "'learning_rate' is neither the recipe (mine.yaml) nor an override"
+    ),
+    "a part of a machine": override("--plan --on 12x80GB", "--on 12x80GB", "2x6x80GB"),
+    "an octal number": Mistake(("line 5", "010"), recipe=RECIPE.replace("size: 8", "size: 8, max_steps: 010")),
+    "an output_dir where nothing can be made": override("output_dir=/proc/x", "output_dir=/proc/x: /proc"),
+    "an output_dir with a name that is too long": override(f"output_dir={'a' * 300}", "output_dir=aaa"),
+    "an output_dir with a variable": override("output_dir=$RUNS/x", "output_dir=$RUNS/x", "not expanded"),
+    "a plan with the trainer's own keys": override(
+        "--plan train.trainer_args.push_to_hub=true train.trainer_args.optimm=x",
+        "push_to_hub: decided by",
+        "optimm: unknown",
+    ),
+    "a plan of code that is not pinned": override(
+        "--plan model.name_or_path=some/model model.trust_remote_code=true model.revision=main",
+        "model.revision=main",
+        "full hash",
+    ),
+    "a plan with a change that no run allows": override(
+        "--plan train.resume_allow_changes=[train.seed]", "train.resume_allow_changes", "train.seed"
     ),
     "a machine in other words": override("--plan --on 8GPUs", "--on 8GPUs", "for example 8x80GB"),
 }

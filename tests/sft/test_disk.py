@@ -7,8 +7,10 @@ from typing import NamedTuple
 import pytest
 
 from sft.disk import bytes_per_parameter, check_disk, checkpoints_to_come
+from sft.errors import PreflightError
 from sft.hardware import Gpu, Hardware
 from sft.job import Job, open_job
+from sft.preflight import check_ranks
 from sft.recipe import REPOSITORY, Recipe
 
 CPU = Hardware(None, 2, 2, 2, 16.0)
@@ -58,6 +60,9 @@ def test_a_disk_without_room_is_told_with_both_sizes_and_a_remedy(
     large = replace(planned, model=replace(planned.model, parameters=3 * 10**9))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, 10**10))
     problem = check_disk(large).problem
+    alone = replace(large, hardware=replace(CPU, ranks=1, ranks_per_node=1))
+    with pytest.raises(PreflightError, match=r"36.0 GB"):
+        check_ranks(alone)
     assert problem is not None
     assert all(words in problem for words in ("36.0 GB", "10.0 GB free", "save_total_limit", "output_dir"))
     assert check_disk(planned).problem is None

@@ -176,3 +176,49 @@ def test_half_a_surrogate_pair_is_counted_as_some_character(make_recipe: MakeRec
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Hi \ud83d", "completion": "Hello"}) + "\n")
     recipe = make_recipe(f"data.train={tmp_path / 'rows.jsonl'}")
     assert inspect_data(recipe, inspect_model(recipe)) is not None
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """A model of 1 MB in two files, with its maker's own file beside them."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "torch_dtype": "float16"}))
+    for number in (1, 2):
+        save_file({f"w{number}": np.zeros(250_000, np.float16)}, folder / f"model-{number}.safetensors")
+    index = {"metadata": {"total_size": 10**6}, "weight_map": {f"w{n}": f"model-{n}.safetensors" for n in (1, 2)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "consolidated.safetensors").write_bytes(bytes(10**6))
+    return folder
+
+
+def test_only_the_files_that_are_loaded_count(make_recipe: MakeRecipe, model_folder: Path) -> None:
+    recipe = make_recipe(f"model.name_or_path={model_folder}")
+    assert inspect_model(recipe).parameters == pytest.approx(500_000, rel=0.01)
+    save_file({"w": np.zeros(250_000, np.float16)}, model_folder / "model.safetensors")
+    assert inspect_model(recipe).parameters == pytest.approx(250_000, rel=0.01)
+
+
+@pytest.mark.parametrize("content", [None, "", "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 5\n"])
+def test_weights_that_are_not_there_are_refused(
+    content: str | None, make_recipe: MakeRecipe, model_folder: Path
+) -> None:
+    weights = model_folder / "model-2.safetensors"
+    weights.unlink() if content is None else weights.write_text(content)
+    with pytest.raises(ModelError, match=r"model-2.safetensors .*again"):
+        inspect_model(make_recipe(f"model.name_or_path={model_folder}"))
+
+
+def test_a_hub_model_in_one_file_has_a_size(
+    make_recipe: MakeRecipe, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    repository = tmp_path / "cache" / "models--some--model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
+    (repository / "snapshots").mkdir()
+    (model_folder / "model.safetensors.index.json").unlink()
+    save_file({"w": np.zeros(500_000, np.float16)}, model_folder / "model.safetensors")
+    model_folder.rename(repository / "snapshots" / ("a" * 40))
+    assert inspect_model(make_recipe("model.name_or_path=some/model")).parameters == pytest.approx(500_000, rel=0.01)

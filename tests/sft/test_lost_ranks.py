@@ -57,6 +57,14 @@ def test_a_lost_rank_is_told_with_rank_step_timeout_reason_and_remedy(
     )
     assert all(word in str(told.value) for word in words), told.value
     assert "unbound_buffer" not in str(told.value)
+    assert not told.value.named
+    late = "Rank 1 (node-1, pid 7) says nothing."
+    with (
+        pytest.raises(LostRank, match=r"20 s .*step 12 was trained(?s:.*)Rank 1 \(node-1") as told,
+        told_of_lost_ranks(recipe, "step 12 was trained", run, lambda: late),
+    ):
+        raise RuntimeError(GLOO + "Timed out waiting 20000ms for send operation to complete")
+    assert told.value.named
 
 
 def test_a_bug_stays_a_bug(recipe: Recipe) -> None:

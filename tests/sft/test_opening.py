@@ -15,7 +15,7 @@ from sft.finish import evaluation_left
 from sft.hardware import Hardware
 from sft.job import Job, open_job
 from sft.manifest import write_manifest
-from sft.opening import OWN_RUN, check_start, claim, keep_recipe, open_run, unfinished_run
+from sft.opening import OWN_RUN, check_start, claim, keep_recipe, open_run, other_unfinished, unfinished_run
 from sft.run_directory import Run, write_json
 
 LeftBehind = Callable[..., Run]
@@ -62,8 +62,8 @@ def left_behind(recipe_file: Path, folder: Path) -> LeftBehind:
 
 @contextmanager
 def claimed(run: Run) -> Iterator[None]:
-    """Another holds it: a lock belongs to what opened the folder, not to the process."""
-    descriptor = os.open(run.path, os.O_RDONLY)
+    """Another holds it: a lock belongs to what opened the file, not to the process."""
+    descriptor = os.open(run.path / ".lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     yield
     os.close(descriptor)
@@ -308,3 +308,41 @@ def test_a_session_that_trained_nothing_is_not_what_the_next_is_compared_with(
     recipe = trained.model_dump(mode="json", exclude_defaults=True)
     write_manifest(run.checkpoints / "checkpoint-5", {"recipe": recipe})
     assert unfinished_run(job_of(recipe_file)) == run
+
+
+def test_the_claim_is_one_that_nfs_knows(left_behind: LeftBehind) -> None:
+    """NFS locks a range of bytes, for which what is locked must be open for writing."""
+    held = claim(left_behind("running"))
+    assert held is not None
+    assert fcntl.fcntl(held, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+    os.close(held)
+
+
+def test_every_run_that_is_left_is_named_with_its_command(left_behind: LeftBehind) -> None:
+    older, killed = (
+        left_behind(status, checkpoint="checkpoint-5", name=status) for status in ("interrupted", "running")
+    )
+    left_behind("finished", checkpoint="checkpoint-9", name="done")
+    left_behind("failed", name="without a checkpoint")
+    trained, newest = (left_behind("running", checkpoint="checkpoint-7", name=name) for name in ("other", "newest"))
+    with claimed(trained):
+        assert other_unfinished(newest) == [
+            f"Also unfinished, at checkpoint-5: bash scripts/sft.sh {run.path}" for run in (killed, older)
+        ]
+    assert newest.after_an_end == "The same command goes on from checkpoint-7"
+    assert older.after_an_end == f"`bash scripts/sft.sh {older.path}` goes on from checkpoint-5"
+
+
+def test_what_an_end_has_left_of_a_checkpoint_is_removed(recipe_file: Path, left_behind: LeftBehind) -> None:
+    half = left_behind("running").checkpoints / ".incomplete" / "checkpoint-5"
+    half.mkdir(parents=True)
+    open_here(recipe_file)
+    assert not half.parent.exists()
+
+
+def test_a_finished_run_of_this_name_is_told_with_what_can_be_done(recipe_file: Path, left_behind: LeftBehind) -> None:
+    run = left_behind("finished", "tracking.run_name=first")
+    with pytest.raises(RunError) as refused:
+        open_here(recipe_file, "tracking.run_name=first")
+    for remedy in (f"scripts/eval.sh {run.path}", f"scripts/sft.sh {run.path}", f"model.name_or_path={run.final}"):
+        assert remedy in str(refused.value)

@@ -1,6 +1,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from sft.errors import PlanError
 from sft.facts import DataFacts, ModelFacts
 from sft.hardware import Gpu, Hardware
-from sft.plan import Plan, print_plan, resolve_plan
+from sft.plan import Plan, plan_warnings, print_plan, resolve_plan
 from sft.recipe import Recipe
 from sft.zero import load_deepspeed
 
@@ -377,3 +378,40 @@ def test_planning_changes_nothing_and_asks_nobody(make_recipe: MakeRecipe, monke
         monkeypatch.setenv(name, value)
     assert resolve_plan(recipe, gpus(2), QWEN) == plan
     assert recipe.model_dump_json() == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sequences", "parameters", "told"),
+    [
+        ("train.global_batch_size=80", 960, None, "12 optimizer steps"),
+        ("train.global_batch_size=80 train.max_steps=12", 960, None, None),  # somebody has decided so
+        ("train.global_batch_size=48", 960, None, None),
+        ("train.global_batch_size=64", 60, None, "larger than the data"),
+        ("train.warmup_steps=120", 960, None, "train.warmup_steps=120"),
+        ("train.warmup_steps=119", 960, None, None),
+        ("model.lora={}", 960, None, "train.learning_rate=1e-05"),
+        ("model.lora={} train.learning_rate=1e-4", 960, 3e9, None),
+        ("train.learning_rate=2e-4", 960, 3e9, "train.learning_rate=0.0002"),
+        ("train.learning_rate=2e-3", 960, 1e7, None),  # a tiny model takes more
+    ],
+)
+def test_a_plan_warns_of_what_would_surprise_its_author(
+    overrides: str, sequences: int, parameters: float | None, told: str | None, make_recipe: MakeRecipe
+) -> None:
+    model, data = replace(QWEN, parameters=parameters), DataFacts(2000, 100_000, 50_000, sequences, exact=True)
+    recipe = make_recipe(*overrides.split())
+    warnings = plan_warnings(recipe, resolve_plan(recipe, gpus(), model, data), gpus(), model, data)
+    assert [told in warning for warning in warnings] == ([True] if told else []), warnings
+
+
+@pytest.mark.parametrize(("parameters", "count"), [(1e9, 1), (1e8, 0), (None, 0)])
+def test_a_large_model_on_a_cpu_is_warned_of(parameters: float | None, count: int, make_recipe: MakeRecipe) -> None:
+    model, recipe = replace(QWEN, parameters=parameters), make_recipe()
+    assert len(plan_warnings(recipe, resolve_plan(recipe, cpu(), model), cpu(), model)) == count
+
+
+def test_a_value_that_the_recipe_does_not_state_is_not_said_to_be_its(make_recipe: MakeRecipe) -> None:
+    plan = resolve_plan(make_recipe("train.tensor_parallel_size=1"), cpu(), QWEN)
+    unstated = (plan.learning_rate, plan.compile, plan.kernels, plan.sequence_parallel_size)
+    assert all(decision.reason.startswith("the default") for decision in unstated)
+    assert plan.tensor_parallel_size.reason == "the recipe"

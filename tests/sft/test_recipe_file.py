@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -69,7 +70,7 @@ def test_a_word_that_only_begins_like_a_number_stays_a_word() -> None:
         ("data.packing=maybe", 'data.packing: must be a valid boolean, got "maybe"'),
         ("tracking.project=5", "tracking.project: must be a valid string, got 5"),
         ("eval.tasks=gsm8k", 'eval.tasks: must be a list, got "gsm8k"'),
-        ("train.adam_beta2=1.5", "train.adam_beta2: must be less than or equal to 1, got 1.5"),
+        ("train.adam_beta2=1.5", "train.adam_beta2: must be less than 1, got 1.5"),
         ("train.precision=bf17", "train.precision: must be 'auto', 'bf16', 'fp16' or 'fp32', got \"bf17\""),
         ("train.micro_batch_size=0", "train.micro_batch_size: must be greater than 0, got 0"),
         ("train.trainer_args=5", "train.trainer_args: "),
@@ -276,3 +277,47 @@ def test_loading_and_planning_import_no_torch(outputs: Path) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=REPOSITORY
     )
     assert printed.stdout.strip() == "[]"
+
+
+def test_a_merge_key_takes_over_what_is_not_written_here() -> None:
+    text = PLAIN.replace(
+        "rows.jsonl", "[&first {path: a.jsonl, split: train, epochs: 2.0}, {<<: *first, path: b.jsonl, epochs: 1.0}]"
+    )
+    sources = parse_recipe(text).sources
+    assert [(one.path, one.split, one.epochs) for one in sources] == [
+        ("a.jsonl", "train", 2.0),
+        ("b.jsonl", "train", 1.0),
+    ]
+    assert "line 4" in mistakes(text.replace("{<<: *first,", "{<<: *first, <<: *first,"))[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("train: {global_batch_size: 8, max_steps: 010}", ("line 5", "010", "base 8")),
+        ("train: {global_batch_size: 8, max_steps: -0_10}", ("line 5", "-0_10", "base 8")),
+        ("train: {global_batch_size: 8, max_time: 1:30:00}", ("line 5", "1:30:00", "base 60")),
+        ("train: {global_batch_size: 8, seed: 4294967296}", ("train.seed", "less than 4294967296")),
+        (f"a: &a [{'1,' * 99}]\nb: &b [{'*a,' * 99}]\nc: [{'*b,' * 99}]", ("100000 values",)),
+        ("train: {global_batch_size: 8, adam_beta1: 1.0}", ("train.adam_beta1", "less than 1")),
+        ("train: {global_batch_size: 8}\noutput_dir: ''", ("output_dir", "at least 1")),
+        ("train: {global_batch_size: 8, max_time: 30}", ("train.max_time", "30m")),
+        ("train: {global_batch_size: 8}\nmodel: {lora: }", ("line 6", "`model`")),
+        ("train:\n  global_batch_size: 8\n  fsdp:\n  # offload_params: true", ("line 7", "fsdp: {}")),
+        ("train: {global_batch_size: 8, learning_r\u0430te: 1e-5}", ("\\u0430",)),
+    ],
+)
+def test_what_yaml_would_misread_is_refused(line: str, told: tuple[str, ...]) -> None:
+    said = " ".join(mistakes(PLAIN.replace("train: {global_batch_size: 8}", line)))
+    assert all(word in said for word in told), said
+
+
+@pytest.mark.parametrize("text", ["use # for headings", "#1", "first line\nsecond line"])
+def test_a_text_on_the_command_line_is_taken_whole(text: str) -> None:
+    assert parse_recipe(PLAIN, [f"tracking.project={text}"]).tracking.project == text
+
+
+def test_a_recipe_from_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(RecipeError, match=r"pipe.yaml is a pipe.*write it to a file"):
+        load_recipe(tmp_path / "pipe.yaml")

@@ -163,6 +163,9 @@ def test_everything_that_the_plan_decides_is_refused(make_job: MakeJob, tmp_path
         ("save_only_model", "true"),  # a checkpoint without optimizer cannot be resumed
         ("resume_from_checkpoint", "x"),  # train.resume
         ("project", "x"),  # tracking.project
+        ("push_to_hub", "true"),  # scripts/export.sh
+        ("enable_jit_checkpoint", "true"),  # the signals
+        ("neftune_noise_alpha", ".nan"),
     ],
 )
 def test_what_the_recipe_has_a_key_for_has_no_second_way(

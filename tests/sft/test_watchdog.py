@@ -44,10 +44,12 @@ def test_one_message_names_the_rank_behind_and_one_tells_that_it_moves_again(
     pass_time(ranks, 5, 900)
     assert [len(each) for each in told] == [1, 0, 0]
     assert "Rank 1 (" in told[0][0] and "is behind: step 3, data, micro-batch 1" in told[0][0]
+    assert ranks[0].late() in told[0][0] and ranks[0].late().startswith("Rank 1 (")
     assert "thread 0x" in (tmp_path / "rank-1.stacks.txt").read_text()
     for dog in ranks:
         dog.progress.at("forward", 1)
     pass_time(ranks, 900, 950)
+    assert ranks[0].late() == ""
     assert told[0][1:] == ["The training moves again, after 895 s."] and not told[1] and not told[2]
     assert not json.loads((tmp_path / "rank-0.json").read_text())["stalled"]
 

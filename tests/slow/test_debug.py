@@ -4,8 +4,9 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +19,11 @@ from tests.slow.ranks import Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2"]
+LAUNCHER = [
+    sys.executable,
+    "-c",
+    "import sys; from sft.layout import Layout; from sft.torchrun import start; start(Layout(2), sys.argv[1:])",
+]
 PROGRAM = REPOSITORY / "tests" / "slow" / "train_and_stall.py"
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -43,9 +49,11 @@ def start(recipe: Path) -> Iterator[Start]:
     """Start two ranks with a fault on the second."""
     begun: list[subprocess.Popen[str]] = []
 
-    def begin(fault: str, *overrides: str, **environment: str) -> subprocess.Popen[str]:
+    def begin(
+        fault: str, *overrides: str, command: Sequence[str] = TORCHRUN, **environment: str
+    ) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [*TORCHRUN, str(PROGRAM), str(recipe), *overrides],
+            [*command, str(PROGRAM), str(recipe), *overrides],
             env=os.environ
             | {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
             | {"FAULT": fault}
@@ -93,7 +101,9 @@ def test_a_rank_that_hangs_in_its_data_is_named_with_the_stacks_of_both(start: S
 
 def test_a_stopped_rank_is_named_and_a_signal_dumps_the_stacks_of_the_other(start: Start, recipe: Path) -> None:
     # Told after 10 s; the other 10 s are for what a loaded machine does late.
-    said = read_until(start("stop", "train.ddp_timeout=20"), "waiting the ranks give up")
+    # By our launcher, which ends a stopped rank at once.
+    process = start("stop", "train.ddp_timeout=20", command=LAUNCHER)
+    said = read_until(process, "waiting the ranks give up")
     logs = latest(recipe).path / "logs"
     reports = [json.loads((logs / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert f"Rank 1 ({reports[1]['host']}, pid {reports[1]['pid']}) says nothing: it is stopped" in said
@@ -106,6 +116,12 @@ def test_a_stopped_rank_is_named_and_a_signal_dumps_the_stacks_of_the_other(star
     while stacks.read_text().count("in all_gather") == before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert stacks.read_text().count("in all_gather") > before
+    ending = read_until(process, "The same command")
+    gave_up = time.monotonic()
+    assert f"Rank 0 on {reports[0]['host']} waited train.ddp_timeout=20 s" in ending
+    assert f"Rank 1 ({reports[1]['host']}, pid {reports[1]['pid']}) says nothing" in ending
+    assert process.wait() == 1
+    assert time.monotonic() - gave_up < 15  # torchrun gives a stopped rank 30 s before it kills it
 
 
 @pytest.mark.parametrize(

@@ -133,10 +133,13 @@ def test_a_folder_that_is_not_shared_is_told_on_both(recipe: Path, tmp_path: Pat
         assert f"writes into {outputs}" in said
 
 
-def test_a_full_disk_is_told_before_anything_is_started(recipe: Path, tmp_path: Path, command: Command) -> None:
+@pytest.mark.parametrize("processes", ["2", pytest.param("1", marks=pytest.mark.extra)])
+def test_a_full_disk_is_told_before_anything_is_started(
+    processes: str, recipe: Path, tmp_path: Path, command: Command
+) -> None:
     with small_disk(tmp_path, 12):
         words = [*LAUNCH, recipe, f"output_dir={tmp_path}"]
-        done = command(words, expect=2, NPROC="2", PYTHONPATH=str(REPOSITORY))
+        done = command(words, expect=2, NPROC=processes, PYTHONPATH=str(REPOSITORY))
     assert "disk: 2 checkpoints of 6.8 MB and final/ of 2.3 MB need 15.8 MB" in done.stderr
     assert str(tmp_path) in done.stderr
     assert "Traceback" not in done.stderr
