@@ -397,7 +397,7 @@ def _in_short(plan: Plan) -> list[str]:
         *(
             f"Note: {decision['name']} {decision['value']}: {decision['reason']}"
             for decision in plan.decisions()
-            if decision["reason"].startswith(("WARNING", "the recipe asks for"))
+            if decision["reason"].startswith(("WARNING", "the recipe asks for", "the default asks for"))
         ),
     ]
 
