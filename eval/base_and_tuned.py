@@ -23,6 +23,7 @@ from sft.errors import EvaluationError, GateFailed
 from sft.recipe import Evaluation
 from sft.recipe_changes import differences
 from sft.run_directory import Run, read_json
+from sft.visible import visible_line
 
 
 def evaluate_run(run: Run, evaluation: Evaluation, brought: bool = False) -> dict[str, str]:
@@ -97,7 +98,7 @@ def _results_folder(run: Run, evaluation: Evaluation, settings: Settings, refere
         return folder
     other = folder / settings.hash[:12]
     if ranks.is_first():
-        print(f"The results go to {other}: {other_than(recipe.eval, evaluation)}", flush=True)
+        print(visible_line(f"The results go to {other}: {other_than(recipe.eval, evaluation)}"), flush=True)
     return other
 
 

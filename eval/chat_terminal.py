@@ -22,8 +22,8 @@ from eval.chat_model import Asker
 from eval.chat_prompts import Messages
 from eval.chat_target import choose
 from eval.quiet import chatter_to
-from eval.visible import visible
 from sft.errors import EvaluationError, users_mistakes_end_cleanly
+from sft.visible import visible
 
 HELP = """\
 /system TEXT  begin anew with this system prompt; without TEXT: with none

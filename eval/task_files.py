@@ -14,6 +14,7 @@ import yaml
 from eval.task_checks import Function, code_of, datasets_of, functions_missing, problems_of
 from eval.task_data import files_outside
 from eval.task_index import CODE_METRIC, members
+from eval.task_metrics import lm_eval_folder
 from sft.errors import EvaluationError
 from sft.recipe_file import find_file
 
@@ -80,7 +81,8 @@ def _read_task_file(
     if not isinstance(config, dict):
         raise EvaluationError(f"{path} is not a valid task file: it holds no keys.")
     missing += functions_missing(path, config)
-    code += code_of(config)
+    if not path.is_relative_to(lm_eval_folder()):  # what is installed is trusted
+        code += code_of(config)
     included = config.pop("include", [])
     merged: dict[str, Any] = {}
     for name in included if isinstance(included, list) else [included]:
@@ -146,7 +148,7 @@ class LocalTasks:
         """
         missing: list[str] = []
         code: list[str] = []
-        within = None if self.run is None else (self.run, path.resolve().parent)
+        within = None if self.run is None else (self.run, path.resolve().parent, lm_eval_folder())
         config = _read_task_file(path, missing, code, within)
         task = _task_of(path, config)
         outside = [] if within is None else files_outside(config, within)

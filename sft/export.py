@@ -16,6 +16,7 @@ from sft.consent import check_model_code
 from sft.errors import ExportError, did_you_mean, run_main
 from sft.export_folder import Made, check_output, make_folder
 from sft.export_source import Exported, find_exported, find_run_to_export
+from sft.visible import visible_line
 
 TARGETS = ("merged", "vllm", "ollama", "hub")
 _ONLY = {
@@ -70,6 +71,10 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     if arguments.to not in TARGETS:
         raise ExportError(
             f"--to {arguments.to} is no target{did_you_mean(arguments.to, list(TARGETS), '.')} There are: {', '.join(TARGETS)}."
+        )
+    if arguments.name is not None and visible_line(arguments.name) != arguments.name:
+        raise ExportError(
+            f"--name {arguments.name} has characters that nobody sees. Name the model in letters that can be seen."
         )
     for name, targets in _ONLY.items():
         if getattr(arguments, name) and arguments.to not in targets:

@@ -27,6 +27,7 @@ from sft.hardware import Hardware
 from sft.parallelism import resolve_sequence_parallel, resolve_tensor_parallel
 from sft.recipe import Recipe
 from sft.resolved import Resolved, Searched
+from sft.visible import visible_line
 from sft.weights import resolve_gradients, resolve_weights
 from sft.zero import DeepSpeedFile, check_deepspeed
 
@@ -301,14 +302,14 @@ def print_plan(plan: Plan, title: str, notes: Sequence[str] = ()) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=escape(title), title_justify="left", box=SIMPLE, title_style="bold")
+    table = Table(title=escape(visible_line(title)), title_justify="left", box=SIMPLE, title_style="bold")
     for column in ("decision", "value", "why"):
         table.add_column(column, overflow="fold")
     for decision in plan.decisions():
         value = {None: "not known yet", True: "on", False: "off"}.get(decision["value"], decision["value"])
         # 1 == True and 0 == False as dictionary keys, but a count of one is a number.
         shown = value if isinstance(decision["value"], bool | None) else decision["value"]
-        table.add_row(decision["name"], escape(str(shown)), escape(decision["reason"]))
+        table.add_row(decision["name"], escape(visible_line(str(shown))), escape(visible_line(decision["reason"])))
     # A file or a pipe has no width of its own, and rich would take 80.
     console = Console() if sys.stdout.isatty() else Console(width=140)
     console.print(table)
