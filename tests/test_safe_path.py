@@ -62,7 +62,7 @@ LAUNCHERS = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", rows(LAUNCHERS, ["sft.sh"]))
+@pytest.mark.parametrize("name", rows(LAUNCHERS, []))
 def test_nor_in_ranks_workers_builds_checks_and_the_evaluation(name: str, tmp_path: Path) -> None:
     more, evaluation = {}, {"chat": False}
     if name == "sft.sh":
