@@ -74,7 +74,7 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
         )
     if arguments.name is not None and visible_line(arguments.name) != arguments.name:
         raise ExportError(
-            f"--name {arguments.name} has characters that nobody sees. Name the model in letters that can be seen."
+            f"--name {visible_line(arguments.name)} has characters that nobody sees. Name the model in letters that can be seen."
         )
     for name, targets in _ONLY.items():
         if getattr(arguments, name) and arguments.to not in targets:

@@ -56,7 +56,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_the_environment_holds_is_nowhere_in_what_a_run_leaves(
     recipe: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Training on two ranks, checkpoints, wandb's offline files, prepared data, evaluation, report; and no module beside the recipe runs."""
+    """Training on two ranks, checkpoints, wandb's offline files, prepared data, evaluation, report; no module beside the recipe runs."""
     ran = plant(recipe.parent)
     monkeypatch.chdir(recipe.parent)
     words = ["bash", REPOSITORY / "scripts" / "sft.sh", recipe.name]
