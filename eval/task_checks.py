@@ -46,15 +46,20 @@ def functions_of(config: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(value for value in _values(config) if isinstance(value, Function)))
 
 
+def parts_of(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """A file's dictionaries: a group may define tasks, and change those of others, in its own list."""
+    return [value for value in _values(config) if isinstance(value, dict)]
+
+
 def code_of(config: dict[str, Any]) -> list[str]:
     """What a task runs of others' code, in the words of its file: functions, and metrics that are loaded by a name on the hub."""
-    listed = config.get("metric_list")
-    named = [entry.get("metric") for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
-    known = lm_eval_metrics() | OF_EVALUATE
-    # With `process_results` the names are only those of what it returns.
-    loaded = [
-        name for name in named if type(name) is str and name not in known and config.get("process_results") is None
-    ]
+    known, loaded = lm_eval_metrics() | OF_EVALUATE, list[str]()
+    for part in parts_of(config):
+        listed = part.get("metric_list")
+        # With `process_results` the names are only those of what it returns.
+        if isinstance(listed, list) and part.get("process_results") is None:
+            named = [entry.get("metric") for entry in listed if isinstance(entry, dict)]
+            loaded += [name for name in named if type(name) is str and name not in known]
     return [*(f"!function {name}" for name in functions_of(config)), *(f"metric: {name}" for name in loaded)]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from eval.task_checks import Function, code_of, datasets_of, functions_missing, problems_of
+from eval.task_checks import Function, code_of, datasets_of, functions_missing, parts_of, problems_of
 from eval.task_data import files_outside
 from eval.task_index import CODE_METRIC, members
 from eval.task_metrics import lm_eval_folder
@@ -151,7 +151,7 @@ class LocalTasks:
         within = None if self.run is None else (self.run, path.resolve().parent, lm_eval_folder())
         config = _read_task_file(path, missing, code, within)
         task = _task_of(path, config)
-        outside = [] if within is None else files_outside(config, within)
+        outside = [] if within is None else [file for part in parts_of(config) for file in files_outside(part, within)]
         problems = [f"{path} reads {file}. {_OUTSIDE}" for file in outside] or problems_of(path, config)
         self._problems[task.given] = [*problems, *missing]
         self.code[task.given] = code

@@ -123,6 +123,11 @@ OUTSIDE = {
     "data_dir": {"dataset_kwargs": {"data_dir": "PRIVATE", "data_files": {"test": "rows.jsonl"}}},
     "an address": {"dataset_kwargs": {"data_files": {"test": "file://PRIVATE/rows.jsonl"}}},
     "an address in another": {"dataset_kwargs": {"data_files": {"test": "zip://rows::file://PRIVATE/rows.zip"}}},
+    "a task inside a group": {
+        "task": [{"task": "inner", "dataset_path": "json", "dataset_kwargs": {"data_files": "PRIVATE/rows.jsonl"}}],
+        "group": "mine",
+    },
+    "what a group changes": {"task": [{"task": "gsm8k", "dataset_path": "PRIVATE"}], "group": "mine"},
     "an included file": {"include": "PRIVATE/more.yaml"},
 }
 
@@ -162,6 +167,7 @@ CODE = {
     "a function in a list": "filter_list: [{name: a, filter: [{function: custom, filter_fn: !function utils.text}]}]\n",
     "an included function": "include: functions\n",
     "a metric from the hub": "metric_list: [{metric: someone/score}]\n",
+    "a metric of a task inside": "group: mine\ntask: [{task: inner, metric_list: [{metric: someone/score}]}]\n",
     "a metric of another name": "metric_list: [{metric: zzz}]\n",
 }
 
