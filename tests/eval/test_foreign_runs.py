@@ -1,5 +1,6 @@
 """A run's folder may be somebody else's: what runs code, sends a key or reads files elsewhere is asked for on this command line."""
 
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +12,13 @@ from eval.chat import main as chat_main
 from eval.chat_target import choose
 from eval.chat_terminal import parse
 from eval.code_metric import score_code_within_limits
-from eval.run import main, parse_evaluation
+from eval.run import CONSENTS, SENDS, main, parse_evaluation
 from eval.suites import check_tasks
 from sft.again import start_again
 from sft.consent import OWN_RUN
 from sft.errors import EvaluationError, RunError, UserError
 from sft.export import main as export_main
-from sft.recipe import Evaluation
+from sft.recipe import REPOSITORY, Evaluation, Model
 from sft.run_directory import Run
 
 WriteTask = Callable[..., Path]
@@ -195,3 +196,13 @@ def test_a_program_of_the_working_directory_is_no_metric(tmp_path: Path, monkeyp
     score_code_within_limits()
     with pytest.raises(EvaluationError, match=r"rouge, which lies in the working directory"):
         evaluate.load("rouge")
+
+
+def test_the_security_page_names_keys_and_files_that_there_are() -> None:
+    page = (REPOSITORY / "docs" / "security.md").read_text()
+    files = re.findall(r"(?:tests|sft|eval)/[\w/]+\.py", page)
+    assert [file for file in files if not (REPOSITORY / file).is_file()] == []
+    known = {"eval": Evaluation.model_fields, "model": Model.model_fields}
+    keys = re.findall(r"`(eval|model)\.([a-z]\w+)", page)
+    assert [key for section, key in keys if key not in known[section]] == []
+    assert {*CONSENTS, *SENDS} <= set(re.findall(r"\w+", page))
