@@ -24,14 +24,16 @@ from sft.errors import EvaluationError, GateFailed
 from sft.recipe import Evaluation
 from sft.recipe_changes import differences
 from sft.run_directory import Run, read_json
+from sft.visible import visible_line
 
 
-def evaluate_run(run: Run, evaluation: Evaluation) -> dict[str, str]:
+def evaluate_run(run: Run, evaluation: Evaluation, brought: bool = False) -> dict[str, str]:
     """Measure a run's base and tuned model, and write the comparison and the report.
 
     Args:
         run: A run that has its final model.
         evaluation: The recipe's `eval` section, changed on the command line or not.
+        brought: Whether the tasks came with the run: they read nothing outside of it and of their own folders.
 
     Returns:
         Tasks that could not be measured, and why: empty where the comparison is complete.
@@ -41,7 +43,7 @@ def evaluate_run(run: Run, evaluation: Evaluation) -> dict[str, str]:
         GateFailed: The tuned model does not hold what eval.gate asks for.
     """
     recipe = run.recipe()
-    selection = check_tasks(evaluation, run.output_dir)
+    selection = check_tasks(evaluation, run.output_dir, run.path if brought else None)
     if not selection.tasks:
         raise EvaluationError("There is nothing to measure: eval.tasks is empty. Name tasks: tasks=gsm8k,arc_easy")
     if not (run.final / "config.json").is_file():
@@ -97,7 +99,7 @@ def _results_folder(run: Run, evaluation: Evaluation, settings: Settings, refere
         return folder
     other = folder / settings.hash[:12]
     if ranks.is_first():
-        print(f"The results go to {other}: {other_than(recipe.eval, evaluation)}", flush=True)
+        print(visible_line(f"The results go to {other}: {other_than(recipe.eval, evaluation)}"), flush=True)
     return other
 
 

@@ -29,6 +29,7 @@ from eval.quiet import chatter_to
 from eval.reference import Reference, load_reference
 from eval.targets import base_target
 from eval.treatment import own_template
+from sft.consent import TRUST, check_model_code
 from sft.errors import EvaluationError, run_main
 from sft.recipe import Evaluation
 from sft.run_directory import Run, find_run, read_json, write_json
@@ -175,9 +176,12 @@ def chat(run: Run) -> None:
 
 def main(arguments: list[str]) -> None:
     """Have the models of the run that the only argument names answer."""
-    if len(arguments) != 1:
+    words = [word for word in arguments if word != TRUST]
+    if len(words) != 1:
         raise EvaluationError("Name one run's folder: python -m eval.chat outputs/tiny/latest")
-    chat(find_run(Path(arguments[0])))
+    run = find_run(Path(words[0]))
+    check_model_code(run.path, run.recipe().model.trust_remote_code, TRUST in arguments)
+    chat(run)
 
 
 if __name__ == "__main__":

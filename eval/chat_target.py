@@ -11,6 +11,7 @@ from eval.backends import Target
 from eval.chat_model import Asker, load_asker, load_weights
 from eval.reference import Reference, load_config, load_reference
 from eval.targets import check_folder, recorded_base
+from sft.consent import check_model_code
 from sft.errors import EvaluationError
 from sft.recipe import Evaluation
 from sft.run_directory import Run, find_run
@@ -58,6 +59,8 @@ def choose(arguments: argparse.Namespace) -> Chosen:
         model = str(path) if path.is_dir() else arguments.model
         return Chosen(Target(model, model), load_reference(model, None, False), Evaluation())
     run = find_run(path)
+    allowed: bool = arguments.trust_remote_code
+    check_model_code(run.path, run.recipe().model.trust_remote_code, allowed, "--trust-remote-code")
     if arguments.base and arguments.checkpoint is not None:
         raise EvaluationError("--base and --checkpoint name two models. Give one of them.")
     if arguments.checkpoint is not None:

@@ -22,8 +22,8 @@ from eval.chat_model import Asker
 from eval.chat_prompts import Messages
 from eval.chat_target import choose
 from eval.quiet import chatter_to
-from eval.visible import visible
 from sft.errors import EvaluationError, users_mistakes_end_cleanly
+from sft.visible import visible
 
 HELP = """\
 /system TEXT  begin anew with this system prompt; without TEXT: with none
@@ -234,6 +234,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bash scripts/chat.sh", allow_abbrev=False)
     parser.add_argument("model", help="a run's folder, a model's, or an id on the hub")
     parser.add_argument("--base", action="store_true", help="the model that the run was trained from")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the Python files of the run's model")
     parser.add_argument("--checkpoint", type=int, metavar="N", help="the run's checkpoint of step N")
     parser.add_argument(
         "--system", metavar="TEXT", help="system prompt; the default is the recipe's eval.system_instruction"

@@ -11,12 +11,14 @@ import platform
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval import ranks
 from eval.code_limits import LIMITS, Outcome
 from eval.code_runner import describe, prove_isolation, run_programs
 from eval.task_index import CODE_METRIC
+from sft.errors import EvaluationError
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
@@ -135,6 +137,12 @@ def score_code_within_limits() -> None:
     def load_metric(path: str, *arguments: object, **options: object) -> object:
         if path.rpartition("/")[2] == CODE_METRIC:
             return _metric
+        # `evaluate` would run a folder of that name in the working directory before it looks for its own metric.
+        if "/" not in path and (Path(path).is_file() or Path(path, f"{path}.py").is_file()):
+            raise EvaluationError(
+                f"The metric {path} would be the Python program {Path.cwd() / path}, which lies in the working directory. Rename it, or "
+                "start from another folder."
+            )
         return load(path, *arguments, **options)
 
     load_metric.gives_code_metric = True  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import style
 from matplotlib.figure import Figure
 
 SMOOTH_FROM = 60
@@ -35,6 +36,8 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
     return means
 
 
+# Else a matplotlibrc in the working directory would have its say.
+@style.context("default")
 def draw_curve(points: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     """Draw the loss, and under it the learning rate, over optimizer steps.
 

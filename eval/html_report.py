@@ -17,7 +17,7 @@ from jinja2.runtime import Context
 from markupsafe import Markup, escape
 
 from eval.blocks import Code, Inline, Key, Line, Link, Page, Strong, Under
-from eval.visible import HIDDEN, name_of
+from sft.visible import name_of, visible
 
 FOLDED_FROM = 600
 """Characters of an answer from which it is folded to its beginning."""
@@ -48,7 +48,7 @@ def shown(text: str) -> Markup:
     '&lt;b&gt;<b class="u">⟨U+0000⟩</b>'
     """
     # Escaping adds no character that is hidden.
-    return Markup(HIDDEN.sub(lambda found: f'<b class="u">{name_of(found[0])}</b>', str(escape(text))))
+    return Markup(visible(str(escape(text)), lambda character: f'<b class="u">{name_of(character)}</b>'))
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from eval.blocks import (
     Table,
     Under,
 )
-from eval.visible import visible
+from sft.visible import visible
 
 
 def text(value: str) -> str:

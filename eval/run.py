@@ -33,12 +33,16 @@ from eval.one_model import evaluate_one
 from eval.targets import check_folder
 from eval.together import NeedsProcesses
 from sft import rank_logs
+from sft.consent import TRUST, check_model_code, is_own
 from sft.errors import EvaluationError, RecipeError, run_main
 from sft.recipe import Evaluation
 from sft.recipe_file import parse_recipe
 from sft.run_directory import Run, find_run
 
 EXIT_INCOMPLETE = 1
+SENDS = ("base_url", "base_url_of_base", "api_key_env")
+"""Keys of eval.server that decide where requests go and which key they carry."""
+CONSENTS = ("confirm_run_unsafe_code", "confirm_run_task_code")
 # What a recipe needs beside its `eval` section, for a model that has no recipe.
 NO_RECIPE = json.dumps(
     {"schema_version": 1, "version": 1, "model": {"name_or_path": "-"}, "data": {"train": "-"}}
@@ -66,16 +70,36 @@ def parse_evaluation(arguments: Sequence[str], run: Run | None = None) -> Evalua
     Raises:
         EvaluationError: An argument is no key of it, or has a wrong value; all at once.
     """
-    overrides = [_as_override(argument) for argument in arguments]
-    text, recorded = NO_RECIPE, []
+    overrides = [_as_override(argument) for argument in arguments if argument != TRUST]
+    text, recorded = NO_RECIPE, list[str]()
     if run is not None:
         text, recorded = run.recipe_file.read_text(encoding="utf-8"), run.record["overrides"]
     try:
         evaluation = parse_recipe(text, [*recorded, *overrides], origin="The evaluation").eval
     except RecipeError as error:
         raise EvaluationError(str(error).replace("is not a valid recipe", "cannot be done as asked")) from None
+    if run is not None and not is_own(run.path):
+        evaluation = _without_consents(run, evaluation, {word.partition("=")[0] for word in overrides})
     check_backend(evaluation)
     return evaluation
+
+
+def _without_consents(run: Run, evaluation: Evaluation, given: set[str]) -> Evaluation:
+    """The section without the consents that the run's folder alone gives.
+
+    Raises:
+        EvaluationError: Only the run's recipe says where requests would go, or which key they would carry.
+    """
+    if evaluation.backend == "server":
+        values = {f"eval.server.{key}": getattr(evaluation.server, key) for key in SENDS}
+        alone = [f"{key}={value}" for key, value in values.items() if value is not None and key not in given]
+        if alone:
+            words = " ".join(alone).replace("eval.", "")
+            raise EvaluationError(
+                f"{run.path}: only its recipe says {' and '.join(alone)}, and a run's folder may be somebody else's. Nothing was sent. To "
+                f"send the tasks' documents and that key there, add to this command: {words}"
+            )
+    return evaluation.model_copy(update={key: False for key in CONSENTS if f"eval.{key}" not in given})
 
 
 def _evaluate(arguments: list[str]) -> dict[str, str]:
@@ -83,7 +107,16 @@ def _evaluate(arguments: list[str]) -> dict[str, str]:
     # A folder that is neither a model nor a run is told of as a run that is missing.
     if path.is_dir() and not (path / "config.json").is_file():
         run = find_run(path)
-        return evaluate_run(run, parse_evaluation(arguments[1:], run))
+        check_model_code(run.path, run.recipe().model.trust_remote_code, TRUST in arguments)
+        evaluation = parse_evaluation(arguments[1:], run)
+        given = {word.removeprefix("eval.").partition("=")[0] for word in arguments}
+        # Tasks that are named on this command line may read what they name; a name may stand for one in the run's include_path.
+        named = "tasks" in given and (evaluation.include_path is None or "include_path" in given)
+        return evaluate_run(run, evaluation, brought=not (named or is_own(run.path)))
+    if TRUST in arguments:
+        raise EvaluationError(
+            f"{TRUST} is for a run's folder: {arguments[0]} is a model, and the code of one is not run here."
+        )
     check_folder(arguments[0])
     return evaluate_one(arguments[0], parse_evaluation(arguments[1:]))
 

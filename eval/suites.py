@@ -74,18 +74,19 @@ def _datasets(tasks: dict[str, Task], known: TaskIndex) -> tuple[tuple[str, tupl
     return tuple((name, datasets) for name, datasets in own if datasets)
 
 
-def check_tasks(evaluation: Evaluation, output_dir: Path) -> TaskSelection:
+def check_tasks(evaluation: Evaluation, output_dir: Path, run: Path | None = None) -> TaskSelection:
     """Find every task that the recipe asks for. Loads no model and no dataset.
 
     Args:
         evaluation: The recipe's `eval` section.
         output_dir: The recipe's output_dir, where `builtin:demo` is made.
+        run: The folder that the tasks came with, where no person has named them: they read nothing outside of it and of their own.
 
     Raises:
-        EvaluationError: A task or a folder is missing, a task runs generated code without consent, all at once; or the gate names a
-            task that is not measured.
+        EvaluationError: A task or a folder is missing, a task runs generated code or code of its own without consent, all at once; or the
+            gate names a task that is not measured.
     """
-    local = LocalTasks(evaluation.include_path)
+    local = LocalTasks(evaluation.include_path, run)
     asked = dict.fromkeys([*evaluation.tasks, *tasks_of(evaluation.suite, evaluation.apply_chat_template)])
     known = known_tasks() if asked else TaskIndex(frozenset(), frozenset(), {})
     tasks: dict[str, Task] = {}
@@ -100,6 +101,12 @@ def check_tasks(evaluation: Evaluation, output_dir: Path) -> TaskSelection:
         if tasks.setdefault(task.name, task) != task:
             problems.append(f"eval.tasks: `{task.name}` is asked for twice, with two definitions.")
         problems += local.problems(task) if task.definition is not None else []
+        code = dict.fromkeys(local.code_in(task)) if task.definition is not None else {}
+        if code and not evaluation.confirm_run_task_code:
+            problems.append(
+                f"eval.tasks: `{name}` runs Python code that comes with its file ({', '.join(code)}), with all that you may do on this "
+                "machine. Read it; to allow it, set eval.confirm_run_task_code=true."
+            )
         # What a local group reaches is known once lm_eval has loaded it: eval/run.py asks again.
         runs_code = task.given in (known.unsafe if task.definition is None else local.unsafe)
         unsafe += [name] if runs_code or (evaluation.confirm_run_unsafe_code and local.folders) else []

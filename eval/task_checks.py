@@ -9,7 +9,7 @@ from typing import Any
 
 from eval.task_data import files_missing, splits_missing, splits_of
 from eval.task_index import LOCAL_FORMATS
-from eval.task_metrics import metrics_wrong
+from eval.task_metrics import OF_EVALUATE, lm_eval_metrics, metrics_wrong
 from sft.errors import did_you_mean
 
 OUTPUT_TYPES = ("loglikelihood", "multiple_choice", "loglikelihood_rolling", "generate_until")
@@ -41,6 +41,28 @@ def _values(value: object) -> Iterator[object]:
             left += value.values() if isinstance(value, dict) else value
 
 
+def functions_of(config: dict[str, Any]) -> list[str]:
+    """The functions that a file names, each once."""
+    return list(dict.fromkeys(value for value in _values(config) if isinstance(value, Function)))
+
+
+def parts_of(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """A file's dictionaries: a group may define tasks, and change those of others, in its own list."""
+    return [value for value in _values(config) if isinstance(value, dict)]
+
+
+def code_of(config: dict[str, Any]) -> list[str]:
+    """What a task runs of others' code, in the words of its file: functions, and metrics that are loaded by a name on the hub."""
+    known, loaded = lm_eval_metrics() | OF_EVALUATE, list[str]()
+    for part in parts_of(config):
+        listed = part.get("metric_list")
+        # With `process_results` the names are only those of what it returns.
+        if isinstance(listed, list) and part.get("process_results") is None:
+            named = [entry.get("metric") for entry in listed if isinstance(entry, dict)]
+            loaded += [name for name in named if type(name) is str and name not in known]
+    return [*(f"!function {name}" for name in functions_of(config)), *(f"metric: {name}" for name in loaded)]
+
+
 def functions_missing(path: Path, config: dict[str, Any]) -> list[str]:
     """The functions of one file that are not in the Python file beside it. A module that is not there may be installed.
 
@@ -49,7 +71,7 @@ def functions_missing(path: Path, config: dict[str, Any]) -> list[str]:
         config: What it says, without what it includes.
     """
     problems = []
-    for name in dict.fromkeys(value for value in _values(config) if isinstance(value, Function)):
+    for name in functions_of(config):
         module, dot, function = name.rpartition(".")
         file = path.parent / f"{module.replace('.', '/')}.py"
         if not dot:

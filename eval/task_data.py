@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,33 @@ def _found(file: str) -> list[Path]:
     if path.exists() or "*" not in file:
         return [path] if path.exists() else []
     return list(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor))))
+
+
+def _texts(values: object) -> Iterator[str]:
+    if isinstance(values, dict | list):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from _texts(value)
+    elif isinstance(values, str):
+        yield values
+
+
+def files_outside(config: dict[str, Any], folders: Sequence[Path]) -> list[str]:
+    """What a task reads on this machine that does not lie in one of some folders, links followed.
+
+    Args:
+        config: The task.
+        folders: Links resolved.
+    """
+    path = config.get("dataset_path")
+    named = [*_texts(config.get("dataset_kwargs")), *(_texts(path) if path not in LOCAL_FORMATS else ())]
+    given = dict.fromkeys([*chain(*splits_of(config).values()), *named])
+    return [file for file in given if _is_outside(file, folders)]
+
+
+def _is_outside(file: str, folders: Sequence[Path]) -> bool:
+    if "://" in file:  # others may be this machine too: file://, zip://a::/b
+        return "::" in file or file.partition("://")[0] not in ("http", "https", "hf")
+    return not all(any(path.resolve().is_relative_to(folder) for folder in folders) for path in _found(file))
 
 
 def files_missing(splits: dict[str, list[str]]) -> Iterator[str]:

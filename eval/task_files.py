@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from eval.task_checks import Function, datasets_of, functions_missing, problems_of
+from eval.task_checks import Function, code_of, datasets_of, functions_missing, parts_of, problems_of
+from eval.task_data import files_outside
 from eval.task_index import CODE_METRIC, members
+from eval.task_metrics import lm_eval_folder
 from sft.errors import EvaluationError
 from sft.recipe_file import find_file
+
+_OUTSIDE = (
+    "The task came with a run, which may be somebody else's, and reads files outside of the run's folder and its own. To allow that, name "
+    "the task on this command line: tasks=FILE."
+)
 
 
 @dataclass(frozen=True)
@@ -44,8 +52,17 @@ def _function_as_text(_: yaml.SafeLoader, node: yaml.Node) -> str:
 _TaskLoader.add_constructor("!function", _function_as_text)
 
 
-def _read_task_file(path: Path, missing: list[str], including: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A task's YAML with what it includes; functions that it names and that are not there are added to `missing`.
+def _read_task_file(
+    path: Path, missing: list[str], code: list[str], within: Sequence[Path] | None, including: tuple[Path, ...] = ()
+) -> dict[str, Any]:
+    """A task's YAML with what it includes.
+
+    Args:
+        path: The file.
+        missing: Gets the functions that it names and that are not there.
+        code: Gets what it runs.
+        within: The only folders that it may read from; None for all.
+        including: The files that include it.
 
     Raises:
         EvaluationError: It is no task file.
@@ -64,10 +81,15 @@ def _read_task_file(path: Path, missing: list[str], including: tuple[Path, ...] 
     if not isinstance(config, dict):
         raise EvaluationError(f"{path} is not a valid task file: it holds no keys.")
     missing += functions_missing(path, config)
+    if not path.is_relative_to(lm_eval_folder()):  # what is installed is trusted
+        code += code_of(config)
     included = config.pop("include", [])
     merged: dict[str, Any] = {}
-    for other in included if isinstance(included, list) else [included]:
-        merged |= _read_task_file((path.parent / str(other)).resolve(), missing, (*including, path))
+    for name in included if isinstance(included, list) else [included]:
+        other = (path.parent / str(name)).resolve()
+        if within is not None and not any(other.is_relative_to(folder) for folder in within):
+            raise EvaluationError(f"{path} includes {other}. {_OUTSIDE}")
+        merged |= _read_task_file(other, missing, code, within, (*including, path))
     return merged | config
 
 
@@ -88,9 +110,16 @@ def _task_of(path: Path, config: dict[str, Any]) -> Task:
 
 
 class LocalTasks:
-    """The definitions that the user brings."""
+    """The definitions that the user brings.
 
-    def __init__(self, include_path: str | None) -> None:
+    Args:
+        include_path: A folder of them.
+        run: The run's folder that they came with; they read nothing outside of it and of their own. None: the user has named them.
+    """
+
+    def __init__(self, include_path: str | None, run: Path | None = None) -> None:
+        self.run = run
+        self.code: dict[str, list[str]] = {}
         self.by_name: dict[str, list[Task]] = {}
         self.folders: list[Path] = []
         self.unsafe: set[str] = set()
@@ -118,9 +147,14 @@ class LocalTasks:
             EvaluationError: It holds none.
         """
         missing: list[str] = []
-        config = _read_task_file(path, missing)
+        code: list[str] = []
+        within = None if self.run is None else (self.run, path.resolve().parent, lm_eval_folder())
+        config = _read_task_file(path, missing, code, within)
         task = _task_of(path, config)
-        self._problems[task.given] = [*problems_of(path, config), *missing]
+        outside = [] if within is None else [file for part in parts_of(config) for file in files_outside(part, within)]
+        problems = [f"{path} reads {file}. {_OUTSIDE}" for file in outside] or problems_of(path, config)
+        self._problems[task.given] = [*problems, *missing]
+        self.code[task.given] = code
         self._members[task.given] = members(config, ()) if "group" in config else []
         if "group" in config and folder not in self.folders:
             self.folders.append(folder)
@@ -133,11 +167,17 @@ class LocalTasks:
 
     def problems(self, task: Task) -> list[str]:
         """What is wrong with a task, or with the tasks of the user's that a group of the user's has in it."""
-        found, seen, left = [], set[str](), [task.given]
+        return [problem for given in self._reached(task) for problem in self._problems.get(given, [])]
+
+    def code_in(self, task: Task) -> list[str]:
+        """What a task, or a task of the user's in a group, runs of its author's code."""
+        return [words for given in self._reached(task) for words in self.code.get(given, [])]
+
+    def _reached(self, task: Task) -> list[str]:
+        found, left = list[str](), [task.given]
         while left:
             given = left.pop()
-            if given not in seen:
-                seen.add(given)
-                found += self._problems.get(given, [])
+            if given not in found:
+                found.append(given)
                 left += [part.given for name in self._members.get(given, ()) for part in self.by_name.get(name, ())]
         return found

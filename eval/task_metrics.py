@@ -23,11 +23,17 @@ OF_EVALUATE = frozenset(
 
 
 @cache
-def _registering(function: str) -> tuple[ast.Call, ...]:
-    """The calls in lm_eval's metrics.py that give a name, read from its source: importing it takes seconds."""
+def lm_eval_folder() -> Path:
+    """Where lm_eval is installed."""
     spec = find_spec("lm_eval")
     assert spec is not None and spec.origin is not None
-    tree = ast.parse((Path(spec.origin).parent / "api" / "metrics.py").read_text(encoding="utf-8"))
+    return Path(spec.origin).parent.resolve()
+
+
+@cache
+def _registering(function: str) -> tuple[ast.Call, ...]:
+    """The calls in lm_eval's metrics.py that give a name, read from its source: importing it takes seconds."""
+    tree = ast.parse((lm_eval_folder() / "api" / "metrics.py").read_text(encoding="utf-8"))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return tuple(call for call in calls if isinstance(call.func, ast.Name) and call.func.id == function)
 

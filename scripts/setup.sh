@@ -6,6 +6,7 @@
 # PYTHON=/path/to/python3.12 chooses the interpreter (3.11 or newer).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$root/scripts/safe_path.sh"
 venv=$root/.venv
 wanted=$(cat "$root/requirements.lock" "$root/pyproject.toml" | sha256sum | cut -d' ' -f1)
 if [ "$(cat "$venv/installed" 2>/dev/null)" = "$wanted" ]; then exit 0; fi

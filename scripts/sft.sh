@@ -18,6 +18,7 @@
 # others write to outputs/RECIPE/RUN/logs/rank-N.log. Whichever fails first is shown, with its rank and machine.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$root/scripts/safe_path.sh"
 bash "$root/scripts/setup.sh"
 # DeepSpeed finds ninja, and a user torchrun, by PATH.
 export PATH="$root/.venv/bin:$PATH"

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from sft.consent import check_consents
 from sft.errors import RunError
 from sft.job import Job
 from sft.recipe_changes import Change, differences, recipe_differences
@@ -51,10 +52,16 @@ def start_again(folder: Path, overrides: Sequence[str]) -> tuple[Path, list[str]
         The recipe's path and all overrides.
 
     Raises:
-        RunError: The folder holds no run, or its working directory is gone.
+        RunError: The folder holds no run, its working directory is gone, or code would run that only its recipe allows.
     """
     run = find_run(folder)
-    record = run.record
+    record, recipe = run.record, run.recipe()
+    consents = {
+        "model.trust_remote_code": recipe.model.trust_remote_code,
+        "eval.confirm_run_unsafe_code": recipe.eval.confirm_run_unsafe_code,
+        "eval.confirm_run_task_code": recipe.eval.confirm_run_task_code,
+    }
+    check_consents(run.path, [key for key, given in consents.items() if given], overrides)
     place = Path(record.get("working_directory") or Path.cwd())
     if not place.is_dir():
         raise RunError(
@@ -65,7 +72,7 @@ def start_again(folder: Path, overrides: Sequence[str]) -> tuple[Path, list[str]
     words = [word for word in record["overrides"] if not word.startswith(_DECIDED_ANEW)]
     name = run.path.name if is_left(record) else _free_name(run)
     words += [f"tracking.run_name={name if isinstance(yaml.safe_load(name), str) else repr(name)}", "train.resume=auto"]
-    if Path(run.recipe().output_dir).expanduser().resolve() != run.output_dir:
+    if Path(recipe.output_dir).expanduser().resolve() != run.output_dir:
         words.append(f"output_dir={run.output_dir}")
     return run.recipe_file, [*words, *overrides]
 

@@ -20,6 +20,7 @@ from typing import Any
 from sft.errors import RecipeError, run_main
 from sft.recipe_changes import differences
 from sft.run_directory import Run, find_run, read_json
+from sft.visible import visible_line
 
 # Of the keys that may change in a run that goes on, those that say who computes what do count here.
 PLACES = (
@@ -59,12 +60,17 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) != 2 or any(word.startswith("-") for word in argv):
         raise RecipeError("usage: python -m sft.diff RUN_A RUN_B, for example outputs/tiny/latest outputs/tiny/first")
     a, b = (find_run(Path(word)) for word in argv)
-    print(f"A: {_told(a)}\nB: {_told(b)}\n")
+    print(f"A: {visible_line(_told(a))}\nB: {visible_line(_told(b))}\n")
     differs = False
     for section in SECTIONS:
         finding = section(a, b)
         differs = differs or finding.differs
-        print(f"{finding.title:<10}{finding.summary}", *(f"  {line}" for line in finding.lines), sep="\n", flush=True)
+        print(
+            f"{finding.title:<10}{finding.summary}",
+            *(f"  {visible_line(line)}" for line in finding.lines),
+            sep="\n",
+            flush=True,
+        )
     print(f"\n{'The runs differ.' if differs else 'The runs are the same.'}")
     sys.exit(int(differs))
 

@@ -32,6 +32,7 @@ from typing import NoReturn
 
 from sft.credentials import redact
 from sft.rank_logs import is_rank, tell_crash, tell_message
+from sft.visible import visible
 
 EXIT_CRASHED = 1
 EXIT_USER_ERROR = 2
@@ -254,9 +255,9 @@ def users_mistakes_end_cleanly() -> Iterator[None]:
             stop(EXIT_USER_ERROR)
         if not is_rank():
             told = "".join(traceback.format_exception(error))
-            if redact(told) == told:
+            if visible(redact(told)) == told:
                 raise
-            print(redact(told), file=sys.stderr, flush=True)
+            print(visible(redact(told)), file=sys.stderr, flush=True)
             stop(EXIT_CRASHED)
         tell_crash(error)
         stop(EXIT_CRASHED)

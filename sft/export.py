@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sft.consent import check_model_code
 from sft.errors import ExportError, did_you_mean, run_main
 from sft.export_folder import Made, check_output, make_folder
 from sft.export_source import Exported, find_exported, find_run_to_export
+from sft.visible import visible_line
 
 TARGETS = ("merged", "vllm", "ollama", "hub")
 _ONLY = {
@@ -64,10 +66,15 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--checkpoints", metavar="all|N,M", help="hub: also these, each on a branch checkpoint-N")
     parser.add_argument("--public", action="store_true", help="hub: anybody may read it")
     parser.add_argument("--dry-run", action="store_true", help="hub: list what would be uploaded; contacts nobody")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the Python files of the run's model")
     arguments = parser.parse_args(argv)
     if arguments.to not in TARGETS:
         raise ExportError(
             f"--to {arguments.to} is no target{did_you_mean(arguments.to, list(TARGETS), '.')} There are: {', '.join(TARGETS)}."
+        )
+    if arguments.name is not None and visible_line(arguments.name) != arguments.name:
+        raise ExportError(
+            f"--name {visible_line(arguments.name)} has characters that nobody sees. Name the model in letters that can be seen."
         )
     for name, targets in _ONLY.items():
         if getattr(arguments, name) and arguments.to not in targets:
@@ -84,6 +91,8 @@ def main(argv: Sequence[str]) -> None:
     # transformers and peft speak of names of their own that will change.
     warnings.simplefilter("ignore", FutureWarning)
     run = find_run_to_export(arguments.run)
+    trusted: bool = arguments.trust_remote_code
+    check_model_code(run.path, run.recipe().model.trust_remote_code, trusted, "--trust-remote-code")
     if arguments.to == "hub":
         from sft.export_hub import upload
 

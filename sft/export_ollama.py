@@ -64,7 +64,7 @@ class Import:
                 "exported."
             )
         lines = [
-            f"# ollama create {self.name} -f Modelfile",
+            f"# ollama create {shlex.quote(self.name)} -f Modelfile",
             f"# The template writes what the model's own chat template writes, compared on {agreement.conversations} "
             f"kinds of conversations.",
             *(f"# Not the same: {one}." for one in agreement.differs),

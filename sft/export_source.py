@@ -54,7 +54,7 @@ class Exported:
     @property
     def title(self) -> str:
         """The recipe's name."""
-        return str(self.run.record.get("recipe") or self.run.path.parent.name)
+        return self.run.recipe_name
 
     @property
     def adapter(self) -> Path | None:

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from sft import interruption
 from sft.asked_by_file import began, forget_stale
+from sft.consent import OWN_RUN
 from sft.errors import EXIT_CRASHED, EXIT_GATE, EXIT_TERMINATED, Interrupted, RunError, run_main
 from sft.interruption import held_back
 from sft.job import Job
@@ -36,6 +37,7 @@ def become_finish(run: Run) -> NoReturn:
         for name, value in os.environ.items()
         if name not in LAUNCHED and not name.startswith(("TORCHELASTIC", "ACCELERATE_", "FSDP_"))
     }
+    environment[OWN_RUN] = str(run.path.resolve())
     sys.stdout.flush()
     sys.stderr.flush()
     with held_back():

@@ -34,6 +34,7 @@ from sft.run_directory import Run
 from sft.search import search
 from sft.search_cache import find_answer, is_searched
 from sft.torchrun import check_port, choose_rendezvous, start
+from sft.visible import visible_line
 
 DEFAULT_RECIPE = "recipes/tiny.yaml"
 DEFAULT_START_TIMEOUT = 50
@@ -72,7 +73,7 @@ def main(argv: Sequence[str]) -> None:
     check_port(layout)
     check_start(job)
     for line in told_differences(job):
-        print(line, flush=True)
+        print(visible_line(line), flush=True)
     if layout.nodes > 1:
         meet_machines(job, layout)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from sft.export_source import Exported
 from sft.generation import sampling, stop_tokens, text_config
 from sft.public_recipe import is_hub_id, public_name, public_recipe
 from sft.sources import is_on_hub
+from sft.visible import visible
 
 CARD = "README.md"
 CURVE = "loss.png"
@@ -36,6 +38,7 @@ def write_card(
     from huggingface_hub import ModelCard
 
     from eval.curve import draw_curve
+    from eval.markdown import text
     from eval.recorded import read_run
 
     of = read_run(source.run)
@@ -49,16 +52,16 @@ def write_card(
         "Evaluation": lambda: _evaluation(source, of),
         "Versions": lambda: _versions(of),
     }
-    lines = [f"# {source.title}", "", _summary(source)]
+    lines = [f"# {text(source.title)}", "", _summary(source)]
     for name, section in sections.items():
         lines += ["", f"## {name}", "", *section()]
     head = metadata(source, license_id)
-    text = redact(f"---\n{head.to_yaml()}\n---\n\n" + "\n".join(lines) + "\n")
+    card = redact(f"---\n{head.to_yaml()}\n---\n\n" + "\n".join(lines) + "\n")
     try:
-        ModelCard(text)
+        ModelCard(card)
     except (ValueError, TypeError) as error:
         raise ExportError(f"The card's head is not valid: {str(error).splitlines()[0]}") from None
-    (folder / CARD).write_text(text, encoding="utf-8")
+    (folder / CARD).write_text(card, encoding="utf-8")
 
 
 def metadata(source: Exported, license_id: str | None) -> Any:
@@ -102,9 +105,12 @@ def _summary(source: Exported) -> str:
         if source.recipe.model.lora is None
         else f"LoRA adapters of rank {source.recipe.model.lora.r}, merged"
     )
+    from eval.blocks import code
+    from eval.markdown import line_of, text
+
     base = public_name(source.base.name_or_path)
-    named = f"[{base}](https://huggingface.co/{base})" if is_hub_id(base) else base
-    revision = f", revision `{source.base.revision}`" if source.base.revision else ""
+    named = f"[{base}](https://huggingface.co/{base})" if is_hub_id(base) else text(base)
+    revision = f", revision {line_of(code(source.base.revision))}" if source.base.revision else ""
     part = f" This is its checkpoint after {source.step} steps." if source.step is not None else ""
     return f"{named}{revision}, fine-tuned ({method}) on conversations by supervised learning.{part}"
 
@@ -152,6 +158,9 @@ def _training(source: Exported, of: Any, points: list[dict[str, Any]]) -> list[s
     from eval.markdown import lines_of
     from eval.recorded import get
 
+    recipe = visible(public_recipe(source.recipe))
+    # A text in the recipe may hold a fence, and end this one.
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", recipe)), default=0))
     record = of.record
     gpu = get(record, "hardware", "gpu", "name")
     rows: dict[str, Line] = {
@@ -165,9 +174,9 @@ def _training(source: Exported, of: Any, points: list[dict[str, Any]]) -> list[s
         *([f"![Loss and learning rate over optimizer steps]({CURVE})", ""] if points else []),
         *lines_of(facts(rows)),
         "",
-        "```yaml",
-        *public_recipe(source.recipe).splitlines(),
-        "```",
+        f"{fence}yaml",
+        *recipe.splitlines(),
+        fence,
     ]
 
 
@@ -232,7 +241,7 @@ def _evaluation(source: Exported, of: Any) -> list[str]:
         f"settings `{str(comparison.get('settings_hash', ''))[:12]}`).",
     ]
     if comparison.get("note"):
-        lines += ["", str(comparison["note"])]
+        lines += ["", text(str(comparison["note"]))]
     missing = comparison.get("not_measured") or {}
     return [*lines, "", f"Not measured: {', '.join(map(text, missing))}."] if missing else lines
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from shlex import join
 from typing import Any
 
+from sft.consent import OWN_RUN
 from sft.continuation import FILE, resolve_continuation
 from sft.errors import RecipeError, RunError
 from sft.inside import check_inside, remove
@@ -24,9 +25,6 @@ from sft.recipe import Recipe
 from sft.recipe_changes import Change, check_allowed_changes, not_allowed, recipe_differences
 from sft.resume import checkpoints_of
 from sft.run_directory import EVALUATION_LEFT, INCOMPLETE, Run, read_json
-
-OWN_RUN = "SFT_OWN_RUN"
-"""Names the folder of the run that this job has opened before: it goes back to a checkpoint, or its launcher has started it again."""
 
 _TAKEN = "exists already and is not written over. Choose another tracking.run_name, or remove the folder."
 _SHOWN = 5

@@ -27,6 +27,7 @@ from sft.hardware import Hardware
 from sft.parallelism import resolve_sequence_parallel, resolve_tensor_parallel
 from sft.recipe import Recipe
 from sft.resolved import Resolved, Searched, stated
+from sft.visible import visible_line
 from sft.weights import resolve_gradients, resolve_weights
 from sft.zero import DeepSpeedFile, check_deepspeed
 
@@ -127,7 +128,7 @@ def _kernels(recipe: Recipe, hardware: Hardware) -> Resolved[str]:
     if hardware.gpu is None:
         return Resolved(
             "none",
-            f"{reason}, liger: its kernels do not run on a CPU; plain layers give the same result",
+            f"{reason} asks for liger, whose kernels do not run on a CPU; plain layers give the same result",
         )
     return Resolved("liger", f"{reason}: fused RMSNorm, RoPE and SwiGLU; the loss path is TRL's fused head")
 
@@ -382,7 +383,7 @@ def print_plan(plan: Plan, title: str, notes: Sequence[str] = (), every: bool = 
     if every:
         console.print(_table(plan, title))
     else:
-        console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True, highlight=False)
+        console.print(f"[bold]{escape(visible_line(title))}[/bold]", soft_wrap=True, highlight=False)
         notes = [*_in_short(plan), *notes]
     for note in notes:
         console.print(escape(note), soft_wrap=True, highlight=False)
@@ -397,7 +398,7 @@ def _in_short(plan: Plan) -> list[str]:
         *(
             f"Note: {decision['name']} {decision['value']}: {decision['reason']}"
             for decision in plan.decisions()
-            if decision["reason"].startswith(("WARNING", "the recipe asks for", "the default asks for"))
+            if decision["reason"].startswith(("WARNING", "the recipe asks for"))
         ),
     ]
 
@@ -407,12 +408,12 @@ def _table(plan: Plan, title: str) -> Any:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=escape(title), title_justify="left", box=SIMPLE, title_style="bold")
+    table = Table(title=escape(visible_line(title)), title_justify="left", box=SIMPLE, title_style="bold")
     for column in ("decision", "value", "why"):
         table.add_column(column, overflow="fold", no_wrap=column == "decision")
     for decision in plan.decisions():
         value = {None: "not known yet", True: "on", False: "off"}.get(decision["value"], decision["value"])
         # 1 == True and 0 == False as dictionary keys, but a count of one is a number.
         shown = value if isinstance(decision["value"], bool | None) else decision["value"]
-        table.add_row(decision["name"], escape(str(shown)), escape(decision["reason"]))
+        table.add_row(decision["name"], escape(visible_line(str(shown))), escape(visible_line(decision["reason"])))
     return table

@@ -27,6 +27,7 @@ from pathlib import Path
 from stat import S_ISDIR
 
 from sft.credentials import redact
+from sft.visible import visible
 
 ENDING = "failed.json"
 """Which rank ended the job first, in the run's logs/."""
@@ -253,7 +254,7 @@ def tell_message(message: str, lost: bool = False) -> None:
         message: For the user.
         lost: This rank has only lost the others: who was the reason, or the launcher, may speak first.
     """
-    message = redact(message)
+    message = visible(redact(message))
     if not is_rank():
         print(f"\n{message}", file=sys.stderr, flush=True)
         return
@@ -268,7 +269,7 @@ def tell_crash(error: BaseException) -> None:
 
     A rank that only lost the others waits: who was the reason speaks, or the launcher tells which process is gone.
     """
-    told = redact("".join(traceback.format_exception(error)).rstrip())
+    told = visible(redact("".join(traceback.format_exception(error)).rstrip()))
     _keep(told)
     if is_echo(error):
         _wait_for_the_reason()

@@ -102,6 +102,7 @@ _ALSO_DURING = (
     "apply_chat_template",
     "system_instruction",
     "seed",
+    "confirm_run_task_code",
 )
 
 
@@ -173,6 +174,9 @@ class Evaluation(Section):
 
     confirm_run_unsafe_code: bool = False
     """Allow tasks that run the code a model wrote, on this machine, within limits: docs/evaluation-code.md."""
+
+    confirm_run_task_code: bool = False
+    """Allow the Python code that task files of one's own bring along: `!function`, and metrics that are loaded by a name on the hub."""
 
     chat: ChatOrNot = Chat()
     """Have base and tuned model answer some prompts after training, and look whether the answers end. `false`: not."""

@@ -17,8 +17,8 @@ from typing import NoReturn
 import psutil
 
 from sft import distributed, interruption, rank_logs
+from sft.consent import OWN_RUN
 from sft.errors import Interrupted
-from sft.opening import OWN_RUN
 from sft.recipe import Tracking
 from sft.run_directory import Run
 from sft.tracking import finish_trackers

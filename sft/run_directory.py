@@ -20,6 +20,7 @@ from sft.errors import RunError
 from sft.inside import check_inside
 from sft.recipe import Recipe
 from sft.recipe_file import parse_recipe
+from sft.visible import is_plain_name, visible_line
 
 INCOMPLETE = ".incomplete"
 """In <run>/checkpoints: one that is being written, or was when its process was killed."""
@@ -126,6 +127,21 @@ class Run:
         return self.path / "report.html"
 
     @property
+    def recipe_name(self) -> str:
+        """Of the recipe that it came from: files and folders are named after it.
+
+        Raises:
+            RunError: run.json has one that cannot be the name of a recipe's file.
+        """
+        name = self.record.get("recipe") or self.path.parent.name
+        if not isinstance(name, str) or not is_plain_name(name):
+            raise RunError(
+                f"{self.path / 'run.json'}: recipe: {name!r} cannot be the name of a recipe's file, which other files are named after. "
+                "Correct it, or take the line out."
+            )
+        return name
+
+    @property
     def record(self) -> dict[str, Any]:
         """run.json: status, command, overrides, versions, hardware, data, timings."""
         record: dict[str, Any] = read_json(self.path / "run.json")
@@ -211,10 +227,15 @@ def find_run(path: Path) -> Run:
     """The run in a folder that the user named.
 
     Raises:
-        RunError: There is none, or it holds links that lead out of it.
+        RunError: There is none, it holds links that lead out of it, or its name has hidden characters.
     """
     path = path.expanduser().resolve()
     if not (path / "run.json").is_file():
         raise RunError(f"{path} is not the folder of a run: it holds no run.json.")
+    for name in (path.name, path.parent.name):
+        if name and visible_line(name) != name:
+            raise RunError(
+                f"The folder {visible_line(str(path))} has characters in its name that nobody sees. Rename it."
+            )
     check_inside(path)
     return Run(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
@@ -16,9 +15,8 @@ from sft.prepared import Prepared
 from sft.recipe import Recipe
 from sft.sources import place
 from sft.store import DocumentStore, SequenceIndex
+from sft.visible import visible, visible_line
 
-# What a terminal would obey, but for line breaks and tabs.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _TRAINED, _MASKED, _SPECIAL, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[7m", "\x1b[0m"
 
 
@@ -34,7 +32,9 @@ def summary_lines(prepared: Prepared) -> list[str]:
         f"Data: {rows['used']} of {rows['in']} rows used{held_out}{dropped}; {used} tokens, {tokens['trained']} of them trained, "
         f"{tokens['truncated']} truncated, {tokens['dropped']} dropped{packs}."
     )
-    not_read = [f"Not read: {columns} of {path}" for path, columns in prepared.summary["not_read"].items()]
+    not_read = [
+        f"Not read: {visible_line(f'{columns} of {path}')}" for path, columns in prepared.summary["not_read"].items()
+    ]
     return [line, *not_read, *finding_lines(prepared)]
 
 
@@ -44,7 +44,7 @@ def finding_lines(prepared: Prepared) -> list[str]:
     for finding in prepared.findings:
         where = _places(finding["rows"][:3]) + (", ..." if finding["count"] > 3 else "")
         detail = f" ({finding['detail']})" if finding["detail"] else ""
-        lines.append(f"Note: {finding['count']} x {finding['meaning']}{detail}: {where}")
+        lines.append(visible_line(f"Note: {finding['count']} x {finding['meaning']}{detail}: {where}"))
     return lines
 
 
@@ -80,7 +80,7 @@ def show(prepared: Prepared, recipe: Recipe, tokenizer: Any, count: int) -> None
         starts = [(int(start), str(name)) for start, name in prepared.summary["file_starts"][source]]
         where = place(sources[source].path, starts, int(record["row"]))
         cut = f", {record['cut']} cut off" if record["cut"] else ""
-        print(f"── {where}: {record['length']} tokens, {record['trained']} of them trained{cut}")
+        print(f"── {visible_line(where)}: {record['length']} tokens, {record['trained']} of them trained{cut}")
         print(marked_text(*store.document(int(document)), tokenizer, colours))
         print()
     legend = "green: trained, dim: not trained, reversed: special tokens" if colours else "[[...]]: trained"
@@ -109,8 +109,8 @@ def marked_text(ids: np.ndarray, trained: np.ndarray, tokenizer: Any, colours: b
         if int(ids[start]) not in special:
             text = control.marked(text)
         is_trained, is_special = bool(trained[start]), int(ids[start]) in special
+        text = visible(text)
         if colours:
-            text = _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
             style = (_TRAINED if is_trained else _MASKED) + (_SPECIAL if is_special else "")
             # Each line by itself: a pager would lose the colour at the line's end.
             pieces.append("\n".join(f"{style}{line}{_PLAIN}" if line else "" for line in text.split("\n")))
@@ -147,7 +147,7 @@ def print_ledger(ledger: dict[str, Any]) -> None:
     table = Table(title="Token ledger", title_justify="left", box=SIMPLE, title_style="bold")
     table.add_column("", no_wrap=True)
     for account in accounts:
-        table.add_column(escape(account["source"]), justify="right", overflow="fold")
+        table.add_column(escape(visible_line(account["source"])), justify="right", overflow="fold")
     for label, values in _ledger_rows(accounts):
         table.add_row(label, *values)
     console = Console() if sys.stdout.isatty() else Console(width=max(80, 50 + 24 * len(accounts)))

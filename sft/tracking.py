@@ -8,6 +8,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+from sft.errors import RunError
 from sft.recipe import Tracking
 from sft.run_directory import Run
 
@@ -62,12 +63,21 @@ def set_up_trackers(tracking: Tracking, run: Run) -> list[str]:
 
     Returns:
         Lines to tell the user.
+
+    Raises:
+        RunError: The run's folder brings settings of wandb's along.
     """
     notes = []
     if "tensorboard" in tracking.report_to:
         os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.path / "tensorboard")
         notes.append(f"tensorboard: tensorboard --logdir {run.path / 'tensorboard'}")
     if "wandb" in tracking.report_to:
+        settings = run.path / "wandb" / "settings"
+        if settings.exists():
+            raise RunError(
+                f"{settings} would decide where wandb sends this run and its key, and a run's folder may be somebody else's: neither this "
+                "program nor wandb has written it in a training. Remove it; your own settings are in ~/.config/wandb."
+            )
         os.environ["WANDB_PROJECT"] = tracking.project
         os.environ["WANDB_DIR"] = str(run.path)
         _name_wandb_run(run)

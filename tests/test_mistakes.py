@@ -233,12 +233,13 @@ def not_found_out(*_: object) -> None:
 def test_a_mistake_ends_in_one_message_before_torch_is_imported(name: str, tmp_path: Path) -> None:
     mistake = LISTED[name]
     words = prepare(tmp_path, mistake)
-    # `python -m` looks here first: whoever imports torch falls over this.
-    (tmp_path / "torch.py").write_text("raise AssertionError('torch was imported')\n")
+    # Python looks here first: whoever imports torch falls over this.
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "torch.py").write_text("raise AssertionError('torch was imported')\n")
     ended = subprocess.run(
         [sys.executable, "-m", "sft.launch", *words],
         cwd=tmp_path,
-        env=os.environ | mistake.environment,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "path")} | mistake.environment,
         capture_output=True,
         text=True,
         timeout=60,

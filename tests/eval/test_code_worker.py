@@ -414,7 +414,8 @@ def test_the_task_that_the_docs_show_is_scored_within_the_limits(tmp_path: Path,
     rows.write_text(rows.read_text() + rows.read_text().replace("double", "twice"))
     (tmp_path / "my_code.yaml").write_text("#" + task.replace("/data/my_code.jsonl", str(rows)))
     (tmp_path / "utils.py").write_text("#" + code)
-    selection = check_tasks(Evaluation(tasks=(str(tmp_path / "my_code.yaml"),), confirm_run_unsafe_code=True), tmp_path)
+    consents = {"confirm_run_unsafe_code": True, "confirm_run_task_code": True}
+    selection = check_tasks(Evaluation(tasks=(str(tmp_path / "my_code.yaml"),), **consents), tmp_path)
     tasks = load_tasks(selection, settings("my_code"), True, tmp_path / "log")
     assert tasks.generated_code["outside_these_limits"] == []
     answers = {"def double(x):\n": "    return 2 * x\n", "def twice(x):\n": "    return x\n"}

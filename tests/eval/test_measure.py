@@ -30,7 +30,7 @@ def measure(
     model: Path, reference: Reference, output: Path, *tasks: Path, change: dict[str, Any] | None = None, **keys: object
 ) -> dict[str, Any]:
     """results.json of a model, asked through the reference's tokenizer."""
-    evaluation = Evaluation.model_validate({"tasks": tuple(map(str, tasks)), **keys})
+    evaluation = Evaluation.model_validate({"tasks": tuple(map(str, tasks)), "confirm_run_task_code": True, **keys})
     selection = check_tasks(evaluation, output.parent)
     settings = replace(resolve_settings(evaluation, selection, reference, on_gpu=False), **(change or {}))
     log = output.with_name("lm_eval.log")

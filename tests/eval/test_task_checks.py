@@ -91,7 +91,8 @@ def test_a_task_that_cannot_be_measured_is_refused_with_its_reason(
     ],
 )
 def test_a_task_that_can_be_measured_is_taken(keys: dict[str, object], write_task: WriteTask, tmp_path: Path) -> None:
-    assert check_tasks(Evaluation(tasks=(str(write_task("mine", **keys)),)), tmp_path).tasks
+    evaluation = Evaluation(tasks=(str(write_task("mine", **keys)),), confirm_run_task_code=True)
+    assert check_tasks(evaluation, tmp_path).tasks
 
 
 def test_all_that_is_wrong_is_told_at_once(write_task: WriteTask, tmp_path: Path) -> None:
@@ -137,7 +138,7 @@ def test_a_function_that_is_there_is_taken(code: str, write_task: WriteTask, tmp
     path = write_task("mine", doc_to_text=None)
     path.write_text(path.read_text() + "doc_to_text: !function utils.answer\n")
     path.with_name("utils.py").write_text(code)
-    assert check_tasks(Evaluation(tasks=(str(path),)), tmp_path).tasks
+    assert check_tasks(Evaluation(tasks=(str(path),), confirm_run_task_code=True), tmp_path).tasks
 
 
 def test_what_a_group_of_ones_own_has_in_it_is_looked_at(write_task: WriteTask, tmp_path: Path) -> None:

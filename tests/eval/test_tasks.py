@@ -125,7 +125,7 @@ def test_a_metric_that_cannot_be_had_costs_only_its_task_and_before_anything_is_
 ) -> None:
     near = write_task("near")
     far = write_task("far", metric_list=[{"metric": "nobody/zzz", "aggregation": "mean", "higher_is_better": True}])
-    loaded = load(settings(), tmp_path, near, far)
+    loaded = load(settings(), tmp_path, near, far, confirm_run_task_code=True)
     assert list(loaded.by_name) == ["near"]
     assert "`metric: nobody/zzz` is none of lm_eval, and `evaluate` cannot load it here" in loaded.missing["far"]
 

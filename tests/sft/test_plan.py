@@ -348,7 +348,8 @@ def test_the_table_shows_every_decision(make_recipe: MakeRecipe, capsys: pytest.
     plan = resolve_plan(make_recipe("train.global_batch_size=1", "train.max_steps=1"), cpu(), QWEN)
     print_plan(plan, "a title with [brackets]", ["and a note"])
     shown = capsys.readouterr().out
-    rows = {line.split()[0]: line.split()[1] for line in shown.splitlines() if line.startswith("  ") and line.split()}
+    words = [line.split() for line in shown.splitlines() if line.startswith("  ")]
+    rows = {line[0]: line[1] for line in words if len(line) > 1}
     for decision in plan.decisions():
         assert decision["name"] in rows
     # A count of one is a number, and a switch a word.
@@ -360,8 +361,12 @@ def test_the_table_shows_every_decision(make_recipe: MakeRecipe, capsys: pytest.
 def test_a_start_shows_the_plan_in_a_line_and_what_is_not_as_asked(
     make_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for hardware, different in ((cpu(), ["kernels"]), (gpus(8), [])):
-        plan = resolve_plan(make_recipe(), hardware, QWEN)
+    for hardware, words, different in (
+        (cpu(), ["model.kernels=liger"], ["kernels"]),
+        (cpu(), [], []),
+        (gpus(8), [], []),
+    ):
+        plan = resolve_plan(make_recipe(*words), hardware, QWEN)
         print_plan(plan, "a title with [brackets]", ["and a note"], every=False)
         title, line, *notes = capsys.readouterr().out.splitlines()
         assert title == "a title with [brackets]"

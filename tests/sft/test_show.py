@@ -115,13 +115,14 @@ def test_brackets_open_and_close_where_the_mask_changes(mask: list[int], make_re
     assert text == expected
 
 
-def test_what_a_row_says_to_a_terminal_is_not_said_to_it(make_recipe: MakeRecipe) -> None:
-    """It could clear the screen, change the title, or hide a part of itself."""
+@pytest.mark.parametrize("colours", [True, False])
+def test_what_a_row_says_to_a_terminal_is_not_said_to_it(colours: bool, make_recipe: MakeRecipe) -> None:
+    """It could clear the screen, change the title, or hide a part of itself; also from a file that is shown later."""
     tokenizer = load_tokenizer(make_recipe())
-    row = "w\x1b[2Jv\x1b]0;title\x07y\rz"
+    row = "w\x1b[2Jv\x1b]0;title\x07y\rz\u202e"
     ids = np.array(tokenizer(row, add_special_tokens=False)["input_ids"], np.int32)
-    shown = ESCAPE.sub("", marked_text(ids, np.ones(len(ids), np.uint8), tokenizer, colours=True))
-    assert not set("\x1b\x07\r") & set(shown)
+    shown = ESCAPE.sub("", marked_text(ids, np.ones(len(ids), np.uint8), tokenizer, colours))
+    assert not set("\x1b\x07\r\u202e") & set(shown)
     assert [letter for letter in shown if letter in "wvyz"] == list("wvyz")
 
 

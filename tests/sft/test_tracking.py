@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from sft.errors import RunError
 from sft.recipe import Tracking
 from sft.run_directory import Run
 from sft.tracking import set_up_trackers
@@ -32,6 +33,13 @@ def test_wandb_is_offline_where_nobody_is_logged_in_and_says_how_to_go_on(tmp_pa
     assert os.environ["WANDB_PROJECT"] == "mine"
     assert os.environ["WANDB_DIR"] == str(tmp_path)
     assert f"wandb sync {tmp_path}/wandb/offline-run-*" in note
+
+
+def test_settings_that_came_with_a_run_send_no_key_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "settings").write_text("[default]\nbase_url = https://elsewhere\n")
+    with pytest.raises(RunError, match=r"wandb/settings would decide where wandb sends this run and its key"):
+        set_up_trackers(Tracking(report_to=("wandb",)), Run(tmp_path))
 
 
 def test_wandb_is_online_for_who_is_logged_in_and_no_key_is_shown(

@@ -139,6 +139,9 @@ def test_a_measurement_that_was_left_off_is_made_when_the_run_goes_on(recipe: Pa
     assert [line["step"] for line in steps if "eval" in line] == [2, 4]
 
 
+CONSENT = "eval.confirm_run_task_code=true"
+
+
 def failing_after(recipe: Path, calls: int) -> str:
     """An override: what is measured, one task whose code fails after so many documents among it."""
     recipe.with_name("scores.py").write_text(
@@ -152,7 +155,9 @@ def failing_after(recipe: Path, calls: int) -> str:
 
 def test_a_task_that_fails_on_the_way_costs_its_own_figures_alone(recipe: Path, ranks: Ranks) -> None:
     failing = failing_after(recipe, 5)
-    told = ranks.run(2, ["sft.train", recipe, failing, "train.deepspeed=zero3", "tracking.run_name=fails"])["stdout"]
+    told = ranks.run(2, ["sft.train", recipe, failing, CONSENT, "train.deepspeed=zero3", "tracking.run_name=fails"])[
+        "stdout"
+    ]
     assert "step 2: broken was not measured (StopIteration). The training goes on" in told
     run = Run(recipe.parent / "outputs" / "job" / "fails")
     found = lines(run)
@@ -165,7 +170,7 @@ def test_a_task_that_fails_on_the_way_costs_its_own_figures_alone(recipe: Path, 
 
 def test_a_task_that_fails_before_the_first_step_ends_the_run_there(recipe: Path, ranks: Ranks) -> None:
     failing = failing_after(recipe, 3)
-    told = ranks.run(2, ["sft.train", recipe, failing, "tracking.run_name=fails"], expect=2)
+    told = ranks.run(2, ["sft.train", recipe, failing, CONSENT, "tracking.run_name=fails"], expect=2)
     said = told["stdout"] + told["stderr"]
     assert said.count("eval.every_steps: these cannot be measured; nothing is trained yet.\n  broken: ") == 1
     assert "Traceback" not in said

@@ -192,7 +192,7 @@ def scores(results: Path) -> Scores:
 def test_a_run_equals_lm_eval_by_hand(
     number: int, batch_size: int, run: Run, ranks: Ranks, by_hand: Callable[..., Scores]
 ) -> None:
-    told = ranks.run(number, ["eval.run", run.path, f"batch_size={batch_size}"])["stdout"]
+    told = ranks.run(number, ["eval.run", run.path, "confirm_run_task_code=true", f"batch_size={batch_size}"])["stdout"]
     assert "The base model has no chat template and was asked through the tuned model's" in told
     (compared,) = run.path.glob("eval/**/comparison.json")
     for kind, model in (("base", STORIES), ("tuned", run.final)):
@@ -208,7 +208,10 @@ def test_a_run_equals_lm_eval_by_hand(
 def test_without_a_chat_template_too(
     number: int, batch_size: int, run: Run, ranks: Ranks, by_hand: Callable[..., Scores]
 ) -> None:
-    ranks.run(number, ["eval.run", run.path, f"batch_size={batch_size}", "apply_chat_template=false"])
+    ranks.run(
+        number,
+        ["eval.run", run.path, "confirm_run_task_code=true", f"batch_size={batch_size}", "apply_chat_template=false"],
+    )
     (compared,) = run.path.glob("eval/**/comparison.json")
     assert scores(compared.parent / "base" / "results.json") == by_hand(STORIES, False, batch_size)
     shutil.rmtree(run.path / "eval")
@@ -217,7 +220,9 @@ def test_without_a_chat_template_too(
 def test_a_base_that_is_asked_with_its_own_prompts_is_asked_plainly(
     run: Run, ranks: Ranks, by_hand: Callable[..., Scores]
 ) -> None:
-    told = ranks.run(1, ["eval.run", run.path, "batch_size=8", "base_template=own"])["stdout"]
+    told = ranks.run(1, ["eval.run", run.path, "confirm_run_task_code=true", "batch_size=8", "base_template=own"])[
+        "stdout"
+    ]
     assert "asked with the tasks' plain prompts" in told
     (compared,) = run.path.glob("eval/**/comparison.json")
     assert scores(compared.parent / "base" / "results.json") == by_hand(STORIES, False, 8)

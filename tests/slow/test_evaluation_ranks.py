@@ -107,7 +107,7 @@ def test_each_document_is_asked_once_with_the_same_prompt_and_written_in_order(r
 def test_an_error_on_one_process_costs_the_task_and_is_told_once(run: Run, ranks: Ranks) -> None:
     broken = write_task(run, "broken", range(4), score="fails_on_the_second")
     whole = write_task(run, "whole", range(3))
-    told = ranks.run(2, ["eval.run", run.path, f"tasks={broken},{whole}"], expect=1)
+    told = ranks.run(2, ["eval.run", run.path, "confirm_run_task_code=true", f"tasks={broken},{whole}"], expect=1)
     assert told["stdout"].count("tuned: broken failed: ValueError: no score for document 1") == 1
     assert "tuned: 3 documents of whole" in told["stdout"]
     assert told["stderr"].count("The evaluation is incomplete. Not measured:\n  broken: ValueError: no score") == 1
@@ -132,7 +132,15 @@ def test_a_mistake_is_told_once_by_all_processes(run: Run, ranks: Ranks) -> None
 
 def start(run: Run, task: Path) -> subprocess.Popen[str]:
     """As a user does, and wait until a task is being scored."""
-    words = [sys.executable, "-m", "eval.run", str(run.path), f"tasks={task}", "processes=2"]
+    words = [
+        sys.executable,
+        "-m",
+        "eval.run",
+        str(run.path),
+        f"tasks={task}",
+        "processes=2",
+        "confirm_run_task_code=true",
+    ]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + 240
     while not (task.parent / "started").exists():

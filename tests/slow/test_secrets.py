@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from sft.recipe import REPOSITORY
 from sft.run_directory import Run
 from tests.slow.conftest import write_recipe
+from tests.test_safe_path import plant
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -51,10 +53,15 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def test_what_the_environment_holds_is_nowhere_in_what_a_run_leaves(recipe: Path, command: Command) -> None:
-    """Training on two ranks, checkpoints, wandb's offline files, prepared data, evaluation, report."""
-    words = ["bash", "scripts/sft.sh", recipe]
+def test_what_the_environment_holds_is_nowhere_in_what_a_run_leaves(
+    recipe: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training on two ranks, checkpoints, wandb's offline files, prepared data, evaluation, report; no module beside the recipe runs."""
+    ran = plant(recipe.parent)
+    monkeypatch.chdir(recipe.parent)
+    words = ["bash", REPOSITORY / "scripts" / "sft.sh", recipe.name]
     told = command(words, NPROC="2", WANDB_MODE="offline", **SECRETS)
+    assert not ran.exists(), ran.read_text()
     run = Run(recipe.parent / "outputs" / "secret" / "planted")
     assert run.record["status"] == "finished"
     assert {path.name for path in run.checkpoints.iterdir()} == {"checkpoint-1", "checkpoint-2"}
