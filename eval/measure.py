@@ -247,7 +247,8 @@ def evaluate_model(
     started = time.monotonic()
     with chatter_to(log):
         model = load_model(target, tokenizer, settings, placement)
-    modules = check_placement(model.model, placement)
+    # lm_eval's vLLM has no model of its own where ray starts several.
+    modules = check_placement(getattr(model, "model", None), placement)
     results = _measure_all(model, target.label, tasks, settings, log, given or {}, strict)
     # Each process has run the programs of its own documents.
     endings = ranks.collect(code_metric().take_endings() if tasks.generated_code else {})

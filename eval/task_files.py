@@ -96,7 +96,9 @@ class LocalTasks:
         self.unsafe: set[str] = set()
         self.unreadable: list[str] = []
         self._problems: dict[str, list[str]] = {}
-        self._members: dict[str, list[str]] = {}
+        self.members: dict[str, list[str]] = {}
+        """Per group, the names in it; a task has none."""
+
         if include_path is None:
             return
         folder = find_file(include_path).resolve()
@@ -121,7 +123,7 @@ class LocalTasks:
         config = _read_task_file(path, missing)
         task = _task_of(path, config)
         self._problems[task.given] = [*problems_of(path, config), *missing]
-        self._members[task.given] = members(config, ()) if "group" in config else []
+        self.members[task.name] = members(config, ()) if "group" in config else []
         if "group" in config and folder not in self.folders:
             self.folders.append(folder)
         metrics = config.get("metric_list")
@@ -139,5 +141,5 @@ class LocalTasks:
             if given not in seen:
                 seen.add(given)
                 found += self._problems.get(given, [])
-                left += [part.given for name in self._members.get(given, ()) for part in self.by_name.get(name, ())]
+                left += [part.given for name in self.members.get(given, ()) for part in self.by_name.get(name, ())]
         return found

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from eval.code_metric import prepare_code_tasks, score_code_within_limits
 from eval.quiet import chatter_to, summary
 from eval.settings import Settings
-from eval.suites import TaskSelection
+from eval.suites import TaskSelection, asked_twice
 from eval.task_errors import metrics_not_found, why_not_loaded
 from eval.task_files import Task
 from eval.task_index import CODE_METRIC
@@ -157,16 +157,6 @@ def _problems_of(task: ConfigurableTask, settings: Settings, run_code: bool) -> 
     return [problem for problem in problems if problem]
 
 
-def _asked_twice(tasks: LoadedTasks) -> list[str]:
-    owners: dict[str, str] = {}
-    measured = [(leaf.task_name, name) for name, items in tasks.by_name.items() for leaf in leaves(items)]
-    return [
-        f"eval.tasks: {leaf} is part of {owners[leaf]} and of {name}. Leave one of them out."
-        for leaf, name in measured
-        if owners.setdefault(leaf, name) != name
-    ]
-
-
 def _parts(manager: TaskManager, name: str) -> list[str]:
     """What a group or tag has in it, where its parts may be reached without each other.
 
@@ -237,7 +227,8 @@ def load_tasks(selection: TaskSelection, settings: Settings, run_code: bool, log
         )
         for task in selection.tasks:
             problems += _load_task(manager, task, tasks, settings)
-    problems += _asked_twice(tasks)
+    # Groups of files that are read only now may share tasks too.
+    problems += asked_twice((leaf.task_name, name) for name, items in tasks.by_name.items() for leaf in leaves(items))
     if problems:
         raise EvaluationError("\n".join(dict.fromkeys(problems)))
     if not tasks.by_name:
