@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from eval.compare import compare
 from eval.contamination import check_contamination
 from eval.flips import find_flips, write_flips
 from eval.gate import judge_gate
-from eval.pairs import Results, Samples
+from eval.pairs import Results, Samples, finite
 from eval.tables import comparison_lines, comparison_table
 from sft.recipe import Evaluation
 from sft.run_directory import Run, read_json, write_json
@@ -27,15 +26,6 @@ def read_samples(folder: Path) -> Samples:
         path.stem.removeprefix("samples_"): [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
         for path in sorted(folder.glob("samples_*.jsonl"))
     }
-
-
-def _finite(value: Any) -> Any:
-    """The same with null for what is infinite or not a number, which JSON does not know."""
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def conclude(run: Run, folder: Path, evaluation: Evaluation, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -67,7 +57,7 @@ def conclude(run: Run, folder: Path, evaluation: Evaluation, tokenizer: PreTrain
     )
     comparison["gate"] = judge_gate(evaluation.gate, comparison)
     write_flips(flips, folder / "flips.jsonl")
-    write_json(folder / run.comparison_file.name, _finite(comparison))
+    write_json(folder / run.comparison_file.name, finite(comparison))
     console = Console()
     console.print(comparison_table(comparison))
     for line in comparison_lines(comparison):

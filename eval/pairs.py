@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from math import exp, isclose, isnan, log
+from math import exp, isclose, isfinite, isnan, log
 from typing import Any
 
 import numpy as np
@@ -98,6 +98,15 @@ class Paired:
 def number(value: object) -> float | None:
     """A score; lm_eval writes "N/A" where it has none."""
     return float(value) if isinstance(value, (int, float)) else None
+
+
+def finite(value: Any) -> Any:
+    """The same with null for what is infinite or not a number, which JSON does not know."""
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def metric_keys(scores: dict[str, Any]) -> list[str]:

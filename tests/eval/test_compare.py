@@ -1,3 +1,4 @@
+import json
 import math
 from io import StringIO
 from math import isclose
@@ -9,6 +10,7 @@ from rich.console import Console
 
 from eval.compare import compare
 from eval.gate import judge_gate
+from eval.pairs import finite
 from eval.tables import comparison_table, scores_table
 from sft.errors import EvaluationError
 from sft.recipe_eval import Gate
@@ -88,6 +90,9 @@ def test_a_perplexity_that_is_not_finite_is_no_improvement(score: float) -> None
     told = judge_gate(gate, compare(base, tuned, {}, {}))
     assert told is not None
     assert not told["passed"]
+    compared = compare(base, tuned, {}, {})
+    assert f"ppl is not finite (base 3.0, tuned {score})" in compared["note"]
+    assert json.loads(json.dumps(finite(compared), allow_nan=False))["metrics"][0]["tuned"] is None
 
 
 def test_without_standard_errors_there_is_no_interval() -> None:
