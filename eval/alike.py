@@ -64,6 +64,12 @@ def check_alike(base: Results, tuned: Results, base_samples: Samples, tuned_samp
                 ]
             )
         )
+    measured = base["results"].keys() & tuned["results"].keys()
+    lost = sorted((base_samples.keys() ^ tuned_samples.keys()) & measured)
+    if lost:
+        raise EvaluationError(
+            f"The samples of {', '.join(lost)} are missing for one of base and tuned. Measure both again with eval.base_cache=false."
+        )
     for task in sorted(base_samples.keys() & tuned_samples.keys()):
         _check_documents(task, base_samples[task], tuned_samples[task], prompts=not own_prompts)
     if treatment is not None and sizes:  # prompts of other lengths leave room for other batches

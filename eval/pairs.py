@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from math import exp, isclose, isfinite, isnan, log
 from typing import Any
@@ -179,30 +179,30 @@ _READINGS = ((_as_mean, False), (_as_perplexity, True), (_as_weighted, True), (_
 LONG_TEXT = 100
 """Characters: a field of a document that is as long is a passage where other documents have the same."""
 
-FEWEST_PASSAGES = 10
-"""With fewer, a shared text is more likely to be an instruction than a passage."""
+INSTRUCTION = 0.1
+"""Share of the documents from which a text that they have in common is an instruction and no passage."""
 
 
 def _passages(samples: list[dict[str, Any]], documents: list[int]) -> np.ndarray | None:
-    """Number the texts that documents share: questions on one passage stand or fall together, and so do copies of a document."""
+    """Number the texts that documents share: questions on one passage stand or fall together, and so do copies of a document.
+
+    The field by which there are the fewest decides.
+    """
     known = {sample["doc_id"]: sample.get("doc") for sample in samples}
-    docs = [known.get(document) for document in documents]
-    names = {name for doc in docs if isinstance(doc, dict) for name in doc}
-    columns = [[str(doc) for doc in docs]] if names else []
-    for name in sorted(names, key=str):
-        texts = [doc.get(name) if isinstance(doc, dict) else None for doc in docs]
-        long = [isinstance(text, str) and len(text) >= LONG_TEXT for text in texts]
-        columns.append(
-            [
-                str(text) if shared else str(number)
-                for number, (text, shared) in enumerate(zip(texts, long, strict=True))
-            ]
-        )
+    docs = [doc if isinstance(doc := known.get(document), dict) else {} for document in documents]
+    columns = [[str(doc) if doc else "" for doc in docs]]
+    for name in {name: None for doc in docs for name in doc}:
+        texts = [doc.get(name) for doc in docs]
+        columns.append([text if isinstance(text, str) and len(text) >= LONG_TEXT else "" for text in texts])
     found, fewest = None, len(docs)
     for column in columns:
-        numbers = {text: number for number, text in enumerate(dict.fromkeys(column))}
-        if FEWEST_PASSAGES <= len(numbers) < fewest:
-            found, fewest = np.array([numbers[text] for text in column]), len(numbers)
+        times = Counter(column)
+        keys = [
+            text if text and 1 < times[text] <= INSTRUCTION * len(docs) else place for place, text in enumerate(column)
+        ]
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        if len(numbers) < fewest:
+            found, fewest = np.array([numbers[key] for key in keys]), len(numbers)
     return found
 
 

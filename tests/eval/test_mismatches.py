@@ -205,6 +205,8 @@ def test_samples_of_other_documents_are_counted(task: Path, reference: Reference
     changed = [{**line, "doc_hash": "other"} if line["doc_id"] > 1 else line for line in lines]
     with pytest.raises(EvaluationError, match="The documents of mine were not the same for base and tuned: 2 differ"):
         check_alike(settings, settings, {"mine": lines}, {"mine": changed})
+    with pytest.raises(EvaluationError, match="The samples of mine are missing"):
+        check_alike(settings, settings, {"mine": lines}, {})
     for key, named in (("prompt_hash", "prompts"), ("target_hash", "targets")):
         other = [{**line, key: "q"} for line in lines]
         with pytest.raises(

@@ -234,6 +234,8 @@ def test_values_that_are_not_a_number_are_left_out_where_the_score_leaves_them_o
         ([f"{n // 5} " + "a passage " * 20 for n in range(100)], 20),
         ([f"{n} " + "a passage " * 20 for n in range(100)], None),
         (["an instruction " * 20 for _ in range(100)], None),
+        ([f"{max(n - 85, 0)} " + "an instruction " * 20 for n in range(100)], None),
+        ([f"{n % 5} " + "an instruction " * 20 for n in range(100)], None),
         (["short"] * 50 + [""] * 50, None),
         ([f"{n // 5} " + "a passage " * 20 if n < 50 else "" for n in range(100)], 60),
     ],
