@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import time
 import traceback
 from collections import Counter
@@ -62,6 +63,8 @@ def _measure_task(model: HFLM, name: str, tasks: LoadedTasks, settings: Settings
     from lm_eval.tasks import TaskManager
 
     describe_environment_once()
+    if "langdetect" in sys.modules:  # IFEval's; it would judge one answer now so and now otherwise
+        sys.modules["langdetect"].DetectorFactory.seed = settings.seed
     results: Results | None = lm_eval.simple_evaluate(
         model=model,
         tasks=tasks.by_name[name],

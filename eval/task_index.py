@@ -88,7 +88,9 @@ def build_index() -> TaskIndex:
     entries = TaskManager().task_index
     groups = {name: entry for name, entry in entries.items() if entry.kind in (Kind.GROUP, Kind.TAG)}
     # A task's own `tags` are the tags it carries; only those of a tag are its members.
-    inside = {name: members(entry.cfg, entry.tags if entry.kind is Kind.TAG else ()) for name, entry in groups.items()}
+    inside = {
+        name: sorted(members(entry.cfg, entry.tags if entry.kind is Kind.TAG else ())) for name, entry in groups.items()
+    }
     marked = [name for name, entry in entries.items() if (entry.cfg or {}).get("unsafe_code")]
     datasets = {name: [entry.cfg["dataset_path"]] for name, entry in entries.items() if _on_hub(entry.cfg)}
     return TaskIndex(
