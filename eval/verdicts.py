@@ -185,4 +185,12 @@ def _sentences(entry: Entry, of_task: list[Entry]) -> list[str]:
         told.append(f"{row['task']}: {row['documents']} documents share {row['passages']} texts, and count by text.")
     if not isfinite(row["difference"]):
         told.append(f"{row['task']}: {row['metric']} is not finite (base {row['base']}, tuned {row['tuned']}).")
+    elif entry.evidence is None:
+        told.append(
+            f"{row['task']}: {row['metric']} is no sum over documents, and lm_eval gives no standard error for it."
+        )
+    elif row["higher_is_better"] is None:
+        told.append(
+            f"{row['task']}: the task does not say whether a higher {row['metric']} is better (`higher_is_better:`)."
+        )
     return told

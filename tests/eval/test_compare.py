@@ -95,10 +95,16 @@ def test_a_perplexity_that_is_not_finite_is_no_improvement(score: float) -> None
     assert json.loads(json.dumps(finite(compared), allow_nan=False))["metrics"][0]["tuned"] is None
 
 
-def test_without_standard_errors_there_is_no_interval() -> None:
-    row = one(results(0.5, stderr="N/A"), results(0.6, stderr="N/A"), {}, {})
-    assert (row["difference_stderr"], row["stderr_method"], row["interval_95"]) == (None, None, None)
-    assert (row["verdict"], row["test"], row["p_value"]) == ("UNKNOWN", None, None)
+@pytest.mark.parametrize(
+    ("stderr", "higher", "told"), [("N/A", True, "no standard error"), (0.1, None, "higher_is_better")]
+)
+def test_what_cannot_be_judged_is_said_with_the_reason(stderr: object, higher: bool | None, told: str) -> None:
+    sides = [results(score, stderr=stderr, higher=higher, n=100) for score in (0.5, 0.6)]
+    compared = compare(*sides, {}, {})
+    (row,) = compared["metrics"]
+    assert row["verdict"] == "UNKNOWN"
+    assert (row["interval_95"] is None) == (stderr == "N/A")
+    assert told in compared["note"]
 
 
 @pytest.mark.parametrize(

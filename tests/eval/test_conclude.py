@@ -150,7 +150,7 @@ def test_the_table_fits_80_columns_and_hides_only_what_it_counts() -> None:
     assert "mean of 2 tasks" in text
     assert comparison_lines(comparison) == [
         "A sentence.",
-        "* decides; the others are corrected among themselves.",
+        "* decides; the others weigh little in the correction.",
         "20 more metrics are in comparison.json: parts of groups, and metrics that do not decide.",
         "x: 3 documents gained, 1 lost (acc).",
         "No document of the tasks shares 13 words in a row with the training data.",
