@@ -181,7 +181,9 @@ def _sentences(entry: Entry, of_task: list[Entry]) -> list[str]:
                 f"{row['task']}: {other['verdict']} by {other['filter']}, {row['verdict']} by {row['filter']}: the answers are written "
                 "differently, which is not the same as right or wrong."
             )
-    if row["passages"] is not None:
+    if (
+        row["passages"] is not None and row["passages"] < 0.9 * row["documents"]
+    ):  # a few copies are not worth a sentence
         told.append(f"{row['task']}: {row['documents']} documents share {row['passages']} texts, and count by text.")
     if not isfinite(row["difference"]):
         told.append(f"{row['task']}: {row['metric']} is not finite (base {row['base']}, tuned {row['tuned']}).")
