@@ -64,7 +64,7 @@ def check_alike(base: Results, tuned: Results, base_samples: Samples, tuned_samp
                 ]
             )
         )
-    measured = base["results"].keys() & tuned["results"].keys()
+    measured = base.get("results", {}).keys() & tuned.get("results", {}).keys()
     lost = sorted((base_samples.keys() ^ tuned_samples.keys()) & measured)
     if lost:
         raise EvaluationError(
