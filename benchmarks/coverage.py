@@ -3,51 +3,96 @@
     python benchmarks/coverage.py          # a minute
     python benchmarks/coverage.py 4000     # the tables of docs/comparison.md
 
-Right and wrong: summed over everything that can happen, so these numbers have no error. Other scores: simulated.
+Right and wrong: summed over everything that can happen, so these numbers have no error. All others: simulated.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from math import exp, lgamma, log
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eval.statistics import ALPHA, bootstrap, mcnemar, score_interval
-from eval.strata import paired
+from eval.pairs import Pairs
+from eval.statistics import ALPHA, Evidence, Sample, paired
 
-Draw = Callable[[np.random.Generator, int], np.ndarray]
+Generator = np.random.Generator
+Draw = Callable[[Generator, int], Sample]
 
 
-def few_skewed(generator: np.random.Generator, count: int) -> np.ndarray:
-    up, down = generator.beta(2, 6, count), -3 * generator.beta(2, 6, count)
-    return (generator.random(count) < 0.3) * np.where(generator.random(count) < 0.75, up, down)
+def bounded(values: np.ndarray) -> Sample:
+    """Differences of scores between 0 and 1."""
+    return Sample(values, 1.0, bounded=True)
+
+
+def unbounded(values: np.ndarray) -> Sample:
+    """Differences of scores without known bounds."""
+    return Sample(values, float(np.abs(values).max()), bounded=False)
+
+
+def changing(generator: Generator, documents: int) -> np.ndarray:
+    return generator.random(documents) < 0.3
+
+
+def few_skewed(generator: Generator, documents: int) -> np.ndarray:
+    up, down = generator.beta(2, 6, documents) / 3, -generator.beta(2, 6, documents)
+    return changing(generator, documents) * np.where(generator.random(documents) < 0.75, up, down)
+
+
+def most_gain_a_little(generator: Generator, documents: int) -> np.ndarray:
+    """1 document in 100 loses everything and the others gain as much together: nothing has changed."""
+    return np.where(generator.random(documents) < 0.01, -1.0, 0.01 / 0.99)
+
+
+def perplexity(generator: Generator, documents: int) -> Sample:
+    """Documents of 50 to 5,000 words; of each the log-likelihood a word moves by 0.02 on average, and by chance."""
+    words = np.exp(generator.uniform(np.log(50), np.log(5000), documents))
+    change = words * generator.normal(-0.02, 0.1, documents)
+    return Pairs(tuple(range(documents)), np.zeros(documents), change, words, perplexity=True).sample()
+
+
+def passages(generator: Generator, documents: int, known: bool = True) -> Sample:
+    """Right and wrong of ten questions on each passage, half of whose changes they have in common."""
+    owner = np.arange(documents) // 10
+    common = generator.choice([-1.0, 0.0, 1.0], documents // 10, p=[0.3, 0.4, 0.3])[owner]
+    own = generator.choice([-1.0, 0.0, 1.0], documents, p=[0.3, 0.4, 0.3])
+    change = np.where(generator.random(documents) < 0.5, common, own)
+    base, tuned = (change < 0).astype(float), (change > 0).astype(float)
+    owners = owner if known else None
+    return Pairs(tuple(range(documents)), base, tuned, np.ones(documents), bounded=True, passages=owners).sample()
 
 
 DRAWS: dict[str, tuple[Draw, float]] = {
-    "normal": (lambda generator, n: generator.normal(0, 1, n), 0.0),
-    "heavy tails (t, 3 degrees)": (lambda generator, n: generator.standard_t(3, n), 0.0),
+    "normal": (lambda generator, n: unbounded(generator.normal(0, 1, n)), 0.0),
+    "heavy tails (t, 3 degrees)": (lambda generator, n: unbounded(generator.standard_t(3, n)), 0.0),
     "thirds (F1, instructions)": (
-        lambda generator, n: (generator.integers(0, 4, n) - generator.integers(0, 4, n)) / 3,
+        lambda generator, n: bounded((generator.integers(0, 4, n) - generator.integers(0, 4, n)) / 3),
         0.0,
     ),
-    "shares (beta)": (lambda generator, n: generator.beta(0.5, 0.5, n) - generator.beta(0.4, 0.6, n), 0.1),
+    "shares (beta)": (lambda generator, n: bounded(generator.beta(0.5, 0.5, n) - generator.beta(0.4, 0.6, n)), 0.1),
     "3 in 10 differ": (
-        lambda generator, n: (generator.random(n) < 0.3) * generator.beta(2, 2, n) * generator.choice([-1, 1], n),
+        lambda generator, n: bounded(
+            changing(generator, n) * generator.beta(2, 2, n) * generator.choice([-1, 1], n),
+        ),
         0.0,
     ),
-    "skewed (exponential)": (lambda generator, n: generator.exponential(1, n) - 1, 0.0),
+    "3 in 10 differ, skewed": (lambda generator, n: bounded(few_skewed(generator, n)), 0.0),
+    "1 in 100 loses 1, all others gain 0.0101": (lambda generator, n: bounded(most_gain_a_little(generator, n)), 0.0),
+    "skewed (exponential)": (lambda generator, n: unbounded(generator.exponential(1, n) - 1), 0.0),
+    "perplexity, as its logarithm": (perplexity, -0.02),
 }
 """Differences of the documents, and their true mean."""
 
 HARD: dict[str, tuple[Draw, float]] = {
-    "3 in 10 differ, skewed": (few_skewed, 0.0),
-    "very skewed (lognormal)": (lambda generator, n: generator.lognormal(0, 1, n) - float(np.exp(0.5)), 0.0),
+    "very skewed (lognormal)": (lambda generator, n: unbounded(generator.lognormal(0, 1, n) - exp(0.5)), 0.0),
+    "ten questions a passage": (passages, 0.0),
+    "the same, taken for independent": (lambda generator, n: passages(generator, n, known=False), 0.0),
 }
-"""Where 50 documents are not enough."""
+"""Where 50 documents are not enough, or the test does not fit."""
 
 
 MEANS: dict[str, tuple[tuple[float, float], ...]] = {
@@ -62,6 +107,17 @@ MEANS: dict[str, tuple[tuple[float, float], ...]] = {
 """Of tasks with right and wrong: only tuned right and only base right, for each."""
 
 
+def right_or_wrong(gained: int, lost: int, documents: int) -> Sample:
+    """Differences of documents that are right (1) or wrong (0)."""
+    return bounded(np.repeat([1.0, -1.0, 0.0], [gained, lost, documents - gained - lost]))
+
+
+def holds_and_finds(evidence: Evidence, truth: float) -> np.ndarray:
+    """Whether the interval holds the truth, and whether the test finds a difference."""
+    low, high = evidence.interval
+    return np.array([low <= truth + 1e-12 and truth - 1e-12 <= high, evidence.p_value <= ALPHA], float)
+
+
 def exact(gain: float, loss: float, documents: int) -> tuple[float, float]:
     """Of right and wrong: how often the interval holds the true difference, and how often the test finds one.
 
@@ -70,96 +126,80 @@ def exact(gain: float, loss: float, documents: int) -> tuple[float, float]:
         loss: Share that only the base model has right.
         documents: How many are measured.
     """
-    holds = finds = 0.0
-    log_factorial = np.concatenate([[0], np.cumsum(np.log(np.arange(1, documents + 1)))])
+    total = np.zeros(2)
     for gained in range(documents + 1):
         for lost in range(documents + 1 - gained):
             same = documents - gained - lost
-            likely = log_factorial[documents] - log_factorial[[gained, lost, same]].sum()
-            likely += gained * np.log(gain) + lost * np.log(loss) + same * np.log(1 - gain - loss)
-            if likely < -18:
-                continue
-            p_value, (low, high) = mcnemar(gained, lost), score_interval(gained, lost, documents)
-            low, high = (low, high) if p_value <= ALPHA else (min(low, 0.0), max(high, 0.0))
-            holds += float(np.exp(likely)) * (low <= gain - loss <= high)
-            finds += float(np.exp(likely)) * (p_value <= ALPHA)
-    return holds, finds
+            likely = lgamma(documents + 1) - sum(lgamma(count + 1) for count in (gained, lost, same))
+            likely += gained * log(gain) + lost * log(loss) + same * log(1 - gain - loss)
+            if likely > -18:
+                evidence = paired([right_or_wrong(gained, lost, documents)])
+                total += exp(likely) * holds_and_finds(evidence, gain - loss)
+    return float(total[0]), float(total[1])
 
 
-def simulated(draw: Draw, truth: float, documents: int, times: int, resamples: int = 399) -> tuple[float, float]:
+def simulated(draw: Draw, truth: float, documents: int, times: int) -> tuple[float, float]:
     """The same of other scores, by drawing documents and comparing them so many times."""
     generator = np.random.default_rng(2)
-    holds = finds = 0
-    for number in range(times):
-        evidence = bootstrap([draw(generator, documents)], [1.0], resamples, seed=number)
-        holds += evidence.interval[0] <= truth <= evidence.interval[1]
-        finds += evidence.p_value <= ALPHA
-    return holds / times, finds / times
+    found = [holds_and_finds(paired([draw(generator, documents)]), truth) for _ in range(times)]
+    holds, finds = np.mean(found, axis=0)
+    return float(holds), float(finds)
 
 
 def of_means(rates: Sequence[tuple[float, float]], documents: int, times: int) -> tuple[float, float]:
     """The same of the mean over tasks with so many documents each, which are right or wrong."""
     generator = np.random.default_rng(3)
     truth = sum(gain - loss for gain, loss in rates) / len(rates)
-    holds = finds = 0
+    total = np.zeros(2)
     for _ in range(times):
-        shares = [(gain, loss, 1 - gain - loss) for gain, loss in rates]
-        drawn = [np.repeat([1.0, -1.0, 0.0], generator.multinomial(documents, share)) for share in shares]
-        evidence = paired([(values, 1 / len(rates)) for values in drawn])
-        holds += evidence.interval[0] <= truth + 1e-12 and truth - 1e-12 <= evidence.interval[1]
-        finds += evidence.p_value <= ALPHA
-    return holds / times, finds / times
+        counts = [generator.multinomial(documents, (gain, loss, 1 - gain - loss)) for gain, loss in rates]
+        parts = [right_or_wrong(int(gained), int(lost), documents) for gained, lost, _ in counts]
+        evidence = paired([Sample(part.values, part.largest, part.bounded, 1 / len(rates)) for part in parts])
+        total += holds_and_finds(evidence, truth)
+    return float(total[0] / times), float(total[1] / times)
 
 
-def print_means(times: int) -> None:
-    """Print the table of means over tasks."""
-    print(f"\nMeans over tasks of right and wrong, {times:,} simulations each\n")
-    sizes = (50, 100, 200)
-    print("| tasks: only tuned right / only base right | " + " | ".join(map(str, sizes)) + " |")
-    print("|---|" + "--:|" * len(sizes))
-    for name, rates in MEANS.items():
-        cells = []
-        for documents in sizes:
-            holds, finds = of_means(rates, documents, times)
-            nothing = all(gain == loss for gain, loss in rates)
-            cells.append(f"{100 * holds:.1f} ({100 * finds:.1f})" if nothing else f"{100 * holds:.1f}")
+def print_table(
+    title: str, first: str, sizes: Sequence[int], rows: dict[str, tuple[Callable[[int], tuple[float, float]], bool]]
+) -> None:
+    """Print a row for each name: what its function gives for each number of documents, and whether nothing has changed."""
+    print(f"\n{title}\n\n| {first} | " + " | ".join(map(str, sizes)) + " |\n|---|" + "--:|" * len(sizes))
+    for name, (measure, nothing) in rows.items():
+        found = [measure(documents) for documents in sizes]
+        cells = [f"{100 * holds:.1f}" + (f" ({100 * finds:.1f})" if nothing else "") for holds, finds in found]
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
+RATES = ((0.02, 0.02), (0.05, 0.05), (0.1, 0.1), (0.2, 0.2), (0.3, 0.3), (0.1, 0.05), (0.3, 0.1), (0.6, 0.1))
 
 
 def main(times: int) -> None:
     """Print the tables."""
-    print(
-        "Right and wrong, exact: share of intervals that hold the truth (share of verdicts, where nothing has changed)\n"
+    print("Share of intervals that hold the truth (in brackets, where nothing has changed, share of verdicts).")
+    print_table(
+        "Right and wrong, exact",
+        "only tuned right / only base right",
+        (10, 20, 50, 100, 200),
+        {f"{one[0]:g} / {one[1]:g}": (lambda n, one=one: exact(*one, n), one[0] == one[1]) for one in RATES},
     )
-    sizes = (10, 20, 50, 100, 200)
-    print("| only tuned right / only base right | " + " | ".join(map(str, sizes)) + " |")
-    print("|---|" + "--:|" * len(sizes))
-    for gain, loss in (
-        (0.02, 0.02),
-        (0.05, 0.05),
-        (0.1, 0.1),
-        (0.2, 0.2),
-        (0.3, 0.3),
-        (0.1, 0.05),
-        (0.3, 0.1),
-        (0.6, 0.1),
-    ):
-        cells = []
-        for documents in sizes:
-            holds, finds = exact(gain, loss, documents)
-            cells.append(f"{100 * holds:.1f} ({100 * finds:.1f})" if gain == loss else f"{100 * holds:.1f}")
-        print(f"| {gain:g} / {loss:g} | " + " | ".join(cells) + " |")
-    print(f"\nOther scores, {times:,} simulations each\n")
-    sizes = (20, 50, 100, 200)
-    print("| differences of the documents | " + " | ".join(map(str, sizes)) + " |")
-    print("|---|" + "--:|" * len(sizes))
-    for name, (draw, truth) in (DRAWS | HARD).items():
-        cells = []
-        for documents in sizes:
-            holds, finds = simulated(draw, truth, documents, times)
-            cells.append(f"{100 * holds:.1f} ({100 * finds:.1f})" if truth == 0 else f"{100 * holds:.1f}")
-        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
-    print_means(times)
+    print_table(
+        f"Other scores, {times:,} simulations each",
+        "differences of the documents",
+        (20, 50, 100, 200, 500),
+        {
+            name: (lambda n, one=one: simulated(*one, documents=n, times=times), one[1] == 0)
+            for name, one in (DRAWS | HARD).items()
+        },
+    )
+    print_table(
+        f"Means over tasks of right and wrong, {times:,} simulations each",
+        "tasks: only tuned right / only base right",
+        (50, 100, 200),
+        {
+            name: (lambda n, rates=rates: of_means(rates, n, times), all(gain == loss for gain, loss in rates))
+            for name, rates in MEANS.items()
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -64,6 +64,12 @@ def check_alike(base: Results, tuned: Results, base_samples: Samples, tuned_samp
                 ]
             )
         )
+    measured = base.get("results", {}).keys() & tuned.get("results", {}).keys()
+    lost = sorted((base_samples.keys() ^ tuned_samples.keys()) & measured)
+    if lost:
+        raise EvaluationError(
+            f"The samples of {', '.join(lost)} are missing for one of base and tuned. Measure both again with eval.base_cache=false."
+        )
     for task in sorted(base_samples.keys() & tuned_samples.keys()):
         _check_documents(task, base_samples[task], tuned_samples[task], prompts=not own_prompts)
     if treatment is not None and sizes:  # prompts of other lengths leave room for other batches
@@ -86,9 +92,9 @@ def _check_settings(base: Results, tuned: Results, may_differ: frozenset[str]) -
 
 
 def _check_documents(task: str, base: list[dict[str, Any]], tuned: list[dict[str, Any]], prompts: bool) -> None:
-    for key, what in (("doc_hash", "documents"), ("prompt_hash", "prompts")):
-        seen = [{(one["doc_id"], one["filter"]): one[key] for one in samples} for samples in (base, tuned)]
-        if seen[0] != seen[1] and (prompts or key == "doc_hash"):
+    for key, what in (("doc_hash", "documents"), ("prompt_hash", "prompts"), ("target_hash", "targets")):
+        seen = [{(one["doc_id"], one["filter"]): one.get(key) for one in samples} for samples in (base, tuned)]
+        if seen[0] != seen[1] and (prompts or key != "prompt_hash"):
             differ = {place[0] for place in seen[0].keys() | seen[1].keys() if seen[0].get(place) != seen[1].get(place)}
             raise EvaluationError(
                 f"The {what} of {task} were not the same for base and tuned: {len(differ)} differ. Its data changed between the two; "

@@ -94,8 +94,14 @@ def _measure_tuned(
 def _results_folder(run: Run, evaluation: Evaluation, settings: Settings, reference: Reference) -> Path:
     """eval/ for the recipe's own evaluation; a folder in it for another, which must not replace those results."""
     recipe, folder = run.recipe(), run.comparison_file.parent
-    selection = check_tasks(recipe.eval, run.output_dir)
-    if not selection.tasks or resolve_settings(recipe.eval, selection, reference, on_gpu()).hash == settings.hash:
+    try:
+        selection = check_tasks(recipe.eval, run.output_dir)
+        same = (
+            not selection.tasks or resolve_settings(recipe.eval, selection, reference, on_gpu()).hash == settings.hash
+        )
+    except EvaluationError:  # a task file of the recipe's that is gone: what is asked now is another evaluation
+        same = False
+    if same:
         return folder
     other = folder / settings.hash[:12]
     if ranks.is_first():

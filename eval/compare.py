@@ -5,26 +5,14 @@ docs/comparison.md says what each word of the outcome means.
 
 from __future__ import annotations
 
-from math import isfinite
+from dataclasses import replace
+from math import exp, isfinite
 from typing import Any
 
 from eval.alike import check_alike
-from eval.pairs import Paired, Results, Samples, leaves, metric_keys, number, pair_task
-from eval.statistics import Evidence, independent
-from eval.strata import paired
+from eval.pairs import Results, Samples, leaves, metric_keys, number, pair_task
+from eval.statistics import independent, paired
 from eval.verdicts import Entry, decide, judge, note, overall, top_level
-
-
-def _evidence(
-    paired_documents: Paired | None, difference: float, stderrs: tuple[float | None, float | None]
-) -> Evidence | None:
-    if paired_documents is not None:
-        return paired(paired_documents.samples)
-    base, tuned = stderrs
-    # A perplexity that is infinite or not a number says nothing by its size.
-    if base is None or tuned is None or not all(map(isfinite, (difference, base, tuned))):
-        return None
-    return independent(difference, base, tuned)
 
 
 def _compare_metric(
@@ -38,7 +26,17 @@ def _compare_metric(
     base_stderr, tuned_stderr = (number(one.get(f"{metric}_stderr,{filter_name}")) for one in scores)
     difference = tuned_score - base_score
     documents = pair_task(task, key, base, tuned, samples)
-    evidence = _evidence(documents, difference, (base_stderr, tuned_stderr))
+    counted = scores[1].get("sample_len") or tuned["n-samples"].get(task, {}).get("effective", 0)
+    evidence, ratio = None, None
+    if documents is not None:
+        evidence = paired(documents.samples)
+        if documents.strata[0].perplexity:
+            ratio = [exp(min(end, 700.0)) for end in evidence.interval]
+            ends = base_score * (ratio[0] - 1), base_score * (ratio[1] - 1)
+            evidence = replace(evidence, interval=ends, stderr=tuned_score * evidence.stderr)
+    # A perplexity that is infinite or not a number says nothing by its size.
+    elif base_stderr is not None and tuned_stderr is not None and isfinite(difference + base_stderr + tuned_stderr):
+        evidence = independent(difference, base_stderr, tuned_stderr, counted)
     inside = leaves(tuned, task)
     row = {
         "task": task,
@@ -47,7 +45,8 @@ def _compare_metric(
         "decides": False,
         "subtasks": [] if inside == [task] else inside,
         "higher_is_better": tuned["higher_is_better"].get(task, {}).get(metric),
-        "documents": scores[1].get("sample_len") or tuned["n-samples"].get(task, {}).get("effective", 0),
+        "documents": counted,
+        "passages": None if documents is None else documents.passages,
         "base": base_score,
         "base_stderr": base_stderr,
         "tuned": tuned_score,
@@ -56,6 +55,7 @@ def _compare_metric(
         "difference_stderr": None if evidence is None else evidence.stderr,
         "stderr_method": None if evidence is None else "independent" if documents is None else "paired",
         "interval_95": None if evidence is None else list(evidence.interval),
+        "ratio_interval_95": ratio,
         "test": None if evidence is None else evidence.test,
         "p_value": None if evidence is None else evidence.p_value,
     }
@@ -73,8 +73,9 @@ def compare(base: Results, tuned: Results, base_samples: Samples, tuned_samples:
 
     Returns:
         What comparison.json holds, but for what is asked of it afterwards: `flips`, `contamination` and `gate`. `metrics` has an
-        entry per task and metric: its difference is tuned - base; `stderr_method` is "paired" where the score is a mean over
-        documents, and else "independent", from the standard errors of the two.
+        entry per task and metric: its difference is tuned - base; `stderr_method` is "paired" where the score is a sum over
+        documents, and else "independent", from the standard errors of the two. A perplexity has `ratio_interval_95` too, of
+        tuned / base.
 
     Raises:
         EvaluationError: The settings, the documents or the prompts were not the same.
@@ -88,7 +89,8 @@ def compare(base: Results, tuned: Results, base_samples: Samples, tuned_samples:
     ]
     entries = [entry for entry in compared if entry is not None]
     decide(entries, tuned)
-    judge(entries)
+    mean = overall(entries)
+    judge(entries, mean)
     scored = {entry.row["task"] for entry in entries}
     unscored = [task for task in top_level(tuned) if metric_keys(tuned["results"].get(task, {})) and task not in scored]
     not_measured = dict.fromkeys(unscored, "none of its scores is a number") | base["failed"] | tuned["failed"]
@@ -104,8 +106,8 @@ def compare(base: Results, tuned: Results, base_samples: Samples, tuned_samples:
         "num_fewshot": tuned["n-shot"],
         "prompts_cut": sorted({*base["prompts_cut"], *tuned["prompts_cut"]}),
         "metrics": [entry.row for entry in entries],
-        "overall": overall(entries),
-        "note": note(entries),
+        "overall": None if mean is None else mean.row,
+        "note": note(entries, mean),
         "flips": {},
         "contamination": None,
         "gate": None,

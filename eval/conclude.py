@@ -10,7 +10,7 @@ from eval.compare import compare
 from eval.contamination import check_contamination
 from eval.flips import find_flips, write_flips
 from eval.gate import judge_gate
-from eval.pairs import Results, Samples
+from eval.pairs import Results, Samples, finite
 from eval.tables import comparison_lines, comparison_table
 from sft.recipe import Evaluation
 from sft.run_directory import Run, read_json, write_json
@@ -57,7 +57,7 @@ def conclude(run: Run, folder: Path, evaluation: Evaluation, tokenizer: PreTrain
     )
     comparison["gate"] = judge_gate(evaluation.gate, comparison)
     write_flips(flips, folder / "flips.jsonl")
-    write_json(folder / run.comparison_file.name, comparison)
+    write_json(folder / run.comparison_file.name, finite(comparison))
     console = Console()
     console.print(comparison_table(comparison))
     for line in comparison_lines(comparison):

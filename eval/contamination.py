@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from math import fsum
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -76,17 +76,25 @@ def _scores_without(
     if documents is None or not any(found[part] for part in parts):
         return {}
     names = [part for part in parts if key in results[1]["results"].get(part, {})]
-    means: dict[str, float] = {"base": 0.0, "tuned": 0.0}
-    whole = sum(
-        weight * fmean([document not in found[name] for document in part.documents])
-        for name, part, weight in zip(names, documents.strata, documents.weights, strict=True)
-    )
-    for name, part, weight in zip(names, documents.strata, documents.weights, strict=True):
-        clean = np.array([document not in found[name] for document in part.documents])
-        for side, values in (("base", part.base), ("tuned", part.tuned)):
-            means[side] += weight * float((values * clean).mean()) / whole if whole else 0.0
-    if not whole:
+    clean = [
+        np.array([document not in found[name] for document in part.documents])
+        for name, part in zip(names, documents.strata, strict=True)
+    ]
+    # A task of which nothing is left is left out of its group's mean.
+    left = [
+        float(part.weights[kept].sum() / part.weights.sum()) for part, kept in zip(documents.strata, clean, strict=True)
+    ]
+    weights = np.array(documents.weights) * left
+    if not weights.sum():
         return {}
+    means = {
+        side: fsum(
+            weight * part.score(getattr(part, side), kept)
+            for weight, part, kept in zip(weights / weights.sum(), documents.strata, clean, strict=True)
+            if weight
+        )
+        for side in ("base", "tuned")
+    }
     return {
         "metric": row["metric"],
         "base_without": means["base"],
@@ -127,15 +135,17 @@ def check_contamination(
         return {"ngram": size, "tasks": {}, "reason": reason}
     tasks = {row["task"]: row for row in rows if row["decides"]}
     owners: list[tuple[str, int]] = []
-    documents: list[list[str]] = []
+    documents: list[tuple[str, ...]] = []
     for leaf in dict.fromkeys(leaf for task in tasks for leaf in leaves(results[1], task)):
         once = {sample["doc_id"]: sample["doc"] for sample in samples[1].get(leaf, [])}
         owners += [(leaf, document) for document in once]
-        documents += [list(_fields(doc)) for doc in once.values()]
-    search = Search(documents, size)
+        documents += [tuple(_fields(doc)) for doc in once.values()]
+    # Tasks that ask the same documents in several ways must not make their words look like an introduction that many share.
+    distinct = {document: index for index, document in enumerate(dict.fromkeys(documents))}
+    search, place = Search(list(distinct), size), [distinct[document] for document in documents]
     for texts in training_texts(folder, tokenizer):
         search.look_at(texts)
-    seen = search.found()
+    seen, unsearchable = search.found()[place], search.unsearchable[place]
     counted: dict[str, Any] = {}
     for task, row in tasks.items():
         parts = leaves(results[1], task)
@@ -147,7 +157,7 @@ def check_contamination(
         counted[task] = {
             "documents": int(mine.sum()),
             "found": int(seen[mine].sum()),
-            "too_short": int(search.unsearchable[mine].sum()),
+            "too_short": int(unsearchable[mine].sum()),
             **_scores_without(row, found, results, samples),
         }
     return {"ngram": size, "tasks": counted}

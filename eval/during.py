@@ -19,6 +19,7 @@ from typing import Any
 from transformers.trainer_callback import TrainerCallback
 
 from eval.live_model import LeftOff, Live, language_model, undisturbed
+from eval.pairs import finite
 from eval.quiet import chatter_to, summary
 from eval.reference import load_reference
 from eval.settings import Settings, resolve_settings
@@ -141,7 +142,7 @@ class During(TrainerCallback):  # type: ignore[misc]
             return
         line = {"step": state.global_step, "seconds": time.monotonic() - started, "results": found}
         with self.file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line | ({"failed": failed} if failed else {})) + "\n")
+            file.write(json.dumps(finite(line | ({"failed": failed} if failed else {}))) + "\n")
         if found:
             figures = ", ".join(f"{name} {value:.3f}" for name, value in flat(found, between=" ").items())
             self._say(f"step {state.global_step}: {figures} ({line['seconds']:.0f} s)")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from sft.errors import EvaluationError, did_you_mean
 from sft.recipe_eval import Gate
-
-if TYPE_CHECKING:
-    from eval.suites import TaskSelection
 
 DEFAULT, OVERALL = "default", "overall"
 Row = dict[str, Any]
@@ -21,43 +18,20 @@ def gated_tasks(gate: Gate) -> list[str]:
     return list(dict.fromkeys(name.partition("/")[0] for name in named if name not in (DEFAULT, OVERALL)))
 
 
-def _parts_of(selection: TaskSelection) -> set[str]:
-    """Everything in the groups and tags that are selected: read from the task files, which takes seconds."""
-    from lm_eval.tasks import TaskManager
-    from lm_eval.tasks._index import Kind
-
-    from eval.task_index import members
-
-    entries = TaskManager(include_path=[str(path) for path in selection.include_paths]).task_index
-    found: set[str] = set()
-    left = [task.name for task in selection.tasks]
-    while left:
-        entry = entries.get(left.pop())
-        if entry is not None and entry.kind in (Kind.GROUP, Kind.TAG):
-            inside = set(members(entry.cfg, entry.tags if entry.kind is Kind.TAG else ())) - found
-            found |= inside
-            left += inside
-    return found
-
-
-def check_gate(gate: Gate | None, selection: TaskSelection, known: Collection[str]) -> None:
+def check_gate(gate: Gate | None, measured: Sequence[str], parts: Collection[str]) -> None:
     """Refuse a gate over what is not measured. Loads no model and no dataset.
 
     Args:
         gate: The recipe's eval.gate.
-        selection: What is measured.
-        known: Every name that a group could have in it.
+        measured: Names of the tasks and groups that are measured.
+        parts: Everything that is in these groups.
 
     Raises:
         EvaluationError: It names something else; all of it at once.
     """
     if gate is None:
         return
-    measured = [task.name for task in selection.tasks]
-    unknown = [name for name in gated_tasks(gate) if name not in measured]
-    if not selection.all_local and any(name in known for name in unknown):
-        parts = _parts_of(selection)
-        unknown = [name for name in unknown if name not in parts]
+    unknown = [name for name in gated_tasks(gate) if name not in measured and name not in parts]
     if unknown:
         names = ", ".join(measured) or "nothing"
         problems = [

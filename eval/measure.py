@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import time
 import traceback
 from collections import Counter
@@ -62,6 +63,8 @@ def _measure_task(model: HFLM, name: str, tasks: LoadedTasks, settings: Settings
     from lm_eval.tasks import TaskManager
 
     describe_environment_once()
+    if "langdetect" in sys.modules:  # IFEval's; it would judge one answer now so and now otherwise
+        sys.modules["langdetect"].DetectorFactory.seed = settings.seed
     results: Results | None = lm_eval.simple_evaluate(
         model=model,
         tasks=tasks.by_name[name],
@@ -247,7 +250,8 @@ def evaluate_model(
     started = time.monotonic()
     with chatter_to(log):
         model = load_model(target, tokenizer, settings, placement)
-    modules = check_placement(model.model, placement)
+    # lm_eval's vLLM has no model of its own where ray starts several.
+    modules = check_placement(getattr(model, "model", None), placement)
     results = _measure_all(model, target.label, tasks, settings, log, given or {}, strict)
     # Each process has run the programs of its own documents.
     endings = ranks.collect(code_metric().take_endings() if tasks.generated_code else {})

@@ -68,9 +68,11 @@ class Search:
             # A document that is shorter is looked for as a whole: by its longest field.
             chosen = long or sorted((one for one in hashed if len(one) >= fewest), key=len)[-1:]
             self.unsearchable[index] = not chosen
-            for one in chosen:
-                length = min(size, len(one))
-                owners.setdefault(length, []).append((np.unique(ngrams(one, [length])[length]), index))
+            if chosen:
+                length = min(size, len(chosen[0]))
+                # Once for each document, however many of its fields have it: documents are what is counted below.
+                every = np.unique(np.concatenate([ngrams(one, [length])[length] for one in chosen]))
+                owners.setdefault(length, []).append((every, index))
         self._known: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self._flags: dict[int, np.ndarray] = {}
         for length, found in owners.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
+from uuid import uuid4
 
 from eval import ranks
 from eval.backends import Target, check_requests, find_backend
@@ -62,7 +63,9 @@ def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
     settings = resolve_settings(evaluation, selection, reference, on_gpu())
     placement = place(evaluation, reference, settings, False)
     (target,) = find_backend(evaluation, reference.path, (target, settings, reference.tokenizer))
-    output = outputs.resolve() / "eval" / target.label.replace("/", "__") / time.strftime("%Y%m%d-%H%M%S")
+    # Two evaluations may start within a second, and the second would replace the first one's results.
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid4().hex[:6]}"
+    output = outputs.resolve() / "eval" / target.label.replace("/", "__") / name
     log = log_in(output.parent)
     tasks = load_tasks_together(selection, settings, evaluation, log)
     facts = ranks.from_first(lambda: task_facts(settings, tasks))

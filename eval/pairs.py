@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass
-from math import isclose
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+from math import exp, isclose, isfinite, isnan, log
 from typing import Any
 
 import numpy as np
+
+from eval.statistics import Sample, influence
 
 Results = dict[str, Any]
 Samples = dict[str, list[dict[str, Any]]]
@@ -17,24 +19,49 @@ Sides = tuple[Results, Results]
 
 @dataclass(frozen=True)
 class Pairs:
-    """One metric of one task on both models. The mean of a side is the score that lm_eval reports."""
+    """One metric of one task on both models. A score is the sum over documents divided by the sum of their weights."""
 
     documents: tuple[int, ...]
     """lm_eval's doc_id of each."""
 
     base: np.ndarray
+    """Sum of each document's values; negative log-likelihood where the score is a perplexity."""
+
     tuned: np.ndarray
 
-    @property
-    def difference(self) -> np.ndarray:
-        """Tuned - base of each document."""
-        difference: np.ndarray = self.tuned - self.base
-        return difference
+    weights: np.ndarray
+    """How much each document counts: its number of values (IFEval has one for each instruction), of words or of bytes."""
+
+    perplexity: bool = False
+    """Whether the score is e to the power of that ratio."""
+
+    bounded: bool = False
+    """Whether all values lie between 0 and 1."""
+
+    passages: np.ndarray | None = None
+    """For each document the number of the text that it shares with others; None where documents stand alone."""
+
+    def score(self, side: np.ndarray, kept: np.ndarray | None = None) -> float:
+        """The score of base or tuned, on all documents or on some."""
+        kept = np.ones(len(side), bool) if kept is None else kept
+        ratio = float(side[kept].sum() / self.weights[kept].sum())
+        return exp(min(ratio, 700.0)) if self.perplexity else ratio
 
     @property
     def right_or_wrong(self) -> bool:
-        """Whether each document has 0 or 1."""
-        return bool(np.isin(np.concatenate([self.base, self.tuned]), (0.0, 1.0)).all())
+        """Whether each document has one value, 0 or 1."""
+        values = np.concatenate([self.base, self.tuned])
+        return self.bounded and bool(np.isin(values, (0.0, 1.0)).all() and (self.weights == 1).all())
+
+    def sample(self, weight: float = 1.0) -> Sample:
+        """The differences tuned - base, of log perplexities where the score is one."""
+        sums, weights = self.tuned - self.base, self.weights
+        if self.passages is not None:
+            sums, weights = np.bincount(self.passages, sums), np.bincount(self.passages, weights)
+        values = influence(sums, weights)
+        seen = float(np.abs(values).max())
+        largest = max(seen, float(weights.max() / weights.mean())) if self.bounded else seen
+        return Sample(values, largest, self.bounded, weight)
 
 
 @dataclass(frozen=True)
@@ -42,23 +69,44 @@ class Paired:
     """A task's pairs, or those of a group's tasks."""
 
     strata: tuple[Pairs, ...]
-    """One sample each: documents are drawn anew within it."""
+    """One for each task."""
 
     weights: tuple[float, ...]
-    """Of each one's mean in the score; their sum is 1."""
+    """Of each one's score in the whole; their sum is 1."""
 
     @property
-    def samples(self) -> list[tuple[np.ndarray, float]]:
-        """Differences and weights: one sample where the score is the mean over all documents together."""
-        differences, sizes = [part.difference for part in self.strata], [len(part.documents) for part in self.strata]
-        if all(isclose(weight, size / sum(sizes)) for weight, size in zip(self.weights, sizes, strict=True)):
-            return [(np.concatenate(differences), 1.0)]
-        return list(zip(differences, self.weights, strict=True))
+    def samples(self) -> list[Sample]:
+        """One sample where the score is the mean over all documents together, else one for each task."""
+        sizes = [len(part.documents) for part in self.strata]
+        parts = [part.sample(weight) for part, weight in zip(self.strata, self.weights, strict=True)]
+        if not all(isclose(weight, size / sum(sizes)) for weight, size in zip(self.weights, sizes, strict=True)):
+            return parts
+        units = sum(len(part.values) for part in parts)
+        scales = [part.weight * units / len(part.values) for part in parts]
+        values = np.concatenate([part.values * scale for part, scale in zip(parts, scales, strict=True)])
+        largest = max(part.largest * scale for part, scale in zip(parts, scales, strict=True))
+        return [Sample(values, largest, all(part.bounded for part in parts))]
+
+    @property
+    def passages(self) -> int | None:
+        """How many texts the documents share; None where they stand alone."""
+        if all(part.passages is None for part in self.strata):
+            return None
+        return sum(len(part.documents if part.passages is None else set(part.passages)) for part in self.strata)
 
 
 def number(value: object) -> float | None:
     """A score; lm_eval writes "N/A" where it has none."""
     return float(value) if isinstance(value, (int, float)) else None
+
+
+def finite(value: Any) -> Any:
+    """The same with null for what is infinite or not a number, which JSON does not know."""
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def metric_keys(scores: dict[str, Any]) -> list[str]:
@@ -76,23 +124,90 @@ def leaves(results: Results, task: str) -> list[str]:
     return [leaf for name in inside for leaf in leaves(results, name)] if inside else [task]
 
 
-def _values(samples: list[dict[str, Any]], key: str) -> dict[int, list[float]]:
-    """The numbers that each document got, of one metric after one filter; empty where one of them is no number."""
+def _values(samples: list[dict[str, Any]], key: str) -> dict[int, list[Any]]:
+    """What each document got, of one metric after one filter."""
     metric, _, filter_name = key.partition(",")
-    found: dict[int, list[float]] = defaultdict(list)
+    found: dict[int, list[Any]] = defaultdict(list)
     for sample in samples:
-        if sample["filter"] != filter_name or metric not in sample:
-            continue
-        # IFEval has a value for each instruction of a prompt.
-        values = sample[metric] if isinstance(sample[metric], list) else [sample[metric]]
-        if not all(isinstance(value, (bool, int, float)) for value in values):
-            return {}
-        found[sample["doc_id"]] += [float(value) for value in values]
+        if sample["filter"] == filter_name and metric in sample:
+            found[sample["doc_id"]].append(sample[metric])
+    return found
+
+
+def _numbers(values: list[Any]) -> list[float]:
+    """A document's values one by one: IFEval has one for each instruction. NaN is no value, as in lm_eval's nanmean.
+
+    Raises:
+        TypeError: One is no number.
+    """
+    flat = [one for value in values for one in (value if isinstance(value, list) else [value])]
+    if not all(isinstance(one, (bool, int, float)) for one in flat):
+        raise TypeError
+    return [float(one) for one in flat if not isnan(one)]
+
+
+def _as_mean(values: list[Any]) -> tuple[float, float]:
+    numbers = _numbers(values)
+    return sum(numbers), len(numbers)
+
+
+def _as_perplexity(values: list[Any]) -> tuple[float, float]:
+    total, count = _as_mean(values)
+    return -total, count
+
+
+def _as_weighted(values: list[Any]) -> tuple[float, float]:
+    """Of log-likelihood and number of words or bytes."""
+    (value,) = values
+    log_likelihood, count = map(float, value)
+    return -log_likelihood, count
+
+
+def _as_bits(values: list[Any]) -> tuple[float, float]:
+    total, count = _as_weighted(values)
+    return total / log(2), count
+
+
+def _as_brier(values: list[Any]) -> tuple[float, float]:
+    ((right, probabilities),) = values
+    return sum((one - (index == right)) ** 2 for index, one in enumerate(probabilities)), 1.0
+
+
+_READINGS = ((_as_mean, False), (_as_perplexity, True), (_as_weighted, True), (_as_bits, False), (_as_brier, False))
+"""From a document's values to their sum and weight, and whether e to the power of the ratio is the score."""
+
+LONG_TEXT = 100
+"""Characters: a field of a document that is as long is a passage where other documents have the same."""
+
+INSTRUCTION = 0.1
+"""Share of the documents from which a text that they have in common is an instruction and no passage."""
+
+
+def _passages(samples: list[dict[str, Any]], documents: list[int]) -> np.ndarray | None:
+    """Number the texts that documents share: questions on one passage stand or fall together, and so do copies of a document.
+
+    The field by which there are the fewest decides.
+    """
+    known = {sample["doc_id"]: sample.get("doc") for sample in samples}
+    docs = [doc if isinstance(doc := known.get(document), dict) else {} for document in documents]
+    columns = [[str(doc) if doc else "" for doc in docs]]
+    for name in {name: None for doc in docs for name in doc}:
+        texts = [doc.get(name) for doc in docs]
+        columns.append([text if isinstance(text, str) and len(text) >= LONG_TEXT else "" for text in texts])
+    found, fewest = None, len(docs)
+    for column in columns:
+        times = Counter(column)
+        keys = [
+            text if text and 1 < times[text] <= INSTRUCTION * len(docs) else place for place, text in enumerate(column)
+        ]
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        if len(numbers) < fewest:
+            found, fewest = np.array([numbers[key] for key in keys]), len(numbers)
     return found
 
 
 def pair(base: list[dict[str, Any]], tuned: list[dict[str, Any]], key: str, scores: Sides) -> Pairs | None:
-    """A task's documents side by side; None where its score is not the mean of theirs, as a perplexity is not.
+    """A task's documents side by side; None where the score cannot be computed from theirs, as an F1 over a corpus cannot.
 
     Args:
         base: lm_eval's samples of one task.
@@ -101,18 +216,29 @@ def pair(base: list[dict[str, Any]], tuned: list[dict[str, Any]], key: str, scor
         scores: The task's results.
     """
     sides = [_values(samples, key) for samples in (base, tuned)]
-    documents = sorted(sides[0])
-    counts = [[len(side[document]) for document in sorted(side)] for side in sides]
-    if len(documents) < 2 or documents != sorted(sides[1]) or counts[0] != counts[1] or 0 in counts[0]:
+    expected = [number(score.get(key)) for score in scores]
+    if sides[0].keys() != sides[1].keys():
         return None
-    # Where documents have several values the score is the mean of all: each counts by how many it has.
-    share = len(documents) / sum(counts[0])
-    values = [np.array([sum(side[document]) * share for document in documents]) for side in sides]
-    for mean, score in zip(values, scores, strict=True):
-        found = number(score.get(key))
-        if found is None or not isclose(float(mean.mean()), found, abs_tol=1e-9):
-            return None
-    return Pairs(tuple(documents), *values)
+    for reading, perplexity in _READINGS:
+        try:
+            read = [{document: reading(values) for document, values in side.items()} for side in sides]
+        except (TypeError, ValueError):
+            continue
+        documents = sorted(document for document, (_, weight) in read[0].items() if weight > 0)
+        sums, weights = (np.array([[side[one][part] for one in documents] for side in read]) for part in (0, 1))
+        if len(documents) < 2 or (weights[0] != weights[1]).any() or not np.isfinite(sums).all():
+            continue
+        flat = (
+            [one for side in sides for document in documents for one in side[document]] if reading is _as_mean else []
+        )
+        bounded = bool(flat) and all(0 <= one <= 1 for one in _numbers(flat))
+        pairs = Pairs(tuple(documents), sums[0], sums[1], weights[0], perplexity, bounded)
+        if all(
+            score is not None and isclose(pairs.score(side), score, rel_tol=1e-9, abs_tol=1e-9)
+            for side, score in zip(sums, expected, strict=True)
+        ):
+            return replace(pairs, passages=_passages(tuned, documents))
+    return None
 
 
 def pair_task(task: str, key: str, base: Results, tuned: Results, samples: tuple[Samples, Samples]) -> Paired | None:
@@ -136,16 +262,16 @@ def pair_task(task: str, key: str, base: Results, tuned: Results, samples: tuple
         return None
     if len(strata) == 1:
         return Paired(strata, (1.0,))
+    if any(part.perplexity for part in strata):  # a mean of perplexities is no sum over documents
+        return None
     # A group's score is the mean over documents or over tasks, as its file says: whichever gives the scores that were reported.
     sizes = [len(part.documents) for part in strata]
+    expected = [number(one["results"][task].get(key)) for one in (base, tuned)]
+    means = np.array([[part.score(part.base), part.score(part.tuned)] for part in strata])
     for weights in ([size / sum(sizes) for size in sizes], [1 / len(sizes)] * len(sizes)):
-        means = [
-            sum(weight * float(side.mean()) for weight, side in zip(weights, sides, strict=True))
-            for sides in ([part.base for part in strata], [part.tuned for part in strata])
-        ]
-        scores = [number(one["results"][task].get(key)) for one in (base, tuned)]
+        found = (np.array(weights) @ means).tolist()
         if all(
-            score is not None and isclose(mean, score, abs_tol=1e-9) for mean, score in zip(means, scores, strict=True)
+            score is not None and isclose(one, score, abs_tol=1e-9) for one, score in zip(found, expected, strict=True)
         ):
             return Paired(strata, tuple(weights))
     return None

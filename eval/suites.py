@@ -7,6 +7,7 @@ Reading lm_eval's 14,000 task files takes seconds, so their names are kept: a mi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 from eval.gate import check_gate
 from eval.named_suites import limit_of, tasks_of
 from eval.task_files import LocalTasks, Task
-from eval.task_index import TaskIndex, known_tasks
+from eval.task_index import TaskIndex, known_tasks, reached
 from sft.errors import EvaluationError, did_you_mean, run_main
 from sft.recipe import Evaluation
 from sft.recipe_file import find_file
@@ -74,6 +75,28 @@ def _datasets(tasks: dict[str, Task], known: TaskIndex) -> tuple[tuple[str, tupl
     return tuple((name, datasets) for name, datasets in own if datasets)
 
 
+def asked_twice(measured: Iterable[tuple[str, str]]) -> list[str]:
+    """What is wrong where a task is measured in two ways.
+
+    Args:
+        measured: Each task with the task, group or tag that was asked for.
+
+    >>> asked_twice([("a", "letters"), ("b", "letters"), ("a", "a")])
+    ['eval.tasks: a is part of letters and of a. Leave one of them out.']
+    """
+    owners: dict[str, str] = {}
+    shared: dict[tuple[str, str], list[str]] = {}
+    for part, name in measured:
+        if owners.setdefault(part, name) != name:
+            shared.setdefault((owners[part], name), []).append(part)
+    problems = []
+    for (one, other), parts in shared.items():
+        more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
+        verb = "are" if more else "is"
+        problems.append(f"eval.tasks: {parts[0]}{more} {verb} part of {one} and of {other}. Leave one of them out.")
+    return problems
+
+
 def check_tasks(evaluation: Evaluation, output_dir: Path, run: Path | None = None) -> TaskSelection:
     """Find every task that the recipe asks for. Loads no model and no dataset.
 
@@ -88,7 +111,7 @@ def check_tasks(evaluation: Evaluation, output_dir: Path, run: Path | None = Non
     """
     local = LocalTasks(evaluation.include_path, run)
     asked = dict.fromkeys([*evaluation.tasks, *tasks_of(evaluation.suite, evaluation.apply_chat_template)])
-    known = known_tasks() if asked else TaskIndex(frozenset(), frozenset(), {})
+    known = known_tasks() if asked else TaskIndex(frozenset(), frozenset(), {}, {})
     tasks: dict[str, Task] = {}
     problems: list[str] = []
     unsafe: list[str] = []
@@ -115,13 +138,14 @@ def check_tasks(evaluation: Evaluation, output_dir: Path, run: Path | None = Non
                 f"eval.tasks: `{name}` runs Python code that the model writes, on this machine, within limits that are tried out "
                 "first (docs/evaluation-code.md says which). To allow that, set eval.confirm_run_unsafe_code=true."
             )
+    inside = {name: sorted(reached(name, known.members | local.members) - {name}) for name in tasks}
+    problems += asked_twice((part, name) for name in tasks for part in [name, *inside[name]])
     if problems:
         raise EvaluationError("\n".join(problems))
-    selection = TaskSelection(
+    check_gate(evaluation.gate, list(tasks), {part for parts in inside.values() for part in parts})
+    return TaskSelection(
         tuple(tasks.values()), tuple(local.folders), bool(unsafe), limit_of(evaluation.suite), _datasets(tasks, known)
     )
-    check_gate(evaluation.gate, selection, {*known.names, *local.by_name})
-    return selection
 
 
 def main(_: list[str]) -> None:

@@ -97,7 +97,7 @@ def comparison_lines(comparison: dict[str, Any]) -> list[str]:
     lines = [comparison["note"]]
     hidden = len(rows) - len(_shown(rows))
     if any(not row["decides"] for row in _shown(rows)):
-        lines.append("* decides; the others are corrected among themselves.")
+        lines.append("* decides; the others weigh little in the correction.")
     if hidden:
         lines.append(f"{hidden} more metrics are in comparison.json: parts of groups, and metrics that do not decide.")
     for task, counts in comparison["flips"].items():

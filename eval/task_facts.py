@@ -1,11 +1,14 @@
-"""What only the loaded tasks tell of themselves and decides a score: their versions, documents, examples and answer lengths."""
+"""What only the loaded tasks tell of themselves and decides a score: definitions, versions, documents, examples, answer lengths."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from inspect import getsource, getsourcefile
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.settings import Settings
@@ -13,6 +16,9 @@ from eval.tasks import LoadedTasks, leaves
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
+
+_OF_THE_PLACE = ("dataset_path", "dataset_name", "dataset_kwargs", "metadata")
+"""Keys of a task that say where its documents lie: the documents themselves are hashed."""
 
 
 def documents_hash(documents: Iterable[Any]) -> str:
@@ -26,11 +32,65 @@ def documents_hash(documents: Iterable[Any]) -> str:
     return sha256.hexdigest()
 
 
+def _functions(value: object) -> Iterator[Callable[..., Any]]:
+    """The functions in a task's configuration, wherever they stand."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _functions(one)
+    elif callable(value):
+        yield value
+
+
+def _source(value: object) -> str:
+    """What a function does; of any other object its type, since its text may name an address in memory."""
+    try:
+        return getsource(value)  # type: ignore[arg-type]
+    except (TypeError, OSError):
+        return type(value).__qualname__
+
+
+def _code_files(task: ConfigurableTask, folder: Path | None) -> dict[str, bytes]:
+    """The Python files that a task's functions come from, and what of its folder they import, subfolders included."""
+    named: list[Callable[..., Any]] = [type(task), *_functions(task.config.to_dict(keep_callable=True))]
+    files = {Path(file) for one in named if (file := _file_of(one)) is not None}
+    if folder is not None:
+        loaded = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+        files |= {Path(file) for file in loaded if file is not None and Path(file).is_relative_to(folder)}
+    # Where the task's folder lies is no part of what it does.
+    return {
+        str(file.relative_to(folder))
+        if folder is not None and file.is_relative_to(folder)
+        else file.name: file.read_bytes()
+        for file in sorted(files)
+        if file.suffix == ".py" and file.is_file() and "site-packages" not in file.parts
+    }
+
+
+def _file_of(function: Callable[..., Any]) -> str | None:
+    try:
+        return getsourcefile(function)
+    except TypeError:
+        return None
+
+
+def definition_hash(task: ConfigurableTask) -> str:
+    """SHA-256 of a task's configuration as lm_eval has it, with all that it includes and overrides, and of its code."""
+    source = Path(str((task.config.metadata or {}).get("config_source")))
+    folder = source.resolve().parent if source.is_absolute() else None  # lm_eval says "inline" of what has no file
+    config = {key: value for key, value in task.dump_config().items() if key not in _OF_THE_PLACE}
+    code = _code_files(task, folder)
+    text = json.dumps([config, sorted(code)], default=_source).replace(f"{folder}/", "")
+    return hashlib.sha256(b"\0".join([text.encode(), *(code[name] for name in sorted(code))])).hexdigest()
+
+
 def _facts(task: ConfigurableTask, settings: Settings) -> dict[str, Any]:
     own = task.get_config("num_fewshot")
     examples = (own if own == 0 or settings.num_fewshot is None else settings.num_fewshot) or 0
     facts = {
         "version": task.VERSION,
+        "definition_sha256": definition_hash(task),
         "num_fewshot": examples,
         "documents_sha256": documents_hash(islice(task.eval_docs, settings.limit)),
         "examples_sha256": documents_hash(task.fewshot_docs() or ()) if examples else None,
@@ -39,9 +99,7 @@ def _facts(task: ConfigurableTask, settings: Settings) -> dict[str, Any]:
     }
     if task.get_config("output_type") == "generate_until":
         facts["generation_kwargs"] = task.get_config("generation_kwargs")
-    # As it will be read from results.json: a tuple is a list there.
-    plain: dict[str, Any] = json.loads(json.dumps(facts, default=str))
-    return plain
+    return facts
 
 
 def task_facts(settings: Settings, tasks: LoadedTasks) -> dict[str, dict[str, Any]]:
@@ -51,5 +109,16 @@ def task_facts(settings: Settings, tasks: LoadedTasks) -> dict[str, dict[str, An
         settings: From `resolve_settings`.
         tasks: From `load_tasks`.
     """
-    loaded = [task for items in tasks.by_name.values() for task in leaves(items)]
-    return {str(task.task_name): _facts(task, settings) for task in loaded}
+    from lm_eval.api.group import Group
+
+    items = [item for loaded in tasks.by_name.values() for item in loaded]
+    groups = [group for item in items if isinstance(item, Group) for group in (item, *item.get_all_groups())]
+    aggregates = {
+        group.name: {"aggregation": {key: value for key, value in (group.to_dict() or {}).items() if key != "metadata"}}
+        for group in groups
+        if group.has_aggregation
+    }
+    facts = {str(task.task_name): _facts(task, settings) for task in leaves(items)}
+    # As it will be read from results.json: a tuple is a list there.
+    plain: dict[str, dict[str, Any]] = json.loads(json.dumps(facts | aggregates, default=str))
+    return plain

@@ -125,7 +125,9 @@ class LocalTasks:
         self.unsafe: set[str] = set()
         self.unreadable: list[str] = []
         self._problems: dict[str, list[str]] = {}
-        self._members: dict[str, list[str]] = {}
+        self.members: dict[str, list[str]] = {}
+        """Per group, the names in it; a task has none."""
+
         if include_path is None:
             return
         folder = find_file(include_path).resolve()
@@ -155,7 +157,7 @@ class LocalTasks:
         problems = [f"{path} reads {file}. {_OUTSIDE}" for file in outside] or problems_of(path, config)
         self._problems[task.given] = [*problems, *missing]
         self.code[task.given] = code
-        self._members[task.given] = members(config, ()) if "group" in config else []
+        self.members[task.name] = members(config, ()) if "group" in config else []
         if "group" in config and folder not in self.folders:
             self.folders.append(folder)
         metrics = config.get("metric_list")
@@ -179,5 +181,5 @@ class LocalTasks:
             given = left.pop()
             if given not in found:
                 found.append(given)
-                left += [part.given for name in self._members.get(given, ()) for part in self.by_name.get(name, ())]
+                left += [part.given for name in self.members.get(given, ()) for part in self.by_name.get(name, ())]
         return found

@@ -33,6 +33,9 @@ class TaskIndex:
     datasets: dict[str, list[str]]
     """Per name, the datasets on the hub that it needs."""
 
+    members: dict[str, list[str]]
+    """Per group and tag, the names in it."""
+
 
 def _index_files() -> list[Path]:
     """Where the names are kept: in the environment they come from or, where it is read-only, in the user's cache."""
@@ -45,7 +48,9 @@ def read_index(path: Path) -> TaskIndex | None:
     """The names in a file; None where there are none to be read."""
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        return TaskIndex(frozenset(kept["names"]), frozenset(kept["unsafe"]), dict(kept["datasets"]))
+        return TaskIndex(
+            frozenset(kept["names"]), frozenset(kept["unsafe"]), dict(kept["datasets"]), dict(kept["members"])
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -83,11 +88,13 @@ def build_index() -> TaskIndex:
     entries = TaskManager().task_index
     groups = {name: entry for name, entry in entries.items() if entry.kind in (Kind.GROUP, Kind.TAG)}
     # A task's own `tags` are the tags it carries; only those of a tag are its members.
-    inside = {name: members(entry.cfg, entry.tags if entry.kind is Kind.TAG else ()) for name, entry in groups.items()}
+    inside = {
+        name: sorted(members(entry.cfg, entry.tags if entry.kind is Kind.TAG else ())) for name, entry in groups.items()
+    }
     marked = [name for name, entry in entries.items() if (entry.cfg or {}).get("unsafe_code")]
     datasets = {name: [entry.cfg["dataset_path"]] for name, entry in entries.items() if _on_hub(entry.cfg)}
     return TaskIndex(
-        frozenset(entries), _unsafe_names(inside, marked), datasets | _datasets_of_groups(inside, datasets)
+        frozenset(entries), _unsafe_names(inside, marked), datasets | _datasets_of_groups(inside, datasets), inside
     )
 
 
@@ -102,15 +109,23 @@ def _datasets_of_groups(inside: dict[str, list[str]], datasets: dict[str, list[s
     >>> _datasets_of_groups({"all": ["maths", "a"], "maths": ["b"]}, {"a": ["x"], "b": ["y"]})
     {'all': ['x', 'y'], 'maths': ['y']}
     """
-    found: dict[str, list[str]] = {}
-    for group in inside:
-        seen, left = {group}, [group]
-        while left:
-            more = set(inside.get(left.pop(), ())) - seen
-            seen |= more
-            left += more
-        found[group] = sorted({path for name in seen for path in datasets.get(name, ())})
-    return found
+    return {
+        group: sorted({path for name in reached(group, inside) for path in datasets.get(name, ())}) for group in inside
+    }
+
+
+def reached(name: str, inside: dict[str, list[str]]) -> set[str]:
+    """A name and all that is in it, through groups in groups.
+
+    >>> sorted(reached("all", {"all": ["maths", "a"], "maths": ["b"], "other": ["c"]}))
+    ['a', 'all', 'b', 'maths']
+    """
+    seen, left = {name}, [name]
+    while left:
+        more = set(inside.get(left.pop(), ())) - seen
+        seen |= more
+        left += more
+    return seen
 
 
 def keep_index(index: TaskIndex, files: Iterable[Path]) -> None:
@@ -118,7 +133,12 @@ def keep_index(index: TaskIndex, files: Iterable[Path]) -> None:
     for path in files:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            lists = {"names": sorted(index.names), "unsafe": sorted(index.unsafe), "datasets": index.datasets}
+            lists = {
+                "names": sorted(index.names),
+                "unsafe": sorted(index.unsafe),
+                "datasets": index.datasets,
+                "members": index.members,
+            }
             write_json(path, lists)
         except OSError:
             continue

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from eval.code_metric import prepare_code_tasks, score_code_within_limits
 from eval.quiet import chatter_to, summary
 from eval.settings import Settings
-from eval.suites import TaskSelection
+from eval.suites import TaskSelection, asked_twice
 from eval.task_errors import metrics_not_found, why_not_loaded
 from eval.task_files import Task
 from eval.task_index import CODE_METRIC
@@ -120,9 +120,21 @@ def _set_answer_length(task: ConfigurableTask, settings: Settings) -> str | None
 
 def _examples_are_the_questions(task: ConfigurableTask) -> bool:
     """Whether lm_eval would draw examples from the documents it measures, the one that is asked among them."""
-    examples = task.fewshot_cfg
-    elsewhere = examples.split is not None or examples.samples is not None
-    return not (elsewhere or task.has_training_docs() or task.has_validation_docs())
+    examples, config = task.fewshot_cfg, task.config
+    if examples.split is None and examples.samples is not None:
+        return False
+    drawn = examples.split or config.training_split or config.validation_split or config.test_split
+    # lm_eval takes the question out of its own examples where the test split is named for both, and only there.
+    taken_out = examples.split is not None and examples.split == config.test_split
+    return drawn is not None and drawn == (config.test_split or config.validation_split) and not taken_out
+
+
+def _is_own(task: ConfigurableTask) -> bool:
+    """Whether a task comes from a file of the user's: lm_eval's own are measured as all others measure them."""
+    import lm_eval
+
+    source = Path(str((task.config.metadata or {}).get("config_source")))
+    return not source.resolve().is_relative_to(Path(str(lm_eval.__file__)).resolve().parent)
 
 
 def _runs_code(task: ConfigurableTask) -> bool:
@@ -148,23 +160,14 @@ def _problems_of(task: ConfigurableTask, settings: Settings, run_code: bool) -> 
             f"eval.num_fewshot={settings.num_fewshot}, and {task.task_name} is defined without examples. Leave "
             "eval.num_fewshot out, or the task."
         )
-    if settings.num_fewshot and _examples_are_the_questions(task):
+    own = task.get_config("num_fewshot") if settings.num_fewshot is None and _is_own(task) else None
+    if (settings.num_fewshot or own) and _examples_are_the_questions(task):
+        asked = f"num_fewshot: {own}" if own else f"eval.num_fewshot={settings.num_fewshot}"
         problems.append(
-            f"eval.num_fewshot={settings.num_fewshot}, and {task.task_name} has no documents for examples but those it "
-            "measures, so that a question could come with its own answer. Leave eval.num_fewshot out, or give the task a "
-            "fewshot_split."
+            f"{asked}, and {task.task_name} has no documents for examples but those it measures, so that a question could come with its "
+            "own answer. Set num_fewshot to 0, or give the task a fewshot_split that it does not measure."
         )
     return [problem for problem in problems if problem]
-
-
-def _asked_twice(tasks: LoadedTasks) -> list[str]:
-    owners: dict[str, str] = {}
-    measured = [(leaf.task_name, name) for name, items in tasks.by_name.items() for leaf in leaves(items)]
-    return [
-        f"eval.tasks: {leaf} is part of {owners[leaf]} and of {name}. Leave one of them out."
-        for leaf, name in measured
-        if owners.setdefault(leaf, name) != name
-    ]
 
 
 def _parts(manager: TaskManager, name: str) -> list[str]:
@@ -237,7 +240,8 @@ def load_tasks(selection: TaskSelection, settings: Settings, run_code: bool, log
         )
         for task in selection.tasks:
             problems += _load_task(manager, task, tasks, settings)
-    problems += _asked_twice(tasks)
+    # Groups of files that are read only now may share tasks too.
+    problems += asked_twice((leaf.task_name, name) for name, items in tasks.by_name.items() for leaf in leaves(items))
     if problems:
         raise EvaluationError("\n".join(dict.fromkeys(problems)))
     if not tasks.by_name:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import isfinite
 from statistics import fmean
 from typing import Any
 
 from eval.pairs import Paired, Results, metric_keys
-from eval.statistics import ALPHA, FEWEST_DOCUMENTS, Evidence, holm
-from eval.strata import paired
+from eval.statistics import ALPHA, Evidence, Sample, holm, paired
 
 IMPROVED, REGRESSED, NO_EVIDENCE = "IMPROVED", "REGRESSED", "NO EVIDENCE"
 TOO_FEW, UNKNOWN = "TOO FEW DOCUMENTS", "UNKNOWN"
+
+OTHERS = 0.25
+"""Weight in the correction of all metrics that decide nothing, taken together; each that decides has 1, and so has the mean."""
 
 
 @dataclass
@@ -26,27 +29,19 @@ class Entry:
     @property
     def can_be_judged(self) -> bool:
         """Whether a verdict can be given."""
-        return (
-            self.evidence is not None
-            and self.row["higher_is_better"] is not None
-            and not _too_few(self.evidence, self.row["documents"])
-        )
+        return self.evidence is not None and self.row["higher_is_better"] is not None and not self.evidence.too_few
 
 
-def _too_few(evidence: Evidence, documents: int) -> bool:
-    return evidence.too_few or documents < FEWEST_DOCUMENTS[evidence.test]
-
-
-def _verdict(evidence: Evidence | None, p_value: float | None, higher_is_better: bool | None, documents: int) -> str:
+def _verdict(evidence: Evidence | None, p_value: float | None, higher_is_better: bool | None) -> str:
     """What may be said of a difference.
 
-    >>> gain = Evidence("mcnemar", 0.01, 0.1, (0.1, 0.3))
-    >>> [_verdict(gain, p, better, n) for p, better, n in ((0.01, True, 99), (0.01, False, 99), (0.2, True, 99), (0.01, True, 9))]
-    ['IMPROVED', 'REGRESSED', 'NO EVIDENCE', 'TOO FEW DOCUMENTS']
+    >>> gain = Evidence("paired t", 0.01, 0.1, (0.1, 0.3))
+    >>> [_verdict(gain, p, better) for p, better in ((0.01, True), (0.01, False), (0.2, True), (0.01, None))]
+    ['IMPROVED', 'REGRESSED', 'NO EVIDENCE', 'UNKNOWN']
     """
     if evidence is None or higher_is_better is None:
         return UNKNOWN
-    if _too_few(evidence, documents):
+    if evidence.too_few:
         return TOO_FEW
     if p_value is None or p_value > ALPHA:
         return NO_EVIDENCE
@@ -69,83 +64,135 @@ def top_level(results: Results) -> list[str]:
 def decide(entries: list[Entry], results: Results) -> None:
     """Mark the one metric of each task that decides: acc_norm where there is one, else the first that is paired.
 
-    acc takes the likeliest answer, which a short one is; acc_norm corrects for the length.
+    acc takes the likeliest answer, which a short one is; acc_norm corrects for the length. Of several filters a flexible one decides:
+    whether an answer is right is the question, not whether it is written as the examples are.
     """
     for task in top_level(results):
         known = [entry for entry in entries if entry.row["task"] == task]
         known = [entry for entry in known if entry.row["higher_is_better"] is not None] or known
 
-        def rank(entry: Entry) -> tuple[bool, bool]:
-            return entry.paired is None, entry.row["metric"] != "acc_norm"
+        def rank(entry: Entry) -> tuple[bool, bool, bool]:
+            return entry.paired is None, entry.row["metric"] != "acc_norm", not _is_flexible(entry.row)
 
         for entry in sorted(known, key=rank)[:1]:
             entry.row["decides"] = True
 
 
-def judge(entries: list[Entry]) -> None:
-    """Correct the p-values, of those that decide together and of the others together, and give the verdicts."""
-    for decides in (True, False):
-        family = [entry for entry in entries if entry.row["decides"] == decides and entry.can_be_judged]
-        adjusted = holm([entry.evidence.p_value for entry in family if entry.evidence is not None])
-        for entry, p_value in zip(family, adjusted, strict=True):
-            entry.adjusted = p_value
-    for entry in entries:
+def _is_flexible(row: dict[str, Any]) -> bool:
+    return str(row["filter"]).startswith("flexible")
+
+
+def judge(entries: list[Entry], mean: Entry | None) -> None:
+    """Correct all p-values together, and give the verdicts.
+
+    Those that decide nothing weigh little, so that many of them hardly cost the others anything.
+
+    Args:
+        entries: All metrics.
+        mean: Over tasks, from `overall`.
+    """
+    family = [entry for entry in [*entries, mean] if entry is not None and entry.can_be_judged]
+    others = sum(not entry.row["decides"] for entry in family)
+    adjusted = holm(
+        [entry.evidence.p_value for entry in family if entry.evidence is not None],
+        [1.0 if entry.row["decides"] else OTHERS / others for entry in family],
+    )
+    for entry, p_value in zip(family, adjusted, strict=True):
+        entry.adjusted = p_value
+    for entry in [*entries, *([mean] if mean else [])]:
         entry.row["p_adjusted"] = entry.adjusted
-        entry.row["verdict"] = _verdict(
-            entry.evidence, entry.adjusted, entry.row["higher_is_better"], entry.row["documents"]
-        )
+        entry.row["verdict"] = _verdict(entry.evidence, entry.adjusted, entry.row["higher_is_better"])
 
 
-def overall(entries: list[Entry]) -> dict[str, Any] | None:
+def overall(entries: list[Entry]) -> Entry | None:
     """The mean over the tasks whose deciding metric is a share between 0 and 1; None for fewer than two."""
     counted = [
         entry
         for entry in entries
         if entry.row["decides"] and entry.row["higher_is_better"] and entry.paired is not None
-        if all(side.min() >= 0 and side.max() <= 1 for part in entry.paired.strata for side in (part.base, part.tuned))
+        if all(part.bounded for part in entry.paired.strata)
     ]
     if len(counted) < 2:
         return None
-    samples = [
-        (differences, weight / len(counted))
+    samples: list[Sample] = [
+        replace(sample, weight=sample.weight / len(counted))
         for entry in counted
         if entry.paired is not None
-        for differences, weight in entry.paired.samples
+        for sample in entry.paired.samples
     ]
     evidence = paired(samples)
-    documents = sum(len(differences) for differences, _ in samples)
     means = {side: fmean(entry.row[side] for entry in counted) for side in ("base", "tuned")}
-    return {
+    row = {
         **means,
+        "decides": True,
+        "higher_is_better": True,
         "difference": means["tuned"] - means["base"],
         "difference_stderr": evidence.stderr,
         "interval_95": list(evidence.interval),
         "test": evidence.test,
         "p_value": evidence.p_value,
-        "documents": documents,
-        "verdict": _verdict(evidence, evidence.p_value, True, documents),
+        "documents": sum(entry.row["documents"] for entry in counted),
         "tasks": [entry.row["task"] for entry in counted],
     }
+    return Entry(row, None, evidence)
 
 
-def note(entries: list[Entry]) -> str:
-    """How many were compared at once, and what that does to the verdicts."""
+def note(entries: list[Entry], mean: Entry | None) -> str:
+    """What the verdicts mean together, and what to know of single ones.
+
+    Args:
+        entries: All metrics, judged.
+        mean: Over tasks, judged.
+    """
     deciding = [entry for entry in entries if entry.row["decides"] and entry.can_be_judged]
     few = [entry.row["task"] for entry in entries if entry.row["decides"] and entry.row["verdict"] == TOO_FEW]
-    left_out = f" Too few documents to be judged: {', '.join(few)}." if few else ""
-    if not deciding:
-        return left_out.strip() or "No metric can be judged."
-    if len(deciding) < 2:
-        judged = f"Only {deciding[0].row['task']} is judged" if few else "One metric decides"
-        return f"{judged}, so no correction for several is needed; an interval leaves the truth out in 5 % of cases.{left_out}"
+    judged = sum(entry.can_be_judged for entry in [*entries, *([mean] if mean else [])])
+    told = []
+    if judged > 1:
+        told.append(
+            f"{judged} verdicts are corrected together (Holm): where nothing has changed, even one wrong verdict among them comes up in at "
+            "most 5 % of evaluations. Each interval stands for itself."
+        )
+    elif judged:
+        told.append(
+            "One metric is judged, so no correction for several is needed: chance alone gives it a verdict in 5 % of cases."
+        )
     alone = [
         entry.row["task"]
         for entry in deciding
         if entry.evidence is not None and entry.evidence.p_value <= ALPHA and entry.row["verdict"] == NO_EVIDENCE
     ]
-    by_itself = f"; by itself {', '.join(alone)} would be more than chance, among so many it is not" if alone else ""
-    judged = f"{len(deciding)} metrics {'are judged' if few else 'decide'}, one for each task"
-    return (
-        f"{judged}: their verdicts are corrected for that (Holm), so that where nothing has changed even one wrong verdict among them "
-        f"comes up in at most 5 % of evaluations; the intervals are each metric's own{by_itself}.{left_out}"
-    )
+    if alone:
+        told.append(f"By itself {', '.join(alone)} would be more than chance; among so many it is not.")
+    if few:
+        told.append(f"Too few documents for a verdict: {', '.join(few)}.")
+    for entry in entries:
+        if entry.row["decides"]:
+            told += _sentences(entry, [one for one in entries if one.row["task"] == entry.row["task"]])
+    return " ".join(told) or "No metric can be judged."
+
+
+def _sentences(entry: Entry, of_task: list[Entry]) -> list[str]:
+    """What to know of one metric that decides."""
+    row, told = entry.row, []
+    for other in (one.row for one in of_task if one.row["metric"] == row["metric"]):
+        if other["verdict"] in (IMPROVED, REGRESSED) and other["verdict"] != row["verdict"] and _is_flexible(row):
+            told.append(
+                f"{row['task']}: {other['verdict']} by {other['filter']}, {row['verdict']} by {row['filter']}: the answers are written "
+                "differently, which is not the same as right or wrong."
+            )
+    if (
+        row["passages"] is not None and row["passages"] < 0.9 * row["documents"]
+    ):  # a few copies are not worth a sentence
+        told.append(f"{row['task']}: {row['documents']} documents share {row['passages']} texts, and count by text.")
+    if not isfinite(row["difference"]):
+        told.append(f"{row['task']}: {row['metric']} is not finite (base {row['base']}, tuned {row['tuned']}).")
+    elif entry.evidence is None:
+        told.append(
+            f"{row['task']}: {row['metric']} is no sum over documents, and lm_eval gives no standard error for it."
+        )
+    elif row["higher_is_better"] is None:
+        told.append(
+            f"{row['task']}: the task does not say whether a higher {row['metric']} is better (`higher_is_better:`)."
+        )
+    return told

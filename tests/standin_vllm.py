@@ -15,7 +15,10 @@ from typing import Any
 from tests.tiny_server import Served
 
 VERSION = "0.30.0"
-MODULES = ("vllm", "vllm.lora", "vllm.lora.request", "vllm.tokenizers", "vllm.renderers", "vllm.renderers.hf")
+MODULES = (
+    *("vllm", "vllm.lora", "vllm.lora.request", "vllm.tokenizers", "vllm.renderers", "vllm.renderers.hf"),
+    *("vllm.engine", "vllm.engine.arg_utils", "ray"),
+)
 
 
 @dataclass
@@ -124,6 +127,11 @@ def install(folder: Path) -> None:
     renderers.resolve_chat_template = lambda **_: None
     lora: Any = sys.modules["vllm.lora.request"]
     lora.LoRARequest = type("LoRARequest", (), {})
+    arguments: Any = sys.modules["vllm.engine.arg_utils"]
+    arguments.EngineArgs = lambda **_: SimpleNamespace(create_model_config=lambda: None)
+    ray: Any = sys.modules["ray"]
+    ray.remote = lambda **_: lambda function: SimpleNamespace(remote=function)
+    ray.get, ray.shutdown = lambda results: results, lambda: None
     LLM.made.clear()
 
 

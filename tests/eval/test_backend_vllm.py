@@ -102,15 +102,16 @@ def test_the_engine_is_asked_for_what_hf_answers(
 
 
 @pytest.mark.slow
-def test_a_run_is_measured_with_one_engine_after_the_other(engine: Any, run: Run) -> None:
-    main([str(run.path), "backend=vllm", "tensor_parallel_size=2"])
+@pytest.mark.parametrize("parallel", ["tensor", pytest.param("data", marks=pytest.mark.extra)])
+def test_a_run_is_measured_with_one_engine_after_the_other(parallel: str, engine: Any, run: Run) -> None:
+    main([str(run.path), "backend=vllm", f"{parallel}_parallel_size=2"])
     (compared,) = (run.path / "eval").glob("*/comparison.json")
-    assert read_json(compared)["settings"]["backend_settings"] == {"tensor_parallel_size": 2, "data_parallel_size": 1}
-    base, tuned = engine.made
-    assert base.ended
-    assert tuned.ended
-    assert [one.arguments["tensor_parallel_size"] for one in (base, tuned)] == [2, 2]
-    assert [one.arguments["tokenizer"] for one in (base, tuned)] == [str(run.final)] * 2
+    sizes = {f"{one}_parallel_size": 2 if one == parallel else 1 for one in ("tensor", "data")}
+    assert read_json(compared)["settings"]["backend_settings"] == sizes
+    assert {one.arguments["tensor_parallel_size"] for one in engine.made} == {sizes["tensor_parallel_size"]}
+    assert {one.arguments["tokenizer"] for one in engine.made} == {str(run.final)}
+    if parallel == "tensor":  # ray ends the engines that it starts
+        assert [one.ended for one in engine.made] == [True, True]
 
 
 def test_lm_evals_model_takes_what_it_is_given(engine: Any, settings: Callable[..., Settings]) -> None:

@@ -1,13 +1,16 @@
+import json
 import math
 from io import StringIO
-from math import isclose, sqrt
+from math import isclose
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from eval.compare import compare
 from eval.gate import judge_gate
+from eval.pairs import finite
 from eval.tables import comparison_table, scores_table
 from sft.errors import EvaluationError
 from sft.recipe_eval import Gate
@@ -54,18 +57,16 @@ def one(*arguments: dict[str, Any]) -> dict[str, Any]:
 def test_a_difference_is_paired_by_document() -> None:
     row = one(results(0.25), results(0.75), samples(0, 0, 0, 1), samples(1, 1, 0, 1))
     assert (row["base"], row["tuned"], row["difference"]) == (0.25, 0.75, 0.5)
-    # Differences 1, 1, 0, 0: standard deviation sqrt(1/3), over the root of 4 documents.
+    # Differences 1, 1, 0, 0, and one more of 1 and of -1: variance 2/3, over 6.
     assert row["stderr_method"] == "paired"
-    assert isclose(row["difference_stderr"], sqrt(1 / 3) / 2)
-    assert row["test"] == "mcnemar"
+    assert isclose(row["difference_stderr"], 1 / 3)
+    assert row["test"] == "paired t"
     assert row["documents"] == 4
 
 
 def test_the_order_of_the_documents_does_not_matter() -> None:
     shuffled = {"arc": samples(1, 1, 0, 1)["arc"][::-1]}
-    assert one(results(0.25), results(0.75), samples(0, 0, 0, 1), shuffled)["difference_stderr"] == pytest.approx(
-        sqrt(1 / 3) / 2
-    )
+    assert one(results(0.25), results(0.75), samples(0, 0, 0, 1), shuffled)["difference_stderr"] == pytest.approx(1 / 3)
 
 
 def test_a_score_that_is_no_mean_is_not_paired() -> None:
@@ -89,12 +90,21 @@ def test_a_perplexity_that_is_not_finite_is_no_improvement(score: float) -> None
     told = judge_gate(gate, compare(base, tuned, {}, {}))
     assert told is not None
     assert not told["passed"]
+    compared = compare(base, tuned, {}, {})
+    assert f"ppl is not finite (base 3.0, tuned {score})" in compared["note"]
+    assert json.loads(json.dumps(finite(compared), allow_nan=False))["metrics"][0]["tuned"] is None
 
 
-def test_without_standard_errors_there_is_no_interval() -> None:
-    row = one(results(0.5, stderr="N/A"), results(0.6, stderr="N/A"), {}, {})
-    assert (row["difference_stderr"], row["stderr_method"], row["interval_95"]) == (None, None, None)
-    assert (row["verdict"], row["test"], row["p_value"]) == ("UNKNOWN", None, None)
+@pytest.mark.parametrize(
+    ("stderr", "higher", "told"), [("N/A", True, "no standard error"), (0.1, None, "higher_is_better")]
+)
+def test_what_cannot_be_judged_is_said_with_the_reason(stderr: object, higher: bool | None, told: str) -> None:
+    sides = [results(score, stderr=stderr, higher=higher, n=100) for score in (0.5, 0.6)]
+    compared = compare(*sides, {}, {})
+    (row,) = compared["metrics"]
+    assert row["verdict"] == "UNKNOWN"
+    assert (row["interval_95"] is None) == (stderr == "N/A")
+    assert told in compared["note"]
 
 
 @pytest.mark.parametrize(
@@ -161,8 +171,9 @@ def test_a_filter_is_paired_with_its_own_documents() -> None:
 
     compared = compare(two_filters(0.5), two_filters(1.0), two_samples(0, 1), two_samples(1, 1))
     rows = {row["filter"]: row for row in compared["metrics"]}
-    assert rows["strict"]["difference_stderr"] == pytest.approx(sqrt(0.5) / sqrt(2))
-    assert rows["flexible"]["difference_stderr"] == 0
+    # Differences 1 and 0, or 0 and 0, and one more of 1 and of -1: over 4.
+    assert rows["strict"]["difference_stderr"] == pytest.approx(np.std([1, 0, 1, -1], ddof=1) / 2)
+    assert rows["flexible"]["difference_stderr"] == pytest.approx(np.std([0, 0, 1, -1], ddof=1) / 2)
     assert {row["stderr_method"] for row in rows.values()} == {"paired"}
 
 

@@ -54,6 +54,10 @@ def test_the_words_of_the_task_itself_are_no_finding() -> None:
     assert all(found(documents[:10], [introduction]))
 
 
+def test_a_document_with_the_same_words_in_many_fields_is_found() -> None:
+    assert found([[f"{LONG} {number}" for number in range(12)]], [LONG]) == [True]
+
+
 def test_signs_are_words() -> None:
     assert words("我们 go 学习。") == ["我", "们", "go", "学", "习"]
 
@@ -132,6 +136,17 @@ def test_documents_that_were_trained_on_are_counted_and_the_score_without_them(r
         "difference_without": 0.0,
     }
     assert check_contamination(False, run, tokenizer, rows, (results, results), (samples, samples)) is None  # type: ignore[arg-type]
+
+
+def test_documents_that_several_tasks_ask_are_found_in_each(run: Run) -> None:
+    tokenizer = prepare(run, ["nothing of it at all", LONG], [0, 1])
+    names = [f"template{number}" for number in range(12)]
+    rows = [{"task": name, "metric": "acc", "filter": "none", "decides": True} for name in names]
+    samples = {name: [{"doc_id": 0, "doc": {"text": LONG}, "filter": "none", "acc": 1}] for name in names}
+    results: dict[str, Any] = {"results": {name: {"acc,none": 1.0} for name in names}}
+    contamination = check_contamination(True, run, tokenizer, rows, (results, results), (samples, samples))  # type: ignore[arg-type]
+    assert contamination is not None
+    assert [task["found"] for task in contamination["tasks"].values()] == [1] * 12
 
 
 def test_data_that_is_gone_is_said_to_be_gone(run: Run) -> None:

@@ -19,7 +19,9 @@ Resolve = Callable[..., Settings]
 @pytest.fixture
 def task(write_task: WriteTask, settings: Resolve, tmp_path: Path) -> Any:
     """A task that draws two of many examples for each document."""
-    file = write_task("mine", [{"question": f"Number {n}?", "answer": str(n)} for n in range(31)], num_fewshot=2)
+    file = write_task(
+        "mine", [{"question": f"Number {n}?", "answer": str(n)} for n in range(31)], num_fewshot=2, fewshot_split="test"
+    )
     evaluation = Evaluation(tasks=(str(file),))
     loaded = load_tasks(check_tasks(evaluation, tmp_path), settings("mine"), False, tmp_path / "log")
     (task,) = leaves(loaded.by_name["mine"])

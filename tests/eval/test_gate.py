@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from eval.gate import check_gate, judge_gate
-from eval.suites import Task, TaskSelection, check_tasks
+from eval.suites import check_tasks
 from sft.errors import EXIT_GATE, EvaluationError, GateFailed
 from sft.recipe import Evaluation
 from sft.recipe_eval import Gate
@@ -28,10 +28,6 @@ def judged(gate: dict[str, Any], *rows: dict[str, Any], **more: object) -> dict[
     outcome = judge_gate(Gate.model_validate(gate), comparison)
     assert outcome is not None
     return outcome
-
-
-def local(*names: str) -> TaskSelection:
-    return TaskSelection(tuple(Task(name, f"/{name}.yaml") for name in names), ())
 
 
 def test_a_drop_may_be_as_large_as_allowed_and_no_larger() -> None:
@@ -104,12 +100,10 @@ def test_without_a_gate_nothing_is_judged() -> None:
 
 def test_a_gate_over_what_is_not_measured_is_refused() -> None:
     with pytest.raises(EvaluationError) as error:
-        check_gate(
-            Gate(max_regression={"ifevall": 0.1, "default": 0.1}, require={"arc": 1}), local("ifeval", "mine"), ()
-        )
+        check_gate(Gate(max_regression={"ifevall": 0.1, "default": 0.1}, require={"arc": 1}), ["ifeval", "mine"], ())
     assert "`ifevall` is not measured; did you mean `ifeval`? Measured: ifeval, mine." in str(error.value)
     assert "`arc` is not measured. Measured: ifeval, mine." in str(error.value)
-    check_gate(Gate(max_regression={"ifeval/acc": 0.1, "overall": 0.1}), local("ifeval"), ())
+    check_gate(Gate(max_regression={"ifeval/acc": 0.1, "overall": 0.1}), ["ifeval"], ())
 
 
 def test_it_is_refused_with_the_tasks_of_the_recipe(tmp_path: Any) -> None:
@@ -118,21 +112,13 @@ def test_it_is_refused_with_the_tasks_of_the_recipe(tmp_path: Any) -> None:
         check_tasks(Evaluation(tasks=("builtin:demo",), gate=gate), tmp_path)
 
 
-def test_a_part_of_a_group_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = TaskSelection((Task("mine", "mine"),), ())
-    monkeypatch.setattr("eval.gate._parts_of", lambda selection: {"part"})
-    check_gate(Gate(require={"part": 0.1}), group, {"part", "other"})
-    with pytest.raises(EvaluationError, match="`other` is not measured"):
-        check_gate(Gate(require={"other": 0.1}), group, {"part", "other"})
+def test_a_part_of_a_group_may_be_named(tmp_path: Any) -> None:
+    def check(name: str) -> None:
+        check_tasks(Evaluation(tasks=("leaderboard_bbh",), gate=Gate(require={name: 0.1})), tmp_path)
 
-
-@pytest.mark.slow
-def test_the_parts_of_lm_evals_own_groups_are_known() -> None:
-    from eval.gate import _parts_of
-
-    parts = _parts_of(TaskSelection((Task("leaderboard_bbh", "leaderboard_bbh"),), ()))
-    assert "leaderboard_bbh_navigate" in parts
-    assert "leaderboard_ifeval" not in parts
+    check("leaderboard_bbh_navigate")
+    with pytest.raises(EvaluationError, match="`leaderboard_ifeval` is not measured"):
+        check("leaderboard_ifeval")
 
 
 def test_a_gate_that_failed_ends_with_a_status_of_its_own() -> None:

@@ -205,9 +205,14 @@ def test_samples_of_other_documents_are_counted(task: Path, reference: Reference
     changed = [{**line, "doc_hash": "other"} if line["doc_id"] > 1 else line for line in lines]
     with pytest.raises(EvaluationError, match="The documents of mine were not the same for base and tuned: 2 differ"):
         check_alike(settings, settings, {"mine": lines}, {"mine": changed})
-    other_prompts = [{**line, "prompt_hash": "q"} for line in lines]
-    with pytest.raises(EvaluationError, match="The prompts of mine were not the same for base and tuned: 4 differ"):
-        check_alike(settings, settings, {"mine": lines}, {"mine": other_prompts})
+    with pytest.raises(EvaluationError, match="The samples of mine are missing"):
+        check_alike(settings, settings, {"mine": lines}, {})
+    for key, named in (("prompt_hash", "prompts"), ("target_hash", "targets")):
+        other = [{**line, key: "q"} for line in lines]
+        with pytest.raises(
+            EvaluationError, match=f"The {named} of mine were not the same for base and tuned: 4 differ"
+        ):
+            check_alike(settings, settings, {"mine": lines}, {"mine": other})
 
 
 def test_batches_of_sizes_that_were_searched_for_and_differ_are_refused(task: Path, reference: Reference) -> None:

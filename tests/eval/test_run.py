@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from eval.one_model import name_of
 from eval.run import main, parse_evaluation
@@ -101,6 +102,28 @@ def test_what_is_out_of_reach_makes_a_run_incomplete(
     assert not compared["complete"]
     assert list(compared["not_measured"]) == ["far"]
     assert [row["task"] for row in compared["metrics"]] == ["near"]
+
+
+@pytest.mark.slow
+def test_a_perplexity_is_measured_where_the_task_file_of_the_recipe_is_gone(run: Run, write_task: WriteTask) -> None:
+    recipe = yaml.safe_load(run.recipe_file.read_text())
+    run.recipe_file.write_text(yaml.safe_dump(recipe | {"eval": {"tasks": ["/gone/task.yaml"]}}))
+    rows = [{"text": "one two three " * (n % 7 + 1)} for n in range(60)]
+    rolling = write_task(
+        "wiki",
+        rows,
+        output_type="loglikelihood_rolling",
+        doc_to_text="",
+        doc_to_target="{{text}}",
+        generation_kwargs=None,
+        metric_list=[{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+    )
+    main([str(run.path), f"tasks={rolling}", "apply_chat_template=false"])
+    (path,) = (run.path / "eval").glob("*/comparison.json")
+    for row in read_json(path)["metrics"]:
+        assert (row["test"], row["documents"]) == ("paired t", 60)
+        assert row["interval_95"][0] < row["difference"] < row["interval_95"][1]
+        assert row["verdict"] in ("IMPROVED", "REGRESSED", "NO EVIDENCE")
 
 
 def test_the_base_is_measured_again_on_data_that_changed_in_between(

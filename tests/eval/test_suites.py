@@ -199,10 +199,22 @@ def test_a_check_takes_well_under_a_second(tmp_path: Path) -> None:
     assert float(done.stdout) < 1
 
 
+@pytest.mark.parametrize(
+    ("tasks", "told"),
+    [
+        (["mmlu", "mmlu_stem"], r"mmlu_stem and \d+ more are part of mmlu and of mmlu_stem"),
+        (["leaderboard_ifeval", "leaderboard"], "leaderboard_ifeval is part of leaderboard_ifeval and of leaderboard"),
+    ],
+)
+def test_groups_that_share_tasks_are_refused_before_any_is_loaded(tasks: list[str], told: str, tmp_path: Path) -> None:
+    with pytest.raises(EvaluationError, match=told):
+        check(tmp_path, tasks=tasks)
+
+
 def test_names_are_kept_where_they_can_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder can be made here")
     files = [tmp_path / "file" / "names.json", tmp_path / "user" / "names.json"]
-    index = TaskIndex(frozenset("ab"), frozenset("b"), {})
+    index = TaskIndex(frozenset("ab"), frozenset("b"), {}, {"b": ["a"]})
     keep_index(index, files)
     assert [read_index(path) for path in files] == [None, index]
 

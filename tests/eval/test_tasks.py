@@ -1,7 +1,9 @@
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from eval.settings import Settings
 from eval.suites import check_tasks
@@ -80,11 +82,32 @@ def test_examples_that_a_task_refuses_are_refused(settings: Resolve, tmp_path: P
     assert load(settings(num_fewshot=0), tmp_path, path).by_name
 
 
-def test_a_question_does_not_come_with_its_own_answer(settings: Resolve, tmp_path: Path, write_task: WriteTask) -> None:
-    with pytest.raises(EvaluationError, match="mine has no documents for examples but those it measures"):
-        load(settings(num_fewshot=2), tmp_path, write_task("mine"))
-    # With the split named, lm_eval leaves the document that is asked out.
-    assert load(settings(num_fewshot=2), tmp_path, write_task("mine", fewshot_split="test")).by_name
+@pytest.mark.parametrize(
+    ("shots", "keys", "refused"),
+    [
+        (2, {}, True),
+        (None, {"num_fewshot": 2}, True),
+        (None, {}, False),
+        (2, {"fewshot_split": "test"}, False),  # named so, lm_eval leaves the document that is asked out
+        (2, {"training_split": "test"}, True),
+        (2, {"test_split": None, "validation_split": "test"}, True),
+        (2, {"test_split": None, "validation_split": "test", "fewshot_split": "test"}, True),
+        (2, {"test_split": None, "validation_split": "test", "training_split": "other"}, False),
+        (2, {"fewshot_config": {"samples": [{"question": "?", "answer": "!"}] * 2}}, False),
+    ],
+)
+def test_a_question_does_not_come_with_its_own_answer(
+    shots: int | None, keys: dict[str, Any], refused: bool, settings: Resolve, tmp_path: Path, write_task: WriteTask
+) -> None:
+    path = write_task("mine", **keys)
+    config = yaml.safe_load(path.read_text())
+    data = config["dataset_kwargs"]["data_files"]
+    path.write_text(yaml.safe_dump(config | {"dataset_kwargs": {"data_files": data | {"other": data["test"]}}}))
+    if refused:
+        with pytest.raises(EvaluationError, match="mine has no documents for examples but those it measures"):
+            load(settings(num_fewshot=shots), tmp_path, path)
+    else:
+        assert load(settings(num_fewshot=shots), tmp_path, path).by_name
 
 
 def test_a_dataset_out_of_reach_costs_only_its_task(

@@ -78,7 +78,7 @@ def test_what_became_worse_is_flagged_and_the_gate_decides_the_exit_status(recip
     compared = read_json(run.comparison_file)
     rows = {row["task"]: row for row in compared["metrics"]}
     assert (rows["names"]["verdict"], rows["cities"]["verdict"]) == ("IMPROVED", "REGRESSED")
-    assert rows["cities"]["test"] == "mcnemar"
+    assert rows["cities"]["test"] == "paired t"
     assert compared["complete"]
     (failure,) = compared["gate"]["failures"]
     assert failure.startswith("cities (acc): 0.5000 -> 0.")
