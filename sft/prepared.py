@@ -42,6 +42,7 @@ _CODE = (
     "mixture",
     "overlong",
     "packing",
+    "pins",
     "prepare",
     "processes",
     "readers",

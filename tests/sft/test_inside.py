@@ -107,7 +107,7 @@ def test_the_newest_run_lies_beside_its_link(job: Job, run: Run, tmp_path: Path)
     anew = open_run(replace(job, recipe=parse_recipe(DEMO_RECIPE, [*job.overrides, "train.resume=never"])))
     assert anew.path.parent == run.path.parent
     assert link.resolve() == anew.path
-    assert sorted(path.name for path in moved.iterdir()) == ["checkpoints", "recipe.yaml", "run.json"]
+    assert sorted(path.name for path in moved.iterdir()) == [".lock", "checkpoints", "recipe.yaml", "run.json"]
 
 
 def test_removing_a_link_leaves_what_it_leads_to(tmp_path: Path) -> None:
