@@ -183,6 +183,13 @@ def _what_was_refused(text: str) -> str:
     return f" It names {named[1]}." if named else ""
 
 
+def _has_a_working_directory() -> bool:
+    try:
+        return bool(os.getcwd())  # noqa: PTH109  # torch and transformers ask so
+    except FileNotFoundError:
+        return False
+
+
 def _port_was_taken(error: BaseException) -> bool:
     return type(error).__name__ == "DistNetworkError" and "EADDRINUSE" in str(error)
 
@@ -193,6 +200,19 @@ def _known_mistake(error: BaseException) -> str | None:
         return "The disk is full. Free some space, or set output_dir to another disk. What was complete is kept."
     if "File too large" in str(error):
         return "A file is larger than what may be written here: raise the limit (ulimit -f unlimited), or set output_dir to another disk."
+    if (
+        isinstance(error, MemoryError)
+        or "can't allocate memory" in str(error)
+        or "Cannot allocate memory" in str(error)
+    ):
+        return (
+            "Memory ran out: this process asked for more than the machine has free, or than it may have (ulimit -v). Free some, lower "
+            "train.micro_batch_size or data.max_length, or start fewer processes (NPROC); docs/memory.md."
+        )
+    if isinstance(error, FileNotFoundError) and not _has_a_working_directory():
+        return "The working directory has been deleted. Change into one that exists, and start again."
+    if type(error).__name__ == "AuthenticationError" and type(error).__module__.startswith("wandb"):
+        return f"wandb refuses the login: {error} Log in again (wandb login), or keep the run here: WANDB_MODE=offline."
     if type(error).__name__ == "UnpicklingError":
         return (
             "A file holds other things than tensors and plain values, or is damaged, and is not loaded: what it holds could run as a "

@@ -8,6 +8,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+from sft.errors import RunError
 from sft.recipe import Tracking
 from sft.run_directory import Run
 
@@ -21,6 +22,20 @@ def _logged_in_to_wandb() -> bool:
     except (OSError, netrc.NetrcParseError):
         return False
     return any("wandb" in host for host in hosts)
+
+
+def _check_wandb_key() -> None:
+    """Refuse a key that wandb would refuse after the model is loaded.
+
+    Raises:
+        RunError: It is too short: cut off, or a placeholder.
+    """
+    key = os.environ.get("WANDB_API_KEY", "")
+    if key and len(key) < 40 and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
+        raise RunError(
+            f"WANDB_API_KEY has {len(key)} characters, and keys of wandb have at least 40. Copy all of it, unset it to use that of `wandb "
+            "login`, or keep the run here: WANDB_MODE=offline."
+        )
 
 
 def finish_trackers(tracking: Tracking) -> None:
@@ -68,6 +83,7 @@ def set_up_trackers(tracking: Tracking, run: Run) -> list[str]:
         os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.path / "tensorboard")
         notes.append(f"tensorboard: tensorboard --logdir {run.path / 'tensorboard'}")
     if "wandb" in tracking.report_to:
+        _check_wandb_key()
         os.environ["WANDB_PROJECT"] = tracking.project
         os.environ["WANDB_DIR"] = str(run.path)
         _name_wandb_run(run)

@@ -1,8 +1,10 @@
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from sft.errors import RunError
 from sft.recipe import Tracking
 from sft.run_directory import Run
 from sft.tracking import set_up_trackers
@@ -37,9 +39,20 @@ def test_wandb_is_offline_where_nobody_is_logged_in_and_says_how_to_go_on(tmp_pa
 def test_wandb_is_online_for_who_is_logged_in_and_no_key_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    monkeypatch.setenv("WANDB_API_KEY", 5 * "01234567")
     assert set_up_trackers(Tracking(report_to=("wandb",)), Run(tmp_path)) == []
     assert "WANDB_MODE" not in os.environ
+
+
+@pytest.mark.parametrize(("mode", "refused"), [(None, True), ("online", True), ("offline", False)])
+def test_a_key_that_is_cut_off_is_refused_where_it_is_used(
+    mode: str | None, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    if mode:
+        monkeypatch.setenv("WANDB_MODE", mode)
+    with pytest.raises(RunError, match="WANDB_API_KEY has 16") if refused else nullcontext():
+        set_up_trackers(Tracking(report_to=("wandb",)), Run(tmp_path))
 
 
 @pytest.mark.parametrize(
