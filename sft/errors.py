@@ -183,6 +183,9 @@ def _what_was_refused(text: str) -> str:
     return f" It names {named[1]}." if named else ""
 
 
+_OUT_OF_MEMORY = ("can't allocate memory", "Cannot allocate memory", "can't start new thread")
+
+
 def _has_a_working_directory() -> bool:
     try:
         return bool(os.getcwd())  # noqa: PTH109  # torch and transformers ask so
@@ -200,14 +203,10 @@ def _known_mistake(error: BaseException) -> str | None:
         return "The disk is full. Free some space, or set output_dir to another disk. What was complete is kept."
     if "File too large" in str(error):
         return "A file is larger than what may be written here: raise the limit (ulimit -f unlimited), or set output_dir to another disk."
-    if (
-        isinstance(error, MemoryError)
-        or "can't allocate memory" in str(error)
-        or "Cannot allocate memory" in str(error)
-    ):
+    if isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY):
         return (
-            "Memory ran out: this process asked for more than the machine has free, or than it may have (ulimit -v). Free some, lower "
-            "train.micro_batch_size or data.max_length, or start fewer processes (NPROC); docs/memory.md."
+            "Memory ran out: this process asked for more memory or threads than the machine has free, or than it may have (ulimit -v, "
+            "ulimit -u). Free some, lower train.micro_batch_size or data.max_length, or start fewer processes (NPROC); docs/memory.md."
         )
     if isinstance(error, FileNotFoundError) and not _has_a_working_directory():
         return "The working directory has been deleted. Change into one that exists, and start again."
@@ -295,4 +294,5 @@ def run_main(main: Callable[[list[str]], None]) -> None:
 
     with listening(), users_mistakes_end_cleanly():
         hear_held_back()
+        os.getcwd()  # noqa: PTH109  # one that was deleted ends here, and not in each process that is started
         main(sys.argv[1:])

@@ -314,7 +314,8 @@ def _read_source(
     good = [row for _, row in head if not isinstance(row, BadRow)]
     if not good:
         reason = f": none of its first {len(head)} rows can be read ({head[0][1].reason})" if head else ""  # type: ignore[union-attr]
-        raise DataError(f"{source.path} holds no rows{reason}.")
+        where = f" in split={source.split}" if "[" in source.split else ""
+        raise DataError(f"{source.path} holds no rows{where}{reason}.")
     columns = {name for row in good for name in row}
     format = row_format(common_columns(good), source, columns)
     if recipe.data.loss_on == "completion" and format not in ("prompt_completion", "alpaca"):

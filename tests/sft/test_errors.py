@@ -65,6 +65,7 @@ def test_a_rank_ends_at_once_though_a_thread_of_a_tracker_is_still_at_work() -> 
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 638 bytes"), "ulimit -v"),
         (OSError(12, "Cannot allocate memory"), "ulimit -v"),
         (MemoryError(), "ulimit -v"),
+        (RuntimeError("can't start new thread"), "ulimit -u"),
     ],
 )
 def test_a_resource_that_ran_out_is_one_message_whoever_asked_for_it(

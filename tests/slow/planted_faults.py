@@ -227,7 +227,12 @@ FAULTS: dict[str, dict[str, Fault]] = {
         "a model_type that transformers does not know": Fault(
             ("qwen9", "does not recognize"), _json("model/config.json", model_type="qwen9")
         ),
-        "an encoder-decoder": Fault(("t5",), _json("model/config.json", model_type="t5")),
+        "an encoder-decoder": Fault(("encoder-decoder (t5)", "decoders"), _json("model/config.json", model_type="t5")),
+        "an encoder": Fault(("encoder (bert)", "decoders"), _json("model/config.json", model_type="bert")),
+        "quantized weights": Fault(
+            ("quantized", "unquantized"),
+            _json("model/config.json", quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128}),
+        ),
         "a multimodal model": Fault(("Qwen2VLConfig",), _json("model/config.json", model_type="qwen2_vl")),
         "rope_scaling without its factor": Fault(
             ("yarn", "factor"), _json("model/config.json", rope_scaling={"rope_type": "yarn"})
@@ -361,6 +366,10 @@ FAULTS: dict[str, dict[str, Fault]] = {
         "a split that a file has not": Fault(
             ("split=validation", "files have no splits"),
             command=TRAIN + " 'data.train=[{{path: {folder}/rows.jsonl, split: validation}}]'",
+        ),
+        "a slice without rows": Fault(
+            ("no rows in split=train[90000:]",),
+            command=TRAIN + " 'data.train=[{{path: {folder}/rows.jsonl, split: \"train[90000:]\"}}]'",
         ),
         "more rows than there are": Fault(
             ("rows=100000", "240 usable rows"),
