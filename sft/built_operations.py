@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterable
@@ -16,6 +17,8 @@ from contextlib import suppress
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
+
+from sft.errors import PlanError
 
 FOLDER = "TORCH_EXTENSIONS_DIR"
 _SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "fuse", "9p", "wekafs", "afs", "panfs", "vast")
@@ -40,6 +43,9 @@ def settle_operations(builds: bool) -> list[str]:
 
     Returns:
         Lines for the user.
+
+    Raises:
+        PlanError: They have to be built, and there is nothing to build them with.
     """
     folder = Path(os.environ.setdefault(FOLDER, str(own_folder())))
     try:
@@ -51,8 +57,19 @@ def settle_operations(builds: bool) -> list[str]:
     except OSError:
         return []  # read-only, or a file system without locks: torch says what it cannot do
     if builds and not any(folder.glob("*/*.so")):
+        _check_compiler()
         lines.append(f"DeepSpeed builds its C++ operations, once in this environment: about a minute ({folder})")
     return lines
+
+
+def _check_compiler() -> None:
+    compiler = os.environ.get("CXX", "c++").split()[0]
+    missing = [program for program in ("ninja", compiler) if shutil.which(program) is None]
+    if missing:
+        raise PlanError(
+            f"train.deepspeed: on a CPU DeepSpeed builds C++ operations, and PATH has no {' and no '.join(missing)}. Start by "
+            "scripts/sft.sh, or put .venv/bin on PATH (ninja); install a compiler (apt-get install g++); or leave train.deepspeed out."
+        )
 
 
 def _look_at(lock: Path) -> list[str]:

@@ -8,10 +8,8 @@ Names, places, trackers, evaluation, how often something is written: such keys a
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import file_digest
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Any
 
 from sft.errors import RecipeError, run_main
 from sft.recipe_changes import differences
-from sft.run_directory import Run, find_run, read_json
+from sft.run_directory import Run, find_run, read_json, read_lines
 from sft.visible import visible_line
 
 # Of the keys that may change in a run that goes on, those that say who computes what do count here.
@@ -145,11 +143,9 @@ def data(a: Run, b: Run) -> Finding:
 def _by_step(run: Run) -> dict[int, dict[str, Any]]:
     """The lines of metrics.jsonl by step, each with the step of the line before."""
     found, before = {}, 0
-    for text in run.metrics_file.read_text(encoding="utf-8").splitlines() if run.metrics_file.exists() else []:
-        with suppress(ValueError):  # the last may have been cut off
-            line = json.loads(text)
-            found[int(line["step"])] = line | {"since": before}
-            before = int(line["step"])
+    for line in read_lines(run.metrics_file):
+        found[line["step"]] = line | {"since": before}
+        before = line["step"]
     return found
 
 

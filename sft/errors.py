@@ -184,6 +184,16 @@ def _what_was_refused(text: str) -> str:
     return f" It names {named[1]}." if named else ""
 
 
+_OUT_OF_MEMORY = ("can't allocate memory", "Cannot allocate memory", "can't start new thread")
+
+
+def _has_a_working_directory() -> bool:
+    try:
+        return bool(os.getcwd())  # noqa: PTH109  # torch and transformers ask so
+    except FileNotFoundError:
+        return False
+
+
 def _port_was_taken(error: BaseException) -> bool:
     return type(error).__name__ == "DistNetworkError" and "EADDRINUSE" in str(error)
 
@@ -194,6 +204,15 @@ def _known_mistake(error: BaseException) -> str | None:
         return "The disk is full. Free some space, or set output_dir to another disk. What was complete is kept."
     if "File too large" in str(error):
         return "A file is larger than what may be written here: raise the limit (ulimit -f unlimited), or set output_dir to another disk."
+    if isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY):
+        return (
+            "Memory ran out: this process asked for more memory or threads than the machine has free, or than it may have (ulimit -v, "
+            "ulimit -u). Free some, lower train.micro_batch_size or data.max_length, or start fewer processes (NPROC); docs/memory.md."
+        )
+    if isinstance(error, FileNotFoundError) and not _has_a_working_directory():
+        return "The working directory has been deleted. Change into one that exists, and start again."
+    if type(error).__name__ == "AuthenticationError" and type(error).__module__.startswith("wandb"):
+        return f"wandb refuses the login: {error} Log in again (wandb login), or keep the run here: WANDB_MODE=offline."
     if type(error).__name__ == "UnpicklingError":
         return (
             "A file holds other things than tensors and plain values, or is damaged, and is not loaded: what it holds could run as a "
@@ -276,4 +295,5 @@ def run_main(main: Callable[[list[str]], None]) -> None:
 
     with listening(), users_mistakes_end_cleanly():
         hear_held_back()
+        os.getcwd()  # noqa: PTH109  # one that was deleted ends here, and not in each process that is started
         main(sys.argv[1:])

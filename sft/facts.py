@@ -30,6 +30,14 @@ from sft.sources import BUILTIN, first_look, hub_answers, looks_local, source_fi
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
+_ENCODERS = frozenset(
+    "bert big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta roberta-prelayernorm roc_bert roformer "
+    "xlm-roberta xlm-roberta-xl xmod".split()
+)
+"""Types that transformers loads as causal language models too, and whose tokens see those behind them unless is_decoder is set."""
+
+_ENCODER_DECODERS = frozenset(["t5", "mt5", "umt5", "bart", "mbart", "pegasus"])
+
 _SAMPLE = 200
 """Rows of each source that the estimate reads."""
 
@@ -222,6 +230,21 @@ def _tokenizer_config(path: str, revision: str | None, download: bool) -> dict[s
     return found if isinstance(found, dict) else {}
 
 
+def _check_decoder(config: dict[str, Any], name: str) -> None:
+    """Refuse a model that does not write from left to right, or of which only the decoder would load.
+
+    Raises:
+        ModelError: It is an encoder, or has one.
+    """
+    kind = config.get("model_type")
+    pair = config.get("is_encoder_decoder") or kind in _ENCODER_DECODERS
+    if pair or (kind in _ENCODERS and not config.get("is_decoder")):
+        raise ModelError(
+            f"model.name_or_path={name} is an encoder{'-decoder' if pair else ''} ({kind}), and only decoders (causal language models) can "
+            "be trained here. Name one such as Qwen, Llama or Gemma."
+        )
+
+
 def inspect_model(recipe: Recipe, download: bool = True) -> ModelFacts:
     """Read the model's config.json.
 
@@ -230,7 +253,7 @@ def inspect_model(recipe: Recipe, download: bool = True) -> ModelFacts:
         download: Fetch the file where the model is on the hub and not cached.
 
     Raises:
-        ModelError: The model does not exist, its config.json is none, or it has code that may not be run.
+        ModelError: The model does not exist, is no decoder, its config.json is none, or it has code that may not be run.
     """
     path = model_path(recipe)
     folder = Path(path)
@@ -249,6 +272,7 @@ def inspect_model(recipe: Recipe, download: bool = True) -> ModelFacts:
     commit = config_file.parent.name if config_file.parent.parent.name == "snapshots" else None
     revision = commit or recipe.model.revision
     check_remote_code(recipe.model, path, commit, whole, _tokenizer_config(path, revision, download))
+    _check_decoder(config, recipe.model.name_or_path)
     local = folder.is_dir()
     dtype = config.get("dtype") or config.get("torch_dtype")
     width = 4 if dtype == "float32" else 2

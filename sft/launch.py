@@ -20,7 +20,7 @@ from sft.finish import become_finish, evaluation_left
 from sft.hardware import Hardware, described_hardware, detect_hardware
 from sft.host_facts import host_facts
 from sft.job import Job, open_job, open_recipe
-from sft.launch_checks import check_address, check_started_once, check_visible_gpus, told_of_slurm
+from sft.launch_checks import check_address, check_installed, check_started_once, check_visible_gpus, told_of_slurm
 from sft.layout import Layout, read_layout, whole_number
 from sft.ledger import check_limits
 from sft.opening import check_start, unfinished_run
@@ -44,6 +44,7 @@ DEFAULT_START_TIMEOUT = 50
 def main(argv: Sequence[str]) -> None:
     """Check, print, start."""
     arguments = parse_command_line(argv)
+    check_installed()
     recipe = Path(arguments.recipe)
     if is_run(arguments.recipe):
         recipe, arguments.overrides = start_again(recipe, arguments.overrides)

@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import distributions
 
 from sft.errors import PlanError, PreflightError
 from sft.hardware import unknown_gpus
 from sft.layout import Layout, whole_number
+from sft.recipe import REPOSITORY
 
 _LAUNCHERS = {
     "TORCHELASTIC_RUN_ID": "torchrun or accelerate launch",
     "OMPI_COMM_WORLD_RANK": "mpirun",
     "LOCAL_RANK": "a launcher",
 }
+
+
+def check_installed() -> None:
+    """Refuse packages older than pyproject.toml allows, before they fail somewhere in their imports. Newer ones are untested, and run.
+
+    Raises:
+        PlanError: One is too old: another environment's comes first on the path.
+    """
+    file = REPOSITORY / "pyproject.toml"
+    needed = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["dependencies"] if file.is_file() else []
+    for name, least in re.findall(r"^([\w-]+)[^>]*>=([\d.]+)", "\n".join(needed), re.MULTILINE):
+        found = next(iter(distributions(name=name)), None)
+        release = re.match(r"[\d.]*\d", found.version or "") if found else None
+        if found and release and _numbers(release[0]) < _numbers(least):
+            raise PlanError(
+                f"{name} {found.version} is too old: {least} or newer is needed. It comes from {found.locate_file('')}. Start by "
+                "scripts/sft.sh, or unset PYTHONPATH; or install what is pinned: bash scripts/setup.sh."
+            )
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")))
 
 
 def check_started_once() -> None:

@@ -13,7 +13,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +25,11 @@ from sft.fingerprint import Fingerprint
 from sft.flops import ModelFlops, model_flops
 from sft.hardware import Hardware
 from sft.held_out import HeldOutLoss
+from sft.run_directory import read_lines
 from sft.spikes import Spikes
 from sft.step_clock import StepClock
 from sft.step_work import StepWork
-from sft.training_warnings import first_loss
+from sft.training_warnings import first_loss, weights_moved
 
 if TYPE_CHECKING:
     from eval.during import During
@@ -85,24 +85,39 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}"
 
 
+_SAMPLE = 1000
+"""Elements of each parameter that are compared with the start."""
+
+
+def _local(parameter: Any) -> Any:
+    """This rank's shard of a parameter."""
+    local = getattr(parameter, "ds_tensor", parameter).detach()  # ZeRO-3's
+    return local.to_local() if hasattr(local, "to_local") else local  # FSDP2's
+
+
+def sample_trained(model: Any) -> list[torch.Tensor]:
+    """A few elements of each parameter that is trained, of this rank's shard."""
+    trained = (_local(parameter).flatten() for parameter in model.parameters() if parameter.requires_grad)
+    return [flat[:: max(1, len(flat) // _SAMPLE)].to("cpu", torch.float64, copy=True) for flat in trained]
+
+
+def relative_change(before: list[torch.Tensor], after: list[torch.Tensor]) -> float | None:
+    """Norm of the difference over the norm; None where nothing can be compared, as with shards that were swapped out."""
+    pairs = [(old, new) for old, new in zip(before, after, strict=True) if old.shape == new.shape and len(old)]
+    if not pairs:
+        return None
+    old, new = (torch.cat(side) for side in zip(*pairs, strict=True))
+    return float((new - old).norm() / new.norm()) if new.any() else 0.0
+
+
 def is_untrained(model: Any) -> bool:
     """Whether the weights are those of a new model: norms and biases of one value each, which training always changes."""
     for parameter in model.parameters():
         if len(getattr(parameter, "ds_shape", parameter.shape)) == 1:
-            local = getattr(parameter, "ds_tensor", parameter).detach()  # ZeRO-3's shard
-            local = local.to_local() if hasattr(local, "to_local") else local  # FSDP2's
+            local = _local(parameter)
             if local.numel() and bool((local != local.flatten()[0]).any()):
                 return False
     return True
-
-
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl."""
-    lines = []
-    for text in file.read_text().splitlines() if file.exists() else []:
-        with suppress(ValueError):  # the last may have been cut off
-            lines.append(json.loads(text))
-    return lines
 
 
 class Metrics(TrainerCallback):  # type: ignore[misc]
@@ -137,6 +152,7 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         self.peak = peak_flops(hardware)
         self.flops: ModelFlops | None = None
         self.bar: tqdm[Any] | None = None
+        self.start: list[torch.Tensor] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Keep the lines up to the step that training starts from, and start the clock."""
@@ -161,6 +177,7 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         self.flops = model_flops(model) if self.peak is not None else None
         if state.global_step == 0:
             self.vocabulary, self.untrained = model.config.get_text_config().vocab_size, is_untrained(model)
+            self.start = sample_trained(model)
         _replace(self.file, "".join(json.dumps(line) + "\n" for line in kept))
         if sys.stderr.isatty():
             form = "{percentage:3.0f}% |{bar}| step {n_fmt}/{total_fmt} [{elapsed} < {remaining}, {rate_fmt}]"
@@ -209,10 +226,7 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
             file.write(json.dumps(line) + "\n")
         self._show(line, state)
         if state.global_step == 1 and self.vocabulary:
-            warning = first_loss(line["loss"], self.vocabulary, self.untrained)
-            self.warn("first_loss", warning)
-            if warning is not None:
-                self._say(f"Warning: {warning}")
+            self._warn("first_loss", first_loss(line["loss"], self.vocabulary, self.untrained))
 
     def _speed(self, step: int) -> dict[str, float | None]:
         """The figures of the steps since the last line."""
@@ -258,6 +272,11 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         if "spike" in line:
             self._say(f"step {line['step']}: a spike, the loss before was {self.spikes.usual:.4f} in the median")
 
+    def _warn(self, key: str, warning: str | None) -> None:
+        self.warn(key, warning)
+        if warning is not None:
+            self._say(f"Warning: {warning}")
+
     def _say(self, text: str) -> None:
         self.shown_at = time.monotonic()
         if self.bar is not None:
@@ -265,8 +284,14 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         else:
             print(text, flush=True)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take the bar away."""
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Take the bar away, and compare the weights with the start, where this session has trained all steps.
+
+        The last steps alone may move too little: the schedule ends near 0.
+        """
+        if self.start is not None and state.global_step >= state.max_steps:
+            change = relative_change(self.start, sample_trained(model))
+            self._warn("weights", weights_moved(change) if change is not None else None)
         if self.bar is not None:
             self.bar.close()
             self.bar = None

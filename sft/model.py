@@ -318,7 +318,11 @@ def load_base(model: Model, path: str, dtype: torch.dtype, tokenizer: Any, **arg
                 f"model.name_or_path={model.name_or_path}: its .bin file holds other things than tensors, or is damaged, and is not "
                 "loaded: what it holds could run as a program. Get the model as safetensors."
             ) from None
-        raise ModelError(f"{model.name_or_path} cannot be loaded: {str(error).splitlines()[0]}") from None
+        why = str(error).splitlines()[0]
+        if "quantiz" in why:
+            # What upstream advises installs a package, for weights that cannot be trained.
+            why = f"its weights are quantized, and only unquantized ones can be trained; give that model ({why})"
+        raise ModelError(f"{model.name_or_path} cannot be loaded: {why}") from None
     check_weights(*weights)
     _refuse_misfit(_misfit(loaded, info), weights[-1])
     embed_new_tokens(loaded, tokenizer, model.new_tokens, model.name_or_path)

@@ -63,6 +63,14 @@ def unfinished_run(job: Job) -> Run | None:
     raise RunError(_explain(run, changes, refused, trained))
 
 
+def lost_latest(job: Job) -> str | None:
+    """What to say where the link to the latest run leads nowhere, so that a start goes on with none; None where it does not."""
+    link = folder_of(job) / "latest"
+    if job.recipe.tracking.run_name or not _may_resume(job.recipe) or not link.is_symlink() or link.exists():
+        return None
+    return f"{link} leads to {link.readlink()}, which is not there: it was moved, renamed or removed. Bring it back to resume it."
+
+
 def _may_resume(recipe: Recipe) -> bool:
     # `never` is for the first start: what a launcher starts again after a failure goes on, and what Slurm has requeued.
     counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
@@ -228,7 +236,8 @@ def check_start(job: Job) -> None:
     run, name, must = unfinished_run(job), job.recipe.tracking.run_name, job.recipe.train.resume == "must"
     if run is None:
         if must:
-            raise RunError(f"train.resume=must, and {folder_of(job)} has no unfinished run of this recipe.")
+            lost = f" {where}" if (where := lost_latest(job)) else ""
+            raise RunError(f"train.resume=must, and {folder_of(job)} has no unfinished run of this recipe.{lost}")
         if name is not None and (folder_of(job) / name).exists():
             raise RunError(f"{folder_of(job) / name} {_TAKEN}{_after_the_end(Run(folder_of(job) / name))}")
         return

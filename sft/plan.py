@@ -262,6 +262,17 @@ def resolve_plan(
         raise PlanError(
             f"data.max_length={recipe.data.max_length} is more than the model's {limit} positions. Set it to at most {limit}."
         )
+    lora = recipe.model.lora
+    if lora is not None and model.hidden_size is not None and lora.r > model.hidden_size:
+        raise PlanError(
+            f"model.lora.r={lora.r} is more than the model's hidden size of {model.hidden_size}: adapters of that rank are larger than the "
+            "matrices they stand beside. Usual ranks are 8 to 256."
+        )
+    if (rate := resolve_learning_rate(recipe).value) * recipe.train.weight_decay >= 1:
+        raise PlanError(
+            f"train.weight_decay={recipe.train.weight_decay:g} x learning rate {rate:g} is 1 or more: a step would wipe out the weights. "
+            "AdamW's weight decay is usually 0 to 0.1."
+        )
     batch = resolve_sequences(recipe, hardware)
     precision = _precision(recipe, hardware, model)
     attention = choose_attention(recipe, hardware, precision.value, model.model_type, model.architecture)
@@ -349,11 +360,55 @@ def plan_warnings(
             f"train.learning_rate={rate:g} is a rate for adapters, and all {model.parameters / 1e9:.3g}e9 weights are trained "
             "(model.lora is not set). They are usually trained at 1e-6 to 5e-5."
         )
+    lines += _unusual_numbers(recipe, rate, steps)
     if hardware.gpu is None and model.parameters and model.parameters > CPU_PARAMETERS:
         lines.append(
             f"No GPU was found (nvidia-smi shows none, or CUDA_VISIBLE_DEVICES hides it), and {model.parameters / 1e9:.2g}e9 parameters "
             "are trained on the CPU: expect minutes a step."
         )
+    return lines
+
+
+def _unusual_numbers(recipe: Recipe, rate: float, steps: int | None) -> list[str]:
+    """Warn of values that work and that hardly anyone means: a forgotten minus, another tool's unit, two keys swapped."""
+    train, lora, every = recipe.train, recipe.model.lora, recipe.eval.every_steps
+    smoothing, noise = (train.trainer_args.get(name) for name in ("label_smoothing_factor", "neftune_noise_alpha"))
+    lines = list[str]()
+    if rate > 1e-2:
+        lines.append(
+            f"train.learning_rate={rate:g} is far above the usual 1e-6 to 5e-4; training will hardly be stable."
+        )
+    if rate < 1e-8:
+        lines.append(f"train.learning_rate={rate:g} is far below the usual 1e-6 to 5e-4; the weights will hardly move.")
+    if train.weight_decay > 2:
+        lines.append(
+            f"train.weight_decay={train.weight_decay:g} is far above the usual 0 to 0.1; it shrinks the weights."
+        )
+    if 0 < train.max_grad_norm < 1e-3:
+        lines.append(
+            f"train.max_grad_norm={train.max_grad_norm:g} is far below the usual 0.1 to 1 and scales every gradient down to that norm; 0 "
+            "turns clipping off."
+        )
+    if train.adam_beta1 > train.adam_beta2:
+        lines.append(
+            f"train.adam_beta1={train.adam_beta1:g} is larger than train.adam_beta2={train.adam_beta2:g}; AdamW can diverge so. They may "
+            "be swapped."
+        )
+    if lora is not None and lora.lora_alpha > 64 * lora.r:
+        lines.append(
+            f"model.lora.lora_alpha={lora.lora_alpha} with r={lora.r} multiplies what the adapters add by {lora.lora_alpha / lora.r:g}; "
+            "1 and 2 are usual."
+        )
+    if isinstance(smoothing, int | float) and smoothing >= 0.5:
+        lines.append(
+            f"train.trainer_args.label_smoothing_factor={smoothing} trains other tokens than the target; 0 to 0.1 are usual."
+        )
+    if isinstance(noise, int | float) and noise > 50:
+        lines.append(
+            f"train.trainer_args.neftune_noise_alpha={noise} drowns the embeddings in noise; 5 to 15 are usual."
+        )
+    if every is not None and steps is not None and every > steps:
+        lines.append(f"eval.every_steps={every}, and the run has {steps} steps; no evaluation falls into the training.")
     return lines
 
 

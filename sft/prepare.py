@@ -39,6 +39,7 @@ from sft.formats import common_columns, row_format, unread_columns
 from sft.interruption import EXITS, SIGNALS, exit_status, held_back
 from sft.job import open_recipe
 from sft.ledger import check_limits, lengths_json, settle, total
+from sft.manifest import summed
 from sft.mixture import Mixture, mix
 from sft.packing import pack
 from sft.pins import pinned
@@ -271,6 +272,7 @@ def _build(recipe: Recipe, tokenizer: Any, work: Path) -> dict[str, Any]:
         "sequences": len(train),
         "held_out_sequences": len(held_out),
         "sizes": {name: (work / name).stat().st_size for name in files},
+        "checksums": {name: summed(work / name)[1] for name in files},
         "file_starts": [one.file_starts for one in read],
         "not_read": {name: ", ".join(one.unread) for name, one in zip(names, read, strict=True) if one.unread},
         "ledger": {
@@ -312,7 +314,8 @@ def _read_source(
     good = [row for _, row in head if not isinstance(row, BadRow)]
     if not good:
         reason = f": none of its first {len(head)} rows can be read ({head[0][1].reason})" if head else ""  # type: ignore[union-attr]
-        raise DataError(f"{source.path} holds no rows{reason}.")
+        where = f" in split={source.split}" if "[" in source.split else ""
+        raise DataError(f"{source.path} holds no rows{where}{reason}.")
     columns = {name for row in good for name in row}
     format = row_format(common_columns(good), source, columns)
     if recipe.data.loss_on == "completion" and format not in ("prompt_completion", "alpaca"):

@@ -18,6 +18,7 @@ from typing import Any
 from uuid import uuid4
 
 from sft.facts import DataFacts, ModelFacts
+from sft.manifest import summed
 from sft.readers import suffix_of
 from sft.recipe import Recipe, Source
 from sft.sources import hub_commit, source_files, told_as
@@ -167,6 +168,15 @@ class Prepared:
     def sequences(self) -> int:
         """Sequences to train on."""
         return int(self.summary["sequences"])
+
+    def altered(self) -> str | None:
+        """The first file whose content has changed since it was written. Reads every byte: for one rank, once a start."""
+        checksums = self.summary.get("checksums", {})
+        return next((name for name in checksums if summed(self.folder / name)[1] != checksums[name]), None)
+
+    def forget(self) -> None:
+        """Have the next preparation write the entry again."""
+        (self.folder / "prepared.json").unlink(missing_ok=True)
 
     def facts(self) -> DataFacts:
         """The data as the plan counts it."""

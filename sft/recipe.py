@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from sft.recipe_data import Column, Data, Finding, Source
 from sft.recipe_eval import Evaluation
-from sft.recipe_section import Fraction, Section
+from sft.recipe_section import Section
 from sft.recipe_train import Fsdp, Train
 
 __all__ = [
@@ -48,7 +48,7 @@ class Lora(Section):
     lora_alpha: int = Field(default=32, gt=0)
     """Scale: the adapter's output is multiplied by lora_alpha / r."""
 
-    lora_dropout: Fraction = 0.0
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the adapter's input."""
 
     target_modules: str | tuple[str, ...] = "all-linear"

@@ -47,7 +47,7 @@ class Train(Section):
     """A batch that the processes cannot share evenly: refuse it with sizes that work, or fill each step up with sequences that train
     nothing, so that the result is that of any other number of processes."""
 
-    learning_rate: float = Field(default=1e-5, gt=0)
+    learning_rate: float = Field(default=1e-5, gt=0, le=1)
     """Peak learning rate of AdamW, at base_batch_size where that is given."""
 
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
@@ -80,7 +80,7 @@ class Train(Section):
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
     """Decay of the second moment."""
 
-    adam_epsilon: float = Field(default=1e-8, gt=0)
+    adam_epsilon: float = Field(default=1e-8, gt=0, le=0.01)
     """Added to the denominator."""
 
     max_grad_norm: float = Field(default=1.0, ge=0)

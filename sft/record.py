@@ -5,12 +5,10 @@ A session is one start of a run, from the first step or from a checkpoint, to it
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,7 +19,7 @@ from sft.pins import hub_revisions
 from sft.recipe import REPOSITORY
 from sft.recipe_changes import Change
 from sft.remote_code import code_hash
-from sft.run_directory import Run
+from sft.run_directory import Run, read_lines
 from sft.training_warnings import eval_loss_course, loss_course
 
 if TYPE_CHECKING:
@@ -177,15 +175,11 @@ def _last_line(run: Run, session: dict[str, Any]) -> dict[str, Any]:
     """The newest line of metrics.jsonl that a session has written; empty where it has written none."""
     try:
         written = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(run.metrics_file.stat().st_mtime))
-        lines = run.metrics_file.read_text(encoding="utf-8").splitlines()
     except OSError:
         return {}
     step = int(session["checkpoint"].rpartition("-")[2]) if session["checkpoint"] else 0
-    for text in reversed(lines):
-        with suppress(ValueError):  # the last may have been cut off
-            line: dict[str, Any] = json.loads(text)
-            return line if line["step"] > step and written >= session["started"] else {}
-    return {}
+    line: dict[str, Any] = next(reversed(read_lines(run.metrics_file)), {})
+    return line if line.get("step", 0) > step and written >= session["started"] else {}
 
 
 def record_end(run: Run, seconds: float, evaluates: bool) -> None:
@@ -196,7 +190,7 @@ def record_end(run: Run, seconds: float, evaluates: bool) -> None:
         seconds: That this session has trained.
         evaluates: An evaluation follows; until that is through, the same command goes on with it.
     """
-    lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
+    lines = read_lines(run.metrics_file)
     # Each line is the mean since the one before, over the steps that were not skipped.
     steps = [
         line["step"] - before - line.get("skipped_steps", 0)

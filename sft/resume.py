@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sft.errors import RunError
-from sft.manifest import fault
-from sft.run_directory import Run
+from sft.manifest import fault, read_manifest
+from sft.run_directory import Run, read_json, read_lines
+
+_SHOWN = 5
+"""Missing steps that are listed."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,45 @@ def checkpoints_of(run: Run) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
+def _renamed(checkpoint: Path) -> str | None:
+    step = read_manifest(checkpoint).get("step", step_of(checkpoint))
+    return None if step == step_of(checkpoint) else f"it is of step {step}: rename it back to checkpoint-{step}"
+
+
+def lost_lines(run: Run, checkpoint: Path) -> str | None:
+    """Compare metrics.jsonl with what the checkpoint says was logged; None where no line is missing."""
+    history = read_json(checkpoint / "trainer_state.json").get("log_history", [])
+    logged = {entry["step"] for entry in history if "loss" in entry}
+    missing = sorted(logged - {line["step"] for line in read_lines(run.metrics_file)})
+    if not missing:
+        return None
+    shown = ", ".join(map(str, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
+    return (
+        f"{run.metrics_file} lacks {len(missing)} of the {len(logged)} lines up to {checkpoint.name} (step {shown}): it was edited or "
+        "damaged. The curve and the mean loss leave them out. To keep them, restore the file from a copy before you resume."
+    )
+
+
+def changed_tokens(checkpoint: Path, tokenizer: Any) -> list[str]:
+    """Compare the special tokens with those that a checkpoint was saved with: what was trained may not hold them.
+
+    Args:
+        checkpoint: Verified.
+        tokenizer: Of this start.
+    """
+    file, changes = checkpoint / "tokenizer_config.json", list[str]()
+    saved = read_json(file) if file.exists() else {}
+    for name in ("pad_token", "eos_token", "bos_token"):
+        was = saved.get(name)
+        was = was.get("content") if isinstance(was, dict) else was
+        if name in saved and was != (now := getattr(tokenizer, name)):
+            changes.append(
+                f"Warning: the tokenizer's {name} was {was!r} when {checkpoint.name} was written and is {now!r} now, which final/ gets. "
+                "Restore the tokenizer's files to go on as before."
+            )
+    return changes
+
+
 def choose_checkpoint(run: Run) -> Choice:
     """The newest checkpoint that verifies. Reads every byte of each that is tried: for one rank to do, while the others wait.
 
@@ -61,7 +104,7 @@ def choose_checkpoint(run: Run) -> Choice:
     """
     passed_over: dict[str, str] = {}
     for checkpoint in checkpoints_of(run):
-        why = fault(checkpoint)
+        why = fault(checkpoint) or _renamed(checkpoint)
         if why is None:
             return Choice(checkpoint, passed_over)
         passed_over[checkpoint.name] = why

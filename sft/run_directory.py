@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -52,7 +53,20 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError:
         raise RunError(f"{path} is missing: {path.parent} is not the folder of a run of this project.") from None
     except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read: {error}.") from None
+        raise RunError(
+            f"{path} cannot be read: {error}. Bring it back from a copy; a new run (train.resume=never) does without it."
+        ) from None
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; what is no line of ours is passed over: the last may have been cut off."""
+    lines = []
+    for text in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []:
+        with suppress(ValueError):
+            line = json.loads(text)
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
+                lines.append(line)
+    return lines
 
 
 @dataclass(frozen=True)

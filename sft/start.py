@@ -20,6 +20,7 @@ from sft.opening import (
     check_start,
     decisions_of,
     keep_recipe,
+    lost_latest,
     open_run,
     other_unfinished,
     recipe_changes,
@@ -31,7 +32,7 @@ from sft.rank_logs import forget_ending
 from sft.recipe_changes import Change, differences
 from sft.record import installed_versions, record_start
 from sft.resolved import Searched
-from sft.resume import Choice, choose_checkpoint
+from sft.resume import Choice, choose_checkpoint, lost_lines
 from sft.run_directory import Run, write_json
 from sft.search_cache import find_answer
 
@@ -117,10 +118,15 @@ def start_run(job: Job) -> Start:
 def _start(job: Job) -> Start:
     check_start(job)
     prepared = prepared_data(job.recipe, job.model, _command(job))
+    altered = prepared.altered()
+    if altered is not None:
+        print(f"{prepared.folder / altered} has changed since it was written; the data is prepared again.", flush=True)
+        prepared.forget()
+        prepared = prepared_data(job.recipe, job.model, _command(job))
     original = original_run(job.recipe_path)
     if original is not None:
         check_same_data(original, job, prepared.fingerprint)
-    unfinished = unfinished_run(job)
+    unfinished, lost = unfinished_run(job), lost_latest(job)
     run = open_run(job)
     interruption.is_of(run)
     beside = (
@@ -128,13 +134,16 @@ def _start(job: Job) -> Start:
         if unfinished not in (None, run)
         else []
     )
-    beside += other_unfinished(run)
+    beside += [*filter(None, [lost]), *other_unfinished(run)]
     goes_on = (run.path / "run.json").exists()
     choice = choose_checkpoint(run) if goes_on else Choice(None, {})
     searched, earlier = find_answer(job, prepared), {}
     if choice.checkpoint is not None:
         _check_same_data(run, prepared.fingerprint)
         earlier = decisions_of(run)
+        missing = lost_lines(run, choice.checkpoint)
+        run.warn("metrics", missing)
+        beside += [missing] if missing else []
     start = Start(run, prepared, searched, choice, earlier)
     planned = start.planned(job)
     _check_steps_left(start, planned.plan.max_steps.value)

@@ -24,6 +24,20 @@ def _logged_in_to_wandb() -> bool:
     return any("wandb" in host for host in hosts)
 
 
+def _check_wandb_key() -> None:
+    """Refuse a key that wandb would refuse after the model is loaded.
+
+    Raises:
+        RunError: It is too short: cut off, or a placeholder.
+    """
+    key = os.environ.get("WANDB_API_KEY", "")
+    if key and len(key) < 40 and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
+        raise RunError(
+            f"WANDB_API_KEY has {len(key)} characters, and keys of wandb have at least 40. Copy all of it, unset it to use that of `wandb "
+            "login`, or keep the run here: WANDB_MODE=offline."
+        )
+
+
 def finish_trackers(tracking: Tracking) -> None:
     """Let wandb write what it still holds: what follows replaces the process, and nothing runs at its exit."""
     if "wandb" in tracking.report_to:
@@ -72,6 +86,7 @@ def set_up_trackers(tracking: Tracking, run: Run) -> list[str]:
         os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.path / "tensorboard")
         notes.append(f"tensorboard: tensorboard --logdir {run.path / 'tensorboard'}")
     if "wandb" in tracking.report_to:
+        _check_wandb_key()
         settings = run.path / "wandb" / "settings"
         if settings.exists():
             raise RunError(

@@ -20,7 +20,7 @@ from sft.checker import Checker
 from sft.errors import RecipeError, run_main
 from sft.finish import become_finish, evaluation_left
 from sft.job import Job, open_job
-from sft.launch_checks import check_rank_variables
+from sft.launch_checks import check_installed, check_rank_variables
 from sft.lost_ranks import told_of_lost_ranks
 from sft.pins import pinned
 from sft.preflight import check_ranks
@@ -36,6 +36,7 @@ from sft.tracking import finish_trackers
 def main(argv: Sequence[str]) -> None:
     """Train one recipe: the table of contents."""
     check_rank_variables()
+    check_installed()
     rank_logs.begin()
     recipe_path, overrides = parse_command_line(argv)
     job = open_job(recipe_path, overrides, distributed.job_hardware())

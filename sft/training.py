@@ -22,7 +22,7 @@ from sft.held_out import HeldOutLoss
 from sft.inside import remove
 from sft.job import Job
 from sft.lost_ranks import told_of_lost_ranks
-from sft.metrics import Metrics, read_lines
+from sft.metrics import Metrics
 from sft.model import load_model
 from sft.nonfinite import Nonfinite
 from sft.pins import pin_lines
@@ -30,7 +30,8 @@ from sft.plan import plan_warnings, print_plan
 from sft.profiling import Profile
 from sft.progress import Progress
 from sft.record import record_end
-from sft.run_directory import Run, write_json
+from sft.resume import changed_tokens
+from sft.run_directory import Run, read_lines, write_json
 from sft.saving import write_model
 from sft.show import summary_lines
 from sft.start import Start
@@ -151,6 +152,7 @@ def show_start(job: Job, start: Start, tokenizer: Any) -> None:
         *filter(None, [getattr(tokenizer, "padding_note", None)]),
         f"Run: {run.path}",
         *start.notes,
+        *(changed_tokens(start.choice.checkpoint, tokenizer) if start.choice.checkpoint else []),
     ]
     if not Path(job.model.path).is_dir():
         notes.append(f"Loading {job.model.path}; the first time it is downloaded, which takes a while.")

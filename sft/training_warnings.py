@@ -36,6 +36,21 @@ def first_loss(loss: float | None, vocabulary: int, untrained: bool) -> str | No
     )
 
 
+def weights_moved(change: float) -> str | None:
+    """Judge how far a whole training has moved the weights.
+
+    Args:
+        change: Norm of the difference from the start over the norm of the weights, over a sample of what was trained.
+    """
+    if change > 1e-8:
+        return None
+    return (
+        f"The training has not moved the weights: they differ from the start by {change:.0e} of their norm. final/ is the model that it "
+        "started from. Check train.learning_rate, train.warmup_steps, train.adam_epsilon and train.max_grad_norm, and that the weights are "
+        "not all zero."
+    )
+
+
 def loss_course(lines: Sequence[Mapping[str, Any]]) -> str | None:
     """Compare the first and the last quarter of the training loss.
 

@@ -4,6 +4,7 @@ import os
 import socket
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from sft.errors import EXIT_USER_ERROR, PlanError, RunError, users_mistakes_end_cleanly
 from sft.job import check_output_dir
 from sft.launch import main
-from sft.launch_checks import check_rank_variables
+from sft.launch_checks import check_installed, check_rank_variables
 from sft.layout import read_layout
 from sft.recipe import Recipe
 from sft.train import main as train
@@ -145,6 +146,21 @@ def test_gpus_that_are_not_there_are_told(visible: str, tell: Tell) -> None:
     message = tell(f"CUDA_VISIBLE_DEVICES={visible}")
     assert f"CUDA_VISIBLE_DEVICES={visible}: there is no GPU {visible.split(',')[-1]} here" in message
     assert "2 GPUs, number 0 to 1. Name those" in message
+
+
+@pytest.mark.parametrize(
+    ("version", "refused"), [("4.57.1", True), ("5.17.0a0+nv25", False), ("9.0.0", False), ("unknown", False)]
+)
+def test_a_package_of_another_environment_that_is_too_old_is_told(
+    version: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_installed()
+    metadata = tmp_path / f"transformers-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: transformers\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(PlanError, match=rf"transformers {version} .* {tmp_path}") if refused else nullcontext():
+        check_installed()
 
 
 @pytest.mark.parametrize("machines", ["", "NNODES=2 NODE_RANK=0 MASTER_ADDR=localhost "])

@@ -7,6 +7,7 @@ import pytest
 
 from sft import built_operations
 from sft.built_operations import FOLDER, is_held, own_folder, settle_operations
+from sft.errors import PlanError
 
 
 @pytest.fixture
@@ -25,6 +26,15 @@ def test_a_lock_that_nobody_holds_is_removed_and_told(lock: Path) -> None:
     ]
     assert not lock.exists()
     assert settle_operations(False) == []
+
+
+def test_a_build_without_its_programs_is_refused(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(lock.parent))
+    monkeypatch.setenv("CXX", "g++-none -O2")
+    with pytest.raises(PlanError, match=r"no ninja and no g\+\+-none"):
+        settle_operations(True)
+    (lock.parent / "cpu_adam.so").touch()
+    assert settle_operations(True) == []
 
 
 def test_a_lock_of_a_build_that_goes_on_stays(lock: Path) -> None:

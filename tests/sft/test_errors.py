@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -56,13 +57,36 @@ def test_a_rank_ends_at_once_though_a_thread_of_a_tracker_is_still_at_work() -> 
 
 
 @pytest.mark.parametrize(
-    "text", ["[Errno 28] No space left on device", "inline_container.cc:672] . unexpected pos 7 vs 5"]
+    ("error", "told"),
+    [
+        (RuntimeError("[Errno 28] No space left on device"), "The disk is full"),
+        (RuntimeError("inline_container.cc:672] . unexpected pos 7 vs 5"), "The disk is full"),
+        (RuntimeError("I/O error: File too large (os error 27)"), "ulimit -f"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 638 bytes"), "ulimit -v"),
+        (OSError(12, "Cannot allocate memory"), "ulimit -v"),
+        (MemoryError(), "ulimit -v"),
+        (RuntimeError("can't start new thread"), "ulimit -u"),
+    ],
 )
-def test_a_full_disk_is_one_message_whoever_writes(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resource_that_ran_out_is_one_message_whoever_asked_for_it(
+    error: Exception, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stop, users_mistakes_end_cleanly():
-        raise RuntimeError(text)
+        raise error
     assert stop.value.code == 2
-    assert "The disk is full" in capsys.readouterr().err
+    assert told in capsys.readouterr().err
+
+
+def test_a_working_directory_that_was_deleted_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SystemExit) as stop, users_mistakes_end_cleanly():
+        Path("rows.jsonl").resolve()
+    assert stop.value.code == 2
+    assert "working directory" in capsys.readouterr().err
 
 
 def test_a_gate_that_failed_is_told_and_ends_with_status_3(capsys: pytest.CaptureFixture[str]) -> None:

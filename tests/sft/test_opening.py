@@ -15,7 +15,16 @@ from sft.finish import evaluation_left
 from sft.hardware import Hardware
 from sft.job import Job, open_job
 from sft.manifest import write_manifest
-from sft.opening import OWN_RUN, check_start, claim, keep_recipe, open_run, other_unfinished, unfinished_run
+from sft.opening import (
+    OWN_RUN,
+    check_start,
+    claim,
+    keep_recipe,
+    lost_latest,
+    open_run,
+    other_unfinished,
+    unfinished_run,
+)
 from sft.run_directory import Run, write_json
 
 LeftBehind = Callable[..., Run]
@@ -226,6 +235,17 @@ def test_latest_points_at_the_newest(recipe_file: Path, folder: Path) -> None:
     assert one.path != two.path
     assert (folder / "latest").resolve() == two.path
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_a_latest_that_leads_nowhere_is_named(recipe_file: Path, left_behind: LeftBehind, folder: Path) -> None:
+    assert lost_latest(job_of(recipe_file)) is None
+    run = left_behind("running", checkpoint="checkpoint-2")
+    assert lost_latest(job_of(recipe_file)) is None
+    run.path.rename(folder / "moved")
+    assert "first" in (lost_latest(job_of(recipe_file)) or "")
+    assert lost_latest(job_of(recipe_file, NEVER)) is None
+    with pytest.raises(RunError, match="leads to first"):
+        check_start(job_of(recipe_file, "train.resume=must"))
 
 
 def test_a_place_that_cannot_be_written_is_told(recipe_file: Path, tmp_path: Path) -> None:

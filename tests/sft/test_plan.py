@@ -398,15 +398,44 @@ def test_planning_changes_nothing_and_asks_nobody(make_recipe: MakeRecipe, monke
         ("model.lora={} train.learning_rate=1e-4", 960, 3e9, None),
         ("train.learning_rate=2e-4", 960, 3e9, "train.learning_rate=0.0002"),
         ("train.learning_rate=2e-3", 960, 1e7, None),  # a tiny model takes more
+        ("train.learning_rate=2e-2", 960, 1e7, "train.learning_rate=0.02"),
+        ("train.learning_rate=1e-12", 960, 3e9, "train.learning_rate=1e-12"),
+        ("train.learning_rate=5e-7 train.weight_decay=1.6", 960, 3e9, None),
+        ("train.weight_decay=10", 960, None, "train.weight_decay=10"),
+        ("train.max_grad_norm=1e-9", 960, None, "train.max_grad_norm=1e-09"),
+        ("train.max_grad_norm=0", 960, None, None),  # off
+        ("train.adam_beta2=0.0", 960, None, "train.adam_beta2=0"),
+        ("train.adam_beta1=0.999 train.adam_beta2=0.9", 960, None, "train.adam_beta1=0.999"),
+        ("train.adam_beta1=0.95 train.adam_beta2=0.95", 960, None, None),
+        ("model.lora={r: 1, lora_alpha: 32} train.learning_rate=2e-4", 960, None, None),
+        ("model.lora={r: 1, lora_alpha: 16384} train.learning_rate=2e-4", 960, None, "model.lora.lora_alpha=16384"),
+        ("train.trainer_args={label_smoothing_factor: 1.0}", 960, None, "label_smoothing_factor=1.0"),
+        ("train.trainer_args={neftune_noise_alpha: 500}", 960, None, "neftune_noise_alpha=500"),
+        ("train.trainer_args={neftune_noise_alpha: 15, label_smoothing_factor: 0.1}", 960, None, None),
+        ("eval={every_steps: 121, tasks: [a]}", 960, None, "eval.every_steps=121"),
+        ("eval={every_steps: 120, tasks: [a]}", 960, None, None),
     ],
 )
 def test_a_plan_warns_of_what_would_surprise_its_author(
     overrides: str, sequences: int, parameters: float | None, told: str | None, make_recipe: MakeRecipe
 ) -> None:
     model, data = replace(QWEN, parameters=parameters), DataFacts(2000, 100_000, 50_000, sequences, exact=True)
-    recipe = make_recipe(*overrides.split())
+    recipe = make_recipe(*re.split(r" (?=train\.|model\.)", overrides))
     warnings = plan_warnings(recipe, resolve_plan(recipe, gpus(), model, data), gpus(), model, data)
     assert [told in warning for warning in warnings] == ([True] if told else []), warnings
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ("model.lora={r: 897}", "model.lora.r=897"),
+        ("train.learning_rate=1e-3 train.weight_decay=1000", "train.weight_decay=1000"),
+    ],
+)
+def test_a_number_that_can_only_be_a_mistake_is_refused(overrides: str, told: str, make_recipe: MakeRecipe) -> None:
+    resolve_plan(make_recipe("model.lora={r: 896}"), gpus(), replace(QWEN, hidden_size=896))
+    with pytest.raises(PlanError, match=re.escape(told)):
+        resolve_plan(make_recipe(*re.split(r" (?=train\.)", overrides)), gpus(), replace(QWEN, hidden_size=896))
 
 
 @pytest.mark.parametrize(("parameters", "count"), [(1e9, 1), (1e8, 0), (None, 0)])

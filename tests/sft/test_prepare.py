@@ -135,6 +135,17 @@ def test_a_damaged_entry_is_made_anew(damage: str, make: Callable[..., Recipe], 
     assert left_in(first.folder.parent) == [first.folder.name]
 
 
+def test_an_entry_that_was_altered_is_known_and_made_anew(make: Callable[..., Recipe], tmp_path: Path) -> None:
+    recipe = make(f"data.train={write(tmp_path / 'rows.jsonl', VARIED[:9])}")
+    first = prepared(recipe)
+    assert first.altered() is None
+    whole, file = contents(first.folder), first.folder / "tokens.bin"
+    file.write_bytes(bytes([whole["tokens.bin"][0] ^ 1]) + whole["tokens.bin"][1:])
+    assert first.altered() == "tokens.bin"
+    first.forget()
+    assert contents(prepared(recipe).folder) == whole
+
+
 def test_what_an_earlier_process_left_half_written_is_removed(make: Callable[..., Recipe], tmp_path: Path) -> None:
     recipe = make(f"data.train={write(tmp_path / 'rows.jsonl', VARIED[:9])}")
     folder = entry_folder(recipe, inspect_model(recipe))

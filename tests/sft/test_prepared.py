@@ -203,6 +203,7 @@ def test_the_code_of_an_entry_is_all_code_that_its_bytes_depend_on() -> None:
         "run_directory",  # which entries runs use
         "hardware",  # how many processes prepare
         "prepared",  # the key itself
+        "manifest",  # checksums of the files
     }
     found, new = set(sft.prepared._CODE), set(sft.prepared._CODE)
     while new:

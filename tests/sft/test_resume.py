@@ -1,11 +1,12 @@
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sft.errors import RunError
 from sft.manifest import write_manifest
-from sft.resume import checkpoints_of, choose_checkpoint
-from sft.run_directory import Run
+from sft.resume import changed_tokens, checkpoints_of, choose_checkpoint, lost_lines
+from sft.run_directory import Run, write_json
 
 NAMES = ("checkpoint-9", "checkpoint-10", "checkpoint-20", "checkpoint-30.tmp", ".incomplete", "checkpoint-x")
 
@@ -36,6 +37,46 @@ def test_the_newest_that_verifies_is_chosen_and_the_others_are_named(run: Run) -
         "passed over: checkpoint-10: weights is missing",
         "This run was not finished: it goes on from checkpoint-9. train.resume=never starts another.",
     ]
+
+
+def test_a_checkpoint_under_another_name_is_passed_over(run: Run) -> None:
+    write_manifest(run.checkpoints / "checkpoint-20", {"step": 15})
+    choice = choose_checkpoint(run)
+    assert choice.step == 10
+    assert "checkpoint-15" in choice.passed_over["checkpoint-20"]
+
+
+@pytest.mark.parametrize(
+    ("written", "missing"),
+    [
+        ('{"step": 1}\n{"step": 10}\n', None),
+        ('{"step": 1}\n{"step": 10}\n{"step": 20, "lo', None),  # cut off behind the checkpoint
+        ('{"step": 10}\n', "1 of the 2 lines"),
+        ("not json\n5\n[]\n{}\n\xff\n", "2 of the 2 lines"),
+        (None, "2 of the 2 lines"),
+    ],
+)
+def test_lines_that_metrics_lost_are_named(written: str | None, missing: str | None, run: Run) -> None:
+    checkpoint = run.checkpoints / "checkpoint-10"
+    history = [{"step": 1, "loss": 2.0}, {"step": 10, "loss": 1.0}, {"step": 10, "eval_loss": 1.0}]
+    write_json(checkpoint / "trainer_state.json", {"log_history": history})
+    if written is not None:
+        run.metrics_file.write_bytes(written.encode("latin-1"))
+    found = lost_lines(run, checkpoint)
+    assert found is None if missing is None else found is not None and missing in found
+
+
+def test_other_special_tokens_than_the_checkpoints_are_named(run: Run) -> None:
+    checkpoint = run.checkpoints / "checkpoint-10"
+    now = SimpleNamespace(pad_token="<pad>", eos_token="</s>", bos_token=None)
+    assert changed_tokens(checkpoint, now) == []
+    write_json(
+        checkpoint / "tokenizer_config.json",
+        {"pad_token": {"content": "<pad>"}, "eos_token": "<end>", "bos_token": None},
+    )
+    (line,) = changed_tokens(checkpoint, now)
+    assert "'<end>'" in line
+    assert "'</s>'" in line
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over_unasked(run: Run) -> None:

@@ -1,4 +1,5 @@
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -45,9 +46,20 @@ def test_settings_that_came_with_a_run_send_no_key_elsewhere(tmp_path: Path) -> 
 def test_wandb_is_online_for_who_is_logged_in_and_no_key_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    monkeypatch.setenv("WANDB_API_KEY", 5 * "01234567")
     assert set_up_trackers(Tracking(report_to=("wandb",)), Run(tmp_path)) == []
     assert "WANDB_MODE" not in os.environ
+
+
+@pytest.mark.parametrize(("mode", "refused"), [(None, True), ("online", True), ("offline", False)])
+def test_a_key_that_is_cut_off_is_refused_where_it_is_used(
+    mode: str | None, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    if mode:
+        monkeypatch.setenv("WANDB_MODE", mode)
+    with pytest.raises(RunError, match="WANDB_API_KEY has 16") if refused else nullcontext():
+        set_up_trackers(Tracking(report_to=("wandb",)), Run(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sft.metrics import is_untrained
-from sft.training_warnings import eval_loss_course, first_loss, loss_course
+from sft.metrics import is_untrained, relative_change, sample_trained
+from sft.training_warnings import eval_loss_course, first_loss, loss_course, weights_moved
 
 
 def course(*losses: float | None) -> list[dict[str, Any]]:
@@ -38,6 +38,23 @@ def test_a_model_is_new_until_a_norm_has_changed() -> None:
     with torch.no_grad():
         model.model.norm.weight[3] += 0.01
     assert not is_untrained(model)
+
+
+@pytest.mark.parametrize(("lr", "frozen", "warned"), [(1e-5, True, False), (1e-13, True, True), (0.0, False, True)])
+def test_a_training_that_moves_no_weight_is_named(lr: float, frozen: bool, warned: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2000, 3), torch.nn.Linear(3, 2))
+    model[0].bias.requires_grad_(not frozen)
+    before = sample_trained(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += lr
+    change = relative_change(before, sample_trained(model))
+    assert change is not None
+    assert (weights_moved(change) is not None) == warned
+    swapped = [torch.zeros(0) for _ in before]
+    assert relative_change(before, swapped) is None
+    assert relative_change([torch.zeros(3)], [torch.zeros(3)]) == 0
 
 
 FALLING = [3.0 - 0.1 * number + 0.05 * (-1) ** number for number in range(16)]

@@ -227,7 +227,12 @@ FAULTS: dict[str, dict[str, Fault]] = {
         "a model_type that transformers does not know": Fault(
             ("qwen9", "does not recognize"), _json("model/config.json", model_type="qwen9")
         ),
-        "an encoder-decoder": Fault(("t5",), _json("model/config.json", model_type="t5")),
+        "an encoder-decoder": Fault(("encoder-decoder (t5)", "decoders"), _json("model/config.json", model_type="t5")),
+        "an encoder": Fault(("encoder (bert)", "decoders"), _json("model/config.json", model_type="bert")),
+        "quantized weights": Fault(
+            ("quantized", "unquantized"),
+            _json("model/config.json", quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128}),
+        ),
         "a multimodal model": Fault(("Qwen2VLConfig",), _json("model/config.json", model_type="qwen2_vl")),
         "rope_scaling without its factor": Fault(
             ("yarn", "factor"), _json("model/config.json", rope_scaling={"rope_type": "yarn"})
@@ -362,6 +367,10 @@ FAULTS: dict[str, dict[str, Fault]] = {
             ("split=validation", "files have no splits"),
             command=TRAIN + " 'data.train=[{{path: {folder}/rows.jsonl, split: validation}}]'",
         ),
+        "a slice without rows": Fault(
+            ("no rows in split=train[90000:]",),
+            command=TRAIN + " 'data.train=[{{path: {folder}/rows.jsonl, split: \"train[90000:]\"}}]'",
+        ),
         "more rows than there are": Fault(
             ("rows=100000", "240 usable rows"),
             command=TRAIN + " 'data.train=[{{path: {folder}/rows.jsonl, rows: 100000}}]'",
@@ -376,6 +385,12 @@ FAULTS: dict[str, dict[str, Fault]] = {
         **{
             words: Fault(told, command=f"{TRAIN} {words}")
             for words, told in {
+                "train.learning_rate=2e5": ("train.learning_rate: must be less than or equal to 1",),
+                "train.adam_beta1=1.0": ("train.adam_beta1: must be less than 1",),
+                "train.adam_epsilon=1e8": ("train.adam_epsilon: must be less than or equal to 0.01",),
+                "train.weight_decay=2000": ("train.weight_decay=2000", "wipe out"),
+                "model.lora.lora_dropout=1.0": ("model.lora.lora_dropout: must be less than 1",),
+                "model.lora.r=1000": ("model.lora.r=1000", "hidden size of 128"),
                 "train.learning_rate=0": ("train.learning_rate: must be greater than 0",),
                 "train.learning_rate=1,5e-5": ("train.learning_rate", '"1,5e-5"'),
                 "train.warmup_steps=0.03": ("train.warmup_steps", "integer", "0.03"),
@@ -394,9 +409,21 @@ FAULTS: dict[str, dict[str, Fault]] = {
                 ),
             }.items()
         },
-        "train.learning_rate=2e5": Fault(
-            ("step 2", "not finite|nan", "lower train.learning_rate"), command=TRAIN + " train.learning_rate=2e5"
-        ),
+        **{
+            words: Fault((told,), status=0, command=f"{TRAIN} {words}")
+            for words, told in {
+                "train.learning_rate=2e-2": "Warning: train.learning_rate=0.02",
+                "train.learning_rate=1e-12": "Warning: The training has not moved the weights",
+                "train.weight_decay=10": "Warning: train.weight_decay=10",
+                "train.max_grad_norm=1e-9": "Warning: train.max_grad_norm=1e-09",
+                "train.max_steps=null train.num_train_epochs=0.0001": "Warning: The run has 1 optimizer step",
+                "train.adam_beta1=0.95 train.adam_beta2=0.1": "Warning: train.adam_beta1=0.95",
+                "model.lora.r=1 model.lora.lora_alpha=16384": "Warning: model.lora.lora_alpha=16384",
+                "eval.every_steps=9 eval.every_tasks=[{folder}/task.yaml]": "Warning: eval.every_steps=9",
+                "train.trainer_args.label_smoothing_factor=1.0": "Warning: train.trainer_args.label_smoothing_factor=1.0",
+                "train.trainer_args.neftune_noise_alpha=500": "Warning: train.trainer_args.neftune_noise_alpha=500",
+            }.items()
+        },
     },
     "environment": {
         "a precision left over from accelerate": Fault(
@@ -409,6 +436,26 @@ FAULTS: dict[str, dict[str, Fault]] = {
         "no network, and a model that is not cached": Fault(
             ("model.name_or_path=org/model-of-nobody", "not in the hub's cache"),
             command=TRAIN + " model.name_or_path=org/model-of-nobody",
+        ),
+        "a key of wandb that was cut off": Fault(
+            ("WANDB_API_KEY has 3 characters", "at least 40"),
+            command=TRAIN + " tracking.report_to=[wandb]",
+            environment={"WANDB_API_KEY": "abc", "WANDB_MODE": "online"},
+        ),
+        "no compiler for DeepSpeed": Fault(
+            ("train.deepspeed", "no ninja and no c++"),
+            command=TRAIN + " train.deepspeed=zero2",
+            environment={"PATH": "/nowhere", "TORCH_EXTENSIONS_DIR": "{folder}/extensions"},
+        ),
+        "a place that cannot be written": Fault(
+            ("output_dir=/proc/out", "cannot be written"), command=TRAIN + " output_dir=/proc/out"
+        ),
+        "prepared data altered by a byte": Fault(
+            ("tokens.bin has changed", "prepared again"),
+            lambda folder: _bytes(_flipped, "tokens.bin")(next((folder / "out" / ".prepared").glob("[!.]*"))),
+            TRAIN + " tracking.run_name=second",
+            0,
+            (TRAIN,),
         ),
     },
     "resume": {
@@ -435,6 +482,43 @@ FAULTS: dict[str, dict[str, Fault]] = {
         "a step edited by hand": Fault(
             ("checkpoint-2: trainer_state.json",),
             _in_checkpoint(lambda checkpoint: _json("trainer_state.json", global_step=3)(checkpoint)),
+            before=RUN,
+        ),
+        "another name": Fault(
+            ("checkpoint-3: it is of step 2", "checkpoint-2"),
+            _in_checkpoint(lambda checkpoint: checkpoint.rename(checkpoint.with_name("checkpoint-3"))),
+            before=RUN,
+        ),
+        "a line of metrics.jsonl removed": Fault(
+            ("lacks 1 of the 2 lines", "step 1"),
+            _killed(_bytes(lambda lines: lines.split(b"\n", 1)[1], "metrics.jsonl")),
+            status=0,
+            before=RUN,
+        ),
+        "no JSON in metrics.jsonl": Fault(
+            ("lacks 2 of the 2 lines",), _killed(_bytes(lambda _: b"not json\n", "metrics.jsonl")), status=0, before=RUN
+        ),
+        "another padding token": Fault(
+            ("pad_token was '<|endoftext|>'", "'<|im_start|>' now"),
+            _all(_killed(), _json("model/tokenizer_config.json", pad_token="<|im_start|>")),
+            status=0,
+            before=RUN,
+        ),
+        "half of run.json": Fault(
+            ("run.json cannot be read", "train.resume=never"),
+            _killed(_bytes(lambda content: content[:100], "run.json")),
+            before=RUN,
+        ),
+        "the run moved away": Fault(
+            ("latest leads to", "Bring it back"),
+            _killed(lambda run: run.rename(run.parent.parent.parent / "moved")),
+            status=0,
+            before=RUN,
+        ),
+        "another unfinished run beside it": Fault(
+            ("Also unfinished, at checkpoint-2", "/copy"),
+            _killed(lambda run: shutil.copytree(run, run.with_name("copy"))),
+            status=0,
             before=RUN,
         ),
         "no manifest": Fault(

@@ -47,7 +47,8 @@ def test_a_planted_fault_is_told(name: str, tmp_path: Path, demo: Demo, ranks: R
         assert _run(ranks, shlex.split(command.format(folder=tmp_path)), {})["status"] == "0"
     fault.plant(tmp_path)
     words = shlex.split(fault.command.format(folder=tmp_path))
-    printed = _run(ranks, words, fault.environment)
+    environment = {name: value.format(folder=tmp_path) for name, value in fault.environment.items()}
+    printed = _run(ranks, words, environment)
     assert printed["status"] == str(fault.status), printed
     message = printed["stderr"] + printed["stdout"]
     assert "Traceback" not in message
