@@ -102,11 +102,15 @@ def check_spans(renderer: ChatRenderer) -> None:
                 f"The chat template writes an answer more than once, so that it is in its own prompt: ...{rendered.text[-200:]!r}. Correct "
                 "model.chat_template, or name another."
             )
-        for (start, _), word, prompt in zip(rendered.spans, words[-len(turns) :], prompts[-len(turns) :], strict=True):
-            before, prompted = (
-                text.rpartition(QUESTION + word)[2].partition("<think>")[0] for text in (rendered.text[:start], prompt)
+        for (start, end), word, prompt in zip(
+            rendered.spans, words[-len(turns) :], prompts[-len(turns) :], strict=True
+        ):
+            before, prompted, written = (
+                text.rpartition(QUESTION + word)[2].partition("<think>")[0]
+                for text in (rendered.text[:start], prompt, rendered.text[:end])
             )
-            if before != prompted:
+            # Where a turn is trained with its header, the prompt ends inside it.
+            if not prompted.startswith(before) or not written.startswith(prompted):
                 raise ModelError(
                     f"The chat template writes {before!r} between a question and the answer that is trained, but its generation prompt "
                     f"writes {prompted!r}: the model would never be prompted as it was trained. Correct add_generation_prompt in "

@@ -292,6 +292,16 @@ def test_a_template_that_prompts_otherwise_than_it_trains_is_refused(
         check_spans(ChatRenderer(chosen))
 
 
+def test_a_header_that_is_trained_with_its_turn_may_be_prompted(tokenizer: Any) -> None:
+    chosen = copy(tokenizer)
+    chosen.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>{% else %}"
+        "{% generation %}<|im_start|>assistant\n{{ m.content }}<|im_end|>{% endgeneration %}{% endif %}{% endfor %}"
+        "{{ '<|im_start|>assistant\n' if add_generation_prompt else eos_token }}"
+    )
+    check_spans(ChatRenderer(chosen))
+
+
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_a_template_with_one_header_for_both_speakers_is_refused(template: str, tokenizer: Any) -> None:
     chosen = copy(tokenizer)
