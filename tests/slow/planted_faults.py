@@ -462,7 +462,7 @@ FAULTS: dict[str, dict[str, Fault]] = {
         ),
         "another chat template": Fault(
             ("data, tokenizer or chat template has changed",),
-            _all(_killed(), _text(lambda text: " " + text, "model/chat_template.jinja")),
+            _all(_killed(), _text(lambda text: "Chat: " + text, "model/chat_template.jinja")),
             before=RUN,
         ),
         "no random state": Fault(
