@@ -53,7 +53,7 @@ def note_on_headers(tokenizer: Any) -> str | None:
     if not missing:
         return None
     return (
-        f"Note: the chat template writes {', '.join(missing)}, for which this tokenizer has no token: it reads them as pieces of plain text. The "
+        f"Note: the chat template writes {', '.join(missing)}, for which this tokenizer has no token: it reads them as plain text. The "
         "template may belong to another model. Name another in model.chat_template, or add the tokens with model.new_tokens."
     )
 
