@@ -212,7 +212,9 @@ class DocumentMaker:
         opening = ""
         if self.data.held_out is not None:
             answer = next(at for at, message in enumerate(messages) if message["role"] == "assistant")
-            opening = "\n".join(message["content"] for message in example.messages[: answer + 1])
+            opening = "\n".join(
+                f"{turn['content']}{turn.get('tool_calls', '')}" for turn in example.messages[: answer + 1]
+            )
         # The template has written the special tokens, BOS included: the tokenizer must not add another.
         return Encodable(row_number, rendered.text, spans, False, mark, opening)
 
