@@ -10,7 +10,7 @@ import numpy as np
 
 from sft.document_maker import DocumentMaker
 from sft.errors import DataError
-from sft.findings import MEANING, Findings, found_in_row, script_of
+from sft.findings import MEANING, SHORTEST_ANSWER, TOLD_FROM, Findings, found_in_row, script_of
 from sft.formats import Conversation, Row, renamed, to_example
 from sft.mixture import Mixture, first_documents
 from sft.recipe import Recipe, Source
@@ -67,14 +67,16 @@ def find_in_all(
         mixture: What becomes of them.
         findings: What was found so far; added to.
         tokenizer: Reads the longest rows again.
-        questions: Digest of what stands before the answers, for each document; empty where no row is held out.
+        questions: Two digests for each document: its questions, and its first question and answer; empty where no row is held out.
     """
     first = first_documents(store.documents)
     rows = store.documents[first]
     repeated = np.isin(first, mixture.duplicate_rows)
     of_all = {"duplicate": repeated, "held_out_duplicate": mixture.dropped["held out too"][first]}
     if len(questions):
-        of_all["held_out_near"] = _near(questions[first], mixture.held_out[first], mixture.times[first] > 0)
+        held_out, trained = mixture.held_out[first], mixture.times[first] > 0
+        asked, opening = questions[first].T
+        of_all["held_out_near"] = _near(asked, held_out, trained) | _near(opening, held_out, trained)
     for kind, which in of_all.items():
         for row in rows[which]:
             findings.add(kind, int(row["source"]), int(row["row"]))
@@ -85,6 +87,11 @@ def find_in_all(
         if len(own) >= 20 and times.max() > len(own) / 2:
             row = rows[own[at[times.argmax()]]]
             findings.add("same_answer", int(source), int(row["row"]), int(times.max()))
+        length, count, number = findings.longest.get(int(source), (0, 0, 0))
+        # Labels are equally long too, but few and repeated.
+        if length >= SHORTEST_ANSWER and count >= max(10, len(own) / 5) and len(times) > len(own) / 2:
+            findings.add("cut_off", int(source), number, count)
+            findings.details["cut_off"] = f"{length} characters"
         for index in _far_longer(store.documents, first, own):
             findings.add("very_long", int(source), int(rows["row"][index]))
             scripts[script_of(tokenizer.decode(store.document(int(first[index]))[0][:2000]))] += 1
@@ -132,5 +139,5 @@ def findings_json(findings: Findings, names: list[str], starts: list[Any], rows_
             "rows": [place(names[source], starts[source], row) for source, row in findings.rows.get(kind, [])],
         }
         for kind, count in findings.counts.most_common()
-        if count
+        if count and most(kind)["count"] >= TOLD_FROM.get(kind, 0) * most(kind)["rows"]
     ]

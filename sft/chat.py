@@ -26,7 +26,15 @@ from sft.turns import Message
 
 Span = tuple[int, int]
 
-QUESTION, ANSWER, _THOUGHT, _TOOL, _VALUE, _ID = "Qvaa", "Avbb", "Tvcc", "tool_vdd", "Vvee", "Ivff00000"
+QUESTION, ANSWER, _THOUGHT, _TOOL, _VALUE, _ID, _RESULT = (
+    "Qvaa",
+    "Avbb",
+    "Tvcc",
+    "tool_vdd",
+    "Vvee",
+    "Ivff00000",
+    "Rvgg",
+)
 """Words that no template writes by itself, to find again in what it rendered."""
 
 RENDERING_SECONDS = 10.0
@@ -249,7 +257,7 @@ class ChatRenderer:
         """The messages with thoughts and arguments in the form that this template shows; once or twice is the same.
 
         Raises:
-            ValueError: The template would lose tools, calls or arguments.
+            ValueError: The template would lose tools, calls, arguments or results.
         """
         if tools and not self.shows_tools:
             raise ValueError(
@@ -277,6 +285,11 @@ class ChatRenderer:
                     }
                 elif self.quotes_arguments:
                     message = message | {"tool_calls": [_with_parsed_arguments(call) for call in message["tool_calls"]]}
+            if message["role"] == "tool" and message["content"].strip() and not self.shows_results:
+                raise ValueError(
+                    f"the chat template leaves out the result of a tool call: {message['content'].strip()[:60]!r}. Set "
+                    "model.chat_template to one that writes messages of the role tool, or put the result in another turn"
+                )
             if message.get("reasoning_content") and not self.shows_reasoning:
                 thought = f"<think>\n{message['reasoning_content'].strip()}\n</think>\n\n"
                 message = {key: value for key, value in message.items() if key != "reasoning_content"}
@@ -362,6 +375,15 @@ class ChatRenderer:
         result = {"role": "tool", "name": _TOOL, "content": "1", "tool_call_id": _ID}
         call = self._sample_call | {"content": ANSWER}
         return self._shows(ANSWER, result, {"role": "assistant", "content": "1"}, **call, strict=True)
+
+    @cached_property
+    def shows_results(self) -> bool:
+        """Whether the result of a tool call is in the text; yes where the template refuses the sample, so that a row decides."""
+        result = {"role": "tool", "name": _TOOL, "content": _RESULT, "tool_call_id": _ID}
+        try:
+            return self._shows(_RESULT, result, {"role": "assistant", "content": "1"}, **self._sample_call, strict=True)
+        except ValueError:
+            return True
 
     @cached_property
     def quotes_arguments(self) -> bool:

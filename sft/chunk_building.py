@@ -25,6 +25,9 @@ class Encodable:
     mark: str | None = None
     """The character that keeps strings from becoming special tokens; its own tokens are taken out."""
 
+    opening: str = ""
+    """The messages up to the first answer, of a conversation where rows are held out."""
+
 
 @dataclass(frozen=True)
 class Given:
@@ -45,7 +48,7 @@ class Building:
     parts: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     records: list[tuple[int, ...]] = field(default_factory=list)
 
-    questions: list[int] = field(default_factory=list)
+    questions: list[tuple[int, int]] = field(default_factory=list)
 
     def drop(self, reason: str, row: int, tokens: int = 0) -> None:
         """Count a row that is not used, and tell which."""
@@ -56,7 +59,7 @@ class Building:
         """The chunk; with an error, as far as it came."""
         tokens = np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in self.parts)])
         trained = np.concatenate([np.zeros(0, np.uint8), *(mask for _, mask in self.parts)])
-        questions = np.array(self.questions, np.uint64)
+        questions = np.array(self.questions, np.uint64).reshape(-1, 2)
         return Chunk(tokens, trained, np.array(self.records, DOCUMENT), self.counts, self.findings, questions, error)
 
 

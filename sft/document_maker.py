@@ -129,6 +129,8 @@ class DocumentMaker:
             chunk.findings.add(kind, chunk.source, row_number)
         breaks = "special_tokens" in found
         if isinstance(example, Text):
+            if example.prompt:
+                chunk.findings.measure(len(example.completion), chunk.source, row_number)
             return self._text(example, row_number, escape, breaks)
         try:
             item = self._conversation(example, row_number, escape, breaks)
@@ -136,6 +138,7 @@ class DocumentMaker:
             # Templates say in their own words what they cannot render.
             raise ValueError(f"{error}{'; its roles are out of order' if 'role_order' in found else ''}") from None
         if item is not None and self.renderer is not None:
+            chunk.findings.measure(len(example.messages[-1]["content"]), chunk.source, row_number)
             if self.renderer.with_ids(example.messages) != example.messages:
                 chunk.findings.add("made_ids", chunk.source, row_number)
             without = self.renderer.finding_without_thoughts
@@ -206,8 +209,14 @@ class DocumentMaker:
         rendered = self.renderer.render(messages, tools, arguments, None if every else answered)
         check_nothing_is_lost(messages, answered, rendered.text)
         spans = self._trained_spans(example, rendered)
+        opening = ""
+        if self.data.held_out is not None:
+            answer = next(at for at, message in enumerate(messages) if message["role"] == "assistant")
+            opening = "\n".join(
+                f"{turn['content']}{turn.get('tool_calls', '')}" for turn in example.messages[: answer + 1]
+            )
         # The template has written the special tokens, BOS included: the tokenizer must not add another.
-        return Encodable(row_number, rendered.text, spans, False, mark)
+        return Encodable(row_number, rendered.text, spans, False, mark, opening)
 
     def _trained_spans(self, example: Conversation, rendered: Rendered) -> list[Span]:
         """The characters whose tokens are trained.
@@ -271,7 +280,7 @@ class DocumentMaker:
             chunk.findings.add("truncated" if cut else "split", chunk.source, item.row)
         digest, answer = _digest(ids), _digest(ids[mask == 1])
         if self.data.held_out is not None:
-            chunk.questions += [_question(item, ids, mask)] * len(pieces)
+            chunk.questions += [_questions(item, ids, mask)] * len(pieces)
         for piece, kept in pieces:
             chunk.parts.append((piece, kept))
             chunk.records.append((len(piece), int(kept.sum()), cut, lost, chunk.source, item.row, digest, answer))
@@ -287,14 +296,22 @@ def _behind(broken: str, characters: int, mark: str) -> int:
     return at
 
 
-def _question(item: Encodable | Given, ids: np.ndarray, mask: np.ndarray) -> int:
-    """A digest of what a row has besides its answers, case and white space aside; of all of it where there is nothing besides."""
+def _questions(item: Encodable | Given, ids: np.ndarray, mask: np.ndarray) -> tuple[int, int]:
+    """Digests of what a row has besides its answers, and of its opening; of all of it where it has nothing besides.
+
+    Case and white space do not count.
+    """
     if isinstance(item, Given):
-        return _digest(ids[mask == 0] if (mask[1:] == 0).any() else ids)
+        digest = _digest(ids[mask == 0] if (mask[1:] == 0).any() else ids)
+        return digest, digest
     edges = [0, *(edge for span in item.spans for edge in span), len(item.text)]
     asked = "".join(item.text[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True))
-    words = (asked if asked.strip() else item.text).replace(item.mark or "\0", "").casefold().split()
-    return int.from_bytes(blake2b("".join(words).encode(), digest_size=8).digest(), "little")
+    asked = (asked if asked.strip() else item.text).replace(item.mark or "\0", "")
+    question, opening = (
+        int.from_bytes(blake2b("".join(text.casefold().split()).encode(), digest_size=8).digest(), "little")
+        for text in (asked, item.opening or asked)
+    )
+    return question, opening
 
 
 def _digest(ids: np.ndarray) -> int:

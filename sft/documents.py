@@ -70,8 +70,8 @@ class Chunk:
 
     counts: Counts
     findings: Findings
-    questions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
-    """Digest of what stands before the answers, for each document; empty where no row is held out."""
+    questions: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.uint64))
+    """Two digests for each document: its questions, and its first question and answer; empty where no row is held out."""
 
     error: tuple[int, str] | None = None
     """The first row that stops the run, and why."""

@@ -37,13 +37,18 @@ MEANING = {
     "escaped": "text that was escaped once too often: \\n, \\u00e9 or &quot; stands in it letter by letter",
     "rendered": "text that was rendered for another model or in another format, such as <|im_start|>, [INST] or ### Response:",
     "echo": "an answer that begins with its whole question",
+    "answer_in_question": "an answer that stands in its own question, word for word",
+    "dialogue": "an answer that goes on with further turns (User: ... Assistant: ...)",
+    "repeated_system": "a question that repeats the system message",
+    "base64": "encoded data, such as an image (;base64,...), that is read as text",
+    "cut_off": "answers of exactly the same length, which is also the longest: they were probably cut off",
     "missing_value": "an answer that is only nan, None or null, as programs write a missing value",
     "carriage_return": "a carriage return (a line end of Windows); it is trained where it stands in an answer",
     "no_end": "tokens whose last trained one is no special token: the model does not learn from them to stop",
     "placeholder": "a placeholder that was never filled in, such as {{name}}",
     "duplicate": "a row that is the same as an earlier one",
     "held_out_duplicate": "a row that is also held out; not trained",
-    "held_out_near": "a held-out row that equals a trained one but for case, white space or the answer",
+    "held_out_near": "a held-out row whose questions, or first question and answer, equal a trained row's but for case and white space",
     "same_answer": "the same answer as many other rows",
     "very_long": "far longer than the other rows",
     "empty_thought": "no thought before an answer: the chat template writes an empty one, which is trained",
@@ -59,6 +64,7 @@ _REFUSED_FROM = {
     "placeholder": 0.9,
     "rendered": 0.9,
     "echo": 0.9,
+    "dialogue": 0.9,
     "missing_value": 0.5,
     "same_answer": 0.9,
     "duplicate": 0.9,
@@ -70,6 +76,9 @@ _REFUSED_FROM = {
     "undecodable": 0.1,
 }
 """The fraction of a source's rows from which a kind of finding is refused: it is then a mistake in how the rows were made."""
+
+TOLD_FROM = {"answer_in_question": 0.2, "dialogue": 0.2}
+"""The fraction of a source's rows from which a kind of finding is noted: single rows are often meant so."""
 
 _FEWEST_ROWS = 10
 """Rows of a source that say something about how all of them were made."""
@@ -106,8 +115,12 @@ _OTHER_FORMAT = re.compile(
 """What a prompt format writes that is no chat template: a second one around the first, where it stands in a turn."""
 
 _MISSING = {"nan", "NaN", "NAN", "None", "null", "NULL", "<NA>", "undefined"}
+_BASE64 = re.compile(";base64,[A-Za-z0-9+/]{100}")
 _SHORTEST_QUESTION = 20
-"""Characters of a question that no answer begins with by chance."""
+"""Characters of a question that no answer begins with by chance; of a system message that no question repeats by chance."""
+
+SHORTEST_ANSWER = 40
+"""Characters of an answer that is no label or name."""
 
 _CAN_FOLLOW = {
     "start": {"system", "developer", "user"},
@@ -134,6 +147,9 @@ class Findings:
     details: dict[str, str] = field(default_factory=dict)
     """What else is to be said of a kind."""
 
+    longest: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    """By number of the source: characters of its longest answer, how many rows have one as long, and the first of them."""
+
     def add(self, kind: str, source: int, row: int, count: int = 1) -> None:
         """Note a row."""
         self.counts[kind] += count
@@ -142,8 +158,18 @@ class Findings:
         if len(examples) < _EXAMPLES:
             examples.append((source, row))
 
+    def measure(self, characters: int, source: int, row: int, count: int = 1) -> None:
+        """Take in the length of an answer, or of several equally long ones from `row` on."""
+        known, times, first = self.longest.get(source, (0, 0, row))
+        if characters > known:
+            self.longest[source] = characters, count, row
+        elif characters == known:
+            self.longest[source] = known, times + count, first
+
     def merge(self, other: Findings) -> None:
         """Add what was found in later rows."""
+        for source, (characters, count, row) in other.longest.items():
+            self.measure(characters, source, row, count)
         self.counts += other.counts
         self.by_source += other.by_source
         for kind, rows in other.rows.items():
@@ -201,6 +227,9 @@ def _found_in_conversation(example: Conversation, control: ControlTokens, escape
         found.append("empty_turn")
     if messages and messages[-1]["role"] != "assistant":
         found.append("last_turn")
+    system = messages[0]["content"].strip() if messages and messages[0]["role"] == "system" else ""
+    if len(system) >= _SHORTEST_QUESTION and any(system in message["content"] for message in messages[1:]):
+        found.append("repeated_system")
     rest = [
         control.without_end(message["content"]) if escape and message["role"] == "assistant" else message["content"]
         for message in messages
@@ -248,6 +277,18 @@ def _found_in_answers(pairs: list[tuple[str, str]]) -> list[str]:
     questions = [(question.strip(), answer.lstrip()) for question, answer in pairs]
     if any(len(question) >= _SHORTEST_QUESTION and answer.startswith(question) for question, answer in questions):
         found.append("echo")
+    if any(
+        len(question) >= len(answer.rstrip()) >= SHORTEST_ANSWER and answer.rstrip() in question
+        for question, answer in questions
+    ):
+        found.append("answer_in_question")
+    # A text without a question may be a whole conversation.
+    if any(
+        "\nAssistant:" in answer and ("\nUser:" in answer or "\nHuman:" in answer)
+        for question, answer in pairs
+        if question
+    ):
+        found.append("dialogue")
     return found
 
 
@@ -266,6 +307,8 @@ def _found_in_strings(texts: list[str], control: ControlTokens, escape: bool) ->
         found.append("rendered")
     if any("\r" in text for text in texts):
         found.append("carriage_return")
+    if any(";base64," in text and _BASE64.search(text) for text in texts):
+        found.append("base64")
     if any(_UNDECODABLE.search(text) for text in texts):
         found.append("undecodable")
     if any(not text.isascii() and _MOJIBAKE.search(text) for text in texts):

@@ -108,6 +108,11 @@ def row_format(columns: set[str], source: Source, anywhere: set[str] | None = No
         raise DataError(
             f"data.train: {source.path} has no column {', '.join(missing)}, which `columns` names. Found: {_listed(columns)}."
         )
+    twice = [theirs for theirs, count in Counter(source.columns.values()).items() if count > 1]
+    if twice:
+        raise DataError(
+            f"data.train: `columns` of {source.path} names {', '.join(twice)} twice. Give each name a column of its own."
+        )
     names = set(renamed(dict.fromkeys(columns), source))
     if "response" in names:
         names.add("output")

@@ -333,7 +333,7 @@ def _read_source(
             "Prompts and completions are trained as they stand with `chat: false`."
         )
     check_not_rendered(source, format, good, recipe, maker)
-    counts, questions = Counts(), [np.zeros(0, np.uint64)]
+    counts, questions = Counts(), [np.zeros((0, 2), np.uint64)]
     # On a terminal a line that changes; elsewhere one now and then.
     options = {"desc": f"Preparing {source.path} ({format})", "mininterval": 0.2 if sys.stderr.isatty() else 30}
     tqdm.monitor_interval = 0  # no thread beside: processes are forked

@@ -138,7 +138,7 @@ def _folder(path: Path, split: str) -> list[Path]:
             f"The folder {path} holds no {', '.join(SUFFIXES)} file. For files in folders below it, "
             f"name a pattern such as {path}/**/*.jsonl."
         )
-    splits = {file: _split_of(file, path) for file in sorted(files)}
+    splits = {file: split_of(file, path) for file in sorted(files)}
     named = sorted({name for name in splits.values() if name})
     if split == "train" and named in ([], ["train"]):
         return list(splits)
@@ -160,7 +160,7 @@ def _below(folder: Path, path: Path) -> str:
     return str(folder.relative_to(path))
 
 
-def _split_of(file: Path, folder: Path) -> str | None:
+def split_of(file: Path, folder: Path) -> str | None:
     """Which split a file in or below a folder is of, by the names; None where they do not say."""
     *folders, name = file.relative_to(folder).parts
     return next((split for part in (*folders, name.split(".")[0]) if (split := _split_named(part))), None)

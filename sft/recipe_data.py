@@ -40,6 +40,10 @@ Finding = Literal[
     "placeholder",
     "rendered",
     "echo",
+    "answer_in_question",
+    "dialogue",
+    "repeated_system",
+    "base64",
     "missing_value",
     "carriage_return",
 ]
@@ -53,6 +57,7 @@ OfAllRows = Literal[
     "placeholder",
     "rendered",
     "echo",
+    "dialogue",
     "missing_value",
     "same_answer",
     "duplicate",

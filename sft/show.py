@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import numpy as np
 from sft.control_tokens import ControlTokens
 from sft.ledger import histogram
 from sft.prepared import Prepared
+from sft.readers import split_of
 from sft.recipe import Recipe
 from sft.sources import place
 from sft.store import DocumentStore, SequenceIndex
@@ -35,7 +38,26 @@ def summary_lines(prepared: Prepared) -> list[str]:
     not_read = [
         f"Not read: {visible_line(f'{columns} of {path}')}" for path, columns in prepared.summary["not_read"].items()
     ]
-    return [line, *not_read, *finding_lines(prepared)]
+    return [line, *not_read, *_other_splits(prepared), *finding_lines(prepared)]
+
+
+def _other_splits(prepared: Prepared) -> list[str]:
+    """One line for each trained source whose pattern takes in files that are named for another split."""
+    lines = []
+    for account, starts in zip(prepared.ledger["sources"], prepared.summary["file_starts"], strict=True):
+        files = [Path(name) for _, name in starts]
+        if not files:
+            continue  # of the hub
+        folder = Path(os.path.commonpath([file.parent for file in files]))
+        others = [file.name for file in files if split_of(file, folder) not in (None, "train")]
+        if others and len(others) < len(files) and not account["source"].endswith("(held out)"):
+            lines.append(
+                visible_line(
+                    f"Note: {account['source']} also trains on files named for another split: {', '.join(others[:3])}"
+                    f"{', ...' if len(others) > 3 else ''}. Leave them out of data.train, or name them as data.held_out."
+                )
+            )
+    return lines
 
 
 def finding_lines(prepared: Prepared) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from sft.chat import ANSWER, QUESTION, ChatRenderer, Rendered
@@ -10,6 +11,8 @@ from sft.errors import ModelError
 from sft.turns import Message
 
 _PROBE = [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "Blue"}]
+_HEADERS = re.compile(r"<\|(?:im_start|start_header_id|end_header_id|begin_of_text)\|>|<start_of_turn>")
+"""What families write as single tokens only; `<|user|>` and its like are plain text in some."""
 
 
 def end_of_turn(tokenizer: Any) -> int:
@@ -41,14 +44,30 @@ def end_of_turn(tokenizer: Any) -> int:
     return int(ids[-1])
 
 
+def note_on_headers(tokenizer: Any) -> str | None:
+    """Names what the chat template writes for another family's tokenizer; None where there is none."""
+    if tokenizer.chat_template is None:
+        return None
+    written = dict.fromkeys(_HEADERS.findall(_rendered(ChatRenderer(tokenizer), _PROBE).text))
+    missing = [name for name in written if name not in tokenizer.get_vocab()]
+    if not missing:
+        return None
+    return (
+        f"Note: the chat template writes {', '.join(missing)}, for which this tokenizer has no token: it reads them as plain text. The "
+        "template may belong to another model. Name another in model.chat_template, or add the tokens with model.new_tokens."
+    )
+
+
 def check_spans(renderer: ChatRenderer) -> None:
     """Derive the turns of sample conversations a second way, from where their words come to stand, and compare.
 
     A turn must hold its own answer, which must stand nowhere else in the text, and no other word of the conversation; and after the
-    answer there must be an end, the same for all turns but the last, to which some templates give another.
+    answer there must be an end, the same for all turns but the last, to which some templates give another. It must follow what the
+    generation prompt writes, reasoning aside, and not the header of a question.
 
     Raises:
-        ModelError: The template's markers or its shape give other turns, or its prompts hold the answers.
+        ModelError: The template's markers or its shape give other turns, its prompts hold the answers or differ from what is
+            trained, or questions and answers have one header.
     """
     system: list[Message] = [{"role": "system", "content": "Be brief."}]
     for first, words in (([], ["1"]), ([], ["1", "2", "3"]), (system, ["1"])):
@@ -62,6 +81,8 @@ def check_spans(renderer: ChatRenderer) -> None:
         ]
         try:
             rendered = _rendered(renderer, messages)
+            asked = range(len(first) + 1, len(messages), 2)
+            prompts = [renderer.apply(messages[:end], None, {}, prompt=True)[0] for end in asked]
         except ValueError as error:
             if first:
                 continue  # not every template knows a system message; a row that has one says so
@@ -81,6 +102,32 @@ def check_spans(renderer: ChatRenderer) -> None:
                 f"The chat template writes an answer more than once, so that it is in its own prompt: ...{rendered.text[-200:]!r}. Correct "
                 "model.chat_template, or name another."
             )
+        for (start, end), word, prompt in zip(
+            rendered.spans, words[-len(turns) :], prompts[-len(turns) :], strict=True
+        ):
+            before, prompted, written = (
+                text.rpartition(QUESTION + word)[2].partition("<think>")[0]
+                for text in (rendered.text[:start], prompt, rendered.text[:end])
+            )
+            # Where a turn is trained with its header, the prompt ends inside it.
+            if not prompted.startswith(before) or not written.startswith(prompted):
+                raise ModelError(
+                    f"The chat template writes {before!r} between a question and the answer that is trained, but its generation prompt "
+                    f"writes {prompted!r}: the model would never be prompted as it was trained. Correct add_generation_prompt in "
+                    "model.chat_template, or name another."
+                )
+        # Templates without headers, which separate turns by a token alone, are fine.
+        header = _between(rendered.text, ANSWER + "1", QUESTION + "2").removeprefix(ends[0])
+        header = header.removeprefix(renderer.tokens.get("bos_token") or "")
+        if any(map(str.isalnum, header)) and _between(rendered.text, QUESTION + "2", ANSWER + "2").endswith(header):
+            raise ModelError(
+                f"The chat template writes {header!r} before questions and before answers: the model cannot see who speaks. Correct "
+                "model.chat_template, or name another."
+            )
+
+
+def _between(text: str, left: str, right: str) -> str:
+    return text.partition(left)[2].partition(right)[0]
 
 
 def _rendered(renderer: ChatRenderer, messages: list[Message]) -> Rendered:

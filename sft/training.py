@@ -40,6 +40,7 @@ from sft.step_work import StepWork
 from sft.stopping import Stopping
 from sft.store import DocumentStore, SequenceIndex
 from sft.suspects import StepRows
+from sft.template_checks import note_on_headers
 from sft.tracking import continue_trackers, finish_trackers, set_up_trackers
 from sft.trainer import build_trainer, training_arguments
 from sft.watchdog import Watchdog
@@ -149,7 +150,7 @@ def show_start(job: Job, start: Start, tokenizer: Any) -> None:
         *summary_lines(start.prepared),
         *set_up_trackers(job.recipe.tracking, run),
         *pin_lines(run.record["hub_revisions"]),
-        *filter(None, [getattr(tokenizer, "padding_note", None)]),
+        *filter(None, [getattr(tokenizer, "padding_note", None), note_on_headers(tokenizer)]),
         f"Run: {run.path}",
         *start.notes,
         *(changed_tokens(start.choice.checkpoint, tokenizer) if start.choice.checkpoint else []),

@@ -216,6 +216,9 @@ def test_code_formulas_and_json_have_backslashes_of_their_own(text: str, control
     assert found_in_row(asked(text), control, True) == found_in_row(asked("Hi", text), control, True) == []
 
 
+LONG = "The train to Oslo leaves at noon from platform nine."
+
+
 @pytest.mark.parametrize(
     ("row", "kind"),
     [
@@ -230,6 +233,16 @@ def test_code_formulas_and_json_have_backslashes_of_their_own(text: str, control
         (asked("Hi", "nan"), "missing_value"),
         (Text("Hi", " None\n"), "missing_value"),
         (asked("Hi\r\nyou"), "carriage_return"),
+        (asked(f"Translate this: {LONG} Thanks.", f" {LONG}\n"), "answer_in_question"),
+        (Text(f"Which one? {LONG}", LONG), "answer_in_question"),
+        (asked("Hi", "Hello\nUser: And you?\nAssistant: Fine"), "dialogue"),
+        (
+            turns(
+                ("system", "Answer in one short word."), ("user", "Answer in one short word. Hi"), ("assistant", "a")
+            ),
+            "repeated_system",
+        ),
+        (asked(f"![x](data:image/png;base64,{'iVBORw0K' * 13})"), "base64"),
     ],
 )
 def test_a_fault_that_programs_make_of_rows_is_found(row: Any, kind: str, control: ControlTokens) -> None:
@@ -241,6 +254,12 @@ def test_a_fault_that_programs_make_of_rows_is_found(row: Any, kind: str, contro
     [
         asked("Hi", "Hi there, None of us knows"),
         asked("Who is the user: a person?", "### Heading\nA human: you"),
+        asked("Is it red or blue?", "blue"),
+        asked(LONG, f"It says: {LONG}"),
+        asked("Hi", "One speaker is the user.\nUser: Hi"),
+        Text("", "Context.\nUser: Hi\nAssistant: Hello"),
+        turns(("system", "Be brief."), ("user", "Be brief. Hi"), ("assistant", "a")),
+        asked("data:image/png;base64,iVBORw0K"),
         Text("", "### Instruction:\nHi\n### Response:\nHello"),
         Text("", "[INST] Hi [/INST] Hello"),
         called(note="nan"),
@@ -344,6 +363,49 @@ def test_an_answer_that_most_rows_have_is_found(recipe_of: RecipeOf) -> None:
     assert (found["same_answer"]["count"], rows_told(found, "same_answer")) == (21, [20])
     # Half of the rows is not most of them.
     assert prepared(recipe_of([*PLAIN[20:22], *rows], "data.max_length=64")) == {}
+
+
+@pytest.mark.parametrize(
+    ("rows", "count"),
+    [
+        ([row_of(f"Q{n}", f"{n:02}" + "abc " * 12) for n in range(10)] + PLAIN[:20], 10),
+        ([row_of(f"Q{n}", f"{n:02}" + "abc " * 12) for n in range(9)] + PLAIN[:20], 0),
+        ([row_of(f"Q{n}", f"{n:02}" + "abc " * 12) for n in range(10)] + [row_of("Hi", LONG + LONG)], 0),
+        ([row_of(f"Q{n}", f"{n % 3:02}" + "abc " * 12) for n in range(30)], 0),
+        ([row_of(f"Q{n}", f"Yes {n:02}") for n in range(30)], 0),
+        ([{"text": f"{n:02}" + "abc " * 12} for n in range(30)], 0),
+        ([{"prompt": f"Q{n}", "completion": f"{n:02}" + "abc " * 12} for n in range(30)], 30),
+    ],
+)
+def test_answers_that_all_end_at_one_length_are_found(rows: list[Any], count: int, recipe_of: RecipeOf) -> None:
+    found = prepared(recipe_of(rows, "data.max_length=256"))
+    assert {kind: finding["count"] for kind, finding in found.items()} == ({"cut_off": count} if count else {})
+    if count:
+        assert (rows_told(found, "cut_off"), found["cut_off"]["detail"]) == ([1], "50 characters")
+
+
+def test_what_single_rows_are_meant_to_have_is_told_of_many(recipe_of: RecipeOf) -> None:
+    kept = [row_of(f"Correct this: {n} {LONG}{'!' * n}", f"{n} {LONG}{'!' * n}") for n in range(10)]
+    assert set(prepared(recipe_of(kept + PLAIN, "data.max_length=256"))) == {"answer_in_question"}
+    assert prepared(recipe_of(kept[1:] + PLAIN, "data.max_length=256")) == {}
+
+
+def test_held_out_rows_of_a_conversation_that_is_trained_too_are_found(
+    make_recipe: MakeRecipe, write_rows: WriteRows
+) -> None:
+    """Conversations unrolled into a row for each turn."""
+    talks = [
+        [*row_of(f"Question {n}", f"Answer {n}")["messages"], *row_of(f"And {n}?", f"More {n}")["messages"]]
+        for n in range(20)
+    ]
+    common = [{"messages": [*row_of("Hi")["messages"], *talk]} for talk in talks]
+    train = write_rows(*({"messages": talk} for talk in talks), *common[:15], name="train.jsonl")
+    held_out = write_rows({"messages": talks[3][:2]}, row_of("Question 4", "Another"), *common[15:], name="eval.jsonl")
+    overrides = [f"data.train={train}", f"data.held_out={held_out}"]
+    for loss_on in ("auto", "last_assistant"):
+        found = prepared(make_recipe(*overrides, f"data.loss_on={loss_on}", "data.max_length=256"))
+        assert set(found) == {"held_out_near"}
+        assert rows_told(found, "held_out_near") == [1]
 
 
 def test_a_row_far_longer_than_the_others_is_found_with_its_script(recipe_of: RecipeOf) -> None:

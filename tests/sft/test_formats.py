@@ -379,6 +379,8 @@ def test_columns_go_by_the_names_that_the_recipe_gives_them() -> None:
     }
     with pytest.raises(DataError, match=r"has no column answer, which `columns` names. Found: question"):
         row_format({"question"}, asked)
+    with pytest.raises(DataError, match=r"`columns` of rows.jsonl names answer twice"):
+        row_format({"question", "answer"}, source(columns={"prompt": "answer", "completion": "answer"}))
 
 
 def test_preference_data_is_refused_until_its_answers_are_named() -> None:

@@ -320,6 +320,27 @@ def test_the_legend_says_what_a_backslash_is(show: Callable[..., str], tmp_path:
     assert "a backslash before <...>: text that only spells a special token" in out
 
 
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        (["a_train.jsonl", "a_validation.jsonl", "b.jsonl"], ["a_validation.jsonl"]),
+        (["a_test.jsonl", "b_test.jsonl"], []),
+        (["a.jsonl", "contest.jsonl"], []),
+    ],
+)
+def test_a_pattern_that_takes_in_files_of_another_split_is_told(
+    files: list[str], told: list[str], make_recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    for number, name in enumerate(files):
+        (tmp_path / name).write_text("".join(json.dumps(talk(f"{number} {n}", "a")) + "\n" for n in range(5)))
+    pattern = f"{tmp_path}/*.jsonl"
+    lines = summary_lines(entry([f"data.train={pattern}"], make_recipe))
+    assert [name for name in files if f"another split: {name}." in "".join(lines)] == told
+    assert "another split" not in "".join(
+        summary_lines(entry([f"data.train={tmp_path / files[0]}", f"data.held_out={pattern}"], make_recipe))
+    )
+
+
 def test_columns_that_nobody_reads_are_told(make_recipe: MakeRecipe, tmp_path: Path) -> None:
     first, second, third = (tmp_path / f"{name}.jsonl" for name in "abc")
     first.write_text("".join(json.dumps(talk(f"{n}", "a") | {"id": n, "source": "x"}) + "\n" for n in range(5)))

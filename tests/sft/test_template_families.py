@@ -13,7 +13,7 @@ from sft.document_maker import DocumentMaker
 from sft.documents import Chunk
 from sft.errors import ModelError
 from sft.recipe import Recipe, Source
-from sft.template_checks import check_spans, end_of_turn
+from sft.template_checks import check_spans, end_of_turn, note_on_headers
 from sft.tokenizer import load_tokenizer
 from sft.turns import Message
 
@@ -270,6 +270,74 @@ def test_an_answer_that_is_written_twice_or_before_its_turn_is_refused(
     chosen.chat_template = template.replace(change, into)
     with pytest.raises(ModelError, match=r"model.chat_template"):
         check_spans(ChatRenderer(chosen))
+
+
+@pytest.mark.parametrize(
+    ("template", "change", "into"),
+    [
+        (MARKED, "<|im_start|>assistant", "<|im_start|>model"),
+        (MARKED, "<|im_start|>assistant", ""),
+        (MARKED, "<|im_start|>assistant\n", "<|im_start|>assistant"),
+        (PLAIN, "<|im_start|>assistant", "<|im_start|>model"),
+        (THINKING, "<|im_start|>assistant", "<|im_start|>model"),
+    ],
+)
+def test_a_template_that_prompts_otherwise_than_it_trains_is_refused(
+    template: str, change: str, into: str, tokenizer: Any
+) -> None:
+    chosen = copy(tokenizer)
+    assert template.count(change) == 1
+    chosen.chat_template = template.replace(change, into)
+    with pytest.raises(ModelError, match=r"model.chat_template"):
+        check_spans(ChatRenderer(chosen))
+
+
+def test_a_header_that_is_trained_with_its_turn_may_be_prompted(tokenizer: Any) -> None:
+    chosen = copy(tokenizer)
+    chosen.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>{% else %}"
+        "{% generation %}<|im_start|>assistant\n{{ m.content }}<|im_end|>{% endgeneration %}{% endif %}{% endfor %}"
+        "{{ '<|im_start|>assistant\n' if add_generation_prompt else eos_token }}"
+    )
+    check_spans(ChatRenderer(chosen))
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_a_template_with_one_header_for_both_speakers_is_refused(template: str, tokenizer: Any) -> None:
+    chosen = copy(tokenizer)
+    chosen.chat_template = template.replace("{{ m.role }}", "user").replace("<|im_start|>assistant", "<|im_start|>user")
+    with pytest.raises(ModelError, match=r"<\|im_start\|>user.*who speaks"):
+        check_spans(ChatRenderer(chosen))
+    chosen.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    check_spans(ChatRenderer(chosen))
+
+
+def test_headers_of_another_family_are_noted(tokenizer: Any) -> None:
+    chosen = copy(tokenizer)
+    chosen.chat_template = PLAIN.replace("<|im_start|>", "<|start_header_id|>")
+    note = note_on_headers(chosen)
+    assert note is not None
+    assert "<|start_header_id|>" in note
+    assert note_on_headers(tokenizer) is None
+    # Zephyr and Tulu write headers as plain text.
+    chosen.chat_template = PLAIN.replace("<|im_start|>{{ m.role }}", "<|{{ m.role }}|>").replace(
+        "<|im_start|>assistant", "<|assistant|>"
+    )
+    assert note_on_headers(chosen) is None
+
+
+def test_a_result_of_a_tool_that_a_template_leaves_out_is_refused(made: Callable[..., tuple[str, Chunk]]) -> None:
+    shows = CHATML.replace("CALL", "''")
+    assert made(shows, calls())[1].error is None
+    silent = shows.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' }}")
+    _, chunk = made(silent, calls())
+    assert chunk.error is not None
+    assert ("five" in chunk.error[1], "model.chat_template" in chunk.error[1]) == (True, True)
+    # A template that refuses the sample may accept a row.
+    strict = shows.replace(
+        "{%- for m in messages", "{{ raise_exception('no') if messages[-1].content == '1' }}{%- for m in messages"
+    )
+    assert made(strict, calls())[1].error is None
 
 
 @pytest.mark.parametrize(

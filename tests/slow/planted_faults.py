@@ -193,7 +193,7 @@ def _in_checkpoint(change: Callable[[Path], Any]) -> Plant:
 
 def _folder_of_splits(folder: Path) -> None:
     (folder / "data").mkdir()
-    for name in ("train", "test"):
+    for name in ("train", "test", "more"):
         shutil.copyfile(folder / "rows.jsonl", folder / "data" / f"{name}.jsonl")
 
 
@@ -295,7 +295,7 @@ FAULTS: dict[str, dict[str, Fault]] = {
             _template(_turns("<|im_start|>{{ message.role }}\n{{ content }}<|im_end|>")),
         ),
         "keeps the last two turns": Fault(
-            ("of 3 questions",),
+            ("1 of the assistant's 3 turns",),
             _text(lambda text: text.replace("in messages %}", "in messages[-2:] %}"), "model/chat_template.jinja"),
         ),
         "ends a turn with another family's token": Fault(
@@ -308,6 +308,39 @@ FAULTS: dict[str, dict[str, Fault]] = {
                 _turns("<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>").replace(
                     "<|im_start|>assistant", "<|im_start|>model"
                 )
+            ),
+        ),
+        "asks the assistant to speak by another name, behind markers": Fault(
+            ("model.chat_template", "never be prompted as it was trained"),
+            _text(
+                lambda text: text.replace(
+                    "add_generation_prompt %}<|im_start|>assistant", "add_generation_prompt %}<|im_start|>model"
+                ),
+                "model/chat_template.jinja",
+            ),
+        ),
+        "gives both speakers one header": Fault(
+            ("model.chat_template", "cannot see who speaks"),
+            _template(
+                _turns("<|im_start|>user\n{{ message.content }}<|im_end|>").replace("assistant", "user"),
+            ),
+        ),
+        "drops the result of a tool": Fault(
+            ("row 1", "result of a tool call", "seat 12"),
+            _all(
+                _template(
+                    _turns("<|im_start|>{{ message.role }}\n{{ message.content if message.role != 'tool' }}<|im_end|>")
+                ),
+                _rows(
+                    lambda question, answer: {
+                        "messages": [
+                            {"role": "user", "content": question},
+                            {"role": "assistant", "content": "Let me see."},
+                            {"role": "tool", "content": "seat 12"},
+                            {"role": "assistant", "content": answer},
+                        ]
+                    }
+                ),
             ),
         ),
         "escapes HTML": Fault(
@@ -330,6 +363,16 @@ FAULTS: dict[str, dict[str, Fault]] = {
         "preferences": Fault(
             ("preference data", "DPO"),
             _rows(lambda question, answer: {"prompt": question, "chosen": answer, "rejected": "No."}),
+        ),
+        "answers that hold the next question": Fault(
+            ("240 of 240 rows", "data.allow=[dialogue]"),
+            _rows(lambda question, answer: _asked(question, f"{answer}\nUser: {question}\nAssistant: {answer}")),
+            TRAIN + " data.max_length=256",
+        ),
+        "one column for prompt and completion": Fault(
+            ("names answer twice",),
+            _rows(lambda question, answer: {"question": question, "answer": answer}),
+            TRAIN + " 'data.train=[{{path: {folder}/rows.jsonl, columns: {{prompt: answer, completion: answer}}}}]'",
         ),
         "empty answers": Fault(
             ("Nothing is left to train on", "no answer to train on"),
@@ -466,7 +509,7 @@ FAULTS: dict[str, dict[str, Fault]] = {
         ),
         "another chat template": Fault(
             ("data, tokenizer or chat template has changed",),
-            _all(_killed(), _text(lambda text: text.replace("user", "you") + " ", "model/chat_template.jinja")),
+            _all(_killed(), _text(lambda text: "Chat: " + text, "model/chat_template.jinja")),
             before=RUN,
         ),
         "no random state": Fault(
