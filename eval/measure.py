@@ -21,10 +21,11 @@ from eval import ranks
 from eval.backends import Target, load_model
 from eval.batch_sizes import Found, Searches
 from eval.code_metric import code_metric
+from eval.doubts import answer_doubts, document_doubts
 from eval.placement import Placement, check_placement, give_memory_back
 from eval.quiet import chatter_to, describe_environment_once, summary
 from eval.settings import Settings
-from eval.tasks import LoadedTasks, leaves
+from eval.tasks import LoadedTasks, is_own, leaves
 from sft.errors import EvaluationError, LostRank
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def _measure_all(
     model: HFLM, label: str, tasks: LoadedTasks, settings: Settings, log: Path, given: Found, strict: bool
 ) -> Results:
     """All tasks' results, on the first process."""
-    results: Results = {"failed": dict(tasks.missing), "prompts_cut": [], "batch_sizes_found": {}}
+    results: Results = {"failed": dict(tasks.missing), "prompts_cut": [], "batch_sizes_found": {}, "doubts": []}
     for name in tasks.by_name:
         started = time.monotonic()
         model.searches = searches = Searches(given.get(name, ()), strict)
@@ -158,10 +159,28 @@ def _measure_all(
             print(f"{label}: prompts of {name} that are longer than {settings.max_length} tokens lost their beginning.")
         if searches.found:
             results["batch_sizes_found"][name] = searches.found
+        told = _doubts(label, name, tasks, measured["samples"], model.tokenizer)
+        results["doubts"] += told
+        for doubt in told:
+            print(f"Warning: {doubt}", flush=True)
         results = _merge(results, measured)
     if len(results["failed"]) == len({*tasks.by_name, *tasks.missing}):
         raise EvaluationError(f"The {label} model could not be measured on any task; {log} says more.")
     return results
+
+
+def _doubts(
+    label: str, name: str, tasks: LoadedTasks, samples: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
+    """What can hardly be meant in a task that was measured; not worth a result where a task's own code stumbles over it."""
+    measured = leaves(tasks.by_name[name])
+    told = [
+        doubt
+        for task in measured
+        if is_own(task)
+        for doubt in document_doubts(task, samples.get(str(task.task_name), []))
+    ]
+    return told + answer_doubts(measured, samples, tokenizer, label, name)
 
 
 @contextmanager
@@ -237,7 +256,7 @@ def evaluate_model(
         tasks: From `load_tasks`.
         settings: The same for every model to be compared.
         output: The folder; replaced where it exists. results.json has `settings`, `settings_hash`, `measured_model`,
-            `failed`, `prompts_cut`, `batch_sizes_found` and `placement` beside lm_eval's own keys.
+            `failed`, `prompts_cut`, `batch_sizes_found`, `doubts` and `placement` beside lm_eval's own keys.
         log: Where the libraries' words go.
         placement: The same for every model to be compared.
         more: Further keys of results.json.
