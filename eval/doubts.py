@@ -53,8 +53,8 @@ def document_doubts(task: ConfigurableTask, samples: Sequence[Sample]) -> list[s
     examples = task.get_config("num_fewshot")
     if examples and task.fewshot_cfg.split is not None and task.fewshot_cfg.split == task.config.test_split:
         told.append(
-            f"{name}: its {examples} examples come from the documents that it measures ({task.config.test_split}). Give it a fewshot_split of "
-            "others."
+            f"{name}: its {examples} examples come from the documents that it measures "
+            f"({task.config.test_split}). Give it a fewshot_split of others."
         )
     return told
 
@@ -75,7 +75,8 @@ def _choice_doubts(task: ConfigurableTask, samples: list[Sample], most: Callable
     twice = sum(len(set(offered)) < len(offered) for offered in choices)
     if most(twice, 0.1):
         told.append(
-            f"{task.task_name}: {twice} of {len(samples)} documents offer the same choice twice; lm_eval takes the first. Check doc_to_choice."
+            f"{task.task_name}: {twice} of {len(samples)} documents offer the same choice twice, of which lm_eval takes the first. Check "
+            "doc_to_choice."
         )
     return told
 
@@ -93,13 +94,14 @@ def _target_doubts(task: ConfigurableTask, samples: list[Sample], most: Callable
         told.append(
             f"{name}: the prompt shows the answer on a line of its own in {shown} of {number} documents. Check doc_to_text."
         )
-    ends = sum(any(text and text in target for text in _until(given)) for target in targets)
+    ends = Counter(text for target in targets for text in _until(given) if text and text in target)
+    never = sum(any(text in target for text in ends) for target in targets)
     exact = [metric for metric in task.get_config("metric_list") or [] if metric.get("metric") == "exact_match"]
     computed = callable(task.get_config("process_results")) or any(metric.get("regexes_to_ignore") for metric in exact)
-    if exact and not computed and most(ends):
+    if exact and not computed and most(never):
         told.append(
-            f"{name}: in {ends} of {number} documents the target contains a text of `until` ({', '.join(map(repr, _until(given)))}), where "
-            "each answer ends: none can equal it. Check doc_to_target."
+            f"{name}: in {never} of {number} documents the target contains a text that ends each answer (`until`: "
+            f"{', '.join(repr(text) for text, _ in ends.most_common(3))}): none can equal it. Check doc_to_target."
         )
     if given.get("do_sample") and given.get("temperature") != 0 and task.get_config("repeats") in (None, 1):
         told.append(
@@ -132,10 +134,14 @@ def answer_doubts(
         if task.get_config("output_type") != "generate_until" or not isinstance(limit, int):
             continue
         first = _once(samples.get(str(task.task_name), []))
+        if not first:
+            continue
         answers = [str(answer) for sample in first for answer in sample["resps"][0]]
-        lengths = [len(ids) for ids in tokenizer(answers, add_special_tokens=False)["input_ids"]] if answers else []
+        lengths = [len(ids) for ids in tokenizer(answers, add_special_tokens=False)["input_ids"]]
         wanted = [str(sample["target"]) for sample in first]
-        longer = limit >= _SHORT or sum(len(ids) for ids in tokenizer(wanted)["input_ids"]) > limit * len(wanted)
+        longer = limit >= _SHORT or sum(
+            len(ids) for ids in tokenizer(wanted, add_special_tokens=False)["input_ids"]
+        ) > limit * len(wanted)
         counts["all"] += len(answers)
         # The same text may have fewer tokens than were generated.
         counts["cut"] += longer and sum(length > 0.9 * limit for length in lengths)
@@ -150,17 +156,18 @@ def answer_doubts(
     told = []
     if counts["cut"] > number / 2:
         told.append(
-            f"{label}: {counts['cut']} of {number} answers to {name} are cut off at max_gen_toks ({_listed(limits)} tokens). Set "
-            "eval.max_gen_toks to more, unless the model never stops."
+            f"{label}: {counts['cut']} of {number} answers to {name} are cut off at max_gen_toks={_listed(limits)}. Raise "
+            "eval.max_gen_toks, or see whether the model stops at all (docs/chat.md)."
         )
     if counts["empty"] >= 0.9 * number:
         told.append(
-            f"{label}: {counts['empty']} of {number} answers to {name} are empty. Check its `until` ({_listed(map(repr, untils))}) and prompt."
+            f"{label}: {counts['empty']} of {number} answers to {name} are empty. Check its prompt and its `until` "
+            f"({_listed(map(repr, untils))})."
         )
     elif counts["unfound"] >= 0.9 * counts["documents"]:
         told.append(
-            f"{label}: the filters of {name} find nothing in {counts['unfound']} of {counts['documents']} answers. Check filter_list, and how "
-            "the prompt asks for the answer's form."
+            f"{label}: the filters of {name} find nothing in {counts['unfound']} of {counts['documents']} answers. Check filter_list, and "
+            "how the prompt asks for the answer's form."
         )
     return told
 

@@ -136,7 +136,14 @@ def _merge(results: Results, more: Results) -> Results:
 
 
 def _measure_all(
-    model: HFLM, label: str, tasks: LoadedTasks, settings: Settings, log: Path, given: Found, strict: bool
+    model: HFLM,
+    tokenizer: PreTrainedTokenizerBase,
+    label: str,
+    tasks: LoadedTasks,
+    settings: Settings,
+    log: Path,
+    given: Found,
+    strict: bool,
 ) -> Results:
     """All tasks' results, on the first process."""
     results: Results = {"failed": dict(tasks.missing), "prompts_cut": [], "batch_sizes_found": {}, "doubts": []}
@@ -159,7 +166,7 @@ def _measure_all(
             print(f"{label}: prompts of {name} that are longer than {settings.max_length} tokens lost their beginning.")
         if searches.found:
             results["batch_sizes_found"][name] = searches.found
-        told = _doubts(label, name, tasks, measured["samples"], model.tokenizer)
+        told = _doubts(label, name, tasks, measured["samples"], tokenizer, log)
         results["doubts"] += told
         for doubt in told:
             print(f"Warning: {doubt}", flush=True)
@@ -170,17 +177,18 @@ def _measure_all(
 
 
 def _doubts(
-    label: str, name: str, tasks: LoadedTasks, samples: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+    label: str, name: str, tasks: LoadedTasks, samples: dict[str, Any], tokenizer: PreTrainedTokenizerBase, log: Path
 ) -> list[str]:
-    """What can hardly be meant in a task that was measured; not worth a result where a task's own code stumbles over it."""
+    """What can hardly be meant in a task that was measured."""
     measured = leaves(tasks.by_name[name])
-    told = [
-        doubt
-        for task in measured
-        if is_own(task)
-        for doubt in document_doubts(task, samples.get(str(task.task_name), []))
-    ]
-    return told + answer_doubts(measured, samples, tokenizer, label, name)
+    own = [task for task in measured if is_own(task)]
+    try:
+        told = [doubt for task in own for doubt in document_doubts(task, samples.get(str(task.task_name), []))]
+        return told + answer_doubts(measured, samples, tokenizer, label, name)
+    except Exception:  # a task's own code may give anything, and the scores are there
+        with log.open("a", encoding="utf-8") as file:
+            traceback.print_exc(file=file)
+        return []
 
 
 @contextmanager
@@ -271,7 +279,7 @@ def evaluate_model(
         model = load_model(target, tokenizer, settings, placement)
     # lm_eval's vLLM has no model of its own where ray starts several.
     modules = check_placement(getattr(model, "model", None), placement)
-    results = _measure_all(model, target.label, tasks, settings, log, given or {}, strict)
+    results = _measure_all(model, tokenizer, target.label, tasks, settings, log, given or {}, strict)
     # Each process has run the programs of its own documents.
     endings = ranks.collect(code_metric().take_endings() if tasks.generated_code else {})
     if not ranks.is_first():

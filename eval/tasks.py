@@ -197,9 +197,9 @@ def _gold_problem(task: ConfigurableTask, settings: Settings) -> str | None:
         return None
     first, one, count = wrong[0]
     return (
-        f"{task.task_name}: {len(wrong)} right answers of {number} documents are none of their choices: document {first} has {one!r}, and its "
-        f"{count} choices are numbered from 0 to {count - 1}. doc_to_target must give that number or the choice's text; a label of -1 is a "
-        "hidden one."
+        f"{task.task_name}: {len(wrong)} right answers of {number} documents are none of their choices: document {first} has {one!r}, and "
+        f"its {count} choices are numbered from 0 to {count - 1}. doc_to_target must give that number or the choice's text; a "
+        "label of -1 is a hidden one."
     )
 
 
