@@ -75,8 +75,8 @@ def check_final(run: Run, accept: bool) -> None:
         run.warn("final", f"final/ was edited after the training, which was accepted on {day}: {'; '.join(changes)}.")
         return
     raise RunError(
-        f"{run.final} is not what the training wrote: {'; '.join(changes)}. Put the files back, or take a checkpoint. If you edited them on purpose, add "
-        f"{ACCEPT} to this command once."
+        f"{run.final} is not what the training wrote: {'; '.join(changes)}. Put the files back, or take a checkpoint. If you edited them "
+        f"on purpose, add {ACCEPT} to this command once."
     )
 
 
