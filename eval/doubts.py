@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from eval.tasks import compares_choices
+
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
     from transformers import PreTrainedTokenizerBase
@@ -46,7 +48,7 @@ def document_doubts(task: ConfigurableTask, samples: Sequence[Sample]) -> list[s
         told.append(
             f"{name}: {copies} of {number} documents repeat an earlier one, which counts as one more. Remove the copies."
         )
-    if task.get_config("output_type") == "multiple_choice" and not callable(task.get_config("process_results")):
+    if compares_choices(task):
         told += _choice_doubts(task, samples, most)
     if task.get_config("output_type") == "generate_until":
         told += _target_doubts(task, samples, most)
@@ -62,9 +64,9 @@ def document_doubts(task: ConfigurableTask, samples: Sequence[Sample]) -> list[s
 def _choice_doubts(task: ConfigurableTask, samples: list[Sample], most: Callable[..., bool]) -> list[str]:
     choices = [[str(choice) for choice in task.doc_to_choice(sample["doc"])] for sample in samples]
     golds = [
-        offered[gold]
+        offered[gold] if isinstance(gold, int) else gold
         for sample, offered in zip(samples, choices, strict=True)
-        if isinstance(gold := sample["target"], int) and gold < len(offered)
+        if isinstance(gold := sample["target"], int | str)
     ]
     told = []
     if len(golds) == len(samples) >= _FEWEST_ALIKE and len(set(golds)) == 1:

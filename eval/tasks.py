@@ -139,6 +139,18 @@ def is_own(task: ConfigurableTask) -> bool:
     return not source.resolve().is_relative_to(Path(str(lm_eval.__file__)).resolve().parent)
 
 
+def compares_choices(task: ConfigurableTask) -> bool:
+    """Whether lm_eval scores a task's choices itself: code of the task may mean other things by its target."""
+    from lm_eval.api.task import ConfigurableTask
+
+    own = task.get_config("process_results") is not None
+    return (
+        not own
+        and task.get_config("output_type") == "multiple_choice"
+        and type(task).process_results is ConfigurableTask.process_results
+    )
+
+
 def _runs_code(task: ConfigurableTask) -> bool:
     metrics = [metric.get("metric") for metric in task.get_config("metric_list") or []]
     return bool(getattr(task, "UNSAFE_CODE", False)) or CODE_METRIC in metrics
@@ -181,18 +193,18 @@ def _problems_of(task: ConfigurableTask, settings: Settings, run_code: bool) -> 
 
 def _gold_problem(task: ConfigurableTask, settings: Settings) -> str | None:
     """What is wrong with the right answers: lm_eval counts a document without one as answered wrong, and says so in its log alone."""
-    if task.get_config("output_type") != "multiple_choice" or callable(task.get_config("process_results")):
+    if not compares_choices(task):
         return None
     wrong, number = [], 0
     for number, document in enumerate(islice(task.eval_docs, settings.limit), 1):
         try:
             choices = task.doc_to_choice(document)
             gold = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
+            for one in gold if isinstance(gold, list) else [gold]:
+                if one not in choices if isinstance(one, str) else not 0 <= one < len(choices):
+                    wrong.append((number, one, len(choices)))
         except Exception as error:  # the task's templates and code are the user's
             return f"The task {task.task_name} cannot be measured: its document {number}: {summary(error)}"
-        for one in gold if isinstance(gold, list) else [gold]:
-            if one not in choices if isinstance(one, str) else not 0 <= one < len(choices):
-                wrong.append((number, one, len(choices)))
     if not wrong:
         return None
     first, one, count = wrong[0]

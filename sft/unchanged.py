@@ -44,12 +44,16 @@ def base_sums(folder: Path) -> Sums | None:
     """
     if not folder.is_dir():
         return None
-    return _sums(folder, sorted({path.name for pattern in BASE_FILES for path in folder.glob(pattern)}))
+    return _sums(
+        folder, sorted({path.name for pattern in BASE_FILES for path in folder.glob(pattern) if path.is_file()})
+    )
 
 
 def final_sums(folder: Path) -> Sums:
     """Checksums of all that libraries load of a saved model."""
-    return _sums(folder, sorted(name for name in files_in(folder) if Path(name).suffix in _LOADED))
+    return _sums(
+        folder, sorted(name for name, path in files_in(folder).items() if path.suffix in _LOADED and path.is_file())
+    )
 
 
 def check_final(run: Run, accept: bool) -> None:
@@ -63,7 +67,7 @@ def check_final(run: Run, accept: bool) -> None:
         RunError: Files have changed, are missing or were added.
     """
     recorded = run.record.get("final_files")
-    if recorded is None:
+    if not isinstance(recorded, dict):
         return
     found = final_sums(run.final)
     changes = _differences(recorded, found)
@@ -84,7 +88,7 @@ def base_changes(run: Run) -> str | None:
     """How the base model differs from the one that the training started from; None where nothing is known to differ."""
     base = run.record.get("base_model") or {}
     folder, recorded = Path(str(base.get("path"))), base.get("files")
-    if recorded is None or not folder.is_dir():
+    if not isinstance(recorded, dict) or not folder.is_dir():
         return None
     changes = _differences(recorded, base_sums(folder) or {})
     return f"{folder} has changed since {run.path} was started from it: {'; '.join(changes)}" if changes else None
