@@ -24,22 +24,25 @@ from sft.errors import EvaluationError, GateFailed
 from sft.recipe import Evaluation
 from sft.recipe_changes import differences
 from sft.run_directory import Run, read_json
+from sft.unchanged import base_changes, check_final
 from sft.visible import visible_line
 
 
-def evaluate_run(run: Run, evaluation: Evaluation, brought: bool = False) -> dict[str, str]:
+def evaluate_run(run: Run, evaluation: Evaluation, brought: bool = False, accept_edits: bool = False) -> dict[str, str]:
     """Measure a run's base and tuned model, and write the comparison and the report.
 
     Args:
         run: A run that has its final model.
         evaluation: The recipe's `eval` section, changed on the command line or not.
         brought: Whether the tasks came with the run: they read nothing outside of it and of their own folders.
+        accept_edits: Whether edits of final/ are meant.
 
     Returns:
         Tasks that could not be measured, and why: empty where the comparison is complete.
 
     Raises:
         EvaluationError: Whatever the user can fix.
+        RunError: final/ is not what the training wrote.
         GateFailed: The tuned model does not hold what eval.gate asks for.
     """
     recipe = run.recipe()
@@ -55,6 +58,7 @@ def evaluate_run(run: Run, evaluation: Evaluation, brought: bool = False) -> dic
     settings = resolve_settings(evaluation, selection, reference, on_gpu())
     treatment = treat_base(settings, reference, own_template(base, settings.base_template == "own"))
     placement = place(evaluation, reference, settings, recipe.model.trust_remote_code)
+    ranks.from_first(lambda: _check_models(run, accept_edits))
     asked_base, asked_tuned = (treatment.settings, treatment.tokenizer), (settings, reference.tokenizer)
     base, tuned = find_backend(evaluation, reference.path, (base, *asked_base), (tuned, *asked_tuned))
     folder = _results_folder(run, evaluation, settings, reference)
@@ -71,6 +75,16 @@ def evaluate_run(run: Run, evaluation: Evaluation, brought: bool = False) -> dic
     measure_base(base, treatment, tasks, folder / "base", log, placement, output_dir)
     _measure_tuned(tuned, reference, tasks, settings, folder, log, placement, own_prompts=treatment.own_prompts)
     return _compare_and_report(run, folder, evaluation, reference) if ranks.is_first() else {}
+
+
+def _check_models(run: Run, accept_edits: bool) -> None:
+    """Whether the models are those of the run: another final/ is refused, another base is warned of."""
+    check_final(run, accept_edits)
+    changes = base_changes(run)
+    told = changes and f"The base model {changes}. The comparison is with another model than the training started from."
+    run.warn("base", told)
+    if told:
+        print(f"Warning: {visible_line(told)}", flush=True)
 
 
 def _measure_tuned(
@@ -126,6 +140,8 @@ def _compare_and_report(run: Run, folder: Path, evaluation: Evaluation, referenc
     not_measured: dict[str, str] = comparison["not_measured"]
     gate = comparison["gate"]
     if folder == run.comparison_file.parent:
+        measured = [read_json(folder / kind / "results.json") for kind in ("base", "tuned")]
+        run.warn("tasks", *dict.fromkeys(doubt for results in measured for doubt in results.get("doubts", [])))
         passed = None if gate is None else "passed" if gate["passed"] else "failed"
         run.update(evaluation="failed" if not_measured else "finished", gate=passed)
         write_report(run)

@@ -19,36 +19,22 @@ from eval.measure import evaluate_model
 from eval.placement import Placement, gpu_name
 from eval.tasks import LoadedTasks
 from eval.treatment import Treatment
-from sft.manifest import summed
+from sft.unchanged import base_sums
 
 FOLDER = "eval-base"
 """In the recipe's output_dir."""
-
-_DECIDE = (
-    "config.json",
-    "adapter_config.json",
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "*.bin",
-    "*.bin.index.json",
-    "*.py",
-)
-"""Files of a model that its answers depend on; the tokenizer is the tuned model's, and part of the settings."""
 
 
 def model_identity(target: Target) -> str | None:
     """What tells a model from others, whatever its folder is called: the checksums of its files, or the commit on the hub.
 
-    Weights are read whole, which their loading then need not do from the disk. Returns None where a name on the hub has no commit: it may
-    be another model tomorrow.
+    Returns None where a name on the hub has no commit: it may be another model tomorrow.
     """
-    folder = Path(target.model).expanduser()
-    if not folder.is_dir():
+    sums = base_sums(Path(target.model).expanduser())
+    if sums is None:
         commit = target.revision or ""
         is_commit = len(commit) == 40 and set(commit) <= set("0123456789abcdef")
         return f"{target.model}@{commit}" if is_commit else None
-    files = sorted({path for pattern in _DECIDE for path in folder.glob(pattern)})
-    sums = {path.name: summed(path) for path in files}
     return hashlib.sha256(json.dumps(sums).encode()).hexdigest()
 
 

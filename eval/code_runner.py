@@ -18,6 +18,7 @@ from typing import Any
 
 from eval.code_limits import LIMITS, VARIABLES, Isolation, Limits, Outcome
 from sft.errors import EvaluationError
+from sft.hardware import cpu_cores
 from sft.recipe import REPOSITORY
 
 MOST_WORKERS = 32
@@ -44,7 +45,7 @@ def is_refused(act):
 def _workers(programs: int, limits: Limits) -> int:
     """Processes to run them in: one a processor of this rank, and no more than memory has room for."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    processors = max(1, len(os.sched_getaffinity(0)) // ranks) if hasattr(os, "sched_getaffinity") else 1
+    processors = max(1, cpu_cores() // ranks)
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     return max(1, min(programs, processors, available // limits.memory_bytes // ranks, MOST_WORKERS))
 

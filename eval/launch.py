@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from eval.placement import Placement
 from sft.errors import run_main
+from sft.hardware import cpu_cores
 from sft.interruption import held_back
 from sft.layout import Layout
 from sft.torchrun import start
@@ -45,7 +46,7 @@ def main(arguments: list[str]) -> None:
     """Start the processes, and end as they do."""
     placement = decided_placement()
     assert placement is not None
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // placement.processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_cores() // placement.processes)))
     start(Layout(placement.processes), ["-m", "eval.run", *arguments], stopping="stopping.")
 
 

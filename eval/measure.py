@@ -21,10 +21,11 @@ from eval import ranks
 from eval.backends import Target, load_model
 from eval.batch_sizes import Found, Searches
 from eval.code_metric import code_metric
+from eval.doubts import answer_doubts, document_doubts
 from eval.placement import Placement, check_placement, give_memory_back
 from eval.quiet import chatter_to, describe_environment_once, summary
 from eval.settings import Settings
-from eval.tasks import LoadedTasks, leaves
+from eval.tasks import LoadedTasks, is_own, leaves
 from sft.errors import EvaluationError, LostRank
 
 if TYPE_CHECKING:
@@ -135,10 +136,17 @@ def _merge(results: Results, more: Results) -> Results:
 
 
 def _measure_all(
-    model: HFLM, label: str, tasks: LoadedTasks, settings: Settings, log: Path, given: Found, strict: bool
+    model: HFLM,
+    tokenizer: PreTrainedTokenizerBase,
+    label: str,
+    tasks: LoadedTasks,
+    settings: Settings,
+    log: Path,
+    given: Found,
+    strict: bool,
 ) -> Results:
     """All tasks' results, on the first process."""
-    results: Results = {"failed": dict(tasks.missing), "prompts_cut": [], "batch_sizes_found": {}}
+    results: Results = {"failed": dict(tasks.missing), "prompts_cut": [], "batch_sizes_found": {}, "doubts": []}
     for name in tasks.by_name:
         started = time.monotonic()
         model.searches = searches = Searches(given.get(name, ()), strict)
@@ -158,10 +166,29 @@ def _measure_all(
             print(f"{label}: prompts of {name} that are longer than {settings.max_length} tokens lost their beginning.")
         if searches.found:
             results["batch_sizes_found"][name] = searches.found
+        told = _doubts(label, name, tasks, measured["samples"], tokenizer, log)
+        results["doubts"] += told
+        for doubt in told:
+            print(f"Warning: {doubt}", flush=True)
         results = _merge(results, measured)
     if len(results["failed"]) == len({*tasks.by_name, *tasks.missing}):
         raise EvaluationError(f"The {label} model could not be measured on any task; {log} says more.")
     return results
+
+
+def _doubts(
+    label: str, name: str, tasks: LoadedTasks, samples: dict[str, Any], tokenizer: PreTrainedTokenizerBase, log: Path
+) -> list[str]:
+    """What can hardly be meant in a task that was measured."""
+    measured = leaves(tasks.by_name[name])
+    own = [task for task in measured if is_own(task)]
+    try:
+        told = [doubt for task in own for doubt in document_doubts(task, samples.get(str(task.task_name), []))]
+        return told + answer_doubts(measured, samples, tokenizer, label, name)
+    except Exception:  # a task's own code may give anything, and the scores are there
+        with log.open("a", encoding="utf-8") as file:
+            traceback.print_exc(file=file)
+        return []
 
 
 @contextmanager
@@ -237,7 +264,7 @@ def evaluate_model(
         tasks: From `load_tasks`.
         settings: The same for every model to be compared.
         output: The folder; replaced where it exists. results.json has `settings`, `settings_hash`, `measured_model`,
-            `failed`, `prompts_cut`, `batch_sizes_found` and `placement` beside lm_eval's own keys.
+            `failed`, `prompts_cut`, `batch_sizes_found`, `doubts` and `placement` beside lm_eval's own keys.
         log: Where the libraries' words go.
         placement: The same for every model to be compared.
         more: Further keys of results.json.
@@ -252,7 +279,7 @@ def evaluate_model(
         model = load_model(target, tokenizer, settings, placement)
     # lm_eval's vLLM has no model of its own where ray starts several.
     modules = check_placement(getattr(model, "model", None), placement)
-    results = _measure_all(model, target.label, tasks, settings, log, given or {}, strict)
+    results = _measure_all(model, tokenizer, target.label, tasks, settings, log, given or {}, strict)
     # Each process has run the programs of its own documents.
     endings = ranks.collect(code_metric().take_endings() if tasks.generated_code else {})
     if not ranks.is_first():

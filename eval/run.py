@@ -38,6 +38,7 @@ from sft.errors import EvaluationError, RecipeError, run_main
 from sft.recipe import Evaluation
 from sft.recipe_file import parse_recipe
 from sft.run_directory import Run, find_run
+from sft.unchanged import ACCEPT
 
 EXIT_INCOMPLETE = 1
 SENDS = ("base_url", "base_url_of_base", "api_key_env")
@@ -70,7 +71,7 @@ def parse_evaluation(arguments: Sequence[str], run: Run | None = None) -> Evalua
     Raises:
         EvaluationError: An argument is no key of it, or has a wrong value; all at once.
     """
-    overrides = [_as_override(argument) for argument in arguments if argument != TRUST]
+    overrides = [_as_override(argument) for argument in arguments if argument not in (TRUST, ACCEPT)]
     text, recorded = NO_RECIPE, list[str]()
     if run is not None:
         text, recorded = run.recipe_file.read_text(encoding="utf-8"), run.record["overrides"]
@@ -112,7 +113,10 @@ def _evaluate(arguments: list[str]) -> dict[str, str]:
         given = {word.removeprefix("eval.").partition("=")[0] for word in arguments}
         # Tasks that are named on this command line may read what they name; a name may stand for one in the run's include_path.
         named = "tasks" in given and (evaluation.include_path is None or "include_path" in given)
-        return evaluate_run(run, evaluation, brought=not (named or is_own(run.path)))
+        brought = not (named or is_own(run.path))
+        return evaluate_run(run, evaluation, brought, ACCEPT in arguments)
+    if ACCEPT in arguments:
+        raise EvaluationError(f"{ACCEPT} is for a run's folder: the files of {arguments[0]} are measured as they are.")
     if TRUST in arguments:
         raise EvaluationError(
             f"{TRUST} is for a run's folder: {arguments[0]} is a model, and the code of one is not run here."

@@ -96,6 +96,8 @@ def why_not_loaded(name: str, error: BaseException) -> str:
     if task is None:
         return f"The task {name} cannot be loaded: {reason}"
     file = _own_file(task)
+    if isinstance(error, IndexError) and getattr(task, "dataset", None) and "size 0" in reason:
+        reason = "no document is left of its split: check its process_docs"
     reason = _split_missing(error, task) or _file_unread(error, task) or reason
     return f"The task {name}{f' ({file})' if file else ''} cannot be loaded: {reason}"
 

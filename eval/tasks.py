@@ -6,7 +6,9 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Sized
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,12 +131,24 @@ def _examples_are_the_questions(task: ConfigurableTask) -> bool:
     return drawn is not None and drawn == (config.test_split or config.validation_split) and not taken_out
 
 
-def _is_own(task: ConfigurableTask) -> bool:
+def is_own(task: ConfigurableTask) -> bool:
     """Whether a task comes from a file of the user's: lm_eval's own are measured as all others measure them."""
     import lm_eval
 
     source = Path(str((task.config.metadata or {}).get("config_source")))
     return not source.resolve().is_relative_to(Path(str(lm_eval.__file__)).resolve().parent)
+
+
+def compares_choices(task: ConfigurableTask) -> bool:
+    """Whether lm_eval scores a task's choices itself: code of the task may mean other things by its target."""
+    from lm_eval.api.task import ConfigurableTask
+
+    own = task.get_config("process_results") is not None
+    return (
+        not own
+        and task.get_config("output_type") == "multiple_choice"
+        and type(task).process_results is ConfigurableTask.process_results
+    )
 
 
 def _runs_code(task: ConfigurableTask) -> bool:
@@ -160,14 +174,45 @@ def _problems_of(task: ConfigurableTask, settings: Settings, run_code: bool) -> 
             f"eval.num_fewshot={settings.num_fewshot}, and {task.task_name} is defined without examples. Leave "
             "eval.num_fewshot out, or the task."
         )
-    own = task.get_config("num_fewshot") if settings.num_fewshot is None and _is_own(task) else None
+    own = task.get_config("num_fewshot") if settings.num_fewshot is None and is_own(task) else None
     if (settings.num_fewshot or own) and _examples_are_the_questions(task):
         asked = f"num_fewshot: {own}" if own else f"eval.num_fewshot={settings.num_fewshot}"
         problems.append(
             f"{asked}, and {task.task_name} has no documents for examples but those it measures, so that a question could come with its "
             "own answer. Set num_fewshot to 0, or give the task a fewshot_split that it does not measure."
         )
+    examples = settings.num_fewshot or own or 0
+    there = task.fewshot_docs() if examples else None
+    if isinstance(there, Sized) and examples > len(there):
+        problems.append(
+            f"{task.task_name} has {len(there)} documents for examples, and num_fewshot is {examples}. Lower it."
+        )
+    problems.append(_gold_problem(task, settings) if is_own(task) else None)
     return [problem for problem in problems if problem]
+
+
+def _gold_problem(task: ConfigurableTask, settings: Settings) -> str | None:
+    """What is wrong with the right answers: lm_eval counts a document without one as answered wrong, and says so in its log alone."""
+    if not compares_choices(task):
+        return None
+    wrong, number = [], 0
+    for number, document in enumerate(islice(task.eval_docs, settings.limit), 1):
+        try:
+            choices = task.doc_to_choice(document)
+            gold = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
+            for one in gold if isinstance(gold, list) else [gold]:
+                if one not in choices if isinstance(one, str) else not 0 <= one < len(choices):
+                    wrong.append((number, one, len(choices)))
+        except Exception as error:  # the task's templates and code are the user's
+            return f"The task {task.task_name} cannot be measured: its document {number}: {summary(error)}"
+    if not wrong:
+        return None
+    first, one, count = wrong[0]
+    return (
+        f"{task.task_name}: {len(wrong)} right answers of {number} documents are none of their choices: document {first} has {one!r}, and "
+        f"its {count} choices are numbered from 0 to {count - 1}. doc_to_target must give that number or the choice's text; a "
+        "label of -1 is a hidden one."
+    )
 
 
 def _parts(manager: TaskManager, name: str) -> list[str]:

@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 from sft.consent import check_model_code
 from sft.errors import ExportError, did_you_mean, run_main
 from sft.export_folder import Made, check_output, make_folder
-from sft.export_source import Exported, find_exported, find_run_to_export
+from sft.export_source import Exported, check_unchanged, find_exported, find_run_to_export
+from sft.unchanged import ACCEPT
 from sft.visible import visible_line
 
 TARGETS = ("merged", "vllm", "ollama", "hub")
@@ -66,6 +67,7 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--checkpoints", metavar="all|N,M", help="hub: also these, each on a branch checkpoint-N")
     parser.add_argument("--public", action="store_true", help="hub: anybody may read it")
     parser.add_argument("--dry-run", action="store_true", help="hub: list what would be uploaded; contacts nobody")
+    parser.add_argument(ACCEPT, action="store_true", help="final/ was edited on purpose: export it as it is now")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the Python files of the run's model")
     arguments = parser.parse_args(argv)
     if arguments.to not in TARGETS:
@@ -101,6 +103,7 @@ def main(argv: Sequence[str]) -> None:
     source = find_exported(run, arguments.checkpoint)
     output = arguments.output or Path("exports") / f"{source.name}-{arguments.to}"
     check_output(output, run.path)
+    check_unchanged(source, arguments.accept_edits)
     finish, tell = _target(source, arguments)
     made = make_folder(source, output, finish, copies=2 if arguments.gguf else 1)
     print(f"{made.folder}: {made.checked}.")

@@ -20,7 +20,7 @@ from sft.credentials import redact
 from sft.disk import in_words
 from sft.errors import ExportError
 from sft.export_folder import Made, make_folder
-from sft.export_source import Exported, find_exported, steps_of
+from sft.export_source import Exported, check_unchanged, find_exported, steps_of
 from sft.run_directory import Run
 
 MAIN = "main"
@@ -50,6 +50,8 @@ def upload(run: Run, arguments: argparse.Namespace) -> None:
     """
     repo_id = _repo_id(arguments.repo_id)
     uploads = planned(run, arguments.checkpoint, arguments.checkpoints, arguments.revision)
+    for one in uploads:
+        check_unchanged(one.source, arguments.accept_edits)
     api: Any = None
     if not arguments.dry_run:
         from huggingface_hub import HfApi

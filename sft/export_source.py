@@ -16,6 +16,7 @@ from sft.manifest import fault
 from sft.recipe import Model, Recipe
 from sft.resume import checkpoints_of, step_of
 from sft.run_directory import Run, find_run, read_json
+from sft.unchanged import base_changes, check_final
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """One of them is in every folder that holds a tokenizer."""
@@ -108,6 +109,31 @@ def find_exported(run: Run, step: int | None) -> Exported:
             "--checkpoint N."
         )
     return found
+
+
+def check_unchanged(source: Exported, accept: bool) -> None:
+    """Refuse a model that is no longer what the training wrote. Reads every byte of it.
+
+    Args:
+        source: A checkpoint among them has been compared with its manifest already.
+        accept: Whether edits of final/ are meant.
+
+    Raises:
+        RunError: final/ has changed.
+        ExportError: Adapters would be merged into a base that has changed, or is gone.
+    """
+    if source.step is None:
+        check_final(source.run, accept)
+    if source.adapter is None:
+        return
+    if source.base_path.startswith("/") and not Path(source.base_path, "config.json").is_file():
+        raise ExportError(
+            f"The base model {source.base_path}, which {source.run.path} has trained adapters for, is gone. Put it back: the export is "
+            "compared with the base and its adapters."
+        )
+    changes = base_changes(source.run)
+    if changes:
+        raise ExportError(f"The base model {changes}. The adapters fit the old weights. Put the base back.")
 
 
 def has_tokenizer(folder: Path) -> bool:

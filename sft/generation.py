@@ -55,10 +55,10 @@ def resolve_context(source: Exported, asked: int | None) -> Context:
     trained = source.recipe.data.max_length
     most = text_config(config_folder(source)).get("max_position_embeddings")
     if asked is not None:
-        if asked < 1 or (isinstance(most, int) and asked > most):
-            limit = (
-                f"the model's context is {most} tokens (max_position_embeddings)" if most else "it must be 1 or more"
-            )
+        if asked < 1:
+            raise ExportError(f"--max-length {asked}: it must be 1 or more; the model was trained with {trained}.")
+        if isinstance(most, int) and asked > most:
+            limit = f"the model's context is {most} tokens (max_position_embeddings)"
             raise ExportError(f"--max-length {asked}: {limit}, and it was trained with {trained}.")
         return Context(asked, f"--max-length; trained on at most {trained} tokens (data.max_length)")
     if isinstance(most, int):

@@ -21,6 +21,7 @@ from sft.recipe_changes import Change
 from sft.remote_code import code_hash
 from sft.run_directory import Run, read_lines
 from sft.training_warnings import eval_loss_course, loss_course
+from sft.unchanged import base_sums
 
 if TYPE_CHECKING:
     from sft.job import Job
@@ -127,6 +128,8 @@ def record_start(
             "revision": job.model.commit or job.recipe.model.revision,
             "path": job.model.path,
             "code_sha256": code_hash(job.recipe.model, job.model.path),
+            # A run that resumes started from what was there then.
+            "files": earlier.get("base_model", {}).get("files") if checkpoint else base_sums(Path(job.model.path)),
         },
         hub_revisions=hub_revisions(job.recipe, job.model),
         data_fingerprint=data_fingerprint,

@@ -35,6 +35,7 @@ from sft.resolved import Searched
 from sft.resume import Choice, choose_checkpoint, lost_lines
 from sft.run_directory import Run, write_json
 from sft.search_cache import find_answer
+from sft.unchanged import base_changes
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ def _start(job: Job) -> Start:
     searched, earlier = find_answer(job, prepared), {}
     if choice.checkpoint is not None:
         _check_same_data(run, prepared.fingerprint)
+        _check_same_base(run, job)
         earlier = decisions_of(run)
         missing = lost_lines(run, choice.checkpoint)
         run.warn("metrics", missing)
@@ -173,6 +175,16 @@ def _check_same_data(run: Run, fingerprint: str) -> None:
     if run.record.get("data_fingerprint") not in (None, fingerprint):
         raise RunError(
             f"The data, tokenizer or chat template has changed since {run.path} was started, so it cannot go on. Start anew with "
+            "train.resume=never."
+        )
+
+
+def _check_same_base(run: Run, job: Job) -> None:
+    """A checkpoint of adapters holds no weights of the base."""
+    changes = base_changes(run) if job.recipe.model.lora is not None else None
+    if changes:
+        raise RunError(
+            f"The base model {changes}. Its adapters fit the old weights, so the run cannot resume. Put the base back, or start anew with "
             "train.resume=never."
         )
 

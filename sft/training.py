@@ -43,6 +43,7 @@ from sft.suspects import StepRows
 from sft.template_checks import note_on_headers
 from sft.tracking import continue_trackers, finish_trackers, set_up_trackers
 from sft.trainer import build_trainer, training_arguments
+from sft.unchanged import final_sums
 from sft.watchdog import Watchdog
 
 
@@ -133,6 +134,8 @@ def write_final(trainer: Any, job: Job, run: Run, tokenizer: Any) -> None:
     with distributed.met_at_the_end():
         if distributed.is_first_rank():
             remove(run.unverified)  # of an earlier end of this run
+            # Before final/ has its name: an export or an evaluation compares it with these.
+            run.update(final_files=final_sums(work))
             remove(run.final)
             work.rename(run.final)
 

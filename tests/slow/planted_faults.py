@@ -9,7 +9,7 @@ import gzip
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -202,7 +202,34 @@ def _flipped(content: bytes) -> bytes:
     return content[:middle] + bytes([content[middle] ^ 3]) + content[middle + 1 :]
 
 
+def _in_final(plant: Plant) -> Plant:
+    return lambda folder: plant(latest(folder) / "final")
+
+
+def _choices(label: str, choices: Sequence[str] = ("Oslo", "Rome", "Paris", "Nice")) -> Plant:
+    """The task as multiple choice; the label is made of the number n of the right one."""
+    documents = [json.dumps({"question": f"Town {row}?", "choices": list(choices), "n": row % 4}) for row in range(20)]
+    return _all(
+        lambda folder: (folder / "test.jsonl").write_text("\n".join(documents)),
+        _task(
+            output_type="multiple_choice",
+            doc_to_text="{{question}}",
+            doc_to_choice="{{choices}}",
+            doc_to_target=label,
+            generation_kwargs=None,
+            metric_list=[{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+        ),
+    )
+
+
+def _no_documents(folder: Path) -> None:
+    with (folder / "task.yaml").open("a") as file:
+        file.write("process_docs: !function utils.none\n")
+    (folder / "utils.py").write_text("def none(documents):\n    return documents.filter(lambda one: False)\n")
+
+
 RUN = (TRAIN,)
+EVAL_RUN = "eval.run {folder}/out/mine/latest tasks={folder}/task.yaml limit=8"
 DATA = TRAIN + " data.train={folder}/data"
 HELD_OUT = TRAIN + " data.held_out="
 
@@ -564,6 +591,12 @@ FAULTS: dict[str, dict[str, Fault]] = {
             status=0,
             before=RUN,
         ),
+        "adapters on a base that was changed in place": Fault(
+            ("model.safetensors has changed", "train.resume=never"),
+            _all(_killed(), _weights(lambda weights: weights["model.norm.weight"].__imul__(2))),
+            TRAIN + LORA,
+            before=(TRAIN + LORA,),
+        ),
         "no manifest": Fault(
             ("checkpoint-2: it has no manifest.json",),
             _in_checkpoint(lambda checkpoint: (checkpoint / "manifest.json").unlink()),
@@ -576,6 +609,96 @@ FAULTS: dict[str, dict[str, Fault]] = {
         ),
         "a prompt that no document has": Fault(
             ("my_task", "'qestion' is undefined"), _task(doc_to_text="{{qestion}}"), EVAL
+        ),
+        **{
+            f"a right answer that is no choice: {label}": Fault(told, _choices(label), EVAL)
+            for label, told in {
+                "{{n + 1}}": ("my_task", "document 4 has 4"),
+                "{{'ABCD'[n]}}": ("document 1 has 'A'",),
+                "{{choices[n] | lower}}": ("document 1 has 'oslo'",),
+            }.items()
+        },
+        "the same right answer to everything": Fault(
+            ("my_task", "'Oslo' is right in all 8 documents"), _choices("0"), EVAL, 0
+        ),
+        "the same choices": Fault(
+            ("8 of 8 documents offer the same choice twice",), _choices("{{n}}", ["a"] * 4), EVAL, 0
+        ),
+        "the answer in its prompt": Fault(
+            ("the prompt shows the answer", "8 of 8"),
+            _task(doc_to_text="{{question}}\n{{answer}}\nNow again:"),
+            EVAL,
+            0,
+        ),
+        "a target that contains a stop text": Fault(
+            ("none can equal it", r"'\n'"), _task(doc_to_target="{{answer}}\n"), EVAL, 0
+        ),
+        "a limit too small for any answer": Fault(
+            ("8 of 8 answers to my_task are cut off at max_gen_toks=2",),
+            _task(generation_kwargs={"until": ["\n"], "max_gen_toks": 2}),
+            EVAL,
+            0,
+        ),
+        "no stop text": Fault(
+            ("cut off at max_gen_toks=64",), _task(generation_kwargs={"until": [], "max_gen_toks": 64}), EVAL, 0
+        ),
+        "a stop text that begins every answer": Fault(
+            ("none can equal it",),
+            _task(generation_kwargs={"until": ["{", " ", "\n", *map(chr, range(97, 123))], "max_gen_toks": 32}),
+            EVAL,
+            0,
+        ),
+        "a filter that finds nothing": Fault(
+            ("the filters of my_task find nothing in 8 of 8",),
+            _task(
+                filter_list=[
+                    {
+                        "name": "x",
+                        "filter": [
+                            {"function": "regex", "regex_pattern": "#### (-?[0-9]+)"},
+                            {"function": "take_first"},
+                        ],
+                    }
+                ]
+            ),
+            EVAL,
+            0,
+        ),
+        "every document ten times": Fault(
+            ("3 of 8 documents repeat",),
+            _bytes(lambda content: b"".join(content.splitlines(keepends=True)[:5] * 10), "test.jsonl"),
+            EVAL,
+            0,
+        ),
+        "answers that are sampled": Fault(
+            ("do_sample: true",),
+            _task(generation_kwargs={"until": ["\n"], "max_gen_toks": 32, "do_sample": True, "temperature": 1.0}),
+            EVAL,
+            0,
+        ),
+        "examples from the documents that are measured": Fault(
+            ("its 3 examples",), _task(fewshot_split="test"), EVAL + " num_fewshot=3", 0
+        ),
+        "more examples than there are": Fault(
+            ("my_task has 200 documents", "num_fewshot is 500"), _task(fewshot_split="test"), EVAL + " num_fewshot=500"
+        ),
+        "process_docs leaves no document": Fault(
+            ("my_task", "no document is left", "process_docs"), _no_documents, EVAL + " confirm_run_task_code=true"
+        ),
+        "final/ replaced by the base": Fault(
+            ("model.safetensors has changed", "--accept-edits"),
+            lambda folder: shutil.copyfile(
+                folder / "model/model.safetensors", latest(folder) / "final/model.safetensors"
+            ),
+            EVAL_RUN,
+            before=RUN,
+        ),
+        "the base changed in place": Fault(
+            ("Warning: The base model", "model.safetensors has changed"),
+            _weights(lambda weights: weights["model.norm.weight"].__imul__(2)),
+            EVAL_RUN,
+            0,
+            before=RUN,
         ),
         "no documents": Fault(("test.jsonl is empty",), _bytes(lambda _: b"", "test.jsonl"), EVAL),
         "a split that the data has not": Fault(
@@ -593,7 +716,7 @@ FAULTS: dict[str, dict[str, Fault]] = {
             before=RUN,
         ),
         "weights cut off": Fault(
-            ("model.safetensors cannot be read",),
+            ("model.safetensors has changed", "--accept-edits"),
             lambda folder: _bytes(lambda content: content[:9999], "model.safetensors")(latest(folder) / "final"),
             EXPORT + " --to merged",
             before=RUN,
@@ -603,6 +726,51 @@ FAULTS: dict[str, dict[str, Fault]] = {
             lambda folder: _bytes(_flipped, "model.safetensors")(latest(folder) / "checkpoints" / "checkpoint-2"),
             EXPORT + " --to merged --checkpoint 2",
             before=RUN,
+        ),
+        **{
+            f"{name} of final/ edited": Fault(
+                (f"{name} has changed", "--accept-edits"),
+                _in_final(_bytes(lambda content: content + b" ", name)),
+                EXPORT + " --to merged",
+                before=RUN,
+            )
+            for name in ("chat_template.jinja", "generation_config.json", "config.json", "tokenizer.json")
+        },
+        "a file of final/ removed": Fault(
+            ("generation_config.json is missing",),
+            _in_final(_remove("generation_config.json")),
+            EXPORT + " --to merged",
+            before=RUN,
+        ),
+        "weights of another model in final/": Fault(
+            ("model.safetensors has changed",),
+            lambda folder: shutil.copyfile(
+                folder / "model/model.safetensors", latest(folder) / "final/model.safetensors"
+            ),
+            "sft.export {folder}/out/mine/latest --to hub --repo-id me/mine --dry-run",
+            before=RUN,
+        ),
+        "an edit that is accepted": Fault(
+            ("are equal",),
+            _in_final(_json("generation_config.json", temperature=0.5, do_sample=True)),
+            EXPORT + " --to merged --accept-edits",
+            0,
+            before=RUN,
+        ),
+        "adapters merged into a base that was changed in place": Fault(
+            ("model.safetensors has changed", "adapters"),
+            _weights(lambda weights: weights["model.norm.weight"].__imul__(2)),
+            EXPORT + " --to merged --checkpoint 2",
+            before=(TRAIN + LORA,),
+        ),
+        "adapters whose base is gone": Fault(
+            ("/model", "is gone"),
+            lambda folder: shutil.rmtree(folder / "model"),
+            EXPORT + " --to merged",
+            before=(TRAIN + LORA,),
+        ),
+        "a context of no tokens": Fault(
+            ("--max-length 0", "1 or more"), command=EXPORT + " --to vllm --gpus 1 --max-length 0", before=RUN
         ),
         "an unfinished run": Fault(
             ("has no final/ yet", "--checkpoint 2"), _killed(), EXPORT + " --to merged", before=RUN
