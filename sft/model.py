@@ -427,10 +427,12 @@ def _agree_on_special_tokens(model: Any, tokenizer: Any) -> list[str]:
         for token in earlier if isinstance(earlier, list) else [earlier]:
             if token is not None and token not in [*stops, *ordinary]:
                 (stops if token in special else ordinary).append(token)
+    ordinary = [token for token in ordinary if 0 <= token < len(tokenizer)]  # no other is ever generated
     if ordinary:
+        words = ", ".join(f"{token} ({tokenizer.decode([token])!r})" for token in ordinary)
         notes.append(
-            f"eos_token_id in the model's config.json or generation_config.json names {', '.join(map(str, ordinary))}, which is no "
-            "special token of its tokenizer. The tuned model does not stop there."
+            f"The model's configuration ends generation at {words}, which is no special token of its tokenizer (eos_token_id in "
+            "config.json or generation_config.json, or its class's default). The tuned model does not stop there."
         )
     generation.eos_token_id = stops
     generation.pad_token_id = config.pad_token_id = tokenizer.pad_token_id

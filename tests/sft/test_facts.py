@@ -47,6 +47,7 @@ def test_a_folder_without_a_model_is_refused(make_recipe: MakeRecipe, tmp_path: 
     with pytest.raises(ModelError, match=r"model.name_or_path=.*: the folder holds adapter_config.json"):
         model_path(make_recipe(f"model.name_or_path={tmp_path}"))
     adapter.unlink()
+    (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ModelError, match=r"model.name_or_path=.*: the folder holds no tokenizer \(tokenizer.json"):
         model_path(make_recipe(f"model.name_or_path={tmp_path}"))
 
@@ -63,11 +64,11 @@ def test_what_the_plan_needs_is_read_from_the_config(make_recipe: MakeRecipe, tm
     assert facts.parameters == pytest.approx(100_000, rel=0.01)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "", "\xff"])
+@pytest.mark.parametrize("text", ["{", "[]", "", "\xff", "{}"])
 def test_a_config_that_is_none_is_one_message(text: str, make_recipe: MakeRecipe, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").touch()
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
-    with pytest.raises(ModelError, match=r"config.json cannot be read"):
+    with pytest.raises(ModelError, match=r"config.json (cannot be read|has no model_type)"):
         inspect_model(make_recipe(f"model.name_or_path={tmp_path}"))
 
 
