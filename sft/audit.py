@@ -6,6 +6,8 @@ import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from sft.recipe import Recipe, Source
 from sft.sources import place
 from sft.store import DocumentStore
 
-_COMPARED = 5000
+_COMPARED = 1000
 """Characters of a row that are compared with what the tokenizer makes of them."""
 
 _SHARED_QUESTION = 10
@@ -97,19 +99,25 @@ def check_tokenizer(
             findings.add("lossy", number, rows[index][0])
     if tokenizer.own_file is None:
         return
-    own = Tokenizer.from_file(tokenizer.own_file)
-    own.no_truncation()
-    own.no_padding()
-    known = own.get_vocab()
-    added = [token for token in tokenizer.get_added_vocab() if token not in known]
-    for (row, _), text, ids in zip(rows, texts, tokens, strict=True):
-        encoding = own.encode(text, add_special_tokens=False)
+    own = _own_tokenizer(tokenizer.own_file, Path(tokenizer.own_file).stat().st_mtime_ns)
+    added = [token for token in tokenizer.get_added_vocab() if own.token_to_id(token) is None]
+    encodings = own.encode_batch(texts, add_special_tokens=False)
+    for (row, _), text, ids, encoding in zip(rows, texts, tokens, encodings, strict=True):
         if encoding.ids != ids and not any(token in text for token in added):
             of_file, of_class = _where_they_differ(encoding.tokens, tokenizer.convert_ids_to_tokens(ids))
             findings.details.setdefault(
                 "other_tokens", f"{of}; {of_file} by tokenizer.json, {of_class} by {type(tokenizer).__name__}"
             )
             findings.add("other_tokens", number, row)
+
+
+@lru_cache(1)
+def _own_tokenizer(file: str, modified: int) -> Tokenizer:
+    """A tokenizer.json as it stands, read once for all sources."""
+    own = Tokenizer.from_file(file)
+    own.no_truncation()
+    own.no_padding()
+    return own
 
 
 def _letters(text: str) -> str:
