@@ -29,8 +29,8 @@ from sft.recipe_file import find_file
 from sft.remote_code import check_remote_code, is_commit
 from sft.sources import BUILTIN, first_look, hub_answers, looks_local, source_files, split_and_slice, told_as
 
-_TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "tekken.json", "vocab.*")
-"""Files with a vocabulary. From tokenizer_config.json alone transformers makes up an empty tokenizer, without a word."""
+_TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "tekken.json", "vocab.txt", "merges.txt")
+"""Wherever a whole vocabulary is, one of these is. Without it transformers makes up an empty tokenizer, and says nothing."""
 
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -440,10 +440,15 @@ def _agree_on_special_tokens(model: Any, tokenizer: Any) -> list[str]:
     try:
         generation.validate(strict=True)
     except ValueError:
-        generation.do_sample = True  # as it is meant: the other keys are for sampling alone
+        if (
+            generation.temperature == 0
+        ):  # written for programs that take it as greedy; transformers samples at no such temperature
+            generation.temperature = generation.top_p = generation.top_k = generation.min_p = None
+        else:
+            generation.do_sample = True  # as it is meant: the other keys are for sampling alone
         notes.append(
             "generation_config.json sets sampling parameters without do_sample=true, which transformers refuses to save. The tuned "
-            "model's says do_sample=true."
+            f"model's {'says do_sample=true' if generation.do_sample else 'leaves them out'}."
         )
         try:
             generation.validate(strict=True)

@@ -204,6 +204,11 @@ def test_broken_tensors_are_refused_by_name(
     ("settings", "kept", "note"),
     [
         ({"temperature": 0.6, "top_p": 0.9}, {"do_sample": True, "temperature": 0.6}, "do_sample=true"),
+        (
+            {"temperature": 0.0, "top_p": 0.9},
+            {"do_sample": None, "temperature": None, "top_p": None},
+            "leaves them out",
+        ),
         ({"eos_token_id": [0, 10, 9999, -1]}, {"eos_token_id": [2, 0]}, "at 10 "),
         ({"eos_token_id": 9999}, {"eos_token_id": [2]}, None),
         ({"do_sample": True, "temperature": 0.6}, {"do_sample": True, "temperature": 0.6}, None),
