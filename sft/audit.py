@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from sft.document_maker import DocumentMaker
-from sft.errors import DataError
+from sft.errors import DataError, ModelError
 from sft.findings import MEANING, SHORTEST_ANSWER, TOLD_FROM, Findings, found_in_row, script_of
 from sft.formats import Conversation, Row, renamed, to_example
 from sft.mixture import Mixture, first_documents
 from sft.recipe import Recipe, Source
 from sft.sources import place
 from sft.store import DocumentStore
+
+_COMPARED = 1000
+"""Characters of a row that are compared with what the tokenizer makes of them."""
 
 _SHARED_QUESTION = 10
 """Rows that may share a question before it says nothing about one of them."""
@@ -55,6 +63,74 @@ def check_not_rendered(source: Source, format: str, rows: list[Row], recipe: Rec
         f"{spelled} of the first {len(rows)} rows of {source.path} spell special tokens, as rows do that were rendered elsewhere; "
         f"{'the chat template would write them once more' if kept else 'they would be read as plain text'}. {remedy}."
     )
+
+
+def check_tokenizer(
+    source: Source, number: int, rows: list[tuple[int, str]], tokenizer: Any, findings: Findings
+) -> None:
+    """Compare text with what comes back from its tokens, and these with the tokens that the model's tokenizer.json makes of it.
+
+    Args:
+        source: Where the text is from.
+        number: Of the source, from 0.
+        rows: The first rows by number, as the tokenizer is given them.
+        tokenizer: From load_tokenizer.
+        findings: Where rows that differ are noted.
+
+    Raises:
+        ModelError: More than half of the rows lose letters.
+    """
+    texts = [text[:_COMPARED].encode("utf-8", "replace").decode() for _, text in rows]
+    backend, of = tokenizer.backend_tokenizer, f"of the first {len(texts)} rows"
+    tokens = [encoding.ids for encoding in backend.encode_batch(texts, add_special_tokens=False)]
+    back = backend.decode_batch(tokens, skip_special_tokens=False)
+    lost = [
+        index for index, (text, again) in enumerate(zip(texts, back, strict=True)) if _letters(text) != _letters(again)
+    ]
+    if lost:
+        before, after = _where_they_differ(_letters(texts[lost[0]]), _letters(back[lost[0]]))
+        if len(lost) * 2 > len(texts):
+            raise ModelError(
+                f"The tokenizer loses text in {len(lost)} {of} of {source.path}: {before!r} becomes {after!r}. Give a model whose "
+                "tokenizer has the letters of your data, and all of its tokenizer's files."
+            )
+        findings.details["lossy"] = f"{of}; {before!r} becomes {after!r}"
+        for index in lost:
+            findings.add("lossy", number, rows[index][0])
+    if tokenizer.own_file is None:
+        return
+    own = _own_tokenizer(tokenizer.own_file, Path(tokenizer.own_file).stat().st_mtime_ns)
+    added = [token for token in tokenizer.get_added_vocab() if own.token_to_id(token) is None]
+    encodings = own.encode_batch(texts, add_special_tokens=False)
+    for (row, _), text, ids, encoding in zip(rows, texts, tokens, encodings, strict=True):
+        if encoding.ids != ids and not any(token in text for token in added):
+            of_file, of_class = _where_they_differ(encoding.tokens, tokenizer.convert_ids_to_tokens(ids))
+            findings.details.setdefault(
+                "other_tokens", f"{of}; {of_file} by tokenizer.json, {of_class} by {type(tokenizer).__name__}"
+            )
+            findings.add("other_tokens", number, row)
+
+
+@lru_cache(1)
+def _own_tokenizer(file: str, modified: int) -> Tokenizer:
+    """A tokenizer.json as it stands, read once for all sources."""
+    own = Tokenizer.from_file(file)
+    own.no_truncation()
+    own.no_padding()
+    return own
+
+
+def _letters(text: str) -> str:
+    """A text without what tokenizers may change: white space, and other code points for the same letter."""
+    return "".join(unicodedata.normalize("NFKC", text).split())
+
+
+def _where_they_differ(one: Sequence[Any], other: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """What stands in each from the first place where they differ, and a little before it."""
+    at = next(
+        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
+    return one[max(0, at - 3) : at + 9], other[max(0, at - 3) : at + 9]
 
 
 def find_in_all(

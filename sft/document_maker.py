@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from typing import Any
 
@@ -39,7 +39,7 @@ class DocumentMaker:
     """
 
     def __init__(self, data: Data, tokenizer: Any) -> None:
-        self.data = data
+        self.data, self.tokenizer = data, tokenizer
         self.backend = tokenizer.backend_tokenizer
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -147,6 +147,14 @@ class DocumentMaker:
             ):
                 chunk.findings.add(without, chunk.source, row_number)
         return item
+
+    def texts(self, source: Source, format: str, rows: Sequence[tuple[int, Row | BadRow]]) -> list[tuple[int, str]]:
+        """What the tokenizer is given of rows, with their numbers; those that cannot be used, or spell special tokens, are left out."""
+        items = []
+        for number, row in rows:
+            with suppress(ValueError, TypeError, AttributeError, RecursionError):
+                items.append(self._ready(row, number, source, format, Building(0, Counts(), Findings())))
+        return [(item.row, item.text) for item in items if isinstance(item, Encodable) and item.mark is None]
 
     def _given(self, row: Tokens) -> tuple[np.ndarray, np.ndarray]:
         wrong = next((token for token in row.input_ids if not 0 <= token < self.vocabulary), None)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import numpy as np
 
@@ -27,7 +29,9 @@ from sft.recipe_file import find_file
 from sft.remote_code import check_remote_code, is_commit
 from sft.sources import BUILTIN, first_look, hub_answers, looks_local, source_files, split_and_slice, told_as
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+_TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "tekken.json", "vocab.txt", "merges.txt")
+"""Wherever a whole vocabulary is, one of these is. Without it transformers makes up an empty tokenizer, and says nothing."""
+
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _ENCODERS = frozenset(
@@ -123,8 +127,7 @@ def model_path(recipe: Recipe) -> str:
         raise ModelError(
             f"model.name_or_path={name}: the folder {problem}. Give a folder of a Hugging Face model or a hub id."
         )
-    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
-        # transformers would make up an empty tokenizer from the model's type, without a word.
+    if not any(file.is_file() for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)):
         raise ModelError(
             f"model.name_or_path={name}: the folder holds no tokenizer ({', '.join(_TOKENIZER_FILES)}). Copy the tokenizer's files there."
         )
@@ -207,16 +210,73 @@ def _weight_files(folder: Path) -> list[Path]:
             f"model.name_or_path={folder}: the folder holds no weights ({_ONE_FILE}, or {_INDEX} and the files that it names). Copy the "
             "model's files there."
         )
-    for file in files:
-        size = file.stat().st_size if file.is_file() else 0
-        problem = "is missing" if not file.is_file() else "is empty" if not size else None
-        if size < 1024 and file.is_file() and file.read_bytes().startswith(b"version https://git-lfs"):
-            problem = "holds no weights, but a pointer of Git LFS to them (`git lfs pull` gets them)"
-        if problem:
-            raise ModelError(
-                f"model.name_or_path={folder}: {file.name} {problem}. Copy or download the model's files again."
-            )
+    missing = next((file.name for file in files if not file.is_file()), None)
+    if missing:
+        raise ModelError(
+            f"model.name_or_path={folder}: {missing} is missing. Copy or download the model's files again."
+        )
+    if files == [folder / _ONE_FILE] and index.is_file():
+        _refuse_two_models(files[0], index)
     return files
+
+
+def _refuse_two_models(file: Path, index: Path) -> None:
+    """Refuse a whole model beside the shards that an index names: transformers loads the former, other tools the latter."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) - {file.name})
+        if any((file.parent / name).is_file() for name in named):
+            raise ModelError(
+                f"model.name_or_path={file.parent}: the folder holds two sets of weights: {file.name}, and {named[0]} and whatever else "
+                f"{index.name} names. Move the one that you do not mean out of the folder."
+            )
+
+
+def read_header(file: Path) -> dict[str, Any]:
+    """What a safetensors file says of its tensors, by name; empty for a .bin file, of which only the form is checked.
+
+    Raises:
+        ModelError: The file is cut off, or holds no weights.
+    """
+    tensors: dict[str, Any] = {}
+    size, problem = file.stat().st_size, None
+    with file.open("rb") as opened:
+        start = opened.read(60)
+        if start.startswith(b"version https://git-lfs"):
+            problem = "holds no weights, but a pointer of Git LFS to them (`git lfs pull` gets them)"
+        elif not size:
+            problem = "is empty"
+        elif file.suffix == ".safetensors" and start[8:9] == b"{":
+            length = int.from_bytes(start[:8], "little")
+            opened.seek(8)
+            try:
+                tensors = json.loads(opened.read(min(length, size)))
+                tensors.pop("__metadata__", None)
+                length += 8 + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+            except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+                length = max(length, size + 1)
+            if size != length:
+                problem = f"was cut off, or is damaged: it has {size} bytes, and its header says {length}"
+        elif file.suffix == ".safetensors" or not start.startswith((b"PK", b"\x80")):
+            problem = f"holds no weights: it begins with {start[:40]!r}"
+        elif start.startswith(b"PK") and not is_zipfile(file):
+            problem = "was cut off"
+    if problem:
+        raise ModelError(f"{file} {problem}. Copy or download it again.")
+    return tensors
+
+
+def _check_headers(files: list[Path], config: dict[str, Any]) -> None:
+    """Refuse broken files, and tensors in float8 without the quantization_config that says where their scales are."""
+    for file in files:
+        for name, tensor in read_header(file).items():
+            if str(tensor.get("dtype")).startswith("F8_") and not config.keys() & {
+                "quantization_config",
+                "compression_config",
+            }:
+                raise ModelError(
+                    f"{file}: {name} is stored in {tensor['dtype']}, and config.json has no quantization_config, without which its "
+                    "scales are ignored. Get the model in bfloat16, or the config.json that belongs to these weights."
+                )
 
 
 def _tokenizer_config(path: str, revision: str | None, download: bool) -> dict[str, Any]:
@@ -269,6 +329,10 @@ def inspect_model(recipe: Recipe, download: bool = True) -> ModelFacts:
         config = whole.get("text_config") or whole
     except (OSError, ValueError, AttributeError) as error:
         raise ModelError(f"{config_file} cannot be read: {error}.") from None
+    if not (config.get("model_type") or whole.get("model_type")):
+        raise ModelError(
+            f"{config_file} has no model_type, which says what kind of model it is. Copy the model's own config.json."
+        )
     commit = config_file.parent.name if config_file.parent.parent.name == "snapshots" else None
     revision = commit or recipe.model.revision
     check_remote_code(recipe.model, path, commit, whole, _tokenizer_config(path, revision, download))
@@ -276,10 +340,12 @@ def inspect_model(recipe: Recipe, download: bool = True) -> ModelFacts:
     local = folder.is_dir()
     dtype = config.get("dtype") or config.get("torch_dtype")
     width = 4 if dtype == "float32" else 2
-    size = sum(file.stat().st_size for file in _weight_files(folder)) if local else _hub_size(path, revision, download)
+    files = _weight_files(folder) if local else []
+    _check_headers(files, whole)
+    size = sum(file.stat().st_size for file in files) if local else _hub_size(path, revision, download)
     return ModelFacts(
         path=path,
-        model_type=config.get("model_type"),
+        model_type=config.get("model_type") or whole.get("model_type"),
         dtype=dtype,
         max_position_embeddings=config.get("max_position_embeddings"),
         parameters=size // width or None,

@@ -35,6 +35,9 @@ MEANING = {
     "undecodable": "characters lost in an earlier decoding (U+FFFD), NUL, or half a surrogate pair",
     "mojibake": "text that was decoded wrongly (UTF-8 read as another encoding), such as Ã© for é",
     "escaped": "text that was escaped once too often: \\n, \\u00e9 or &quot; stands in it letter by letter",
+    "lossy": "text that the tokenizer loses a part of: the model never sees it",
+    "other_tokens": "other tokens than tokenizer.json makes: transformers rebuilds the tokenizer by its class. The model may have been "
+    "pretrained on those of the file; tokenizer_class=TokenizersBackend in tokenizer_config.json keeps them (not for qwen2 and phi3)",
     "rendered": "text that was rendered for another model or in another format, such as <|im_start|>, [INST] or ### Response:",
     "echo": "an answer that begins with its whole question",
     "answer_in_question": "an answer that stands in its own question, word for word",

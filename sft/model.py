@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -12,10 +13,12 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from sft import attention
 from sft.embeddings import embed_new_tokens, trainable_rows
 from sft.errors import ModelError, did_you_mean
+from sft.facts import read_header
 from sft.job import Job
 from sft.live_parallelism import loading_arguments
 from sft.pins import pinned
@@ -83,6 +86,25 @@ def _empty_model(path: str, revision: str | None, trust_remote_code: bool) -> An
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
+def _built_model(path: str, revision: str | None, trust_remote_code: bool) -> Any:
+    try:
+        return _empty_model(path, revision, trust_remote_code)
+    except (KeyError, AssertionError, TypeError, RuntimeError, ZeroDivisionError) as error:
+        if trust_remote_code:
+            raise  # its own code may need more than the meta device
+        from transformers import AutoConfig
+
+        config, reason = (
+            AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False),
+            f"{type(error).__name__}: {error}",
+        )
+        if (config.pad_token_id or 0) >= config.vocab_size:
+            reason = f"pad_token_id={config.pad_token_id} is not below vocab_size={config.vocab_size}; null is allowed"
+        raise ModelError(
+            f"model.name_or_path={path}: no model can be built from its config.json: {reason}. Correct it, or copy it again."
+        ) from None
+
+
 @cache
 def _compare_with_config(
     path: str, files: tuple[Path, ...], revision: str | None, trust_remote_code: bool
@@ -96,7 +118,7 @@ def _compare_with_config(
     logging.set_verbosity(logging.CRITICAL)
     try:
         tensors = {key: tensor for file in files for key, tensor in load_state_dict(file, "meta").items()}
-        model = _empty_model(path, revision, trust_remote_code)
+        model = _built_model(path, revision, trust_remote_code)
         _, info = type(model).from_pretrained(
             None,
             config=model.config,
@@ -105,7 +127,9 @@ def _compare_with_config(
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    except Exception:  # files that cannot be read, or a class of the model's own that cannot do this: loading says why
+    except ModelError:
+        raise
+    except Exception:  # a configuration that is refused in words, or a class of the model's own: loading says why
         return None
     finally:
         logging.set_verbosity(level)
@@ -192,7 +216,7 @@ def check_weights(path: str, revision: str | None, trust_remote_code: bool, name
         name: The model's, for the message.
 
     Raises:
-        ModelError: Tensors are missing, left over, or of another shape.
+        ModelError: A file is broken; config.json stands for no model; tensors are missing, left over, or of another shape.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -203,6 +227,8 @@ def check_weights(path: str, revision: str | None, trust_remote_code: bool, name
             return
         folder = Path(cached).parent
     files = _weight_files(folder)
+    for file in files:
+        read_header(file)
     if files:
         with _outside_zero_3():
             _refuse_misfit(_compare_with_config(path, files, revision, trust_remote_code), name)
@@ -304,7 +330,7 @@ def load_base(model: Model, path: str, dtype: torch.dtype, tokenizer: Any, **arg
             output_loading_info=True,
             **arguments,
         )
-    except RuntimeError:
+    except (RuntimeError, SafetensorError):
         check_weights(*weights)  # downloaded only now
         raise
     except (OSError, ValueError, ImportError, UnpicklingError) as error:
@@ -325,9 +351,45 @@ def load_base(model: Model, path: str, dtype: torch.dtype, tokenizer: Any, **arg
         raise ModelError(f"{model.name_or_path} cannot be loaded: {why}") from None
     check_weights(*weights)
     _refuse_misfit(_misfit(loaded, info), weights[-1])
+    check_values(loaded, weights[-1])
     embed_new_tokens(loaded, tokenizer, model.new_tokens, model.name_or_path)
-    _agree_on_special_tokens(loaded, tokenizer)
+    loaded.generation_notes = _agree_on_special_tokens(loaded, tokenizer)
     return loaded
+
+
+def check_values(model: Any, name: str) -> None:
+    """Refuse weights that hold NaN or infinity, and layers of zeros, which no gradient passes: a conversion or a merge has failed.
+
+    A tensor is read once, at the speed of memory. One that is sharded over ranks is left out.
+
+    Args:
+        model: Just loaded.
+        name: Its name, for the message.
+
+    Raises:
+        ModelError: There are such tensors.
+    """
+    broken, layers = [], defaultdict(list)
+    for key, tensor in model.named_parameters():
+        if (
+            tensor.is_meta
+            or not tensor.numel()
+            or tensor.dtype not in DTYPES.values()
+            or hasattr(tensor, "device_mesh")
+        ):
+            continue
+        low, high = torch.aminmax(tensor.detach())  # NaN where there is one
+        if not (low.isfinite() and high.isfinite()):
+            broken.append(key)
+        layer = re.match(r".*?\.\d+\.", key)
+        if layer and tensor.dim() > 1:  # the others may start as zeros: a bias, or a norm that adds 1
+            layers[layer[0]].append(bool(low == 0 == high))
+    zero = [f"{layer}*" for layer, all_zero in layers.items() if all(all_zero) and len(all_zero) > 1]
+    problems = [*_line("NaN or infinite values", broken), *_line("nothing but zeros", zero)]
+    if problems:
+        raise ModelError(
+            "\n".join([f"{name}: its weights are broken:", *problems, "Download or convert the model again."])
+        )
 
 
 def load_model(job: Job, tokenizer: Any) -> Any:
@@ -353,16 +415,50 @@ def load_model(job: Job, tokenizer: Any) -> Any:
     return model
 
 
-def _agree_on_special_tokens(model: Any, tokenizer: Any) -> None:
-    """Generation stops at the end of the turn, and still at what the base model stopped at."""
-    config = model.config.get_text_config()
-    stops = [tokenizer.eos_token_id]
-    for earlier in (model.generation_config.eos_token_id, config.eos_token_id):
-        ids = earlier if isinstance(earlier, list) else [earlier]
-        stops += [token for token in ids if token is not None and token not in stops]
-    model.generation_config.eos_token_id = stops
-    model.generation_config.pad_token_id = config.pad_token_id = tokenizer.pad_token_id
+def _agree_on_special_tokens(model: Any, tokenizer: Any) -> list[str]:
+    """Generation stops at the end of the turn, and still at the special tokens that the base model stopped at.
+
+    Returns:
+        What else had to change so that generation stops there alone and its configuration can be saved.
+
+    Raises:
+        ModelError: transformers would refuse to save generation_config.json.
+    """
+    config, generation = model.config.get_text_config(), model.generation_config
+    stops, ordinary, notes = [tokenizer.eos_token_id], list[int](), list[str]()
+    special = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    for earlier in (generation.eos_token_id, config.eos_token_id):
+        for token in earlier if isinstance(earlier, list) else [earlier]:
+            if token is not None and token not in [*stops, *ordinary]:
+                (stops if token in special else ordinary).append(token)
+    ordinary = [token for token in ordinary if 0 <= token < len(tokenizer)]  # no other is ever generated
+    if ordinary:
+        words = ", ".join(f"{token} ({tokenizer.decode([token])!r})" for token in ordinary)
+        notes.append(
+            f"The model's configuration ends generation at {words}, which is no special token of its tokenizer (eos_token_id in "
+            "config.json or generation_config.json, or its class's default). The tuned model does not stop there."
+        )
+    generation.eos_token_id = stops
+    generation.pad_token_id = config.pad_token_id = tokenizer.pad_token_id
     config.eos_token_id = tokenizer.eos_token_id
+    try:
+        generation.validate(strict=True)
+    except ValueError:
+        if (
+            generation.temperature == 0
+        ):  # written for programs that take it as greedy; transformers samples at no such temperature
+            generation.temperature = generation.top_p = generation.top_k = generation.min_p = None
+        else:
+            generation.do_sample = True  # as it is meant: the other keys are for sampling alone
+        notes.append(
+            "generation_config.json sets sampling parameters without do_sample=true, which transformers refuses to save. The tuned "
+            f"model's {'says do_sample=true' if generation.do_sample else 'leaves them out'}."
+        )
+        try:
+            generation.validate(strict=True)
+        except ValueError as error:
+            raise ModelError(f"generation_config.json of the model: {error} Correct it.") from None
+    return notes
 
 
 def lora_config(lora: Lora, model: Any, new: list[int]) -> Any:

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from sft.audit import check_not_rendered, find_in_all, findings_json
+from sft.audit import check_not_rendered, check_tokenizer, find_in_all, findings_json
 from sft.chunks import made_chunks
 from sft.document_maker import DocumentMaker
 from sft.documents import Counts
@@ -57,6 +57,9 @@ _KEPT = 10
 
 _UNUSED_SECONDS = 24 * 3600
 """Others stay as long after their last use: a start that has found one opens it within that time."""
+
+_COMPARED_ROWS = 200
+"""Rows of each source whose text is compared with what the tokenizer makes of it."""
 
 _FIRST_ROWS = 1000
 """Rows whose columns decide the format."""
@@ -333,6 +336,7 @@ def _read_source(
             "Prompts and completions are trained as they stand with `chat: false`."
         )
     check_not_rendered(source, format, good, recipe, maker)
+    check_tokenizer(source, number, maker.texts(source, format, head[:_COMPARED_ROWS]), maker.tokenizer, findings)
     counts, questions = Counts(), [np.zeros((0, 2), np.uint64)]
     # On a terminal a line that changes; elsewhere one now and then.
     options = {"desc": f"Preparing {source.path} ({format})", "mininterval": 0.2 if sys.stderr.isatty() else 30}

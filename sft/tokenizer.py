@@ -82,6 +82,7 @@ def load_tokenizer(recipe: Recipe) -> Any:
         ModelError: It cannot be loaded, or lacks something that the recipe does not name.
     """
     from transformers import AutoTokenizer
+    from transformers.utils import cached_file
 
     model = recipe.model
     path = model_path(recipe)
@@ -103,6 +104,9 @@ def load_tokenizer(recipe: Recipe) -> Any:
         raise ModelError(
             f"The tokenizer of {model.name_or_path} has no fast version (tokenizer.json), whose character offsets the loss mask needs."
         )
+    tokenizer.own_file = cached_file(
+        path, "tokenizer.json", revision=model.revision, _raise_exceptions_for_missing_entries=False
+    )
     _add_new_tokens(tokenizer, recipe)
     if model.eos_token is not None:
         tokenizer.eos_token = _known_token(tokenizer, model.eos_token, "eos_token")

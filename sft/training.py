@@ -58,6 +58,10 @@ def train(job: Job, start: Start, tokenizer: Any, checker: Checker | None) -> No
     during = evaluation_during(job, run, tokenizer)
     arguments = training_arguments(job, run)
     model = load_model(job, tokenizer)
+    if distributed.is_first_rank():
+        run.warn("generation", *model.generation_notes)
+        for note in model.generation_notes:
+            print(f"Warning: {note}", flush=True)
     order = StepOrder(len(index), sequences.fillers, recipe.train.seed, per_step, empty)
     order.left_out = frozenset(run.record.get("left_out_steps", []))
     held_out = held_out_loss(job, start, tokenizer, store)

@@ -1,4 +1,5 @@
 import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from itertools import islice
@@ -7,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from sft.audit import check_not_rendered
+from sft.audit import check_not_rendered, check_tokenizer
 from sft.demo import Demo
 from sft.document_maker import DocumentMaker
-from sft.errors import DataError
+from sft.errors import DataError, ModelError
 from sft.facts import inspect_model
+from sft.findings import Findings
 from sft.formats import row_format
 from sft.prepare import prepare
 from sft.prepared import Prepared
@@ -212,3 +214,63 @@ def test_tokens_without_a_trained_one_are_named(prepared: Callable[..., Prepared
     rows[4] = {"input_ids": [5, 6, 7], "completion_mask": [0, 0, 0]}
     (found,) = [finding for finding in prepared(rows).findings if finding["kind"] == "no trained token"]
     assert (found["count"], found["rows"]) == (1, [f"{tmp_path / 'rows.jsonl'}, row 5"])
+
+
+LOWERCASE, NO_ACCENTS = (
+    {"type": "Lowercase"},
+    {"type": "Sequence", "normalizers": [{"type": "NFD"}, {"type": "StripAccents"}]},
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "normalizer", "accents", "found"),
+    [
+        ("llama", LOWERCASE, 0, None),
+        ("llama", NO_ACCENTS, 11, None),
+        ("llama", NO_ACCENTS, 9, {"lossy": 9}),
+        ("llama", None, 20, {}),
+        # transformers has a class for it, which leaves the file's normalizer out.
+        ("qwen2", LOWERCASE, 0, {"other_tokens": 20}),
+        ("qwen2", NO_ACCENTS, 9, {"other_tokens": 9}),
+        ("qwen2", None, 20, {}),
+    ],
+)
+def test_what_a_tokenizer_loses_is_told(
+    kind: str,
+    normalizer: Row | None,
+    accents: int,
+    found: dict[str, int] | None,
+    make_recipe: MakeRecipe,
+    demo: Demo,
+    tmp_path: Path,
+) -> None:
+    folder = Path(shutil.copytree(demo.model, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": kind}
+    (folder / "config.json").write_text(json.dumps(config))
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"normalizer": normalizer}))
+    rows = [{"prompt": f"Question {number}", "completion": "Été" if number < accents else "No"} for number in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = [f"data.train={tmp_path / 'rows.jsonl'}", f"output_dir={tmp_path / 'out'}", "data.allow=[same_answer]"]
+    recipe = make_recipe(f"model.name_or_path={folder}", *keys)
+    if found is None:
+        with pytest.raises(ModelError, match=r"The tokenizer loses text in .* of the first 20 rows"):
+            prepare(recipe, inspect_model(recipe))
+        return
+    findings = prepare(recipe, inspect_model(recipe)).findings
+    told = {one["kind"]: one["count"] for one in findings if one["kind"] in ("lossy", "other_tokens")}
+    assert told == found
+
+
+@pytest.mark.parametrize("name", ["qwen3", "minimind"])
+def test_real_tokenizers_lose_nothing(
+    name: str, tokenizer_of: Callable[[str], Any], make_recipe: MakeRecipe, shared: Path
+) -> None:
+    tokenizer, findings = tokenizer_of(name), Findings()
+    source = Source(path="oasst_sft_zh.json")
+    rows = list(enumerate(islice(read_rows(shared / "sft" / source.path), 100), 1))
+    format = row_format(set(rows[0][1]), source)
+    texts = DocumentMaker(make_recipe().data, tokenizer).texts(source, format, rows)
+    assert len(texts) > 90
+    check_tokenizer(source, 0, texts, tokenizer, findings)
+    assert findings.counts == {}

@@ -10,7 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch
 
 from sft.demo import Demo
 from sft.errors import DataError, ModelError
@@ -45,6 +47,7 @@ def test_a_folder_without_a_model_is_refused(make_recipe: MakeRecipe, tmp_path: 
     with pytest.raises(ModelError, match=r"model.name_or_path=.*: the folder holds adapter_config.json"):
         model_path(make_recipe(f"model.name_or_path={tmp_path}"))
     adapter.unlink()
+    (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ModelError, match=r"model.name_or_path=.*: the folder holds no tokenizer \(tokenizer.json"):
         model_path(make_recipe(f"model.name_or_path={tmp_path}"))
 
@@ -61,11 +64,11 @@ def test_what_the_plan_needs_is_read_from_the_config(make_recipe: MakeRecipe, tm
     assert facts.parameters == pytest.approx(100_000, rel=0.01)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "", "\xff"])
+@pytest.mark.parametrize("text", ["{", "[]", "", "\xff", "{}"])
 def test_a_config_that_is_none_is_one_message(text: str, make_recipe: MakeRecipe, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").touch()
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
-    with pytest.raises(ModelError, match=r"config.json cannot be read"):
+    with pytest.raises(ModelError, match=r"config.json (cannot be read|has no model_type)"):
         inspect_model(make_recipe(f"model.name_or_path={tmp_path}"))
 
 
@@ -197,17 +200,57 @@ def test_only_the_files_that_are_loaded_count(make_recipe: MakeRecipe, model_fol
     recipe = make_recipe(f"model.name_or_path={model_folder}")
     assert inspect_model(recipe).parameters == pytest.approx(500_000, rel=0.01)
     save_file({"w": np.zeros(250_000, np.float16)}, model_folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"two sets of weights: model.safetensors, and model-1.safetensors"):
+        inspect_model(recipe)
+    for number in (1, 2):
+        (model_folder / f"model-{number}.safetensors").unlink()
     assert inspect_model(recipe).parameters == pytest.approx(250_000, rel=0.01)
 
 
-@pytest.mark.parametrize("content", [None, "", "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 5\n"])
-def test_weights_that_are_not_there_are_refused(
-    content: str | None, make_recipe: MakeRecipe, model_folder: Path
+BROKEN: dict[str, tuple[str, Callable[[bytes], bytes | None]]] = {
+    "missing": ("is missing", lambda whole: None),
+    "empty": ("is empty", lambda whole: b""),
+    "a pointer": ("Git LFS", lambda whole: b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 5\n"),
+    "a web page": ("holds no weights: .*<!doctype", lambda whole: b"<!doctype html>" * 99),
+    "cut off": ("was cut off", lambda whole: whole[: len(whole) // 2]),
+    "cut off in its header": ("was cut off", lambda whole: whole[:30]),
+    "bytes too many": ("damaged", lambda whole: whole + b"0"),
+    "a header of something else": ("damaged", lambda whole: whole[:8] + b"{" * (len(whole) - 8)),
+}
+
+
+@pytest.mark.parametrize("words, change", BROKEN.values(), ids=list(BROKEN))
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_broken_weights_are_refused(
+    form: str, words: str, change: Callable[[bytes], bytes | None], make_recipe: MakeRecipe, model_folder: Path
 ) -> None:
     weights = model_folder / "model-2.safetensors"
-    weights.unlink() if content is None else weights.write_text(content)
-    with pytest.raises(ModelError, match=r"model-2.safetensors .*again"):
-        inspect_model(make_recipe(f"model.name_or_path={model_folder}"))
+    if form == "bin":
+        if "damaged" in words:
+            pytest.skip("a .bin file says nothing of its size")
+        weights, older = model_folder / "pytorch_model-2.bin", weights
+        torch.save({"w": torch.zeros(2500)}, weights)
+        torch.save({"w": torch.zeros(2500)}, model_folder / "pytorch_model-1.bin", _use_new_zipfile_serialization=False)
+        older.unlink()
+        (model_folder / "model.safetensors.index.json").unlink()
+        if words == "is missing":
+            pytest.skip("there is no index")
+    recipe = make_recipe(f"model.name_or_path={model_folder}")
+    assert inspect_model(recipe).parameters
+    content = change(weights.read_bytes())
+    weights.unlink() if content is None else weights.write_bytes(content)
+    with pytest.raises(ModelError, match=rf"{weights.name} .*{words}.*again"):
+        inspect_model(recipe)
+
+
+def test_float8_needs_its_scales(make_recipe: MakeRecipe, model_folder: Path) -> None:
+    save_torch({"w2": torch.zeros(9, 9).to(torch.float8_e4m3fn)}, model_folder / "model-2.safetensors")
+    recipe = make_recipe(f"model.name_or_path={model_folder}")
+    with pytest.raises(ModelError, match=r"w2 is stored in F8_E4M3.*quantization_config"):
+        inspect_model(recipe)
+    config = json.loads((model_folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (model_folder / "config.json").write_text(json.dumps(config))
+    assert inspect_model(recipe).parameters
 
 
 def test_a_hub_model_in_one_file_has_a_size(

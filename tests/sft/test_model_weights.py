@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from eval.backends import Target
 from eval.backends import load_model as load_evaluated
@@ -18,7 +19,8 @@ from sft.demo import Demo
 from sft.errors import ModelError
 from sft.hardware import Hardware
 from sft.job import open_job
-from sft.model import check_weights, load_model
+from sft.model import check_weights, load_base, load_model
+from sft.recipe import Model
 from sft.train import check_with_frameworks
 from tests.sft.conftest import SHARED
 
@@ -147,6 +149,90 @@ def test_a_job_with_such_weights_ends_before_its_data_is_read(
             ModelError, match=r"(?s)model.name_or_path=.*missing from the weights: model.layers.{.*, 8}"
         ):
             refuse(job)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"hidden_act": "swiglu"}, "'swiglu'"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}, "'ntk'"),
+        ({"pad_token_id": 64}, "pad_token_id=64 is not below vocab_size=64"),
+    ],
+)
+def test_a_config_that_no_model_can_be_built_from_is_one_message(
+    config: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=rf"config.json: .*{named}"):
+        check(change(save(tmp_path), **config))
+
+
+def filled(name: str, value: float, row: Any = slice(None)) -> Callable[[Tensors], Tensors]:
+    def fill(tensors: Tensors) -> Tensors:
+        for key in tensors:
+            if name in key:
+                tensors[key][row] = value
+        return tensors
+
+    return fill
+
+
+@pytest.mark.parametrize(
+    ("tensors", "named"),
+    [
+        (filled("embed_tokens", float("inf"), 540), r"NaN or infinite values: model.embed_tokens.weight$"),
+        (filled("1.mlp.up_proj", float("nan"), (3, 5)), r"NaN or infinite values: model.layers.1.mlp.up_proj.weight$"),
+        (filled("layers.1.", 0.0), r"nothing but zeros: model.layers.1.\*$"),
+        # Layers that were added to a model start so, and learn.
+        (filled("1.self_attn.o_proj", 0.0), None),
+        (filled("norm", 0.0), None),
+    ],
+)
+def test_broken_tensors_are_refused_by_name(
+    tensors: Callable[[Tensors], Tensors], named: str | None, demo: Demo, tmp_path: Path
+) -> None:
+    folder = change(Path(shutil.copytree(demo.model, tmp_path / "model")), tensors)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    load = partial(load_base, Model(name_or_path=str(folder)), str(folder), torch.float32, tokenizer)
+    if named is None:
+        load()
+        return
+    with pytest.raises(ModelError, match=rf"(?m){named}"):
+        load()
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept", "note"),
+    [
+        ({"temperature": 0.6, "top_p": 0.9}, {"do_sample": True, "temperature": 0.6}, "do_sample=true"),
+        (
+            {"temperature": 0.0, "top_p": 0.9},
+            {"do_sample": None, "temperature": None, "top_p": None},
+            "leaves them out",
+        ),
+        ({"eos_token_id": [0, 10, 9999, -1]}, {"eos_token_id": [2, 0]}, "at 10 "),
+        ({"eos_token_id": 9999}, {"eos_token_id": [2]}, None),
+        ({"do_sample": True, "temperature": 0.6}, {"do_sample": True, "temperature": 0.6}, None),
+        ({}, {"do_sample": None}, None),
+    ],
+)
+def test_a_generation_config_can_be_saved_and_stops_at_special_tokens(
+    settings: dict[str, Any], kept: dict[str, Any], note: str | None, demo: Demo, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(demo.model, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = load_base(Model(name_or_path=str(folder)), str(folder), torch.float32, tokenizer)
+    assert [note in line for line in model.generation_notes] == [True] if note else model.generation_notes == []
+    model.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert {key: saved.get(key) for key in kept} == kept
+
+
+def test_a_generation_config_that_cannot_be_meant_is_one_message(demo: Demo, tmp_path: Path) -> None:
+    folder = shutil.copytree(demo.model, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"num_beams": 1, "length_penalty": 2.0}))
+    with pytest.raises(ModelError, match=r"(?s)generation_config.json.*length_penalty"):
+        load_base(Model(name_or_path=str(folder)), str(folder), torch.float32, AutoTokenizer.from_pretrained(folder))
 
 
 def test_a_model_that_is_evaluated_or_chatted_with_is_checked(tmp_path: Path) -> None:

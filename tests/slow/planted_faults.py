@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import safetensors.torch
+import torch
 import yaml
 from safetensors.numpy import load_file, save_file
 
@@ -38,6 +40,11 @@ TRAIN, EVAL, EXPORT = (
     ("sft.export {folder}/out/mine/latest --output {folder}/x"),
 )
 LORA = " model.lora.r=4"
+WORDS = {
+    "type": "WordLevel",
+    "vocab": {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2, "[UNK]": 3, "user": 4, "assistant": 5, "the": 6},
+    "unk_token": "[UNK]",
+}
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 2254352\n"
 
 Plant = Callable[[Path], Any]
@@ -97,7 +104,9 @@ def _bytes(change: Callable[[bytes], bytes], name: str = "rows.jsonl") -> Plant:
 
 
 def _text(change: Callable[[str], str], name: str) -> Plant:
-    return _bytes(lambda content: change(content.decode()).encode(), name)
+    return lambda folder: (folder / name).write_text(
+        change((folder / name).read_text() if (folder / name).exists() else "")
+    )
 
 
 def _json(name: str, **keys: Any) -> Plant:
@@ -138,6 +147,28 @@ def _only_one_shard(folder: Path) -> None:
     index = {"metadata": {"total_size": 1}, "weight_map": shards}
     (folder / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "model" / "model.safetensors").unlink()
+
+
+def _two_sets(folder: Path) -> None:
+    """The whole model beside shards of another one."""
+    whole = (folder / "model" / "model.safetensors").read_bytes()
+    _only_one_shard(folder)
+    (folder / "model" / "model.safetensors").write_bytes(whole)
+
+
+def _float8(folder: Path) -> None:
+    file = folder / "model" / "model.safetensors"
+    weights = {key: torch.from_numpy(value) for key, value in load_file(file).items()}
+    weights = {key: value.to(torch.float8_e4m3fn) if "_proj.weight" in key else value for key, value in weights.items()}
+    safetensors.torch.save_file(weights, file, {"format": "pt"})
+
+
+def _zeros(name: str) -> Callable[[dict[str, np.ndarray]], Any]:
+    return lambda weights: [weights[key].fill(0) for key in weights if name in key]
+
+
+def _without(key: str) -> Callable[[str], str]:
+    return lambda text: json.dumps({name: value for name, value in json.loads(text).items() if name != key})
 
 
 def _adapter(folder: Path) -> None:
@@ -236,16 +267,34 @@ HELD_OUT = TRAIN + " data.held_out="
 FAULTS: dict[str, dict[str, Fault]] = {
     "weights": {
         "a NaN in one layer": Fault(
-            ("weights that the training starts from", "not finite"),
+            ("NaN or infinite values: model.layers.1.mlp.up_proj.weight",),
             _weights(lambda weights: weights["model.layers.1.mlp.up_proj.weight"].__setitem__((3, 5), np.nan)),
         ),
         "a shard that the index names is missing": Fault(
-            ("cannot be loaded", "model-00002-of-00002.safetensors"), _only_one_shard
+            ("model-00002-of-00002.safetensors is missing",), _only_one_shard
         ),
         "an adapter's folder as the model": Fault(
-            ("model.name_or_path", "holds no config.json"), _all(_adapter, _remove("model/config.json"))
+            ("model.name_or_path", "adapter_config.json: adapters for another model"),
+            _all(_adapter, _remove("model/config.json")),
         ),
-        "an adapter beside the model's weights": Fault(("trained", "0 of"), _adapter),
+        "an adapter beside the model's weights": Fault(("adapter_config.json", "adapters for another model"), _adapter),
+        "infinity in the embedding of a token that no row has": Fault(
+            ("NaN or infinite values: model.embed_tokens.weight",),
+            _weights(lambda weights: weights["model.embed_tokens.weight"].__setitem__(540, np.inf)),
+        ),
+        "a layer of zeros": Fault(("nothing but zeros: model.layers.1.*",), _weights(_zeros(".layers.1."))),
+        "zeros alone": Fault(("nothing but zeros: model.layers.0.*",), _weights(_zeros(""))),
+        "half a file": Fault(
+            ("model.safetensors was cut off",),
+            _bytes(lambda content: content[: len(content) // 2], "model/model.safetensors"),
+        ),
+        "a pointer of Git LFS": Fault(("Git LFS",), _bytes(lambda _: LFS_POINTER.encode(), "model/model.safetensors")),
+        "a web page": Fault(
+            ("holds no weights", "<!doctype html>"),
+            _bytes(lambda _: b"<!doctype html><body>Access denied</body>", "model/model.safetensors"),
+        ),
+        "two sets of weights": Fault(("two sets of weights", "model-00001-of-00002.safetensors"), _two_sets),
+        "float8 without its scales": Fault(("F8_E4M3", "no quantization_config"), _float8),
     },
     "config": {
         "fewer positions than data.max_length": Fault(
@@ -260,6 +309,31 @@ FAULTS: dict[str, dict[str, Fault]] = {
             ("quantized", "unquantized"),
             _json("model/config.json", quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128}),
         ),
+        "no model_type": Fault(("config.json has no model_type",), _text(_without("model_type"), "model/config.json")),
+        "an activation that does not exist": Fault(
+            ("no model can be built", "'swiglu'"), _json("model/config.json", hidden_act="swiglu")
+        ),
+        "a rope type that does not exist": Fault(
+            ("no model can be built", "'ntk'"),
+            _json("model/config.json", rope_scaling={"rope_type": "ntk", "factor": 4.0}),
+        ),
+        "a padding token beyond the vocabulary": Fault(
+            ("pad_token_id=32000", "vocab_size=544"), _json("model/config.json", pad_token_id=32000)
+        ),
+        "heads that the hidden size cannot be shared by": Fault(
+            ("do not fit its config.json", "q_proj.weight [128, 128] (by config.json [126, 128])"),
+            _json("model/config.json", num_attention_heads=3, num_key_value_heads=3),
+        ),
+        "a generation_config that transformers refuses to save": Fault(
+            ("Warning: generation_config.json sets sampling parameters",),
+            _text(lambda _: '{"do_sample": false, "temperature": 0.6}', "model/generation_config.json"),
+            status=0,
+        ),
+        "a generation_config that ends at an ordinary token": Fault(
+            ("Warning: The model's configuration ends generation at 10",),
+            _text(lambda _: '{"eos_token_id": [10]}', "model/generation_config.json"),
+            status=0,
+        ),
         "a multimodal model": Fault(("Qwen2VLConfig",), _json("model/config.json", model_type="qwen2_vl")),
         "rope_scaling without its factor": Fault(
             ("yarn", "factor"), _json("model/config.json", rope_scaling={"rope_type": "yarn"})
@@ -267,6 +341,26 @@ FAULTS: dict[str, dict[str, Fault]] = {
     },
     "tokenizer": {
         "no files": Fault(("holds no tokenizer",), _remove("model/tokenizer.json", "model/tokenizer_config.json")),
+        "its configuration alone": Fault(("holds no tokenizer",), _remove("model/tokenizer.json")),
+        "nine words in ten unknown": Fault(
+            ("The tokenizer loses text", "rows.jsonl"),
+            _all(
+                _json("model/tokenizer.json", model=WORDS, pre_tokenizer={"type": "Whitespace"}, decoder=None),
+                _json("model/tokenizer_config.json", unk_token="[UNK]"),
+            ),
+        ),
+        "a normalizer that lowercases": Fault(
+            ("The tokenizer loses text", "rows.jsonl"),
+            _all(
+                _json("model/tokenizer.json", normalizer={"type": "Lowercase"}),
+                _json("model/config.json", model_type="llama"),
+            ),
+        ),
+        "a normalizer that transformers leaves out": Fault(
+            ("200 x", "other tokens than tokenizer.json makes"),
+            _json("model/tokenizer.json", normalizer={"type": "Lowercase"}),
+            status=0,
+        ),
         "an end of turn that is cut into pieces": Fault(
             ("<|im_end|>", "no special token", "never learns to stop"),
             _all(
