@@ -118,7 +118,7 @@ def test_a_final_whose_adapter_is_not_in_it_is_refused_and_nothing_is_left(
     )
     base.save_pretrained(tmp_path / "base")
     shutil.copyfile(tmp_path / "base" / "model.safetensors", run.final / "model.safetensors")
-    told = refused(run, "--to", "merged", "--output", tmp_path / "exports" / "x")
+    told = refused(run, "--to", "merged", "--accept-edits", "--output", tmp_path / "exports" / "x")
     assert "is not what was trained" in told
     assert list((tmp_path / "exports").iterdir()) == []
 
@@ -127,7 +127,7 @@ def test_weights_that_are_no_numbers_are_not_handed_over(full: Run, tmp_path: Pa
     tensors = weights(full.final)
     tensors["model.norm.weight"][3] = float("nan")
     save_file(tensors, full.final / "model.safetensors", {"format": "pt"})
-    told = refused(full, "--to", "vllm", "--output", tmp_path / "exports" / "x")
+    told = refused(full, "--to", "vllm", "--accept-edits", "--output", tmp_path / "exports" / "x")
     assert "1 of 128 elements of model.norm.weight are NaN" in told
     assert list((tmp_path / "exports").iterdir()) == []
 
@@ -136,7 +136,8 @@ def test_a_folder_that_lacks_a_tensor_is_not_handed_over(full: Run, tmp_path: Pa
     tensors = weights(full.final)
     del tensors["model.norm.weight"]
     save_file(tensors, full.final / "model.safetensors", {"format": "pt"})
-    assert "missing: model.norm.weight" in refused(full, "--to", "merged", "--output", tmp_path / "x")
+    told = refused(full, "--to", "merged", "--accept-edits", "--output", tmp_path / "x")
+    assert "missing: model.norm.weight" in told
     assert not (tmp_path / "x").exists()
 
 
@@ -235,7 +236,7 @@ def test_a_chat_template_that_go_cannot_write_is_refused(full: Run, tmp_path: Pa
     (full.final / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ loop.index }}: {{ m.content }}\n{% endfor %}"
     )
-    told = refused(full, "--to", "ollama", "--output", tmp_path / "x")
+    told = refused(full, "--to", "ollama", "--accept-edits", "--output", tmp_path / "x")
     assert "cannot be written for Ollama: a conversation of" in told
     assert not (tmp_path / "x").exists()
 
