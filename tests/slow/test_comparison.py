@@ -55,7 +55,7 @@ def recipe(tmp_path: Path) -> Path:
     return write_recipe(
         tmp_path / "job.yaml",
         model={"name_or_path": "builtin:demo"},
-        data={"train": str(train), "max_length": 128},
+        data={"train": str(train), "max_length": 128, "allow": ["duplicate"]},
         train={
             "global_batch_size": 8,
             "learning_rate": 2e-3,
