@@ -157,6 +157,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
+def allowed(run: Run) -> list[str]:
+    """What a command allows a run that it has not trained: the tasks' files, which lie elsewhere, and their code."""
+    return [f"tasks={','.join(run.recipe().eval.tasks)}", "confirm_run_task_code=true"]
+
+
 Scores = dict[str, dict[str, Any]]
 
 
@@ -192,7 +197,7 @@ def scores(results: Path) -> Scores:
 def test_a_run_equals_lm_eval_by_hand(
     number: int, batch_size: int, run: Run, ranks: Ranks, by_hand: Callable[..., Scores]
 ) -> None:
-    told = ranks.run(number, ["eval.run", run.path, "confirm_run_task_code=true", f"batch_size={batch_size}"])["stdout"]
+    told = ranks.run(number, ["eval.run", run.path, *allowed(run), f"batch_size={batch_size}"])["stdout"]
     assert "The base model has no chat template and was asked through the tuned model's" in told
     (compared,) = run.path.glob("eval/**/comparison.json")
     for kind, model in (("base", STORIES), ("tuned", run.final)):
@@ -210,7 +215,7 @@ def test_without_a_chat_template_too(
 ) -> None:
     ranks.run(
         number,
-        ["eval.run", run.path, "confirm_run_task_code=true", f"batch_size={batch_size}", "apply_chat_template=false"],
+        ["eval.run", run.path, *allowed(run), f"batch_size={batch_size}", "apply_chat_template=false"],
     )
     (compared,) = run.path.glob("eval/**/comparison.json")
     assert scores(compared.parent / "base" / "results.json") == by_hand(STORIES, False, batch_size)
@@ -220,9 +225,7 @@ def test_without_a_chat_template_too(
 def test_a_base_that_is_asked_with_its_own_prompts_is_asked_plainly(
     run: Run, ranks: Ranks, by_hand: Callable[..., Scores]
 ) -> None:
-    told = ranks.run(1, ["eval.run", run.path, "confirm_run_task_code=true", "batch_size=8", "base_template=own"])[
-        "stdout"
-    ]
+    told = ranks.run(1, ["eval.run", run.path, *allowed(run), "batch_size=8", "base_template=own"])["stdout"]
     assert "asked with the tasks' plain prompts" in told
     (compared,) = run.path.glob("eval/**/comparison.json")
     assert scores(compared.parent / "base" / "results.json") == by_hand(STORIES, False, 8)

@@ -89,13 +89,13 @@ def test_a_wrong_address_is_told_with_what_is_wrong_about_it(
 
 
 def test_another_version_on_one_machine_is_told_on_both(recipe: Path, tmp_path: Path) -> None:
-    shim = tmp_path / "trl-0.0.1.dist-info"
+    shim = tmp_path / "trl-1.99.0.dist-info"
     shim.mkdir()
-    (shim / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 0.0.1\n")
+    (shim / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 1.99.0\n")
     for said in launchers(recipe, PYTHONPATH=f"{tmp_path}:{REPOSITORY}"):
         assert said.count("do not fit together") == 1
         assert f"packages: trl is {version('trl')}" in said
-        assert "0.0.1 on" in said
+        assert "1.99.0 on" in said
 
 
 def test_another_recipe_on_one_machine_is_told_on_both(recipe: Path) -> None:
