@@ -156,7 +156,8 @@ def answer_doubts(
     if number < _FEWEST:
         return []
     told = []
-    if counts["cut"] > number / 2:
+    # A base model seldom stops: that is what the training teaches.
+    if counts["cut"] > number / 2 and label != "base":
         told.append(
             f"{label}: {counts['cut']} of {number} answers to {name} are cut off at max_gen_toks={_listed(limits)}. Raise "
             "eval.max_gen_toks, or see whether the model stops at all (docs/chat.md)."
