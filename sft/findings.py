@@ -41,7 +41,7 @@ MEANING = {
     "rendered": "text that was rendered for another model or in another format, such as <|im_start|>, [INST] or ### Response:",
     "echo": "an answer that begins with its whole question",
     "answer_in_question": "an answer that stands in its own question, word for word",
-    "dialogue": "an answer that goes on with further turns (User: ... Assistant: ...)",
+    "dialogue": "an answer that contains further turns (User: ... Assistant: ...)",
     "repeated_system": "a question that repeats the system message",
     "base64": "encoded data, such as an image (;base64,...), that is read as text",
     "cut_off": "answers of exactly the same length, which is also the longest: they were probably cut off",

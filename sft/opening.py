@@ -64,7 +64,7 @@ def unfinished_run(job: Job) -> Run | None:
 
 
 def lost_latest(job: Job) -> str | None:
-    """What to say where the link to the latest run leads nowhere, so that a start goes on with none; None where it does not."""
+    """A warning where `latest` points nowhere, so that a start resumes no run; None where it points to a run."""
     link = folder_of(job) / "latest"
     if job.recipe.tracking.run_name or not _may_resume(job.recipe) or not link.is_symlink() or link.exists():
         return None

@@ -1,4 +1,4 @@
-"""What can hardly be meant in a task is told from lm_eval's samples, and nothing else is."""
+"""Warnings about a task come from the samples that lm_eval returns, and a sound task gets none."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A run's folder may be somebody else's: what runs code, sends a key or reads files elsewhere is asked for on this command line."""
+"""A run's folder may be somebody else's: only this command line allows it to run code, send a key or read files elsewhere."""
 
 import re
 import socket

@@ -1,4 +1,4 @@
-"""Faults that real users make are told by name, or do no harm: one table of plant, command, exit status and words."""
+"""Faults that real users make are named, or do no harm: one table of plant, command, exit status and words."""
 
 import shlex
 from pathlib import Path
