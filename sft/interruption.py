@@ -77,6 +77,8 @@ class _Listener:
         self._at = 0.0
         self._holds = self._raised = self._deaf = False
         self._act: Callable[[signal.Signals, bool], None] = lambda number, again: None
+        self.others: dict[int, Callable[[], None]] = {}
+        """Signals that do not ask to stop, and what this thread then does."""
         self._apart = _APART_LAUNCHED if "LOCAL_RANK" in os.environ else _APART
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
@@ -128,6 +130,8 @@ class _Listener:
                     return
                 if byte in SIGNALS:
                     self._arrived(signal.Signals(byte))
+                elif byte in self.others:
+                    self.others[byte]()
 
     def _arrived(self, number: signal.Signals) -> None:
         rank_logs.asked_to_end()
@@ -185,6 +189,18 @@ def listening() -> Iterator[None]:
     finally:
         _listener.close()
         _listener = None
+
+
+def on_signal(number: signal.Signals, act: Callable[[], None] | None) -> None:
+    """Call `act` in the listening thread whenever the signal arrives; None: no longer. Only while signals are listened to."""
+    if _listener is None:
+        return
+    if act is None:
+        _listener.others.pop(number, None)
+        return
+    _listener.others[number] = act
+    # The wake-up file descriptor is written only for a signal that Python handles.
+    signal.signal(number, lambda number, frame: None)
 
 
 def hear_held_back() -> None:

@@ -33,6 +33,7 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
+from sft.interruption import on_signal
 from sft.progress import Place, Progress
 from sft.rank_logs import to_terminal
 from sft.recipe import REPOSITORY
@@ -85,8 +86,8 @@ class Watchdog(TrainerCallback):  # type: ignore[misc]
         """Begin to watch."""
         self.open(time.monotonic())
         faulthandler.enable(self._stacks)
-        # SIGUSR1 is Slurm's.
-        faulthandler.register(signal.SIGUSR2, self._stacks, all_threads=True)
+        # SIGUSR1 is Slurm's. Not faulthandler.register: it dumps without Python's lock, and crashed on a thread that was running.
+        on_signal(signal.SIGUSR2, self._dump)
         self._thread.start()
 
     def open(self, now: float) -> None:
@@ -109,7 +110,7 @@ class Watchdog(TrainerCallback):  # type: ignore[misc]
         self._ended.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
-        faulthandler.unregister(signal.SIGUSR2)
+        on_signal(signal.SIGUSR2, None)
         faulthandler.enable(sys.__stderr__ or 2)
         self.close()
 
@@ -170,11 +171,15 @@ class Watchdog(TrainerCallback):  # type: ignore[misc]
         self._write(Report(self.rank, self._host, self._pid, True, place, seconds, main_frames()))
         self._stacks.write(f"\n=== {time.strftime('%Y-%m-%dT%H:%M:%S%z')} rank {self.rank}: {place}, {seconds:.0f} s\n")
         self._stacks.flush()
-        faulthandler.dump_traceback(self._stacks, all_threads=True)
+        self._dump()
         if self.debug and shutil.which("py-spy"):
             with suppress(subprocess.SubprocessError):
                 command = ["py-spy", "dump", "--native", "--pid", str(self._pid)]
                 subprocess.run(command, stdout=self._stacks, stderr=self._stacks, timeout=30, check=False)
+
+    def _dump(self) -> None:
+        with suppress(OSError, ValueError):  # a full disk, or a file that was closed meanwhile
+            faulthandler.dump_traceback(self._stacks, all_threads=True)
 
     def _speak(self) -> None:
         """Print the message, unless a rank before this one does."""
