@@ -17,7 +17,7 @@ from eval.named_suites import SUITES, describe_suite, tasks_of
 from eval.suites import TaskSelection, check_tasks
 from sft.errors import run_main
 from sft.processes import end_with_parent
-from sft.recipe import Evaluation, Recipe
+from sft.recipe.schema import Evaluation, Recipe
 
 TRUE = {"1", "ON", "YES", "TRUE"}
 

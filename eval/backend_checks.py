@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from sft.errors import EvaluationError
-from sft.recipe import Evaluation
+from sft.recipe.schema import Evaluation
 
 OF_VLLM = ("tensor_parallel_size", "data_parallel_size", "gpu_memory_utilization")
 INSTALL_VLLM = "bash scripts/setup.sh && .venv/bin/python -m pip install -e '.[vllm]'"

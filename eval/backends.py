@@ -14,7 +14,7 @@ from eval.server_tasks import served_problems
 from eval.settings import Settings
 from eval.tasks import LoadedTasks, leaves
 from sft.errors import EvaluationError
-from sft.recipe import Evaluation
+from sft.recipe.schema import Evaluation
 
 if TYPE_CHECKING:
     from lm_eval.models.huggingface import HFLM

@@ -21,8 +21,8 @@ from eval.tasks import LoadedTasks
 from eval.together import load_tasks_together, log_in, place
 from eval.treatment import own_template, treat_base
 from sft.errors import EvaluationError, GateFailed
-from sft.recipe import Evaluation
-from sft.recipe_changes import differences
+from sft.recipe.changes import differences
+from sft.recipe.schema import Evaluation
 from sft.run_directory import Run, read_json
 from sft.unchanged import base_changes, check_final
 from sft.visible import visible_line

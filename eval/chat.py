@@ -31,7 +31,7 @@ from eval.targets import base_target
 from eval.treatment import own_template
 from sft.consent import TRUST, check_model_code
 from sft.errors import EvaluationError, run_main
-from sft.recipe import Evaluation
+from sft.recipe.schema import Evaluation
 from sft.run_directory import Run, find_run, read_json, write_json
 
 AT_ONCE = 8

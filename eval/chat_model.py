@@ -11,7 +11,7 @@ from eval.quiet import first_line
 from eval.reference import Reference
 from eval.settings import LENGTH_KEYS
 from sft.errors import EvaluationError
-from sft.recipe import Evaluation
+from sft.recipe.schema import Evaluation
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase

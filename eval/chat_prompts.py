@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sft.demo import questions
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 
 Messages = list[dict[str, str]]
 

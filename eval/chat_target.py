@@ -13,7 +13,7 @@ from eval.reference import Reference, load_config, load_reference
 from eval.targets import check_folder, recorded_base
 from sft.consent import check_model_code
 from sft.errors import EvaluationError
-from sft.recipe import Evaluation
+from sft.recipe.schema import Evaluation
 from sft.run_directory import Run, find_run
 
 

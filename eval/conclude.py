@@ -12,7 +12,7 @@ from eval.flips import find_flips, write_flips
 from eval.gate import judge_gate
 from eval.pairs import Results, Samples, finite
 from eval.tables import comparison_lines, comparison_table
-from sft.recipe import Evaluation
+from sft.recipe.schema import Evaluation
 from sft.run_directory import Run, read_json, write_json
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from eval.blocks import (
     words,
 )
 from eval.recorded import Recorded, entries, get, listed, mapping
-from sft.recipe import REPOSITORY
+from sft.recipe.schema import REPOSITORY
 
 
 def plan_section(of: Recorded) -> list[Block]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from sft.errors import EvaluationError, did_you_mean
-from sft.recipe_eval import Gate
+from sft.recipe.eval import Gate
 
 DEFAULT, OVERALL = "default", "overall"
 Row = dict[str, Any]

@@ -18,7 +18,7 @@ from eval.tables import scores_table
 from eval.task_facts import task_facts
 from eval.together import load_tasks_together, log_in, place
 from sft.errors import EvaluationError
-from sft.recipe import Evaluation
+from sft.recipe.schema import Evaluation
 from sft.run_directory import read_json
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from sft.errors import UserError
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 from sft.run_directory import Run
 
 

@@ -35,8 +35,8 @@ from eval.together import NeedsProcesses
 from sft import rank_logs
 from sft.consent import TRUST, check_model_code, is_own
 from sft.errors import EvaluationError, RecipeError, run_main
-from sft.recipe import Evaluation
-from sft.recipe_file import parse_recipe
+from sft.recipe.load import parse_recipe
+from sft.recipe.schema import Evaluation
 from sft.run_directory import Run, find_run
 from sft.unchanged import ACCEPT
 

@@ -9,8 +9,8 @@ from eval.blocks import Block, Code, Key, Line, Paragraph, Table, Under, joined,
 from eval.evaluation_report import flattened
 from eval.recorded import Recorded, entries, get, mapping
 from eval.scores_report import interval_of, kind_of, metric_name, shown_interval
-from sft.recipe_changes import MISSING as NOT_THERE
-from sft.recipe_changes import differences
+from sft.recipe.changes import MISSING as NOT_THERE
+from sft.recipe.changes import differences
 
 Keyed = Sequence[tuple[Key, Recorded]]
 """Runs with their letters."""

@@ -35,7 +35,7 @@ from eval.training_report import data_line, method, model_line
 from eval.write import write_page
 from sft.diff import counts_not
 from sft.errors import RunError
-from sft.recipe_changes import differences
+from sft.recipe.changes import differences
 from sft.run_directory import find_run
 
 MOST_RUNS = 10

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from eval.server_answers import shortened
 from sft.errors import EvaluationError, did_you_mean
-from sft.recipe_eval import Server
+from sft.recipe.eval import Server
 
 if TYPE_CHECKING:
     from eval.settings import Settings

@@ -10,7 +10,7 @@ from eval.server import Address, Served, check_length, find_served, is_ollama
 from eval.server_answers import choices_of, likelihood_request, score_choice, tokens_counted
 from eval.settings import Settings
 from sft.errors import EvaluationError
-from sft.recipe_eval import Server
+from sft.recipe.eval import Server
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,7 +16,7 @@ from eval.quiet import first_line
 from eval.reference import Reference, context_of
 from eval.suites import TaskSelection
 from sft.errors import EvaluationError
-from sft.recipe import Evaluation
+from sft.recipe.schema import Evaluation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase

@@ -17,8 +17,8 @@ from eval.named_suites import limit_of, tasks_of
 from eval.task_files import LocalTasks, Task
 from eval.task_index import TaskIndex, known_tasks, reached
 from sft.errors import EvaluationError, did_you_mean, run_main
-from sft.recipe import Evaluation
-from sft.recipe_file import find_file
+from sft.recipe.load import find_file
+from sft.recipe.schema import Evaluation
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from eval.task_data import files_outside
 from eval.task_index import CODE_METRIC, members
 from eval.task_metrics import lm_eval_folder
 from sft.errors import EvaluationError
-from sft.recipe_file import find_file
+from sft.recipe.load import find_file
 
 _OUTSIDE = (
     "The task came with a run, which may be somebody else's, and reads files outside of the run's folder and its own. To allow that, name "

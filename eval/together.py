@@ -16,7 +16,7 @@ from eval.settings import Settings
 from eval.suites import TaskSelection
 from eval.tasks import LoadedTasks, load_tasks
 from sft.errors import EvaluationError
-from sft.recipe import Evaluation
+from sft.recipe.schema import Evaluation
 
 
 class NeedsProcesses(Exception):

@@ -26,7 +26,7 @@ from eval.chart import Chart, Series, draw
 from eval.curve import SMOOTH_FROM, running_mean
 from eval.recorded import Recorded, entries, get, is_number, listed, mapping
 from eval.speed_report import speed_facts
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 
 FAULTY = ("loss", "grad_norm", "held_out_loss")
 """Keys of metrics.jsonl where null is a number that was not finite; elsewhere it is one that nobody knows."""

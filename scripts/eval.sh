@@ -8,7 +8,7 @@
 #
 # The keys are those of a recipe's `eval` section: tasks, suite, include_path, limit, num_fewshot, batch_size, max_gen_toks,
 # apply_chat_template, system_instruction, dtype, seed, confirm_run_unsafe_code, backend, server, gate, contamination and more:
-# sft/recipe_eval.py. Paths are from the working directory. Exit status 3: the tuned model does not hold what the gate asks for.
+# sft/recipe/eval.py. Paths are from the working directory. Exit status 3: the tuned model does not hold what the gate asks for.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [ $# -eq 0 ] || [[ " $* " =~ " -h "|" --help " ]]; then

@@ -18,7 +18,7 @@ import yaml
 from sft.consent import check_consents
 from sft.errors import RunError
 from sft.job import Job
-from sft.recipe_changes import Change, differences, recipe_differences
+from sft.recipe.changes import Change, differences, recipe_differences
 from sft.record import git_state, installed_versions
 from sft.run_directory import EVALUATION_LEFT, Run, find_run
 

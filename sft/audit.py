@@ -18,7 +18,7 @@ from sft.errors import DataError, ModelError
 from sft.findings import MEANING, SHORTEST_ANSWER, TOLD_FROM, Findings, found_in_row, script_of
 from sft.formats import Conversation, Row, renamed, to_example
 from sft.mixture import Mixture, first_documents
-from sft.recipe import Recipe, Source
+from sft.recipe.schema import Recipe, Source
 from sft.sources import place
 from sft.store import DocumentStore
 

@@ -11,7 +11,7 @@ from math import ceil, isqrt, sqrt
 from sft.errors import PlanError
 from sft.hardware import Hardware
 from sft.parallelism import data_parallel_ranks
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 from sft.resolved import Resolved, Searched, stated
 
 

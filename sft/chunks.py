@@ -19,7 +19,7 @@ from sft.formats import Row
 from sft.hardware import cpu_cores, cpu_memory_gib
 from sft.processes import end_with_parent
 from sft.readers import BadRow
-from sft.recipe import Source
+from sft.recipe.schema import Source
 
 _ROWS = 1000
 _CHARACTERS = 4_000_000

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sft.errors import RecipeError, run_main
-from sft.recipe_changes import differences
+from sft.recipe.changes import differences
 from sft.run_directory import Run, find_run, read_json, read_lines
 from sft.visible import visible_line
 

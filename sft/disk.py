@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sft.comparison import Check
 from sft.job import Job
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 from sft.weights import MASTER
 
 

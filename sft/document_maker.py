@@ -22,7 +22,7 @@ from sft.formats import IGNORED, Conversation, Row, Text, Tokens, has_zero_weigh
 from sft.lost_content import check_nothing_is_lost
 from sft.overlong import Overlong, pieces_of
 from sft.readers import BadRow
-from sft.recipe import Data, Source
+from sft.recipe.schema import Data, Source
 from sft.token_ranges import token_range, without_mark
 
 

@@ -13,7 +13,7 @@ from sft.facts import ModelFacts
 from sft.hardware import Gpu, Hardware
 from sft.memory import ENGINES, GIB, LARGEST_BUCKET, Need, engine_of, is_half, layer_size, needed
 from sft.parallelism import data_parallel_ranks
-from sft.recipe import Lora, Recipe
+from sft.recipe.schema import Lora, Recipe
 from sft.resolved import Resolved
 from sft.zero import DeepSpeedFile, load_deepspeed
 

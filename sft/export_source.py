@@ -13,7 +13,7 @@ from typing import Any
 from sft.continuation import Writer, writer_of
 from sft.errors import ExportError
 from sft.manifest import fault
-from sft.recipe import Model, Recipe
+from sft.recipe.schema import Model, Recipe
 from sft.resume import checkpoints_of, step_of
 from sft.run_directory import Run, find_run, read_json
 from sft.unchanged import base_changes, check_final

@@ -24,8 +24,8 @@ from sft.formats import Example, Row, Text, Tokens, common_columns, renamed, row
 from sft.mixture import wanted_rows
 from sft.packing import pack
 from sft.readers import count_rows
-from sft.recipe import Recipe, Source
-from sft.recipe_file import find_file
+from sft.recipe.load import find_file
+from sft.recipe.schema import Recipe, Source
 from sft.remote_code import check_remote_code, is_commit
 from sft.sources import BUILTIN, first_look, hub_answers, looks_local, source_files, split_and_slice, told_as
 

@@ -13,7 +13,7 @@ from typing import Any
 from sft.control_tokens import ControlTokens
 from sft.errors import DataError
 from sft.formats import Conversation, Example, Text
-from sft.recipe import Data
+from sft.recipe.schema import Data
 from sft.turns import Message
 
 MEANING = {

@@ -23,7 +23,7 @@ from sft.errors import EXIT_CRASHED, EXIT_GATE, EXIT_TERMINATED, Interrupted, Ru
 from sft.interruption import held_back
 from sft.job import Job
 from sft.opening import claim, keep_recipe, unfinished_run
-from sft.recipe import Evaluation
+from sft.recipe.schema import Evaluation
 from sft.run_directory import EVALUATION_LEFT, Run, find_run
 
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")

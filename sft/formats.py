@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import Any
 
 from sft.errors import DataError
-from sft.recipe import Data, Source
+from sft.recipe.schema import Data, Source
 from sft.turns import Message, is_trained, parsed, text_of, to_turn, without_reasoning, without_thoughts
 
 Row = dict[str, Any]

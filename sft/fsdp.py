@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from sft.errors import PlanError
 from sft.hardware import Hardware
-from sft.recipe import Fsdp, Recipe
+from sft.recipe.schema import Fsdp, Recipe
 
 ENGINE = "FSDP2"
 

@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_callback import TrainerCallback
 
 from sft.errors import ModelError
-from sft.recipe import Fsdp
+from sft.recipe.schema import Fsdp
 from sft.sharding import give_back, sharded_units
 
 

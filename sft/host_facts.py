@@ -12,7 +12,7 @@ from typing import Any
 
 from sft.errors import PreflightError
 from sft.job import Job
-from sft.recipe import REPOSITORY
+from sft.recipe.schema import REPOSITORY
 from sft.record import installed_versions
 
 CODE = ("sft/**/*.py", "sft/**/*.jinja", "eval/**/*.py", "ds_configs/*.json")

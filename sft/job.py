@@ -19,8 +19,8 @@ from sft.fsdp import resolve_fsdp
 from sft.hardware import Hardware
 from sft.inside import check_names
 from sft.plan import Plan, resolve_plan
-from sft.recipe import Fsdp, Recipe
-from sft.recipe_file import find_file, load_recipe
+from sft.recipe.load import find_file, load_recipe
+from sft.recipe.schema import Fsdp, Recipe
 from sft.resolved import Searched
 from sft.tokenizer import check_tokenizer_choice
 from sft.zero import DeepSpeedFile

@@ -28,7 +28,7 @@ from sft.plan import plan_warnings, print_plan
 from sft.preflight import disk, refuse
 from sft.prepare import prepared_data
 from sft.prepared import Prepared, data_key, entry_folder, find_prepared
-from sft.recipe_changes import check_allowed_changes
+from sft.recipe.changes import check_allowed_changes
 from sft.resume import checkpoints_of
 from sft.run_directory import Run
 from sft.search import search

@@ -13,7 +13,7 @@ from importlib.metadata import distributions
 from sft.errors import PlanError, PreflightError
 from sft.hardware import unknown_gpus
 from sft.layout import Layout, whole_number
-from sft.recipe import REPOSITORY
+from sft.recipe.schema import REPOSITORY
 
 _LAUNCHERS = {
     "TORCHELASTIC_RUN_ID": "torchrun or accelerate launch",

@@ -16,7 +16,7 @@ import numpy as np
 from sft.documents import LENGTHS, Counts
 from sft.errors import DataError
 from sft.mixture import Mixture, first_documents
-from sft.recipe import Data
+from sft.recipe.schema import Data
 
 TOO_LONG = ("longer than max_length", "no trained token within max_length")
 NOT_A_FAULT = ("duplicate", "held out too", "not drawn", "zero weight")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from sft.errors import LostRank
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 from sft.run_directory import Run
 
 _SIGNS = (

@@ -26,7 +26,7 @@ from math import ceil
 
 from sft.facts import ModelFacts
 from sft.hardware import Gpu, Hardware
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 from sft.weights import gradient_bytes
 from sft.zero import DeepSpeedFile
 

@@ -16,7 +16,7 @@ from sft.errors import ModelError, PlanError, run_main
 from sft.facts import ModelFacts
 from sft.hardware import Gpu
 from sft.memory import ENGINES, GIB, needed
-from sft.recipe import Data, Model, Recipe, Train
+from sft.recipe.schema import Data, Model, Recipe, Train
 
 ROWS = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (8, 8))
 """Machines and GPUs of each."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sft.errors import DataError
-from sft.recipe import Data, Source
+from sft.recipe.schema import Data, Source
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from sft.facts import read_header
 from sft.job import Job
 from sft.live_parallelism import loading_arguments
 from sft.pins import pinned
-from sft.recipe import Lora, Model
+from sft.recipe.schema import Lora, Model
 from sft.remote_code import HOW_TO_ALLOW, is_refusal
 from sft.tensor_parallel import sum_norm_gradients_once
 from sft.weights import MASTER

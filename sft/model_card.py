@@ -12,7 +12,7 @@ from sft.errors import ExportError
 from sft.export_gguf import GGUF
 from sft.export_source import Exported
 from sft.generation import sampling, stop_tokens, text_config
-from sft.public_recipe import is_hub_id, public_name, public_recipe
+from sft.recipe.public import is_hub_id, public_name, public_recipe
 from sft.sources import is_on_hub
 from sft.visible import visible
 

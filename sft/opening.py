@@ -1,7 +1,7 @@
 """Making a run's folder, or finding the one to go on in. Imports no torch.
 
 A start goes on with the latest run of its recipe, or the one that tracking.run_name names, where that is unfinished. A recipe that
-has changed meanwhile goes on only where that is allowed (sft/recipe_changes.py); a finished run is never written over.
+has changed meanwhile goes on only where that is allowed (sft/recipe/changes.py); a finished run is never written over.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from sft.errors import RecipeError, RunError
 from sft.inside import check_inside, remove
 from sft.job import Job
 from sft.manifest import is_damaged, read_manifest
-from sft.recipe import Recipe
-from sft.recipe_changes import Change, check_allowed_changes, not_allowed, recipe_differences
+from sft.recipe.changes import Change, check_allowed_changes, not_allowed, recipe_differences
+from sft.recipe.schema import Recipe
 from sft.resume import checkpoints_of
 from sft.run_directory import EVALUATION_LEFT, INCOMPLETE, Run, read_json
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sft.recipe import Data
+from sft.recipe.schema import Data
 
 Piece = tuple[np.ndarray, np.ndarray]
 """Token ids and mask."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sft.errors import PlanError
 from sft.facts import ModelFacts
 from sft.hardware import Hardware
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 from sft.resolved import Resolved, stated
 from sft.zero import DeepSpeedFile
 

@@ -25,7 +25,7 @@ from sft.facts import DataFacts, ModelFacts
 from sft.fsdp import ENGINE, check_fsdp, describe_fsdp, resolve_fsdp
 from sft.hardware import Hardware
 from sft.parallelism import resolve_sequence_parallel, resolve_tensor_parallel
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 from sft.resolved import Resolved, Searched, stated
 from sft.visible import visible_line
 from sft.weights import resolve_gradients, resolve_weights

@@ -46,7 +46,7 @@ from sft.pins import pinned
 from sft.prepared import Prepared, entry_folder, find_prepared
 from sft.processes import end_with_parent
 from sft.readers import BadRow
-from sft.recipe import Recipe, Source
+from sft.recipe.schema import Recipe, Source
 from sft.run_directory import EVALUATION_LEFT
 from sft.sources import open_source, told_as
 from sft.store import DocumentStore, DocumentWriter, SequenceIndex

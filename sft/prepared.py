@@ -20,7 +20,7 @@ from uuid import uuid4
 from sft.facts import DataFacts, ModelFacts
 from sft.manifest import summed
 from sft.readers import suffix_of
-from sft.recipe import Recipe, Source
+from sft.recipe.schema import Recipe, Source
 from sft.sources import hub_commit, source_files, told_as
 from sft.tokenizer import find_chat_template
 

@@ -23,7 +23,7 @@ from sft.plain_data import plain_data_only
 from sft.plan import Plan
 from sft.portable_live import begin_random_streams, go_on, with_parameters
 from sft.progress import CHECKPOINT, Progress
-from sft.recipe import Fsdp
+from sft.recipe.schema import Fsdp
 from sft.run_directory import INCOMPLETE
 from sft.sequence_parallel import PartOfSequences, labels_of_all, share_batches
 from sft.step_clock import StepClock

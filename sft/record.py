@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from sft.credentials import redacted
 from sft.pins import hub_revisions
-from sft.recipe import REPOSITORY
-from sft.recipe_changes import Change
+from sft.recipe.changes import Change
+from sft.recipe.schema import REPOSITORY
 from sft.remote_code import code_hash
 from sft.run_directory import Run, read_lines
 from sft.training_warnings import eval_loss_course, loss_course

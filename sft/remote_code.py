@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sft.errors import ModelError
-from sft.recipe import Model
+from sft.recipe.schema import Model
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 

@@ -19,7 +19,7 @@ import psutil
 from sft import distributed, interruption, rank_logs
 from sft.consent import OWN_RUN
 from sft.errors import Interrupted
-from sft.recipe import Tracking
+from sft.recipe.schema import Tracking
 from sft.run_directory import Run
 from sft.tracking import finish_trackers
 

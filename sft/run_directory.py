@@ -19,8 +19,8 @@ from typing import Any
 from sft.credentials import redact
 from sft.errors import RunError
 from sft.inside import check_inside
-from sft.recipe import Recipe
-from sft.recipe_file import parse_recipe
+from sft.recipe.load import parse_recipe
+from sft.recipe.schema import Recipe
 from sft.visible import is_plain_name, visible_line
 
 INCOMPLETE = ".incomplete"

@@ -15,7 +15,7 @@ from sft.control_tokens import ControlTokens
 from sft.ledger import histogram
 from sft.prepared import Prepared
 from sft.readers import split_of
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 from sft.sources import place
 from sft.store import DocumentStore, SequenceIndex
 from sft.visible import visible, visible_line

@@ -18,8 +18,8 @@ from sft.demo import make_demo
 from sft.errors import DataError
 from sft.formats import Row
 from sft.readers import SUFFIXES, BadRow, first_rows, local_files, read_rows, without_nulls
-from sft.recipe import Source
-from sft.recipe_file import find_file
+from sft.recipe.load import find_file
+from sft.recipe.schema import Source
 
 BUILTIN = "builtin:demo"
 

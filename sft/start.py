@@ -29,7 +29,7 @@ from sft.opening import (
 from sft.prepare import begin_preparation, prepared_data
 from sft.prepared import Prepared
 from sft.rank_logs import forget_ending
-from sft.recipe_changes import Change, differences
+from sft.recipe.changes import Change, differences
 from sft.record import installed_versions, record_start
 from sft.resolved import Searched
 from sft.resume import Choice, choose_checkpoint, lost_lines

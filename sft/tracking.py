@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sft.errors import RunError
-from sft.recipe import Tracking
+from sft.recipe.schema import Tracking
 from sft.run_directory import Run
 
 

@@ -36,7 +36,7 @@ from transformers.trainer_callback import TrainerCallback
 from sft.interruption import on_signal
 from sft.progress import Place, Progress
 from sft.rank_logs import to_terminal
-from sft.recipe import REPOSITORY
+from sft.recipe.schema import REPOSITORY
 from sft.run_directory import write_json
 from sft.stall import ALWAYS, DEBUG, Report, about, behind, end_limit, message
 

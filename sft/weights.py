@@ -8,7 +8,7 @@ from __future__ import annotations
 from sft.facts import ModelFacts
 from sft.fsdp import resolve_fsdp
 from sft.hardware import Hardware
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 from sft.resolved import Resolved
 from sft.zero import DeepSpeedFile
 

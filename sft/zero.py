@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from sft.errors import PlanError, did_you_mean
-from sft.recipe import REPOSITORY, Recipe
-from sft.recipe_file import find_file
+from sft.recipe.load import find_file
+from sft.recipe.schema import REPOSITORY, Recipe
 
 # The keys of deepspeed 0.19's configuration that a training run can use. It ignores what it does not know, so a typo
 # would silently do nothing.

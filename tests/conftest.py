@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from sft.demo import Demo, make_demo
-from sft.recipe import REPOSITORY, Recipe
-from sft.recipe_file import parse_recipe
+from sft.recipe.load import parse_recipe
+from sft.recipe.schema import REPOSITORY, Recipe
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
     # A shell starts what it puts in the background so, and the programs that tests start would not hear of Ctrl-C either.

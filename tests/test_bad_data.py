@@ -16,7 +16,7 @@ from sft.errors import UserError
 from sft.facts import inspect_model
 from sft.ledger import check_limits
 from sft.prepare import prepare
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 
 MakeRecipe = Callable[..., Recipe]
 

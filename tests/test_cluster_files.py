@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from sft.launch import parse_command_line
-from sft.recipe import REPOSITORY
+from sft.recipe.schema import REPOSITORY
 
 SCRIPTS = REPOSITORY / "scripts"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sft.launch import main, parse_command_line
-from sft.recipe import REPOSITORY, Recipe
-from sft.recipe_file import parse_recipe
+from sft.recipe.load import parse_recipe
+from sft.recipe.schema import REPOSITORY, Recipe
 
 GUIDES = ("README.md", "docs/multi-gpu.md", "docs/evaluation-backends.md")
 NEEDS_HARDWARE = "needs hardware"

@@ -14,7 +14,7 @@ from sft.job import check_output_dir
 from sft.launch import main
 from sft.launch_checks import check_installed, check_rank_variables
 from sft.layout import read_layout
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 from sft.train import main as train
 
 TWO_GPUS = "0, GPU-aaaa, NVIDIA H100, 81559, 9.0\n1, GPU-bbbb, NVIDIA H100, 81559, 9.0"

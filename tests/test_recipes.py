@@ -4,8 +4,8 @@ import pytest
 
 from sft.hardware import Gpu, Hardware, described_hardware
 from sft.job import open_job
-from sft.recipe import REPOSITORY
-from sft.recipe_file import load_recipe
+from sft.recipe.load import load_recipe
+from sft.recipe.schema import REPOSITORY
 
 RECIPES = sorted((REPOSITORY / "recipes").glob("**/*.y*ml"))
 

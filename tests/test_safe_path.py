@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.recipe import REPOSITORY
+from sft.recipe.schema import REPOSITORY
 from tests.slow.conftest import BIN, rows, write_recipe
 
 PLANTED = (

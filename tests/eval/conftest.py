@@ -11,7 +11,7 @@ from eval.reference import Reference, load_reference
 from eval.settings import Settings, resolve_settings
 from eval.suites import Task, TaskSelection
 from sft.demo import make_demo
-from sft.recipe import Evaluation
+from sft.recipe.schema import Evaluation
 from sft.run_directory import Run, write_json
 
 WriteTask = Callable[..., Path]

@@ -8,7 +8,7 @@ import pytest
 
 from eval.ahead import describe, look_for_datasets
 from eval.suites import TaskSelection, check_tasks
-from sft.recipe import Evaluation
+from sft.recipe.schema import Evaluation
 
 ANSWERS = {
     "/gated/": (403, "GatedRepo"),

@@ -94,7 +94,7 @@ def test_a_task_that_only_transformers_can_do_is_refused(
     from pathlib import Path
 
     from eval.suites import check_tasks
-    from sft.recipe import Evaluation
+    from sft.recipe.schema import Evaluation
 
     assert isinstance(tmp_path, Path)
     beams = write_task("beams", generation_kwargs={"until": ["\n"], "num_beams": 2})

@@ -5,7 +5,7 @@ import pytest
 from eval.backend_checks import CLIENT_PACKAGES, check_backend, contradictions
 from eval.run import parse_evaluation
 from sft.errors import EvaluationError
-from sft.recipe import Evaluation
+from sft.recipe.schema import Evaluation
 
 SERVER = {"backend": "server", "server": {"base_url": "http://127.0.0.1:1/v1"}}
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from eval.run import main
-from sft.recipe import REPOSITORY
+from sft.recipe.schema import REPOSITORY
 from sft.run_directory import Run, read_json
 
 pytest.importorskip("tenacity", reason="lm_eval's clients of servers need it")

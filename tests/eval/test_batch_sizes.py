@@ -17,7 +17,7 @@ from eval.settings import resolve_settings
 from eval.suites import check_tasks
 from eval.tasks import load_tasks
 from sft.errors import EvaluationError
-from sft.recipe import Evaluation
+from sft.recipe.schema import Evaluation
 
 WriteTask = Callable[..., Path]
 

@@ -16,8 +16,8 @@ from eval.reference import Reference, load_reference
 from sft.demo import TRAIN_ROWS, _rows
 from sft.errors import EvaluationError, RecipeError
 from sft.finish import programs
-from sft.recipe import Evaluation, Recipe
-from sft.recipe_file import parse_recipe
+from sft.recipe.load import parse_recipe
+from sft.recipe.schema import Evaluation, Recipe
 from sft.run_directory import Run, read_json
 
 

@@ -28,7 +28,7 @@ from eval.code_runner import describe, prove_isolation, run_programs
 from eval.suites import check_tasks
 from eval.tasks import LoadedTasks, load_tasks
 from sft.errors import EvaluationError
-from sft.recipe import REPOSITORY, Evaluation
+from sft.recipe.schema import REPOSITORY, Evaluation
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="generated code runs on Linux only")]
 HUMANEVAL = REPOSITORY.parent / "shared" / "data" / "eval" / "HumanEval.jsonl.gz"

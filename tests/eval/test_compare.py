@@ -13,7 +13,7 @@ from eval.gate import judge_gate
 from eval.pairs import finite
 from eval.tables import comparison_table, scores_table
 from sft.errors import EvaluationError
-from sft.recipe_eval import Gate
+from sft.recipe.eval import Gate
 
 HASH = {"settings_hash": "a", "settings": {"limit": 4, "batch_size": 8, "versions": {"lm_eval": "1"}}}
 

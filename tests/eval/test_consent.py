@@ -14,7 +14,7 @@ from eval.suites import TaskSelection, check_tasks
 from eval.task_files import LocalTasks
 from eval.tasks import load_tasks, render_in_sandbox
 from sft.errors import EvaluationError
-from sft.recipe import Evaluation
+from sft.recipe.schema import Evaluation
 
 MakeSettings = Callable[..., Settings]
 WriteTask = Callable[..., Path]

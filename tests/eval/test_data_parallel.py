@@ -10,7 +10,7 @@ from eval.settings import Settings
 from eval.suites import check_tasks
 from eval.tasks import leaves, load_tasks
 from sft.errors import EvaluationError
-from sft.recipe import Evaluation
+from sft.recipe.schema import Evaluation
 
 WriteTask = Callable[..., Path]
 Resolve = Callable[..., Settings]

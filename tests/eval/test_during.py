@@ -15,7 +15,7 @@ from eval.live_model import undisturbed
 from sft.errors import EvaluationError, RecipeError
 from sft.job import check_tasks_during
 from sft.progress import EVALUATION
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 from sft.stall import ALWAYS
 
 

@@ -18,7 +18,7 @@ from sft.again import start_again
 from sft.consent import OWN_RUN
 from sft.errors import EvaluationError, RunError, UserError
 from sft.export import main as export_main
-from sft.recipe import REPOSITORY, Evaluation, Model
+from sft.recipe.schema import REPOSITORY, Evaluation, Model
 from sft.run_directory import Run
 
 WriteTask = Callable[..., Path]

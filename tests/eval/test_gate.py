@@ -5,8 +5,8 @@ import pytest
 from eval.gate import check_gate, judge_gate
 from eval.suites import check_tasks
 from sft.errors import EXIT_GATE, EvaluationError, GateFailed
-from sft.recipe import Evaluation
-from sft.recipe_eval import Gate
+from sft.recipe.eval import Gate
+from sft.recipe.schema import Evaluation
 
 
 def row(task: str, base: float, tuned: float, verdict: str = "NO EVIDENCE", **more: object) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from eval.settings import Settings, resolve_settings
 from eval.suites import check_tasks
 from eval.tasks import load_tasks
 from sft.errors import EvaluationError, UserError
-from sft.recipe import Evaluation
+from sft.recipe.schema import Evaluation
 
 WriteTask = Callable[..., Path]
 Resolve = Callable[..., Settings]

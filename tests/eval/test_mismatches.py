@@ -18,7 +18,7 @@ from eval.suites import check_tasks
 from eval.task_facts import task_facts
 from eval.tasks import load_tasks
 from sft.errors import EvaluationError
-from sft.recipe import Evaluation
+from sft.recipe.schema import Evaluation
 
 WriteTask = Callable[..., Path]
 

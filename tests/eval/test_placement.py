@@ -18,7 +18,7 @@ from eval.placement import (
 from eval.reference import Reference
 from sft.embeddings import embed_new_tokens
 from sft.errors import EvaluationError
-from sft.recipe import Evaluation
+from sft.recipe.schema import Evaluation
 
 GIB = 2**30
 

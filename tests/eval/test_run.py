@@ -16,7 +16,7 @@ from eval.run import main, parse_evaluation
 from eval.targets import check_folder
 from sft.errors import EvaluationError, UserError
 from sft.interruption import held_back
-from sft.recipe import REPOSITORY
+from sft.recipe.schema import REPOSITORY
 from sft.run_directory import Run, read_json, write_json
 
 WriteTask = Callable[..., Path]

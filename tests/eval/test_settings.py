@@ -10,7 +10,7 @@ from eval.reference import Reference, check_vocabulary, load_config, load_refere
 from eval.settings import Settings, resolve_settings
 from eval.suites import TaskSelection
 from sft.errors import EvaluationError
-from sft.recipe import Evaluation
+from sft.recipe.schema import Evaluation
 
 Resolve = Callable[..., Settings]
 NOTHING = TaskSelection((), ())

@@ -18,7 +18,7 @@ from eval.settings import Settings, resolve_settings
 from eval.suites import check_tasks
 from eval.task_index import TaskIndex, build_index, keep_index, known_tasks, read_index
 from sft.errors import EvaluationError
-from sft.recipe import Evaluation
+from sft.recipe.schema import Evaluation
 
 
 def check(tmp_path: Path, **keys: object) -> list[str]:

@@ -8,7 +8,7 @@ from eval.suites import check_tasks
 from eval.task_checks import KEYS, OUTPUT_TYPES
 from eval.task_metrics import lm_eval_aggregations, lm_eval_metrics
 from sft.errors import EvaluationError
-from sft.recipe import Evaluation
+from sft.recipe.schema import Evaluation
 
 WriteTask = Callable[..., Path]
 

@@ -9,7 +9,7 @@ from eval.settings import Settings
 from eval.suites import check_tasks
 from eval.tasks import LoadedTasks, load_tasks
 from sft.errors import EvaluationError
-from sft.recipe import Evaluation
+from sft.recipe.schema import Evaluation
 
 Resolve = Callable[..., Settings]
 WriteTask = Callable[..., Path]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.recipe import REPOSITORY, Recipe
+from sft.recipe.schema import REPOSITORY, Recipe
 
 SHARED = REPOSITORY.parent / "shared" / "data"
 

@@ -10,7 +10,7 @@ from sft.facts import DataFacts, ModelFacts
 from sft.hardware import Gpu, Hardware
 from sft.job import Job
 from sft.plan import resolve_plan
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 
 MakeRecipe = Callable[..., Recipe]
 QWEN = ModelFacts("some/model", "qwen2", "bfloat16", 32768, 3_000_000_000)

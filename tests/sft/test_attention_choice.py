@@ -13,7 +13,7 @@ from sft.architecture import Architecture, read_architecture
 from sft.attention_choice import FLASH, choose_attention
 from sft.errors import PlanError
 from sft.hardware import Gpu, Hardware
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 
 MakeRecipe = Callable[..., Recipe]
 PLAIN = Architecture(head_dim=128)

@@ -18,7 +18,7 @@ from sft.formats import row_format
 from sft.prepare import prepare
 from sft.prepared import Prepared
 from sft.readers import read_rows
-from sft.recipe import Recipe, Source
+from sft.recipe.schema import Recipe, Source
 from sft.tokenizer import load_tokenizer
 
 MakeRecipe = Callable[..., Recipe]

@@ -11,7 +11,7 @@ from sft.errors import PlanError, RecipeError
 from sft.facts import ModelFacts
 from sft.hardware import Gpu, Hardware
 from sft.plan import Plan, resolve_plan
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 from sft.zero import load_deepspeed
 
 MakeRecipe = Callable[..., Recipe]

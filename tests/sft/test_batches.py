@@ -14,7 +14,7 @@ from sft.findings import Findings
 from sft.formats import IGNORED
 from sft.packing import pack
 from sft.prepare import prepare
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 from sft.store import DocumentStore, DocumentWriter, SequenceIndex
 
 LENGTHS = [5, 9, 16, 1, 3, 3, 12, 7, 8, 2, 15, 4, 6, 16, 10] * 20

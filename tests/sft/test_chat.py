@@ -9,7 +9,7 @@ import pytest
 
 from sft.chat import ChatRenderer, Rendered, training_template
 from sft.errors import ModelError
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 from sft.template_checks import check_spans
 from sft.token_ranges import token_range
 from sft.tokenizer import TEMPLATES, load_tokenizer

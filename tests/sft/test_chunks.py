@@ -12,7 +12,7 @@ from sft.document_maker import DocumentMaker
 from sft.documents import Chunk
 from sft.errors import DataError
 from sft.readers import BadRow
-from sft.recipe import Recipe, Source
+from sft.recipe.schema import Recipe, Source
 from sft.tokenizer import load_tokenizer
 
 MakeRecipe = Callable[..., Recipe]

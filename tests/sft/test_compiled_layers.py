@@ -11,7 +11,7 @@ from sft.facts import ModelFacts
 from sft.hardware import Gpu, Hardware
 from sft.job import open_job
 from sft.plan import resolve_plan
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 from sft.zero import load_deepspeed
 
 CPU = Hardware(None, 1, 1, 2, 16.0)

@@ -11,7 +11,7 @@ import pytest
 from sft.control_tokens import ControlTokens, break_up, unused_mark
 from sft.document_maker import DocumentMaker
 from sft.documents import Chunk
-from sft.recipe import Recipe, Source
+from sft.recipe.schema import Recipe, Source
 from sft.tokenizer import load_tokenizer
 
 MakeRecipe = Callable[..., Recipe]

@@ -4,7 +4,7 @@ import pytest
 
 from sft.credentials import HIDDEN, redact, secrets_in
 from sft.errors import RecipeError, users_mistakes_end_cleanly
-from sft.recipe_file import parse_recipe
+from sft.recipe.load import parse_recipe
 from sft.run_directory import write_json
 from tests.conftest import DEMO_RECIPE
 

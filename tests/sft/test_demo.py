@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from sft.demo import CITIES, NAMES, SENTENCES, TEST_ROWS, TRAIN_ROWS, VERSION, Demo, make_demo
-from sft.recipe import REPOSITORY
+from sft.recipe.schema import REPOSITORY
 
 FOLDER = Path(".builtin") / f"demo-{VERSION}"
 

@@ -11,7 +11,7 @@ from sft.errors import PreflightError
 from sft.hardware import Gpu, Hardware
 from sft.job import Job, open_job
 from sft.preflight import check_ranks
-from sft.recipe import REPOSITORY, Recipe
+from sft.recipe.schema import REPOSITORY, Recipe
 
 CPU = Hardware(None, 2, 2, 2, 16.0)
 H100 = Hardware(Gpu("NVIDIA H100", 80.0, 9.0), 1, 1, 16, 200.0)

@@ -16,7 +16,7 @@ from sft.document_maker import DocumentMaker
 from sft.documents import DOCUMENT, LENGTHS, Chunk, Counts
 from sft.formats import IGNORED, row_format
 from sft.readers import BadRow, read_rows
-from sft.recipe import Recipe, Source
+from sft.recipe.schema import Recipe, Source
 from sft.token_ranges import token_range
 from sft.tokenizer import load_tokenizer
 

@@ -11,7 +11,7 @@ from sft.hardware import Gpu, Hardware
 from sft.job import open_job
 from sft.opening import check_start, open_run
 from sft.plan import resolve_plan
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 from sft.run_directory import Run, write_json
 from sft.zero import DeepSpeedFile, load_deepspeed
 

@@ -13,7 +13,7 @@ from sft import chat
 from sft.demo import Demo
 from sft.errors import ModelError
 from sft.processor_time import TookTooLong, limited_time
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 from sft.tokenizer import load_tokenizer
 
 ESCAPES = {

@@ -18,7 +18,7 @@ from sft.demo import Demo
 from sft.errors import DataError, ModelError
 from sft.facts import ModelFacts, inspect_data, inspect_model, model_path
 from sft.prepare import prepare
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 
 MakeRecipe = Callable[..., Recipe]
 ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}

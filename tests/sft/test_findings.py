@@ -12,7 +12,7 @@ from sft.facts import inspect_model
 from sft.findings import MEANING, Findings, check_findings, found_in_row, script_of, strings
 from sft.formats import Conversation, Text, Tokens
 from sft.prepare import prepare
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 from sft.tokenizer import load_tokenizer
 
 MakeRecipe = Callable[..., Recipe]

@@ -28,7 +28,7 @@ from sft.flops import (
     matmul_weights,
     model_flops,
 )
-from sft.recipe import REPOSITORY
+from sft.recipe.schema import REPOSITORY
 
 # transformers 5.23 renames what peft 0.21 still asks for.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")

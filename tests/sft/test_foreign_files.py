@@ -18,7 +18,7 @@ from sft.hardware import Hardware
 from sft.job import open_job
 from sft.model import load_model
 from sft.plain_data import plain_data_only
-from sft.recipe import REPOSITORY
+from sft.recipe.schema import REPOSITORY
 from sft.tokenizer import load_tokenizer
 
 SOURCES = sorted(file for folder in ("sft", "eval") for file in (REPOSITORY / folder).glob("*.py"))
@@ -114,7 +114,7 @@ def test_the_loaders_of_yaml_make_plain_values() -> None:
     import yaml
 
     from eval.task_files import _TaskLoader
-    from sft.recipe_file import _Loader
+    from sft.recipe.load import _Loader
 
     for loader in (_Loader, _TaskLoader):
         assert issubclass(loader, yaml.SafeLoader)

@@ -20,8 +20,8 @@ from sft.formats import (
     unread_columns,
 )
 from sft.readers import read_rows
-from sft.recipe import Data, Source
-from sft.recipe_file import parse_recipe
+from sft.recipe.load import parse_recipe
+from sft.recipe.schema import Data, Source
 from sft.turns import ROLES, without_reasoning
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}

@@ -13,7 +13,7 @@ from sft.fsdp import mesh_shape, resolve_fsdp
 from sft.fully_sharded import cpu_ranks_may_shard, plugin_arguments, policies, size_units
 from sft.hardware import Gpu, Hardware
 from sft.plan import Plan, resolve_plan
-from sft.recipe import Fsdp, Recipe
+from sft.recipe.schema import Fsdp, Recipe
 
 MakeRecipe = Callable[..., Recipe]
 QWEN = ModelFacts("some/model", "qwen2", "bfloat16", 32768)

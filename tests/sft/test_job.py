@@ -9,7 +9,7 @@ from sft.hardware import Hardware, described_hardware
 from sft.job import open_job
 from sft.launch import main as launch
 from sft.prepare import prepare
-from sft.recipe import REPOSITORY
+from sft.recipe.schema import REPOSITORY
 
 CPU = Hardware(None, 1, 1, 2, 16.0)
 

@@ -12,7 +12,7 @@ from sft.facts import inspect_model
 from sft.ledger import Account, check_limits, histogram, total
 from sft.prepare import prepare
 from sft.prepared import Prepared
-from sft.recipe import Data, Recipe
+from sft.recipe.schema import Data, Recipe
 from sft.store import DocumentStore, SequenceIndex
 from sft.tokenizer import load_tokenizer
 

@@ -14,7 +14,7 @@ from sft.documents import Chunk
 from sft.formats import common_columns, row_format
 from sft.lost_content import check_nothing_is_lost
 from sft.readers import read_rows
-from sft.recipe import Recipe, Source
+from sft.recipe.schema import Recipe, Source
 from sft.tokenizer import load_tokenizer
 from sft.turns import Message
 

@@ -12,7 +12,7 @@ from sft.hardware import Gpu, Hardware, described_hardware
 from sft.memory import CPU_FACTOR, ENGINES, GIB, LIVE, Engine, engine_of, needed
 from sft.memory_table import MODELS, ROWS, cell, example, tables
 from sft.plan import resolve_plan
-from sft.recipe import REPOSITORY, Recipe
+from sft.recipe.schema import REPOSITORY, Recipe
 from sft.zero import load_deepspeed
 
 MakeRecipe = Callable[..., Recipe]
@@ -136,7 +136,7 @@ def test_every_cell_is_an_engine_that_fits_or_a_refusal_that_names_one_that_does
 
 def check_offer(offer: str, recipe: Recipe, model: ModelFacts) -> None:
     """What a refusal offers is what the machine would then be given."""
-    from sft.recipe import Lora
+    from sft.recipe.schema import Lora
 
     if offer.startswith("with model.lora={}: "):
         offer = offer.removeprefix("with model.lora={}: ")

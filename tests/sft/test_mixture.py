@@ -7,7 +7,7 @@ import pytest
 from sft.documents import DOCUMENT
 from sft.errors import DataError
 from sft.mixture import Mixture, mix
-from sft.recipe import Data, Source
+from sft.recipe.schema import Data, Source
 
 
 def documents(*sources: list[int], pieces: int = 1) -> np.ndarray:

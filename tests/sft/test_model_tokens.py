@@ -19,7 +19,7 @@ from sft.hardware import Hardware
 from sft.job import Job, open_job
 from sft.model import load_model, lora_config
 from sft.prepare import prepare
-from sft.recipe import Lora
+from sft.recipe.schema import Lora
 from sft.store import DocumentStore
 from sft.tokenizer import check_vocabulary, load_tokenizer, new_token_ids
 from sft.train import check_with_frameworks

@@ -20,7 +20,7 @@ from sft.errors import ModelError
 from sft.hardware import Hardware
 from sft.job import open_job
 from sft.model import check_weights, load_base, load_model
-from sft.recipe import Model
+from sft.recipe.schema import Model
 from sft.train import check_with_frameworks
 from tests.sft.conftest import SHARED
 

@@ -17,7 +17,7 @@ from sft.facts import ModelFacts
 from sft.formats import IGNORED
 from sft.hardware import Hardware
 from sft.parallelism import data_parallel_ranks, resolve_sequence_parallel, resolve_tensor_parallel
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 from sft.sequence_parallel import PartOfSequences
 from sft.tensor_parallel import part_of, whole
 from sft.zero import DeepSpeedFile

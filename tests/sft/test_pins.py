@@ -5,8 +5,8 @@ import pytest
 
 from sft.facts import ModelFacts
 from sft.pins import hub_revisions, pin_lines
-from sft.recipe import REPOSITORY, Recipe
-from sft.recipe_file import load_recipe
+from sft.recipe.load import load_recipe
+from sft.recipe.schema import REPOSITORY, Recipe
 from sft.remote_code import is_commit
 from sft.sources import is_on_hub
 

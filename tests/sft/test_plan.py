@@ -10,7 +10,7 @@ from sft.errors import PlanError
 from sft.facts import DataFacts, ModelFacts
 from sft.hardware import Gpu, Hardware
 from sft.plan import Plan, plan_warnings, print_plan, resolve_plan
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 from sft.zero import load_deepspeed
 
 MakeRecipe = Callable[..., Recipe]

@@ -23,7 +23,7 @@ from sft.hardware import Hardware
 from sft.job import Job, open_job
 from sft.prepare import prepare, prepared_data
 from sft.prepared import Prepared, entry_folder, find_prepared
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 from sft.start import start_run
 from sft.store import DocumentStore, SequenceIndex
 

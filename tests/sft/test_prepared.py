@@ -16,7 +16,7 @@ from sft.errors import DataError
 from sft.facts import ModelFacts, inspect_model
 from sft.prepare import prepare
 from sft.prepared import data_key, entry_folder, find_prepared
-from sft.recipe import REPOSITORY, Data, Recipe
+from sft.recipe.schema import REPOSITORY, Data, Recipe
 
 MakeRecipe = Callable[..., Recipe]
 Key = Callable[..., str]

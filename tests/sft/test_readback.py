@@ -324,7 +324,7 @@ def test_frozen_parameters(read: Read) -> None:
 
 
 def with_lora(job: Job) -> Job:
-    from sft.recipe import Lora
+    from sft.recipe.schema import Lora
 
     return replace(
         job, recipe=job.recipe.model_copy(update={"model": job.recipe.model.model_copy(update={"lora": Lora()})})

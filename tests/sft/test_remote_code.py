@@ -9,7 +9,7 @@ from eval.reference import load_config
 from sft.demo import Demo
 from sft.errors import EvaluationError, ModelError
 from sft.facts import inspect_model
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 from sft.remote_code import check_remote_code, code_hash, is_refusal
 from sft.tokenizer import load_tokenizer
 
@@ -115,7 +115,7 @@ def test_nothing_is_loaded_without_saying_whether_its_code_may_run() -> None:
     """Left out, transformers asks on the terminal, and takes `y` for an answer."""
     import ast
 
-    from sft.recipe import REPOSITORY
+    from sft.recipe.schema import REPOSITORY
 
     def loads(call: ast.Call) -> bool:
         function = ast.unparse(call.func)

@@ -19,7 +19,7 @@ from sft.launch import main
 from sft.ledger import histogram
 from sft.prepare import prepare
 from sft.prepared import Prepared
-from sft.recipe import Recipe, Source
+from sft.recipe.schema import Recipe, Source
 from sft.show import finding_lines, marked_text, summary_lines
 from sft.tokenizer import load_tokenizer
 

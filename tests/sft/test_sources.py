@@ -11,7 +11,7 @@ import pytest
 from sft.demo import make_demo
 from sft.errors import DataError
 from sft.readers import BadRow
-from sft.recipe import Source
+from sft.recipe.schema import Source
 from sft.sources import (
     first_look,
     hub_answers,

@@ -10,9 +10,9 @@ import pytest
 from sft.asked_by_file import forget_stale
 from sft.checkpoint_writer import CheckpointWriter
 from sft.errors import Interrupted, RunError
-from sft.max_time import TimeLimit
 from sft.progress import CHECKPOINT, Progress
-from sft.recipe import Recipe
+from sft.recipe.max_time import TimeLimit
+from sft.recipe.schema import Recipe
 from sft.run_directory import Run, write_json
 from sft.stopping import Stopping, Wish
 

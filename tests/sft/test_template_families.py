@@ -12,7 +12,7 @@ from sft.chat import ChatRenderer
 from sft.document_maker import DocumentMaker
 from sft.documents import Chunk
 from sft.errors import ModelError
-from sft.recipe import Recipe, Source
+from sft.recipe.schema import Recipe, Source
 from sft.template_checks import check_spans, end_of_turn, note_on_headers
 from sft.tokenizer import load_tokenizer
 from sft.turns import Message

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sft.demo import Demo
 from sft.errors import ModelError
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 from sft.template_checks import end_of_turn
 from sft.tokenizer import TEMPLATES, check_tokenizer_choice, find_chat_template, load_tokenizer
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sft.errors import RunError
-from sft.recipe import Tracking
+from sft.recipe.schema import Tracking
 from sft.run_directory import Run
 from sft.tracking import set_up_trackers
 

@@ -5,7 +5,7 @@ import pytest
 from sft.facts import ModelFacts
 from sft.hardware import Gpu, Hardware
 from sft.plan import Plan, resolve_plan
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 from sft.weights import MASTER
 from sft.zero import DeepSpeedFile, load_deepspeed
 

@@ -12,7 +12,7 @@ from sft.errors import PlanError
 from sft.facts import ModelFacts
 from sft.hardware import Gpu, Hardware
 from sft.plan import resolve_plan
-from sft.recipe import REPOSITORY, Recipe
+from sft.recipe.schema import REPOSITORY, Recipe
 from sft.zero import KNOWN_KEYS, ZERO_KEYS, DeepSpeedFile, check_deepspeed, load_deepspeed
 
 MakeRecipe = Callable[..., Recipe]

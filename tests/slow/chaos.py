@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from sft.manifest import fault
-from sft.recipe import REPOSITORY
+from sft.recipe.schema import REPOSITORY
 from sft.run_directory import Run
 from tests.slow.conftest import write_recipe
 from tests.slow.ranks import Ranks

@@ -13,7 +13,7 @@ from pathlib import Path
 from eval import code_seccomp
 from eval.code_calls import PR_SET_NO_NEW_PRIVS, prctl
 from eval.code_folders import NOBODY
-from sft.recipe import REPOSITORY
+from sft.recipe.schema import REPOSITORY
 
 PYTHONS = (sys.executable, "/usr/bin/python3")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.recipe import REPOSITORY
+from sft.recipe.schema import REPOSITORY
 
 BENCHMARKS = REPOSITORY / "benchmarks"
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from sft.demo import make_demo
-from sft.recipe import REPOSITORY
+from sft.recipe.schema import REPOSITORY
 from sft.run_directory import Run
 from tests.slow.conftest import losses, plain, rows, untie, write_recipe
 from tests.slow.ranks import Ranks

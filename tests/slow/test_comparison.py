@@ -12,7 +12,7 @@ import pytest
 from eval.gate import judge_gate
 from eval.run import main as evaluate
 from sft.demo import CITIES, NAMES
-from sft.recipe_eval import Gate
+from sft.recipe.eval import Gate
 from sft.run_directory import Run, read_json
 from tests.slow.conftest import write_recipe, write_task
 

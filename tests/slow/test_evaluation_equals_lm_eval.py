@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sft.recipe import REPOSITORY
+from sft.recipe.schema import REPOSITORY
 from sft.run_directory import Run, write_json
 from tests.slow.conftest import write_recipe
 from tests.slow.ranks import Ranks

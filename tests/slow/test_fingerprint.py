@@ -13,7 +13,7 @@ from sft.batches import Sequences, StepOrder
 from sft.fingerprint import batch_hash
 from sft.job import open_recipe
 from sft.prepared import entry_folder
-from sft.recipe import REPOSITORY
+from sft.recipe.schema import REPOSITORY
 from sft.run_directory import Run
 from sft.store import DocumentStore, SequenceIndex
 from tests.slow.conftest import latest, write_recipe

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sft.recipe import REPOSITORY
+from sft.recipe.schema import REPOSITORY
 from sft.run_directory import Run
 from tests.slow.conftest import lines_of, until, write_recipe, write_task
 from tests.slow.ranks import Ranks

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sft.demo import make_demo
-from sft.recipe import REPOSITORY
+from sft.recipe.schema import REPOSITORY
 from sft.run_directory import Run
 from tests.slow.ranks import Ranks
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from sft.batches import Sequences, StepOrder
-from sft.recipe import REPOSITORY
-from sft.recipe_file import load_recipe
+from sft.recipe.load import load_recipe
+from sft.recipe.schema import REPOSITORY
 from sft.run_directory import Run
 from sft.step_work import StepWork
 from sft.store import DocumentStore, SequenceIndex

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sft.demo import make_demo
-from sft.recipe import REPOSITORY
+from sft.recipe.schema import REPOSITORY
 from sft.run_directory import Run
 from tests.slow.conftest import losses, write_recipe
 from tests.slow.ranks import Ranks

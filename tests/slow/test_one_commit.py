@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from sft.demo import make_demo
-from sft.recipe import REPOSITORY
+from sft.recipe.schema import REPOSITORY
 from tests.slow.conftest import write_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

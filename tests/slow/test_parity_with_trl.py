@@ -19,7 +19,7 @@ import pytest
 from sft.document_maker import DocumentMaker
 from sft.formats import IGNORED
 from sft.readers import read_rows
-from sft.recipe import Data, Source
+from sft.recipe.schema import Data, Source
 
 Rows = list[dict[str, Any]]
 Labelled = list[tuple[list[int], list[int]]]

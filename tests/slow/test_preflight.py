@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sft.distributed import free_port
-from sft.recipe import REPOSITORY
+from sft.recipe.schema import REPOSITORY
 from tests.slow.conftest import BIN, write_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

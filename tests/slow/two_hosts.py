@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.recipe import REPOSITORY
+from sft.recipe.schema import REPOSITORY
 
 BIN = Path(sys.executable).parent
 

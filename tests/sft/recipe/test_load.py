@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sft.errors import RecipeError
-from sft.recipe import REPOSITORY, Recipe
-from sft.recipe_file import find_file, load_recipe, parse_recipe
+from sft.recipe.load import find_file, load_recipe, parse_recipe
+from sft.recipe.schema import REPOSITORY, Recipe
 
 MakeRecipe = Callable[..., Recipe]
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from sft.credentials import secrets_in
 from sft.errors import RecipeError, did_you_mean
-from sft.recipe import REPOSITORY, SCHEMA_VERSION, Recipe, Section
+from sft.recipe.schema import REPOSITORY, SCHEMA_VERSION, Recipe, Section
 
 _MOST_VALUES = 100_000
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from sft.recipe_section import Fraction, Section
+from sft.recipe.section import Fraction, Section
 
 Column = Literal[
     "messages",

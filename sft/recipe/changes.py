@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from sft.errors import RecipeError, did_you_mean
-from sft.recipe import Recipe, Section
+from sft.recipe.schema import Recipe, Section
 
 FREE = frozenset(
     {

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from sft.max_time import parse_duration
-from sft.recipe_section import Fraction, Positive, Section
+from sft.recipe.max_time import parse_duration
+from sft.recipe.section import Fraction, Positive, Section
 
 
 class Fsdp(Section):

@@ -4,8 +4,7 @@ from collections.abc import Callable
 import pytest
 
 from sft.errors import RecipeError
-from sft.recipe import REPOSITORY, Recipe
-from sft.recipe_changes import (
+from sft.recipe.changes import (
     FIXED,
     FREE,
     NAMED,
@@ -16,6 +15,7 @@ from sft.recipe_changes import (
     recipe_differences,
     recipe_keys,
 )
+from sft.recipe.schema import REPOSITORY, Recipe
 
 MakeRecipe = Callable[..., Recipe]
 

@@ -3,8 +3,8 @@ from collections.abc import Callable
 import pytest
 
 from sft.errors import RecipeError
-from sft.max_time import TimeLimit, assumed_save_seconds, parse_duration
-from sft.recipe import Recipe
+from sft.recipe.max_time import TimeLimit, assumed_save_seconds, parse_duration
+from sft.recipe.schema import Recipe
 
 
 def test_a_duration_is_the_sum_of_its_parts() -> None:

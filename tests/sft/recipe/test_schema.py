@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from sft.errors import RecipeError
 from sft.findings import MEANING
 from sft.formats import FORMATS
-from sft.recipe import Data, Finding, Recipe, Section, Source
+from sft.recipe.schema import Data, Finding, Recipe, Section, Source
 
 MakeRecipe = Callable[..., Recipe]
 

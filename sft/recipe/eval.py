@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from sft.recipe_section import Positive, Section
+from sft.recipe.section import Positive, Section
 
 
 class Server(Section):
@@ -64,7 +64,7 @@ def _chat_branch(value: Any) -> str:
     return "[false]" if value is False else "[section]"
 
 
-# One branch is tried and told of, not both. A name with a bracket is none of the recipe's keys: sft/recipe_file.py.
+# One branch is tried and told of, not both. A name with a bracket is none of the recipe's keys: sft/recipe/load.py.
 ChatOrNot = Annotated[
     Annotated[Chat, Tag("[section]")] | Annotated[Literal[False], Tag("[false]")], Discriminator(_chat_branch)
 ]

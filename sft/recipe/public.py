@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from sft.credentials import redact
-from sft.recipe import Recipe
+from sft.recipe.schema import Recipe
 
 _FILE = re.compile(r"\.(?:jsonl?|csv|tsv|parquet|arrow|txt|ya?ml|jinja|py|gz|zst|bz2|xz)$|[*?\[]")
 _LEFT_OUT = ("output_dir", "tracking", "debug")

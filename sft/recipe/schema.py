@@ -1,6 +1,6 @@
-"""The recipe: what a YAML file may say and what each key means. sft/recipe_file.py reads it.
+"""The recipe: what a YAML file may say and what each key means. sft/recipe/load.py reads it.
 
-The large sections have files of their own: sft/recipe_data.py, sft/recipe_train.py and sft/recipe_eval.py. Imports no torch:
+The large sections have files of their own: sft/recipe/data.py, sft/recipe/train.py and sft/recipe/eval.py. Imports no torch:
 a recipe loads in well under a second.
 """
 
@@ -11,10 +11,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from sft.recipe_data import Column, Data, Finding, Source
-from sft.recipe_eval import Evaluation
-from sft.recipe_section import Section
-from sft.recipe_train import Fsdp, Train
+from sft.recipe.data import Column, Data, Finding, Source
+from sft.recipe.eval import Evaluation
+from sft.recipe.section import Section
+from sft.recipe.train import Fsdp, Train
 
 __all__ = [
     "REPOSITORY",
@@ -36,7 +36,7 @@ __all__ = [
 SCHEMA_VERSION = 1
 """The format of a recipe file that this program reads."""
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class Lora(Section):

@@ -1,0 +1,1 @@
+"""Reads and validates the recipe, one YAML file. Imports no torch."""
