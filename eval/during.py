@@ -27,8 +27,8 @@ from eval.suites import check_tasks
 from eval.tasks import LoadedTasks, load_tasks
 from sft import distributed
 from sft.errors import EvaluationError
+from sft.hub.pins import pinned
 from sft.job import Job
-from sft.pins import pinned
 from sft.run_directory import Run
 
 BATCH_SIZE = 8

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from eval.quiet import first_line
 from sft.errors import EvaluationError
-from sft.remote_code import is_refusal
+from sft.hub.remote_code import is_refusal
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase

@@ -7,7 +7,7 @@ from pathlib import Path
 from eval.backends import Target
 from eval.reference import Reference, check_vocabulary, load_config
 from sft.errors import EvaluationError, did_you_mean
-from sft.remote_code import code_hash
+from sft.hub.remote_code import code_hash
 from sft.run_directory import Run
 
 

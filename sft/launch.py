@@ -183,7 +183,7 @@ def look_at_data(recipe_path: Path, overrides: Sequence[str], count: int | None)
     if count is None:
         print("\n".join([*summary_lines(prepared), f"Prepared: {prepared.folder}"]))
         return
-    from sft.pins import pinned
+    from sft.hub.pins import pinned
     from sft.tokenizer import load_tokenizer
 
     show(prepared, recipe, load_tokenizer(pinned(recipe, model)), count)

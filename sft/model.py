@@ -19,11 +19,11 @@ from sft import attention
 from sft.embeddings import embed_new_tokens, trainable_rows
 from sft.errors import ModelError, did_you_mean
 from sft.facts import read_header
+from sft.hub.pins import pinned
+from sft.hub.remote_code import HOW_TO_ALLOW, is_refusal
 from sft.job import Job
 from sft.live_parallelism import loading_arguments
-from sft.pins import pinned
 from sft.recipe.schema import Lora, Model
-from sft.remote_code import HOW_TO_ALLOW, is_refusal
 from sft.tensor_parallel import sum_norm_gradients_once
 from sft.weights import MASTER
 

@@ -36,13 +36,13 @@ from sft.errors import DataError, Interrupted, ModelError, RecipeError, RunError
 from sft.facts import ModelFacts
 from sft.findings import Findings, check_findings
 from sft.formats import common_columns, row_format, unread_columns
+from sft.hub.pins import pinned
 from sft.interruption import EXITS, SIGNALS, exit_status, held_back
 from sft.job import open_recipe
 from sft.ledger import check_limits, lengths_json, settle, total
 from sft.manifest import summed
 from sft.mixture import Mixture, mix
 from sft.packing import pack
-from sft.pins import pinned
 from sft.prepared import Prepared, entry_folder, find_prepared
 from sft.processes import end_with_parent
 from sft.readers import BadRow

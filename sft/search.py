@@ -144,7 +144,7 @@ def read_journal(file: Path) -> list[Measurement]:
 
 def measure(job: Job, memory_gib: float | None) -> None:
     """One rank's part: train on the longest sequences, a candidate each step, until there is none left."""
-    from sft.pins import pinned
+    from sft.hub.pins import pinned
     from sft.tokenizer import load_tokenizer
     from sft.train import check_with_frameworks, enter
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from sft.errors import ModelError, did_you_mean
 from sft.facts import model_path
+from sft.hub.remote_code import HOW_TO_ALLOW, is_refusal
 from sft.recipe.load import find_file
 from sft.recipe.schema import Recipe
-from sft.remote_code import HOW_TO_ALLOW, is_refusal
 from sft.sources import BUILTIN, looks_local
 from sft.template_checks import end_of_turn
 

@@ -19,10 +19,10 @@ from sft import distributed, interruption, rank_logs
 from sft.checker import Checker
 from sft.errors import RecipeError, run_main
 from sft.finish import become_finish, evaluation_left
+from sft.hub.pins import pinned
 from sft.job import Job, open_job
 from sft.launch_checks import check_installed, check_rank_variables
 from sft.lost_ranks import told_of_lost_ranks
-from sft.pins import pinned
 from sft.preflight import check_ranks
 from sft.record import close_session
 from sft.rewind import become_again

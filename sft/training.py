@@ -19,13 +19,13 @@ from sft.errors import EXIT_CRASHED, Interrupted, RunError, WrongSave
 from sft.fingerprint import Fingerprint
 from sft.finish import programs
 from sft.held_out import HeldOutLoss
+from sft.hub.pins import pin_lines
 from sft.inside import remove
 from sft.job import Job
 from sft.lost_ranks import told_of_lost_ranks
 from sft.metrics import Metrics
 from sft.model import load_model
 from sft.nonfinite import Nonfinite
-from sft.pins import pin_lines
 from sft.plan import plan_warnings, print_plan
 from sft.profiling import Profile
 from sft.progress import Progress

@@ -4,10 +4,10 @@ from pathlib import Path
 import pytest
 
 from sft.facts import ModelFacts
-from sft.pins import hub_revisions, pin_lines
+from sft.hub.pins import hub_revisions, pin_lines
+from sft.hub.remote_code import is_commit
 from sft.recipe.load import load_recipe
 from sft.recipe.schema import REPOSITORY, Recipe
-from sft.remote_code import is_commit
 from sft.sources import is_on_hub
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

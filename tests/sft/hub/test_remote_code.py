@@ -9,8 +9,8 @@ from eval.reference import load_config
 from sft.demo import Demo
 from sft.errors import EvaluationError, ModelError
 from sft.facts import inspect_model
+from sft.hub.remote_code import check_remote_code, code_hash, is_refusal
 from sft.recipe.schema import Recipe
-from sft.remote_code import check_remote_code, code_hash, is_refusal
 from sft.tokenizer import load_tokenizer
 
 MakeRecipe = Callable[..., Recipe]
