@@ -23,7 +23,7 @@ from eval.treatment import own_template, treat_base
 from sft.errors import EvaluationError, GateFailed
 from sft.recipe.changes import differences
 from sft.recipe.schema import Evaluation
-from sft.run_directory import Run, read_json
+from sft.run.directory import Run, read_json
 from sft.unchanged import base_changes, check_final
 from sft.visible import visible_line
 

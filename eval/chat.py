@@ -29,10 +29,10 @@ from eval.quiet import chatter_to
 from eval.reference import Reference, load_reference
 from eval.targets import base_target
 from eval.treatment import own_template
-from sft.consent import TRUST, check_model_code
 from sft.errors import EvaluationError, run_main
 from sft.recipe.schema import Evaluation
-from sft.run_directory import Run, find_run, read_json, write_json
+from sft.run.consent import TRUST, check_model_code
+from sft.run.directory import Run, find_run, read_json, write_json
 
 AT_ONCE = 8
 """Prompts in a batch."""

@@ -11,10 +11,10 @@ from eval.backends import Target
 from eval.chat_model import Asker, load_asker, load_weights
 from eval.reference import Reference, load_config, load_reference
 from eval.targets import check_folder, recorded_base
-from sft.consent import check_model_code
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation
-from sft.run_directory import Run, find_run
+from sft.run.consent import check_model_code
+from sft.run.directory import Run, find_run
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from eval.gate import judge_gate
 from eval.pairs import Results, Samples, finite
 from eval.tables import comparison_lines, comparison_table
 from sft.recipe.schema import Evaluation
-from sft.run_directory import Run, read_json, write_json
+from sft.run.directory import Run, read_json, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

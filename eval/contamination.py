@@ -14,7 +14,7 @@ from tqdm import tqdm
 from eval.ngrams import Search
 from eval.pairs import Results, Samples, leaves, pair_task
 from sft.prepared import find_prepared
-from sft.run_directory import Run
+from sft.run.directory import Run
 from sft.store import DocumentStore, SequenceIndex
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from sft import distributed
 from sft.errors import EvaluationError
 from sft.hub.pins import pinned
 from sft.job import Job
-from sft.run_directory import Run
+from sft.run.directory import Run
 
 BATCH_SIZE = 8
 """Documents per forward pass on a GPU, where the recipe names no number: what is free beside a training is not searched for."""

@@ -19,7 +19,7 @@ from eval.task_facts import task_facts
 from eval.together import load_tasks_together, log_in, place
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation
-from sft.run_directory import read_json
+from sft.run.directory import read_json
 
 
 def name_of(folder: Path) -> str:

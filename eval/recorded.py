@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 from sft.errors import UserError
 from sft.recipe.schema import Recipe
-from sft.run_directory import Run
+from sft.run.directory import Run
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from eval.recorded import Recorded, entries, get, is_number, listed, mapping, re
 from eval.training_report import data_line, during_section, model_line, training_section, what_section
 from eval.write import write_page
 from sft.errors import RunError, run_main
-from sft.run_directory import Run, find_run
+from sft.run.directory import Run, find_run
 
 ENDINGS = {
     "running": "has not finished; this is what it has recorded so far",

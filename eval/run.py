@@ -33,11 +33,11 @@ from eval.one_model import evaluate_one
 from eval.targets import check_folder
 from eval.together import NeedsProcesses
 from sft import rank_logs
-from sft.consent import TRUST, check_model_code, is_own
 from sft.errors import EvaluationError, RecipeError, run_main
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Evaluation
-from sft.run_directory import Run, find_run
+from sft.run.consent import TRUST, check_model_code, is_own
+from sft.run.directory import Run, find_run
 from sft.unchanged import ACCEPT
 
 EXIT_INCOMPLETE = 1

@@ -33,10 +33,10 @@ from eval.runs_evaluation import Keyed, cell, evaluation_part, not_comparable
 from eval.runs_training import curves_part, final_part
 from eval.training_report import data_line, method, model_line
 from eval.write import write_page
-from sft.diff import counts_not
 from sft.errors import RunError
 from sft.recipe.changes import differences
-from sft.run_directory import find_run
+from sft.run.diff import counts_not
+from sft.run.directory import find_run
 
 MOST_RUNS = 10
 COUNTS_NOT = (

@@ -8,7 +8,7 @@ from eval.backends import Target
 from eval.reference import Reference, check_vocabulary, load_config
 from sft.errors import EvaluationError, did_you_mean
 from sft.hub.remote_code import code_hash
-from sft.run_directory import Run
+from sft.run.directory import Run
 
 
 def check_folder(named: str) -> None:

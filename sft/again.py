@@ -15,12 +15,12 @@ from typing import Any
 
 import yaml
 
-from sft.consent import check_consents
 from sft.errors import RunError
 from sft.job import Job
 from sft.recipe.changes import Change, differences, recipe_differences
-from sft.record import git_state, installed_versions
-from sft.run_directory import EVALUATION_LEFT, Run, find_run
+from sft.run.consent import check_consents
+from sft.run.directory import EVALUATION_LEFT, Run, find_run
+from sft.run.record import git_state, installed_versions
 
 _DECIDED_ANEW = ("tracking.run_name=", "train.resume=")
 

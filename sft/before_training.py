@@ -14,7 +14,7 @@ from transformers.trainer_callback import TrainerCallback
 from sft.job import Job
 from sft.probe import check_probe, probe, sample_documents
 from sft.readback import Reading, check_readings, read_back
-from sft.run_directory import Run
+from sft.run.directory import Run
 
 
 class BeforeTraining(TrainerCallback):  # type: ignore[misc]

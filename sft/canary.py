@@ -31,7 +31,7 @@ from sft.job import Job
 from sft.model import DTYPES, weights_dtype
 from sft.probe import arithmetic, evaluating, unwrapped
 from sft.progress import BETWEEN, CHECKPOINT
-from sft.run_directory import Run
+from sft.run.directory import Run
 from sft.save_comparison import Comparison, Found, facts, message
 from sft.saving import write_model
 from sft.sharding import give_back

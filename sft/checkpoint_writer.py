@@ -24,8 +24,8 @@ from sft.lost_ranks import is_lost
 from sft.manifest import Entry, entries, files_in, share, size, sync, write_manifest
 from sft.meetings import Meet, in_step, meetings
 from sft.resume import step_of
-from sft.run_directory import INCOMPLETE, Run
-from sft.run_folder import folder_fault
+from sft.run.directory import INCOMPLETE, Run
+from sft.run.lost_folder import folder_fault
 
 _REMOVED = ".removed-"
 

@@ -15,7 +15,7 @@ from typing import Any
 from sft.errors import RunError
 from sft.fsdp import ENGINE as FSDP2
 from sft.job import Job
-from sft.run_directory import Run, read_json
+from sft.run.directory import Run, read_json
 
 FILE = "written_by.json"
 UNKNOWN = "unknown"

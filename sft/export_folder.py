@@ -14,8 +14,8 @@ from sft.credentials import secrets_in
 from sft.disk import in_words
 from sft.errors import ExportError, disk_was_full
 from sft.export_source import Exported, has_tokenizer, read_config
-from sft.inside import remove
 from sft.recipe.schema import Recipe
+from sft.run.inside import remove
 from sft.tokenizer import load_tokenizer as settled_tokenizer
 
 _TEXT = (".json", ".md", ".jinja", ".sh", ".txt", ".yaml", ".py", "")

@@ -21,7 +21,7 @@ from sft.disk import in_words
 from sft.errors import ExportError
 from sft.export_folder import Made, make_folder
 from sft.export_source import Exported, check_unchanged, find_exported, steps_of
-from sft.run_directory import Run
+from sft.run.directory import Run
 
 MAIN = "main"
 _REPO_ID = re.compile(r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?/[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?")

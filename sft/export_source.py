@@ -15,7 +15,7 @@ from sft.errors import ExportError
 from sft.manifest import fault
 from sft.recipe.schema import Model, Recipe
 from sft.resume import checkpoints_of, step_of
-from sft.run_directory import Run, find_run, read_json
+from sft.run.directory import Run, find_run, read_json
 from sft.unchanged import base_changes, check_final
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")

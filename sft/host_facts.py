@@ -13,7 +13,7 @@ from typing import Any
 from sft.errors import PreflightError
 from sft.job import Job
 from sft.recipe.schema import REPOSITORY
-from sft.record import installed_versions
+from sft.run.record import installed_versions
 
 CODE = ("sft/**/*.py", "sft/**/*.jinja", "eval/**/*.py", "ds_configs/*.json")
 VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_DIST", "TORCH_CPP_LOG", "FI_", "UCX_")

@@ -28,9 +28,9 @@ from typing import Any
 
 from sft import rank_logs
 from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted, UserError
-from sft.inside import remove
-from sft.record import close_session
-from sft.run_directory import INCOMPLETE, Run
+from sft.run.directory import INCOMPLETE, Run
+from sft.run.inside import remove
+from sft.run.record import close_session
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 EXITS = (EXIT_INTERRUPTED, EXIT_TERMINATED)

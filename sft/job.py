@@ -17,11 +17,11 @@ from sft.errors import EvaluationError, ModelError, RunError
 from sft.facts import DataFacts, ModelFacts, inspect_data, inspect_model
 from sft.fsdp import resolve_fsdp
 from sft.hardware import Hardware
-from sft.inside import check_names
 from sft.plan import Plan, resolve_plan
 from sft.recipe.load import find_file, load_recipe
 from sft.recipe.schema import Fsdp, Recipe
 from sft.resolved import Searched
+from sft.run.inside import check_names
 from sft.tokenizer import check_tokenizer_choice
 from sft.zero import DeepSpeedFile
 

@@ -30,7 +30,7 @@ from sft.prepare import prepared_data
 from sft.prepared import Prepared, data_key, entry_folder, find_prepared
 from sft.recipe.changes import check_allowed_changes
 from sft.resume import checkpoints_of
-from sft.run_directory import Run
+from sft.run.directory import Run
 from sft.search import search
 from sft.search_cache import find_answer, is_searched
 from sft.torchrun import check_port, choose_rendezvous, start

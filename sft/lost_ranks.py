@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from sft.errors import LostRank
 from sft.recipe.schema import Recipe
-from sft.run_directory import Run
+from sft.run.directory import Run
 
 _SIGNS = (
     "timed out",

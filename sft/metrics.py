@@ -25,7 +25,7 @@ from sft.fingerprint import Fingerprint
 from sft.flops import ModelFlops, model_flops
 from sft.hardware import Hardware
 from sft.held_out import HeldOutLoss
-from sft.run_directory import read_lines
+from sft.run.directory import read_lines
 from sft.spikes import Spikes
 from sft.step_clock import StepClock
 from sft.step_work import StepWork

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from sft.errors import NonfiniteError
-from sft.run_directory import Run, write_json
+from sft.run.directory import Run, write_json
 from sft.suspects import StepRows
 
 

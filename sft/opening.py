@@ -15,16 +15,16 @@ from pathlib import Path
 from shlex import join
 from typing import Any
 
-from sft.consent import OWN_RUN
 from sft.continuation import FILE, resolve_continuation
 from sft.errors import RecipeError, RunError
-from sft.inside import check_inside, remove
 from sft.job import Job
 from sft.manifest import is_damaged, read_manifest
 from sft.recipe.changes import Change, check_allowed_changes, not_allowed, recipe_differences
 from sft.recipe.schema import Recipe
 from sft.resume import checkpoints_of
-from sft.run_directory import EVALUATION_LEFT, INCOMPLETE, Run, read_json
+from sft.run.consent import OWN_RUN
+from sft.run.directory import EVALUATION_LEFT, INCOMPLETE, Run, read_json
+from sft.run.inside import check_inside, remove
 
 _TAKEN = "exists already and is not written over. Choose another tracking.run_name, or remove the folder."
 _SHOWN = 5

@@ -47,7 +47,7 @@ from sft.prepared import Prepared, entry_folder, find_prepared
 from sft.processes import end_with_parent
 from sft.readers import BadRow
 from sft.recipe.schema import Recipe, Source
-from sft.run_directory import EVALUATION_LEFT
+from sft.run.directory import EVALUATION_LEFT
 from sft.sources import open_source, told_as
 from sft.store import DocumentStore, DocumentWriter, SequenceIndex
 from sft.tokenizer import CHOICES, check_vocabulary, load_tokenizer

@@ -24,7 +24,7 @@ from sft.plan import Plan
 from sft.portable_live import begin_random_streams, go_on, with_parameters
 from sft.progress import CHECKPOINT, Progress
 from sft.recipe.schema import Fsdp
-from sft.run_directory import INCOMPLETE
+from sft.run.directory import INCOMPLETE
 from sft.sequence_parallel import PartOfSequences, labels_of_all, share_batches
 from sft.step_clock import StepClock
 from sft.stopping import Stopping

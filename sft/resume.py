@@ -9,7 +9,7 @@ from typing import Any
 
 from sft.errors import RunError
 from sft.manifest import fault, read_manifest
-from sft.run_directory import Run, read_json, read_lines
+from sft.run.directory import Run, read_json, read_lines
 
 _SHOWN = 5
 """Missing steps that are listed."""

@@ -17,10 +17,10 @@ from typing import NoReturn
 import psutil
 
 from sft import distributed, interruption, rank_logs
-from sft.consent import OWN_RUN
 from sft.errors import Interrupted
 from sft.recipe.schema import Tracking
-from sft.run_directory import Run
+from sft.run.consent import OWN_RUN
+from sft.run.directory import Run
 from sft.tracking import finish_trackers
 
 

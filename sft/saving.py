@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from sft import distributed
-from sft.inside import remove
 from sft.job import Job
+from sft.run.inside import remove
 from sft.saved_config import complete_config
 
 

@@ -20,7 +20,7 @@ from sft.batch_size import divisors
 from sft.job import Job
 from sft.prepared import Prepared
 from sft.resolved import Searched
-from sft.run_directory import write_json
+from sft.run.directory import write_json
 from sft.store import DocumentStore, SequenceIndex
 
 FORMAT = 1

@@ -23,7 +23,7 @@ from sft.checkpointing import checkpoint_every, has_layers_of_their_own
 from sft.job import Job
 from sft.model import load_model
 from sft.prepared import Prepared
-from sft.run_directory import Run
+from sft.run.directory import Run
 from sft.search import EXIT_DID_NOT_FIT, PASSES, read_journal
 from sft.search_cache import LARGEST_SHARE, Measurement, longest_first, next_candidate, worst
 from sft.step_clock import StepClock

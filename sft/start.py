@@ -30,10 +30,10 @@ from sft.prepare import begin_preparation, prepared_data
 from sft.prepared import Prepared
 from sft.rank_logs import forget_ending
 from sft.recipe.changes import Change, differences
-from sft.record import installed_versions, record_start
 from sft.resolved import Searched
 from sft.resume import Choice, choose_checkpoint, lost_lines
-from sft.run_directory import Run, write_json
+from sft.run.directory import Run, write_json
+from sft.run.record import installed_versions, record_start
 from sft.search_cache import find_answer
 from sft.unchanged import base_changes
 

@@ -37,7 +37,7 @@ from sft.progress import Progress
 from sft.rank_logs import is_rank
 from sft.recipe.max_time import TimeLimit, assumed_save_seconds, parse_duration
 from sft.recipe.schema import Recipe
-from sft.run_directory import Run
+from sft.run.directory import Run
 
 
 class Wish(IntEnum):

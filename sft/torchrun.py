@@ -14,14 +14,14 @@ from pathlib import Path
 from shlex import join
 from typing import Any, NoReturn
 
-from sft.consent import OWN_RUN
 from sft.errors import EXIT_GATE, EXIT_USER_ERROR, PlanError, UserError
 from sft.forwarding import SAVING, Forwarding, tell_interruption
 from sft.interruption import held_back, speaks_for_ranks
 from sft.layout import Layout
 from sft.out_of_memory import OutOfMemoryKills
 from sft.rank_logs import ENDING, Ending, launched_folder, read_ending, seen_ending, written_run
-from sft.run_directory import Run
+from sft.run.consent import OWN_RUN
+from sft.run.directory import Run
 from sft.search import EXIT_DID_NOT_FIT
 
 FINAL = (EXIT_USER_ERROR, EXIT_GATE, EXIT_DID_NOT_FIT)

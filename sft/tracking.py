@@ -10,7 +10,7 @@ from typing import Any
 
 from sft.errors import RunError
 from sft.recipe.schema import Tracking
-from sft.run_directory import Run
+from sft.run.directory import Run
 
 
 def _logged_in_to_wandb() -> bool:

@@ -24,10 +24,10 @@ from sft.job import Job, open_job
 from sft.launch_checks import check_installed, check_rank_variables
 from sft.lost_ranks import told_of_lost_ranks
 from sft.preflight import check_ranks
-from sft.record import close_session
 from sft.rewind import become_again
-from sft.run_directory import Run
-from sft.run_folder import told_of_a_lost_folder
+from sft.run.directory import Run
+from sft.run.lost_folder import told_of_a_lost_folder
+from sft.run.record import close_session
 from sft.start import begin_data, start_run, wait_for_data
 from sft.tokenizer import load_tokenizer
 from sft.tracking import finish_trackers

@@ -30,7 +30,7 @@ from sft.live_parallelism import parallelism_config
 from sft.model import DTYPES, lora_config
 from sft.optimizer import MasterAdamW
 from sft.recipe_trainer import RecipeTrainer
-from sft.run_directory import Run
+from sft.run.directory import Run
 from sft.step_clock import StepClock
 from sft.tokenizer import new_token_ids
 from sft.weights import MASTER

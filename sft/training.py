@@ -20,7 +20,6 @@ from sft.fingerprint import Fingerprint
 from sft.finish import programs
 from sft.held_out import HeldOutLoss
 from sft.hub.pins import pin_lines
-from sft.inside import remove
 from sft.job import Job
 from sft.lost_ranks import told_of_lost_ranks
 from sft.metrics import Metrics
@@ -29,9 +28,10 @@ from sft.nonfinite import Nonfinite
 from sft.plan import plan_warnings, print_plan
 from sft.profiling import Profile
 from sft.progress import Progress
-from sft.record import record_end
 from sft.resume import changed_tokens
-from sft.run_directory import Run, read_lines, write_json
+from sft.run.directory import Run, read_lines, write_json
+from sft.run.inside import remove
+from sft.run.record import record_end
 from sft.saving import write_model
 from sft.show import summary_lines
 from sft.start import Start

@@ -14,7 +14,7 @@ from typing import Any
 
 from sft.errors import RunError
 from sft.manifest import files_in, summed
-from sft.run_directory import Run
+from sft.run.directory import Run
 
 ACCEPT = "--accept-edits"
 """How a command line says that final/ was edited on purpose; once, for this command and all later ones."""

@@ -37,7 +37,7 @@ from sft.interruption import on_signal
 from sft.progress import Place, Progress
 from sft.rank_logs import to_terminal
 from sft.recipe.schema import REPOSITORY
-from sft.run_directory import write_json
+from sft.run.directory import write_json
 from sft.stall import ALWAYS, DEBUG, Report, about, behind, end_limit, message
 
 FRAMES = 4

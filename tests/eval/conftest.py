@@ -12,7 +12,7 @@ from eval.settings import Settings, resolve_settings
 from eval.suites import Task, TaskSelection
 from sft.demo import make_demo
 from sft.recipe.schema import Evaluation
-from sft.run_directory import Run, write_json
+from sft.run.directory import Run, write_json
 
 WriteTask = Callable[..., Path]
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sft.run_directory import Run, write_json
+from sft.run.directory import Run, write_json
 
 RECIPE = """
 schema_version: 1

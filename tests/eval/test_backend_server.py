@@ -15,7 +15,7 @@ import pytest
 
 from eval.run import main
 from sft.recipe.schema import REPOSITORY
-from sft.run_directory import Run, read_json
+from sft.run.directory import Run, read_json
 
 pytest.importorskip("tenacity", reason="lm_eval's clients of servers need it")
 pytestmark = pytest.mark.slow

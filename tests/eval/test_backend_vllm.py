@@ -12,7 +12,7 @@ import pytest
 from eval.backend_vllm import vllm_arguments
 from eval.run import main
 from eval.settings import Settings
-from sft.run_directory import Run, read_json
+from sft.run.directory import Run, read_json
 
 WriteTask = Callable[..., Path]
 PASSED_ON = {"generation_config", "gpu_memory_utilization"}

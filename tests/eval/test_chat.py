@@ -18,7 +18,7 @@ from sft.errors import EvaluationError, RecipeError
 from sft.finish import programs
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Evaluation, Recipe
-from sft.run_directory import Run, read_json
+from sft.run.directory import Run, read_json
 
 
 def change(run: Run, **evaluation: object) -> None:

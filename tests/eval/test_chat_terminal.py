@@ -15,7 +15,7 @@ from eval.chat_target import choose
 from eval.chat_terminal import Conversation, Streamer, command, converse, fit, generation_config, parse
 from eval.reference import Reference, load_reference
 from sft.errors import EvaluationError
-from sft.run_directory import Run
+from sft.run.directory import Run
 
 
 @pytest.fixture

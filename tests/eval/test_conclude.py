@@ -15,7 +15,7 @@ from eval.run import main
 from eval.tables import comparison_lines, comparison_table
 from sft.demo import CITIES, NAMES
 from sft.errors import EvaluationError, GateFailed
-from sft.run_directory import Run, read_json
+from sft.run.directory import Run, read_json
 
 WriteTask = Callable[..., Path]
 

@@ -5,7 +5,7 @@ from eval.blocks import Page, Section
 from eval.data_report import data_section
 from eval.markdown import as_markdown
 from eval.recorded import Recorded
-from sft.run_directory import Run
+from sft.run.directory import Run
 
 
 def account(source: str, held_out: int = 0) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from eval.blocks import Code, Page, Paragraph, Section, Table
 from eval.html_report import FOLDED_FROM, MOST_OF_AN_ANSWER, Budget, as_html
 from eval.recorded import read_run
 from eval.report import make_page, write_report
-from sft.run_directory import Run, write_json
+from sft.run.directory import Run, write_json
 from sft.visible import visible
 from tests.eval.runs import COMPARISON, METRIC, add_answers, answer, flip, full_run, point, prompt
 

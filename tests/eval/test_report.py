@@ -13,7 +13,7 @@ from eval.markdown import as_markdown
 from eval.recorded import read_run
 from eval.report import make_page, write_report
 from sft.errors import RunError
-from sft.run_directory import Run, read_json, write_json
+from sft.run.directory import Run, read_json, write_json
 from tests.eval.runs import COMPARISON, METRIC, add_answers, answer, flip, full_run, point, prompt
 
 

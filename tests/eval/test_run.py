@@ -17,7 +17,7 @@ from eval.targets import check_folder
 from sft.errors import EvaluationError, UserError
 from sft.interruption import held_back
 from sft.recipe.schema import REPOSITORY
-from sft.run_directory import Run, read_json, write_json
+from sft.run.directory import Run, read_json, write_json
 
 WriteTask = Callable[..., Path]
 

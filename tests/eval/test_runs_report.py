@@ -10,7 +10,7 @@ from eval.report import main, make_page
 from eval.runs_report import compare_runs, make_comparison
 from eval.write import write_page
 from sft.errors import RunError
-from sft.run_directory import Run, write_json
+from sft.run.directory import Run, write_json
 from tests.eval.runs import COMPARISON, METRIC, full_run
 
 VALUES = {"train": {"learning_rate": 1e-5, "save_steps": 10}, "data": {"max_length": 128}}

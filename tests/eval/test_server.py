@@ -14,7 +14,7 @@ from eval.reference import Reference
 from eval.run import main
 from eval.server_answers import score_choice
 from sft.errors import EvaluationError, UserError
-from sft.run_directory import Run
+from sft.run.directory import Run
 
 pytest.importorskip("tenacity", reason="lm_eval's clients of servers need it")
 

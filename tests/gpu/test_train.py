@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sft.run_directory import Run
+from sft.run.directory import Run
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,8 +11,8 @@ from sft.errors import RunError
 from sft.hardware import Hardware
 from sft.job import Job, open_job
 from sft.opening import check_start, open_run, unfinished_run
-from sft.record import record_start
-from sft.run_directory import Run
+from sft.run.directory import Run
+from sft.run.record import record_start
 
 MakeRun = Callable[..., Run]
 MACHINE = Hardware(None, 1, 1, 2, 16.0)

@@ -16,7 +16,7 @@ from sft.errors import PlanError
 from sft.hardware import Hardware
 from sft.job import Job, open_job
 from sft.prepare import prepare
-from sft.run_directory import Run
+from sft.run.directory import Run
 from sft.step_clock import StepClock
 from sft.store import DocumentStore, SequenceIndex
 from sft.tokenizer import load_tokenizer

@@ -10,7 +10,7 @@ from sft.errors import RunError
 from sft.hardware import Hardware
 from sft.job import Job, open_job
 from sft.manifest import is_damaged, write_manifest
-from sft.run_directory import Run, write_json
+from sft.run.directory import Run, write_json
 
 Make = Callable[..., Job]
 ZERO2, ZERO3, FSDP = "train.deepspeed=zero2", "train.deepspeed=zero3", "train.fsdp={}"

@@ -5,7 +5,7 @@ import pytest
 from sft.credentials import HIDDEN, redact, secrets_in
 from sft.errors import RecipeError, users_mistakes_end_cleanly
 from sft.recipe.load import parse_recipe
-from sft.run_directory import write_json
+from sft.run.directory import write_json
 from tests.conftest import DEMO_RECIPE
 
 # Made of words, in the shapes that real ones have.

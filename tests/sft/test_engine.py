@@ -12,7 +12,7 @@ from sft.job import open_job
 from sft.opening import check_start, open_run
 from sft.plan import resolve_plan
 from sft.recipe.schema import Recipe
-from sft.run_directory import Run, write_json
+from sft.run.directory import Run, write_json
 from sft.zero import DeepSpeedFile, load_deepspeed
 
 MakeRecipe = Callable[..., Recipe]

@@ -22,7 +22,7 @@ from sft.generation import resolve_context, sampling
 from sft.manifest import write_manifest
 from sft.model_card import metadata, write_card
 from sft.recipe.public import public_recipe
-from sft.run_directory import Run, write_json
+from sft.run.directory import Run, write_json
 from sft.saved_config import complete_config
 
 RECIPE = """\

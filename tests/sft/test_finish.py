@@ -7,7 +7,7 @@ import pytest
 
 from sft.errors import EXIT_GATE
 from sft.finish import _status, closing_lines
-from sft.run_directory import Run
+from sft.run.directory import Run
 
 
 @pytest.mark.parametrize("status", [0, 1, 2, EXIT_GATE, 143])

@@ -7,7 +7,7 @@ import torch
 from sft.errors import EXIT_LOST_RANK, EXIT_USER_ERROR, LostRank
 from sft.lost_ranks import is_lost, told_of_lost_ranks
 from sft.recipe.schema import Recipe
-from sft.run_directory import Run
+from sft.run.directory import Run
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] "
 

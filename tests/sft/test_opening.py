@@ -25,7 +25,7 @@ from sft.opening import (
     other_unfinished,
     unfinished_run,
 )
-from sft.run_directory import Run, write_json
+from sft.run.directory import Run, write_json
 
 LeftBehind = Callable[..., Run]
 NEVER = "train.resume=never"

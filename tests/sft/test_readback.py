@@ -26,7 +26,7 @@ from sft.prepare import prepare
 from sft.probe import probe, sample_documents
 from sft.readback import Reading, _offloaded, check_readings, read_back
 from sft.resolved import Resolved
-from sft.run_directory import Run
+from sft.run.directory import Run
 from sft.step_clock import StepClock
 from sft.store import DocumentStore, SequenceIndex
 from sft.tokenizer import load_tokenizer

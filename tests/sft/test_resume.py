@@ -6,7 +6,7 @@ import pytest
 from sft.errors import RunError
 from sft.manifest import write_manifest
 from sft.resume import changed_tokens, checkpoints_of, choose_checkpoint, lost_lines
-from sft.run_directory import Run, write_json
+from sft.run.directory import Run, write_json
 
 NAMES = ("checkpoint-9", "checkpoint-10", "checkpoint-20", "checkpoint-30.tmp", ".incomplete", "checkpoint-x")
 

@@ -13,7 +13,7 @@ from sft.errors import Interrupted, RunError
 from sft.progress import CHECKPOINT, Progress
 from sft.recipe.max_time import TimeLimit
 from sft.recipe.schema import Recipe
-from sft.run_directory import Run, write_json
+from sft.run.directory import Run, write_json
 from sft.stopping import Stopping, Wish
 
 

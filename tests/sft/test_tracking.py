@@ -6,7 +6,7 @@ import pytest
 
 from sft.errors import RunError
 from sft.recipe.schema import Tracking
-from sft.run_directory import Run
+from sft.run.directory import Run
 from sft.tracking import set_up_trackers
 
 NAMES = (

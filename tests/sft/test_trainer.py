@@ -17,7 +17,7 @@ from sft.job import Job, open_job
 from sft.metrics import Metrics
 from sft.model import load_model
 from sft.prepare import prepare
-from sft.run_directory import Run
+from sft.run.directory import Run
 from sft.step_clock import StepClock
 from sft.step_work import StepWork
 from sft.store import DocumentStore, SequenceIndex

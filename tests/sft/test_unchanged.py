@@ -9,7 +9,7 @@ import pytest
 
 from sft.demo import Demo
 from sft.errors import RunError
-from sft.run_directory import Run, write_json
+from sft.run.directory import Run, write_json
 from sft.unchanged import ACCEPT, base_changes, base_sums, check_final, final_sums
 
 

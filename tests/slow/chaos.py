@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from sft.manifest import fault
 from sft.recipe.schema import REPOSITORY
-from sft.run_directory import Run
+from sft.run.directory import Run
 from tests.slow.conftest import write_recipe
 from tests.slow.ranks import Ranks
 

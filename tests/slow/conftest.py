@@ -12,7 +12,7 @@ import yaml
 from _pytest.mark import ParameterSet
 from safetensors.torch import load_file, save_file
 
-from sft.run_directory import Run
+from sft.run.directory import Run
 from tests.slow.ranks import Ranks
 
 BIN = Path(sys.executable).parent

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.run_directory import Run
+from sft.run.directory import Run
 from tests.slow.conftest import decisions, losses, write_recipe
 from tests.slow.ranks import Ranks
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from sft.demo import make_demo
 from sft.recipe.schema import REPOSITORY
-from sft.run_directory import Run
+from sft.run.directory import Run
 from tests.slow.conftest import losses, plain, rows, untie, write_recipe
 from tests.slow.ranks import Ranks
 

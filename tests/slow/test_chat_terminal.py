@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from sft.demo import make_demo
-from sft.run_directory import Run, write_json
+from sft.run.directory import Run, write_json
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from sft.manifest import NAME, fault, files_in, read_manifest
 from sft.recipe.schema import REPOSITORY
-from sft.run_directory import Run
+from sft.run.directory import Run
 from tests.slow.conftest import losses, write_recipe
 from tests.slow.ranks import Ranks
 

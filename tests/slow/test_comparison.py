@@ -13,7 +13,7 @@ from eval.gate import judge_gate
 from eval.run import main as evaluate
 from sft.demo import CITIES, NAMES
 from sft.recipe.eval import Gate
-from sft.run_directory import Run, read_json
+from sft.run.directory import Run, read_json
 from tests.slow.conftest import write_recipe, write_task
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

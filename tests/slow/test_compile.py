@@ -13,7 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sft.compiled_layers import compile_layers
-from sft.run_directory import Run
+from sft.run.directory import Run
 from tests.slow.conftest import decisions, losses, write_recipe
 from tests.slow.ranks import Ranks
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sft.recipe.schema import REPOSITORY
-from sft.run_directory import Run
+from sft.run.directory import Run
 from tests.slow.conftest import BIN, latest, losses, write_recipe
 from tests.slow.ranks import Ranks
 

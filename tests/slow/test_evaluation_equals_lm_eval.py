@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from sft.recipe.schema import REPOSITORY
-from sft.run_directory import Run, write_json
+from sft.run.directory import Run, write_json
 from tests.slow.conftest import write_recipe
 from tests.slow.ranks import Ranks
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from sft.demo import make_demo
-from sft.run_directory import Run, write_json
+from sft.run.directory import Run, write_json
 from tests.slow.conftest import write_recipe
 from tests.slow.ranks import Ranks
 

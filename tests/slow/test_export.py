@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft.errors import UserError
 from sft.export import main
-from sft.run_directory import Run
+from sft.run.directory import Run
 from tests.fake_hub import TOKEN, FakeHub, fake_hub
 from tests.sft.test_export_gguf import SAME, WRITES
 from tests.sft.test_go_template import go

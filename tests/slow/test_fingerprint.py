@@ -14,7 +14,7 @@ from sft.fingerprint import batch_hash
 from sft.job import open_recipe
 from sft.prepared import entry_folder
 from sft.recipe.schema import REPOSITORY
-from sft.run_directory import Run
+from sft.run.directory import Run
 from sft.store import DocumentStore, SequenceIndex
 from tests.slow.conftest import latest, write_recipe
 from tests.slow.ranks import Ranks

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sft.demo import make_demo
-from sft.run_directory import Run
+from sft.run.directory import Run
 from sft.store import DocumentStore, SequenceIndex
 from tests.slow.conftest import write_recipe
 from tests.slow.ranks import Ranks

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from sft.recipe.schema import REPOSITORY
-from sft.run_directory import Run
+from sft.run.directory import Run
 from tests.slow.conftest import lines_of, until, write_recipe, write_task
 from tests.slow.ranks import Ranks
 

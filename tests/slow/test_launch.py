@@ -22,7 +22,7 @@ import yaml
 from sft.distributed import free_port
 from sft.rank_logs import ENDING
 from sft.recipe.schema import REPOSITORY
-from sft.run_directory import Run
+from sft.run.directory import Run
 from tests.slow.conftest import BIN, decisions, latest, lines_of, rows, until, write_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

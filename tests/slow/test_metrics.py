@@ -9,7 +9,7 @@ import pytest
 from sft.batches import Sequences, StepOrder
 from sft.recipe.load import load_recipe
 from sft.recipe.schema import REPOSITORY
-from sft.run_directory import Run
+from sft.run.directory import Run
 from sft.step_work import StepWork
 from sft.store import DocumentStore, SequenceIndex
 from tests.slow.conftest import write_recipe

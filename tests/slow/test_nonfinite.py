@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from sft.demo import make_demo
 from sft.distributed import free_port
 from sft.recipe.schema import REPOSITORY
-from sft.run_directory import Run
+from sft.run.directory import Run
 from tests.slow.conftest import write_recipe
 from tests.slow.ranks import Ranks
 

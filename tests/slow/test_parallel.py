@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from sft.demo import make_demo
-from sft.run_directory import Run
+from sft.run.directory import Run
 from tests.slow.conftest import decisions, losses, write_recipe
 from tests.slow.ranks import Ranks
 

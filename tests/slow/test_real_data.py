@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sft.recipe.schema import REPOSITORY
-from sft.run_directory import Run
+from sft.run.directory import Run
 from tests.slow.conftest import latest, losses, write_recipe, write_task
 from tests.slow.ranks import Ranks
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sft.run_directory import Run
+from sft.run.directory import Run
 from tests.slow.conftest import latest, lines_of, losses, rows, until, write_recipe
 from tests.slow.ranks import Ranks
 

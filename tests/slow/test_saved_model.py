@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft.recipe.schema import REPOSITORY
-from sft.run_directory import Run
+from sft.run.directory import Run
 from tests.slow.conftest import plain, rows, write_recipe
 from tests.slow.ranks import Ranks
 from tests.slow.train_and_probe import PROBE

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sft.run_directory import Run
+from sft.run.directory import Run
 from tests.slow.conftest import decisions, write_recipe
 from tests.slow.ranks import Ranks
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sft.recipe.schema import REPOSITORY
-from sft.run_directory import Run
+from sft.run.directory import Run
 from tests.slow.conftest import write_recipe
 from tests.test_safe_path import plant
 

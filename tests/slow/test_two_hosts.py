@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from sft.recipe.schema import REPOSITORY
-from sft.run_directory import Run
+from sft.run.directory import Run
 from tests.slow.conftest import BIN, losses, write_recipe
 from tests.slow.ranks import Ranks
 from tests.slow.two_hosts import Done, Host, Running, two_hosts

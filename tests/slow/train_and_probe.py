@@ -7,7 +7,7 @@ import torch
 
 from sft import train, training
 from sft.job import Job
-from sft.run_directory import Run
+from sft.run.directory import Run
 
 PROBE = torch.arange(3, 43).reshape(2, 20)
 

@@ -6,7 +6,7 @@ from typing import Any
 from sft import train, training
 from sft.errors import run_main
 from sft.job import Job
-from sft.run_directory import Run
+from sft.run.directory import Run
 
 
 def tell(trainer: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from sft.errors import RunError
-from sft.run_folder import folder_fault, told_of_a_lost_folder
+from sft.run.lost_folder import folder_fault, told_of_a_lost_folder
 
 
 def test_a_folder_that_can_be_written_has_no_fault_and_nothing_is_left_in_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What differs between two runs: python -m sft.diff RUN_A RUN_B
+"""What differs between two runs: python -m sft.run.diff RUN_A RUN_B
 
 Recipe, plan, versions, program, hardware, data; then, where the runs have parted: the first step with other batches, the first with
 another loss, and the tensors of final/. Exit status: 0 they are the same, 1 they differ, 2 one of them is no run.
@@ -17,7 +17,7 @@ from typing import Any
 
 from sft.errors import RecipeError, run_main
 from sft.recipe.changes import differences
-from sft.run_directory import Run, find_run, read_json, read_lines
+from sft.run.directory import Run, find_run, read_json, read_lines
 from sft.visible import visible_line
 
 # Of the keys that may change in a run that goes on, those that say who computes what do count here.
@@ -56,7 +56,9 @@ class Finding:
 def main(argv: Sequence[str]) -> None:
     """Compare, print, and exit."""
     if len(argv) != 2 or any(word.startswith("-") for word in argv):
-        raise RecipeError("usage: python -m sft.diff RUN_A RUN_B, for example outputs/tiny/latest outputs/tiny/first")
+        raise RecipeError(
+            "usage: python -m sft.run.diff RUN_A RUN_B, for example outputs/tiny/latest outputs/tiny/first"
+        )
     a, b = (find_run(Path(word)) for word in argv)
     print(f"A: {visible_line(_told(a))}\nB: {visible_line(_told(b))}\n")
     differs = False

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from sft.diff import batches, final, losses, main, recipe
-from sft.run_directory import Run, write_json
+from sft.run.diff import batches, final, losses, main, recipe
+from sft.run.directory import Run, write_json
 from tests.conftest import DEMO_RECIPE
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from sft.checkpoint_writer import CheckpointWriter
 from sft.errors import RunError
-from sft.run_directory import Run, find_run, read_json, write_json
+from sft.run.directory import Run, find_run, read_json, write_json
 
 
 def test_the_newest_checkpoint_is_the_highest_and_a_half_one_is_none(tmp_path: Path) -> None:

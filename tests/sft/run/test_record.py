@@ -9,7 +9,7 @@ from sft.hardware import Hardware
 from sft.job import open_job
 from sft.opening import open_run
 from sft.recipe.changes import Change
-from sft.record import close_session, installed_versions, record_end, record_start
+from sft.run.record import close_session, installed_versions, record_end, record_start
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """The folder of one run: where each file is.
 
-Only the first rank writes here; every other part of the program asks this module for a path. sft/record.py says what run.json
+Only the first rank writes here; every other part of the program asks this module for a path. sft/run/record.py says what run.json
 holds, sft/opening.py makes a folder or finds the one to go on in.
 """
 
@@ -18,9 +18,9 @@ from typing import Any
 
 from sft.credentials import redact
 from sft.errors import RunError
-from sft.inside import check_inside
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Recipe
+from sft.run.inside import check_inside
 from sft.visible import is_plain_name, visible_line
 
 INCOMPLETE = ".incomplete"

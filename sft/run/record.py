@@ -19,7 +19,7 @@ from sft.hub.pins import hub_revisions
 from sft.hub.remote_code import code_hash
 from sft.recipe.changes import Change
 from sft.recipe.schema import REPOSITORY
-from sft.run_directory import Run, read_lines
+from sft.run.directory import Run, read_lines
 from sft.training_warnings import eval_loss_course, loss_course
 from sft.unchanged import base_sums
 

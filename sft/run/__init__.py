@@ -1,0 +1,1 @@
+"""The run directory, its record, and comparing two runs."""
