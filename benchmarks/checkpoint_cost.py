@@ -84,7 +84,7 @@ def both(folder: Path, name: str) -> dict[str, Any]:
     from trl import SFTTrainer
 
     from sft.checkpoint_writer import CheckpointWriter
-    from sft.demo import make_demo
+    from sft.data.demo import make_demo
     from sft.recipe_trainer import RecipeTrainer
 
     hidden, intermediate, layers, heads, vocabulary = SIZES[name]

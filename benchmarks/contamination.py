@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eval.contamination import NGRAM, training_texts
 from eval.ngrams import Search, words
-from sft.documents import DOCUMENT, Chunk, Counts
-from sft.findings import Findings
-from sft.store import DocumentWriter, SequenceIndex
+from sft.data.documents import DOCUMENT, Chunk, Counts
+from sft.data.findings import Findings
+from sft.data.store import DocumentWriter, SequenceIndex
 
 SHARED = Path(__file__).resolve().parents[1].parent / "shared" / "data"
 DOCUMENTS, WORDS = 12_000, 170

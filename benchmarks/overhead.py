@@ -159,7 +159,7 @@ def make_job(folder: Path) -> tuple[Path, Path]:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from sft.demo import VOCABULARY, make_demo
+    from sft.data.demo import VOCABULARY, make_demo
 
     demo = make_demo(folder)
     torch.manual_seed(0)
@@ -229,7 +229,7 @@ def make_packs(work: Work, folder: Path) -> Path:
     from datasets import Dataset
 
     from sft.batches import Sequences, StepOrder
-    from sft.store import DocumentStore, SequenceIndex
+    from sft.data.store import DocumentStore, SequenceIndex
 
     entry = next(folder.glob("start-0-0/.prepared/*/prepared.json")).parent
     index = SequenceIndex.load(entry / "train.npz")

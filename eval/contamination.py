@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from eval.ngrams import Search
 from eval.pairs import Results, Samples, leaves, pair_task
-from sft.prepared import find_prepared
+from sft.data.prepared import find_prepared
+from sft.data.store import DocumentStore, SequenceIndex
 from sft.run.directory import Run
-from sft.store import DocumentStore, SequenceIndex
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sft.formats import IGNORED
-from sft.store import DocumentStore, SequenceIndex
+from sft.data.formats import IGNORED
+from sft.data.store import DocumentStore, SequenceIndex
 
 
 class Sequences(torch.utils.data.Dataset[dict[str, Any]]):

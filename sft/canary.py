@@ -26,6 +26,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from sft import distributed
 from sft.checker import Checker
+from sft.data.tokenizer import new_token_ids
 from sft.errors import RunError, WrongSave
 from sft.job import Job
 from sft.model import DTYPES, weights_dtype
@@ -35,7 +36,6 @@ from sft.run.directory import Run
 from sft.save_comparison import Comparison, Found, facts, message
 from sft.saving import write_model
 from sft.sharding import give_back
-from sft.tokenizer import new_token_ids
 from sft.whole_model import whole_tensors
 
 ROWS, LENGTH = 4, 32

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from sft.data.store import DocumentStore
+from sft.data.tokenizer import check_vocabulary, new_token_ids
 from sft.errors import ModelError, PlanError
 from sft.job import Job
-from sft.store import DocumentStore
-from sft.tokenizer import check_vocabulary, new_token_ids
 
 _ROWS_AT_ONCE = 8192
 """Rows summed in float64 at a time: a whole large embedding would take gigabytes."""

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from sft.credentials import secrets_in
+from sft.data.tokenizer import load_tokenizer as settled_tokenizer
 from sft.disk import in_words
 from sft.errors import ExportError, disk_was_full
 from sft.export_source import Exported, has_tokenizer, read_config
 from sft.recipe.schema import Recipe
 from sft.run.inside import remove
-from sft.tokenizer import load_tokenizer as settled_tokenizer
 
 _TEXT = (".json", ".md", ".jinja", ".sh", ".txt", ".yaml", ".py", "")
 _LARGEST_TEXT = 4 << 20

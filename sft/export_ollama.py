@@ -195,8 +195,8 @@ def translate(tokenizer: Any, folder: Path) -> tuple[Around, Agreement]:
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    from sft.chat import with_one_date
-    from sft.processor_time import limited_time
+    from sft.data.chat import with_one_date
+    from sft.data.processor_time import limited_time
 
     if not tokenizer.chat_template:
         raise ExportError(

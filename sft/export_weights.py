@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from sft.data.tokenizer import new_token_ids
 from sft.errors import ExportError
 from sft.export_check import Reference, arithmetic_for, load, logits_of, with_model
 from sft.export_source import Exported
 from sft.model import DTYPES, load_base, lora_config
 from sft.portable import WEIGHT, open_whole
-from sft.tokenizer import new_token_ids
 
 _HANDED_OVER = (
     "model*.safetensors",

@@ -18,16 +18,16 @@ from zipfile import is_zipfile
 import numpy as np
 
 from sft.architecture import Architecture, read_architecture
-from sft.demo import make_demo
+from sft.data.demo import make_demo
+from sft.data.formats import Example, Row, Text, Tokens, common_columns, renamed, row_format, to_example
+from sft.data.mixture import wanted_rows
+from sft.data.packing import pack
+from sft.data.readers import count_rows
+from sft.data.sources import BUILTIN, first_look, hub_answers, looks_local, source_files, split_and_slice, told_as
 from sft.errors import ModelError
-from sft.formats import Example, Row, Text, Tokens, common_columns, renamed, row_format, to_example
 from sft.hub.remote_code import check_remote_code, is_commit
-from sft.mixture import wanted_rows
-from sft.packing import pack
-from sft.readers import count_rows
 from sft.recipe.load import find_file
 from sft.recipe.schema import Recipe, Source
-from sft.sources import BUILTIN, first_look, hub_answers, looks_local, source_files, split_and_slice, told_as
 
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "tekken.json", "vocab.txt", "merges.txt")
 """Wherever a whole vocabulary is, one of these is. Without it transformers makes up an empty tokenizer, and says nothing."""

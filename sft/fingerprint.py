@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sft.formats import IGNORED
+from sft.data.formats import IGNORED
 
 KEY = "fingerprint"
 """Of a batch on its way from the collator to the trainer."""

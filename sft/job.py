@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
 
+from sft.data.tokenizer import check_tokenizer_choice
 from sft.engine import open_deepspeed
 from sft.errors import EvaluationError, ModelError, RunError
 from sft.facts import DataFacts, ModelFacts, inspect_data, inspect_model
@@ -22,7 +23,6 @@ from sft.recipe.load import find_file, load_recipe
 from sft.recipe.schema import Fsdp, Recipe
 from sft.resolved import Searched
 from sft.run.inside import check_names
-from sft.tokenizer import check_tokenizer_choice
 from sft.zero import DeepSpeedFile
 
 

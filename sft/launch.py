@@ -14,20 +14,20 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from sft.again import is_run, start_again, told_differences
+from sft.data.findings import check_findings
+from sft.data.ledger import check_limits
+from sft.data.prepare import prepared_data
+from sft.data.prepared import Prepared, data_key, entry_folder, find_prepared
 from sft.errors import RecipeError, run_main
-from sft.findings import check_findings
 from sft.finish import become_finish, evaluation_left
 from sft.hardware import Hardware, described_hardware, detect_hardware
 from sft.host_facts import host_facts
 from sft.job import Job, open_job, open_recipe
 from sft.launch_checks import check_address, check_installed, check_started_once, check_visible_gpus, told_of_slurm
 from sft.layout import Layout, read_layout, whole_number
-from sft.ledger import check_limits
 from sft.opening import check_start, unfinished_run
 from sft.plan import plan_warnings, print_plan
 from sft.preflight import disk, refuse
-from sft.prepare import prepared_data
-from sft.prepared import Prepared, data_key, entry_folder, find_prepared
 from sft.recipe.changes import check_allowed_changes
 from sft.resume import checkpoints_of
 from sft.run.directory import Run
@@ -173,7 +173,7 @@ def search_once(job: Job, prepared: Prepared) -> None:
 
 def look_at_data(recipe_path: Path, overrides: Sequence[str], count: int | None) -> None:
     """Prepare the data, on whatever machine, and show some of it."""
-    from sft.show import show, summary_lines
+    from sft.data.show import show, summary_lines
 
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # rows may hold what the terminal's encoding does not
@@ -183,8 +183,8 @@ def look_at_data(recipe_path: Path, overrides: Sequence[str], count: int | None)
     if count is None:
         print("\n".join([*summary_lines(prepared), f"Prepared: {prepared.folder}"]))
         return
+    from sft.data.tokenizer import load_tokenizer
     from sft.hub.pins import pinned
-    from sft.tokenizer import load_tokenizer
 
     show(prepared, recipe, load_tokenizer(pinned(recipe, model)), count)
     check_limits(prepared.ledger, recipe.data)

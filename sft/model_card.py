@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from sft.credentials import redact
+from sft.data.sources import is_on_hub
 from sft.errors import ExportError
 from sft.export_gguf import GGUF
 from sft.export_source import Exported
 from sft.generation import sampling, stop_tokens, text_config
 from sft.recipe.public import is_hub_id, public_name, public_recipe
-from sft.sources import is_on_hub
 from sft.visible import visible
 
 CARD = "README.md"

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from sft.data.formats import IGNORED
 from sft.errors import PlanError
-from sft.formats import IGNORED
 from sft.sharding import computes_in
 
 DOCUMENTS, LONGEST = 4, 32

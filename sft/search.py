@@ -23,10 +23,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from sft import distributed
+from sft.data.prepare import prepared_data
+from sft.data.prepared import Prepared
 from sft.errors import EXIT_USER_ERROR, run_main
 from sft.job import Job, open_job
-from sft.prepare import prepared_data
-from sft.prepared import Prepared
 from sft.resolved import Resolved
 from sft.search_cache import (
     Candidate,
@@ -144,8 +144,8 @@ def read_journal(file: Path) -> list[Measurement]:
 
 def measure(job: Job, memory_gib: float | None) -> None:
     """One rank's part: train on the longest sequences, a candidate each step, until there is none left."""
+    from sft.data.tokenizer import load_tokenizer
     from sft.hub.pins import pinned
-    from sft.tokenizer import load_tokenizer
     from sft.train import check_with_frameworks, enter
 
     enter(job)

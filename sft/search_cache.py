@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from sft.batch_size import divisors
+from sft.data.prepared import Prepared
+from sft.data.store import DocumentStore, SequenceIndex
 from sft.job import Job
-from sft.prepared import Prepared
 from sft.resolved import Searched
 from sft.run.directory import write_json
-from sft.store import DocumentStore, SequenceIndex
 
 FORMAT = 1
 """Raised when what is measured, or how it is chosen, changes."""

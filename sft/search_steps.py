@@ -20,14 +20,14 @@ from transformers.trainer_callback import TrainerCallback
 from sft import distributed
 from sft.batches import Sequences, StepOrder
 from sft.checkpointing import checkpoint_every, has_layers_of_their_own
+from sft.data.prepared import Prepared
+from sft.data.store import DocumentStore, SequenceIndex
 from sft.job import Job
 from sft.model import load_model
-from sft.prepared import Prepared
 from sft.run.directory import Run
 from sft.search import EXIT_DID_NOT_FIT, PASSES, read_journal
 from sft.search_cache import LARGEST_SHARE, Measurement, longest_first, next_candidate, worst
 from sft.step_clock import StepClock
-from sft.store import DocumentStore, SequenceIndex
 from sft.trainer import build_trainer, training_arguments
 
 

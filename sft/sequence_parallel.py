@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sft.formats import IGNORED
+from sft.data.formats import IGNORED
 
 Batch = dict[str, Any]
 

@@ -13,6 +13,8 @@ from sft import distributed, interruption
 from sft.again import check_same_data, original_run
 from sft.as_started import as_started
 from sft.continuation import Continuation, resolve_continuation
+from sft.data.prepare import begin_preparation, prepared_data
+from sft.data.prepared import Prepared
 from sft.errors import RunError
 from sft.interruption import EXITS
 from sft.job import Job
@@ -26,8 +28,6 @@ from sft.opening import (
     recipe_changes,
     unfinished_run,
 )
-from sft.prepare import begin_preparation, prepared_data
-from sft.prepared import Prepared
 from sft.rank_logs import forget_ending
 from sft.recipe.changes import Change, differences
 from sft.resolved import Searched

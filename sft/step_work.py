@@ -12,7 +12,7 @@ from math import ceil
 import numpy as np
 
 from sft.batches import StepOrder
-from sft.store import DocumentStore, SequenceIndex
+from sft.data.store import DocumentStore, SequenceIndex
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 from eval.ahead import foresee
 from sft import distributed, interruption, rank_logs
 from sft.checker import Checker
+from sft.data.tokenizer import load_tokenizer
 from sft.errors import RecipeError, run_main
 from sft.finish import become_finish, evaluation_left
 from sft.hub.pins import pinned
@@ -29,7 +30,6 @@ from sft.run.directory import Run
 from sft.run.lost_folder import told_of_a_lost_folder
 from sft.run.record import close_session
 from sft.start import begin_data, start_run, wait_for_data
-from sft.tokenizer import load_tokenizer
 from sft.tracking import finish_trackers
 
 

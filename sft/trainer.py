@@ -20,6 +20,7 @@ from sft.checkpoint_writer import CheckpointWriter
 from sft.checkpointing import CheckpointingAsPlanned
 from sft.compiled_layers import compile_layers
 from sft.continuation import writer_here
+from sft.data.tokenizer import new_token_ids
 from sft.disk import checkpoint_bytes
 from sft.embeddings import check_untrained, named, show_head, trains_embedding, untrained_tokens
 from sft.errors import ModelError, RecipeError, did_you_mean
@@ -32,7 +33,6 @@ from sft.optimizer import MasterAdamW
 from sft.recipe_trainer import RecipeTrainer
 from sft.run.directory import Run
 from sft.step_clock import StepClock
-from sft.tokenizer import new_token_ids
 from sft.weights import MASTER
 
 SCHEDULES = {"cosine": "cosine_with_min_lr", "linear": "linear", "constant": "constant_with_warmup"}

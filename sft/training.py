@@ -14,6 +14,9 @@ from sft.batches import Sequences, StepOrder
 from sft.before_training import BeforeTraining
 from sft.canary import SaveCanary
 from sft.checker import Checker
+from sft.data.show import summary_lines
+from sft.data.store import DocumentStore, SequenceIndex
+from sft.data.template_checks import note_on_headers
 from sft.debugging import MemoryLog, prepare_files
 from sft.errors import EXIT_CRASHED, Interrupted, RunError, WrongSave
 from sft.fingerprint import Fingerprint
@@ -33,14 +36,11 @@ from sft.run.directory import Run, read_lines, write_json
 from sft.run.inside import remove
 from sft.run.record import record_end
 from sft.saving import write_model
-from sft.show import summary_lines
 from sft.start import Start
 from sft.step_clock import StepClock
 from sft.step_work import StepWork
 from sft.stopping import Stopping
-from sft.store import DocumentStore, SequenceIndex
 from sft.suspects import StepRows
-from sft.template_checks import note_on_headers
 from sft.tracking import continue_trackers, finish_trackers, set_up_trackers
 from sft.trainer import build_trainer, training_arguments
 from sft.unchanged import final_sums

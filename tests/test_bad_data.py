@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from sft.data.ledger import check_limits
+from sft.data.prepare import prepare
 from sft.errors import UserError
 from sft.facts import inspect_model
-from sft.ledger import check_limits
-from sft.prepare import prepare
 from sft.recipe.schema import Recipe
 
 MakeRecipe = Callable[..., Recipe]

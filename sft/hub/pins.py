@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from sft.data.sources import hub_commit, is_on_hub
 from sft.facts import ModelFacts
 from sft.hub.remote_code import is_commit
 from sft.recipe.schema import Recipe
-from sft.sources import hub_commit, is_on_hub
 
 
 def pinned(recipe: Recipe, model: ModelFacts) -> Recipe:

@@ -10,7 +10,7 @@ import yaml
 from eval.reference import Reference, load_reference
 from eval.settings import Settings, resolve_settings
 from eval.suites import Task, TaskSelection
-from sft.demo import make_demo
+from sft.data.demo import make_demo
 from sft.recipe.schema import Evaluation
 from sft.run.directory import Run, write_json
 

@@ -13,7 +13,7 @@ from eval.chat import answer_limit, answer_prompts, chat, main
 from eval.chat_model import Asker, load_asker, load_weights
 from eval.chat_prompts import DEFAULT, prompts_of
 from eval.reference import Reference, load_reference
-from sft.demo import TRAIN_ROWS, _rows
+from sft.data.demo import TRAIN_ROWS, _rows
 from sft.errors import EvaluationError, RecipeError
 from sft.finish import programs
 from sft.recipe.load import parse_recipe

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from eval.run import main
 from eval.tables import comparison_lines, comparison_table
-from sft.demo import CITIES, NAMES
+from sft.data.demo import CITIES, NAMES
 from sft.errors import EvaluationError, GateFailed
 from sft.run.directory import Run, read_json
 

@@ -4,10 +4,10 @@ import numpy as np
 
 from eval.contamination import check_contamination
 from eval.ngrams import Search, hash_words, ngrams, words
-from sft.documents import DOCUMENT, Chunk, Counts
-from sft.findings import Findings
+from sft.data.documents import DOCUMENT, Chunk, Counts
+from sft.data.findings import Findings
+from sft.data.store import DocumentWriter, SequenceIndex
 from sft.run.directory import Run, write_json
-from sft.store import DocumentWriter, SequenceIndex
 
 LONG = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
 

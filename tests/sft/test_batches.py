@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from sft.batches import Sequences, StepOrder
-from sft.demo import Demo
-from sft.documents import DOCUMENT, Chunk, Counts
+from sft.data.demo import Demo
+from sft.data.documents import DOCUMENT, Chunk, Counts
+from sft.data.findings import Findings
+from sft.data.formats import IGNORED
+from sft.data.packing import pack
+from sft.data.prepare import prepare
+from sft.data.store import DocumentStore, DocumentWriter, SequenceIndex
 from sft.facts import inspect_model
-from sft.findings import Findings
-from sft.formats import IGNORED
-from sft.packing import pack
-from sft.prepare import prepare
 from sft.recipe.schema import Recipe
-from sft.store import DocumentStore, DocumentWriter, SequenceIndex
 
 LENGTHS = [5, 9, 16, 1, 3, 3, 12, 7, 8, 2, 15, 4, 6, 16, 10] * 20
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft.canary import LENGTH, ROWS, check_room, coarser, sample_rows, untouched
 from sft.checker import environment
-from sft.demo import Demo
+from sft.data.demo import Demo
 from sft.errors import RunError
 from sft.load_saved import differs, distance, own_tensors, serve
 from sft.save_comparison import facts, message

@@ -12,14 +12,14 @@ from transformers.trainer_callback import TrainerCallback
 
 from sft.batches import Sequences, StepOrder
 from sft.checkpointing import check_checkpointing, checkpointed_layers, running_checkpointing, select
+from sft.data.prepare import prepare
+from sft.data.store import DocumentStore, SequenceIndex
+from sft.data.tokenizer import load_tokenizer
 from sft.errors import PlanError
 from sft.hardware import Hardware
 from sft.job import Job, open_job
-from sft.prepare import prepare
 from sft.run.directory import Run
 from sft.step_clock import StepClock
-from sft.store import DocumentStore, SequenceIndex
-from sft.tokenizer import load_tokenizer
 from sft.trainer import build_trainer, training_arguments
 
 # transformers 5.23 renames the gradient checkpointing arguments; the range of versions knows only the old names.

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from sft import chat
-from sft.demo import Demo
+from sft.data import chat
+from sft.data.demo import Demo
+from sft.data.processor_time import TookTooLong, limited_time
+from sft.data.tokenizer import load_tokenizer
 from sft.errors import ModelError
-from sft.processor_time import TookTooLong, limited_time
 from sft.recipe.schema import Recipe
-from sft.tokenizer import load_tokenizer
 
 ESCAPES = {
     "to the classes of Python": "{{ ''.__class__.__mro__[1].__subclasses__() }}",

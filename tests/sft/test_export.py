@@ -9,7 +9,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from sft.demo import Demo
+from sft.data.demo import Demo
 from sft.errors import ExportError, UserError
 from sft.export import main, parse_command_line
 from sft.export_check import Reference, judge

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from sft.demo import Demo
+from sft.data.demo import Demo
 from sft.errors import ExportError
 from sft.export_gguf import CONVERTER, check_convertible, convert, find_converter
 

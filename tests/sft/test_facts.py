@@ -14,10 +14,10 @@ import torch
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
 
-from sft.demo import Demo
+from sft.data.demo import Demo
+from sft.data.prepare import prepare
 from sft.errors import DataError, ModelError
 from sft.facts import ModelFacts, inspect_data, inspect_model, model_path
-from sft.prepare import prepare
 from sft.recipe.schema import Recipe
 
 MakeRecipe = Callable[..., Recipe]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from sft.data.formats import IGNORED
 from sft.fingerprint import KEY, Fingerprint, Fingerprinted, batch_hash
-from sft.formats import IGNORED
 from sft.sequence_parallel import PartOfSequences
 
 Document = tuple[list[int], list[int]]

@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sft.demo import Demo
+from sft.data.demo import Demo
+from sft.data.tokenizer import load_tokenizer
 from sft.errors import ModelError, users_mistakes_end_cleanly
 from sft.hardware import Hardware
 from sft.job import open_job
 from sft.model import load_model
 from sft.plain_data import plain_data_only
 from sft.recipe.schema import REPOSITORY
-from sft.tokenizer import load_tokenizer
 
 SOURCES = sorted(file for folder in ("sft", "eval") for file in (REPOSITORY / folder).glob("*.py"))
 YAML_LOADERS = {"_Loader", "_TaskLoader"}
@@ -161,7 +161,7 @@ def test_a_bin_file_with_a_program_in_it_is_refused_and_not_run(
 
 
 def test_prepared_data_holds_no_objects(tmp_path: Path) -> None:
-    from sft.store import SequenceIndex
+    from sft.data.store import SequenceIndex
 
     np.savez(tmp_path / "train.npz", members=np.array([Evil(tmp_path / "ran")], dtype=object), ends=np.array([1]))
     with pytest.raises(ValueError, match=r"allow_pickle=False"):

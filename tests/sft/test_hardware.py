@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.chunks import worker_count
+from sft.data.chunks import worker_count
 from sft.errors import PlanError
 from sft.hardware import (
     Gpu,

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from sft.demo import Demo
+from sft.data.demo import Demo
 from sft.errors import ExportError, RunError
 from sft.export import main
 from sft.export_source import find_exported

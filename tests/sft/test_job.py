@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 
+from sft.data.prepare import prepare
 from sft.errors import EvaluationError, ModelError, PlanError, RunError
 from sft.facts import DataFacts
 from sft.hardware import Hardware, described_hardware
 from sft.job import open_job
 from sft.launch import main as launch
-from sft.prepare import prepare
 from sft.recipe.schema import REPOSITORY
 
 CPU = Hardware(None, 1, 1, 2, 16.0)

@@ -9,13 +9,13 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerControl, TrainerState
 
 from sft.batches import StepOrder
-from sft.documents import DOCUMENT
+from sft.data.documents import DOCUMENT
+from sft.data.store import DocumentStore, SequenceIndex
 from sft.fingerprint import Fingerprint
 from sft.hardware import Gpu, Hardware
 from sft.metrics import PEAK_FLOPS, Metrics, peak_flops, peak_memory_gib
 from sft.step_clock import StepClock, StepTimes
 from sft.step_work import StepWork
-from sft.store import DocumentStore, SequenceIndex
 
 CPU = Hardware(None, 1, 1, 2, 16.0)
 KEYS = (

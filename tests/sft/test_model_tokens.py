@@ -11,17 +11,17 @@ import torch
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PhiConfig, PhiForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from sft.demo import Demo
-from sft.documents import DOCUMENT
+from sft.data.demo import Demo
+from sft.data.documents import DOCUMENT
+from sft.data.prepare import prepare
+from sft.data.store import DocumentStore
+from sft.data.tokenizer import check_vocabulary, load_tokenizer, new_token_ids
 from sft.embeddings import check_untrained, embed_new_tokens, show_head, untrained_tokens
 from sft.errors import ModelError, PlanError
 from sft.hardware import Hardware
 from sft.job import Job, open_job
 from sft.model import load_model, lora_config
-from sft.prepare import prepare
 from sft.recipe.schema import Lora
-from sft.store import DocumentStore
-from sft.tokenizer import check_vocabulary, load_tokenizer, new_token_ids
 from sft.train import check_with_frameworks
 from tests.sft.conftest import SHARED
 

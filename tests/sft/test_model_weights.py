@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from eval.backends import Target
 from eval.backends import load_model as load_evaluated
-from sft.demo import Demo
+from sft.data.demo import Demo
 from sft.errors import ModelError
 from sft.hardware import Hardware
 from sft.job import open_job

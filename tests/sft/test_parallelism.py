@@ -12,9 +12,9 @@ import torch
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from sft.architecture import Architecture, read_architecture
+from sft.data.formats import IGNORED
 from sft.errors import PlanError
 from sft.facts import ModelFacts
-from sft.formats import IGNORED
 from sft.hardware import Hardware
 from sft.parallelism import data_parallel_ranks, resolve_sequence_parallel, resolve_tensor_parallel
 from sft.recipe.schema import Recipe

@@ -32,7 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import SFTConfig, SFTTrainer
 
 from sft import attention
-from sft.demo import Demo
+from sft.data.demo import Demo
 from sft.errors import PlanError
 from sft.probe import DOCUMENTS, LONGEST, Probe, _other_tokens, check_probe, probe, sample_documents
 

@@ -18,18 +18,18 @@ from transformers import TrainerCallback
 
 from sft.batches import Sequences, StepOrder
 from sft.before_training import print_table
+from sft.data.prepare import prepare
+from sft.data.store import DocumentStore, SequenceIndex
+from sft.data.tokenizer import load_tokenizer
 from sft.errors import PlanError
 from sft.hardware import Hardware
 from sft.job import Job, open_job
 from sft.model import load_model
-from sft.prepare import prepare
 from sft.probe import probe, sample_documents
 from sft.readback import Reading, _offloaded, check_readings, read_back
 from sft.resolved import Resolved
 from sft.run.directory import Run
 from sft.step_clock import StepClock
-from sft.store import DocumentStore, SequenceIndex
-from sft.tokenizer import load_tokenizer
 from sft.trainer import build_trainer, training_arguments
 from sft.zero import load_deepspeed
 

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 import sft.search_cache
+from sft.data.prepare import prepare
+from sft.data.prepared import Prepared
+from sft.data.store import DocumentStore, SequenceIndex
 from sft.hardware import Gpu, Hardware
 from sft.job import Job, open_job
-from sft.prepare import prepare
-from sft.prepared import Prepared
 from sft.search_cache import (
     Candidate,
     Measurement,
@@ -29,7 +30,6 @@ from sft.search_cache import (
     worst,
     write_answer,
 )
-from sft.store import DocumentStore, SequenceIndex
 
 MODES: list[bool | int | str] = [True, 2, False]
 SIZES = [1, 2, 4, 8, 16, 32]

@@ -39,10 +39,10 @@ def test_a_process_alone_is_the_one_that_stands() -> None:
 
 
 def test_the_message_names_rank_host_place_and_files() -> None:
-    late = replace(report(1, Place(7, 1, DATA, 1)), frames=("mine.py:3 read", "sft/store.py:9 document"))
+    late = replace(report(1, Place(7, 1, DATA, 1)), frames=("mine.py:3 read", "sft/data/store.py:9 document"))
     text = message([report(0), late, report(2), report(3)], 0.5, "logs/rank-*.stacks.txt", "It ends.")
     assert "Rank 1 (node-1, pid 4001) is behind: step 7, data, micro-batch 1, for 60 s." in text
-    assert "mine.py:3 read\n    sft/store.py:9 document" in text
+    assert "mine.py:3 read\n    sft/data/store.py:9 document" in text
     assert "Waiting: ranks 0, 2-3 in step 7, forward, micro-batch 2" in text
     assert "A step takes 0.5 s." in text and text.endswith("logs/rank-*.stacks.txt\nIt ends.")
 

@@ -8,11 +8,11 @@ import torch
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from sft.batches import Sequences, StepOrder
-from sft.documents import DOCUMENT, Chunk, Counts
-from sft.findings import Findings
-from sft.packing import pack
+from sft.data.documents import DOCUMENT, Chunk, Counts
+from sft.data.findings import Findings
+from sft.data.packing import pack
+from sft.data.store import DocumentStore, DocumentWriter, SequenceIndex
 from sft.step_work import StepWork
-from sft.store import DocumentStore, DocumentWriter, SequenceIndex
 
 LENGTHS = [5, 9, 16, 1, 3, 3, 12, 7, 8, 2, 15, 4, 6, 16, 10, 11, 13, 2, 2, 9]
 MAX_LENGTH = 16

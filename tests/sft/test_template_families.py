@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from transformers import AddedToken
 
-from sft.chat import ChatRenderer
-from sft.document_maker import DocumentMaker
-from sft.documents import Chunk
+from sft.data.chat import ChatRenderer
+from sft.data.document_maker import DocumentMaker
+from sft.data.documents import Chunk
+from sft.data.template_checks import check_spans, end_of_turn, note_on_headers
+from sft.data.tokenizer import load_tokenizer
+from sft.data.turns import Message
 from sft.errors import ModelError
 from sft.recipe.schema import Recipe, Source
-from sft.template_checks import check_spans, end_of_turn, note_on_headers
-from sft.tokenizer import load_tokenizer
-from sft.turns import Message
 
 MakeRecipe = Callable[..., Recipe]
 Row = dict[str, Any]

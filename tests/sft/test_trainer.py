@@ -10,18 +10,18 @@ from transformers import get_scheduler
 from trl import SFTConfig, SFTTrainer
 
 from sft.batches import Sequences, StepOrder
+from sft.data.prepare import prepare
+from sft.data.store import DocumentStore, SequenceIndex
+from sft.data.tokenizer import load_tokenizer
 from sft.errors import RecipeError
 from sft.fingerprint import Fingerprint
 from sft.hardware import Gpu, Hardware
 from sft.job import Job, open_job
 from sft.metrics import Metrics
 from sft.model import load_model
-from sft.prepare import prepare
 from sft.run.directory import Run
 from sft.step_clock import StepClock
 from sft.step_work import StepWork
-from sft.store import DocumentStore, SequenceIndex
-from sft.tokenizer import load_tokenizer
 from sft.trainer import (
     SCHEDULES,
     _planned_arguments,

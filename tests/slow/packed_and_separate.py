@@ -31,7 +31,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from sft import attention, distributed
-from sft.demo import make_demo
+from sft.data.demo import make_demo
 from sft.zero import load_deepspeed
 
 PACKS = [[5, 17, 1, 30, 8], [9, 2, 21]]  # one for each rank

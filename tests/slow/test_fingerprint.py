@@ -10,12 +10,12 @@ import pytest
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from sft.batches import Sequences, StepOrder
+from sft.data.prepared import entry_folder
+from sft.data.store import DocumentStore, SequenceIndex
 from sft.fingerprint import batch_hash
 from sft.job import open_recipe
-from sft.prepared import entry_folder
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
-from sft.store import DocumentStore, SequenceIndex
 from tests.slow.conftest import latest, write_recipe
 from tests.slow.ranks import Ranks
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sft.demo import make_demo
+from sft.data.demo import make_demo
+from sft.data.store import DocumentStore, SequenceIndex
 from sft.run.directory import Run
-from sft.store import DocumentStore, SequenceIndex
 from tests.slow.conftest import write_recipe
 from tests.slow.ranks import Ranks
 

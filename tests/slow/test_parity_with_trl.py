@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from sft.document_maker import DocumentMaker
-from sft.formats import IGNORED
-from sft.readers import read_rows
+from sft.data.document_maker import DocumentMaker
+from sft.data.formats import IGNORED
+from sft.data.readers import read_rows
 from sft.recipe.schema import Data, Source
 
 Rows = list[dict[str, Any]]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sft.demo import make_demo
+from sft.data.demo import make_demo
 from sft.recipe.schema import REPOSITORY
 from sft.resume import checkpoints_of, step_of
 from sft.run.directory import Run, write_json

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sft.demo import make_demo
+from sft.data.demo import make_demo
 from sft.distributed import free_port
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run

@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 
+from sft.data.sources import is_on_hub
 from sft.facts import ModelFacts
 from sft.hub.pins import hub_revisions, pin_lines
 from sft.hub.remote_code import is_commit
 from sft.recipe.load import load_recipe
 from sft.recipe.schema import REPOSITORY, Recipe
-from sft.sources import is_on_hub
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 RECIPES = sorted((REPOSITORY / "recipes").glob("*.yaml"))

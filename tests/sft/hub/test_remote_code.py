@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from eval.reference import load_config
-from sft.demo import Demo
+from sft.data.demo import Demo
+from sft.data.tokenizer import load_tokenizer
 from sft.errors import EvaluationError, ModelError
 from sft.facts import inspect_model
 from sft.hub.remote_code import check_remote_code, code_hash, is_refusal
 from sft.recipe.schema import Recipe
-from sft.tokenizer import load_tokenizer
 
 MakeRecipe = Callable[..., Recipe]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -4,9 +4,9 @@ from typing import Any, get_args
 import pytest
 from pydantic import ValidationError
 
+from sft.data.findings import MEANING
+from sft.data.formats import FORMATS
 from sft.errors import RecipeError
-from sft.findings import MEANING
-from sft.formats import FORMATS
 from sft.recipe.schema import Data, Finding, Recipe, Section, Source
 
 MakeRecipe = Callable[..., Recipe]

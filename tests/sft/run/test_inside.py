@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.demo import Demo
+from sft.data.demo import Demo
 from sft.errors import PlanError, RecipeError, RunError, UserError
 from sft.hardware import Hardware
 from sft.job import Job, open_job
@@ -163,8 +163,8 @@ def test_a_tokenizers_templates_are_not_written_by_the_names_they_give_themselve
     import json
     import shutil
 
-    from sft.demo import make_demo
-    from sft.tokenizer import load_tokenizer
+    from sft.data.demo import make_demo
+    from sft.data.tokenizer import load_tokenizer
 
     demo = make_demo(Path(make_recipe().output_dir))
     model = tmp_path / "deep" / "model"

@@ -1,0 +1,1 @@
+"""From rows to documents to packs, with a ledger of every token."""

@@ -1,0 +1,124 @@
+"""Prepared documents on disk: flat arrays that every rank maps into its memory.
+
+| file             | content                                                           |
+|------------------|-------------------------------------------------------------------|
+| tokens.bin       | int32, all documents one after another                            |
+| trained.bin      | uint8, 1 where a token is trained                                 |
+| documents.bin    | one DOCUMENT record each: length, counts, where the row stands    |
+| train.npz        | the sequences to train on: members (documents) and ends           |
+| held_out.npz     | the same of the rows that are held out                            |
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from sft.data.documents import DOCUMENT, Chunk
+
+_ARRAYS: dict[str, np.dtype[Any]] = {"tokens": np.dtype("<i4"), "trained": np.dtype("u1"), "documents": DOCUMENT}
+
+
+class DocumentWriter:
+    """Writes chunks of documents, in order.
+
+    Args:
+        folder: Where tokens.bin, trained.bin and documents.bin go.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files = {name: (folder / f"{name}.bin").open("wb") for name in _ARRAYS}
+        self._digests = {name: sha256() for name in _ARRAYS}
+
+    def __enter__(self) -> DocumentWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with ExitStack() as stack:  # a disk that is full at one file leaves none of them open
+            for file in self._files.values():
+                stack.callback(file.close)
+            for file in self._files.values() if error is None else ():
+                file.flush()
+                os.fsync(file.fileno())
+
+    def write(self, chunk: Chunk) -> None:
+        """Append a chunk."""
+        for name, dtype in _ARRAYS.items():
+            data = getattr(chunk, name).astype(dtype, copy=False).tobytes()
+            self._files[name].write(data)
+            self._digests[name].update(data)
+
+    def digests(self) -> dict[str, str]:
+        """sha256 of each file so far."""
+        return {name: digest.hexdigest() for name, digest in self._digests.items()}
+
+
+@dataclass(frozen=True)
+class DocumentStore:
+    """All documents of a prepared recipe, mapped into memory."""
+
+    tokens: np.ndarray
+    trained: np.ndarray
+    documents: np.ndarray
+    starts: np.ndarray
+    """First token of each document."""
+
+    @classmethod
+    def open(cls, folder: Path) -> DocumentStore:
+        """Map the files of a folder."""
+        arrays: dict[str, np.ndarray] = {}
+        for name, dtype in _ARRAYS.items():
+            file = folder / f"{name}.bin"
+            # An empty file cannot be mapped.
+            arrays[name] = np.memmap(file, dtype, "r") if file.stat().st_size else np.zeros(0, dtype)
+        lengths = arrays["documents"]["length"].astype(np.int64)
+        return cls(**arrays, starts=np.cumsum(lengths) - lengths)
+
+    def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids and mask of one document."""
+        start = self.starts[index]
+        place = slice(start, start + self.documents["length"][index])
+        return self.tokens[place], self.trained[place]
+
+
+@dataclass(frozen=True)
+class SequenceIndex:
+    """Which documents make up each sequence."""
+
+    members: np.ndarray
+    """int64, indices of documents, sequence by sequence."""
+
+    ends: np.ndarray
+    """int64, for each sequence the end of its stretch of members."""
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def of(self, sequence: int) -> np.ndarray:
+        """The documents of one sequence."""
+        return self.members[self.ends[sequence - 1] if sequence else 0 : self.ends[sequence]]
+
+    def save(self, file: Path) -> None:
+        """Write it so that it survives a power cut."""
+        with file.open("wb") as target:
+            np.savez(target, members=self.members, ends=self.ends)
+            target.flush()
+            os.fsync(target.fileno())
+
+    @classmethod
+    def load(cls, file: Path) -> SequenceIndex:
+        """Read it back."""
+        with np.load(file) as arrays:
+            return cls(arrays["members"], arrays["ends"])
+
+    def digest(self) -> str:
+        """sha256 over both arrays."""
+        return sha256(self.members.astype("<i8").tobytes() + self.ends.astype("<i8").tobytes()).hexdigest()

@@ -1,0 +1,219 @@
+"""The tokenizer as the run uses it: chat template, padding and end-of-turn token settled and checked before any weight loads.
+
+Law 6: the end-of-turn token is trained, is what generation stops at, and is not the padding token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sft.data.sources import BUILTIN, looks_local
+from sft.data.template_checks import end_of_turn
+from sft.errors import ModelError, did_you_mean
+from sft.facts import model_path
+from sft.hub.remote_code import HOW_TO_ALLOW, is_refusal
+from sft.recipe.load import find_file
+from sft.recipe.schema import Recipe
+
+TEMPLATES = Path(__file__).parent / "chat_templates"
+CHOICES = (
+    "model.chat_template: `chatml` (needs <|im_start|> and <|im_end|>, if need be in model.new_tokens), `plain` (words for roles, the "
+    "tokenizer's own EOS), or a .jinja file."
+)
+"""What to do about a missing chat template."""
+
+_PADDING_ALONE = re.compile(r"^\W*pad\W*$", re.IGNORECASE)
+_PADDING = re.compile(r"(?<![^\W_])pad(ding)?(?![^\W_])", re.IGNORECASE)
+_UNUSED = re.compile(r"endoftext|end_of_text|reserved|unused|extra", re.IGNORECASE)
+_MEDIA = re.compile(r"vision|image|video|audio", re.IGNORECASE)
+
+
+def find_chat_template(name: str) -> str:
+    """The text of a chat template: a .jinja file, or one of sft/data/chat_templates by name.
+
+    Raises:
+        ModelError: There is none of that name.
+    """
+    shipped = TEMPLATES / f"{name}.jinja"
+    path = shipped if shipped.is_file() else find_file(name)
+    if not path.is_file():
+        names = sorted(file.stem for file in TEMPLATES.glob("*.jinja"))
+        raise ModelError(
+            f"model.chat_template={name}: there is no such file{did_you_mean(name, names, '.')} "
+            f"Give a .jinja file, or one of: {', '.join(names)}."
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"model.chat_template={name}: the file cannot be read as UTF-8 text: {error}.") from None
+
+
+def check_tokenizer_choice(recipe: Recipe) -> None:
+    """What can be refused about the tokenizer without loading it.
+
+    Raises:
+        ModelError: A chat template that does not exist.
+    """
+    if recipe.model.chat_template is not None:
+        find_chat_template(recipe.model.chat_template)
+
+
+def _known_token(tokenizer: Any, token: str, key: str) -> str:
+    if token not in tokenizer.get_vocab():
+        special = ", ".join(list(tokenizer.all_special_tokens)[:8])
+        raise ModelError(
+            f"model.{key}={token} is not in the tokenizer's vocabulary. Its special tokens: {special}. A new one "
+            "is added by model.new_tokens."
+        )
+    return token
+
+
+def load_tokenizer(recipe: Recipe) -> Any:
+    """Load the tokenizer and settle what the recipe says of it.
+
+    Returns:
+        A transformers tokenizer: `eos_token` is the end of the assistant's turn where there is a chat template, `pad_token` is
+        another token, and padding is on the right, so that position ids start at 0 as they did in pretraining.
+
+    Raises:
+        ModelError: It cannot be loaded, or lacks something that the recipe does not name.
+    """
+    from transformers import AutoTokenizer
+    from transformers.utils import cached_file
+
+    model = recipe.model
+    path = model_path(recipe)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        if is_refusal(error):
+            raise ModelError(
+                f"model.name_or_path={model.name_or_path}: its tokenizer_config.json names code of its own (auto_map), which is not run "
+                f"unless the recipe says so. {HOW_TO_ALLOW}"
+            ) from None
+        where = "its folder" if looks_local(path) or model.name_or_path == BUILTIN else "the hub"
+        raise ModelError(
+            f"The tokenizer of {model.name_or_path} cannot be loaded from {where}: {str(error).splitlines()[0]}"
+        ) from None
+    if not tokenizer.is_fast:
+        raise ModelError(
+            f"The tokenizer of {model.name_or_path} has no fast version (tokenizer.json), whose character offsets the loss mask needs."
+        )
+    tokenizer.own_file = cached_file(
+        path, "tokenizer.json", revision=model.revision, _raise_exceptions_for_missing_entries=False
+    )
+    _add_new_tokens(tokenizer, recipe)
+    if model.eos_token is not None:
+        tokenizer.eos_token = _known_token(tokenizer, model.eos_token, "eos_token")
+    if model.pad_token is not None:
+        tokenizer.pad_token = _known_token(tokenizer, model.pad_token, "pad_token")
+    if model.chat_template is not None:
+        tokenizer.chat_template = find_chat_template(model.chat_template)
+    if isinstance(tokenizer.chat_template, dict):
+        names = tokenizer.chat_template
+        if "default" not in names:
+            raise ModelError(
+                f"{model.name_or_path} has several chat templates ({', '.join(names)}) and none called default. Save one as a .jinja file, "
+                "and name that in model.chat_template."
+            )
+        tokenizer.chat_template = names["default"]
+    if tokenizer.chat_template is not None:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer))
+    elif tokenizer.eos_token is None:
+        raise ModelError(
+            f"{model.name_or_path} has neither a chat template nor an end-of-sequence token: a model trained so never learns to stop. Set "
+            "model.eos_token."
+        )
+    elif (recipe.eval.tasks or recipe.eval.suite) and recipe.eval.apply_chat_template:
+        raise ModelError(
+            f"{model.name_or_path} has no chat template, which conversations need, and the evaluation (eval.apply_chat_template=true). Set "
+            f"{CHOICES} For a model of plain text set eval.apply_chat_template=false."
+        )
+    _settle_padding(tokenizer, recipe, tokenizer.eos_token_id)
+    tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def _add_new_tokens(tokenizer: Any, recipe: Recipe) -> None:
+    known = [token for token in recipe.model.new_tokens if token in tokenizer.get_vocab()]
+    if known:
+        raise ModelError(
+            f"model.new_tokens: {', '.join(known)}: in the tokenizer's vocabulary already. Leave it out, it can be used as it is."
+        )
+    if recipe.model.new_tokens:
+        tokenizer.add_special_tokens(
+            {"additional_special_tokens": list(recipe.model.new_tokens)}, replace_extra_special_tokens=False
+        )
+
+
+def _settle_padding(tokenizer: Any, recipe: Recipe, stop: int) -> None:
+    """Keep the tokenizer's padding token; replace one that is the end-of-turn token, which padding would keep from being trained."""
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != stop:
+        return
+    found, name = padding_choice(tokenizer, stop), recipe.model.name_or_path
+    if tokenizer.pad_token_id is not None and recipe.model.pad_token is None and found is not None:
+        tokenizer.pad_token = found
+        tokenizer.padding_note = (
+            f"Padding: {found}, because {name} pads with its end-of-turn token {tokenizer.eos_token}, which is trained. Another: "
+            "model.pad_token."
+        )
+        return
+    problem = "has no padding token" if tokenizer.pad_token_id is None else "pads with the end-of-turn token"
+    raise ModelError(
+        f"{name} {problem}. Set model.pad_token to a token of its vocabulary other than the end-of-turn token "
+        f"{tokenizer.eos_token}, which must be trained"
+        + (
+            f", for example {found}."
+            if found
+            else "; it has no other to spare, so add one: model.new_tokens=[<|pad|>]."
+        )
+    )
+
+
+def padding_choice(tokenizer: Any, stop: int) -> str | None:
+    """The special token that is best padded with: one made for it, else one that no text is written with; None where there is none.
+
+    Args:
+        tokenizer: Of transformers.
+        stop: Id of the end-of-turn token.
+    """
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    taken = {stop, tokenizer.bos_token_id}
+    names = [name for name in added if tokenizer.convert_tokens_to_ids(name) not in taken and not _MEDIA.search(name)]
+    for pattern in (_PADDING_ALONE, _PADDING, _UNUSED):
+        for name in names:
+            if pattern.search(name):
+                return str(name)
+    unknown = tokenizer.unk_token
+    return str(unknown) if unknown in names else names[0] if names else None
+
+
+def new_token_ids(tokenizer: Any, new_tokens: Sequence[str]) -> list[int]:
+    """The ids of model.new_tokens."""
+    vocabulary = tokenizer.get_vocab()
+    return [vocabulary[token] for token in new_tokens]
+
+
+def check_vocabulary(tokenizer: Any, new_tokens: Sequence[str], rows: int, name: str) -> None:
+    """Refuse a tokenizer that has more tokens of its own than the embedding has rows.
+
+    Args:
+        tokenizer: From load_tokenizer.
+        new_tokens: The recipe's; the embedding is made larger for these.
+        rows: Of the model's embedding.
+        name: The model's, for the message.
+
+    Raises:
+        ModelError: The two do not belong together.
+    """
+    own = max(set(tokenizer.get_vocab().values()) - set(new_token_ids(tokenizer, new_tokens))) + 1
+    if own > rows:
+        raise ModelError(
+            f"The tokenizer of {name} has {own} tokens, and the model's embedding {rows} rows. "
+            "They do not belong together: give a folder where they do."
+        )

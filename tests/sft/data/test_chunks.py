@@ -1,0 +1,142 @@
+import multiprocessing
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sft.data import chunks
+from sft.data.chunks import made_chunks
+from sft.data.document_maker import DocumentMaker
+from sft.data.documents import Chunk
+from sft.data.readers import BadRow
+from sft.data.tokenizer import load_tokenizer
+from sft.errors import DataError
+from sft.recipe.schema import Recipe, Source
+
+MakeRecipe = Callable[..., Recipe]
+SOURCE = Source(path="rows.jsonl")
+
+
+def talk(question: str, answer: str | None) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+ROWS: list[Any] = [talk(f"question {number} " * (number % 9), f"answer {number % 5}") for number in range(80)]
+ROWS[7] = talk("nothing", "")
+ROWS[23] = talk("", "{{name}} <|im_end|> goes on")
+ROWS[41] = BadRow("line 42 is not JSON: no")
+ROWS[60] = talk("long " * 100, "too long")
+
+
+@pytest.fixture
+def maker(make_recipe: MakeRecipe) -> DocumentMaker:
+    recipe = make_recipe("data.on_bad_row=drop")
+    return DocumentMaker(recipe.data, load_tokenizer(recipe))
+
+
+def numbered(rows: list[Any]) -> Iterator[tuple[int, Any]]:
+    return iter(enumerate(rows, start=1))
+
+
+def together(made: list[Chunk]) -> tuple[Any, ...]:
+    """Everything that is kept of chunks, as one."""
+    first, *others = made
+    counts, findings = first.counts, first.findings
+    for chunk in others:
+        counts.merge(chunk.counts)
+        findings.merge(chunk.findings)
+    arrays = (np.concatenate([getattr(chunk, name) for chunk in made]) for name in ("tokens", "trained", "documents"))
+    dropped = (counts.dropped_rows, counts.dropped_tokens, counts.lengths.tolist())
+    return (*(array.tobytes() for array in arrays), counts.rows_in, *dropped, findings.counts, findings.rows)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 7, 1000])
+def test_documents_do_not_depend_on_workers_or_chunks(
+    workers: int, rows: int, maker: DocumentMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = together([maker.make(SOURCE, 0, "messages", list(numbered(ROWS)))])
+    assert whole[3] == 80
+    assert Counter({"no answer to train on": 1, "bad row": 1, "longer than max_length": 1}) == whole[4]
+    monkeypatch.setattr(chunks, "_ROWS", rows)
+    assert together(list(made_chunks(maker, SOURCE, 0, "messages", numbered(ROWS), workers))) == whole
+    assert multiprocessing.active_children() == []
+
+
+def test_chunks_come_in_the_order_of_their_rows(maker: DocumentMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the first ones take longest."""
+    monkeypatch.setattr(chunks, "_ROWS", 2)
+    rows = [talk("a" * size, "b") for size in range(120, 0, -1)]
+    made = list(made_chunks(maker, SOURCE, 4, "messages", numbered(rows), 3))
+    found = np.concatenate([chunk.documents for chunk in made])
+    assert found["row"].tolist() == sorted(found["row"].tolist())
+    assert set(found["source"]) == {4}
+
+
+def test_few_long_rows_make_a_chunk_too(maker: DocumentMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "_CHARACTERS", 1000)
+    rows = [talk("a" * 1000, "b")] * 3 + [talk("a", "b")] * 3
+    made = list(made_chunks(maker, SOURCE, 0, "messages", numbered(rows), 1))
+    assert [chunk.counts.rows_in for chunk in made] == [1, 1, 1, 3]
+
+
+def test_rows_are_read_only_as_far_as_the_workers_need_them(
+    maker: DocumentMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "_ROWS", 3)
+    taken = 0
+
+    def endless() -> Iterator[tuple[int, Any]]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield taken, talk(f"question {taken}", "answer")
+
+    made = made_chunks(maker, SOURCE, 0, "messages", endless(), 2)
+    for _ in range(10):
+        next(made)
+    assert taken <= 3 * (10 + 2 * 2 + 2)
+    made.close()
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_an_error_in_the_file_comes_through_and_leaves_no_worker(
+    workers: int, maker: DocumentMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "_ROWS", 5)
+
+    def breaking() -> Iterator[tuple[int, Any]]:
+        yield from numbered(ROWS[:40])
+        raise DataError("rows.jsonl is truncated.")
+
+    with pytest.raises(DataError, match="truncated"):
+        list(made_chunks(maker, SOURCE, 0, "messages", breaking(), workers))
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("rows", [1, 7, 1000])
+@pytest.mark.parametrize("overlong", ["drop", "error"])
+def test_the_first_row_that_stops_the_run_is_told_whatever_the_chunks(
+    overlong: str, rows: int, workers: int, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(f"data.overlong={overlong}")
+    strict = DocumentMaker(recipe.data, load_tokenizer(recipe))
+    monkeypatch.setattr(chunks, "_ROWS", rows)
+    broken = [*ROWS[:10], ROWS[60], *ROWS[10:15], {"messages": [{"role": "narrator", "content": "x"}]}, *ROWS[15:30]]
+    errors = [
+        chunk.error
+        for chunk in made_chunks(strict, SOURCE, 0, "messages", numbered(broken), workers)
+        if chunk.error is not None
+    ]
+    assert errors
+    row, reason = errors[0]
+    assert row == (11 if overlong == "error" else 17)
+    assert ("more than data.max_length=128" if overlong == "error" else "unknown role 'narrator'") in reason
+
+
+def test_no_rows_are_no_chunks(maker: DocumentMaker) -> None:
+    assert list(made_chunks(maker, SOURCE, 0, "messages", iter([]), 2)) == []

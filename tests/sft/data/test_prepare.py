@@ -1,0 +1,782 @@
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from sft.data import chunks
+from sft.data.demo import Demo
+from sft.data.prepare import prepare, prepared_data
+from sft.data.prepared import Prepared, entry_folder, find_prepared
+from sft.data.store import DocumentStore, SequenceIndex
+from sft.errors import DataError, ModelError, RunError, users_mistakes_end_cleanly
+from sft.facts import inspect_data, inspect_model
+from sft.hardware import Hardware
+from sft.job import Job, open_job
+from sft.recipe.schema import Recipe
+from sft.start import start_run
+
+Row = dict[str, Any]
+FILES = ("tokens.bin", "trained.bin", "documents.bin", "train.npz", "held_out.npz", "prepared.json")
+
+
+def talk(question: str, answer: str | None) -> Row:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def write(path: Path, rows: list[Row]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def make(make_recipe: Callable[..., Recipe], demo: Demo, tmp_path: Path) -> Callable[..., Recipe]:
+    """A recipe that prepares its data in a place of its own."""
+
+    def of(*overrides: str) -> Recipe:
+        return make_recipe(f"model.name_or_path={demo.model}", f"output_dir={tmp_path / 'out'}", *overrides)
+
+    return of
+
+
+def prepared(recipe: Recipe) -> Prepared:
+    return prepare(recipe, inspect_model(recipe))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of an entry; of prepared.json all but the time it took."""
+    found = {file.name: file.read_bytes() for file in folder.iterdir()}
+    summary = json.loads(found["prepared.json"])
+    assert summary.pop("seconds") >= 0
+    return found | {"prepared.json": json.dumps(summary).encode()}
+
+
+def left_in(place: Path) -> list[str]:
+    """What is in the place of entries besides locks, which are empty files."""
+    return sorted(path.name for path in place.glob("*") if not path.name.endswith(".lock"))
+
+
+def finding(entry: Prepared, kind: str) -> dict[str, Any]:
+    (found,) = [found for found in entry.findings if found["kind"] == kind]
+    return found
+
+
+VARIED = [talk(f"question {number} " * (number % 7 + 1), f"answer {number % 40}") for number in range(150)]
+VARIED[20], VARIED[90] = talk("nothing", ""), talk("{{name}}", "<|im_end|> too")
+VARIED[33] = {"messages": [{"role": "narrator", "content": "?"}]}
+
+
+@pytest.fixture
+def one_core() -> Iterator[Callable[[], None]]:
+    """Keep this process to one processor; all come back behind the test."""
+    every = os.sched_getaffinity(0)
+    yield lambda: os.sched_setaffinity(0, {min(every)})
+    os.sched_setaffinity(0, every)
+
+
+def test_an_entry_is_the_same_bytes_with_any_workers_and_chunks(
+    make: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_core: Callable[[], None]
+) -> None:
+    write(tmp_path / "a.jsonl", VARIED)
+    write(tmp_path / "b.jsonl", VARIED[::-1])
+    keys = [f"data.train=[{{path: {tmp_path}/a.jsonl, epochs: 1.5}}, {{path: {tmp_path}/b.jsonl, rows: 70}}]"]
+    keys += ["data.on_bad_row=drop", "data.held_out=0.1", "data.max_length=48", "data.overlong=split"]
+
+    def entry(rows: int, name: str) -> dict[str, bytes]:
+        monkeypatch.setattr(chunks, "_ROWS", rows)
+        return contents(prepared(make(*keys, f"output_dir={tmp_path / name}")).folder)
+
+    several = [entry(rows, f"several-{rows}") for rows in (7, 50)]
+    one_core()
+    assert chunks.worker_count() == 1
+    alone = [entry(rows, f"one-{rows}") for rows in (7, 1000)]
+    assert set(alone[0]) == set(FILES)
+    assert several[0] == several[1] == alone[0] == alone[1]
+
+
+def test_the_data_that_is_prepared_is_found_from_any_folder(
+    make: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = make(f"data.train={write(tmp_path / 'rows.jsonl', VARIED[:9])}")
+    first = prepared(recipe)
+    assert "Preparing" in capsys.readouterr().err
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again = prepared(recipe)
+    assert (again.folder, again.summary) == (first.folder, first.summary)
+    assert capsys.readouterr().err == ""
+    assert prepared_data(recipe, inspect_model(recipe), ["no command is run"]).fingerprint == first.fingerprint
+
+
+@pytest.mark.parametrize("damage", [*FILES, "empty prepared.json", "cut tokens.bin"])
+def test_a_damaged_entry_is_made_anew(damage: str, make: Callable[..., Recipe], tmp_path: Path) -> None:
+    recipe = make(f"data.train={write(tmp_path / 'rows.jsonl', VARIED[:9])}")
+    first = prepared(recipe)
+    whole = contents(first.folder)
+    name = damage.split()[-1]
+    if " " in damage:
+        (first.folder / name).write_bytes((first.folder / name).read_bytes()[:-1] if "cut" in damage else b"")
+    else:
+        (first.folder / name).unlink()
+    (first.folder / "left").touch()
+    assert find_prepared(first.folder) is None
+    assert contents(prepared(recipe).folder) == whole
+    assert left_in(first.folder.parent) == [first.folder.name]
+
+
+def test_an_entry_that_was_altered_is_known_and_made_anew(make: Callable[..., Recipe], tmp_path: Path) -> None:
+    recipe = make(f"data.train={write(tmp_path / 'rows.jsonl', VARIED[:9])}")
+    first = prepared(recipe)
+    assert first.altered() is None
+    whole, file = contents(first.folder), first.folder / "tokens.bin"
+    file.write_bytes(bytes([whole["tokens.bin"][0] ^ 1]) + whole["tokens.bin"][1:])
+    assert first.altered() == "tokens.bin"
+    first.forget()
+    assert contents(prepared(recipe).folder) == whole
+
+
+def test_what_an_earlier_process_left_half_written_is_removed(make: Callable[..., Recipe], tmp_path: Path) -> None:
+    recipe = make(f"data.train={write(tmp_path / 'rows.jsonl', VARIED[:9])}")
+    folder = entry_folder(recipe, inspect_model(recipe))
+    left = folder.with_name(f".{folder.name}.{os.getpid()}")
+    left.mkdir(parents=True)
+    (left / "tokens.bin").write_bytes(b"half")
+    prepared(recipe)
+    assert left_in(folder.parent) == [folder.name]
+
+
+def test_old_entries_are_removed_but_for_those_that_are_used(
+    make: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sft.data.prepare._KEPT", 2)
+    recipe = make(f"data.train={write(tmp_path / 'rows.jsonl', VARIED[:9])}")
+    entry = prepared(recipe).folder
+    runs = {
+        "running": {"status": "running"},
+        "failed": {"status": "failed"},
+        "evaluating": {"status": "finished", "evaluation": "interrupted"},
+        "finished": {"status": "finished", "evaluation": "done"},
+    }
+    now = time.time()
+    for hours, name in enumerate([*runs, "unused", "of-today", "whole", "search"], start=30):
+        copy = Path(shutil.copytree(entry, entry.with_name(name)))
+        summary = json.loads((copy / "prepared.json").read_text()) | {"fingerprint": name}
+        (copy / "prepared.json").write_text(json.dumps(summary))
+        used = now - 3600 * (2 if name == "of-today" else hours)
+        os.utime(copy / "prepared.json", (used, used))
+    (entry.with_name("search") / "prepared.json").unlink()
+    for name, record in runs.items():
+        folder = tmp_path / "out" / "recipe" / name
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text(json.dumps(record | {"data_fingerprint": name}))
+    (tmp_path / "out" / "recipe" / "broken").mkdir()
+    (tmp_path / "out" / "recipe" / "broken" / "run.json").write_text("[")
+    newest = prepared(make(f"data.train={write(tmp_path / 'more.jsonl', VARIED[:8])}")).folder
+    kept = {newest.name, entry.name, "running", "failed", "evaluating", "of-today", "search"}
+    assert set(left_in(entry.parent)) == kept
+
+
+def test_an_entry_that_is_found_counts_as_used(make: Callable[..., Recipe], tmp_path: Path) -> None:
+    recipe = make(f"data.train={write(tmp_path / 'rows.jsonl', VARIED[:9])}")
+    file = prepared(recipe).folder / "prepared.json"
+    os.utime(file, (0, 0))
+    prepared_data(recipe, inspect_model(recipe), [])
+    assert time.time() - file.stat().st_mtime < 60
+
+
+def test_a_mistake_leaves_nothing_behind(make: Callable[..., Recipe], tmp_path: Path) -> None:
+    recipe = make(f"data.train={write(tmp_path / 'rows.jsonl', VARIED)}")
+    with pytest.raises(DataError, match=r"rows.jsonl, row 34: unknown role 'narrator'"):
+        prepared(recipe)
+    assert left_in(tmp_path / "out" / ".prepared") == []
+
+
+def test_an_error_and_a_finding_name_the_right_file_and_row(make: Callable[..., Recipe], tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "a.jsonl", VARIED[:5])
+    write(tmp_path / "data" / "b.jsonl", [])
+    write(tmp_path / "data" / "c.jsonl", [*VARIED[5:8], talk("{{name}}", "x"), VARIED[8], VARIED[6]])
+    write(tmp_path / "held_out.jsonl", [talk("other", "held out {{name}}"), VARIED[2]])
+    keys = [f"data.train={tmp_path / 'data'}", f"data.held_out={tmp_path / 'held_out.jsonl'}"]
+    entry = prepared(make(*keys))
+    place = {name: str(tmp_path / "data" / name) for name in ("a.jsonl", "c.jsonl")}
+    assert finding(entry, "placeholder")["rows"] == [
+        f"{place['c.jsonl']}, row 4",
+        f"{tmp_path / 'held_out.jsonl'}, row 1",
+    ]
+    assert finding(entry, "duplicate")["rows"] == [f"{place['c.jsonl']}, row 6"]
+    assert finding(entry, "held_out_duplicate")["rows"] == [f"{place['a.jsonl']}, row 3"]
+    write(tmp_path / "data" / "d.jsonl", [VARIED[9], {"messages": 5}])
+    with pytest.raises(DataError, match=r"data/d.jsonl, row 2: `messages` is of type int"):
+        prepared(make(*keys))
+
+
+def test_a_row_that_is_held_out_too_counts_once_however_many_pieces_it_has(
+    make: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    long = talk("?", "to Oslo " * 100)
+    train = write(tmp_path / "train.jsonl", [*VARIED[:5], long, long])
+    held_out = write(tmp_path / "held_out.jsonl", [long])
+    entry = prepared(
+        make(f"data.train={train}", f"data.held_out={held_out}", "data.overlong=split", "data.max_length=64")
+    )
+    assert entry.ledger["total"]["rows"]["dropped"] == {"held out too": 2}
+    assert finding(entry, "held_out_duplicate")["count"] == 2
+    assert finding(entry, "held_out_duplicate")["rows"] == [f"{train}, row 6", f"{train}, row 7"]
+
+
+def test_the_same_answer_is_one_of_many_rows_and_not_of_the_pieces_of_one(
+    make: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    same = [talk(f"question {number}", "I cannot help") for number in range(15)]
+    entry = prepared(make(f"data.train={write(tmp_path / 'same.jsonl', [*VARIED[:10], *same])}"))
+    assert finding(entry, "same_answer")["count"] == 15
+    rows = [*VARIED[:10], talk("?", "to Oslo " * 600)]
+    entry = prepared(
+        make(
+            f"data.train={write(tmp_path / 'split.jsonl', rows)}",
+            "data.overlong=split",
+            "data.max_length=64",
+        )
+    )
+    assert len(DocumentStore.open(entry.folder).documents) > 30
+    assert [found["kind"] for found in entry.findings if found["kind"] == "same_answer"] == []
+
+
+def test_very_long_rows_of_every_source_are_told_with_their_script(make: Callable[..., Recipe], tmp_path: Path) -> None:
+    latin = write(tmp_path / "latin.jsonl", [*VARIED[:20], talk("?", "Oslo " * 2000)])
+    greek = write(tmp_path / "greek.jsonl", [*VARIED[40:60], talk("?", "Ζηνων " * 400)])
+    plain = write(tmp_path / "plain.jsonl", VARIED[100:120])
+    train = ", ".join(f"{{path: {path}}}" for path in (latin, greek, plain))
+    entry = prepared(make(f"data.train=[{train}]", "data.max_length=10000"))
+    found = finding(entry, "very_long")
+    assert (found["count"], found["rows"]) == (2, [f"{latin}, row 21", f"{greek}, row 21"])
+    assert "Latin" in found["detail"]
+    assert "Greek" in found["detail"]
+
+
+def test_packs_hold_every_chosen_document_and_none_that_is_held_out(
+    make: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    path = write(tmp_path / "rows.jsonl", VARIED[:33])
+    entry = prepared(make(f"data.train=[{{path: {path}, epochs: 2.0}}]", "data.held_out=0.3"))
+    train, held_out = (SequenceIndex.load(entry.folder / f"{name}.npz") for name in ("train", "held_out"))
+    documents = DocumentStore.open(entry.folder).documents
+    both = np.concatenate([train.members, held_out.members, held_out.members])
+    assert np.bincount(both).tolist() == [2] * len(documents)
+    for index in (train, held_out):
+        lengths = [int(documents["length"][index.of(number)].sum()) for number in range(len(index))]
+        assert max(lengths) <= 128
+    assert (entry.sequences, entry.summary["held_out_sequences"]) == (len(train), len(held_out))
+
+
+@pytest.mark.parametrize("overlong", ["drop", "truncate", "split"])
+def test_a_longer_pack_holds_more_documents_and_cuts_none_differently(
+    overlong: str, make: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    path = write(tmp_path / "rows.jsonl", VARIED[:33])
+    limits = [f"data.train={path}", f"data.overlong={overlong}", "data.max_length=32", "data.max_overlong_fraction=1.0"]
+    short, long = prepared(make(*limits)), prepared(make(*limits, "data.pack_length=500"))
+    assert long.ledger["total"] == short.ledger["total"]
+    documents = DocumentStore.open(long.folder).documents
+    assert documents["length"].max() <= 32
+    index = SequenceIndex.load(long.folder / "train.npz")
+    packs = [int(documents["length"][index.of(number)].sum()) for number in range(len(index))]
+    assert 32 < max(packs) <= 500
+    assert len(packs) == -(-sum(packs) // 500)
+    packing = long.ledger["packing"]
+    assert (packing["packs"], packing["padding"]) == (len(packs), 500 * len(packs) - sum(packs))
+
+
+def test_rows_that_are_neighbours_in_a_file_do_not_stay_neighbours_in_packs(
+    make: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    path = write(tmp_path / "rows.jsonl", [talk(f"{number:04}", "x") for number in range(600)])
+    members = SequenceIndex.load(prepared(make(f"data.train={path}")).folder / "train.npz").members
+    assert (np.diff(members) == 1).mean() < 0.05
+    other = SequenceIndex.load(prepared(make(f"data.train={path}", "data.seed=1")).folder / "train.npz").members
+    assert members.tolist() != other.tolist()
+
+
+def test_without_packing_documents_stand_alone_in_their_order(make: Callable[..., Recipe], tmp_path: Path) -> None:
+    entry = prepared(make(f"data.train={write(tmp_path / 'rows.jsonl', VARIED[:15])}", "data.packing=false"))
+    index = SequenceIndex.load(entry.folder / "train.npz")
+    assert (index.members.tolist(), index.ends.tolist()) == (list(range(15)), list(range(1, 16)))
+    assert entry.ledger["packing"] is None
+
+
+def test_the_fingerprint_is_of_what_is_trained_and_of_nothing_else(make: Callable[..., Recipe], tmp_path: Path) -> None:
+    def fingerprint(rows: list[Row], *overrides: str, name: str = "rows.jsonl") -> str:
+        return prepared(make(f"data.train={write(tmp_path / name, rows)}", *overrides)).fingerprint
+
+    first = fingerprint(VARIED[:9])
+    assert fingerprint(VARIED[:9], name="other.jsonl") == first
+    assert fingerprint(VARIED[:9], "data.min_trained_fraction=0.01", "train.seed=5") == first
+    others = [fingerprint(VARIED[:9][::-1]), fingerprint(VARIED[:9], "data.loss_on=all"), fingerprint(VARIED[:8])]
+    others += [fingerprint(VARIED[:9], "data.seed=1"), fingerprint(VARIED[:9], "data.packing=false")]
+    assert len({first, *others}) == 6
+
+
+@pytest.mark.parametrize(
+    ("row", "overrides", "error", "told"),
+    [
+        ({"question": "a", "reply": "b"}, [], DataError, "no usable columns. Found: question, reply"),
+        ({"text": "a"}, ["data.loss_on=completion"], DataError, "is of the format text, which has no completion"),
+        (VARIED[0], ["data.train=[{path: ROWS, chat: false}]"], DataError, "chat=false is for rows of prompt and"),
+        (VARIED[0], ["data.train=[{path: ROWS, rows: 9}]"], DataError, "rows=9 of .*rows.jsonl, which has 1 usable"),
+    ],
+)
+def test_data_that_a_recipe_cannot_use_is_one_message(
+    row: Row, overrides: list[str], error: type[Exception], told: str, make: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    path = write(tmp_path / "rows.jsonl", [row])
+    with pytest.raises(error, match=told):
+        prepared(make(f"data.train={path}", *(override.replace("ROWS", str(path)) for override in overrides)))
+
+
+def test_a_file_without_good_rows_is_one_message(make: Callable[..., Recipe], tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.touch()
+    with pytest.raises(DataError, match=r"rows.jsonl holds no rows\."):
+        prepared(make(f"data.train={path}"))
+    path.write_text("no\nno\n")
+    with pytest.raises(DataError, match=r"none of its first 2 rows can be read \(line 1 is not JSON"):
+        prepared(make(f"data.train={path}"))
+
+
+def test_conversations_without_a_chat_template_are_one_message(
+    make: Callable[..., Recipe], demo: Demo, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(demo.model, tmp_path / "model"))
+    (model / "chat_template.jinja").unlink()
+    path = write(tmp_path / "rows.jsonl", VARIED[:3])
+    with pytest.raises(
+        ModelError, match=r"has no chat template, which rows of the format messages need \(.*rows.jsonl"
+    ):
+        prepared(make(f"data.train={path}", f"model.name_or_path={model}"))
+    write(path, [{"prompt": "a", "completion": "b"}])
+    train = f"data.train=[{{path: {path}, chat: false}}]"
+    assert prepared(make(train, f"model.name_or_path={model}")).ledger["total"]["rows"]["used"] == 1
+
+
+def test_a_place_that_cannot_be_written_is_one_message(make: Callable[..., Recipe], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".prepared").touch()
+    path = write(tmp_path / "rows.jsonl", VARIED[:3])
+    with pytest.raises(RunError, match=r"The prepared data cannot be written to .*\.prepared"):
+        prepared(make(f"data.train={path}"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """A file system of so many KiB."""
+    mounted: list[Path] = []
+
+    def mount(size: int) -> Path:
+        place = tmp_path / f"disk-{size}"
+        place.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", str(place)]
+        if subprocess.run(command, check=False, capture_output=True).returncode:
+            pytest.skip("only root may mount a small file system")
+        mounted.append(place)
+        return place
+
+    yield mount
+    gc.collect()  # a file that nobody closed is told here
+    for place in mounted:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+@pytest.mark.parametrize("size", [4, 16, 64, 104, 108, 112, 116])
+def test_a_full_disk_is_one_message_and_leaves_no_entry(
+    size: int,
+    make: Callable[..., Recipe],
+    tmp_path: Path,
+    small_disk: Callable[[int], Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """At each size another file finds no space."""
+    path = write(tmp_path / "rows.jsonl", [talk(f"{number:04} " * 6, "x" * 8) for number in range(400)])
+    place = small_disk(size)
+    recipe = make(f"data.train={path}", f"output_dir={place}")
+    with pytest.raises(SystemExit) as ended, users_mistakes_end_cleanly():
+        entry = prepared(recipe)
+        pytest.skip(f"{size} KiB were enough for {sum(entry.summary['sizes'].values())} bytes")
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert "The disk is full" in told
+    assert "Traceback" not in told
+    assert left_in(place / ".prepared") == []
+
+
+def run(recipe_file: Path, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "sft.data.prepare", str(recipe_file), *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_of_two_that_start_at_once_one_prepares_and_the_other_waits(
+    recipe_file: Path, demo: Demo, tmp_path: Path
+) -> None:
+    words = [f"model.name_or_path={demo.model}", f"data.train={write(tmp_path / 'rows.jsonl', VARIED[:20] * 30)}"]
+    processes = [run(recipe_file, *words, f"output_dir={tmp_path / 'out'}") for _ in range(2)]
+    told = [process.communicate(timeout=100)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    (first,) = [text for text in told if "Preparing" in text]
+    (second,) = [text for text in told if "Preparing" not in text]
+    assert "waiting" not in first
+    assert second in ("", "Another process is preparing this data; waiting for it.\n")
+    assert len(left_in(tmp_path / "out" / ".prepared")) == 1
+
+
+@pytest.mark.slow
+def test_a_process_says_what_it_reads_and_nothing_that_a_library_has_to_say(
+    recipe_file: Path, demo: Demo, tmp_path: Path
+) -> None:
+    """A first source that is tokenized here, and a second that workers are forked for."""
+    small, large = write(tmp_path / "a.jsonl", VARIED[:5]), write(tmp_path / "b.jsonl", VARIED[:20] * 120)
+    process = run(
+        recipe_file,
+        f"model.name_or_path={demo.model}",
+        f"data.train=[{{path: {small}}}, {{path: {large}}}]",
+        f"output_dir={tmp_path / 'out'}",
+    )
+    out, told = process.communicate(timeout=100)
+    assert (process.returncode, out) == (0, "")
+    lines = [line for line in told.replace("\r", "\n").splitlines() if line]
+    assert [line for line in lines if not line.startswith("Preparing ")] == []
+
+
+@pytest.mark.slow
+def test_a_start_prepares_in_a_process_of_its_own_and_ends_as_that_does(
+    recipe_file: Path,
+    make: Callable[..., Recipe],
+    demo: Demo,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    words = [f"model.name_or_path={demo.model}", f"data.train={write(tmp_path / 'rows.jsonl', VARIED)}"]
+    words.append(f"output_dir={tmp_path / 'out'}")
+    recipe = make(*words)
+    with pytest.raises(SystemExit) as ended:
+        prepared_data(recipe, inspect_model(recipe), [str(recipe_file), *words])
+    assert ended.value.code == 2
+    told = capfd.readouterr().err
+    assert "rows.jsonl, row 34: unknown role 'narrator'" in told
+    assert "Traceback" not in told
+    write(tmp_path / "rows.jsonl", VARIED[:9])
+    found = prepared_data(recipe, inspect_model(recipe), [str(recipe_file), *words])
+    assert found.ledger["total"]["rows"]["used"] == 9
+
+
+def test_a_limit_is_held_against_data_that_is_already_prepared(make: Callable[..., Recipe], tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [*VARIED[:9], talk("?", "Oslo " * 500)])
+    recipe = make(f"data.train={path}")
+    entry = prepared(recipe)
+    with pytest.raises(
+        DataError, match=r"(?s)1 of 10 rows \(10.0%\) are longer than data.max_length=128.*tokens a row"
+    ):
+        prepared_data(recipe, inspect_model(recipe), [])
+    raised = make(f"data.train={path}", "data.max_overlong_fraction=0.1")
+    assert prepared_data(raised, inspect_model(raised), []).folder == entry.folder
+    assert prepared_data(recipe, inspect_model(recipe), [], judge=False).folder == entry.folder
+
+
+@pytest.fixture
+def make_job(recipe_file: Path, demo: Demo, tmp_path: Path) -> Callable[..., Job]:
+    """A run over rows.jsonl, on a CPU."""
+    words = [
+        f"model.name_or_path={demo.model}",
+        f"output_dir={tmp_path / 'out'}",
+        f"data.train={tmp_path / 'rows.jsonl'}",
+    ]
+    return lambda *overrides: open_job(recipe_file, [*words, *overrides], Hardware(None, 1, 1, 2, 16.0))
+
+
+def test_a_run_keeps_the_ledger_of_what_it_is_trained_on(make_job: Callable[..., Job], tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", [*VARIED[:9], talk("{{name}}", "x")])
+    job = make_job()
+    entry = prepare(job.recipe, job.model)
+    started = start_run(job)
+    assert started.prepared.folder == entry.folder
+    kept = json.loads(started.run.ledger_file.read_text())
+    assert kept == entry.ledger | {"findings": entry.findings}
+    assert [found["kind"] for found in kept["findings"]] == ["placeholder"]
+    assert started.run.record["data_fingerprint"] == entry.fingerprint
+    assert started.run.record["status"] == "running"
+
+
+def test_data_beyond_a_limit_leaves_no_run(make_job: Callable[..., Job], tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", [*VARIED[:9], talk("?", "Oslo " * 500)])
+    job = make_job()
+    prepare(job.recipe, job.model)
+    with pytest.raises(DataError, match=r"1 of 10 rows \(10.0%\) are longer"):
+        start_run(job)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".prepared"]
+
+
+INTERRUPTED = """
+import sys
+from pathlib import Path
+from sft.hardware import Hardware
+from sft.job import open_job
+from sft.manifest import write_manifest
+from sft.run_directory import write_json
+from sft.start import start_run
+run = start_run(open_job(Path(sys.argv[1]), sys.argv[2:], Hardware(None, 1, 1, 2, 16.0))).run
+(run.checkpoints / "checkpoint-5").mkdir()
+write_manifest(run.checkpoints / "checkpoint-5")
+write_json(run.plan_file, {"decisions": [], "deepspeed": None})
+run.update(status="interrupted")
+"""
+
+
+def test_a_run_goes_on_with_no_other_data_than_it_was_started_with(
+    make_job: Callable[..., Job], recipe_file: Path, tmp_path: Path
+) -> None:
+    write(tmp_path / "rows.jsonl", VARIED[:9])
+    job = make_job()
+    prepare(job.recipe, job.model)
+    subprocess.run([sys.executable, "-c", INTERRUPTED, str(recipe_file), *job.overrides], check=True)
+    write(tmp_path / "rows.jsonl", VARIED[:8])
+    prepare(job.recipe, job.model)
+    told = r"The data, tokenizer or chat template has changed since .* was started.*train.resume=never"
+    with pytest.raises(RunError, match=told):
+        start_run(job)
+    assert start_run(make_job("train.resume=never")).run.last_checkpoint() is None
+
+
+@pytest.mark.slow
+def test_data_that_changes_while_a_process_prepares_it_is_refused_and_not_kept(
+    recipe_file: Path, demo: Demo, tmp_path: Path
+) -> None:
+    path, out = write(tmp_path / "rows.jsonl", VARIED[:20] * 600), tmp_path / "out"
+    process = run(recipe_file, f"model.name_or_path={demo.model}", f"data.train={path}", f"output_dir={out}")
+    while not begun(out):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.001)
+    with path.open("a") as file:
+        file.write(json.dumps(talk("one", "more")) + "\n")
+    told = process.communicate(timeout=100)[1]
+    assert process.returncode == 2, told
+    assert "changed while it was prepared. Start again when nobody writes to it." in told
+    assert "Traceback" not in told
+    assert left_in(out / ".prepared") == []
+
+
+def begun(out: Path) -> bool:
+    """Whether the first tokens of an entry are written."""
+    return any(file.stat().st_size for file in out.glob(".prepared/.*.*/tokens.bin"))
+
+
+def _replace(path: Path) -> None:
+    write(path.with_name("new.jsonl"), VARIED[:9]).replace(path)
+
+
+def _rewrite(path: Path) -> None:
+    other = path.with_name("same_size.jsonl")
+    other.write_text(path.read_text().replace("answer", "ANSWER"))
+    other.replace(path)
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "replaced": _replace,
+    "other letters in as many bytes": _rewrite,
+    "removed": Path.unlink,
+    "touched": Path.touch,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "held_out"), [*((change, False) for change in CHANGES), ("other letters in as many bytes", True)]
+)
+def test_data_that_has_changed_when_it_is_prepared_is_not_kept(
+    change: str,
+    held_out: bool,
+    make: Callable[..., Recipe],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    one_core: Callable[[], None],
+) -> None:
+    """Another thread writes; so no process is forked."""
+    one_core()
+    monkeypatch.setattr(chunks, "_ROWS", 20)
+    train, other = write(tmp_path / "train.jsonl", VARIED[:20] * 100), write(tmp_path / "other.jsonl", VARIED[40:45])
+    recipe = make(f"data.train={train}", f"data.held_out={other}")
+    changed = other if held_out else train
+
+    def write_meanwhile() -> None:
+        while not begun(tmp_path / "out"):
+            time.sleep(0.001)
+        CHANGES[change](changed)
+
+    writer = threading.Thread(target=write_meanwhile)
+    writer.start()
+    try:
+        if change == "touched":  # the same bytes are the same data
+            assert prepared(recipe).ledger["total"]["rows"]["in"] == 2005
+            return
+        with pytest.raises(DataError, match=r"changed while it was prepared\. Start again|there is no file"):
+            prepared(recipe)
+    finally:
+        writer.join()
+    assert left_in(tmp_path / "out" / ".prepared") == []
+
+
+def test_a_row_is_held_out_whatever_its_mask(make: Callable[..., Recipe], tmp_path: Path) -> None:
+    """Trained in two turns here, and held out with a prompt of which nothing is trained."""
+    turns = [{"role": role, "content": f"{role} {at}"} for at in range(2) for role in ("user", "assistant")]
+    train = write(tmp_path / "train.jsonl", [*VARIED[:5], {"messages": turns}, talk("Why", "Because")])
+    prompts = [{"prompt": turns[:3], "completion": turns[3:]}, {"prompt": "Why", "completion": "Because"}]
+    held_out = write(tmp_path / "held_out.jsonl", prompts)
+    for loss_on in ("auto", "last_assistant", "all"):
+        entry = prepared(make(f"data.train={train}", f"data.held_out={held_out}", f"data.loss_on={loss_on}"))
+        assert entry.ledger["total"]["rows"]["dropped"] == {"held out too": 2}
+        assert finding(entry, "held_out_duplicate")["rows"] == [f"{train}, row 6", f"{train}, row 7"]
+
+
+def test_a_fraction_that_holds_out_nothing_is_an_error(make: Callable[..., Recipe], tmp_path: Path) -> None:
+    train = f"data.train={write(tmp_path / 'rows.jsonl', VARIED[:5])}"
+    with pytest.raises(DataError, match=r"data.held_out=0.0001 holds out no row that can be used. Raise it, or leave"):
+        prepared(make(train, "data.held_out=0.0001"))
+    assert left_in(tmp_path / "out" / ".prepared") == []
+
+
+def test_a_source_that_holds_out_nothing_is_an_error(make: Callable[..., Recipe], tmp_path: Path) -> None:
+    train = f"data.train={write(tmp_path / 'rows.jsonl', VARIED[:5])}"
+    held_out = write(tmp_path / "held_out.jsonl", [talk("a", "")] * 3)
+    with pytest.raises(DataError, match=r"data.held_out=.*held_out.jsonl holds out no row"):
+        prepared(make(train, f"data.held_out={held_out}"))
+    # A list of sources is told by their paths, not by how Python shows it.
+    with pytest.raises(DataError, match=r"data.held_out.*held_out.jsonl.* no row") as error:
+        prepared(make(train, f"data.held_out=[{{path: {held_out}}}]"))
+    assert "Source(" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "keys", [("epochs: 0.01", ""), ("weight: 0.01", "weight: 1.0"), ("weight: 1.0", "weight: 0.01")]
+)
+def test_a_source_of_which_no_row_is_taken_is_named(
+    keys: tuple[str, str], make: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    paths = [write(tmp_path / f"{name}.jsonl", VARIED[start : start + 9]) for name, start in (("a", 0), ("b", 40))]
+    sources = [f"{{path: {path}, {key}}}" for path, key in zip(paths, keys, strict=True)]
+    named = paths[[float(key.partition(":")[2] or 1) < 1 for key in keys].index(True)]
+    with pytest.raises(DataError, match=rf"data.train: of {named} no row is taken \(9 are usable\)"):
+        prepared(make(f"data.train=[{', '.join(sources)}]"))
+
+
+def test_a_source_with_a_weight_and_without_rows_is_named(make: Callable[..., Recipe], tmp_path: Path) -> None:
+    good, empty = write(tmp_path / "a.jsonl", VARIED[:9]), write(tmp_path / "b.jsonl", [talk("a", "")] * 3)
+    with pytest.raises(DataError, match=rf"data.train: {empty} has a weight and no usable rows"):
+        prepared(make(f"data.train=[{{path: {good}, weight: 1.0}}, {{path: {empty}, weight: 1.0}}]"))
+
+
+HELD_OUT_MISTAKES = {
+    "no such file": ("gone.jsonl", "there is no file or folder"),
+    "renamed columns that are not there": ("{path: PATH, columns: {prompt: question}}", "has no column question"),
+    "another format": ("{path: PATH, format: alpaca}", "is said to be alpaca"),
+    "chat=false": ("{path: PATH, chat: false}", "chat=false is for rows of prompt and completion"),
+    "a hub's key": ("{path: PATH, revision: main}", "is a local path, which has no"),
+    "a split": ("{path: PATH, split: test}", "files have no splits"),
+    "a slice": ("{path: PATH, split: 'train[:10%]'}", "is not understood"),
+}
+
+
+@pytest.mark.parametrize("name", HELD_OUT_MISTAKES)
+def test_a_message_about_a_held_out_source_names_its_key(
+    name: str, make: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    value, told = HELD_OUT_MISTAKES[name]
+    train = write(tmp_path / "train.jsonl", VARIED[:9])
+    value = value.replace("PATH", str(write(tmp_path / "held_out.jsonl", VARIED[40:49])))
+    recipe = make(f"data.train={train}", f"data.held_out={f'[{value}]' if value.startswith('{') else value}")
+    for step in (lambda: prepared(recipe), lambda: inspect_data(recipe, inspect_model(recipe))):
+        if name == "chat=false" and step.__code__.co_names[0] == "inspect_data":
+            continue  # not looked at before the rows are read
+        with pytest.raises(DataError, match=f"^data.held_out: .*{told}") as error:
+            step()
+        assert "data.train" not in str(error.value)
+
+
+def nested(levels: int) -> Row:
+    deep: Any = "x"
+    for _ in range(levels):
+        deep = {"a": deep}
+    return talk("a", "b") | {"chat_template_kwargs": {"deep": deep}}
+
+
+@pytest.mark.parametrize(
+    ("size", "levels", "name"),
+    [(2, 500, "rows.jsonl"), (2, 900, "rows.jsonl"), (1000, 500, "rows.json"), (1000, 900, "rows.json")],
+)
+def test_a_row_that_is_nested_too_deeply_is_a_bad_row(
+    size: int, levels: int, name: str, make: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With chunks of two rows workers are forked, to whom a row is pickled."""
+    monkeypatch.setattr(chunks, "_ROWS", size)
+    rows = [*VARIED[:6], nested(levels), *VARIED[6:14]]
+    path = write(tmp_path / name, rows)
+    if name == "rows.json":
+        path.write_text(f"[{','.join(path.read_text().splitlines())}]")
+    recipe = make(f"data.train={path}")
+    with pytest.raises(DataError, match=rf"{name}, row 7: .*Correct or remove the row, or set data.on_bad_row=drop"):
+        prepared(recipe)
+    dropping = make(f"data.train={path}", "data.on_bad_row=drop")
+    assert inspect_data(dropping, inspect_model(dropping)) is not None
+    entry = prepared(dropping)
+    assert entry.ledger["total"]["rows"]["dropped"] == {"bad row": 1}
+    assert finding(entry, "bad row")["rows"] == [f"{path}, row 7"]
+
+
+USER = {"role": "user", "content": "Hi"}
+NULLS: dict[str, Row] = {
+    "an answer that is null": {"messages": [USER, {"role": "assistant", "content": None}]},
+    "a question that is null": {"messages": [USER | {"content": None}, {"role": "assistant", "content": "Ho"}]},
+    "a completion that is null": {"prompt": "Hi", "completion": None},
+    "calls that are null": {"messages": [USER, {"role": "assistant", "content": "Ho", "tool_calls": None}]},
+    "labels that are null": {"input_ids": [5, 6, 7], "labels": None},
+    "a part that is null": {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": None}, {"type": "text", "text": "Hi"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "Ho"}]},
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("name", NULLS)
+def test_a_null_means_the_same_in_a_columnar_file_as_in_json(
+    name: str, make: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    """Where a key that is null cannot be told from one that only other rows have."""
+    others: Row = {
+        "an answer that is null": talk("a", "b"),
+        "a question that is null": talk("a", "b"),
+        "a completion that is null": {"prompt": "a", "completion": "b"},
+        "calls that are null": talk("a", "b"),
+        "labels that are null": {"input_ids": [5, 6], "labels": [5, 6]},
+        "a part that is null": {
+            "messages": [{"role": role, "content": [{"type": "text", "text": "a"}]} for role in ("user", "assistant")]
+        },
+    }[name]
+    rows = [others, NULLS[name], others]
+    json_file, columnar_file = write(tmp_path / "rows.jsonl", rows), tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), columnar_file)
+    one, other = (prepared(make(f"data.train={path}")) for path in (json_file, columnar_file))
+    assert other.fingerprint == one.fingerprint
+    assert other.ledger["total"] == one.ledger["total"]

@@ -1,0 +1,316 @@
+import ast
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import sft.data.prepared
+from sft.data.demo import Demo
+from sft.data.prepare import prepare
+from sft.data.prepared import data_key, entry_folder, find_prepared
+from sft.errors import DataError
+from sft.facts import ModelFacts, inspect_model
+from sft.recipe.schema import REPOSITORY, Data, Recipe
+
+MakeRecipe = Callable[..., Recipe]
+Key = Callable[..., str]
+ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+LIMITS = {
+    "allow": "[placeholder]",
+    "max_overlong_fraction": "0.5",
+    "max_dropped_fraction": "0.5",
+    "min_trained_fraction": "0.01",
+}
+CHANGES = {
+    "held_out": "0.1",
+    "max_length": "64",
+    "packing": "false",
+    "pack_length": "256",
+    "loss_on": "all",
+    "reasoning": "drop",
+    "special_tokens": "keep",
+    "overlong": "truncate",
+    "on_bad_row": "drop",
+    "refuse": "[role_order]",
+    "deduplicate": "true",
+    "seed": "1",
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path, demo: Demo) -> Path:
+    """A copy of the demo's model that may be changed."""
+    return Path(shutil.copytree(demo.model, tmp_path / "model"))
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text((json.dumps(ROW) + "\n") * 3)
+    return path
+
+
+@pytest.fixture
+def key(make_recipe: MakeRecipe, model: Path, rows: Path) -> Key:
+    """The name of a recipe's entry."""
+
+    def name(*overrides: str) -> str:
+        recipe = make_recipe(f"model.name_or_path={model}", f"data.train={rows}", *overrides)
+        return entry_folder(recipe, inspect_model(recipe)).name
+
+    return name
+
+
+def test_the_same_data_is_the_same_entry_whatever_is_trained_with_it(key: Key, tmp_path: Path) -> None:
+    first = key()
+    others = ["train.learning_rate=1.0", "train.seed=5", "train.global_batch_size=64", "eval.limit=3", "version=2"]
+    others += ["tracking.run_name=x", "train.num_train_epochs=3", "model.attn_implementation=eager", "model.lora={}"]
+    others += [f"output_dir={tmp_path / 'elsewhere'}"]
+    assert {key(other) for other in others} == {first}
+
+
+def test_a_limit_is_held_against_the_same_entry(key: Key) -> None:
+    assert {key(f"data.{name}={value}") for name, value in LIMITS.items()} == {key()}
+
+
+def test_every_other_key_of_data_is_another_entry(key: Key) -> None:
+    assert set(CHANGES) | set(LIMITS) | {"train"} == set(Data.model_fields), "a key is not tested"
+    keys = [key(f"data.{name}={value}") for name, value in CHANGES.items()]
+    assert len({key(), *keys}) == len(CHANGES) + 1
+
+
+def test_packs_of_the_default_length_written_out_are_the_same_entry(key: Key) -> None:
+    assert key("data.pack_length=128") == key()
+
+
+@pytest.mark.parametrize(
+    "part", ["weight: 2.0", "rows: 2", "epochs: 0.5", "chat: false", "format: messages", "split: 'train[:2]'"]
+)
+def test_every_key_of_a_source_is_another_entry(part: str, key: Key, rows: Path) -> None:
+    assert key(f"data.train=[{{path: {rows}, {part}}}]") != key(f"data.train=[{{path: {rows}}}]")
+
+
+def test_a_changed_row_is_another_entry_and_the_old_row_the_old_one(key: Key, rows: Path) -> None:
+    first, text = key(), rows.read_text()
+    rows.write_text(text.replace('"b"', '"c"', 1))
+    assert key() != first
+    rows.write_text(text)
+    assert key() == first
+    rows.write_text(text + text)
+    assert key() != first
+
+
+def test_a_held_out_row_is_part_of_the_entry(key: Key, tmp_path: Path, rows: Path) -> None:
+    other = shutil.copyfile(rows, tmp_path / "held_out.jsonl")
+    first = key(f"data.held_out={other}")
+    other.write_text(other.read_text().replace('"b"', '"c"'))
+    assert key(f"data.held_out={other}") != first
+
+
+def test_files_of_a_folder_are_part_of_the_entry(key: Key, tmp_path: Path, rows: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    shutil.copyfile(rows, folder / "a.jsonl")
+    keys = [key(f"data.train={folder}")]
+    shutil.copyfile(rows, folder / "b.jsonl")
+    keys.append(key(f"data.train={folder}"))
+    # Findings name the files.
+    (folder / "b.jsonl").rename(folder / "c.jsonl")
+    keys.append(key(f"data.train={folder}"))
+    assert len(set(keys)) == 3
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"])
+def test_a_changed_file_of_the_tokenizer_is_another_entry(file: str, key: Key, model: Path) -> None:
+    first = key()
+    (model / file).write_text((model / file).read_text() + " ")
+    assert key() != first
+
+
+def test_the_weights_are_not_part_of_the_entry(key: Key, model: Path) -> None:
+    first = key()
+    save_file({"w": np.ones(3)}, model / "model.safetensors")
+    (model / "model.safetensors.index.json").write_text("{}")
+    assert key() == first
+
+
+def test_another_chat_template_is_another_entry(key: Key, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.jinja"
+    mine.write_text("{{ messages }}")
+    keys = [key(), key("model.chat_template=chatml"), key(f"model.chat_template={mine}")]
+    mine.write_text("{{ messages }} ")
+    keys.append(key(f"model.chat_template={mine}"))
+    assert len(set(keys)) == 4
+
+
+@pytest.mark.parametrize(
+    "override", ["model.new_tokens=['<|x|>']", "model.eos_token=<|endoftext|>", "model.pad_token=a"]
+)
+def test_the_recipes_tokens_are_part_of_the_entry(override: str, key: Key) -> None:
+    assert key(override) != key()
+
+
+def test_another_version_of_a_package_is_another_entry(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.metadata import version
+
+    first = key()
+    for changed in sft.data.prepared._PACKAGES:
+
+        def newer(name: str, changed: str = changed) -> str:
+            return version(name) + (".1" if name == changed else "")
+
+        monkeypatch.setattr("sft.data.prepared.version", newer)
+        assert key() != first
+
+
+def test_any_change_of_the_code_that_prepares_is_another_entry(
+    key: Key, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = Path(shutil.copytree(REPOSITORY / "sft", tmp_path / "sft"))
+    first = key()
+    monkeypatch.setattr("sft.data.prepared.__file__", str(code / "prepared.py"))
+    assert key() == first
+    keys = []
+    for name in sft.data.prepared._CODE:
+        with (code / f"{name}.py").open("a") as file:
+            file.write("\n")
+        keys.append(key())
+    assert len({first, *keys}) == len(keys) + 1
+
+
+def imported_by(module: str) -> set[str]:
+    """Our own modules that one imports, anywhere in it."""
+    tree = ast.parse((REPOSITORY / "sft" / f"{module}.py").read_text())
+    nodes = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    return {name.removeprefix("sft.") for name in nodes if name.startswith("sft.")}
+
+
+def test_the_code_of_an_entry_is_all_code_that_its_bytes_depend_on() -> None:
+    """What it imports is listed too, or cannot change a byte that is kept."""
+    apart = {
+        "errors",  # messages
+        "recipe",  # the schema; what a recipe says is part of the key
+        "recipe_file",  # as recipe
+        "facts",  # estimates, and the model's folder, whose files are part of the key
+        "demo",  # writes files, which are part of the key
+        "job",  # opens the recipe
+        "interruption",  # signals
+        "run_directory",  # which entries runs use
+        "hardware",  # how many processes prepare
+        "prepared",  # the key itself
+        "manifest",  # checksums of the files
+    }
+    found, new = set(sft.data.prepared._CODE), set(sft.data.prepared._CODE)
+    while new:
+        new = {name for module in new for name in imported_by(module)} - apart - found
+        found |= new
+    assert found == set(sft.data.prepared._CODE)
+
+
+def test_a_model_on_the_hub_is_known_by_its_commit(make_recipe: MakeRecipe, rows: Path) -> None:
+    recipe = make_recipe("model.name_or_path=owner/model", f"data.train={rows}")
+    model = ModelFacts("owner/model", "qwen2", commit="0123abcd")
+    assert entry_folder(recipe, model) == entry_folder(recipe, model)
+    assert entry_folder(recipe, replace(model, commit="4567cdef")) != entry_folder(recipe, model)
+
+
+def test_what_nobody_can_tell_of_the_hub_is_found_by_the_same_start_only(
+    make_recipe: MakeRecipe, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("SFT_START", "")
+    monkeypatch.delenv("SFT_START")
+    cases = [
+        (make_recipe("data.train=owner/data"), inspect_model(make_recipe())),
+        (make_recipe("model.name_or_path=owner/model", f"data.train={rows}"), ModelFacts("owner/model", "qwen2")),
+    ]
+    first = [entry_folder(*case) for case in cases]
+    assert [entry_folder(*case) for case in cases] == first
+    monkeypatch.delenv("SFT_START")
+    assert not {entry_folder(*case) for case in cases} & set(first)
+
+
+def test_a_source_that_does_not_exist_has_no_entry(key: Key) -> None:
+    with pytest.raises(DataError, match=r"there is no file or folder gone.jsonl"):
+        key("data.train=gone.jsonl")
+
+
+@pytest.fixture
+def entry(make_recipe: MakeRecipe, model: Path, rows: Path, tmp_path: Path) -> Path:
+    recipe = make_recipe(f"model.name_or_path={model}", f"data.train={rows}", f"output_dir={tmp_path / 'out'}")
+    return prepare(recipe, inspect_model(recipe)).folder
+
+
+def test_a_whole_entry_is_found_and_tells_the_plan_its_size(entry: Path) -> None:
+    found = find_prepared(entry)
+    assert found is not None
+    facts = found.facts()
+    assert (facts.documents, facts.sequences, facts.exact) == (3, 1, True)
+    tokens = found.ledger["total"]["tokens"]
+    assert (facts.tokens, facts.trained_tokens) == (tokens["trained"] + tokens["masked"], tokens["trained"])
+    assert len(found.fingerprint) == 64
+
+
+def test_the_plan_counts_a_repeated_row_as_often_as_it_is_seen(make_recipe: MakeRecipe, rows: Path) -> None:
+    recipe = make_recipe(f"data.train=[{{path: {rows}, epochs: 2.5}}]", "data.packing=false")
+    prepared = prepare(recipe, inspect_model(recipe))
+    assert prepared.facts().documents == prepared.facts().sequences == 8
+    assert prepared.ledger["total"]["rows"]["repeated"] == 5
+
+
+def test_no_entry_is_found_where_there_is_none(tmp_path: Path) -> None:
+    assert find_prepared(tmp_path / "none") is None
+
+
+FILES = ["tokens.bin", "trained.bin", "documents.bin", "train.npz", "held_out.npz"]
+
+
+@pytest.mark.parametrize("file", [*FILES, "prepared.json"])
+def test_an_entry_with_a_missing_file_is_not_found(file: str, entry: Path) -> None:
+    (entry / file).unlink()
+    assert find_prepared(entry) is None
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("change", [-1, 1])
+def test_an_entry_with_a_file_of_another_size_is_not_found(file: str, change: int, entry: Path) -> None:
+    data = (entry / file).read_bytes()
+    (entry / file).write_bytes(data[:change] if change < 0 else data + b" ")
+    assert find_prepared(entry) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]", "null", "3", '{"sizes": null}', '{"sizes": 3}', "\xff"])
+def test_an_entry_that_says_nothing_of_itself_is_not_found(text: Any, entry: Path) -> None:
+    (entry / "prepared.json").write_text(text, encoding="latin-1")
+    assert find_prepared(entry) is None
+
+
+def test_code_that_a_repository_ships_is_part_of_the_entry(key: Key, model: Path) -> None:
+    """It may make another tokenizer of the same files."""
+    first = key()
+    assert key("model.trust_remote_code=true") != first == key("model.trust_remote_code=false")
+    (model / "tokenization_mine.py").write_text("")
+    assert key() != first
+
+
+def test_machines_compare_their_data_by_its_size_and_both_ends(
+    make_recipe: MakeRecipe, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(f"data.train={rows}")
+    model = inspect_model(recipe)
+    monkeypatch.setattr("sft.data.prepared._END", 16)
+    text = rows.read_bytes()
+    keys = [data_key(recipe, model)]
+    for other in (text[:-1] + b" ", b" " + text[1:], text + text):
+        rows.write_bytes(other)
+        keys.append(data_key(recipe, model))
+    assert len(set(keys)) == 4
+    rows.write_bytes(text[:20] + b" " + text[21:])  # what a minute has no time for; the entry has
+    assert data_key(recipe, model) == keys[0]

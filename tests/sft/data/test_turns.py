@@ -1,0 +1,169 @@
+import json
+from typing import Any
+
+import pytest
+
+from sft.data.turns import is_trained, text_of, to_turn, without_reasoning, without_thoughts
+
+ANSWER = {"role": "assistant", "content": "Hello"}
+CALL = {"name": "search", "arguments": {"what": "pie"}}
+FUNCTION = {"type": "function", "function": CALL}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [FUNCTION]}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user"},
+        {"role": "assistant"},
+        {"role": "assistant", "name": "x", "weight": 1},
+        {"role": "assistant", "text": "Hello"},
+        {"role": "assistant", "tool_calls": [], "reasoning_content": ""},
+        {"role": "assistant", "tool_calls": None, "function_call": None},
+        {"role": "assistant", "tool_calls": "null"},
+        {"from": "gpt", "text": "Hello", "role": "assistant"},
+    ],
+)
+def test_a_message_without_content_says_what_it_has(message: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"a message has no `content`, but {', '.join(message)}"):
+        to_turn(message)
+
+
+@pytest.mark.parametrize(
+    "message", [{"content": None}, {"content": ""}, {"content": []}, {"content": None, "tool_calls": None}]
+)
+def test_content_that_is_empty_is_content(message: dict[str, Any]) -> None:
+    assert to_turn({"role": "assistant"} | message) == {"role": "assistant", "content": ""}
+
+
+def test_a_call_or_a_thought_stands_for_content() -> None:
+    assert to_turn({"role": "assistant", "tool_calls": [CALL]}) == CALLED
+    assert to_turn({"role": "assistant", "reasoning": "Hm."}) == {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "Hm.",
+    }
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "text"},
+        {"type": "text", "content": "Hello"},
+        {"type": "text", "txt": "Hello", "annotations": []},
+        {"type": "text", "text": 5},
+        {"type": "text", "text": ["Hello"]},
+        {"type": "text", "text": None, "value": {}},
+    ],
+)
+def test_a_part_without_text_is_refused(part: dict[str, Any]) -> None:
+    for others in ([], [{"type": "text", "text": "Hello"}]):
+        with pytest.raises(ValueError, match="content has a part of type text without a `text`"):
+            text_of([*others, part])
+
+
+@pytest.mark.parametrize("none", ["", None, "absent"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_call_without_arguments_has_an_empty_object_of_them(none: str | None, nested: bool) -> None:
+    function = {"name": "now"} | ({} if none == "absent" else {"arguments": none})
+    call = {"id": "x1", "type": "function", "function": function} if nested else function
+    (given,) = to_turn({"role": "assistant", "content": None, "tool_calls": [call]})["tool_calls"]
+    assert given["function"]["name"] == "now"
+    arguments = given["function"]["arguments"]
+    assert (json.loads(arguments) if isinstance(arguments, str) else arguments) == {}
+    assert given.get("id") == ("x1" if nested else None)
+
+
+@pytest.mark.parametrize("arguments", ["{}", {}, '{"a": 1}', {"a": None}, "[]", "0"])
+def test_arguments_that_are_there_stay_as_they_are(arguments: Any) -> None:
+    (given,) = to_turn({"role": "assistant", "tool_calls": [{"name": "now", "arguments": arguments}]})["tool_calls"]
+    assert given["function"] == {"name": "now", "arguments": arguments}
+
+
+@pytest.mark.parametrize("name", ["", None, 5, ["f"]])
+@pytest.mark.parametrize("shape", ["flat", "nested", "old", "role", "part"])
+def test_a_call_needs_a_name(name: Any, shape: str) -> None:
+    call = {"name": name, "arguments": "{}"}
+    message = {
+        "flat": {"role": "assistant", "tool_calls": [call]},
+        "nested": {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]},
+        "old": {"role": "assistant", "content": None, "function_call": call},
+        "role": {"role": "function_call", "content": json.dumps(call)},
+        "part": {"role": "assistant", "content": [{"type": "tool_call", "value": call}]},
+    }[shape]
+    with pytest.raises(ValueError, match="a tool call has no name"):
+        to_turn(message)
+
+
+@pytest.mark.parametrize("role", ["assistant", "gpt"])
+@pytest.mark.parametrize("call", [CALL, json.dumps(CALL), json.dumps([CALL]), [CALL]])
+def test_a_call_under_the_old_key_is_a_call(role: str, call: Any) -> None:
+    """OpenAI's form before `tool_calls`."""
+    assert to_turn({"role": role, "content": None, "function_call": call}) == CALLED
+    assert to_turn({"role": role, "function_call": call, "tool_calls": None}) == CALLED
+    assert to_turn({"role": role, "function_call": None, "tool_calls": [CALL]}) == CALLED
+
+
+def test_calls_may_be_json_in_a_string() -> None:
+    for text in (json.dumps([FUNCTION]), json.dumps([CALL]), json.dumps(FUNCTION)):
+        assert to_turn({"role": "assistant", "content": "", "tool_calls": text}) == CALLED
+    for text in ("null", "[]", "", " null "):
+        assert to_turn(ANSWER | {"tool_calls": text}) == ANSWER
+    for text in ("{", "search(pie)"):
+        with pytest.raises(ValueError, match="`tool_calls` is no JSON"):
+            to_turn(ANSWER | {"tool_calls": text})
+    for text in ('"search"', "5", "[5]", "[null]"):
+        with pytest.raises(ValueError, match="a tool call has no name"):
+            to_turn(ANSWER | {"tool_calls": text})
+
+
+@pytest.mark.parametrize("key", ["weight", "loss_weight", "train", "training", "loss"])
+def test_every_name_of_the_switch_takes_a_turn_out_of_the_loss(key: str) -> None:
+    assert [is_trained(ANSWER | {key: value}) for value in (0, 0.0, False, 1, 1.0, True, None)] == [False] * 3 + [
+        True
+    ] * 4
+    assert is_trained(ANSWER)
+    for other in (0.5, 2, -1, "0", "false"):
+        with pytest.raises(ValueError, match=f"`{key}` of a message is {other!r}: only 0 and 1"):
+            is_trained(ANSWER | {key: other})
+
+
+def test_one_switch_that_is_off_is_enough() -> None:
+    assert not is_trained(ANSWER | {"weight": 1, "training": False})
+    assert not is_trained(ANSWER | {"weight": None, "loss": False})
+
+
+def test_details_of_what_is_trained_are_refused() -> None:
+    detail = [{"begin_offset": 0, "end_offset": 3, "train": False}]
+    with pytest.raises(ValueError, match=r"`train_detail` .* not supported"):
+        to_turn(ANSWER | {"train_detail": detail})
+    with pytest.raises(ValueError, match=r"`train_detail` .* not supported"):
+        to_turn({"from": "gpt", "value": "Hello", "train_detail": detail})
+    # As columnar files have it where a row has none.
+    assert to_turn(ANSWER | {"train_detail": None}) == to_turn(ANSWER | {"train_detail": []}) == ANSWER
+
+
+@pytest.mark.parametrize(
+    ("text", "rest"),
+    [
+        ("<think>a</think>Four", "Four"),
+        ("<think>\na\n\nb\n</think>\n\nFour\n", "Four\n"),
+        ("<think></think>Four", "Four"),
+        ("a\nb</think>\n\nFour", "Four"),
+        ("</think>Four", "Four"),
+        ("Two <think>a</think> and <think>b</think>two", "Two and two"),
+        ("a</think>Fo<think>b</think>ur", "Four"),
+        ("Four", "Four"),
+        ("1 < 2 and think> nothing", "1 < 2 and think> nothing"),
+        ("<think>a</think>", ""),
+    ],
+)
+def test_thoughts_in_every_spelling_are_taken_out(text: str, rest: str) -> None:
+    assert without_thoughts(text) == rest
+    assert without_reasoning(ANSWER | {"content": text, "reasoning_content": "c"}) == ANSWER | {"content": rest}
+
+
+@pytest.mark.parametrize("text", ["<think>a", "Four <think>", "<think>a</think>b<think>c", "<think>a <think>b"])
+def test_a_thought_that_is_never_closed_cannot_be_taken_out(text: str) -> None:
+    with pytest.raises(ValueError, match=r"opened \(<think>\) and never closed, .*\(data.reasoning=drop\)"):
+        without_thoughts(text)
