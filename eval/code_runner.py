@@ -18,7 +18,7 @@ from typing import Any
 
 from eval.code_limits import LIMITS, VARIABLES, Isolation, Limits, Outcome
 from sft.errors import EvaluationError
-from sft.hardware import cpu_cores
+from sft.plan.hardware import cpu_cores
 from sft.recipe.schema import REPOSITORY
 
 MOST_WORKERS = 32

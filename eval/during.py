@@ -28,7 +28,7 @@ from eval.tasks import LoadedTasks, load_tasks
 from sft import distributed
 from sft.errors import EvaluationError
 from sft.hub.pins import pinned
-from sft.job import Job
+from sft.plan.job import Job
 from sft.run.directory import Run
 
 BATCH_SIZE = 8

@@ -13,9 +13,9 @@ from typing import NoReturn
 
 from eval.placement import Placement
 from sft.errors import run_main
-from sft.hardware import cpu_cores
 from sft.interruption import held_back
-from sft.layout import Layout
+from sft.plan.hardware import cpu_cores
+from sft.plan.topology import Layout
 from sft.torchrun import start
 
 PLACEMENT = "SFT_EVAL_PLACEMENT"

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from sft.errors import RunError
-from sft.job import Job
+from sft.plan.job import Job
 from sft.recipe.changes import Change, differences, recipe_differences
 from sft.run.consent import check_consents
 from sft.run.directory import EVALUATION_LEFT, Run, find_run

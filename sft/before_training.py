@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers.trainer_callback import TrainerCallback
 
-from sft.job import Job
+from sft.plan.job import Job
 from sft.probe import check_probe, probe, sample_documents
 from sft.readback import Reading, check_readings, read_back
 from sft.run.directory import Run

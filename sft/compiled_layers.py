@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from sft.errors import ModelError, PlanError
-from sft.job import Job
+from sft.plan.job import Job
 
 TRACED = ("sdpa", "eager")
 """Attention functions that are compiled with the layer. Any other is called as it is: it may look at the data, such as where

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from sft.errors import RunError
-from sft.fsdp import ENGINE as FSDP2
-from sft.job import Job
+from sft.plan.fsdp import ENGINE as FSDP2
+from sft.plan.job import Job
 from sft.run.directory import Run, read_json
 
 FILE = "written_by.json"

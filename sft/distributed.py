@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 
 from sft.built_operations import settle_operations
 from sft.errors import PlanError, UserError
-from sft.hardware import Hardware, detect_hardware
-from sft.layout import whole_number
 from sft.network import use_reachable_interface
 from sft.patience import patience
+from sft.plan.hardware import Hardware, detect_hardware
+from sft.plan.topology import whole_number
 
 Value = TypeVar("Value")
 

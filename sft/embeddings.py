@@ -16,7 +16,7 @@ import torch
 from sft.data.store import DocumentStore
 from sft.data.tokenizer import check_vocabulary, new_token_ids
 from sft.errors import ModelError, PlanError
-from sft.job import Job
+from sft.plan.job import Job
 
 _ROWS_AT_ONCE = 8192
 """Rows summed in float64 at a time: a whole large embedding would take gigabytes."""

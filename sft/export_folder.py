@@ -12,9 +12,9 @@ from typing import Any
 
 from sft.credentials import secrets_in
 from sft.data.tokenizer import load_tokenizer as settled_tokenizer
-from sft.disk import in_words
 from sft.errors import ExportError, disk_was_full
 from sft.export_source import Exported, has_tokenizer, read_config
+from sft.plan.disk import in_words
 from sft.recipe.schema import Recipe
 from sft.run.inside import remove
 

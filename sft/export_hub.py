@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from sft.credentials import redact
-from sft.disk import in_words
 from sft.errors import ExportError
 from sft.export_folder import Made, make_folder
 from sft.export_source import Exported, check_unchanged, find_exported, steps_of
+from sft.plan.disk import in_words
 from sft.run.directory import Run
 
 MAIN = "main"

@@ -11,7 +11,7 @@ from typing import Any
 from sft.errors import ExportError
 from sft.export_source import Exported, read_config
 from sft.generation import config_folder, resolve_context, sampling, text_config
-from sft.hardware import visible_gpus
+from sft.plan.hardware import visible_gpus
 
 SCRIPT = "serve.sh"
 _DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}

@@ -20,8 +20,8 @@ from sft import interruption
 from sft.asked_by_file import began, forget_stale
 from sft.errors import EXIT_CRASHED, EXIT_GATE, EXIT_TERMINATED, Interrupted, RunError, run_main
 from sft.interruption import held_back
-from sft.job import Job
 from sft.opening import claim, keep_recipe, unfinished_run
+from sft.plan.job import Job
 from sft.recipe.schema import Evaluation
 from sft.run.consent import OWN_RUN
 from sft.run.directory import EVALUATION_LEFT, Run, find_run

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sft.errors import PreflightError
-from sft.job import Job
+from sft.plan.job import Job
 from sft.recipe.schema import REPOSITORY
 from sft.run.record import installed_versions
 

@@ -20,13 +20,13 @@ from sft.data.prepare import prepared_data
 from sft.data.prepared import Prepared, data_key, entry_folder, find_prepared
 from sft.errors import RecipeError, run_main
 from sft.finish import become_finish, evaluation_left
-from sft.hardware import Hardware, described_hardware, detect_hardware
 from sft.host_facts import host_facts
-from sft.job import Job, open_job, open_recipe
 from sft.launch_checks import check_address, check_installed, check_started_once, check_visible_gpus, told_of_slurm
-from sft.layout import Layout, read_layout, whole_number
 from sft.opening import check_start, unfinished_run
-from sft.plan import plan_warnings, print_plan
+from sft.plan.hardware import Hardware, described_hardware, detect_hardware
+from sft.plan.job import Job, open_job, open_recipe
+from sft.plan.plan import plan_warnings, print_plan
+from sft.plan.topology import Layout, read_layout, whole_number
 from sft.preflight import disk, refuse
 from sft.recipe.changes import check_allowed_changes
 from sft.resume import checkpoints_of

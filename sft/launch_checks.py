@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from importlib.metadata import distributions
 
 from sft.errors import PlanError, PreflightError
-from sft.hardware import unknown_gpus
-from sft.layout import Layout, whole_number
+from sft.plan.hardware import unknown_gpus
+from sft.plan.topology import Layout, whole_number
 from sft.recipe.schema import REPOSITORY
 
 _LAUNCHERS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sft.job import Job
+from sft.plan.job import Job
 
 
 def parallelism_config(job: Job) -> Any:

@@ -22,9 +22,9 @@ from tqdm import tqdm
 from transformers.trainer_callback import TrainerCallback
 
 from sft.fingerprint import Fingerprint
-from sft.flops import ModelFlops, model_flops
-from sft.hardware import Hardware
 from sft.held_out import HeldOutLoss
+from sft.plan.flops import ModelFlops, model_flops
+from sft.plan.hardware import Hardware
 from sft.run.directory import read_lines
 from sft.spikes import Spikes
 from sft.step_clock import StepClock

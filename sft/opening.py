@@ -17,8 +17,8 @@ from typing import Any
 
 from sft.continuation import FILE, resolve_continuation
 from sft.errors import RecipeError, RunError
-from sft.job import Job
 from sft.manifest import is_damaged, read_manifest
+from sft.plan.job import Job
 from sft.recipe.changes import Change, check_allowed_changes, not_allowed, recipe_differences
 from sft.recipe.schema import Recipe
 from sft.resume import checkpoints_of

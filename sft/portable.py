@@ -23,7 +23,7 @@ import torch
 
 from sft.continuation import Writer
 from sft.errors import RunError
-from sft.fsdp import ENGINE as FSDP2
+from sft.plan.fsdp import ENGINE as FSDP2
 
 WEIGHT, FIRST, SECOND, STEP = "weight", "exp_avg", "exp_avg_sq", "step"
 MOMENTS = (FIRST, SECOND)

@@ -17,12 +17,12 @@ from uuid import uuid4
 from sft import distributed
 from sft.comparison import Check, check_clocks, compare
 from sft.data.prepared import data_key
-from sft.disk import check_disk
 from sft.errors import PreflightError, RecipeError, run_main
 from sft.host_facts import HostFacts, host_facts, read_facts
 from sft.interconnect import bus_bandwidth, check_bandwidth, expected_link
-from sft.job import Job, open_job
 from sft.opening import unfinished_run
+from sft.plan.disk import check_disk
+from sft.plan.job import Job, open_job
 
 _MEASURED_BYTES = {True: 256 * 2**20, False: 16 * 2**20}
 """Of the all-reduce that is timed, by whether it is on GPUs."""

@@ -18,9 +18,9 @@ from sft.compiled_layers import are_compiled
 from sft.debugging import debug_level
 from sft.distributed import group_timeouts
 from sft.errors import PlanError
-from sft.fsdp import ENGINE
-from sft.job import Job
 from sft.model import weights_dtype
+from sft.plan.fsdp import ENGINE
+from sft.plan.job import Job
 from sft.probe import Probe, unwrapped
 from sft.sequence_parallel import sequence_parallel_ranks
 from sft.sharding import computes_in, give_back, sharded_units, sharding_readings, shared_parameters

@@ -20,7 +20,7 @@ from sft.loss import Tally, is_plain, plain_loss
 from sft.nonfinite import Nonfinite
 from sft.optimizer import MasterAdamW, check_optimizer
 from sft.plain_data import plain_data_only
-from sft.plan import Plan
+from sft.plan.plan import Plan
 from sft.portable_live import begin_random_streams, go_on, with_parameters
 from sft.progress import CHECKPOINT, Progress
 from sft.recipe.schema import Fsdp

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sft import distributed
-from sft.job import Job
+from sft.plan.job import Job
 from sft.run.inside import remove
 from sft.saved_config import complete_config
 

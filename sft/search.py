@@ -26,8 +26,9 @@ from sft import distributed
 from sft.data.prepare import prepared_data
 from sft.data.prepared import Prepared
 from sft.errors import EXIT_USER_ERROR, run_main
-from sft.job import Job, open_job
-from sft.resolved import Resolved
+from sft.plan.decision import Resolved
+from sft.plan.job import Job, open_job
+from sft.plan.weights import resolve_gradients
 from sft.search_cache import (
     Candidate,
     Measurement,
@@ -38,7 +39,6 @@ from sft.search_cache import (
     worst,
     write_answer,
 )
-from sft.weights import resolve_gradients
 
 EXIT_DID_NOT_FIT = 75
 

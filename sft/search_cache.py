@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from sft.batch_size import divisors
 from sft.data.prepared import Prepared
 from sft.data.store import DocumentStore, SequenceIndex
-from sft.job import Job
-from sft.resolved import Searched
+from sft.plan.batch_size import divisors
+from sft.plan.decision import Searched
+from sft.plan.job import Job
 from sft.run.directory import write_json
 
 FORMAT = 1

@@ -22,8 +22,8 @@ from sft.batches import Sequences, StepOrder
 from sft.checkpointing import checkpoint_every, has_layers_of_their_own
 from sft.data.prepared import Prepared
 from sft.data.store import DocumentStore, SequenceIndex
-from sft.job import Job
 from sft.model import load_model
+from sft.plan.job import Job
 from sft.run.directory import Run
 from sft.search import EXIT_DID_NOT_FIT, PASSES, read_journal
 from sft.search_cache import LARGEST_SHARE, Measurement, longest_first, next_candidate, worst

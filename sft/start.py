@@ -11,13 +11,11 @@ from typing import Any
 
 from sft import distributed, interruption
 from sft.again import check_same_data, original_run
-from sft.as_started import as_started
 from sft.continuation import Continuation, resolve_continuation
 from sft.data.prepare import begin_preparation, prepared_data
 from sft.data.prepared import Prepared
 from sft.errors import RunError
 from sft.interruption import EXITS
-from sft.job import Job
 from sft.opening import (
     check_start,
     decisions_of,
@@ -28,9 +26,11 @@ from sft.opening import (
     recipe_changes,
     unfinished_run,
 )
+from sft.plan.decision import Searched
+from sft.plan.job import Job
+from sft.plan.resumed import as_started
 from sft.rank_logs import forget_ending
 from sft.recipe.changes import Change, differences
-from sft.resolved import Searched
 from sft.resume import Choice, choose_checkpoint, lost_lines
 from sft.run.directory import Run, write_json
 from sft.run.record import installed_versions, record_start

@@ -21,9 +21,9 @@ from sft.data.tokenizer import load_tokenizer
 from sft.errors import RecipeError, run_main
 from sft.finish import become_finish, evaluation_left
 from sft.hub.pins import pinned
-from sft.job import Job, open_job
 from sft.launch_checks import check_installed, check_rank_variables
 from sft.lost_ranks import told_of_lost_ranks
+from sft.plan.job import Job, open_job
 from sft.preflight import check_ranks
 from sft.rewind import become_again
 from sft.run.directory import Run

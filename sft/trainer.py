@@ -21,19 +21,19 @@ from sft.checkpointing import CheckpointingAsPlanned
 from sft.compiled_layers import compile_layers
 from sft.continuation import writer_here
 from sft.data.tokenizer import new_token_ids
-from sft.disk import checkpoint_bytes
 from sft.embeddings import check_untrained, named, show_head, trains_embedding, untrained_tokens
 from sft.errors import ModelError, RecipeError, did_you_mean
-from sft.fsdp import mesh_shape
 from sft.fully_sharded import PrefetchAsAsked, plugin_arguments, policies, whole_state
-from sft.job import Job
 from sft.live_parallelism import parallelism_config
 from sft.model import DTYPES, lora_config
 from sft.optimizer import MasterAdamW
+from sft.plan.disk import checkpoint_bytes
+from sft.plan.fsdp import mesh_shape
+from sft.plan.job import Job
+from sft.plan.weights import MASTER
 from sft.recipe_trainer import RecipeTrainer
 from sft.run.directory import Run
 from sft.step_clock import StepClock
-from sft.weights import MASTER
 
 SCHEDULES = {"cosine": "cosine_with_min_lr", "linear": "linear", "constant": "constant_with_warmup"}
 

@@ -23,12 +23,12 @@ from sft.fingerprint import Fingerprint
 from sft.finish import programs
 from sft.held_out import HeldOutLoss
 from sft.hub.pins import pin_lines
-from sft.job import Job
 from sft.lost_ranks import told_of_lost_ranks
 from sft.metrics import Metrics
 from sft.model import load_model
 from sft.nonfinite import Nonfinite
-from sft.plan import plan_warnings, print_plan
+from sft.plan.job import Job
+from sft.plan.plan import plan_warnings, print_plan
 from sft.profiling import Profile
 from sft.progress import Progress
 from sft.resume import changed_tokens

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from sft.errors import EXIT_USER_ERROR, PlanError, RunError, users_mistakes_end_cleanly
-from sft.job import check_output_dir
 from sft.launch import main
 from sft.launch_checks import check_installed, check_rank_variables
-from sft.layout import read_layout
+from sft.plan.job import check_output_dir
+from sft.plan.topology import read_layout
 from sft.recipe.schema import Recipe
 from sft.train import main as train
 

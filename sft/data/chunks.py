@@ -17,7 +17,7 @@ from sft.data.findings import strings
 from sft.data.formats import Row
 from sft.data.readers import BadRow
 from sft.errors import RunError
-from sft.hardware import cpu_cores, cpu_memory_gib
+from sft.plan.hardware import cpu_cores, cpu_memory_gib
 from sft.processes import end_with_parent
 from sft.recipe.schema import Source
 

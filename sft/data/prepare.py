@@ -43,11 +43,11 @@ from sft.data.sources import open_source, told_as
 from sft.data.store import DocumentStore, DocumentWriter, SequenceIndex
 from sft.data.tokenizer import CHOICES, check_vocabulary, load_tokenizer
 from sft.errors import DataError, Interrupted, ModelError, RecipeError, RunError, run_main, stop
-from sft.facts import ModelFacts
 from sft.hub.pins import pinned
 from sft.interruption import EXITS, SIGNALS, exit_status, held_back
-from sft.job import open_recipe
 from sft.manifest import summed
+from sft.plan.facts import ModelFacts
+from sft.plan.job import open_recipe
 from sft.processes import end_with_parent
 from sft.recipe.schema import Recipe, Source
 from sft.run.directory import EVALUATION_LEFT

@@ -20,8 +20,8 @@ from uuid import uuid4
 from sft.data.readers import suffix_of
 from sft.data.sources import hub_commit, source_files, told_as
 from sft.data.tokenizer import find_chat_template
-from sft.facts import DataFacts, ModelFacts
 from sft.manifest import summed
+from sft.plan.facts import DataFacts, ModelFacts
 from sft.recipe.schema import Recipe, Source
 
 _PACKAGES = ("transformers", "tokenizers", "jinja2", "trl", "numpy", "pyarrow", "datasets")

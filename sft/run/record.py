@@ -24,7 +24,7 @@ from sft.training_warnings import eval_loss_course, loss_course
 from sft.unchanged import base_sums
 
 if TYPE_CHECKING:
-    from sft.job import Job
+    from sft.plan.job import Job
 
 PACKAGES = (
     "torch",

@@ -13,7 +13,7 @@ import torch
 from eval.during import During, scores
 from eval.live_model import undisturbed
 from sft.errors import EvaluationError, RecipeError
-from sft.job import check_tasks_during
+from sft.plan.job import check_tasks_during
 from sft.progress import EVALUATION
 from sft.recipe.schema import Recipe
 from sft.stall import ALWAYS

@@ -14,7 +14,7 @@ from sft.data.formats import IGNORED
 from sft.data.packing import pack
 from sft.data.prepare import prepare
 from sft.data.store import DocumentStore, DocumentWriter, SequenceIndex
-from sft.facts import inspect_model
+from sft.plan.facts import inspect_model
 from sft.recipe.schema import Recipe
 
 LENGTHS = [5, 9, 16, 1, 3, 3, 12, 7, 8, 2, 15, 4, 6, 16, 10] * 20

@@ -16,8 +16,8 @@ from sft.data.prepare import prepare
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import PlanError
-from sft.hardware import Hardware
-from sft.job import Job, open_job
+from sft.plan.hardware import Hardware
+from sft.plan.job import Job, open_job
 from sft.run.directory import Run
 from sft.step_clock import StepClock
 from sft.trainer import build_trainer, training_arguments

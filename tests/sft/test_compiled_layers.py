@@ -7,12 +7,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from sft.compiled_layers import are_compiled, check_compiler, compile_layers, decoder_layers
 from sft.errors import ModelError, PlanError
-from sft.facts import ModelFacts
-from sft.hardware import Gpu, Hardware
-from sft.job import open_job
-from sft.plan import resolve_plan
+from sft.plan.facts import ModelFacts
+from sft.plan.hardware import Gpu, Hardware
+from sft.plan.job import open_job
+from sft.plan.plan import resolve_plan
+from sft.plan.zero import load_deepspeed
 from sft.recipe.schema import Recipe
-from sft.zero import load_deepspeed
 
 CPU = Hardware(None, 1, 1, 2, 16.0)
 GPU = Hardware(Gpu("GPU", 80.0, 9.0), 1, 1, 16, 128.0)

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from sft.errors import DataError, PlanError, RecipeError
-from sft.hardware import Hardware
-from sft.job import Job, open_job
 from sft.launch import DEFAULT_RECIPE, main, parse_command_line
-from sft.layout import Layout, expanded, read_layout
+from sft.plan.hardware import Hardware
+from sft.plan.job import Job, open_job
+from sft.plan.topology import Layout, expanded, read_layout
 from sft.start import begin_data, wait_for_data
 from sft.torchrun import choose_rendezvous, first_failure, torchrun_arguments
 

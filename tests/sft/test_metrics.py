@@ -12,8 +12,8 @@ from sft.batches import StepOrder
 from sft.data.documents import DOCUMENT
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.fingerprint import Fingerprint
-from sft.hardware import Gpu, Hardware
 from sft.metrics import PEAK_FLOPS, Metrics, peak_flops, peak_memory_gib
+from sft.plan.hardware import Gpu, Hardware
 from sft.step_clock import StepClock, StepTimes
 from sft.step_work import StepWork
 

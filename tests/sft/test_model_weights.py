@@ -17,9 +17,9 @@ from eval.backends import Target
 from eval.backends import load_model as load_evaluated
 from sft.data.demo import Demo
 from sft.errors import ModelError
-from sft.hardware import Hardware
-from sft.job import open_job
 from sft.model import check_weights, load_base, load_model
+from sft.plan.hardware import Hardware
+from sft.plan.job import open_job
 from sft.recipe.schema import Model
 from sft.train import check_with_frameworks
 from tests.sft.conftest import SHARED

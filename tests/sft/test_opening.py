@@ -12,8 +12,6 @@ import pytest
 from sft.continuation import write_writer, writer_here
 from sft.errors import RecipeError, RunError
 from sft.finish import evaluation_left
-from sft.hardware import Hardware
-from sft.job import Job, open_job
 from sft.manifest import write_manifest
 from sft.opening import (
     OWN_RUN,
@@ -25,6 +23,8 @@ from sft.opening import (
     other_unfinished,
     unfinished_run,
 )
+from sft.plan.hardware import Hardware
+from sft.plan.job import Job, open_job
 from sft.run.directory import Run, write_json
 
 LeftBehind = Callable[..., Run]

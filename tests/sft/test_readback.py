@@ -22,16 +22,16 @@ from sft.data.prepare import prepare
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import PlanError
-from sft.hardware import Hardware
-from sft.job import Job, open_job
 from sft.model import load_model
+from sft.plan.decision import Resolved
+from sft.plan.hardware import Hardware
+from sft.plan.job import Job, open_job
+from sft.plan.zero import load_deepspeed
 from sft.probe import probe, sample_documents
 from sft.readback import Reading, _offloaded, check_readings, read_back
-from sft.resolved import Resolved
 from sft.run.directory import Run
 from sft.step_clock import StepClock
 from sft.trainer import build_trainer, training_arguments
-from sft.zero import load_deepspeed
 
 # transformers 5.23 renames the gradient checkpointing arguments; the range of versions knows only the old names.
 pytestmark = [

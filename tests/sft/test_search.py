@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sft.hardware import Gpu, Hardware
-from sft.job import Job, open_job
+from sft.plan.hardware import Gpu, Hardware
+from sft.plan.job import Job, open_job
 from sft.search import PASSES, parse_command_line, read_journal, to_measure
 from sft.search_cache import Candidate, Measurement, candidates
 from sft.search_steps import DeviceMemory, did_not_fit

@@ -15,8 +15,8 @@ import sft.search_cache
 from sft.data.prepare import prepare
 from sft.data.prepared import Prepared
 from sft.data.store import DocumentStore, SequenceIndex
-from sft.hardware import Gpu, Hardware
-from sft.job import Job, open_job
+from sft.plan.hardware import Gpu, Hardware
+from sft.plan.job import Job, open_job
 from sft.search_cache import (
     Candidate,
     Measurement,

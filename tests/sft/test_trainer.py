@@ -15,10 +15,10 @@ from sft.data.store import DocumentStore, SequenceIndex
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import RecipeError
 from sft.fingerprint import Fingerprint
-from sft.hardware import Gpu, Hardware
-from sft.job import Job, open_job
 from sft.metrics import Metrics
 from sft.model import load_model
+from sft.plan.hardware import Gpu, Hardware
+from sft.plan.job import Job, open_job
 from sft.run.directory import Run
 from sft.step_clock import StepClock
 from sft.step_work import StepWork

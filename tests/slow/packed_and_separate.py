@@ -32,7 +32,7 @@ from trl import SFTConfig, SFTTrainer
 
 from sft import attention, distributed
 from sft.data.demo import make_demo
-from sft.zero import load_deepspeed
+from sft.plan.zero import load_deepspeed
 
 PACKS = [[5, 17, 1, 30, 8], [9, 2, 21]]  # one for each rank
 LENGTHS = [length for pack in PACKS for length in pack]

@@ -13,7 +13,7 @@ from sft.batches import Sequences, StepOrder
 from sft.data.prepared import entry_folder
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.fingerprint import batch_hash
-from sft.job import open_recipe
+from sft.plan.job import open_recipe
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
 from tests.slow.conftest import latest, write_recipe

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from sft import train, training
-from sft.job import Job
+from sft.plan.job import Job
 from sft.run.directory import Run
 
 PROBE = torch.arange(3, 43).reshape(2, 20)

@@ -5,7 +5,7 @@ from typing import Any
 
 from sft import train, training
 from sft.errors import run_main
-from sft.job import Job
+from sft.plan.job import Job
 from sft.run.directory import Run
 
 

@@ -18,7 +18,7 @@ from sft.data.prepared import Prepared
 from sft.data.readers import read_rows
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import DataError, ModelError
-from sft.facts import inspect_model
+from sft.plan.facts import inspect_model
 from sft.recipe.schema import Recipe, Source
 
 MakeRecipe = Callable[..., Recipe]

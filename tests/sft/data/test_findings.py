@@ -12,7 +12,7 @@ from sft.data.prepare import prepare
 from sft.data.special_tokens import ControlTokens
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import DataError
-from sft.facts import inspect_model
+from sft.plan.facts import inspect_model
 from sft.recipe.schema import Recipe
 
 MakeRecipe = Callable[..., Recipe]

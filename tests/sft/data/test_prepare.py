@@ -21,9 +21,9 @@ from sft.data.prepare import prepare, prepared_data
 from sft.data.prepared import Prepared, entry_folder, find_prepared
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.errors import DataError, ModelError, RunError, users_mistakes_end_cleanly
-from sft.facts import inspect_data, inspect_model
-from sft.hardware import Hardware
-from sft.job import Job, open_job
+from sft.plan.facts import inspect_data, inspect_model
+from sft.plan.hardware import Hardware
+from sft.plan.job import Job, open_job
 from sft.recipe.schema import Recipe
 from sft.start import start_run
 

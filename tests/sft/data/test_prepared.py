@@ -15,7 +15,7 @@ from sft.data.demo import Demo
 from sft.data.prepare import prepare
 from sft.data.prepared import data_key, entry_folder, find_prepared
 from sft.errors import DataError
-from sft.facts import ModelFacts, inspect_model
+from sft.plan.facts import ModelFacts, inspect_model
 from sft.recipe.schema import REPOSITORY, Data, Recipe
 
 MakeRecipe = Callable[..., Recipe]

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from sft.flops import (
+from sft.plan.flops import (
     AttentionLayers,
     Matmuls,
     ModelFlops,

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from sft.errors import PlanError
-from sft.facts import ModelFacts
-from sft.fsdp import mesh_shape, resolve_fsdp
 from sft.fully_sharded import cpu_ranks_may_shard, plugin_arguments, policies, size_units
-from sft.hardware import Gpu, Hardware
-from sft.plan import Plan, resolve_plan
+from sft.plan.facts import ModelFacts
+from sft.plan.fsdp import mesh_shape, resolve_fsdp
+from sft.plan.hardware import Gpu, Hardware
+from sft.plan.plan import Plan, resolve_plan
 from sft.recipe.schema import Fsdp, Recipe
 
 MakeRecipe = Callable[..., Recipe]

@@ -6,7 +6,7 @@ sft/fully_sharded.py has what touches the live objects.
 from __future__ import annotations
 
 from sft.errors import PlanError
-from sft.hardware import Hardware
+from sft.plan.hardware import Hardware
 from sft.recipe.schema import Fsdp, Recipe
 
 ENGINE = "FSDP2"

@@ -1,7 +1,7 @@
-"""The cheapest engine that fits, for GPUs from few and small to many and large. Arithmetic (sft/memory.py), not measured.
+"""The cheapest engine that fits, for GPUs from few and small to many and large. Arithmetic (sft/plan/memory.py), not measured.
 
-python -m sft.memory_table                         the five models of docs/memory.md
-python -m sft.memory_table recipes/qwen3b.yaml     a recipe's own, at its own length
+python -m sft.plan.memory_table                         the five models of docs/memory.md
+python -m sft.plan.memory_table recipes/qwen3b.yaml     a recipe's own, at its own length
 
 `bash scripts/sft.sh RECIPE --plan --on 2x8x80GB` gives the sum of one cell, for a local model or one that the hub can be asked about.
 """
@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sft.engine import MEMORIES, choose_engine, engine_words, machine, machines_that_fit
 from sft.errors import ModelError, PlanError, run_main
-from sft.facts import ModelFacts
-from sft.hardware import Gpu
-from sft.memory import ENGINES, GIB, needed
+from sft.plan.engine import MEMORIES, choose_engine, engine_words, machine, machines_that_fit
+from sft.plan.facts import ModelFacts
+from sft.plan.hardware import Gpu
+from sft.plan.memory import ENGINES, GIB, needed
 from sft.recipe.schema import Data, Model, Recipe, Train
 
 ROWS = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (8, 8))
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> None:
     if not argv:
         print(tables())
         return
-    from sft.job import open_recipe
+    from sft.plan.job import open_recipe
 
     recipe, _, model = open_recipe(Path(argv[0]), [*argv[1:]], to_run=False)
     if model.parameters is None and recipe.model.name_or_path in MODELS:

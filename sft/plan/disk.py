@@ -7,9 +7,9 @@ from math import ceil
 from pathlib import Path
 
 from sft.comparison import Check
-from sft.job import Job
+from sft.plan.job import Job
+from sft.plan.weights import MASTER
 from sft.recipe.schema import Recipe
-from sft.weights import MASTER
 
 
 def bytes_per_parameter(job: Job) -> tuple[int, int]:

@@ -11,25 +11,25 @@ from dataclasses import dataclass, fields
 from math import ceil
 from typing import Any
 
-from sft.attention_choice import choose_attention
-from sft.batch_size import (
+from sft.errors import PlanError
+from sft.plan.attention_choice import choose_attention
+from sft.plan.batch_size import (
     resolve_data_parallel_ranks,
     resolve_empty,
     resolve_learning_rate,
     resolve_sequences,
     split_batch,
 )
-from sft.engine import AUTO, choose_engine, resolve_memory
-from sft.errors import PlanError
-from sft.facts import DataFacts, ModelFacts
-from sft.fsdp import ENGINE, check_fsdp, describe_fsdp, resolve_fsdp
-from sft.hardware import Hardware
-from sft.parallelism import resolve_sequence_parallel, resolve_tensor_parallel
+from sft.plan.decision import Resolved, Searched, stated
+from sft.plan.engine import AUTO, choose_engine, resolve_memory
+from sft.plan.facts import DataFacts, ModelFacts
+from sft.plan.fsdp import ENGINE, check_fsdp, describe_fsdp, resolve_fsdp
+from sft.plan.hardware import Hardware
+from sft.plan.parallelism import resolve_sequence_parallel, resolve_tensor_parallel
+from sft.plan.weights import resolve_gradients, resolve_weights
+from sft.plan.zero import DeepSpeedFile, check_deepspeed
 from sft.recipe.schema import Recipe
-from sft.resolved import Resolved, Searched, stated
 from sft.visible import visible_line
-from sft.weights import resolve_gradients, resolve_weights
-from sft.zero import DeepSpeedFile, check_deepspeed
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from sft.facts import ModelFacts
-from sft.hardware import Gpu, Hardware
+from sft.plan.facts import ModelFacts
+from sft.plan.hardware import Gpu, Hardware
+from sft.plan.weights import gradient_bytes
+from sft.plan.zero import DeepSpeedFile
 from sft.recipe.schema import Recipe
-from sft.weights import gradient_bytes
-from sft.zero import DeepSpeedFile
 
 GIB = 2**30
 RESERVE = 1.5 * GIB
@@ -178,7 +178,7 @@ def _shared(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> tuple[floa
 
 
 def _autocasts(recipe: Recipe, hardware: Hardware, engine: Engine) -> bool:
-    """Whether fp32 weights compute in half precision: full fine-tuning under DDP, as sft/weights.py has it."""
+    """Whether fp32 weights compute in half precision: full fine-tuning under DDP, as sft/plan/weights.py has it."""
     alone = hardware.ranks == 1 and recipe.train.precision != "fp16"
     return recipe.model.lora is None and engine.stage == 0 and not alone and is_half(recipe, hardware.gpu)
 
@@ -189,7 +189,7 @@ def _states(recipe: Recipe, hardware: Hardware, model: ModelFacts, engine: Engin
     Bytes a trained parameter; w = 2 in half precision, else 4:
 
                        weights   gradients    optimizer
-        one process    w         4            12         (16-bit gradients where sft/weights.py has them; fp32: 4, 4, 8)
+        one process    w         4            12         (16-bit gradients where sft/plan/weights.py has them; fp32: 4, 4, 8)
         DDP            4         4            8          (and w again for autocast's copies in half precision)
         ZeRO-1         w         w + 4        12/N
         ZeRO-2         w         4/N          12/N

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from sft.errors import PlanError
-from sft.facts import ModelFacts
-from sft.hardware import Hardware
+from sft.plan.decision import Resolved, stated
+from sft.plan.facts import ModelFacts
+from sft.plan.hardware import Hardware
+from sft.plan.zero import DeepSpeedFile
 from sft.recipe.schema import Recipe
-from sft.resolved import Resolved, stated
-from sft.zero import DeepSpeedFile
 
 _TENSOR_STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce"})
 """Ways to divide a layer that were trained and compared with one process."""

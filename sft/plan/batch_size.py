@@ -9,10 +9,10 @@ from __future__ import annotations
 from math import ceil, isqrt, sqrt
 
 from sft.errors import PlanError
-from sft.hardware import Hardware
-from sft.parallelism import data_parallel_ranks
+from sft.plan.decision import Resolved, Searched, stated
+from sft.plan.hardware import Hardware
+from sft.plan.parallelism import data_parallel_ranks
 from sft.recipe.schema import Recipe
-from sft.resolved import Resolved, Searched, stated
 
 
 def divisors(number: int) -> list[int]:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from sft.engine import size_buckets
 from sft.errors import PlanError
-from sft.facts import ModelFacts
-from sft.hardware import Gpu, Hardware
-from sft.plan import resolve_plan
+from sft.plan.engine import size_buckets
+from sft.plan.facts import ModelFacts
+from sft.plan.hardware import Gpu, Hardware
+from sft.plan.plan import resolve_plan
+from sft.plan.zero import KNOWN_KEYS, ZERO_KEYS, DeepSpeedFile, check_deepspeed, load_deepspeed
 from sft.recipe.schema import REPOSITORY, Recipe
-from sft.zero import KNOWN_KEYS, ZERO_KEYS, DeepSpeedFile, check_deepspeed, load_deepspeed
 
 MakeRecipe = Callable[..., Recipe]
 OWNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")

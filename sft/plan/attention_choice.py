@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from sft.architecture import Architecture
 from sft.errors import PlanError
-from sft.hardware import Hardware
+from sft.plan.architecture import Architecture
+from sft.plan.decision import Resolved
+from sft.plan.hardware import Hardware
 from sft.recipe.schema import Recipe
-from sft.resolved import Resolved
 
 FLASH = {"flash_attention_3": "flash-attn 3", "flash_attention_2": "flash-attn"}
 

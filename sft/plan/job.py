@@ -13,17 +13,17 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from sft.data.tokenizer import check_tokenizer_choice
-from sft.engine import open_deepspeed
 from sft.errors import EvaluationError, ModelError, RunError
-from sft.facts import DataFacts, ModelFacts, inspect_data, inspect_model
-from sft.fsdp import resolve_fsdp
-from sft.hardware import Hardware
-from sft.plan import Plan, resolve_plan
+from sft.plan.decision import Searched
+from sft.plan.engine import open_deepspeed
+from sft.plan.facts import DataFacts, ModelFacts, inspect_data, inspect_model
+from sft.plan.fsdp import resolve_fsdp
+from sft.plan.hardware import Hardware
+from sft.plan.plan import Plan, resolve_plan
+from sft.plan.zero import DeepSpeedFile
 from sft.recipe.load import find_file, load_recipe
 from sft.recipe.schema import Fsdp, Recipe
-from sft.resolved import Searched
 from sft.run.inside import check_names
-from sft.zero import DeepSpeedFile
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from safetensors.torch import save_file as save_torch
 from sft.data.demo import Demo
 from sft.data.prepare import prepare
 from sft.errors import DataError, ModelError
-from sft.facts import ModelFacts, inspect_data, inspect_model, model_path
+from sft.plan.facts import ModelFacts, inspect_data, inspect_model, model_path
 from sft.recipe.schema import Recipe
 
 MakeRecipe = Callable[..., Recipe]

@@ -1,6 +1,6 @@
 """What carries the training out: the cheapest engine that fits, and DeepSpeed's buckets in the model's size.
 
-Pure arithmetic over the recipe, the machine and config.json: no torch. The sums are in sft/memory.py.
+Pure arithmetic over the recipe, the machine and config.json: no torch. The sums are in sft/plan/memory.py.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from sft.errors import PlanError
-from sft.facts import ModelFacts
-from sft.hardware import Gpu, Hardware
-from sft.memory import ENGINES, GIB, LARGEST_BUCKET, Need, engine_of, is_half, layer_size, needed
-from sft.parallelism import data_parallel_ranks
+from sft.plan.decision import Resolved
+from sft.plan.facts import ModelFacts
+from sft.plan.hardware import Gpu, Hardware
+from sft.plan.memory import ENGINES, GIB, LARGEST_BUCKET, Need, engine_of, is_half, layer_size, needed
+from sft.plan.parallelism import data_parallel_ranks
+from sft.plan.zero import DeepSpeedFile, load_deepspeed
 from sft.recipe.schema import Lora, Recipe
-from sft.resolved import Resolved
-from sft.zero import DeepSpeedFile, load_deepspeed
 
 AUTO = "auto"
 

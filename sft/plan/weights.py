@@ -5,12 +5,12 @@ MASTER is the only choice that sft/optimizer.py carries out by itself; under ZeR
 
 from __future__ import annotations
 
-from sft.facts import ModelFacts
-from sft.fsdp import resolve_fsdp
-from sft.hardware import Hardware
+from sft.plan.decision import Resolved
+from sft.plan.facts import ModelFacts
+from sft.plan.fsdp import resolve_fsdp
+from sft.plan.hardware import Hardware
+from sft.plan.zero import DeepSpeedFile
 from sft.recipe.schema import Recipe
-from sft.resolved import Resolved
-from sft.zero import DeepSpeedFile
 
 MASTER = "bf16 with an fp32 copy"
 

@@ -5,15 +5,15 @@ from itertools import pairwise, product
 
 import pytest
 
-from sft.engine import MEMORIES, choose_engine, engine_words, first_that_fits, machine, resolve_memory
 from sft.errors import PlanError
-from sft.facts import ModelFacts
-from sft.hardware import Gpu, Hardware, described_hardware
-from sft.memory import CPU_FACTOR, ENGINES, GIB, LIVE, Engine, engine_of, needed
-from sft.memory_table import MODELS, ROWS, cell, example, tables
-from sft.plan import resolve_plan
+from sft.plan.engine import MEMORIES, choose_engine, engine_words, first_that_fits, machine, resolve_memory
+from sft.plan.facts import ModelFacts
+from sft.plan.hardware import Gpu, Hardware, described_hardware
+from sft.plan.memory import CPU_FACTOR, ENGINES, GIB, LIVE, Engine, engine_of, needed
+from sft.plan.memory_table import MODELS, ROWS, cell, example, tables
+from sft.plan.plan import resolve_plan
+from sft.plan.zero import load_deepspeed
 from sft.recipe.schema import REPOSITORY, Recipe
-from sft.zero import load_deepspeed
 
 MakeRecipe = Callable[..., Recipe]
 STATES = ("weights", "gradients", "optimizer")
@@ -97,7 +97,7 @@ def test_numbers_of_the_libraries_are_still_theirs() -> None:
     from trl.kernels import chunked_logprob
     from trl.trainer import utils
 
-    from sft import memory
+    from sft.plan import memory
 
     assert (chunked_logprob.TOKEN_CHUNK_SIZE, utils._CHUNKED_LOGPROB_CHUNK_SIZE) == (
         memory._TILE_TOKENS,
@@ -235,7 +235,7 @@ def test_a_file_of_the_users_counts_as_what_it_asks_for() -> None:
 
 def test_the_documentation_has_the_tables_that_the_command_prints() -> None:
     text = (REPOSITORY / "docs" / "memory.md").read_text(encoding="utf-8")
-    assert tables() in text, "run python -m sft.memory_table, and put what it prints into docs/memory.md"
+    assert tables() in text, "run python -m sft.plan.memory_table, and put what it prints into docs/memory.md"
 
 
 def test_a_cell_without_an_engine_says_what_there_is_too_little_of() -> None:

@@ -2,12 +2,12 @@ from collections.abc import Callable
 
 import pytest
 
-from sft.facts import ModelFacts
-from sft.hardware import Gpu, Hardware
-from sft.plan import Plan, resolve_plan
+from sft.plan.facts import ModelFacts
+from sft.plan.hardware import Gpu, Hardware
+from sft.plan.plan import Plan, resolve_plan
+from sft.plan.weights import MASTER
+from sft.plan.zero import DeepSpeedFile, load_deepspeed
 from sft.recipe.schema import Recipe
-from sft.weights import MASTER
-from sft.zero import DeepSpeedFile, load_deepspeed
 
 MakeRecipe = Callable[..., Recipe]
 

@@ -17,7 +17,6 @@ from zipfile import is_zipfile
 
 import numpy as np
 
-from sft.architecture import Architecture, read_architecture
 from sft.data.demo import make_demo
 from sft.data.formats import Example, Row, Text, Tokens, common_columns, renamed, row_format, to_example
 from sft.data.mixture import wanted_rows
@@ -26,6 +25,7 @@ from sft.data.readers import count_rows
 from sft.data.sources import BUILTIN, first_look, hub_answers, looks_local, source_files, split_and_slice, told_as
 from sft.errors import ModelError
 from sft.hub.remote_code import check_remote_code, is_commit
+from sft.plan.architecture import Architecture, read_architecture
 from sft.recipe.load import find_file
 from sft.recipe.schema import Recipe, Source
 

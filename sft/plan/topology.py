@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from sft.errors import PlanError
-from sft.hardware import visible_gpus
+from sft.plan.hardware import visible_gpus
 
 DEFAULT_PORT = 29500
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from sft.errors import PlanError
-from sft.facts import DataFacts
-from sft.job import Job
-from sft.plan import resolve_plan
-from sft.resolved import Resolved
+from sft.plan.decision import Resolved
+from sft.plan.facts import DataFacts
+from sft.plan.job import Job
+from sft.plan.plan import resolve_plan
 
 OPEN = {
     "precision": ("train", "precision"),

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import pytest
 
-from sft.disk import bytes_per_parameter, check_disk, checkpoints_to_come
 from sft.errors import PreflightError
-from sft.hardware import Gpu, Hardware
-from sft.job import Job, open_job
+from sft.plan.disk import bytes_per_parameter, check_disk, checkpoints_to_come
+from sft.plan.hardware import Gpu, Hardware
+from sft.plan.job import Job, open_job
 from sft.preflight import check_ranks
 from sft.recipe.schema import REPOSITORY, Recipe
 

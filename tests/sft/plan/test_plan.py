@@ -7,11 +7,11 @@ from itertools import product
 import pytest
 
 from sft.errors import PlanError
-from sft.facts import DataFacts, ModelFacts
-from sft.hardware import Gpu, Hardware
-from sft.plan import Plan, plan_warnings, print_plan, resolve_plan
+from sft.plan.facts import DataFacts, ModelFacts
+from sft.plan.hardware import Gpu, Hardware
+from sft.plan.plan import Plan, plan_warnings, print_plan, resolve_plan
+from sft.plan.zero import load_deepspeed
 from sft.recipe.schema import Recipe
-from sft.zero import load_deepspeed
 
 MakeRecipe = Callable[..., Recipe]
 QWEN = ModelFacts("some/model", "qwen2", "bfloat16", 32768)

@@ -6,13 +6,13 @@ from math import sqrt
 
 import pytest
 
-from sft.batch_size import resolve_data_parallel_ranks, split_batch
 from sft.errors import PlanError, RecipeError
-from sft.facts import ModelFacts
-from sft.hardware import Gpu, Hardware
-from sft.plan import Plan, resolve_plan
+from sft.plan.batch_size import resolve_data_parallel_ranks, split_batch
+from sft.plan.facts import ModelFacts
+from sft.plan.hardware import Gpu, Hardware
+from sft.plan.plan import Plan, resolve_plan
+from sft.plan.zero import load_deepspeed
 from sft.recipe.schema import Recipe
-from sft.zero import load_deepspeed
 
 MakeRecipe = Callable[..., Recipe]
 MODEL = ModelFacts("some/model", "qwen2", "bfloat16", 32768)

@@ -5,10 +5,10 @@ import pytest
 
 from sft.data.prepare import prepare
 from sft.errors import EvaluationError, ModelError, PlanError, RunError
-from sft.facts import DataFacts
-from sft.hardware import Hardware, described_hardware
-from sft.job import open_job
 from sft.launch import main as launch
+from sft.plan.facts import DataFacts
+from sft.plan.hardware import Hardware, described_hardware
+from sft.plan.job import open_job
 from sft.recipe.schema import REPOSITORY
 
 CPU = Hardware(None, 1, 1, 2, 16.0)

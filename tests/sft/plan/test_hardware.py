@@ -7,7 +7,7 @@ import pytest
 
 from sft.data.chunks import worker_count
 from sft.errors import PlanError
-from sft.hardware import (
+from sft.plan.hardware import (
     Gpu,
     Hardware,
     cpu_cores,
@@ -216,7 +216,7 @@ def test_a_container_has_what_its_control_groups_leave_it(
     (tmp_path / "own").write_text(own)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(64)))
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 64 * GIB // 4096}.__getitem__)
-    monkeypatch.setattr("sft.hardware._CONTROL_GROUPS", tmp_path / "groups")
-    monkeypatch.setattr("sft.hardware._OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr("sft.plan.hardware._CONTROL_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr("sft.plan.hardware._OWN_GROUPS", tmp_path / "own")
     assert (cpu_cores(), cpu_memory_gib()) == (cores, memory or 64)
     assert worker_count() == max(1, min(cores, 2 * ((memory or 64) - 1)))

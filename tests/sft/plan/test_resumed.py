@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from sft.as_started import REASON, as_started
 from sft.errors import PlanError
-from sft.facts import DataFacts, ModelFacts
-from sft.hardware import Gpu, Hardware
-from sft.job import Job
-from sft.plan import resolve_plan
+from sft.plan.facts import DataFacts, ModelFacts
+from sft.plan.hardware import Gpu, Hardware
+from sft.plan.job import Job
+from sft.plan.plan import resolve_plan
+from sft.plan.resumed import REASON, as_started
 from sft.recipe.schema import Recipe
 
 MakeRecipe = Callable[..., Recipe]

@@ -9,10 +9,10 @@ from itertools import product
 
 import pytest
 
-from sft.architecture import Architecture, read_architecture
-from sft.attention_choice import FLASH, choose_attention
 from sft.errors import PlanError
-from sft.hardware import Gpu, Hardware
+from sft.plan.architecture import Architecture, read_architecture
+from sft.plan.attention_choice import FLASH, choose_attention
+from sft.plan.hardware import Gpu, Hardware
 from sft.recipe.schema import Recipe
 
 MakeRecipe = Callable[..., Recipe]

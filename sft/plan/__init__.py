@@ -1,0 +1,1 @@
+"""Decides everything that the recipe left open, each decision with its reason."""
