@@ -78,7 +78,7 @@ def boundaries(tokens: int, device: str) -> tuple[torch.Tensor, int]:
 
 
 def attention_sides(device: str, tokens: int, scale: int) -> tuple[str, dict[str, Side], str]:
-    from sft.attention import document_attention
+    from sft.model.attention import document_attention
 
     heads, kv_heads, head_dim = 16, 2, 128 // scale
     query = random(1, heads, tokens, head_dim, device=device)
@@ -137,7 +137,7 @@ def layer_sides(device: str, tokens: int, scale: int) -> tuple[str, dict[str, Si
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.models.qwen2 import modeling_qwen2
 
-    from sft.attention import NAME, register
+    from sft.model.attention import NAME, register
 
     register()
     config = Qwen2Config(

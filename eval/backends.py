@@ -55,7 +55,7 @@ def load_model(target: Target, tokenizer: PreTrainedTokenizerBase, settings: Set
 
         assert target.served is not None, "find_backend has found it"
         return load_served(target.served, tokenizer, settings)
-    from sft.model import check_weights
+    from sft.model.load import check_weights
 
     check_weights(target.model, target.revision, target.trust_remote_code, f"The {target.label} model {target.model}")
     try:
@@ -89,7 +89,7 @@ def _load_hf(target: Target, tokenizer: PreTrainedTokenizerBase, settings: Setti
         trust_remote_code=target.trust_remote_code,
     )
     if target.new_tokens:
-        from sft.embeddings import embed_new_tokens
+        from sft.model.new_tokens import embed_new_tokens
 
         change_whole(model.model, lambda: embed_new_tokens(model.model, tokenizer, target.new_tokens, target.model))
     # The base model's own would stop it at another token, or repeat less. Its lengths would overrule lm_eval's.

@@ -117,7 +117,7 @@ def load_weights(target: Target, reference: Reference, asker: Asker, evaluation:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from sft.model import check_weights
+    from sft.model.load import check_weights
 
     config = reference.config
     # None in a config is transformers' word for fp32.
@@ -144,7 +144,7 @@ def load_weights(target: Target, reference: Reference, asker: Asker, evaluation:
     if not placement.spread:
         model.to("cuda" if placement.devices else "cpu")
     if target.new_tokens:
-        from sft.embeddings import embed_new_tokens
+        from sft.model.new_tokens import embed_new_tokens
 
         change_whole(model, lambda: embed_new_tokens(model, asker.tokenizer, target.new_tokens, target.model))
     return model.eval()

@@ -28,7 +28,7 @@ from sft import distributed
 from sft.checker import Checker
 from sft.data.tokenizer import new_token_ids
 from sft.errors import RunError, WrongSave
-from sft.model import DTYPES, weights_dtype
+from sft.model.load import DTYPES, weights_dtype
 from sft.plan.job import Job
 from sft.probe import arithmetic, evaluating, unwrapped
 from sft.progress import BETWEEN, CHECKPOINT

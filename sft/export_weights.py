@@ -19,7 +19,7 @@ from sft.data.tokenizer import new_token_ids
 from sft.errors import ExportError
 from sft.export_check import Reference, arithmetic_for, load, logits_of, with_model
 from sft.export_source import Exported
-from sft.model import DTYPES, load_base, lora_config
+from sft.model.load import DTYPES, load_base, lora_config
 from sft.portable import WEIGHT, open_whole
 
 _HANDED_OVER = (

@@ -123,7 +123,7 @@ def plugin_arguments(fsdp: Fsdp) -> dict[str, Any]:
         "auto_wrap_policy": "NO_WRAP" if fsdp.min_num_params else "TRANSFORMER_BASED_WRAP",
         "cpu_offload": fsdp.offload_params,
         "state_dict_type": f"{fsdp.state_dict_type.upper()}_STATE_DICT",
-        # The layers' own checkpointing is what the plan decides about; sft/checkpointing.py.
+        # The layers' own checkpointing is what the plan decides about; sft/model/gradient_checkpointing.py.
         "activation_checkpointing": False,
         "cpu_ram_efficient_loading": False,
     }

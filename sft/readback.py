@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from sft.checkpointing import checkpointed_layers, running_checkpointing
-from sft.compiled_layers import are_compiled
 from sft.debugging import debug_level
 from sft.distributed import group_timeouts
 from sft.errors import PlanError
-from sft.model import weights_dtype
+from sft.model.compiled_layers import are_compiled
+from sft.model.gradient_checkpointing import checkpointed_layers, running_checkpointing
+from sft.model.load import weights_dtype
 from sft.plan.fsdp import ENGINE
 from sft.plan.job import Job
 from sft.probe import Probe, unwrapped

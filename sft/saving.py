@@ -34,7 +34,7 @@ def write_model(trainer: Any, job: Job, tokenizer: Any, folder: Path) -> None:
 
 
 def _complete(job: Job, tokenizer: Any, folder: Path) -> None:
-    from sft.model import merge_adapter
+    from sft.model.load import merge_adapter
 
     if job.recipe.model.lora is not None:
         adapter = folder.with_name(f"{folder.name}-adapter")

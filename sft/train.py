@@ -116,9 +116,9 @@ def check_with_frameworks(job: Job) -> None:
     Raises:
         UserError: Kernels, trainer arguments, weights, new tokens that would stay untrained, or no compiler.
     """
-    from sft.compiled_layers import check_compiler
-    from sft.embeddings import check_new_tokens
-    from sft.model import check_base, check_kernels
+    from sft.model.compiled_layers import check_compiler
+    from sft.model.load import check_base, check_kernels
+    from sft.model.new_tokens import check_new_tokens
     from sft.trainer import check_trainer_args
 
     check_kernels(job)

@@ -17,15 +17,15 @@ from sft import distributed
 from sft.batches import Sequences, StepOrder
 from sft.changes_take_effect import ChangesTakeEffect
 from sft.checkpoint_writer import CheckpointWriter
-from sft.checkpointing import CheckpointingAsPlanned
-from sft.compiled_layers import compile_layers
 from sft.continuation import writer_here
 from sft.data.tokenizer import new_token_ids
-from sft.embeddings import check_untrained, named, show_head, trains_embedding, untrained_tokens
 from sft.errors import ModelError, RecipeError, did_you_mean
 from sft.fully_sharded import PrefetchAsAsked, plugin_arguments, policies, whole_state
 from sft.live_parallelism import parallelism_config
-from sft.model import DTYPES, lora_config
+from sft.model.compiled_layers import compile_layers
+from sft.model.gradient_checkpointing import CheckpointingAsPlanned
+from sft.model.load import DTYPES, lora_config
+from sft.model.new_tokens import check_untrained, named, show_head, trains_embedding, untrained_tokens
 from sft.optimizer import MasterAdamW
 from sft.plan.disk import checkpoint_bytes
 from sft.plan.fsdp import mesh_shape

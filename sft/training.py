@@ -25,7 +25,7 @@ from sft.held_out import HeldOutLoss
 from sft.hub.pins import pin_lines
 from sft.lost_ranks import told_of_lost_ranks
 from sft.metrics import Metrics
-from sft.model import load_model
+from sft.model.load import load_model
 from sft.nonfinite import Nonfinite
 from sft.plan.job import Job
 from sft.plan.plan import plan_warnings, print_plan

@@ -1,4 +1,4 @@
-"""Which attention function runs, and why. Imports no torch; sft/attention.py is the function of our own."""
+"""Which attention function runs, and why. Imports no torch; sft/model/attention.py is the function of our own."""
 
 from __future__ import annotations
 

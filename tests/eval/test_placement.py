@@ -16,8 +16,8 @@ from eval.placement import (
     weights_size,
 )
 from eval.reference import Reference
-from sft.embeddings import embed_new_tokens
 from sft.errors import EvaluationError
+from sft.model.new_tokens import embed_new_tokens
 from sft.recipe.schema import Evaluation
 
 GIB = 2**30

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from sft.attention import NAME, register
+from sft.model.attention import NAME, register
 from sft.optimizer import MasterAdamW
 
 DEVICE = "cuda"

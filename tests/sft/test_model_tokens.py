@@ -16,9 +16,9 @@ from sft.data.documents import DOCUMENT
 from sft.data.prepare import prepare
 from sft.data.store import DocumentStore
 from sft.data.tokenizer import check_vocabulary, load_tokenizer, new_token_ids
-from sft.embeddings import check_untrained, embed_new_tokens, show_head, untrained_tokens
 from sft.errors import ModelError, PlanError
-from sft.model import load_model, lora_config
+from sft.model.load import load_model, lora_config
+from sft.model.new_tokens import check_untrained, embed_new_tokens, show_head, untrained_tokens
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job, open_job
 from sft.recipe.schema import Lora

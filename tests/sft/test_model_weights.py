@@ -17,7 +17,7 @@ from eval.backends import Target
 from eval.backends import load_model as load_evaluated
 from sft.data.demo import Demo
 from sft.errors import ModelError
-from sft.model import check_weights, load_base, load_model
+from sft.model.load import check_weights, load_base, load_model
 from sft.plan.hardware import Hardware
 from sft.plan.job import open_job
 from sft.recipe.schema import Model

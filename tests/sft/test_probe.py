@@ -31,9 +31,9 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import SFTConfig, SFTTrainer
 
-from sft import attention
 from sft.data.demo import Demo
 from sft.errors import PlanError
+from sft.model import attention
 from sft.probe import DOCUMENTS, LONGEST, Probe, _other_tokens, check_probe, probe, sample_documents
 
 # transformers 5.23 renames the gradient checkpointing arguments; the range of versions knows only the old names.

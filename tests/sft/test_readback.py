@@ -22,7 +22,7 @@ from sft.data.prepare import prepare
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import PlanError
-from sft.model import load_model
+from sft.model.load import load_model
 from sft.plan.decision import Resolved
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job, open_job

@@ -16,7 +16,7 @@ from sft.data.tokenizer import load_tokenizer
 from sft.errors import RecipeError
 from sft.fingerprint import Fingerprint
 from sft.metrics import Metrics
-from sft.model import load_model
+from sft.model.load import load_model
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.job import Job, open_job
 from sft.run.directory import Run

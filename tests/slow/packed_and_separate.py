@@ -30,8 +30,9 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
-from sft import attention, distributed
+from sft import distributed
 from sft.data.demo import make_demo
+from sft.model import attention
 from sft.plan.zero import load_deepspeed
 
 PACKS = [[5, 17, 1, 30, 8], [9, 2, 21]]  # one for each rank

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from sft.compiled_layers import compile_layers
+from sft.model.compiled_layers import compile_layers
 from sft.run.directory import Run
 from tests.slow.conftest import decisions, losses, write_recipe
 from tests.slow.ranks import Ranks

@@ -11,11 +11,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.trainer_callback import TrainerCallback
 
 from sft.batches import Sequences, StepOrder
-from sft.checkpointing import check_checkpointing, checkpointed_layers, running_checkpointing, select
 from sft.data.prepare import prepare
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import PlanError
+from sft.model.gradient_checkpointing import check_checkpointing, checkpointed_layers, running_checkpointing, select
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job, open_job
 from sft.run.directory import Run

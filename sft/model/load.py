@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from sft import attention
-from sft.embeddings import embed_new_tokens, trainable_rows
 from sft.errors import ModelError, did_you_mean
 from sft.hub.pins import pinned
 from sft.hub.remote_code import HOW_TO_ALLOW, is_refusal
 from sft.live_parallelism import loading_arguments
+from sft.model import attention
+from sft.model.new_tokens import embed_new_tokens, trainable_rows
 from sft.plan.facts import read_header
 from sft.plan.job import Job
 from sft.plan.weights import MASTER

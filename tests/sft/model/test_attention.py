@@ -26,7 +26,7 @@ from transformers import (
 from transformers.masking_utils import AttentionMaskInterface
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from sft import attention
+from sft.model import attention
 
 # transformers 5.23 renames the gradient checkpointing arguments; the range of versions knows only the old names.
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")

@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from sft.compiled_layers import are_compiled, check_compiler, compile_layers, decoder_layers
 from sft.errors import ModelError, PlanError
+from sft.model.compiled_layers import are_compiled, check_compiler, compile_layers, decoder_layers
 from sft.plan.facts import ModelFacts
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.job import open_job

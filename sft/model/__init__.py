@@ -1,0 +1,1 @@
+"""Loads the model: attention, kernels, adapters, new tokens."""
