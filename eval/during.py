@@ -25,9 +25,9 @@ from eval.reference import load_reference
 from eval.settings import Settings, resolve_settings
 from eval.suites import check_tasks
 from eval.tasks import LoadedTasks, load_tasks
-from sft import distributed
 from sft.errors import EvaluationError
 from sft.hub.pins import pinned
+from sft.parallel import process_group as distributed
 from sft.plan.job import Job
 from sft.run.directory import Run
 

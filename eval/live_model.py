@@ -51,7 +51,7 @@ class Live:
         Raises:
             LeftOff: On all of them, before it.
         """
-        from sft.progress import EVALUATION
+        from sft.parallel.progress import EVALUATION
 
         self.answering = True
         self.trainer.progress.at(EVALUATION)
@@ -70,7 +70,7 @@ class Live:
         """Answers; where weights are shared, as many passes on each rank as the longest on any takes."""
         from transformers import StoppingCriteria
 
-        from sft.progress import EVALUATION
+        from sft.parallel.progress import EVALUATION
 
         progress = self.trainer.progress
 

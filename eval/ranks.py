@@ -14,8 +14,8 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from sft.errors import EvaluationError, LostRank
-from sft.lost_ranks import is_lost
-from sft.rank_logs import is_rank
+from sft.parallel.lost_ranks import is_lost
+from sft.parallel.rank_logs import is_rank
 
 Value = TypeVar("Value")
 

@@ -32,8 +32,8 @@ from eval.launch import become_launcher
 from eval.one_model import evaluate_one
 from eval.targets import check_folder
 from eval.together import NeedsProcesses
-from sft import rank_logs
 from sft.errors import EvaluationError, RecipeError, run_main
+from sft.parallel import rank_logs
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Evaluation
 from sft.run.consent import TRUST, check_model_code, is_own

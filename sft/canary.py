@@ -3,7 +3,7 @@
 After the first optimizer step of a start, and again on final/ before it gets its name. The model is written to a hidden folder of the
 run by what writes final/; sft/load_saved.py loads that by `from_pretrained` alone, on the CPU. Compared are
 
-- every tensor, bit by bit, with the engine's own, gathered one by one (sft/whole_model.py); merged adapters up to their rounding,
+- every tensor, bit by bit, with the engine's own, gathered one by one (sft/parallel/full_tensors.py); merged adapters up to their rounding,
 - the logits of a few real rows, with those of the live engine: what is not in the tensors (config.json) is seen there,
 - what generation needs: stop tokens, vocabulary, chat template, and how a text becomes tokens.
 
@@ -24,19 +24,19 @@ import numpy as np
 import torch
 from transformers.trainer_callback import TrainerCallback
 
-from sft import distributed
 from sft.checker import Checker
 from sft.data.tokenizer import new_token_ids
 from sft.errors import RunError, WrongSave
 from sft.model.load import DTYPES, weights_dtype
+from sft.parallel import process_group as distributed
+from sft.parallel.full_tensors import whole_tensors
+from sft.parallel.progress import BETWEEN, CHECKPOINT
+from sft.parallel.sharding import give_back
 from sft.plan.job import Job
 from sft.probe import arithmetic, evaluating, unwrapped
-from sft.progress import BETWEEN, CHECKPOINT
 from sft.run.directory import Run
 from sft.save_comparison import Comparison, Found, facts, message
 from sft.saving import write_model
-from sft.sharding import give_back
-from sft.whole_model import whole_tensors
 
 ROWS, LENGTH = 4, 32
 FOLDER = ".canary"

@@ -6,7 +6,7 @@
 | rank-N.nccl.log        | NCCL's own log (GPU)                                                |
 | flight-recorder-N      | the last collectives of the rank, where one did not end (GPU)       |
 
-The watchdog and its files are always on: sft/watchdog.py. The ranks are compared with one another in sft/agreement.py.
+The watchdog and its files are always on: sft/watchdog.py. The ranks are compared with one another in sft/parallel/agreement.py.
 """
 
 from __future__ import annotations

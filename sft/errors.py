@@ -31,7 +31,7 @@ from difflib import get_close_matches
 from typing import NoReturn
 
 from sft.credentials import redact
-from sft.rank_logs import is_rank, tell_crash, tell_message
+from sft.parallel.rank_logs import is_rank, tell_crash, tell_message
 from sft.visible import visible
 
 EXIT_CRASHED = 1
@@ -242,7 +242,7 @@ def _signals_end_it() -> None:
 def users_mistakes_end_cleanly() -> Iterator[None]:
     """Show a UserError as its message alone and exit with status 2; Ctrl-C ends without a traceback too.
 
-    Of the ranks of a job only the first to end is shown, a bug with its traceback: see sft/rank_logs.py.
+    Of the ranks of a job only the first to end is shown, a bug with its traceback: see sft/parallel/rank_logs.py.
     """
     try:
         yield

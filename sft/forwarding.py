@@ -15,7 +15,7 @@ from typing import Any
 
 from sft import interruption
 from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
-from sft.rank_logs import ENDING, written_run
+from sft.parallel.rank_logs import ENDING, written_run
 from sft.run.directory import Run
 
 _ENDED = {*interruption.EXITS, *(-number for number in interruption.SIGNALS)}

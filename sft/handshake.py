@@ -19,7 +19,7 @@ from typing import Any
 from sft.comparison import Check, check_clocks, compare
 from sft.errors import PreflightError
 from sft.host_facts import HostFacts, read_facts
-from sft.network import interface_with
+from sft.parallel.network import interface_with
 from sft.preflight import shared, write_token
 
 _GREETING = "sft-recipes handshake"

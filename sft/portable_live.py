@@ -14,9 +14,9 @@ from transformers.trainer import SCHEDULER_NAME
 from sft.continuation import Continuation, Writer
 from sft.errors import RunError
 from sft.optimizer import MasterAdamW
+from sft.parallel.tensor_parallel import part_of
 from sft.portable import MOMENTS, STEP, WEIGHT, WholeTensors, load_mapped, open_whole
 from sft.portable_zero import load_zero
-from sft.tensor_parallel import part_of
 
 
 def go_on(trainer: Any, continuation: Continuation) -> None:

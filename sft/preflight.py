@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from sft import distributed
 from sft.comparison import Check, check_clocks, compare
 from sft.data.prepared import data_key
 from sft.errors import PreflightError, RecipeError, run_main
 from sft.host_facts import HostFacts, host_facts, read_facts
 from sft.interconnect import bus_bandwidth, check_bandwidth, expected_link
 from sft.opening import unfinished_run
+from sft.parallel import process_group as distributed
 from sft.plan.disk import check_disk
 from sft.plan.job import Job, open_job
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> None:
     """The whole preflight, as one of the ranks."""
     if not argv:
         raise RecipeError("usage: python -m sft.preflight RECIPE [key=value ...]")
-    from sft.lost_ranks import told_of_lost_ranks
+    from sft.parallel.lost_ranks import told_of_lost_ranks
     from sft.train import check_with_frameworks, join
 
     job = open_job(Path(argv[0]), list(argv[1:]), distributed.job_hardware())

@@ -16,7 +16,7 @@ import torch
 
 from sft.data.formats import IGNORED
 from sft.errors import PlanError
-from sft.sharding import computes_in
+from sft.parallel.sharding import computes_in
 
 DOCUMENTS, LONGEST = 4, 32
 

@@ -10,26 +10,32 @@ import torch
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 from trl import SFTTrainer
 
-from sft.agreement import Agreement
 from sft.batches import StepOrder
 from sft.checkpoint_writer import CheckpointWriter
 from sft.continuation import Continuation, Writer, write_writer
 from sft.fingerprint import Fingerprint, Fingerprinted
-from sft.fully_sharded import cpu_ranks_may_shard, units_as_asked
 from sft.loss import Tally, is_plain, plain_loss
 from sft.nonfinite import Nonfinite
 from sft.optimizer import MasterAdamW, check_optimizer
+from sft.parallel.agreement import Agreement
+from sft.parallel.fsdp import cpu_ranks_may_shard, units_as_asked
+from sft.parallel.progress import CHECKPOINT, Progress
+from sft.parallel.sequence_parallel import PartOfSequences, labels_of_all, share_batches
+from sft.parallel.tensor_parallel import (
+    is_spread,
+    load_optimizer_state,
+    load_weights,
+    whole_optimizer_state,
+    whole_weights,
+)
 from sft.plain_data import plain_data_only
 from sft.plan.plan import Plan
 from sft.portable_live import begin_random_streams, go_on, with_parameters
-from sft.progress import CHECKPOINT, Progress
 from sft.recipe.schema import Fsdp
 from sft.run.directory import INCOMPLETE
-from sft.sequence_parallel import PartOfSequences, labels_of_all, share_batches
 from sft.step_clock import StepClock
 from sft.stopping import Stopping
 from sft.suspects import finite
-from sft.tensor_parallel import is_spread, load_optimizer_state, load_weights, whole_optimizer_state, whole_weights
 
 
 class RecipeTrainer(SFTTrainer):  # type: ignore[misc]

@@ -16,8 +16,10 @@ from typing import NoReturn
 
 import psutil
 
-from sft import distributed, interruption, rank_logs
+from sft import interruption
 from sft.errors import Interrupted
+from sft.parallel import process_group as distributed
+from sft.parallel import rank_logs
 from sft.recipe.schema import Tracking
 from sft.run.consent import OWN_RUN
 from sft.run.directory import Run

@@ -11,7 +11,7 @@ import torch
 
 from sft.checker import Checker, Ended
 from sft.errors import RunError
-from sft.whole_model import Whole
+from sft.parallel.full_tensors import Whole
 
 _SHOWN = 6
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sft import distributed
+from sft.parallel import process_group as distributed
 from sft.plan.job import Job
 from sft.run.inside import remove
 from sft.saved_config import complete_config

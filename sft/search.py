@@ -22,10 +22,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from sft import distributed
 from sft.data.prepare import prepared_data
 from sft.data.prepared import Prepared
 from sft.errors import EXIT_USER_ERROR, run_main
+from sft.parallel import process_group as distributed
 from sft.plan.decision import Resolved
 from sft.plan.job import Job, open_job
 from sft.plan.weights import resolve_gradients

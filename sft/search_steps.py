@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from transformers.trainer_callback import TrainerCallback
 
-from sft import distributed
 from sft.batches import Sequences, StepOrder
 from sft.data.prepared import Prepared
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.model.gradient_checkpointing import checkpoint_every, has_layers_of_their_own
 from sft.model.load import load_model
+from sft.parallel import process_group as distributed
 from sft.plan.job import Job
 from sft.run.directory import Run
 from sft.search import EXIT_DID_NOT_FIT, PASSES, read_journal

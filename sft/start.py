@@ -9,7 +9,7 @@ from subprocess import Popen
 from threading import Thread
 from typing import Any
 
-from sft import distributed, interruption
+from sft import interruption
 from sft.again import check_same_data, original_run
 from sft.continuation import Continuation, resolve_continuation
 from sft.data.prepare import begin_preparation, prepared_data
@@ -26,10 +26,11 @@ from sft.opening import (
     recipe_changes,
     unfinished_run,
 )
+from sft.parallel import process_group as distributed
+from sft.parallel.rank_logs import forget_ending
 from sft.plan.decision import Searched
 from sft.plan.job import Job
 from sft.plan.resumed import as_started
-from sft.rank_logs import forget_ending
 from sft.recipe.changes import Change, differences
 from sft.resume import Choice, choose_checkpoint, lost_lines
 from sft.run.directory import Run, write_json

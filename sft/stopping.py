@@ -33,8 +33,8 @@ from sft import interruption
 from sft.asked_by_file import SAVE, STOP, began, forget_stale
 from sft.checkpoint_writer import Shortage
 from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted, RunError
-from sft.progress import Progress
-from sft.rank_logs import is_rank
+from sft.parallel.progress import Progress
+from sft.parallel.rank_logs import is_rank
 from sft.recipe.max_time import TimeLimit, assumed_save_seconds, parse_duration
 from sft.recipe.schema import Recipe
 from sft.run.directory import Run

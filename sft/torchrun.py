@@ -18,8 +18,8 @@ from sft.errors import EXIT_GATE, EXIT_USER_ERROR, PlanError, UserError
 from sft.forwarding import SAVING, Forwarding, tell_interruption
 from sft.interruption import held_back, speaks_for_ranks
 from sft.out_of_memory import OutOfMemoryKills
+from sft.parallel.rank_logs import ENDING, Ending, launched_folder, read_ending, seen_ending, written_run
 from sft.plan.topology import Layout
-from sft.rank_logs import ENDING, Ending, launched_folder, read_ending, seen_ending, written_run
 from sft.run.consent import OWN_RUN
 from sft.run.directory import Run
 from sft.search import EXIT_DID_NOT_FIT

@@ -15,14 +15,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from eval.ahead import foresee
-from sft import distributed, interruption, rank_logs
+from sft import interruption
 from sft.checker import Checker
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import RecipeError, run_main
 from sft.finish import become_finish, evaluation_left
 from sft.hub.pins import pinned
 from sft.launch_checks import check_installed, check_rank_variables
-from sft.lost_ranks import told_of_lost_ranks
+from sft.parallel import process_group as distributed
+from sft.parallel import rank_logs
+from sft.parallel.lost_ranks import told_of_lost_ranks
 from sft.plan.job import Job, open_job
 from sft.preflight import check_ranks
 from sft.rewind import become_again

@@ -13,20 +13,20 @@ from datasets import Dataset
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from trl import SFTConfig
 
-from sft import distributed
 from sft.batches import Sequences, StepOrder
 from sft.changes_take_effect import ChangesTakeEffect
 from sft.checkpoint_writer import CheckpointWriter
 from sft.continuation import writer_here
 from sft.data.tokenizer import new_token_ids
 from sft.errors import ModelError, RecipeError, did_you_mean
-from sft.fully_sharded import PrefetchAsAsked, plugin_arguments, policies, whole_state
-from sft.live_parallelism import parallelism_config
 from sft.model.compiled_layers import compile_layers
 from sft.model.gradient_checkpointing import CheckpointingAsPlanned
 from sft.model.load import DTYPES, lora_config
 from sft.model.new_tokens import check_untrained, named, show_head, trains_embedding, untrained_tokens
 from sft.optimizer import MasterAdamW
+from sft.parallel import process_group as distributed
+from sft.parallel.fsdp import PrefetchAsAsked, plugin_arguments, policies, whole_state
+from sft.parallel.libraries import parallelism_config
 from sft.plan.disk import checkpoint_bytes
 from sft.plan.fsdp import mesh_shape
 from sft.plan.job import Job
@@ -88,7 +88,7 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "max_length": recipe.sequence_length,
         "packing": recipe.data.packing,
         "packing_strategy": "bfd",
-        # For a group that transformers would make; sft/distributed.py has made the one of all ranks.
+        # For a group that transformers would make; sft/parallel/process_group.py has made the one of all ranks.
         "ddp_timeout": train.ddp_timeout,
         # The documents come tokenized, masked and packed; TRL's own preparation is not needed.
         "dataset_kwargs": {"skip_prepare_dataset": True},

@@ -8,8 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sft import distributed, rank_logs
-from sft.agreement import Agreement
 from sft.batches import Sequences, StepOrder
 from sft.before_training import BeforeTraining
 from sft.canary import SaveCanary
@@ -23,14 +21,17 @@ from sft.fingerprint import Fingerprint
 from sft.finish import programs
 from sft.held_out import HeldOutLoss
 from sft.hub.pins import pin_lines
-from sft.lost_ranks import told_of_lost_ranks
 from sft.metrics import Metrics
 from sft.model.load import load_model
 from sft.nonfinite import Nonfinite
+from sft.parallel import process_group as distributed
+from sft.parallel import rank_logs
+from sft.parallel.agreement import Agreement
+from sft.parallel.lost_ranks import told_of_lost_ranks
+from sft.parallel.progress import Progress
 from sft.plan.job import Job
 from sft.plan.plan import plan_warnings, print_plan
 from sft.profiling import Profile
-from sft.progress import Progress
 from sft.resume import changed_tokens
 from sft.run.directory import Run, read_lines, write_json
 from sft.run.inside import remove

@@ -18,14 +18,14 @@ from safetensors import SafetensorError
 from sft.errors import ModelError, did_you_mean
 from sft.hub.pins import pinned
 from sft.hub.remote_code import HOW_TO_ALLOW, is_refusal
-from sft.live_parallelism import loading_arguments
 from sft.model import attention
 from sft.model.new_tokens import embed_new_tokens, trainable_rows
+from sft.parallel.libraries import loading_arguments
+from sft.parallel.tensor_parallel import sum_norm_gradients_once
 from sft.plan.facts import read_header
 from sft.plan.job import Job
 from sft.plan.weights import MASTER
 from sft.recipe.schema import Lora, Model
-from sft.tensor_parallel import sum_norm_gradients_once
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

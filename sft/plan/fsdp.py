@@ -1,6 +1,6 @@
 """FSDP2: what train.fsdp comes to on a machine, and what it cannot do there. Pure arithmetic: no torch.
 
-sft/fully_sharded.py has what touches the live objects.
+sft/parallel/fsdp.py has what touches the live objects.
 """
 
 from __future__ import annotations

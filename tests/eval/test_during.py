@@ -13,10 +13,10 @@ import torch
 from eval.during import During, scores
 from eval.live_model import undisturbed
 from sft.errors import EvaluationError, RecipeError
+from sft.parallel.progress import EVALUATION
+from sft.parallel.stall import ALWAYS
 from sft.plan.job import check_tasks_during
-from sft.progress import EVALUATION
 from sft.recipe.schema import Recipe
-from sft.stall import ALWAYS
 
 
 def test_what_is_measured_during_training_is_a_section_of_its_own(make_recipe: Callable[..., Recipe]) -> None:

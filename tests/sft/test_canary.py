@@ -18,8 +18,8 @@ from sft.checker import environment
 from sft.data.demo import Demo
 from sft.errors import RunError
 from sft.load_saved import differs, distance, own_tensors, serve
+from sft.parallel.full_tensors import whole_tensors
 from sft.save_comparison import facts, message
-from sft.whole_model import whole_tensors
 
 
 def test_one_bit_is_a_difference() -> None:

@@ -11,7 +11,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from sft.data.formats import IGNORED
 from sft.fingerprint import KEY, Fingerprint, Fingerprinted, batch_hash
-from sft.sequence_parallel import PartOfSequences
+from sft.parallel.sequence_parallel import PartOfSequences
 
 Document = tuple[list[int], list[int]]
 DOCUMENTS: list[Document] = [

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from sft.distributed import free_port
 from sft.errors import PreflightError
 from sft.handshake import Machine, meet, unreachable
 from sft.host_facts import HostFacts
-from sft.network import address_towards, interface_with
+from sft.parallel.network import address_towards, interface_with
+from sft.parallel.process_group import free_port
 
 FACTS = HostFacts(
     0, "host0", {"torch": "2"}, {"a.py": "1"}, {"train.seed": "0"}, {"engine": "DDP"}, "d", "none", "none", {}

@@ -14,7 +14,7 @@ from sft.errors import ExportError, RunError
 from sft.export import main
 from sft.export_source import find_exported
 from sft.model_card import write_card
-from sft.rank_logs import tell_message
+from sft.parallel.rank_logs import tell_message
 from sft.run.directory import Run, find_run, write_json
 from sft.visible import visible_line
 from tests.conftest import DEMO_RECIPE

@@ -10,7 +10,7 @@ import pytest
 from sft.asked_by_file import forget_stale
 from sft.checkpoint_writer import CheckpointWriter
 from sft.errors import Interrupted, RunError
-from sft.progress import CHECKPOINT, Progress
+from sft.parallel.progress import CHECKPOINT, Progress
 from sft.recipe.max_time import TimeLimit
 from sft.recipe.schema import Recipe
 from sft.run.directory import Run, write_json

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.progress import CHECKPOINT, DATA, Progress
+from sft.parallel.progress import CHECKPOINT, DATA, Progress
 from sft.watchdog import Watchdog, main_frames
 
 Watched = Callable[[int], tuple[list[Watchdog], list[list[str]]]]

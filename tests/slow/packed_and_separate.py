@@ -30,9 +30,9 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
-from sft import distributed
 from sft.data.demo import make_demo
 from sft.model import attention
+from sft.parallel import process_group as distributed
 from sft.plan.zero import load_deepspeed
 
 PACKS = [[5, 17, 1, 30, 8], [9, 2, 21]]  # one for each rank

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import yaml
 
-from sft.distributed import free_port
-from sft.rank_logs import ENDING
+from sft.parallel.process_group import free_port
+from sft.parallel.rank_logs import ENDING
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
 from tests.slow.conftest import BIN, decisions, latest, lines_of, rows, until, write_recipe

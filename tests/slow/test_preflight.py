@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.distributed import free_port
+from sft.parallel.process_group import free_port
 from sft.recipe.schema import REPOSITORY
 from tests.slow.conftest import BIN, write_recipe
 

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from sft.data.demo import make_demo
-from sft.distributed import free_port
+from sft.parallel.process_group import free_port
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
 from tests.slow.conftest import decisions, losses, plain, write_recipe

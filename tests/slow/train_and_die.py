@@ -11,8 +11,9 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
-from sft import distributed, train, training
+from sft import train, training
 from sft.errors import run_main
+from sft.parallel import process_group as distributed
 
 
 def die_after(seconds: float) -> None:

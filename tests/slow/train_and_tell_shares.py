@@ -12,7 +12,7 @@ from sft.run.directory import Run
 def tell(trainer: Any) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
 
-    from sft.sharding import computes_in, read_sharding, sharded_units
+    from sft.parallel.sharding import computes_in, read_sharding, sharded_units
 
     model, optimizer = trainer.model, trainer.optimizer
     while hasattr(optimizer, "optimizer"):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from sft.errors import PlanError
-from sft.fully_sharded import cpu_ranks_may_shard, plugin_arguments, policies, size_units
+from sft.parallel.fsdp import cpu_ranks_may_shard, plugin_arguments, policies, size_units
 from sft.plan.facts import ModelFacts
 from sft.plan.fsdp import mesh_shape, resolve_fsdp
 from sft.plan.hardware import Gpu, Hardware

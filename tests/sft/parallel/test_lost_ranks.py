@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sft.errors import EXIT_LOST_RANK, EXIT_USER_ERROR, LostRank
-from sft.lost_ranks import is_lost, told_of_lost_ranks
+from sft.parallel.lost_ranks import is_lost, told_of_lost_ranks
 from sft.recipe.schema import Recipe
 from sft.run.directory import Run
 

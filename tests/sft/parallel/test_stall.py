@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from sft.progress import BACKWARD, CHECKPOINT, DATA, FORWARD, OPTIMIZER, START, Place, Progress
-from sft.stall import ALWAYS, DEBUG, Patience, Report, behind, end_limit, message, ranks
+from sft.parallel.progress import BACKWARD, CHECKPOINT, DATA, FORWARD, OPTIMIZER, START, Place, Progress
+from sft.parallel.stall import ALWAYS, DEBUG, Patience, Report, behind, end_limit, message, ranks
 
 HERE = Place(7, 5, FORWARD, 2)
 

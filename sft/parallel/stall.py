@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sft.progress import CHECKPOINT, EVALUATION, HELD_OUT, START, Place
+from sft.parallel.progress import CHECKPOINT, EVALUATION, HELD_OUT, START, Place
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Patience:
         """Seconds in this phase.
 
         Args:
-            phase: Of sft/progress.py. A checkpoint is one phase, and may take as long as the group waits for it.
+            phase: Of sft/parallel/progress.py. A checkpoint is one phase, and may take as long as the group waits for it.
             step_seconds: The median step, where it is known.
             timeout: Of the process group. A stall is told before the group gives up, when half of it is over.
 
@@ -49,7 +49,7 @@ def end_limit(phase: str, step_seconds: float | None, timeout: float, ranks: int
     """Seconds in one place after which a job is ended; None where it may take as long as it takes.
 
     Args:
-        phase: Of sft/progress.py.
+        phase: Of sft/parallel/progress.py.
         step_seconds: The median step; None while the first steps are trained.
         timeout: train.ddp_timeout: how long a rank waits for the others.
         ranks: Of the job. Of several those that wait give up first, and say for whom.

@@ -7,10 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from sft import rank_logs
 from sft.errors import DataError, users_mistakes_end_cleanly
 from sft.opening import OWN_RUN
-from sft.rank_logs import ENDING, Ending, forget_ending, is_echo, launched_folder, read_ending, seen_ending, written_run
+from sft.parallel import rank_logs
+from sft.parallel.rank_logs import (
+    ENDING,
+    Ending,
+    forget_ending,
+    is_echo,
+    launched_folder,
+    read_ending,
+    seen_ending,
+    written_run,
+)
 from sft.recipe.schema import REPOSITORY
 from sft.torchrun import go_on_in_the_run
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
-from sft import distributed
-from sft.distributed import free_port, is_first_rank, job_hardware, settle_environment
 from sft.errors import DataError, PlanError
+from sft.parallel import process_group as distributed
+from sft.parallel.process_group import free_port, is_first_rank, job_hardware, settle_environment
 
 
 @pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])

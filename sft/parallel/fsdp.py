@@ -1,6 +1,6 @@
 """FSDP2, set up: mixed precision, CPU ranks, which modules are sharded one by one, prefetching, and the whole model again.
 
-accelerate calls torch's fully_shard when the training begins; sft/sharding.py reads what came of it.
+accelerate calls torch's fully_shard when the training begins; sft/parallel/sharding.py reads what came of it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_callback import TrainerCallback
 
 from sft.errors import ModelError
+from sft.parallel.sharding import give_back, sharded_units
 from sft.recipe.schema import Fsdp
-from sft.sharding import give_back, sharded_units
 
 
 def policies(fsdp: Fsdp, compute: torch.dtype, on_gpu: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from sft.distributed import is_first_rank
+from sft.parallel.process_group import is_first_rank
 
 # Norm of the difference over the update's that is none where adapters are merged: the sum is made in another order, maybe on another
 # device. In bf16 one element in hundreds of a small update is then rounded the other way, which makes up to 0.08 of its norm. An adapter

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from sft.distributed import gather, met_at_the_end
+from sft.parallel.process_group import gather, met_at_the_end
 
 Value = TypeVar("Value")
 Meet = Callable[[Any], list[Any]]

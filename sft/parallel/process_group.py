@@ -17,10 +17,10 @@ from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
 
-from sft.built_operations import settle_operations
 from sft.errors import PlanError, UserError
-from sft.network import use_reachable_interface
-from sft.patience import patience
+from sft.parallel.built_operations import settle_operations
+from sft.parallel.network import use_reachable_interface
+from sft.parallel.patience import patience
 from sft.plan.hardware import Hardware, detect_hardware
 from sft.plan.topology import whole_number
 

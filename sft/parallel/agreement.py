@@ -16,8 +16,8 @@ import torch
 from transformers.trainer_callback import TrainerCallback
 
 from sft.errors import RanksError
-from sft.progress import Progress
-from sft.stall import ranks
+from sft.parallel.progress import Progress
+from sft.parallel.stall import ranks
 
 
 def check_agreement(told: Sequence[dict[str, Any]], notes: Sequence[str] = ()) -> None:

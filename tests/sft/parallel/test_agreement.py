@@ -1,7 +1,7 @@
 import pytest
 
-from sft.agreement import check_agreement
 from sft.errors import RanksError
+from sft.parallel.agreement import check_agreement
 
 
 def told(**values: object) -> dict[str, object]:

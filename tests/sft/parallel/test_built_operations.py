@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from sft import built_operations
-from sft.built_operations import FOLDER, is_held, own_folder, settle_operations
 from sft.errors import PlanError
+from sft.parallel import built_operations
+from sft.parallel.built_operations import FOLDER, is_held, own_folder, settle_operations
 
 
 @pytest.fixture
