@@ -32,7 +32,7 @@ from side_by_side import ROOT, show, turned, use_the_cores
 
 sys.path.insert(0, str(ROOT))
 
-from sft.manifest import entries, fault, files_in, size, sync
+from sft.checkpoint.manifest import entries, fault, files_in, size, sync
 
 STEP = 7
 # hidden, intermediate, layers, heads, vocabulary
@@ -83,7 +83,7 @@ def both(folder: Path, name: str) -> dict[str, Any]:
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
     from trl import SFTTrainer
 
-    from sft.checkpoint_writer import CheckpointWriter
+    from sft.checkpoint.writer import CheckpointWriter
     from sft.data.demo import make_demo
     from sft.recipe_trainer import RecipeTrainer
 

@@ -20,11 +20,11 @@ from eval.task_facts import task_facts
 from eval.tasks import LoadedTasks
 from eval.together import load_tasks_together, log_in, place
 from eval.treatment import own_template, treat_base
+from sft.checkpoint.unchanged import base_changes, check_final
 from sft.errors import EvaluationError, GateFailed
 from sft.recipe.changes import differences
 from sft.recipe.schema import Evaluation
 from sft.run.directory import Run, read_json
-from sft.unchanged import base_changes, check_final
 from sft.visible import visible_line
 
 

@@ -19,7 +19,7 @@ from eval.measure import evaluate_model
 from eval.placement import Placement, gpu_name
 from eval.tasks import LoadedTasks
 from eval.treatment import Treatment
-from sft.unchanged import base_sums
+from sft.checkpoint.unchanged import base_sums
 
 FOLDER = "eval-base"
 """In the recipe's output_dir."""

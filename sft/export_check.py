@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import torch
 
+from sft.checkpoint.load_saved import distance
 from sft.errors import ExportError
-from sft.load_saved import distance
 
 _LONGEST = 256
 _LIMITS = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}

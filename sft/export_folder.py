@@ -113,9 +113,9 @@ def make_folder(
 def _fill(source: Exported, folder: Path, finish: Callable[[Path, Any], None], link: bool) -> Any:
     from transformers.utils import logging
 
+    from sft.checkpoint.saved_config import complete_config
     from sft.export_check import arithmetic_for, compare, probe_rows
     from sft.export_weights import saved_format, write_weights
-    from sft.saved_config import complete_config
 
     logging.disable_progress_bar()
     tokenizer = load_tokenizer(source)

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft.continuation import Writer, writer_of
+from sft.checkpoint.manifest import fault
+from sft.checkpoint.resume import checkpoints_of, step_of
+from sft.checkpoint.resume_plan import Writer, writer_of
+from sft.checkpoint.unchanged import base_changes, check_final
 from sft.errors import ExportError
-from sft.manifest import fault
 from sft.recipe.schema import Model, Recipe
-from sft.resume import checkpoints_of, step_of
 from sft.run.directory import Run, find_run, read_json
-from sft.unchanged import base_changes, check_final
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """One of them is in every folder that holds a tokenizer."""

@@ -3,7 +3,7 @@
 final/                              ready: the model, adapters merged
 checkpoint with model.safetensors   ready: one process, DDP, DeepSpeed
 checkpoint with adapters            base and adapter, merged as final/ is
-checkpoint in shares (FSDP2)        whole tensors, read one by one: sft/portable.py
+checkpoint in shares (FSDP2)        whole tensors, read one by one: sft/checkpoint/portable.py
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from sft.checkpoint.portable import WEIGHT, open_whole
 from sft.data.tokenizer import new_token_ids
 from sft.errors import ExportError
 from sft.export_check import Reference, arithmetic_for, load, logits_of, with_model
 from sft.export_source import Exported
 from sft.model.load import DTYPES, load_base, lora_config
-from sft.portable import WEIGHT, open_whole
 
 _HANDED_OVER = (
     "model*.safetensors",
@@ -212,7 +212,7 @@ def _of_shares(source: Exported, tokenizer: Any, rows: list[list[int]], folder: 
 def _from_shares(source: Exported, tokenizer: Any) -> Any:
     from peft import get_peft_model
 
-    from sft.portable_live import adapter_names, source_names
+    from sft.checkpoint.portable_live import adapter_names, source_names
 
     assert source.writer is not None
     model, lora = _base(source, tokenizer), source.recipe.model.lora

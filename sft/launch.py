@@ -14,6 +14,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from sft.again import is_run, start_again, told_differences
+from sft.checkpoint.resume import checkpoints_of
 from sft.data.findings import check_findings
 from sft.data.ledger import check_limits
 from sft.data.prepare import prepared_data
@@ -29,7 +30,6 @@ from sft.plan.plan import plan_warnings, print_plan
 from sft.plan.topology import Layout, read_layout, whole_number
 from sft.preflight import disk, refuse
 from sft.recipe.changes import check_allowed_changes
-from sft.resume import checkpoints_of
 from sft.run.directory import Run
 from sft.search import search
 from sft.search_cache import find_answer, is_searched

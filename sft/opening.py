@@ -15,13 +15,13 @@ from pathlib import Path
 from shlex import join
 from typing import Any
 
-from sft.continuation import FILE, resolve_continuation
+from sft.checkpoint.manifest import is_damaged, read_manifest
+from sft.checkpoint.resume import checkpoints_of
+from sft.checkpoint.resume_plan import FILE, resolve_continuation
 from sft.errors import RecipeError, RunError
-from sft.manifest import is_damaged, read_manifest
 from sft.plan.job import Job
 from sft.recipe.changes import Change, check_allowed_changes, not_allowed, recipe_differences
 from sft.recipe.schema import Recipe
-from sft.resume import checkpoints_of
 from sft.run.consent import OWN_RUN
 from sft.run.directory import EVALUATION_LEFT, INCOMPLETE, Run, read_json
 from sft.run.inside import check_inside, remove

@@ -11,8 +11,10 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_N
 from trl import SFTTrainer
 
 from sft.batches import StepOrder
-from sft.checkpoint_writer import CheckpointWriter
-from sft.continuation import Continuation, Writer, write_writer
+from sft.checkpoint.plain_data import plain_data_only
+from sft.checkpoint.portable_live import begin_random_streams, go_on, with_parameters
+from sft.checkpoint.resume_plan import Continuation, Writer, write_writer
+from sft.checkpoint.writer import CheckpointWriter
 from sft.fingerprint import Fingerprint, Fingerprinted
 from sft.loss import Tally, is_plain, plain_loss
 from sft.nonfinite import Nonfinite
@@ -28,9 +30,7 @@ from sft.parallel.tensor_parallel import (
     whole_optimizer_state,
     whole_weights,
 )
-from sft.plain_data import plain_data_only
 from sft.plan.plan import Plan
-from sft.portable_live import begin_random_streams, go_on, with_parameters
 from sft.recipe.schema import Fsdp
 from sft.run.directory import INCOMPLETE
 from sft.step_clock import StepClock

@@ -11,7 +11,9 @@ from typing import Any
 
 from sft import interruption
 from sft.again import check_same_data, original_run
-from sft.continuation import Continuation, resolve_continuation
+from sft.checkpoint.resume import Choice, choose_checkpoint, lost_lines
+from sft.checkpoint.resume_plan import Continuation, resolve_continuation
+from sft.checkpoint.unchanged import base_changes
 from sft.data.prepare import begin_preparation, prepared_data
 from sft.data.prepared import Prepared
 from sft.errors import RunError
@@ -32,11 +34,9 @@ from sft.plan.decision import Searched
 from sft.plan.job import Job
 from sft.plan.resumed import as_started
 from sft.recipe.changes import Change, differences
-from sft.resume import Choice, choose_checkpoint, lost_lines
 from sft.run.directory import Run, write_json
 from sft.run.record import installed_versions, record_start
 from sft.search_cache import find_answer
-from sft.unchanged import base_changes
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from sft import interruption
 from sft.asked_by_file import SAVE, STOP, began, forget_stale
-from sft.checkpoint_writer import Shortage
+from sft.checkpoint.writer import Shortage
 from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted, RunError
 from sft.parallel.progress import Progress
 from sft.parallel.rank_logs import is_rank

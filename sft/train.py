@@ -16,7 +16,7 @@ from pathlib import Path
 
 from eval.ahead import foresee
 from sft import interruption
-from sft.checker import Checker
+from sft.checkpoint.loader_process import Checker
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import RecipeError, run_main
 from sft.finish import become_finish, evaluation_left

@@ -15,8 +15,8 @@ from trl import SFTConfig
 
 from sft.batches import Sequences, StepOrder
 from sft.changes_take_effect import ChangesTakeEffect
-from sft.checkpoint_writer import CheckpointWriter
-from sft.continuation import writer_here
+from sft.checkpoint.resume_plan import writer_here
+from sft.checkpoint.writer import CheckpointWriter
 from sft.data.tokenizer import new_token_ids
 from sft.errors import ModelError, RecipeError, did_you_mean
 from sft.model.compiled_layers import compile_layers

@@ -10,8 +10,11 @@ from typing import Any
 
 from sft.batches import Sequences, StepOrder
 from sft.before_training import BeforeTraining
-from sft.canary import SaveCanary
-from sft.checker import Checker
+from sft.checkpoint.loader_process import Checker
+from sft.checkpoint.resume import changed_tokens
+from sft.checkpoint.save_verification import SaveCanary
+from sft.checkpoint.saving import write_model
+from sft.checkpoint.unchanged import final_sums
 from sft.data.show import summary_lines
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.data.template_checks import note_on_headers
@@ -32,11 +35,9 @@ from sft.parallel.progress import Progress
 from sft.plan.job import Job
 from sft.plan.plan import plan_warnings, print_plan
 from sft.profiling import Profile
-from sft.resume import changed_tokens
 from sft.run.directory import Run, read_lines, write_json
 from sft.run.inside import remove
 from sft.run.record import record_end
-from sft.saving import write_model
 from sft.start import Start
 from sft.step_clock import StepClock
 from sft.step_work import StepWork
@@ -44,7 +45,6 @@ from sft.stopping import Stopping
 from sft.suspects import StepRows
 from sft.tracking import continue_trackers, finish_trackers, set_up_trackers
 from sft.trainer import build_trainer, training_arguments
-from sft.unchanged import final_sums
 from sft.watchdog import Watchdog
 
 

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from sft.checkpoint.manifest import summed
 from sft.data.audit import check_not_rendered, check_tokenizer, find_in_all, findings_json
 from sft.data.chunks import made_chunks
 from sft.data.document_maker import DocumentMaker
@@ -45,7 +46,6 @@ from sft.data.tokenizer import CHOICES, check_vocabulary, load_tokenizer
 from sft.errors import DataError, Interrupted, ModelError, RecipeError, RunError, run_main, stop
 from sft.hub.pins import pinned
 from sft.interruption import EXITS, SIGNALS, exit_status, held_back
-from sft.manifest import summed
 from sft.plan.facts import ModelFacts
 from sft.plan.job import open_recipe
 from sft.processes import end_with_parent

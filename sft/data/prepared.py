@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from sft.checkpoint.manifest import summed
 from sft.data.readers import suffix_of
 from sft.data.sources import hub_commit, source_files, told_as
 from sft.data.tokenizer import find_chat_template
-from sft.manifest import summed
 from sft.plan.facts import DataFacts, ModelFacts
 from sft.recipe.schema import Recipe, Source
 

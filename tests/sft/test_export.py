@@ -9,6 +9,8 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
+from sft.checkpoint.manifest import write_manifest
+from sft.checkpoint.saved_config import complete_config
 from sft.data.demo import Demo
 from sft.errors import ExportError, UserError
 from sft.export import main, parse_command_line
@@ -19,11 +21,9 @@ from sft.export_source import find_exported
 from sft.export_vllm import not_found_by_vllm, resolve_gpus, resolve_serving, tensor_parallel_sizes
 from sft.export_weights import check_finite, left_behind, model_files
 from sft.generation import resolve_context, sampling
-from sft.manifest import write_manifest
 from sft.model_card import metadata, write_card
 from sft.recipe.public import public_recipe
 from sft.run.directory import Run, write_json
-from sft.saved_config import complete_config
 
 RECIPE = """\
 schema_version: 1

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from sft.checkpoint.plain_data import plain_data_only
 from sft.data.demo import Demo
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import ModelError, users_mistakes_end_cleanly
 from sft.model.load import load_model
-from sft.plain_data import plain_data_only
 from sft.plan.hardware import Hardware
 from sft.plan.job import open_job
 from sft.recipe.schema import REPOSITORY

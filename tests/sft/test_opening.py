@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from sft.continuation import write_writer, writer_here
+from sft.checkpoint.manifest import write_manifest
+from sft.checkpoint.resume_plan import write_writer, writer_here
 from sft.errors import RecipeError, RunError
 from sft.finish import evaluation_left
-from sft.manifest import write_manifest
 from sft.opening import (
     OWN_RUN,
     check_start,

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from sft.asked_by_file import forget_stale
-from sft.checkpoint_writer import CheckpointWriter
+from sft.checkpoint.writer import CheckpointWriter
 from sft.errors import Interrupted, RunError
 from sft.parallel.progress import CHECKPOINT, Progress
 from sft.recipe.max_time import TimeLimit

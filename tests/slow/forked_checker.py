@@ -11,7 +11,7 @@ from sft.processes import end_with_parent
 
 
 class Forked:
-    """What sft/checker.py uses of a subprocess.Popen."""
+    """What sft/checkpoint/loader_process.py uses of a subprocess.Popen."""
 
     def __init__(self, errors: BinaryIO) -> None:
         (read_requests, requests), (answers, write_answers) = os.pipe(), os.pipe()
@@ -41,8 +41,8 @@ class Forked:
 
 def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
     try:
-        from sft.checker import environment
-        from sft.load_saved import serve
+        from sft.checkpoint.load_saved import serve
+        from sft.checkpoint.loader_process import environment
 
         for name in os.environ.keys() - environment(os.environ).keys():
             del os.environ[name]

@@ -151,7 +151,7 @@ def _become_rank(job: dict[str, Any], environment: dict[str, str], folder: Path,
     if not job["finish"]:
         for module in ("sft.train", "sft.finish"):
             _replace(module, "become_finish", lambda run: None)
-    _replace("sft.checker", "start_process", Forked)
+    _replace("sft.checkpoint.loader_process", "start_process", Forked)
     program, *sys.argv[1:] = job["words"]
     sys.argv[0] = program
     if program.endswith(".py"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sft.manifest import NAME, fault, files_in, read_manifest
+from sft.checkpoint.manifest import NAME, fault, files_in, read_manifest
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
 from tests.slow.conftest import losses, write_recipe

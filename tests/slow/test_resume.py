@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from sft.checkpoint.resume import checkpoints_of, step_of
 from sft.data.demo import make_demo
 from sft.recipe.schema import REPOSITORY
-from sft.resume import checkpoints_of, step_of
 from sft.run.directory import Run, write_json
 from tests.slow.conftest import decisions, losses, plain, write_recipe
 from tests.slow.ranks import Ranks

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from sft import saving, train, trainer
+from sft import train, trainer
+from sft.checkpoint import saving
 from sft.errors import run_main
 
 State = dict[str, torch.Tensor]

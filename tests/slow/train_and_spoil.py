@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from sft import checkpoint_writer, train
+from sft import train
+from sft.checkpoint import writer as checkpoint_writer
 from sft.parallel import process_group as distributed
 from sft.recipe_trainer import RecipeTrainer
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.checkpoint_writer import CheckpointWriter
+from sft.checkpoint.writer import CheckpointWriter
 from sft.errors import RunError
 from sft.run.directory import Run, find_run, read_json, write_json
 

@@ -1,4 +1,4 @@
-"""Loads a saved model as a user does, and compares it with what it is sent. Run as a program by sft/checker.py.
+"""Loads a saved model as a user does, and compares it with what it is sent. Run as a program by sft/checkpoint/loader_process.py.
 
 Knows nothing of this project: it imports transformers and torch, is handed a folder, and calls `from_pretrained` on it. It reads
 requests from standard input, a line of JSON each, and answers each with a line:

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from sft.checkpoint.portable import FIRST, MOMENTS, SECOND, STEP, WEIGHT, WholeTensors, load_mapped
 from sft.errors import RunError
-from sft.portable import FIRST, MOMENTS, SECOND, STEP, WEIGHT, WholeTensors, load_mapped
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sft.checker import Checker, Ended
+from sft.checkpoint.loader_process import Checker, Ended
 from sft.errors import RunError
 from sft.parallel.full_tensors import Whole
 
@@ -119,7 +119,7 @@ class Comparison:
 
 
 def facts(model: Any, tokenizer: Any, text: str, dtype: torch.dtype | None) -> dict[str, Any]:
-    """What a saved model must say of itself, in the words of sft/load_saved.py.
+    """What a saved model must say of itself, in the words of sft/checkpoint/load_saved.py.
 
     Args:
         model: Without engine and adapters' wrapper.

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sft.manifest import NAME, entries, fault, files_in, read_manifest, share, size, write_manifest
+from sft.checkpoint.manifest import NAME, entries, fault, files_in, read_manifest, share, size, write_manifest
 
 FILES = ["model.safetensors", "optimizer.pt", "global_step5/zero_pp_rank_1_mp_rank_00_optim_states.pt", "merges.txt"]
 

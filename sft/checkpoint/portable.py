@@ -3,7 +3,7 @@
 Nothing is converted or written: files are mapped into memory, and of each only what a parameter needs is read. Pickled files are
 read with weights_only, which makes tensors and plain values and calls nothing.
 
-DeepSpeed, ZeRO-1 to 3       sft/portable_zero.py
+DeepSpeed, ZeRO-1 to 3       sft/checkpoint/portable_zero.py
 one process, DDP, TP         model.safetensors or adapter_model.safetensors, and optimizer.pt, which goes by number
 FSDP2, sharded               pytorch_model_fsdp_0/ and optimizer_0/, torch's distributed checkpoint
 FSDP2, full                  pytorch_model_fsdp.bin and optimizer.bin, by name
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from sft.continuation import Writer
+from sft.checkpoint.resume_plan import Writer
 from sft.errors import RunError
 from sft.plan.fsdp import ENGINE as FSDP2
 
@@ -51,7 +51,7 @@ def open_whole(checkpoint: Path, writer: Writer, adapter_names: dict[str, str]) 
         RunError: Files of it are missing.
     """
     if writer.zero_stage is not None:
-        from sft.portable_zero import open_zero
+        from sft.checkpoint.portable_zero import open_zero
 
         names, read = open_zero(checkpoint)
     elif writer.engine == FSDP2:

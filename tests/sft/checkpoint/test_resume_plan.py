@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from sft.continuation import FILE, Writer, resolve_continuation, write_writer, writer_here, writer_of
+from sft.checkpoint.manifest import is_damaged, write_manifest
+from sft.checkpoint.resume_plan import FILE, Writer, resolve_continuation, write_writer, writer_here, writer_of
 from sft.errors import RunError
-from sft.manifest import is_damaged, write_manifest
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job, open_job
 from sft.run.directory import Run, write_json

@@ -6,12 +6,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sft.continuation import Writer
+from sft.checkpoint.portable import FIRST, MOMENTS, SECOND, STEP, WEIGHT, load_mapped, open_whole
+from sft.checkpoint.portable_live import begin_random_streams, load_torch, source_names, with_parameters
+from sft.checkpoint.portable_zero import Piece, _pieces_of_groups
+from sft.checkpoint.resume_plan import Writer
 from sft.errors import RunError
 from sft.optimizer import MasterAdamW
-from sft.portable import FIRST, MOMENTS, SECOND, STEP, WEIGHT, load_mapped, open_whole
-from sft.portable_live import begin_random_streams, load_torch, source_names, with_parameters
-from sft.portable_zero import Piece, _pieces_of_groups
 
 WRITER = Writer("one process", 1, "fp32", "fp32")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sft.checkpoint.saved_config import complete_config
 from sft.parallel import process_group as distributed
 from sft.plan.job import Job
 from sft.run.inside import remove
-from sft.saved_config import complete_config
 
 
 def write_model(trainer: Any, job: Job, tokenizer: Any, folder: Path) -> None:

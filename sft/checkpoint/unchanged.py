@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from sft.checkpoint.manifest import files_in, summed
 from sft.errors import RunError
-from sft.manifest import files_in, summed
 from sft.run.directory import Run
 
 ACCEPT = "--accept-edits"

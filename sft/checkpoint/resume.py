@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sft.checkpoint.manifest import fault, read_manifest
 from sft.errors import RunError
-from sft.manifest import fault, read_manifest
 from sft.run.directory import Run, read_json, read_lines
 
 _SHOWN = 5

@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sft.canary import LENGTH, ROWS, check_room, coarser, sample_rows, untouched
-from sft.checker import environment
+from sft.checkpoint.load_saved import differs, distance, own_tensors, serve
+from sft.checkpoint.loader_process import environment
+from sft.checkpoint.save_comparison import facts, message
+from sft.checkpoint.save_verification import LENGTH, ROWS, check_room, coarser, sample_rows, untouched
 from sft.data.demo import Demo
 from sft.errors import RunError
-from sft.load_saved import differs, distance, own_tensors, serve
 from sft.parallel.full_tensors import whole_tensors
-from sft.save_comparison import facts, message
 
 
 def test_one_bit_is_a_difference() -> None:

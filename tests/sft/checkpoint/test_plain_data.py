@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
 
-from sft.plain_data import load_metadata, plain_data_only
+from sft.checkpoint.plain_data import load_metadata, plain_data_only
 
 
 class Planted:

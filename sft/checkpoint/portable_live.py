@@ -11,12 +11,12 @@ import torch
 from transformers import set_seed
 from transformers.trainer import SCHEDULER_NAME
 
-from sft.continuation import Continuation, Writer
+from sft.checkpoint.portable import MOMENTS, STEP, WEIGHT, WholeTensors, load_mapped, open_whole
+from sft.checkpoint.portable_zero import load_zero
+from sft.checkpoint.resume_plan import Continuation, Writer
 from sft.errors import RunError
 from sft.optimizer import MasterAdamW
 from sft.parallel.tensor_parallel import part_of
-from sft.portable import MOMENTS, STEP, WEIGHT, WholeTensors, load_mapped, open_whole
-from sft.portable_zero import load_zero
 
 
 def go_on(trainer: Any, continuation: Continuation) -> None:

@@ -1,6 +1,6 @@
 """The process that loads what was saved, as the training sees it: begun early, beside the imports, and asked when something is saved.
 
-Imports no torch; sft/load_saved.py is the program.
+Imports no torch; sft/checkpoint/load_saved.py is the program.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Checker:
 
         Args:
             values: A tensor on the CPU, sent behind it.
-            request: As sft/load_saved.py has it.
+            request: As sft/checkpoint/load_saved.py has it.
 
         Raises:
             Ended: The process is gone.

@@ -1,7 +1,7 @@
 """Whether a checkpoint goes on here, and how: as the engine itself loads it, or through whole tensors. Imports no torch.
 
 An engine's own checkpoint fits the same engine on the same number of ranks, and goes on from it bit by bit. For any other, the
-weights and the optimizer's moments are read whole, one parameter at a time, and each rank takes its part: sft/portable.py. What
+weights and the optimizer's moments are read whole, one parameter at a time, and each rank takes its part: sft/checkpoint/portable.py. What
 wrote a checkpoint is told by the checkpoint itself, because the run's record tells of the last start only.
 """
 

@@ -1,7 +1,7 @@
 """Law 9, before it is too late: what the save at the end would write is loaded in another process and compared with the model.
 
 After the first optimizer step of a start, and again on final/ before it gets its name. The model is written to a hidden folder of the
-run by what writes final/; sft/load_saved.py loads that by `from_pretrained` alone, on the CPU. Compared are
+run by what writes final/; sft/checkpoint/load_saved.py loads that by `from_pretrained` alone, on the CPU. Compared are
 
 - every tensor, bit by bit, with the engine's own, gathered one by one (sft/parallel/full_tensors.py); merged adapters up to their rounding,
 - the logits of a few real rows, with those of the live engine: what is not in the tensors (config.json) is seen there,
@@ -24,7 +24,9 @@ import numpy as np
 import torch
 from transformers.trainer_callback import TrainerCallback
 
-from sft.checker import Checker
+from sft.checkpoint.loader_process import Checker
+from sft.checkpoint.save_comparison import Comparison, Found, facts, message
+from sft.checkpoint.saving import write_model
 from sft.data.tokenizer import new_token_ids
 from sft.errors import RunError, WrongSave
 from sft.model.load import DTYPES, weights_dtype
@@ -35,8 +37,6 @@ from sft.parallel.sharding import give_back
 from sft.plan.job import Job
 from sft.probe import arithmetic, evaluating, unwrapped
 from sft.run.directory import Run
-from sft.save_comparison import Comparison, Found, facts, message
-from sft.saving import write_model
 
 ROWS, LENGTH = 4, 32
 FOLDER = ".canary"

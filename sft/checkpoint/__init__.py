@@ -1,0 +1,1 @@
+"""Writes, verifies, resumes and reshards checkpoints, and writes the final model."""
