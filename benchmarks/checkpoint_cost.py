@@ -85,7 +85,7 @@ def both(folder: Path, name: str) -> dict[str, Any]:
 
     from sft.checkpoint.writer import CheckpointWriter
     from sft.data.demo import make_demo
-    from sft.recipe_trainer import RecipeTrainer
+    from sft.train.trainer import RecipeTrainer
 
     hidden, intermediate, layers, heads, vocabulary = SIZES[name]
     config = Qwen2Config(vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate)

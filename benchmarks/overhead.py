@@ -228,8 +228,8 @@ def make_packs(work: Work, folder: Path) -> Path:
     """The packs that ours prepares, in the order in which it trains on them, as a dataset for the bare script."""
     from datasets import Dataset
 
-    from sft.batches import Sequences, StepOrder
     from sft.data.store import DocumentStore, SequenceIndex
+    from sft.train.batches import Sequences, StepOrder
 
     entry = next(folder.glob("start-0-0/.prepared/*/prepared.json")).parent
     index = SequenceIndex.load(entry / "train.npz")

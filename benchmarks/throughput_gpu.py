@@ -97,7 +97,7 @@ def main() -> None:
         wanted = [arm for choice in arguments.arm for arm in (LADDER if choice == "ladder" else [choice])]
         results = measure(wanted, documents, reference, arguments, folder)
     if gpu is not None:
-        from sft.metrics import PEAK_FLOPS
+        from sft.train.metrics import PEAK_FLOPS
 
         peak = next((rate for part, rate in PEAK_FLOPS.items() if part in gpu), None)
         report(results, documents, arguments, peak)

@@ -13,10 +13,10 @@ from typing import NoReturn
 
 from eval.placement import Placement
 from sft.errors import run_main
-from sft.interruption import held_back
 from sft.plan.hardware import cpu_cores
 from sft.plan.topology import Layout
 from sft.torchrun import start
+from sft.train.interruption import held_back
 
 PLACEMENT = "SFT_EVAL_PLACEMENT"
 """Where the launcher tells the processes what it has decided: they would find each other's memory on the GPUs."""

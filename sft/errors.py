@@ -227,13 +227,13 @@ def _known_mistake(error: BaseException) -> str | None:
 
 
 def _tell_interruption(interrupted: Interrupted) -> None:
-    from sft.interruption import tell
+    from sft.train.interruption import tell
 
     tell(interrupted)
 
 
 def _signals_end_it() -> None:
-    from sft.interruption import give_up
+    from sft.train.interruption import give_up
 
     give_up()
 
@@ -291,7 +291,7 @@ def users_mistakes_end_cleanly() -> Iterator[None]:
 
 def run_main(main: Callable[[list[str]], None]) -> None:
     """Call a module's main with the command line; the last line of each entry point."""
-    from sft.interruption import hear_held_back, listening
+    from sft.train.interruption import hear_held_back, listening
 
     with listening(), users_mistakes_end_cleanly():
         hear_held_back()

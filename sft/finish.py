@@ -16,15 +16,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from sft import interruption
-from sft.asked_by_file import began, forget_stale
 from sft.errors import EXIT_CRASHED, EXIT_GATE, EXIT_TERMINATED, Interrupted, RunError, run_main
-from sft.interruption import held_back
-from sft.opening import claim, keep_recipe, unfinished_run
 from sft.plan.job import Job
 from sft.recipe.schema import Evaluation
 from sft.run.consent import OWN_RUN
 from sft.run.directory import EVALUATION_LEFT, Run, find_run
+from sft.train import interruption
+from sft.train.interruption import held_back
+from sft.train.opening import claim, keep_recipe, unfinished_run
+from sft.train.request_files import began, forget_stale
 
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What a launcher has told the rank; the evaluation is a process by itself."""

@@ -23,7 +23,6 @@ from sft.errors import RecipeError, run_main
 from sft.finish import become_finish, evaluation_left
 from sft.host_facts import host_facts
 from sft.launch_checks import check_address, check_installed, check_started_once, check_visible_gpus, told_of_slurm
-from sft.opening import check_start, unfinished_run
 from sft.plan.hardware import Hardware, described_hardware, detect_hardware
 from sft.plan.job import Job, open_job, open_recipe
 from sft.plan.plan import plan_warnings, print_plan
@@ -34,6 +33,7 @@ from sft.run.directory import Run
 from sft.search import search
 from sft.search_cache import find_answer, is_searched
 from sft.torchrun import check_port, choose_rendezvous, start
+from sft.train.opening import check_start, unfinished_run
 from sft.visible import visible_line
 
 DEFAULT_RECIPE = "recipes/tiny.yaml"
@@ -105,7 +105,7 @@ def check_trainer_arguments(job: Job) -> None:
         RecipeError: One is unknown, decided elsewhere, or of the wrong type.
     """
     if job.recipe.train.trainer_args:
-        from sft.trainer import check_trainer_args
+        from sft.train.arguments import check_trainer_args
 
         check_trainer_args(job)
 

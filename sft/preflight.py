@@ -19,10 +19,10 @@ from sft.data.prepared import data_key
 from sft.errors import PreflightError, RecipeError, run_main
 from sft.host_facts import HostFacts, host_facts, read_facts
 from sft.interconnect import bus_bandwidth, check_bandwidth, expected_link
-from sft.opening import unfinished_run
 from sft.parallel import process_group as distributed
 from sft.plan.disk import check_disk
 from sft.plan.job import Job, open_job
+from sft.train.opening import unfinished_run
 
 _MEASURED_BYTES = {True: 256 * 2**20, False: 16 * 2**20}
 """Of the all-reduce that is timed, by whether it is on GPUs."""
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> None:
     if not argv:
         raise RecipeError("usage: python -m sft.preflight RECIPE [key=value ...]")
     from sft.parallel.lost_ranks import told_of_lost_ranks
-    from sft.train import check_with_frameworks, join
+    from sft.train.main import check_with_frameworks, join
 
     job = open_job(Path(argv[0]), list(argv[1:]), distributed.job_hardware())
     with told_of_lost_ranks(job.recipe, "the preflight ran"):

@@ -146,7 +146,7 @@ def measure(job: Job, memory_gib: float | None) -> None:
     """One rank's part: train on the longest sequences, a candidate each step, until there is none left."""
     from sft.data.tokenizer import load_tokenizer
     from sft.hub.pins import pinned
-    from sft.train import check_with_frameworks, enter
+    from sft.train.main import check_with_frameworks, enter
 
     enter(job)
     from sft.search_steps import Steps

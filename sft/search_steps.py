@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from transformers.trainer_callback import TrainerCallback
 
-from sft.batches import Sequences, StepOrder
 from sft.data.prepared import Prepared
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.model.gradient_checkpointing import checkpoint_every, has_layers_of_their_own
@@ -27,8 +26,9 @@ from sft.plan.job import Job
 from sft.run.directory import Run
 from sft.search import EXIT_DID_NOT_FIT, PASSES, read_journal
 from sft.search_cache import LARGEST_SHARE, Measurement, longest_first, next_candidate, worst
-from sft.step_clock import StepClock
-from sft.trainer import build_trainer, training_arguments
+from sft.train.arguments import build_trainer, training_arguments
+from sft.train.batches import Sequences, StepOrder
+from sft.train.step_clock import StepClock
 
 
 def did_not_fit(error: BaseException) -> bool:

@@ -15,7 +15,7 @@ from sft.launch_checks import check_installed, check_rank_variables
 from sft.plan.job import check_output_dir
 from sft.plan.topology import read_layout
 from sft.recipe.schema import Recipe
-from sft.train import main as train
+from sft.train.main import main as train
 
 TWO_GPUS = "0, GPU-aaaa, NVIDIA H100, 81559, 9.0\n1, GPU-bbbb, NVIDIA H100, 81559, 9.0"
 Tell = Callable[..., str]

@@ -35,14 +35,14 @@ from sft.parallel.full_tensors import whole_tensors
 from sft.parallel.progress import BETWEEN, CHECKPOINT
 from sft.parallel.sharding import give_back
 from sft.plan.job import Job
-from sft.probe import arithmetic, evaluating, unwrapped
 from sft.run.directory import Run
+from sft.train.isolation_probe import arithmetic, evaluating, unwrapped
 
 ROWS, LENGTH = 4, 32
 FOLDER = ".canary"
 
 # Norm of the difference of logits over their norm. The tensors are the same, so that this is what other kernels, in another order,
-# on another device, make of them; sft/probe.py allows hidden states the same. A wrong config.json (another theta, eps, tied head)
+# on another device, make of them; sft/train/isolation_probe.py allows hidden states the same. A wrong config.json (another theta, eps, tied head)
 # differs by tens of percent.
 LOGITS = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 5e-2}
 

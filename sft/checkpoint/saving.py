@@ -20,7 +20,7 @@ def write_model(trainer: Any, job: Job, tokenizer: Any, folder: Path) -> None:
         tokenizer: From load_tokenizer.
         folder: Replaced where it is there.
     """
-    from sft.trainer import save_final
+    from sft.train.arguments import save_final
 
     with distributed.met_at_the_end():
         if distributed.is_first_rank():

@@ -1,7 +1,7 @@
 """Checkpoints, complete or absent: written beside their place, synced, summed into a manifest, then renamed.
 
 Where the disk is full, on any rank, the half-written folder is removed, the first rank says what is missing, and the run goes on: the
-checkpoint before stays, and the next interval tries again. A run that was to end there ends by that message (sft/stopping.py).
+checkpoint before stays, and the next interval tries again. A run that was to end there ends by that message (sft/train/stopping.py).
 docs/checkpoints.md says what is promised.
 """
 

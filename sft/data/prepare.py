@@ -45,12 +45,12 @@ from sft.data.store import DocumentStore, DocumentWriter, SequenceIndex
 from sft.data.tokenizer import CHOICES, check_vocabulary, load_tokenizer
 from sft.errors import DataError, Interrupted, ModelError, RecipeError, RunError, run_main, stop
 from sft.hub.pins import pinned
-from sft.interruption import EXITS, SIGNALS, exit_status, held_back
 from sft.plan.facts import ModelFacts
 from sft.plan.job import open_recipe
 from sft.processes import end_with_parent
 from sft.recipe.schema import Recipe, Source
 from sft.run.directory import EVALUATION_LEFT
+from sft.train.interruption import EXITS, SIGNALS, exit_status, held_back
 
 _KEPT = 10
 """Entries that stay whenever they were used."""

@@ -1,6 +1,6 @@
 """How far this rank is: a place that the main thread moves on, and that any other thread may read.
 
-The main thread only counts. Who looks at it, and what is made of it: sft/watchdog.py.
+The main thread only counts. Who looks at it, and what is made of it: sft/train/watchdog.py.
 """
 
 from __future__ import annotations

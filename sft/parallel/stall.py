@@ -1,4 +1,4 @@
-"""When a job stands still, and which rank it waits for. Pure: sft/watchdog.py looks and tells."""
+"""When a job stands still, and which rank it waits for. Pure: sft/train/watchdog.py looks and tells."""
 
 from __future__ import annotations
 

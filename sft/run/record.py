@@ -21,7 +21,7 @@ from sft.hub.remote_code import code_hash
 from sft.recipe.changes import Change
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run, read_lines
-from sft.training_warnings import eval_loss_course, loss_course
+from sft.train.training_warnings import eval_loss_course, loss_course
 
 if TYPE_CHECKING:
     from sft.plan.job import Job

@@ -15,9 +15,9 @@ from eval.one_model import name_of
 from eval.run import main, parse_evaluation
 from eval.targets import check_folder
 from sft.errors import EvaluationError, UserError
-from sft.interruption import held_back
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run, read_json, write_json
+from sft.train.interruption import held_back
 
 WriteTask = Callable[..., Path]
 

@@ -8,11 +8,11 @@ import pytest
 
 from sft.again import check_same_data, is_run, original_run, start_again, told_differences
 from sft.errors import RunError
-from sft.opening import check_start, open_run, unfinished_run
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job, open_job
 from sft.run.directory import Run
 from sft.run.record import record_start
+from sft.train.opening import check_start, open_run, unfinished_run
 
 MakeRun = Callable[..., Run]
 MACHINE = Hardware(None, 1, 1, 2, 16.0)

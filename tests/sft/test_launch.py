@@ -14,8 +14,8 @@ from sft.launch import DEFAULT_RECIPE, main, parse_command_line
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job, open_job
 from sft.plan.topology import Layout, expanded, read_layout
-from sft.start import begin_data, wait_for_data
 from sft.torchrun import choose_rendezvous, first_failure, torchrun_arguments
+from sft.train.start import begin_data, wait_for_data
 
 PROGRAM = ["-m", "sft.train", "a.yaml", "train.seed=1"]
 

@@ -22,7 +22,7 @@ from sft.model.new_tokens import check_untrained, embed_new_tokens, show_head, u
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job, open_job
 from sft.recipe.schema import Lora
-from sft.train import check_with_frameworks
+from sft.train.main import check_with_frameworks
 from tests.sft.conftest import SHARED
 
 # transformers 5.23 renames what peft 0.21 still asks for.

@@ -21,7 +21,7 @@ from sft.model.load import check_weights, load_base, load_model
 from sft.plan.hardware import Hardware
 from sft.plan.job import open_job
 from sft.recipe.schema import Model
-from sft.train import check_with_frameworks
+from sft.train.main import check_with_frameworks
 from tests.sft.conftest import SHARED
 
 Tensors = dict[str, torch.Tensor]

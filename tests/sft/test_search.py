@@ -11,7 +11,7 @@ from sft.plan.job import Job, open_job
 from sft.search import PASSES, parse_command_line, read_journal, to_measure
 from sft.search_cache import Candidate, Measurement, candidates
 from sft.search_steps import DeviceMemory, did_not_fit
-from sft.trainer import _planned_arguments
+from sft.train.arguments import _planned_arguments
 
 MakeJob = Callable[..., Job]
 

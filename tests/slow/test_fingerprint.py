@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from sft.batches import Sequences, StepOrder
 from sft.data.prepared import entry_folder
 from sft.data.store import DocumentStore, SequenceIndex
-from sft.fingerprint import batch_hash
 from sft.plan.job import open_recipe
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
+from sft.train.batches import Sequences, StepOrder
+from sft.train.fingerprint import batch_hash
 from tests.slow.conftest import latest, write_recipe
 from tests.slow.ranks import Ranks
 

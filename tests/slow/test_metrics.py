@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from sft.batches import Sequences, StepOrder
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.recipe.load import load_recipe
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
-from sft.step_work import StepWork
+from sft.train.batches import Sequences, StepOrder
+from sft.train.step_work import StepWork
 from tests.slow.conftest import write_recipe
 from tests.slow.ranks import Ranks
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from sft import train, trainer
 from sft.checkpoint import saving
 from sft.errors import run_main
+from sft.train import arguments as trainer
+from sft.train import main as train
 
 State = dict[str, torch.Tensor]
 

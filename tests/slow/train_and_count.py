@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sft import train
-from sft.recipe_trainer import RecipeTrainer
+from sft.train import main as train
+from sft.train.trainer import RecipeTrainer
 
 
 def count(batches: list[dict[str, Any]]) -> dict[str, int]:

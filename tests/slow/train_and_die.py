@@ -11,9 +11,10 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
-from sft import train, training
 from sft.errors import run_main
 from sft.parallel import process_group as distributed
+from sft.train import main as train
+from sft.train import training
 
 
 def die_after(seconds: float) -> None:

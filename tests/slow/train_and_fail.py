@@ -10,8 +10,9 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
-from sft import train, training
 from sft.errors import ModelError, run_main
+from sft.train import main as train
+from sft.train import training
 
 
 class Failure(TrainerCallback):  # type: ignore[misc]

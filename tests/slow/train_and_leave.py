@@ -5,8 +5,9 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
-from sft import train, training
 from sft.errors import run_main
+from sft.train import main as train
+from sft.train import training
 
 
 class Leave(TrainerCallback):  # type: ignore[misc]

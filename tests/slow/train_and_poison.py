@@ -14,8 +14,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers.trainer_callback import TrainerCallback
 
-from sft import recipe_trainer, train
 from sft.errors import run_main
+from sft.train import main as train
+from sft.train import trainer as recipe_trainer
 
 
 def digest(trainer: Any) -> str:

@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from sft import train
 from sft.errors import run_main
-from sft.recipe_trainer import RecipeTrainer
+from sft.train import main as train
+from sft.train.trainer import RecipeTrainer
 
 
 def send(point: str) -> None:
@@ -46,13 +46,13 @@ def main() -> None:
     """Train the recipe on the command line."""
     import eval.live_model
     import sft.model.load
-    import sft.trainer
+    import sft.train.arguments
 
     before(train, "wait_for_data", lambda *_: "preparation")
     before(train, "enter", lambda *_: "import")
     before(sft.model.load, "load_model", lambda *_: "loading")
     before(eval.live_model.Live, "_in_step", lambda live: f"evaluation at step {live.trainer.state.global_step}")
-    before(sft.trainer, "save_final", lambda *_: "final")
+    before(sft.train.arguments, "save_final", lambda *_: "final")
     before(
         RecipeTrainer,
         "training_step",

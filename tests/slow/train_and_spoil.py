@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from sft import train
 from sft.checkpoint import writer as checkpoint_writer
 from sft.parallel import process_group as distributed
-from sft.recipe_trainer import RecipeTrainer
+from sft.train import main as train
+from sft.train.trainer import RecipeTrainer
 
 FULL = "/dev/full"
 

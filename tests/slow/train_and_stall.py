@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sft import train
 from sft.errors import run_main
-from sft.recipe_trainer import RecipeTrainer
+from sft.train import main as train
+from sft.train.trainer import RecipeTrainer
 
 AT_STEP, SLEEP = 6, 10
 

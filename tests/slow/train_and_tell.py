@@ -4,9 +4,10 @@ import json
 import sys
 from typing import Any
 
-from sft import train, training
 from sft.plan.job import Job
 from sft.run.directory import Run
+from sft.train import main as train
+from sft.train import training
 
 
 def main() -> None:

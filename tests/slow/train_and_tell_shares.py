@@ -3,10 +3,11 @@
 import json
 from typing import Any
 
-from sft import train, training
 from sft.errors import run_main
 from sft.plan.job import Job
 from sft.run.directory import Run
+from sft.train import main as train
+from sft.train import training
 
 
 def tell(trainer: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sft.recipe_trainer import RecipeTrainer
+from sft.train.trainer import RecipeTrainer
 
 OWN = 541  # tokens of the demo's tokenizer; the first new one is the next
 PROBE = torch.arange(OWN - 39, OWN + 1).reshape(2, 20)

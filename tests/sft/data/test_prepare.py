@@ -25,7 +25,7 @@ from sft.plan.facts import inspect_data, inspect_model
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job, open_job
 from sft.recipe.schema import Recipe
-from sft.start import start_run
+from sft.train.start import start_run
 
 Row = dict[str, Any]
 FILES = ("tokens.bin", "trained.bin", "documents.bin", "train.npz", "held_out.npz", "prepared.json")

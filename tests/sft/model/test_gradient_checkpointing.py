@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.trainer_callback import TrainerCallback
 
-from sft.batches import Sequences, StepOrder
 from sft.data.prepare import prepare
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.data.tokenizer import load_tokenizer
@@ -19,8 +18,9 @@ from sft.model.gradient_checkpointing import check_checkpointing, checkpointed_l
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job, open_job
 from sft.run.directory import Run
-from sft.step_clock import StepClock
-from sft.trainer import build_trainer, training_arguments
+from sft.train.arguments import build_trainer, training_arguments
+from sft.train.batches import Sequences, StepOrder
+from sft.train.step_clock import StepClock
 
 # transformers 5.23 renames the gradient checkpointing arguments; the range of versions knows only the old names.
 pytestmark = pytest.mark.filterwarnings(

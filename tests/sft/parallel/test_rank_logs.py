@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from sft.errors import DataError, users_mistakes_end_cleanly
-from sft.opening import OWN_RUN
 from sft.parallel import rank_logs
 from sft.parallel.rank_logs import (
     ENDING,
@@ -22,6 +21,7 @@ from sft.parallel.rank_logs import (
 )
 from sft.recipe.schema import REPOSITORY
 from sft.torchrun import go_on_in_the_run
+from sft.train.opening import OWN_RUN
 
 Become = Callable[[int], None]
 

@@ -28,7 +28,7 @@ def test_a_rank_that_says_nothing_is_named_before_one_that_is_behind() -> None:
 
 
 def test_of_ranks_as_far_as_each_other_those_outside_a_collective_are_behind() -> None:
-    waits, works = "torch/distributed/distributed_c10d.py:3 all_reduce", "sft/loss.py:40 plain_loss"
+    waits, works = "torch/distributed/distributed_c10d.py:3 all_reduce", "sft/train/loss.py:40 plain_loss"
     assert numbers([report(0, frame=waits), report(1, frame=works), report(2, frame=waits)]) == [1]
     assert numbers([report(0, frame=waits), report(1, frame=waits)]) == []
     assert numbers([report(0, frame=works), report(1, frame=works)]) == []

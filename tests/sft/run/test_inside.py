@@ -9,7 +9,6 @@ import pytest
 
 from sft.data.demo import Demo
 from sft.errors import PlanError, RecipeError, RunError, UserError
-from sft.opening import open_run, unfinished_run
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job, open_job
 from sft.plan.zero import load_deepspeed
@@ -17,6 +16,7 @@ from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Recipe
 from sft.run.directory import Run, find_run, write_json
 from sft.run.inside import check_inside, check_names, remove
+from sft.train.opening import open_run, unfinished_run
 from tests.conftest import DEMO_RECIPE
 
 ONE_CPU = Hardware(None, 1, 1, 2, 8.0)
@@ -138,7 +138,7 @@ def test_a_deepspeed_file_does_not_say_where_files_are_written(section: str, tmp
 
 @pytest.mark.parametrize("field", ["output_dir", "run_name"])
 def test_no_argument_of_the_trainer_says_where_files_are_written(field: str, recipe_file: Path, outputs: Path) -> None:
-    from sft.trainer import check_trainer_args
+    from sft.train.arguments import check_trainer_args
 
     job = open_job(recipe_file, [f"output_dir={outputs}", f"train.trainer_args.{field}=/tmp/elsewhere"], ONE_CPU)
     with pytest.raises(UserError, match=rf"{field}: decided by"):

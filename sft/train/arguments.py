@@ -1,0 +1,359 @@
+"""The adapter to TRL and transformers: the only file that spells their arguments."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import fields
+from math import isfinite
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from accelerate import ParallelismConfig
+from datasets import Dataset
+from transformers.trainer_callback import PrinterCallback, TrainerCallback
+from trl import SFTConfig
+
+from sft.checkpoint.resume_plan import writer_here
+from sft.checkpoint.writer import CheckpointWriter
+from sft.data.tokenizer import new_token_ids
+from sft.errors import ModelError, RecipeError, did_you_mean
+from sft.model.compiled_layers import compile_layers
+from sft.model.gradient_checkpointing import CheckpointingAsPlanned
+from sft.model.load import DTYPES, lora_config
+from sft.model.new_tokens import check_untrained, named, show_head, trains_embedding, untrained_tokens
+from sft.parallel import process_group as distributed
+from sft.parallel.fsdp import PrefetchAsAsked, plugin_arguments, policies, whole_state
+from sft.parallel.libraries import parallelism_config
+from sft.plan.disk import checkpoint_bytes
+from sft.plan.fsdp import mesh_shape
+from sft.plan.job import Job
+from sft.plan.weights import MASTER
+from sft.run.directory import Run
+from sft.train.batches import Sequences, StepOrder
+from sft.train.changes_take_effect import ChangesTakeEffect
+from sft.train.optimizer import MasterAdamW
+from sft.train.step_clock import StepClock
+from sft.train.trainer import RecipeTrainer
+
+SCHEDULES = {"cosine": "cosine_with_min_lr", "linear": "linear", "constant": "constant_with_warmup"}
+
+
+def _steps_on_copies(job: Job) -> bool:
+    """AdamW keeps the fp32 copies itself; under ZeRO DeepSpeed does."""
+    return job.deepspeed is None and job.plan.weights.value == MASTER
+
+
+def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
+    """Everything that the recipe and the plan decide, in SFTConfig's words."""
+    recipe, plan, train = job.recipe, job.plan, job.recipe.train
+    return {
+        "output_dir": str(run / "checkpoints"),
+        "run_name": f"{run.parent.name}-{run.name}",
+        "per_device_train_batch_size": plan.micro_batch_size.value,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps.value,
+        "max_steps": plan.max_steps.value or 1,
+        "num_train_epochs": train.num_train_epochs,
+        "learning_rate": plan.learning_rate.value,
+        "lr_scheduler_type": SCHEDULES[train.lr_scheduler_type],
+        "lr_scheduler_kwargs": {"min_lr_rate": train.min_lr_ratio} if train.lr_scheduler_type == "cosine" else {},
+        "warmup_steps": train.warmup_steps,
+        "weight_decay": train.weight_decay,
+        "adam_beta1": train.adam_beta1,
+        "adam_beta2": train.adam_beta2,
+        "adam_epsilon": train.adam_epsilon,
+        "max_grad_norm": train.max_grad_norm,
+        # Autocast is for fp32 weights: those in bf16 compute in bf16 by themselves. DeepSpeed is told by the same name.
+        # FSDP2 casts by a policy of its own.
+        "bf16": plan.precision.value == "bf16" and not _steps_on_copies(job) and job.fsdp is None,
+        "fp16": plan.precision.value == "fp16",
+        "optim": "adamw_torch_fused",
+        # Without it the ranks of a CPU job train by themselves, each as if it were alone.
+        "use_cpu": job.hardware.gpu is None,
+        "gradient_checkpointing": bool(plan.gradient_checkpointing.value),
+        "gradient_checkpointing_kwargs": _checkpointing_arguments(plan.gradient_checkpointing.value),
+        "seed": train.seed,
+        "save_strategy": "steps",
+        "save_steps": train.save_steps,
+        "save_total_limit": train.save_total_limit,
+        "logging_steps": train.logging_steps,
+        "logging_first_step": True,
+        "report_to": list(recipe.tracking.report_to) or "none",
+        # The filter would hide a loss that is not finite, and wait for the device at each micro-batch to find it.
+        "logging_nan_inf_filter": False,
+        "disable_tqdm": True,
+        "deepspeed": job.deepspeed.config if job.deepspeed else None,
+        "parallelism_config": parallelism_config(job),
+        # transformers has no checkpoints of an optimizer over spread layers; RecipeTrainer has, and takes this back.
+        "save_only_model": train.tensor_parallel_size > 1,
+        "max_length": recipe.sequence_length,
+        "packing": recipe.data.packing,
+        "packing_strategy": "bfd",
+        # For a group that transformers would make; sft/parallel/process_group.py has made the one of all ranks.
+        "ddp_timeout": train.ddp_timeout,
+        # The documents come tokenized, masked and packed; TRL's own preparation is not needed.
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+        # Every weight of a causal language model is used; looking for unused ones costs a walk of the graph each step.
+        "ddp_find_unused_parameters": False,
+        # The loss is divided by the trained tokens of the whole step, on all ranks.
+        "average_tokens_across_devices": True,
+        **_sharding_arguments(job),
+    }
+
+
+def _sharding_arguments(job: Job) -> dict[str, Any]:
+    """What FSDP2 adds; nothing under another engine."""
+    if job.fsdp is None:
+        return {}
+    copies, shards = mesh_shape(job.fsdp, job.hardware)
+    # Otherwise each rank would hold the gradients of all weights until the last micro-batch of the step.
+    reduced: dict[str, Any] = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
+    if copies > 1:
+        reduced["parallelism_config"] = ParallelismConfig(dp_replicate_size=copies, dp_shard_size=shards)
+    return {"fsdp": True, "fsdp_config": plugin_arguments(job.fsdp), **reduced}
+
+
+def _checkpointing_arguments(planned: bool | int | str) -> dict[str, Any] | None:
+    if not planned:
+        return None
+    every = {"every_n_layers": planned} if planned is not True and isinstance(planned, int) else {}
+    return {"use_reentrant": False, **every} | ({"offload": True} if planned == "offload" else {})
+
+
+# Of SFTConfig's other fields, those that would decide a second time, or behind the plan's back, what the recipe has a key for.
+SECOND_WAYS = {
+    "activation_checkpointing": "train.gradient_checkpointing",
+    "activation_checkpointing_kwargs": "train.gradient_checkpointing",
+    "activation_offloading": "train.gradient_checkpointing, which has `offload`",
+    "accelerator_config": "the plan",
+    "assistant_only_loss": "data.loss_on",
+    "auto_find_batch_size": "train.micro_batch_size",
+    "chat_template_path": "model.chat_template",
+    "completion_only_loss": "data.loss_on",
+    "data_seed": "train.seed",
+    "dataloader_drop_last": "the plan: no row is dropped",
+    "ddp_backend": "the launcher",
+    "ddp_timeout": "train.ddp_timeout",
+    "dataset_num_proc": "the data, which is prepared before the trainer",
+    "dataset_text_field": "data.train",
+    "do_eval": "data.held_out and train.eval_steps",
+    "eos_token": "model.eos_token",
+    "eval_on_start": "data.held_out, whose loss is measured before the first step",
+    "eval_packing": "data.packing",
+    "eval_strategy": "data.held_out and train.eval_steps",
+    "eval_steps": "train.eval_steps",
+    "fsdp": "the engine, train.fsdp",
+    "fsdp_config": "the engine, train.fsdp",
+    "ignore_data_skip": "train.resume: a resumed run sees the data that is left",
+    "length_column_name": "train.seed, which decides the order",
+    "liger_kernel_config": "model.kernels",
+    "load_best_model_at_end": "the plan: final/ is the model after the last step",
+    "logging_nan_inf_filter": "train.on_nonfinite",
+    "model_init_kwargs": "the keys of `model`",
+    "pad_token": "model.pad_token",
+    "padding_free": "data.packing",
+    **dict.fromkeys(
+        ("push_to_hub", "hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision", "hub_strategy"),
+        "scripts/export.sh, which uploads the finished model",
+    ),
+    "enable_jit_checkpoint": "train.max_time and the signals that stop a run",
+    "logging_strategy": "train.logging_steps",
+    "project": "tracking.project",
+    "resume_from_checkpoint": "train.resume",
+    "shuffle_dataset": "train.seed, which decides the order",
+    "torch_compile": "model.compile",
+    "torch_compile_backend": "model.compile",
+    "torch_compile_mode": "model.compile",
+    "train_sampling_strategy": "train.seed, which decides the order",
+    "truncation_mode": "data.overlong",
+    "trust_remote_code": "model.trust_remote_code",
+    "use_liger_kernel": "model.kernels",
+}
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or isfinite(value)
+
+
+def _wrong_types(extra: dict[str, Any]) -> list[str]:
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+    from pydantic.errors import PydanticSchemaGenerationError
+
+    hints, lines = get_type_hints(SFTConfig), []
+    for name, value in extra.items():
+        try:
+            TypeAdapter(hints[name], config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
+        except ValidationError as error:
+            lines.append(f"  {name}: {error.errors()[0]['msg'].replace('Input should be', 'must be')}, got {value!r}")
+        except (KeyError, TypeError, PydanticSchemaGenerationError):
+            continue  # unknown, told elsewhere; or a type of transformers' own, which its constructor checks
+    return lines
+
+
+def check_trainer_args(job: Job) -> None:
+    """Compare train.trainer_args with the installed SFTConfig.
+
+    Raises:
+        RecipeError: An unknown name, or one that the recipe or the plan decides.
+    """
+    extra, known = job.recipe.train.trainer_args, {field.name for field in fields(SFTConfig) if field.init}
+    owned = set(_planned_arguments(job, Path("recipe/run")))
+    lines = [
+        f"  {name}: unknown to trl.SFTConfig{did_you_mean(name, sorted(known))}" for name in extra if name not in known
+    ]
+    lines += [
+        f"  {name}: a secret does not belong in a recipe; log in with `hf auth login`"
+        for name in extra
+        if name == "hub_token"
+    ]
+    # SFTConfig takes any; the trainer refuses them, after the weights are loaded.
+    lines += [
+        f"  loss_type: must be `nll` or `dft`, got {value!r}"
+        for name, value in extra.items()
+        if name == "loss_type" and value not in ("nll", "dft")
+    ]
+    lines += [f"  {name}: decided by {SECOND_WAYS[name]}" for name in extra if name in SECOND_WAYS]
+    lines += [f"  {name}: decided by the recipe's own keys and the plan" for name in extra if name in owned]
+    lines += [
+        f"  {name}: must be a finite number, got {value}" for name, value in extra.items() if not _is_finite(value)
+    ]
+    lines = lines or _wrong_types(extra)
+    if lines:
+        raise RecipeError("\n".join(["train.trainer_args:", *lines]))
+
+
+def training_arguments(job: Job, run: Run) -> Any:
+    """TRL's configuration of the job. Must exist before the model loads: ZeRO-3 shards it while loading.
+
+    Raises:
+        RecipeError: train.trainer_args holds something that the installed SFTConfig refuses.
+    """
+    check_trainer_args(job)
+    try:
+        arguments = SFTConfig(**_planned_arguments(job, run.path), **job.recipe.train.trainer_args)
+    except (TypeError, ValueError) as error:
+        if not job.recipe.train.trainer_args:
+            raise
+        raise RecipeError(f"train.trainer_args: {error}") from None
+    if job.fsdp is not None:  # transformers has no words for these
+        arguments.fsdp_plugin_args |= policies(job.fsdp, DTYPES[job.plan.precision.value], job.hardware.gpu is not None)
+    return arguments
+
+
+def build_trainer(
+    job: Job,
+    arguments: Any,
+    model: Any,
+    tokenizer: Any,
+    sequences: Sequences,
+    order: StepOrder,
+    callbacks: list[TrainerCallback],
+    clock: StepClock,
+) -> RecipeTrainer:
+    """The trainer, ready to train.
+
+    Args:
+        job: Names the adapters, if any.
+        arguments: From training_arguments.
+        model: From load_model.
+        tokenizer: From load_tokenizer.
+        sequences: Of `input_ids`, `labels` and, packed, `seq_lengths`; whole steps.
+        order: Their order.
+        callbacks: Measure and write the metrics.
+        clock: Times the steps.
+    """
+    lora = job.recipe.model.lora
+    new = new_token_ids(tokenizer, job.recipe.model.new_tokens)
+    if lora is not None and not trains_embedding(model, lora.target_modules):
+        untrained = untrained_tokens(model, tokenizer, sequences.store, job.recipe.model.new_tokens)
+        check_untrained(job, tokenizer, untrained)
+        if untrained and distributed.is_first_rank():
+            print(
+                f"The base never trained the embeddings of {named(tokenizer, untrained)}: they are trained beside the adapters.",
+                flush=True,
+            )
+        new += untrained
+    try:
+        trainer = RecipeTrainer(
+            model=model,
+            args=arguments,
+            # It takes none but its own library's kind; what it is given is never read.
+            train_dataset=Dataset.from_list([{name: list(value) for name, value in sequences[0].items()}]),
+            processing_class=tokenizer,
+            peft_config=lora_config(lora, model, new) if lora else None,
+            # The clock before the others: what they do at the end of a step is not part of it.
+            callbacks=[clock, *_as_planned(job), *callbacks],
+            optimizer_cls_and_kwargs=_optimizer(job),
+        )
+    except ValueError as error:
+        if lora is None or "target" not in str(error).lower():
+            raise
+        raise ModelError(f"model.lora.target_modules={lora.target_modules}: {str(error).splitlines()[0]}") from None
+    if new:
+        show_head(trainer.model)
+    trainer.args.save_only_model = False
+    trainer.remove_callback(PrinterCallback)
+    trainer.train_dataset = sequences
+    trainer.step_order, trainer.step_clock, trainer.plan = order, clock, job.plan
+    trainer.fsdp, trainer.writer = job.fsdp, writer_here(job)
+    trainer.checkpoints = _checkpoint_writer(job, arguments)
+    if job.plan.compile.value:
+        compile_layers(trainer.model, job.plan.attention.value)
+    return trainer
+
+
+def _checkpoint_writer(job: Job, arguments: Any) -> CheckpointWriter:
+    facts = {
+        "ranks": job.hardware.ranks,
+        "engine": job.plan.engine.value,
+        "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True),
+    }
+    return CheckpointWriter(Path(arguments.output_dir), job.recipe.train.save_total_limit, facts, checkpoint_bytes(job))
+
+
+def _as_planned(job: Job) -> list[TrainerCallback]:
+    """What completes the engine when the training begins, before anything is measured or trained."""
+    ahead = job.fsdp.prefetch if job.fsdp else None
+    checkpointing = CheckpointingAsPlanned(job.plan.gradient_checkpointing.value)
+    always = [checkpointing, ChangesTakeEffect(job.plan.learning_rate.value)]
+    return [*always, PrefetchAsAsked(ahead)] if ahead else always
+
+
+def _optimizer(job: Job) -> tuple[type[MasterAdamW], dict[str, Any]] | None:
+    """Class and arguments; None for the plain AdamW that `optim` names."""
+    train = job.recipe.train
+    if not _steps_on_copies(job):
+        return None
+    return MasterAdamW, {
+        "accumulate_in_fp32": job.plan.gradients.value == "fp32",
+        "lr": job.plan.learning_rate.value,
+        "betas": (train.adam_beta1, train.adam_beta2),
+        "eps": train.adam_epsilon,
+    }
+
+
+def save_final(trainer: RecipeTrainer, job: Job, target: Path) -> None:
+    """Write the trained weights as they are; every rank takes part.
+
+    fp32 where the weights themselves were trained in fp32, with bf16 only inside autocast: rounding them would move the
+    logits. bf16 where the model computes with bf16 weights: under DeepSpeed and FSDP2, and where AdamW keeps the fp32 copies.
+    """
+    if job.deepspeed is not None and job.deepspeed.stage < 3:
+        # The weights are whole on each rank. The engine would copy each one, and write tied weights twice.
+        if trainer.is_world_process_zero():
+            trainer.accelerator.unwrap_model(trainer.model).save_pretrained(target)
+        return
+    if job.fsdp is not None:
+        adapters = job.recipe.model.lora is not None
+        dtype = None if adapters else DTYPES[job.plan.precision.value]
+        # The trainer would write nothing where checkpoints are shares, and tied weights twice where they are not.
+        state = whole_state(trainer.model, adapters, dtype)
+        if trainer.is_world_process_zero():
+            trainer.model.save_pretrained(target, state_dict=state)
+            if dtype is not None:  # else it says what the shares are kept in
+                config = deepcopy(trainer.model.config)
+                config.dtype = dtype
+                config.save_pretrained(target)
+        return
+    trainer.save_model(str(target))
+    for name in ("training_args.bin", "README.md"):  # a pickle of one machine's paths; TRL's card
+        (target / name).unlink(missing_ok=True)

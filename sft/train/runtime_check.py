@@ -1,0 +1,295 @@
+"""Law 3: what really runs, read from the live objects before step 1 and compared with the plan.
+
+Called once the engine is there: what was asked for and what a library made of it can be told apart only then.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sft.errors import PlanError
+from sft.model.compiled_layers import are_compiled
+from sft.model.gradient_checkpointing import checkpointed_layers, running_checkpointing
+from sft.model.load import weights_dtype
+from sft.parallel.process_group import group_timeouts
+from sft.parallel.sequence_parallel import sequence_parallel_ranks
+from sft.parallel.sharding import computes_in, give_back, sharded_units, sharding_readings, shared_parameters
+from sft.parallel.tensor_parallel import is_spread, tensor_parallel_ranks
+from sft.plan.fsdp import ENGINE
+from sft.plan.job import Job
+from sft.train.debugging import debug_level
+from sft.train.isolation_probe import Probe, unwrapped
+
+SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+SHARDED = {0: "nothing", 1: "optimizer", 2: "optimizer, gradients", 3: "optimizer, gradients, parameters"}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One thing that was planned, and what was found."""
+
+    name: str
+    planned: str
+    running: str
+    wrong: bool
+
+    @classmethod
+    def equal(cls, name: str, planned: object, running: object) -> Reading:
+        """A reading that must be the very thing."""
+        return cls(name, _word(planned), _word(running), planned != running)
+
+
+def _word(value: object) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def read_back(trainer: Any, job: Job, probe: Probe | None) -> list[Reading]:
+    """Read everything that the plan decided from the live trainer.
+
+    Args:
+        trainer: After its engine was begun.
+        job: What was planned.
+        probe: What a pass through the model showed; None where there were no two documents to probe with.
+    """
+    plan, args = job.plan, trainer.args
+    engine = _engine(trainer)
+    if job.fsdp:
+        give_back(trainer.model)
+    stage = job.deepspeed.stage if job.deepspeed else 3 if job.fsdp else 0
+    readings = [
+        Reading.equal("engine", plan.engine.value, _engine_name(trainer, engine)),
+        Reading.equal("processes", job.hardware.ranks, trainer.accelerator.num_processes),
+        Reading.equal("sharded", SHARDED[stage], SHARDED[_sharded(trainer, engine)]),
+        Reading.equal("tensor_parallel_size", plan.tensor_parallel_size.value, tensor_parallel_ranks(trainer.model)),
+        Reading.equal(
+            "sequence_parallel_size",
+            plan.sequence_parallel_size.value,
+            sequence_parallel_ranks(trainer, plan.attention.value),
+        ),
+        *([Reading.equal(*reading) for reading in sharding_readings(trainer, job)] if job.fsdp else []),
+        Reading.equal("offloaded", _planned_offload(job), _offloaded(engine)),
+        _attention(trainer, plan.attention.value, probe),
+        _kernels(trainer, plan.kernels.value),
+        Reading.equal("precision", plan.precision.value, _precision(trainer, engine)),
+        *_weights(trainer, job),
+        _optimizer(trainer),
+        Reading.equal("compile", plan.compile.value, are_compiled(trainer.model)),
+        _checkpointing(trainer, plan.gradient_checkpointing.value),
+        Reading.equal("micro_batch_size", plan.micro_batch_size.value, args.per_device_train_batch_size),
+        Reading.equal(
+            "gradient_accumulation_steps",
+            plan.gradient_accumulation_steps.value,
+            engine.gradient_accumulation_steps() if engine is not None else args.gradient_accumulation_steps,
+        ),
+        _learning_rate(trainer, plan.learning_rate.value),
+        Reading.equal("packing", job.recipe.data.packing, bool(trainer.padding_free)),
+    ]
+    if torch.distributed.is_initialized():
+        timeouts = ", ".join(f"{seconds} s" for seconds in sorted(group_timeouts()))
+        readings.append(Reading.equal("timeout", f"{job.recipe.train.ddp_timeout} s", timeouts))
+    if job.recipe.debug:
+        asked = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper()
+        readings.append(Reading.equal("TORCH_DISTRIBUTED_DEBUG", asked, debug_level()))
+    if probe is not None:
+        readings.append(Reading.equal("use_cache", False, probe.use_cache))
+        paths = {False: "TRL's fused head", True: "all logits, then cross-entropy"}
+        # A smoothed label is spread over the vocabulary, so TRL makes all logits for it.
+        smoothed = trainer.label_smoother is not None and args.loss_type == "nll"
+        readings.append(Reading.equal("loss", paths[smoothed], paths[probe.head_called]))
+    return readings
+
+
+def check_readings(readings: Iterable[Reading]) -> None:
+    """Refuse to train something else than was planned.
+
+    Raises:
+        PlanError: What differs, with both values.
+    """
+    wrong = [
+        f"  {reading.name}: planned {reading.planned}, running {reading.running}"
+        for reading in readings
+        if reading.wrong
+    ]
+    if wrong:
+        raise PlanError(
+            "\n".join(
+                [
+                    "What runs is not what was planned, and nothing was trained:",
+                    *wrong,
+                    "Set the recipe's key to what can run, or report this with plan.json and run.json.",
+                ]
+            )
+        )
+
+
+def _engine(trainer: Any) -> Any:
+    """DeepSpeed's engine, or None."""
+    model = trainer.model_wrapped
+    return model if hasattr(model, "zero_optimization_stage") else None
+
+
+def _engine_name(trainer: Any, engine: Any) -> str:
+    if engine is not None:
+        return f"ZeRO-{engine.zero_optimization_stage()}"
+    if is_spread(trainer.model):
+        return "tensor parallel"
+    kind = type(trainer.model_wrapped).__name__
+    known = {"DistributedDataParallel": "DDP", "DataParallel": "DataParallel", "FullyShardedDataParallel": "FSDP1"}
+    if sharded_units(trainer.model_wrapped)[:1] == [trainer.model_wrapped]:
+        return ENGINE
+    alone = "one process" if trainer.accelerator.num_processes == 1 else "processes that do not know of each other"
+    return known.get(kind, alone)
+
+
+def _sharded(trainer: Any, engine: Any) -> int:
+    """The ZeRO stage by what the objects are, not by what the configuration says."""
+    if any(hasattr(parameter, "ds_id") for parameter in trainer.model.parameters()):
+        return 3
+    if shared_parameters(trainer.model) and not is_spread(trainer.model):
+        return 3
+    optimizer: Any = engine.optimizer if engine is not None else None
+    if hasattr(optimizer, "partition_gradients"):
+        return 2 if optimizer.partition_gradients else 1
+    # Stage 1 in bf16 with gradients in fp32 has an optimizer of its own, without that switch.
+    return 1 if hasattr(optimizer, "partition_count") else 0
+
+
+def _offload_words(optimizer: str | None, parameters: str | None) -> str:
+    places = {"optimizer": optimizer, "parameters": parameters}
+    return ", ".join(f"{what} on {place}" for what, place in places.items() if place) or "nothing"
+
+
+def _planned_offload(job: Job) -> str:
+    zero = job.deepspeed.config.get("zero_optimization", {}) if job.deepspeed else {}
+    devices = [zero.get(key, {}).get("device", "none") for key in ("offload_optimizer", "offload_param")]
+    return _offload_words(*(device if device != "none" else None for device in devices))
+
+
+def _offloaded(engine: Any) -> str:
+    """What ZeRO's optimizer keeps away from the GPU: stages 1 and 2 know of the CPU only."""
+    zero: Any = engine.optimizer if engine is not None else None
+    if not hasattr(zero, "offload_param"):
+        return _offload_words("cpu" if getattr(zero, "cpu_offload", False) else None, None)
+    return _offload_words(
+        ("nvme" if zero.swap_optimizer else "cpu") if zero.offload_optimizer else None,
+        ("nvme" if zero.params_in_nvme_and_cpu else "cpu") if zero.offload_param else None,
+    )
+
+
+def _attention(trainer: Any, planned: str, probe: Probe | None) -> Reading:
+    configured = unwrapped(trainer).config.get_text_config()._attn_implementation
+    if probe is None:
+        return Reading.equal("attention", planned, configured)
+    # A model's own function, `eager`, is called without asking the table of functions.
+    expected = set() if planned == "eager" else {planned}
+    calls = ", ".join(f"{name} in {count} layers" for name, count in probe.attention_calls.items()) or configured
+    wrong = configured != planned or set(probe.attention_calls) != expected
+    # An older architecture picks its own sdpa, without the table.
+    if planned == configured == "sdpa" and not probe.attention_calls:
+        wrong = False
+    return Reading("attention", planned, calls if probe.attention_calls or not wrong else "the model's own", wrong)
+
+
+def _kernels(trainer: Any, planned: str) -> Reading:
+    """Layers whose forward is Liger's."""
+    swapped = Counter(
+        type(module).__name__
+        for module in trainer.model.modules()
+        if getattr(getattr(module.forward, "__func__", None), "__module__", "").startswith("liger_kernel")
+    )
+    running = "liger: " + ", ".join(f"{count} {name}" for name, count in swapped.items()) if swapped else "none"
+    return Reading("kernels", planned, running, (planned == "liger") != bool(swapped))
+
+
+def _precision(trainer: Any, engine: Any) -> str:
+    if engine is not None:
+        return "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
+    if (sharded := computes_in(trainer.model)) is not None:
+        return SHORT[sharded]
+    mixed = trainer.accelerator.mixed_precision
+    if mixed != "no":
+        return str(mixed)
+    # Without autocast the model computes in what its weights are.
+    dtype = next(unwrapped(trainer).parameters()).dtype
+    return SHORT.get(dtype, str(dtype))
+
+
+def _count(parameter: Any) -> int:
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _weights(trainer: Any, job: Job) -> list[Reading]:
+    """How many are trained, and in which format they are."""
+    total = trained = 0
+    formats: Counter[str] = Counter()
+    adapters = 0
+    for name, parameter in trainer.model.named_parameters():
+        total += _count(parameter)
+        if parameter.requires_grad:
+            trained += _count(parameter)
+            if not (parameter.dtype == torch.float32 and _stays_fp32(trainer, name)):
+                formats[SHORT.get(parameter.dtype, str(parameter.dtype))] += 1
+            adapters += ".lora_A." in name
+    lora = job.recipe.model.lora
+    expected = SHORT[weights_dtype(job)]
+    # Under DDP and alone peft keeps adapters in fp32, which is what they are trained in.
+    allowed = {expected, "fp32"} if lora is not None and job.deepspeed is None else {expected}
+    share = f"{trained:,} of {total:,} parameters"
+    if lora is None:
+        weights = Reading("trained", "all parameters", share, trained != total)
+    else:
+        weights = Reading(
+            "trained",
+            f"adapters of rank {lora.r}",
+            f"{share}, {adapters} adapters",
+            not 0 < trained < total or not adapters,
+        )
+    kinds = ", ".join(sorted(formats))
+    return [weights, Reading("weights", " or ".join(sorted(allowed)), kinds, not set(formats) <= allowed)]
+
+
+def _stays_fp32(trainer: Any, name: str) -> bool:
+    """Whether the model's code keeps this weight in fp32 whatever it is loaded in, such as the router of some experts."""
+    kept = getattr(unwrapped(trainer), "_keep_in_fp32_modules_strict", None) or ()
+    return any(f".{part}." in f".{name}." for part in kept)
+
+
+def _optimizer(trainer: Any) -> Reading:
+    """The innermost optimizer, and the format of what it updates: its moments have the same."""
+    optimizer, updated = trainer.optimizer, None
+    while hasattr(optimizer, "optimizer"):
+        # ZeRO-3 hands its partitions over at each step, and takes them away again.
+        updated = getattr(optimizer, "fp32_partitioned_groups_flat", updated)
+        optimizer = optimizer.optimizer
+    updated = updated or [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    formats = {tensor.dtype for tensor in updated}
+    kinds = ", ".join(sorted(SHORT.get(dtype, str(dtype)) for dtype in formats))
+    fused = ", fused" if optimizer.defaults.get("fused") else ""
+    name = type(optimizer).__name__
+    return Reading(
+        "optimizer", "AdamW on fp32", f"{name} on {kinds}{fused}", "Adam" not in name or formats != {torch.float32}
+    )
+
+
+def _learning_rate(trainer: Any, planned: float) -> Reading:
+    """The peak, as the optimizer was built with it: what it has now is the schedule's."""
+    optimizer = trainer.optimizer
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    peaks = {float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups}
+    return Reading("learning_rate", str(planned), ", ".join(map(str, sorted(peaks))), peaks != {planned})
+
+
+def _checkpointing(trainer: Any, planned: bool | int | str) -> Reading:
+    """Whether layers recompute, by the layers themselves; CheckpointingAsPlanned has compared them."""
+    running, layers = checkpointed_layers(trainer.model)
+    kind = running_checkpointing(trainer.model)
+    words = {True: "every layer", False: "off", "selective": "selective", "offload": "offload"}.get(planned)
+    found = f"{running} of {layers} layers" + (f", {kind}" if kind != "full" else "") if running else "off"
+    return Reading("gradient_checkpointing", words or f"every {planned} layers", found, bool(planned) != bool(running))

@@ -1,0 +1,251 @@
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import get_scheduler
+from trl import SFTConfig, SFTTrainer
+
+from sft.data.prepare import prepare
+from sft.data.store import DocumentStore, SequenceIndex
+from sft.data.tokenizer import load_tokenizer
+from sft.errors import RecipeError
+from sft.model.load import load_model
+from sft.plan.hardware import Gpu, Hardware
+from sft.plan.job import Job, open_job
+from sft.run.directory import Run
+from sft.train.arguments import (
+    SCHEDULES,
+    _planned_arguments,
+    build_trainer,
+    check_trainer_args,
+    save_final,
+    training_arguments,
+)
+from sft.train.batches import Sequences, StepOrder
+from sft.train.fingerprint import Fingerprint
+from sft.train.metrics import Metrics
+from sft.train.step_clock import StepClock
+from sft.train.step_work import StepWork
+
+# transformers 5.23 renames the gradient checkpointing arguments; the range of versions knows only the old names.
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+
+CPU = Hardware(None, 1, 1, 2, 16.0)
+MakeJob = Callable[..., Job]
+
+
+@pytest.fixture
+def make_job(recipe_file: Path, outputs: Path) -> MakeJob:
+    def make(*overrides: str, hardware: Hardware = CPU) -> Job:
+        return open_job(recipe_file, [f"output_dir={outputs}", *overrides], hardware)
+
+    return make
+
+
+def test_the_installed_sftconfig_has_every_name_that_is_passed(make_job: MakeJob, tmp_path: Path) -> None:
+    """Fails when an upgrade renames one."""
+    known = {field.name for field in fields(SFTConfig) if field.init}
+    for overrides in ([], ["train.deepspeed=zero2"], ["data.packing=false", "tracking.report_to=[wandb]"]):
+        hardware = Hardware(Gpu("NVIDIA H100", 80.0, 9.0), 1, 1, 16, 128.0)
+        for machine in (CPU, hardware):
+            passed = _planned_arguments(make_job(*overrides, hardware=machine), tmp_path / "recipe" / "run")
+            assert set(passed) - known == set()
+            assert len(passed) > 30
+
+
+def test_the_plan_arrives_in_the_trainers_configuration(make_job: MakeJob, tmp_path: Path) -> None:
+    overrides = ["train.global_batch_size=24", "train.micro_batch_size=3", "train.learning_rate=2e-5", "train.seed=7"]
+    overrides += ["train.warmup_steps=4", "train.max_steps=9", "train.adam_beta2=0.99", "train.max_grad_norm=0.3"]
+    arguments = training_arguments(make_job(*overrides), Run(tmp_path / "mine" / "first"))
+    assert arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps == 24
+    assert (arguments.per_device_train_batch_size, arguments.max_steps, arguments.warmup_steps) == (3, 9, 4)
+    assert (arguments.learning_rate, arguments.adam_beta2, arguments.max_grad_norm) == (2e-5, 0.99, 0.3)
+    assert (arguments.seed, arguments.bf16, arguments.fp16, arguments.use_cpu) == (7, False, False, True)
+    assert (arguments.packing, arguments.packing_strategy, arguments.max_length) == (True, "bfd", 128)
+    assert arguments.report_to == []
+    assert arguments.output_dir == str(tmp_path / "mine" / "first" / "checkpoints")
+
+
+def schedule(job: Job, run: Path, steps: int) -> list[float]:
+    arguments = _planned_arguments(job, run)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=arguments["learning_rate"])
+    scheduler = get_scheduler(
+        arguments["lr_scheduler_type"], optimizer, arguments["warmup_steps"], steps, arguments["lr_scheduler_kwargs"]
+    )
+    rates = []
+    for _ in range(steps + 1):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio", "end"),
+    [("cosine", 0.1, 1e-4), ("cosine", 0.0, 0.0), ("linear", 0.0, 0.0), ("constant", 0.0, 1e-3)],
+)
+def test_the_learning_rate_rises_and_then_has_the_recipes_shape(
+    name: str, ratio: float, end: float, make_job: MakeJob, tmp_path: Path
+) -> None:
+    job = make_job(
+        f"train.lr_scheduler_type={name}",
+        f"train.min_lr_ratio={ratio}",
+        "train.warmup_steps=10",
+        "train.learning_rate=1e-3",
+    )
+    rates = schedule(job, tmp_path, 110)
+    assert rates[:11] == pytest.approx([1e-4 * step for step in range(11)])
+    assert max(rates) == pytest.approx(1e-3)
+    assert rates[-1] == pytest.approx(end, abs=1e-9)
+    middle = {"cosine": (1e-3 + end) / 2, "linear": 5e-4, "constant": 1e-3}[name]
+    assert rates[60] == pytest.approx(middle)
+    assert set(SCHEDULES) == {"cosine", "linear", "constant"}
+
+
+def test_other_fields_of_sftconfig_go_through(make_job: MakeJob, tmp_path: Path) -> None:
+    job = make_job("train.trainer_args={neftune_noise_alpha: 5, label_smoothing_factor: 0.1}")
+    check_trainer_args(job)
+    arguments = training_arguments(job, Run(tmp_path / "mine" / "first"))
+    assert (arguments.neftune_noise_alpha, arguments.label_smoothing_factor) == (5, 0.1)
+
+
+def refused(job: Job, tmp_path: Path) -> str:
+    with pytest.raises(RecipeError) as error:
+        training_arguments(job, Run(tmp_path / "mine" / "first"))
+    assert str(error.value).startswith("train.trainer_args:")
+    return str(error.value)
+
+
+def test_mistakes_in_trainer_args_come_in_one_message(make_job: MakeJob, tmp_path: Path) -> None:
+    message = refused(
+        make_job("train.trainer_args={neftune_noise_alhpa: 5, learning_rate: 1.0, hub_token: hf_secret, qqq: 1}"),
+        tmp_path,
+    )
+    assert "neftune_noise_alhpa: unknown to trl.SFTConfig; did you mean `neftune_noise_alpha`?" in message
+    assert "qqq: unknown to trl.SFTConfig" in message
+    assert "learning_rate: decided by the recipe's own keys and the plan" in message
+    assert "hub_token: a secret does not belong in a recipe" in message
+    assert "hf_secret" not in message
+
+
+def test_a_loss_that_trl_does_not_have_is_refused_before_weights_load(make_job: MakeJob, tmp_path: Path) -> None:
+    assert "loss_type: must be `nll` or `dft`, got 'mse'" in refused(
+        make_job("train.trainer_args={loss_type: mse}"), tmp_path
+    )
+    check_trainer_args(make_job("train.trainer_args={loss_type: dft}"))
+
+
+def test_everything_that_the_plan_decides_is_refused(make_job: MakeJob, tmp_path: Path) -> None:
+    for name in _planned_arguments(make_job(), tmp_path):
+        assert f"{name}: decided by" in refused(make_job(f"train.trainer_args.{name}=1"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("use_liger_kernel", "true"),  # model.kernels
+        ("activation_checkpointing", "true"),  # train.gradient_checkpointing by its newer name
+        ("activation_offloading", "true"),  # train.gradient_checkpointing
+        ("fsdp", "true"),  # the engine
+        ("auto_find_batch_size", "true"),  # train.micro_batch_size
+        ("dataloader_drop_last", "true"),  # the number of steps
+        ("chat_template_path", "x.jinja"),  # model.chat_template
+        ("pad_token", "x"),  # model.pad_token
+        ("eos_token", "x"),  # model.eos_token
+        ("assistant_only_loss", "true"),  # data.loss_on
+        ("completion_only_loss", "true"),  # data.loss_on
+        ("ignore_data_skip", "true"),  # a resumed run would see other data
+        ("data_seed", "5"),  # train.seed
+        ("save_only_model", "true"),  # a checkpoint without optimizer cannot be resumed
+        ("resume_from_checkpoint", "x"),  # train.resume
+        ("project", "x"),  # tracking.project
+        ("push_to_hub", "true"),  # scripts/export.sh
+        ("enable_jit_checkpoint", "true"),  # the signals
+        ("neftune_noise_alpha", ".nan"),
+    ],
+)
+def test_what_the_recipe_has_a_key_for_has_no_second_way(
+    name: str, value: str, make_job: MakeJob, tmp_path: Path
+) -> None:
+    assert name in {field.name for field in fields(SFTConfig)}
+    assert name in refused(make_job(f"train.trainer_args.{name}={value}"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dataloader_num_workers", "two"),
+        ("label_smoothing_factor", "much"),
+        ("torch_compile", "5"),
+        ("optim", "no_such"),
+    ],
+)
+def test_a_trainer_arg_of_the_wrong_type_is_refused(name: str, value: str, make_job: MakeJob, tmp_path: Path) -> None:
+    message = refused(make_job(f"train.trainer_args.{name}={value}"), tmp_path)
+    assert name in message or value in message
+
+
+def test_trls_trainer_has_the_methods_that_ours_replaces() -> None:
+    names = ("_get_train_sampler", "_get_output_dir", "_save_checkpoint", "create_model_card", "create_optimizer")
+    for name in (
+        *names,
+        "_clip_grad_norm",
+        "_get_grad_norm",
+        "get_batch_samples",
+        "compute_loss",
+        "log",
+        "_maybe_log_save_evaluate",
+    ):
+        assert callable(getattr(SFTTrainer, name))
+
+
+def test_a_few_steps_train_and_leave_whole_checkpoints_and_a_model(make_job: MakeJob, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    talk = {"prompt": "Say the alphabet", "completion": "a b c d e f g h i j k l m n o p q r s t u v w x y z"}
+    rows.write_text((json.dumps(talk) + "\n") * 40)
+    job = make_job(
+        f"data.train={rows}", "train.max_steps=5", "train.save_steps=2", "train.save_total_limit=1", "train.learning_rate=1e-3",
+        "train.logging_steps=1",
+    )  # fmt: skip
+    run = Run(tmp_path / "mine" / "first")
+    run.checkpoints.mkdir(parents=True)
+    tokenizer = load_tokenizer(job.recipe)
+    folder = prepare(job.recipe, job.model).folder
+    index = SequenceIndex.load(folder / "train.npz")
+    sequences = Sequences(DocumentStore.open(folder), index, 8, tokenizer.pad_token_id, packed=True)
+    order, clock = StepOrder(len(index), sequences.fillers, 0), StepClock(on_gpu=False)
+    work, fingerprint = StepWork(sequences.store, index, order, 8), Fingerprint()
+    trainer = build_trainer(
+        job,
+        training_arguments(job, run),
+        load_model(job, tokenizer),
+        tokenizer,
+        sequences,
+        order,
+        [Metrics(run.metrics_file, job.hardware, work, clock, fingerprint)],
+        clock,
+    )
+    trainer.fingerprint = fingerprint
+    trainer.train()
+    losses = [json.loads(line)["loss"] for line in run.metrics_file.read_text().splitlines()]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0]
+    assert [path.name for path in run.checkpoints.iterdir()] == ["checkpoint-5"]
+    assert run.last_checkpoint() == run.checkpoints / "checkpoint-5"
+    save_final(trainer, job, run.final)
+    assert_same_weights(run.final, trainer.model)
+    assert not {path.name for path in run.final.iterdir()} & {"training_args.bin", "README.md"}
+
+
+def assert_same_weights(folder: Path, model: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    saved = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    trained = model.state_dict()
+    assert saved.keys() == trained.keys()
+    for name, value in saved.items():
+        assert torch.equal(value, trained[name])

@@ -1,0 +1,120 @@
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from sft.errors import Interrupted, run_main, users_mistakes_end_cleanly
+from sft.forwarding import Forwarding
+from sft.train import interruption
+from sft.train.interruption import held_back
+from tests.sft.test_launch import Failed
+
+
+def send(number: signal.Signals) -> None:
+    """To this process, and wait until its thread has heard."""
+    os.kill(os.getpid(), number)
+    for _ in range(1000):
+        if interruption.asked() is not None:
+            return
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)])
+def test_where_there_is_nothing_to_save_a_signal_ends_the_program_in_one_line(
+    number: signal.Signals, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended, interruption.listening(), users_mistakes_end_cleanly():
+        send(number)
+        raise AssertionError("it went on")
+    assert ended.value.code == status
+    assert capsys.readouterr().err == f"\nInterrupted by {number.name}. The same command starts again, or goes on.\n"
+
+
+class Dropping:
+    """What Python runs where it drops exceptions."""
+
+    def __del__(self) -> None:
+        send(signal.SIGTERM)
+        time.sleep(0.01)
+
+
+def test_a_signal_whose_exception_python_drops_is_heard_once_more(capsys: pytest.CaptureFixture[str]) -> None:
+    with interruption.listening():
+        with pytest.raises(Interrupted, match="Interrupted by SIGTERM"):
+            Dropping()
+            time.sleep(5)
+            raise AssertionError("it went on")
+        assert "Exception ignored" not in capsys.readouterr().err
+
+
+def test_while_steps_are_trained_a_signal_is_only_remembered() -> None:
+    with interruption.listening():
+        interruption.hold(lambda number, again: None)
+        assert interruption.asked() is None
+        send(signal.SIGTERM)
+        assert interruption.asked() == signal.SIGTERM
+        with pytest.raises(Interrupted, match="Interrupted by SIGTERM"):
+            interruption.release()
+
+
+def test_the_same_signal_told_twice_by_a_launcher_is_one() -> None:
+    heard: list[bool] = []
+    with interruption.listening():
+        interruption.hold(lambda number, again: heard.append(again))
+        send(signal.SIGTERM)
+        send(signal.SIGTERM)
+        time.sleep(0.05)
+    assert heard == [False]
+
+
+def test_signals_are_afterwards_as_they_were() -> None:
+    before = [signal.getsignal(number) for number in interruption.SIGNALS]
+    with interruption.listening():
+        assert [signal.getsignal(number) for number in interruption.SIGNALS] != before
+    assert [signal.getsignal(number) for number in interruption.SIGNALS] == before
+    assert interruption.asked() is None
+
+
+def test_what_a_shell_has_set_to_be_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interruption.listening():
+            os.kill(os.getpid(), signal.SIGHUP)
+            interruption.take_over()  # torch's launcher sets a handler of its own
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    ("ended", "asked", "status"),
+    [
+        ({0: 143, 1: 143}, None, 143),
+        ({0: 130, 1: 143}, None, 130),  # torchrun ends with SIGTERM who has not ended yet
+        ({0: 143, 1: -15}, signal.SIGINT, 130),
+        ({0: 143, 1: -11}, None, None),
+        ({0: 143, 1: 1}, signal.SIGTERM, None),
+        ({0: 143, 1: -9}, signal.SIGTERM, None),  # memory ran out
+        ({1: 2}, signal.SIGTERM, None),
+    ],
+)
+def test_a_job_was_interrupted_where_no_rank_has_failed(
+    ended: dict[int, int], asked: signal.Signals | None, status: int | None
+) -> None:
+    forwarding = Forwarding()
+    forwarding.asked = asked
+    assert forwarding.exit_status({rank: Failed(code) for rank, code in ended.items()}) == status
+
+
+def test_a_signal_that_was_held_back_until_a_program_hears_ends_it_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with held_back():
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        with pytest.raises(SystemExit) as ended:
+            run_main(lambda words: pytest.fail("it began"))
+    assert ended.value.code == 143
+    assert capsys.readouterr().err == "\nInterrupted by SIGTERM. The same command starts again, or goes on.\n"
