@@ -18,7 +18,7 @@ STEP = re.compile(r"step +\d+/\d+ +loss |\{'loss': ")
 
 
 def use_the_cores() -> None:
-    """What sft/launch.py would set, for every side alike."""
+    """What sft/launch/main.py would set, for every side alike."""
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 

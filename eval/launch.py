@@ -13,9 +13,9 @@ from typing import NoReturn
 
 from eval.placement import Placement
 from sft.errors import run_main
+from sft.launch.torchrun import start
 from sft.plan.hardware import cpu_cores
 from sft.plan.topology import Layout
-from sft.torchrun import start
 from sft.train.interruption import held_back
 
 PLACEMENT = "SFT_EVAL_PLACEMENT"

@@ -5,7 +5,7 @@ import re
 import pytest
 import yaml
 
-from sft.launch import parse_command_line
+from sft.launch.main import parse_command_line
 from sft.recipe.schema import REPOSITORY
 
 SCRIPTS = REPOSITORY / "scripts"

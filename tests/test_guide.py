@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.launch import main, parse_command_line
+from sft.launch.main import main, parse_command_line
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import REPOSITORY, Recipe
 

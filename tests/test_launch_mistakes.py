@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from sft.errors import EXIT_USER_ERROR, PlanError, RunError, users_mistakes_end_cleanly
-from sft.launch import main
-from sft.launch_checks import check_installed, check_rank_variables
+from sft.launch.checks import check_installed, check_rank_variables
+from sft.launch.main import main
 from sft.plan.job import check_output_dir
 from sft.plan.topology import read_layout
 from sft.recipe.schema import Recipe

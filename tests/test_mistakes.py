@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sft.errors import users_mistakes_end_cleanly
-from sft.launch import main
+from sft.launch.main import main
 
 RECIPE = """\
 schema_version: 1

@@ -25,7 +25,7 @@ def stated(section: BaseModel, key: str) -> str:
 
 @dataclass(frozen=True)
 class Searched:
-    """What a search on the machine found for a job; sft/search.py."""
+    """What a search on the machine found for a job; sft/launch/auto_tune.py."""
 
     gradient_checkpointing: bool | int | str | None
     """None, like the micro-batch, where it found nothing."""

@@ -6,7 +6,7 @@ import shutil
 from math import ceil
 from pathlib import Path
 
-from sft.comparison import Check
+from sft.launch.host_comparison import Check
 from sft.plan.job import Job
 from sft.plan.weights import MASTER
 from sft.recipe.schema import Recipe

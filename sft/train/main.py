@@ -18,14 +18,14 @@ from eval.ahead import foresee
 from sft.checkpoint.loader_process import Checker
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import RecipeError, run_main
-from sft.finish import become_finish, evaluation_left
 from sft.hub.pins import pinned
-from sft.launch_checks import check_installed, check_rank_variables
+from sft.launch.checks import check_installed, check_rank_variables
+from sft.launch.finish import become_finish, evaluation_left
+from sft.launch.preflight import check_ranks
 from sft.parallel import process_group as distributed
 from sft.parallel import rank_logs
 from sft.parallel.lost_ranks import told_of_lost_ranks
 from sft.plan.job import Job, open_job
-from sft.preflight import check_ranks
 from sft.run.directory import Run
 from sft.run.lost_folder import told_of_a_lost_folder
 from sft.run.record import close_session

@@ -9,13 +9,14 @@ from subprocess import Popen
 from threading import Thread
 from typing import Any
 
-from sft.again import check_same_data, original_run
 from sft.checkpoint.resume import Choice, choose_checkpoint, lost_lines
 from sft.checkpoint.resume_plan import Continuation, resolve_continuation
 from sft.checkpoint.unchanged import base_changes
 from sft.data.prepare import begin_preparation, prepared_data
 from sft.data.prepared import Prepared
 from sft.errors import RunError
+from sft.launch.rerun import check_same_data, original_run
+from sft.launch.tuning_result import find_answer
 from sft.parallel import process_group as distributed
 from sft.parallel.rank_logs import forget_ending
 from sft.plan.decision import Searched
@@ -24,7 +25,6 @@ from sft.plan.resumed import as_started
 from sft.recipe.changes import Change, differences
 from sft.run.directory import Run, write_json
 from sft.run.record import installed_versions, record_start
-from sft.search_cache import find_answer
 from sft.train import interruption
 from sft.train.interruption import EXITS
 from sft.train.opening import (

@@ -17,8 +17,8 @@ from sft.data.show import summary_lines
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.data.template_checks import note_on_headers
 from sft.errors import EXIT_CRASHED, Interrupted, RunError, WrongSave
-from sft.finish import programs
 from sft.hub.pins import pin_lines
+from sft.launch.finish import programs
 from sft.model.load import load_model
 from sft.parallel import process_group as distributed
 from sft.parallel import rank_logs

@@ -15,7 +15,7 @@ from eval.chat_prompts import DEFAULT, prompts_of
 from eval.reference import Reference, load_reference
 from sft.data.demo import TRAIN_ROWS, _rows
 from sft.errors import EvaluationError, RecipeError
-from sft.finish import programs
+from sft.launch.finish import programs
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Evaluation, Recipe
 from sft.run.directory import Run, read_json

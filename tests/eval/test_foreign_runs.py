@@ -14,9 +14,9 @@ from eval.chat_terminal import parse
 from eval.code_metric import score_code_within_limits
 from eval.run import CONSENTS, SENDS, main, parse_evaluation
 from eval.suites import check_tasks
-from sft.again import start_again
 from sft.errors import EvaluationError, RunError, UserError
 from sft.export import main as export_main
+from sft.launch.rerun import start_again
 from sft.recipe.schema import REPOSITORY, Evaluation, Model
 from sft.run.consent import OWN_RUN
 from sft.run.directory import Run

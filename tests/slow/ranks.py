@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sft.finish import LAUNCHED
+from sft.launch.finish import LAUNCHED
 from sft.parallel.rank_logs import launched_folder
 from sft.processes import end_with_parent
 from tests.slow.forked_checker import Forked
@@ -149,7 +149,7 @@ def _become_rank(job: dict[str, Any], environment: dict[str, str], folder: Path,
         os.dup2(os.open(path, os.O_RDONLY if name == "stdin" else os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ |= environment
     if not job["finish"]:
-        for module in ("sft.train", "sft.finish"):
+        for module in ("sft.train", "sft.launch.finish"):
             _replace(module, "become_finish", lambda run: None)
     _replace("sft.checkpoint.loader_process", "start_process", Forked)
     program, *sys.argv[1:] = job["words"]

@@ -285,7 +285,7 @@ def test_an_evaluation_that_was_stopped_goes_on_alone(recipe: Path, ranks: Ranks
 
     assert run.record["evaluation"] == "running"  # nothing between the training and its evaluation is lost
     run.update(evaluation=None)
-    process = start("sft.finish", str(run.path))
+    process = start("sft.launch.finish", str(run.path))
     until(lambda: run.record.get("evaluation") == "running", process)
     process.terminate()
     told = process.communicate(timeout=30)[0]

@@ -61,7 +61,7 @@ def trained(recipe: Path) -> tuple[dict[str, Any], list[str]]:
 def test_the_training_runs_what_was_fastest_of_what_was_measured(
     processes: int, overrides: list[str], recipe: Path, command: Command, ranks: Ranks
 ) -> None:
-    done = command([sys.executable, "-m", "sft.search", recipe, *overrides], NPROC=str(processes))
+    done = command([sys.executable, "-m", "sft.launch.auto_tune", recipe, *overrides], NPROC=str(processes))
     found = answer(recipe)
     measured = found["measured"]
     tried = {
@@ -83,7 +83,7 @@ def test_the_training_runs_what_was_fastest_of_what_was_measured(
 
 
 def test_a_limit_of_the_users_is_answered_and_not_gone_by(recipe: Path, command: Command, ranks: Ranks) -> None:
-    command([sys.executable, "-m", "sft.search", recipe, "--memory-gib", "0.1"])
+    command([sys.executable, "-m", "sft.launch.auto_tune", recipe, "--memory-gib", "0.1"])
     found = answer(recipe)
     assert (found["chosen"], found["failed"], len(found["measured"])) == (None, "nothing that was tried fits", 1)
     ranks.run(1, ["sft.train", recipe])
@@ -96,11 +96,11 @@ def test_a_limit_of_the_users_is_answered_and_not_gone_by(recipe: Path, command:
 def test_memory_that_runs_out_is_an_answer_and_the_search_goes_on_behind_it(recipe: Path, command: Command) -> None:
     command([sys.executable, "-m", "sft.launch", "--prepare", recipe, "data.pack_length=512"])
     # A forward pass of 64 packs of 512 tokens needs far more than this under sdpa's mask.
-    words = f"ulimit -v 4500000; exec {sys.executable} -m sft.search {recipe} data.pack_length=512 train.micro_batch_size=64 "
+    words = f"ulimit -v 4500000; exec {sys.executable} -m sft.launch.auto_tune {recipe} data.pack_length=512 train.micro_batch_size=64 "
     words += "model.attn_implementation=sdpa "
     done = command(["bash", "-c", words + "train.global_batch_size=64 --memory-gib 100"])
     assert done.stdout.count("does not fit") == 1
-    assert done.stdout.count("-m sft.search --rank") == 2
+    assert done.stdout.count("-m sft.launch.auto_tune --rank") == 2
     found = answer(recipe)
     assert [one["seconds_per_token"] for one in found["measured"]] == [None]
     assert found["failed"] == "nothing that was tried fits"
@@ -109,7 +109,7 @@ def test_memory_that_runs_out_is_an_answer_and_the_search_goes_on_behind_it(reci
 def test_a_search_whose_processes_die_is_over_and_says_why(recipe: Path, command: Command, ranks: Ranks) -> None:
     command([sys.executable, "-m", "sft.launch", "--prepare", recipe])
     # Enough for the program that starts the ranks, and too little for torch.
-    done = command(["bash", "-c", f"ulimit -v 900000; exec {sys.executable} -m sft.search {recipe}"])
+    done = command(["bash", "-c", f"ulimit -v 900000; exec {sys.executable} -m sft.launch.auto_tune {recipe}"])
     assert "The search failed: its processes ended with status" in done.stdout
     assert answer(recipe)["chosen"] is None
     ranks.run(1, ["sft.train", recipe])
@@ -119,6 +119,8 @@ def test_a_search_whose_processes_die_is_over_and_says_why(recipe: Path, command
 
 
 def test_a_mistake_of_the_users_is_told_once_and_ends_the_search(recipe: Path, command: Command) -> None:
-    done = command([sys.executable, "-m", "sft.search", recipe, "train.trainer_args.lr_scheduler=no_such"], expect=2)
+    done = command(
+        [sys.executable, "-m", "sft.launch.auto_tune", recipe, "train.trainer_args.lr_scheduler=no_such"], expect=2
+    )
     assert done.stderr.count("lr_scheduler:") == 1
     assert "search failed" not in done.stdout

@@ -19,7 +19,7 @@ from sft.data.prepared import Prepared
 from sft.data.show import finding_lines, marked_text, summary_lines
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import DataError
-from sft.launch import main
+from sft.launch.main import main
 from sft.plan.facts import inspect_model
 from sft.recipe.schema import Recipe, Source
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sft.errors import DataError, users_mistakes_end_cleanly
+from sft.launch.torchrun import go_on_in_the_run
 from sft.parallel import rank_logs
 from sft.parallel.rank_logs import (
     ENDING,
@@ -20,7 +21,6 @@ from sft.parallel.rank_logs import (
     written_run,
 )
 from sft.recipe.schema import REPOSITORY
-from sft.torchrun import go_on_in_the_run
 from sft.train.opening import OWN_RUN
 
 Become = Callable[[int], None]

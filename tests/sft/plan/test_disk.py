@@ -7,10 +7,10 @@ from typing import NamedTuple
 import pytest
 
 from sft.errors import PreflightError
+from sft.launch.preflight import check_ranks
 from sft.plan.disk import bytes_per_parameter, check_disk, checkpoints_to_come
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.job import Job, open_job
-from sft.preflight import check_ranks
 from sft.recipe.schema import REPOSITORY, Recipe
 
 CPU = Hardware(None, 2, 2, 2, 16.0)

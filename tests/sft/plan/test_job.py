@@ -5,7 +5,7 @@ import pytest
 
 from sft.data.prepare import prepare
 from sft.errors import EvaluationError, ModelError, PlanError, RunError
-from sft.launch import main as launch
+from sft.launch.main import main as launch
 from sft.plan.facts import DataFacts
 from sft.plan.hardware import Hardware, described_hardware
 from sft.plan.job import open_job

@@ -12,7 +12,7 @@ import pytest
 from sft.checkpoint.manifest import write_manifest
 from sft.checkpoint.resume_plan import write_writer, writer_here
 from sft.errors import RecipeError, RunError
-from sft.finish import evaluation_left
+from sft.launch.finish import evaluation_left
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job, open_job
 from sft.run.directory import Run, write_json

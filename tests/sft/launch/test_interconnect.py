@@ -1,6 +1,6 @@
 import pytest
 
-from sft.interconnect import (
+from sft.launch.interconnect import (
     ACROSS_MACHINES,
     bus_bandwidth,
     check_bandwidth,

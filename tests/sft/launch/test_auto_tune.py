@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from sft.launch.auto_tune import PASSES, parse_command_line, read_journal, to_measure
+from sft.launch.trials import DeviceMemory, did_not_fit
+from sft.launch.tuning_result import Candidate, Measurement, candidates
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.job import Job, open_job
-from sft.search import PASSES, parse_command_line, read_journal, to_measure
-from sft.search_cache import Candidate, Measurement, candidates
-from sft.search_steps import DeviceMemory, did_not_fit
 from sft.train.arguments import _planned_arguments
 
 MakeJob = Callable[..., Job]

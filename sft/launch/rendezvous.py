@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sft.comparison import Check, check_clocks, compare
 from sft.errors import PreflightError
-from sft.host_facts import HostFacts, read_facts
+from sft.launch.host_comparison import Check, check_clocks, compare
+from sft.launch.host_facts import HostFacts, read_facts
+from sft.launch.preflight import shared, write_token
 from sft.parallel.network import interface_with
-from sft.preflight import shared, write_token
 
 _GREETING = "sft-recipes handshake"
 _LONGEST_MESSAGE = 2**20

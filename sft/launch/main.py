@@ -13,26 +13,26 @@ from collections.abc import Callable, Sequence
 from io import TextIOWrapper
 from pathlib import Path
 
-from sft.again import is_run, start_again, told_differences
 from sft.checkpoint.resume import checkpoints_of
 from sft.data.findings import check_findings
 from sft.data.ledger import check_limits
 from sft.data.prepare import prepared_data
 from sft.data.prepared import Prepared, data_key, entry_folder, find_prepared
 from sft.errors import RecipeError, run_main
-from sft.finish import become_finish, evaluation_left
-from sft.host_facts import host_facts
-from sft.launch_checks import check_address, check_installed, check_started_once, check_visible_gpus, told_of_slurm
+from sft.launch.auto_tune import search
+from sft.launch.checks import check_address, check_installed, check_started_once, check_visible_gpus, told_of_slurm
+from sft.launch.finish import become_finish, evaluation_left
+from sft.launch.host_facts import host_facts
+from sft.launch.preflight import disk, refuse
+from sft.launch.rerun import is_run, start_again, told_differences
+from sft.launch.torchrun import check_port, choose_rendezvous, start
+from sft.launch.tuning_result import find_answer, is_searched
 from sft.plan.hardware import Hardware, described_hardware, detect_hardware
 from sft.plan.job import Job, open_job, open_recipe
 from sft.plan.plan import plan_warnings, print_plan
 from sft.plan.topology import Layout, read_layout, whole_number
-from sft.preflight import disk, refuse
 from sft.recipe.changes import check_allowed_changes
 from sft.run.directory import Run
-from sft.search import search
-from sft.search_cache import find_answer, is_searched
-from sft.torchrun import check_port, choose_rendezvous, start
 from sft.train.opening import check_start, unfinished_run
 from sft.visible import visible_line
 
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> None:
         check_trainer_arguments(job)
         judged_data(job)
         set_threads(job, layout)
-        start(layout, ["-m", "sft.preflight", str(job.recipe_path), *arguments.overrides])
+        start(layout, ["-m", "sft.launch.preflight", str(job.recipe_path), *arguments.overrides])
     # What goes on keeps what was found when it was started.
     goes_on = (run := unfinished_run(job)) is not None and bool(checkpoints_of(run))
     searched = job.hardware.gpu is not None and layout.nodes == 1 and is_searched(job) and not goes_on
@@ -142,7 +142,7 @@ def meet_machines(job: Job, layout: Layout) -> None:
     Raises:
         PreflightError: One is missing, cannot be reached, or does not fit.
     """
-    from sft.handshake import Machine, meet
+    from sft.launch.rendezvous import Machine, meet
 
     timeout = whole_number("START_TIMEOUT", DEFAULT_START_TIMEOUT, 1)
     facts = host_facts(job, layout.node_rank, data_key(job.recipe, job.model))

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from sft.again import check_same_data, is_run, original_run, start_again, told_differences
 from sft.errors import RunError
+from sft.launch.rerun import check_same_data, is_run, original_run, start_again, told_differences
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job, open_job
 from sft.run.directory import Run

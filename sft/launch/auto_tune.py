@@ -2,8 +2,8 @@
 
 Started by the launcher where the recipe leaves one of them `auto` and there is a GPU; by hand anywhere:
 
-python -m sft.search recipes/tiny.yaml                      as many processes as the launcher starts (NPROC)
-python -m sft.search recipes/tiny.yaml --memory-gib 2       what if one process might use so much: told, and not gone by
+python -m sft.launch.auto_tune recipes/tiny.yaml                      as many processes as the launcher starts (NPROC)
+python -m sft.launch.auto_tune recipes/tiny.yaml --memory-gib 2       what if one process might use so much: told, and not gone by
 
 What does not fit ends the process that finds it out: an engine is not to be trusted after that, and the other ranks wait for
 one that will not come. The next process goes on behind it.
@@ -25,11 +25,7 @@ from pathlib import Path
 from sft.data.prepare import prepared_data
 from sft.data.prepared import Prepared
 from sft.errors import EXIT_USER_ERROR, run_main
-from sft.parallel import process_group as distributed
-from sft.plan.decision import Resolved
-from sft.plan.job import Job, open_job
-from sft.plan.weights import resolve_gradients
-from sft.search_cache import (
+from sft.launch.tuning_result import (
     Candidate,
     Measurement,
     answer_file,
@@ -39,6 +35,10 @@ from sft.search_cache import (
     worst,
     write_answer,
 )
+from sft.parallel import process_group as distributed
+from sft.plan.decision import Resolved
+from sft.plan.job import Job, open_job
+from sft.plan.weights import resolve_gradients
 
 EXIT_DID_NOT_FIT = 75
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
     arguments = parse_command_line(argv)
     hardware = distributed.job_hardware() if arguments.rank else None
     if hardware is None:
-        from sft.launch import job_and_layout
+        from sft.launch.main import job_and_layout
 
         job, _ = job_and_layout(Path(arguments.recipe), arguments.overrides)
         prepared = prepared_data(job.recipe, job.model, [str(job.recipe_path), *job.overrides])
@@ -71,7 +71,9 @@ def main(argv: Sequence[str]) -> None:
 
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     """Recipe, overrides and switches."""
-    parser = argparse.ArgumentParser(prog="python -m sft.search", description="Measure what fits and is fastest here.")
+    parser = argparse.ArgumentParser(
+        prog="python -m sft.launch.auto_tune", description="Measure what fits and is fastest here."
+    )
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--memory-gib", type=float, help="what one process may use (default: 92 %% of what there is)")
@@ -98,7 +100,7 @@ def search(job: Job, prepared: Prepared, memory_gib: float | None = None) -> Non
     journal.unlink(missing_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, job.hardware.cpu_cores // job.hardware.ranks_per_node)))
     print("Measuring which micro-batch and checkpointing are fastest here; the answer is kept.", flush=True)
-    program = ["-m", "sft.search", "--rank", str(job.recipe_path), *job.overrides]
+    program = ["-m", "sft.launch.auto_tune", "--rank", str(job.recipe_path), *job.overrides]
     program += [] if memory_gib is None else ["--memory-gib", str(memory_gib)]
     while True:
         before = len(worst(read_journal(journal)))
@@ -149,7 +151,7 @@ def measure(job: Job, memory_gib: float | None) -> None:
     from sft.train.main import check_with_frameworks, enter
 
     enter(job)
-    from sft.search_steps import Steps
+    from sft.launch.trials import Steps
 
     tokenizer = load_tokenizer(pinned(job.recipe, job.model))
     check_with_frameworks(job)

@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import sft.search_cache
+import sft.launch.tuning_result
 from sft.data.prepare import prepare
 from sft.data.prepared import Prepared
 from sft.data.store import DocumentStore, SequenceIndex
-from sft.plan.hardware import Gpu, Hardware
-from sft.plan.job import Job, open_job
-from sft.search_cache import (
+from sft.launch.tuning_result import (
     Candidate,
     Measurement,
     answer_file,
@@ -30,6 +28,8 @@ from sft.search_cache import (
     worst,
     write_answer,
 )
+from sft.plan.hardware import Gpu, Hardware
+from sft.plan.job import Job, open_job
 
 MODES: list[bool | int | str] = [True, 2, False]
 SIZES = [1, 2, 4, 8, 16, 32]
@@ -126,7 +126,7 @@ def test_a_search_goes_on_where_its_process_ended(sequence: float) -> None:
 
 
 def test_a_search_ends_when_its_time_is_up() -> None:
-    one = Measurement(Candidate(True, 1), sft.search_cache.SECONDS + 1, 1.0, 1, 1, 0)
+    one = Measurement(Candidate(True, 1), sft.launch.tuning_result.SECONDS + 1, 1.0, 1, 1, 0)
     assert next_candidate(MODES, SIZES, [one], GIB) is None
     assert next_candidate(MODES, SIZES, [replace(one, seconds=1.0)], GIB) == Candidate(True, 2)
 
@@ -241,7 +241,7 @@ def test_longer_sequences_or_another_package_are_another_answer(
     documents["length"] += 1
     documents.tofile(longer.folder / "documents.bin")
     assert answer_file(make_job(), longer) != first
-    monkeypatch.setattr("sft.search_cache.version", lambda name: "0")
+    monkeypatch.setattr("sft.launch.tuning_result.version", lambda name: "0")
     assert answer_file(make_job(), prepared) != first
 
 

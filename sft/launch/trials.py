@@ -19,13 +19,13 @@ from transformers.trainer_callback import TrainerCallback
 
 from sft.data.prepared import Prepared
 from sft.data.store import DocumentStore, SequenceIndex
+from sft.launch.auto_tune import EXIT_DID_NOT_FIT, PASSES, read_journal
+from sft.launch.tuning_result import LARGEST_SHARE, Measurement, longest_first, next_candidate, worst
 from sft.model.gradient_checkpointing import checkpoint_every, has_layers_of_their_own
 from sft.model.load import load_model
 from sft.parallel import process_group as distributed
 from sft.plan.job import Job
 from sft.run.directory import Run
-from sft.search import EXIT_DID_NOT_FIT, PASSES, read_journal
-from sft.search_cache import LARGEST_SHARE, Measurement, longest_first, next_candidate, worst
 from sft.train.arguments import build_trainer, training_arguments
 from sft.train.batches import Sequences, StepOrder
 from sft.train.step_clock import StepClock

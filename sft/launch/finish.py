@@ -1,4 +1,4 @@
-"""After training: score base and tuned, and write the report. `python -m sft.finish RUN`
+"""After training: score base and tuned, and write the report. `python -m sft.launch.finish RUN`
 
 The first rank becomes this program, so that nothing of the training is left in memory or on the GPU beside the evaluation.
 """
@@ -41,7 +41,7 @@ def become_finish(run: Run) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     with held_back():
-        os.execve(sys.executable, [sys.executable, "-m", "sft.finish", str(run.path)], environment)
+        os.execve(sys.executable, [sys.executable, "-m", "sft.launch.finish", str(run.path)], environment)
 
 
 def evaluation_left(job: Job) -> Run | None:

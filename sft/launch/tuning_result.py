@@ -1,6 +1,6 @@
 """What the search for micro-batch and checkpointing tries, how it chooses, and where its answer waits. Imports no torch.
 
-sft/search.py measures. An answer is found by a hash over everything that moves time or memory.
+sft/launch/auto_tune.py measures. An answer is found by a hash over everything that moves time or memory.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sft.comparison import Check
+from sft.launch.host_comparison import Check
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from sft.comparison import Check, check_clocks, compare
 from sft.errors import PreflightError
-from sft.host_facts import HostFacts, driver_version, read_facts
-from sft.preflight import refuse, shared
+from sft.launch.host_comparison import Check, check_clocks, compare
+from sft.launch.host_facts import HostFacts, driver_version, read_facts
+from sft.launch.preflight import refuse, shared
 
 FIRST = HostFacts(
     rank=0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sft.host_facts import HostFacts
+from sft.launch.host_facts import HostFacts
 
 CLOCK_LIMIT = 5.0
 """Seconds that clocks may differ. The times of files and logs of two machines are compared; training needs no clock."""

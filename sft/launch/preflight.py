@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from sft.comparison import Check, check_clocks, compare
 from sft.data.prepared import data_key
 from sft.errors import PreflightError, RecipeError, run_main
-from sft.host_facts import HostFacts, host_facts, read_facts
-from sft.interconnect import bus_bandwidth, check_bandwidth, expected_link
+from sft.launch.host_comparison import Check, check_clocks, compare
+from sft.launch.host_facts import HostFacts, host_facts, read_facts
+from sft.launch.interconnect import bus_bandwidth, check_bandwidth, expected_link
 from sft.parallel import process_group as distributed
 from sft.plan.disk import check_disk
 from sft.plan.job import Job, open_job
@@ -31,7 +31,7 @@ _MEASURED_BYTES = {True: 256 * 2**20, False: 16 * 2**20}
 def main(argv: Sequence[str]) -> None:
     """The whole preflight, as one of the ranks."""
     if not argv:
-        raise RecipeError("usage: python -m sft.preflight RECIPE [key=value ...]")
+        raise RecipeError("usage: python -m sft.launch.preflight RECIPE [key=value ...]")
     from sft.parallel.lost_ranks import told_of_lost_ranks
     from sft.train.main import check_with_frameworks, join
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from sft.errors import PreflightError
-from sft.handshake import Machine, meet, unreachable
-from sft.host_facts import HostFacts
+from sft.launch.host_facts import HostFacts
+from sft.launch.rendezvous import Machine, meet, unreachable
 from sft.parallel.network import address_towards, interface_with
 from sft.parallel.process_group import free_port
 
@@ -88,10 +88,10 @@ def test_another_recipe_is_told_on_both_machines(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_the_other_machine_does_not_see_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sft.handshake
+    import sft.launch.rendezvous
 
     # The second machine's disk: another one, under the same name.
-    monkeypatch.setattr(sft.handshake, "write_token", lambda folder: "elsewhere")
+    monkeypatch.setattr(sft.launch.rendezvous, "write_token", lambda folder: "elsewhere")
     said = verdicts(machine(0), machine(1), folders=[tmp_path] * 2)
     assert all("host1 (NODE_RANK=1) does not see" in one and "shared" not in one.split(":")[0] for one in said)
 

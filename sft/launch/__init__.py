@@ -1,0 +1,1 @@
+"""Starts the processes of a job, and the evaluation after the training."""
