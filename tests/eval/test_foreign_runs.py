@@ -15,7 +15,7 @@ from eval.code_metric import score_code_within_limits
 from eval.run import CONSENTS, SENDS, main, parse_evaluation
 from eval.suites import check_tasks
 from sft.errors import EvaluationError, RunError, UserError
-from sft.export import main as export_main
+from sft.export.main import main as export_main
 from sft.launch.rerun import start_again
 from sft.recipe.schema import REPOSITORY, Evaluation, Model
 from sft.run.consent import OWN_RUN

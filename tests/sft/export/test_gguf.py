@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from sft.data.demo import Demo
 from sft.errors import ExportError
-from sft.export_gguf import CONVERTER, check_convertible, convert, find_converter
+from sft.export.gguf import CONVERTER, check_convertible, convert, find_converter
 
 WRITES = """\
 import sys

@@ -10,9 +10,9 @@ from typing import Any
 from sft.credentials import redact
 from sft.data.sources import is_on_hub
 from sft.errors import ExportError
-from sft.export_gguf import GGUF
-from sft.export_source import Exported
-from sft.generation import sampling, stop_tokens, text_config
+from sft.export.generation import sampling, stop_tokens, text_config
+from sft.export.gguf import GGUF
+from sft.export.source import Exported
 from sft.recipe.public import is_hub_id, public_name, public_recipe
 from sft.visible import visible
 

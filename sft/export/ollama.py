@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from sft.errors import ExportError
-from sft.export_gguf import CONVERTER, GGUF, check_convertible, convert, find_converter
-from sft.export_source import Exported, read_config
-from sft.generation import Context, config_folder, resolve_context, sampling, stop_tokens
-from sft.go_template import Agreement, Around, agree, read_around, write_go
+from sft.export.generation import Context, config_folder, resolve_context, sampling, stop_tokens
+from sft.export.gguf import CONVERTER, GGUF, check_convertible, convert, find_converter
+from sft.export.go_template import Agreement, Around, agree, read_around, write_go
+from sft.export.source import Exported, read_config
 
 ARCHITECTURES = tuple(
     "LlamaForCausalLM MixtralForCausalLM GemmaForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM Phi3ForCausalLM Qwen2ForCausalLM "

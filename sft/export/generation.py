@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sft.errors import ExportError
-from sft.export_source import Exported, read_config
+from sft.export.source import Exported, read_config
 
 _TRANSFORMERS_DEFAULTS: dict[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "repetition_penalty": 1.0}
 """What `generate` samples with where generation_config.json says nothing; servers have other defaults."""

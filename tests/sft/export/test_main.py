@@ -13,15 +13,15 @@ from sft.checkpoint.manifest import write_manifest
 from sft.checkpoint.saved_config import complete_config
 from sft.data.demo import Demo
 from sft.errors import ExportError, UserError
-from sft.export import main, parse_command_line
-from sft.export_check import Reference, judge
-from sft.export_folder import check_output, check_private, check_room
-from sft.export_ollama import _check_architecture, _check_vocabulary, bos_warning, tokenizer_warning
-from sft.export_source import find_exported
-from sft.export_vllm import not_found_by_vllm, resolve_gpus, resolve_serving, tensor_parallel_sizes
-from sft.export_weights import check_finite, left_behind, model_files
-from sft.generation import resolve_context, sampling
-from sft.model_card import metadata, write_card
+from sft.export.check import Reference, judge
+from sft.export.folder import check_output, check_private, check_room
+from sft.export.generation import resolve_context, sampling
+from sft.export.main import main, parse_command_line
+from sft.export.model_card import metadata, write_card
+from sft.export.ollama import _check_architecture, _check_vocabulary, bos_warning, tokenizer_warning
+from sft.export.source import find_exported
+from sft.export.vllm import not_found_by_vllm, resolve_gpus, resolve_serving, tensor_parallel_sizes
+from sft.export.weights import check_finite, left_behind, model_files
 from sft.recipe.public import public_recipe
 from sft.run.directory import Run, write_json
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sft.errors import ExportError
-from sft.export_source import read_config
+from sft.export.source import read_config
 
 CONVERTER = "convert_hf_to_gguf.py"
 GGUF = "model.gguf"

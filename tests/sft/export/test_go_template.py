@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sft.go_template import Around, Message, agree, literal, read_around, write_go
+from sft.export.go_template import Around, Message, agree, literal, read_around, write_go
 from sft.recipe.schema import REPOSITORY
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -18,8 +18,8 @@ import torch
 from sft.checkpoint.portable import WEIGHT, open_whole
 from sft.data.tokenizer import new_token_ids
 from sft.errors import ExportError
-from sft.export_check import Reference, arithmetic_for, load, logits_of, with_model
-from sft.export_source import Exported
+from sft.export.check import Reference, arithmetic_for, load, logits_of, with_model
+from sft.export.source import Exported
 from sft.model.load import DTYPES, load_base, lora_config
 
 _HANDED_OVER = (

@@ -13,7 +13,7 @@ from typing import Any
 from sft.credentials import secrets_in
 from sft.data.tokenizer import load_tokenizer as settled_tokenizer
 from sft.errors import ExportError, disk_was_full
-from sft.export_source import Exported, has_tokenizer, read_config
+from sft.export.source import Exported, has_tokenizer, read_config
 from sft.plan.disk import in_words
 from sft.recipe.schema import Recipe
 from sft.run.inside import remove
@@ -29,7 +29,7 @@ class Made:
 
     folder: Path
     checked: Any
-    """From sft/export_check.py."""
+    """From sft/export/check.py."""
 
 
 def check_output(output: Path, run: Path) -> None:
@@ -91,7 +91,7 @@ def make_folder(
     Raises:
         UserError: It cannot be made, or is another model than was trained. Nothing is left behind.
     """
-    from sft.export_weights import bytes_needed
+    from sft.export.weights import bytes_needed
 
     check_room(output.parent, 0 if link else copies * bytes_needed(source))
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -114,8 +114,8 @@ def _fill(source: Exported, folder: Path, finish: Callable[[Path, Any], None], l
     from transformers.utils import logging
 
     from sft.checkpoint.saved_config import complete_config
-    from sft.export_check import arithmetic_for, compare, probe_rows
-    from sft.export_weights import saved_format, write_weights
+    from sft.export.check import arithmetic_for, compare, probe_rows
+    from sft.export.weights import saved_format, write_weights
 
     logging.disable_progress_bar()
     tokenizer = load_tokenizer(source)

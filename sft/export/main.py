@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 from sft.checkpoint.unchanged import ACCEPT
 from sft.errors import ExportError, did_you_mean, run_main
-from sft.export_folder import Made, check_output, make_folder
-from sft.export_source import Exported, check_unchanged, find_exported, find_run_to_export
+from sft.export.folder import Made, check_output, make_folder
+from sft.export.source import Exported, check_unchanged, find_exported, find_run_to_export
 from sft.run.consent import check_model_code
 from sft.visible import visible_line
 
@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> None:
     trusted: bool = arguments.trust_remote_code
     check_model_code(run.path, run.recipe().model.trust_remote_code, trusted, "--trust-remote-code")
     if arguments.to == "hub":
-        from sft.export_hub import upload
+        from sft.export.hub import upload
 
         upload(run, arguments)
         return
@@ -116,10 +116,10 @@ Tell = Callable[[Made], str]
 
 def _target(source: Exported, arguments: argparse.Namespace) -> tuple[Finish, Tell]:
     """What a target writes beside the model, and what the user is told."""
-    from sft.model_card import write_card
+    from sft.export.model_card import write_card
 
     if arguments.to == "vllm":
-        from sft.export_vllm import resolve_serving, write_script
+        from sft.export.vllm import resolve_serving, write_script
 
         serving = resolve_serving(source, arguments.gpus, arguments.max_length, arguments.name)
 
@@ -129,7 +129,7 @@ def _target(source: Exported, arguments: argparse.Namespace) -> tuple[Finish, Te
 
         return finish, lambda made: serving.told(made.folder)
     if arguments.to == "ollama":
-        from sft.export_ollama import resolve_import
+        from sft.export.ollama import resolve_import
 
         importing = resolve_import(source, arguments.max_length, arguments.name, arguments.gguf)
 

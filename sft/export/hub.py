@@ -18,8 +18,8 @@ from typing import Any
 
 from sft.credentials import redact
 from sft.errors import ExportError
-from sft.export_folder import Made, make_folder
-from sft.export_source import Exported, check_unchanged, find_exported, steps_of
+from sft.export.folder import Made, make_folder
+from sft.export.source import Exported, check_unchanged, find_exported, steps_of
 from sft.plan.disk import in_words
 from sft.run.directory import Run
 
@@ -43,7 +43,7 @@ def upload(run: Run, arguments: argparse.Namespace) -> None:
 
     Args:
         run: What is uploaded of.
-        arguments: From sft/export.py.
+        arguments: From sft/export/main.py.
 
     Raises:
         UserError: Anything is wrong, or the hub does not take it.
@@ -132,7 +132,7 @@ def _steps(run: Run, given: str | None) -> list[int]:
 @contextmanager
 def _made(one: Upload, license_id: str | None, repo_id: str) -> Iterator[Made]:
     """The folder of a branch, beside the run for as long as it is uploaded: there its weights are links, and take no room."""
-    from sft.model_card import write_card
+    from sft.export.model_card import write_card
 
     def finish(folder: Path, tokenizer: Any) -> None:
         write_card(one.source, folder, tokenizer, license_id, repo_id)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sft.errors import ExportError
-from sft.export_source import Exported, read_config
-from sft.generation import config_folder, resolve_context, sampling, text_config
+from sft.export.generation import config_folder, resolve_context, sampling, text_config
+from sft.export.source import Exported, read_config
 from sft.plan.hardware import visible_gpus
 
 SCRIPT = "serve.sh"

@@ -1,0 +1,1 @@
+"""Exports a trained model: merged, vLLM, Ollama and GGUF, hub."""
