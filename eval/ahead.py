@@ -13,8 +13,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from eval.named_suites import SUITES, describe_suite, tasks_of
-from eval.suites import TaskSelection, check_tasks
+from eval.tasks.named_suites import SUITES, describe_suite, tasks_of
+from eval.tasks.suites import TaskSelection, check_tasks
 from sft.errors import run_main
 from sft.processes import end_with_parent
 from sft.recipe.schema import Evaluation, Recipe

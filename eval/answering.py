@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from eval.settings import Settings
+from eval.tasks.settings import Settings
 from sft.errors import EvaluationError
 
 if TYPE_CHECKING:

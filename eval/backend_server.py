@@ -22,7 +22,7 @@ from eval.server import Served
 from eval.server_answers import choices_of, likelihood_request, score_choice
 from eval.server_asking import Asking, NoAnswer, told
 from eval.server_probe import chat_extras
-from eval.settings import Settings
+from eval.tasks.settings import Settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from eval.answering import encode_as_hf, extensions, make_request, render_chat, special_tokens
-from eval.settings import Settings
+from eval.tasks.settings import Settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

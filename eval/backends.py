@@ -11,8 +11,8 @@ from eval.placement import Placement, change_whole
 from eval.quiet import summary
 from eval.server import Served
 from eval.server_tasks import served_problems
-from eval.settings import Settings
-from eval.tasks import LoadedTasks, leaves
+from eval.tasks.load import LoadedTasks, leaves
+from eval.tasks.settings import Settings
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation
 

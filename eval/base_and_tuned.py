@@ -13,11 +13,11 @@ from eval.conclude import conclude
 from eval.measure import evaluate_model
 from eval.placement import Placement, on_gpu
 from eval.reference import Reference, load_reference
-from eval.settings import Settings, resolve_settings
-from eval.suites import check_tasks
 from eval.targets import base_target
-from eval.task_facts import task_facts
-from eval.tasks import LoadedTasks
+from eval.tasks.facts import task_facts
+from eval.tasks.load import LoadedTasks
+from eval.tasks.settings import Settings, resolve_settings
+from eval.tasks.suites import check_tasks
 from eval.together import load_tasks_together, log_in, place
 from eval.treatment import own_template, treat_base
 from sft.checkpoint.unchanged import base_changes, check_final

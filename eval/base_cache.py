@@ -17,7 +17,7 @@ from eval import ranks
 from eval.backends import Target
 from eval.measure import evaluate_model
 from eval.placement import Placement, gpu_name
-from eval.tasks import LoadedTasks
+from eval.tasks.load import LoadedTasks
 from eval.treatment import Treatment
 from sft.checkpoint.unchanged import base_sums
 

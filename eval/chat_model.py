@@ -9,7 +9,7 @@ from eval.backends import Target
 from eval.placement import change_whole, check_placement, place_model
 from eval.quiet import first_line
 from eval.reference import Reference
-from eval.settings import LENGTH_KEYS
+from eval.tasks.settings import LENGTH_KEYS
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from eval import ranks
 from eval.code_limits import LIMITS, Outcome
 from eval.code_runner import describe, prove_isolation, run_programs
-from eval.task_index import CODE_METRIC
+from eval.tasks.index import CODE_METRIC
 from sft.errors import EvaluationError
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Finds tasks that measure nothing: from the samples that lm_eval returns, what can hardly be meant.
 
-Nothing is refused here: eval/tasks.py refuses what can only be a mistake. What is wrong with a task's documents is said of the user's own
+Nothing is refused here: eval/tasks/load.py refuses what can only be a mistake. What is wrong with a task's documents is said of the user's own
 tasks alone, since others measure lm_eval's as they are; what is wrong with the answers is said of all.
 """
 
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from eval.tasks import compares_choices
+from eval.tasks.load import compares_choices
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask

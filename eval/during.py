@@ -22,9 +22,9 @@ from eval.live_model import LeftOff, Live, language_model, undisturbed
 from eval.pairs import finite
 from eval.quiet import chatter_to, summary
 from eval.reference import load_reference
-from eval.settings import Settings, resolve_settings
-from eval.suites import check_tasks
-from eval.tasks import LoadedTasks, load_tasks
+from eval.tasks.load import LoadedTasks, load_tasks
+from eval.tasks.settings import Settings, resolve_settings
+from eval.tasks.suites import check_tasks
 from sft.errors import EvaluationError
 from sft.hub.pins import pinned
 from sft.parallel import process_group as distributed

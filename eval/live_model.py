@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
-from eval.settings import Settings
+from eval.tasks.settings import Settings
 
 if TYPE_CHECKING:
     from lm_eval.models.huggingface import HFLM

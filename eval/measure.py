@@ -24,8 +24,8 @@ from eval.code_metric import code_metric
 from eval.doubts import answer_doubts, document_doubts
 from eval.placement import Placement, check_placement, give_memory_back
 from eval.quiet import chatter_to, describe_environment_once, summary
-from eval.settings import Settings
-from eval.tasks import LoadedTasks, is_own, leaves
+from eval.tasks.load import LoadedTasks, is_own, leaves
+from eval.tasks.settings import Settings
 from sft.errors import EvaluationError, LostRank
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from eval.backends import Target, check_requests, find_backend
 from eval.measure import Results, evaluate_model
 from eval.placement import on_gpu
 from eval.reference import check_vocabulary, load_reference
-from eval.settings import resolve_settings
-from eval.suites import check_tasks
 from eval.tables import scores_table
-from eval.task_facts import task_facts
+from eval.tasks.facts import task_facts
+from eval.tasks.settings import resolve_settings
+from eval.tasks.suites import check_tasks
 from eval.together import load_tasks_together, log_in, place
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation

@@ -14,7 +14,7 @@ from sft.errors import EvaluationError, did_you_mean
 from sft.recipe.eval import Server
 
 if TYPE_CHECKING:
-    from eval.settings import Settings
+    from eval.tasks.settings import Settings
 
 SECONDS_TO_CONNECT = 10
 Api = Literal["completions", "chat"]

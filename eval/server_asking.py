@@ -11,7 +11,7 @@ import requests
 from eval.answering import cut, extensions, make_request, special_tokens, strips_leading_space
 from eval.server import Served, authorization, reason_of
 from eval.server_answers import choices_of, shortened
-from eval.settings import Settings
+from eval.tasks.settings import Settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

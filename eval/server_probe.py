@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from eval.answering import render_chat
 from eval.server import Address, Served, check_length, find_served, is_ollama
 from eval.server_answers import choices_of, likelihood_request, score_choice, tokens_counted
-from eval.settings import Settings
+from eval.tasks.settings import Settings
 from sft.errors import EvaluationError
 from sft.recipe.eval import Server
 

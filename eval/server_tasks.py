@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from eval.answering import carried_by_openai, make_request
 from eval.server import Served
-from eval.settings import Settings
+from eval.tasks.settings import Settings
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask

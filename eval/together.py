@@ -12,9 +12,9 @@ from eval.launch import decided_placement
 from eval.placement import Placement, place_model
 from eval.quiet import LOG
 from eval.reference import Reference
-from eval.settings import Settings
-from eval.suites import TaskSelection
-from eval.tasks import LoadedTasks, load_tasks
+from eval.tasks.load import LoadedTasks, load_tasks
+from eval.tasks.settings import Settings
+from eval.tasks.suites import TaskSelection
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from eval.backends import Target
 from eval.quiet import first_line
 from eval.reference import Reference
-from eval.settings import Settings, template_sha256
+from eval.tasks.settings import Settings, template_sha256
 from sft.errors import EvaluationError
 
 if TYPE_CHECKING:

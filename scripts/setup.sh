@@ -31,5 +31,5 @@ rm -f "$venv/installed"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$root/requirements.lock" 9>&-
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e "$root" 9>&-
 # Reading the names of lm_eval's 14,000 tasks takes seconds; kept, so that a mistyped task is refused at once.
-"$venv/bin/python" -m eval.suites >/dev/null 9>&-
+"$venv/bin/python" -m eval.tasks.suites >/dev/null 9>&-
 printf '%s\n' "$wanted" >"$venv/installed"

@@ -110,7 +110,7 @@ def check_tasks_during(recipe: Recipe) -> None:
     Raises:
         EvaluationError: One is missing, or runs generated code.
     """
-    from eval.suites import check_tasks
+    from eval.tasks.suites import check_tasks
 
     if recipe.eval.during is None:
         return
@@ -138,7 +138,7 @@ def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to
         UserError: The first mistake found, or all of the recipe's.
     """
     from eval.backend_checks import check_backend
-    from eval.suites import check_tasks
+    from eval.tasks.suites import check_tasks
 
     recipe, path, model = open_recipe(recipe_path, overrides, to_run)
     deepspeed = open_deepspeed(recipe, hardware, model)

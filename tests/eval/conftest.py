@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from eval.reference import Reference, load_reference
-from eval.settings import Settings, resolve_settings
-from eval.suites import Task, TaskSelection
+from eval.tasks.settings import Settings, resolve_settings
+from eval.tasks.suites import Task, TaskSelection
 from sft.data.demo import make_demo
 from sft.recipe.schema import Evaluation
 from sft.run.directory import Run, write_json

@@ -13,8 +13,8 @@ from eval.answering import (
     task_problems,
 )
 from eval.reference import Reference
-from eval.settings import Settings
-from eval.tasks import leaves, load_tasks
+from eval.tasks.load import leaves, load_tasks
+from eval.tasks.settings import Settings
 from sft.errors import EvaluationError
 
 Resolve = Callable[..., Settings]
@@ -93,7 +93,7 @@ def test_a_task_that_only_transformers_can_do_is_refused(
 ) -> None:
     from pathlib import Path
 
-    from eval.suites import check_tasks
+    from eval.tasks.suites import check_tasks
     from sft.recipe.schema import Evaluation
 
     assert isinstance(tmp_path, Path)

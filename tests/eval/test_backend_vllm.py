@@ -11,7 +11,7 @@ import pytest
 
 from eval.backend_vllm import vllm_arguments
 from eval.run import main
-from eval.settings import Settings
+from eval.tasks.settings import Settings
 from sft.run.directory import Run, read_json
 
 WriteTask = Callable[..., Path]

@@ -11,7 +11,7 @@ from eval.backends import Target
 from eval.base_cache import FOLDER, _held, base_key, find, keep, model_identity, place
 from eval.placement import Placement
 from eval.reference import Reference
-from eval.settings import Settings
+from eval.tasks.settings import Settings
 from eval.treatment import Treatment
 
 Resolve = Callable[..., Settings]

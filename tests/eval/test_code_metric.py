@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 
 from eval.code_metric import CodeEval, code_metric, pass_at_k, score_code_within_limits
-from eval.task_index import known_tasks
+from eval.tasks.index import known_tasks
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ import yaml
 
 from eval.code_limits import LIMITS, Outcome
 from eval.code_runner import describe, prove_isolation, run_programs
-from eval.suites import check_tasks
-from eval.tasks import LoadedTasks, load_tasks
+from eval.tasks.load import LoadedTasks, load_tasks
+from eval.tasks.suites import check_tasks
 from sft.errors import EvaluationError
 from sft.recipe.schema import REPOSITORY, Evaluation
 

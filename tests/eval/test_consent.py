@@ -9,10 +9,10 @@ from jinja2 import Environment
 from jinja2.exceptions import SecurityError, UndefinedError
 from jinja2.sandbox import SandboxedEnvironment
 
-from eval.settings import Settings
-from eval.suites import TaskSelection, check_tasks
-from eval.task_files import LocalTasks
-from eval.tasks import load_tasks, render_in_sandbox
+from eval.tasks.files import LocalTasks
+from eval.tasks.load import load_tasks, render_in_sandbox
+from eval.tasks.settings import Settings
+from eval.tasks.suites import TaskSelection, check_tasks
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation
 

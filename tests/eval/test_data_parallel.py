@@ -6,9 +6,9 @@ import pytest
 
 from eval import ranks
 from eval.data_parallel import DataParallelHFLM, deal_out, fewest_documents, in_order
-from eval.settings import Settings
-from eval.suites import check_tasks
-from eval.tasks import leaves, load_tasks
+from eval.tasks.load import leaves, load_tasks
+from eval.tasks.settings import Settings
+from eval.tasks.suites import check_tasks
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation
 

@@ -11,9 +11,9 @@ from eval.backends import Target
 from eval.measure import evaluate_model
 from eval.placement import Placement
 from eval.reference import Reference
-from eval.settings import Settings, resolve_settings
-from eval.suites import check_tasks
-from eval.tasks import load_tasks
+from eval.tasks.load import load_tasks
+from eval.tasks.settings import Settings, resolve_settings
+from eval.tasks.suites import check_tasks
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation
 

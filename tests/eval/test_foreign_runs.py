@@ -13,7 +13,7 @@ from eval.chat_target import choose
 from eval.chat_terminal import parse
 from eval.code_metric import score_code_within_limits
 from eval.run import CONSENTS, SENDS, main, parse_evaluation
-from eval.suites import check_tasks
+from eval.tasks.suites import check_tasks
 from sft.errors import EvaluationError, RunError, UserError
 from sft.export.main import main as export_main
 from sft.launch.rerun import start_again

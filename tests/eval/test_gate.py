@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from eval.gate import check_gate, judge_gate
-from eval.suites import check_tasks
+from eval.tasks.suites import check_tasks
 from sft.errors import EXIT_GATE, EvaluationError, GateFailed
 from sft.recipe.eval import Gate
 from sft.recipe.schema import Evaluation

@@ -15,9 +15,9 @@ from eval.measure import PROMPT_CUT, evaluate_model
 from eval.placement import Placement, give_memory_back
 from eval.quiet import describe_environment_once
 from eval.reference import Reference, load_reference
-from eval.settings import Settings, resolve_settings
-from eval.suites import check_tasks
-from eval.tasks import load_tasks
+from eval.tasks.load import load_tasks
+from eval.tasks.settings import Settings, resolve_settings
+from eval.tasks.suites import check_tasks
 from sft.errors import EvaluationError, UserError
 from sft.recipe.schema import Evaluation
 

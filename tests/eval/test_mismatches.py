@@ -13,10 +13,10 @@ import yaml
 from eval.alike import check_alike
 from eval.compare import compare
 from eval.reference import Reference, load_reference
-from eval.settings import Settings, resolve_settings
-from eval.suites import check_tasks
-from eval.task_facts import task_facts
-from eval.tasks import load_tasks
+from eval.tasks.facts import task_facts
+from eval.tasks.load import load_tasks
+from eval.tasks.settings import Settings, resolve_settings
+from eval.tasks.suites import check_tasks
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation
 

@@ -10,7 +10,7 @@ pytest.importorskip("tenacity", reason="lm_eval's clients of servers need it")
 from eval.reference import Reference
 from eval.server import Served
 from eval.server_asking import Asking
-from eval.settings import Settings
+from eval.tasks.settings import Settings
 
 Resolve = Callable[..., Settings]
 SERVED = Served("http://127.0.0.1:1/v1", "tuned", "chat", 1, 5, None, None)

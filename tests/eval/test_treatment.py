@@ -11,7 +11,7 @@ import pytest
 from eval.alike import OF_THE_TEMPLATE, check_alike, differing
 from eval.backends import Target
 from eval.reference import Reference
-from eval.settings import Settings
+from eval.tasks.settings import Settings
 from eval.treatment import Treatment, own_template, treat_base
 from sft.errors import EvaluationError
 

@@ -113,7 +113,7 @@ def test_the_inventory_finds_what_it_looks_for(line: str) -> None:
 def test_the_loaders_of_yaml_make_plain_values() -> None:
     import yaml
 
-    from eval.task_files import _TaskLoader
+    from eval.tasks.files import _TaskLoader
     from sft.recipe.load import _Loader
 
     for loader in (_Loader, _TaskLoader):

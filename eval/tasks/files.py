@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
-from eval.task_checks import Function, code_of, datasets_of, functions_missing, parts_of, problems_of
-from eval.task_data import files_outside
-from eval.task_index import CODE_METRIC, members
-from eval.task_metrics import lm_eval_folder
+from eval.tasks.checks import Function, code_of, datasets_of, functions_missing, parts_of, problems_of
+from eval.tasks.data_files import files_outside
+from eval.tasks.index import CODE_METRIC, members
+from eval.tasks.metrics import lm_eval_folder
 from sft.errors import EvaluationError
 from sft.recipe.load import find_file
 

@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from eval.task_index import LOCAL_FORMATS
+from eval.tasks.index import LOCAL_FORMATS
 from sft.errors import did_you_mean
 
 

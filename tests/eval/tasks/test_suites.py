@@ -12,11 +12,11 @@ from typing import Any, get_args
 import pytest
 
 from eval.code_limits import LIMITS
-from eval.named_suites import SUITES
 from eval.reference import Reference
-from eval.settings import Settings, resolve_settings
-from eval.suites import check_tasks
-from eval.task_index import TaskIndex, build_index, keep_index, known_tasks, read_index
+from eval.tasks.index import TaskIndex, build_index, keep_index, known_tasks, read_index
+from eval.tasks.named_suites import SUITES
+from eval.tasks.settings import Settings, resolve_settings
+from eval.tasks.suites import check_tasks
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.task_files import LocalTasks
+from eval.tasks.files import LocalTasks
 from sft.errors import EvaluationError
 
 

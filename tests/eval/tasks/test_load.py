@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import yaml
 
-from eval.settings import Settings
-from eval.suites import check_tasks
-from eval.tasks import LoadedTasks, load_tasks
+from eval.tasks.load import LoadedTasks, load_tasks
+from eval.tasks.settings import Settings
+from eval.tasks.suites import check_tasks
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation
 

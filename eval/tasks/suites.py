@@ -1,6 +1,6 @@
 """Which tasks an evaluation runs, checked before anything is loaded.
 
-    python -m eval.suites    # reads the names of lm_eval's tasks once and keeps them
+    python -m eval.tasks.suites    # reads the names of lm_eval's tasks once and keeps them
 
 Reading lm_eval's 14,000 task files takes seconds, so their names are kept: a mistyped task is refused at once.
 """
@@ -13,9 +13,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from eval.gate import check_gate
-from eval.named_suites import limit_of, tasks_of
-from eval.task_files import LocalTasks, Task
-from eval.task_index import TaskIndex, known_tasks, reached
+from eval.tasks.files import LocalTasks, Task
+from eval.tasks.index import TaskIndex, known_tasks, reached
+from eval.tasks.named_suites import limit_of, tasks_of
 from sft.errors import EvaluationError, did_you_mean, run_main
 from sft.recipe.load import find_file
 from sft.recipe.schema import Evaluation

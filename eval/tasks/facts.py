@@ -11,8 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.settings import Settings
-from eval.tasks import LoadedTasks, leaves
+from eval.tasks.load import LoadedTasks, leaves
+from eval.tasks.settings import Settings
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask

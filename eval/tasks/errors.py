@@ -9,7 +9,7 @@ from traceback import walk_tb
 from typing import TYPE_CHECKING
 
 from eval.quiet import first_line, summary
-from eval.task_data import splits_of
+from eval.tasks.data_files import splits_of
 from sft.errors import did_you_mean
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from eval.settings import Settings
-from eval.task_facts import task_facts
-from eval.tasks import LoadedTasks
+from eval.tasks.facts import task_facts
+from eval.tasks.load import LoadedTasks
+from eval.tasks.settings import Settings
 
 WriteTask = Callable[..., Path]
 HELPER = "from scoring.parts import half\n\n\ndef score(doc, results):\n    return {'acc': half()}\n"

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from eval.code_metric import prepare_code_tasks, score_code_within_limits
 from eval.quiet import chatter_to, summary
-from eval.settings import Settings
-from eval.suites import TaskSelection, asked_twice
-from eval.task_errors import metrics_not_found, why_not_loaded
-from eval.task_files import Task
-from eval.task_index import CODE_METRIC
+from eval.tasks.errors import metrics_not_found, why_not_loaded
+from eval.tasks.files import Task
+from eval.tasks.index import CODE_METRIC
+from eval.tasks.settings import Settings
+from eval.tasks.suites import TaskSelection, asked_twice
 from sft.errors import EvaluationError
 
 if TYPE_CHECKING:

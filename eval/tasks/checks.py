@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from eval.task_data import files_missing, splits_missing, splits_of
-from eval.task_index import LOCAL_FORMATS
-from eval.task_metrics import OF_EVALUATE, lm_eval_metrics, metrics_wrong
+from eval.tasks.data_files import files_missing, splits_missing, splits_of
+from eval.tasks.index import LOCAL_FORMATS
+from eval.tasks.metrics import OF_EVALUATE, lm_eval_metrics, metrics_wrong
 from sft.errors import did_you_mean
 
 OUTPUT_TYPES = ("loglikelihood", "multiple_choice", "loglikelihood_rolling", "generate_until")

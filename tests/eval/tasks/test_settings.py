@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from eval.reference import Reference, check_vocabulary, load_config, load_reference
-from eval.settings import Settings, resolve_settings
-from eval.suites import TaskSelection
+from eval.tasks.settings import Settings, resolve_settings
+from eval.tasks.suites import TaskSelection
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from eval.suites import check_tasks
-from eval.task_checks import KEYS, OUTPUT_TYPES
-from eval.task_metrics import lm_eval_aggregations, lm_eval_metrics
+from eval.tasks.checks import KEYS, OUTPUT_TYPES
+from eval.tasks.metrics import lm_eval_aggregations, lm_eval_metrics
+from eval.tasks.suites import check_tasks
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation
 
