@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from eval.batch_sizes import differing_sizes
+from eval.models.batch_sizes import differing_sizes
 from sft.errors import EvaluationError
 
 Results = dict[str, Any]

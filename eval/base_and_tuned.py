@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from eval import ranks
-from eval.backends import Target, check_requests, find_backend
 from eval.base_cache import measure_base
 from eval.conclude import conclude
 from eval.measure import evaluate_model
-from eval.placement import Placement, on_gpu
+from eval.models.backends import Target, check_requests, find_backend
+from eval.models.placement import Placement, on_gpu
 from eval.reference import Reference, load_reference
 from eval.targets import base_target
 from eval.tasks.facts import task_facts

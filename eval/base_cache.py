@@ -14,9 +14,9 @@ from pathlib import Path
 from uuid import uuid4
 
 from eval import ranks
-from eval.backends import Target
 from eval.measure import evaluate_model
-from eval.placement import Placement, gpu_name
+from eval.models.backends import Target
+from eval.models.placement import Placement, gpu_name
 from eval.tasks.load import LoadedTasks
 from eval.treatment import Treatment
 from sft.checkpoint.unchanged import base_sums

@@ -20,11 +20,11 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from eval.backends import Target
 from eval.chat_checks import check, is_empty, loops, warning
-from eval.chat_model import Asker, load_asker, load_weights
 from eval.chat_prompts import Messages, prompts_of
-from eval.placement import give_memory_back
+from eval.models.backends import Target
+from eval.models.chat_model import Asker, load_asker, load_weights
+from eval.models.placement import give_memory_back
 from eval.quiet import chatter_to
 from eval.reference import Reference, load_reference
 from eval.targets import base_target

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.backends import Target
-from eval.chat_model import Asker, load_asker, load_weights
+from eval.models.backends import Target
+from eval.models.chat_model import Asker, load_asker, load_weights
 from eval.reference import Reference, load_config, load_reference
 from eval.targets import check_folder, recorded_base
 from sft.errors import EvaluationError

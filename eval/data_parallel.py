@@ -21,7 +21,7 @@ from lm_eval.api.task import Task
 from lm_eval.models.huggingface import HFLM
 
 from eval import ranks
-from eval.batch_sizes import Searches
+from eval.models.batch_sizes import Searches
 
 _NOTHING = object()
 

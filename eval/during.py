@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
-from eval.live_model import LeftOff, Live, language_model, undisturbed
+from eval.models.live_model import LeftOff, Live, language_model, undisturbed
 from eval.pairs import finite
 from eval.quiet import chatter_to, summary
 from eval.reference import load_reference

@@ -11,7 +11,7 @@ import sys
 from dataclasses import asdict
 from typing import NoReturn
 
-from eval.placement import Placement
+from eval.models.placement import Placement
 from sft.errors import run_main
 from sft.launch.torchrun import start
 from sft.plan.hardware import cpu_cores

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval import ranks
-from eval.backends import Target, load_model
-from eval.batch_sizes import Found, Searches
 from eval.code_metric import code_metric
 from eval.doubts import answer_doubts, document_doubts
-from eval.placement import Placement, check_placement, give_memory_back
+from eval.models.backends import Target, load_model
+from eval.models.batch_sizes import Found, Searches
+from eval.models.placement import Placement, check_placement, give_memory_back
 from eval.quiet import chatter_to, describe_environment_once, summary
 from eval.tasks.load import LoadedTasks, is_own, leaves
 from eval.tasks.settings import Settings
@@ -292,7 +292,7 @@ def evaluate_model(
     results |= more or {}
     template = model.chat_template(True) if settings.apply_chat_template else None
     if settings.backend == "vllm":
-        from eval.backend_vllm import release
+        from eval.models.vllm import release
 
         release(model)
     del model

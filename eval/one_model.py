@@ -8,9 +8,9 @@ from pathlib import Path
 from uuid import uuid4
 
 from eval import ranks
-from eval.backends import Target, check_requests, find_backend
 from eval.measure import Results, evaluate_model
-from eval.placement import on_gpu
+from eval.models.backends import Target, check_requests, find_backend
+from eval.models.placement import on_gpu
 from eval.reference import check_vocabulary, load_reference
 from eval.tables import scores_table
 from eval.tasks.facts import task_facts

@@ -26,9 +26,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval import ranks
-from eval.backend_checks import check_backend
 from eval.base_and_tuned import evaluate_run
 from eval.launch import become_launcher
+from eval.models.backend_checks import check_backend
 from eval.one_model import evaluate_one
 from eval.targets import check_folder
 from eval.together import NeedsProcesses

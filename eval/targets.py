@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from eval.backends import Target
+from eval.models.backends import Target
 from eval.reference import Reference, check_vocabulary, load_config
 from sft.errors import EvaluationError, did_you_mean
 from sft.hub.remote_code import code_hash

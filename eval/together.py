@@ -7,9 +7,9 @@ from pathlib import Path
 
 from eval import ranks
 from eval.ahead import describe
-from eval.backends import place_backend
 from eval.launch import decided_placement
-from eval.placement import Placement, place_model
+from eval.models.backends import place_backend
+from eval.models.placement import Placement, place_model
 from eval.quiet import LOG
 from eval.reference import Reference
 from eval.tasks.load import LoadedTasks, load_tasks

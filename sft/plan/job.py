@@ -137,7 +137,7 @@ def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to
     Raises:
         UserError: The first mistake found, or all of the recipe's.
     """
-    from eval.backend_checks import check_backend
+    from eval.models.backend_checks import check_backend
     from eval.tasks.suites import check_tasks
 
     recipe, path, model = open_recipe(recipe_path, overrides, to_run)

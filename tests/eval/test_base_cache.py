@@ -7,9 +7,9 @@ from threading import Thread
 
 import pytest
 
-from eval.backends import Target
 from eval.base_cache import FOLDER, _held, base_key, find, keep, model_identity, place
-from eval.placement import Placement
+from eval.models.backends import Target
+from eval.models.placement import Placement
 from eval.reference import Reference
 from eval.tasks.settings import Settings
 from eval.treatment import Treatment

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from eval.backends import Target
 from eval.measure import evaluate_model
-from eval.placement import Placement
+from eval.models.backends import Target
+from eval.models.placement import Placement
 from eval.reference import Reference
 from eval.tasks.load import load_tasks
 from eval.tasks.settings import Settings, resolve_settings

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from eval.during import During, scores
-from eval.live_model import undisturbed
+from eval.models.live_model import undisturbed
 from sft.errors import EvaluationError, RecipeError
 from sft.parallel.progress import EVALUATION
 from sft.parallel.stall import ALWAYS

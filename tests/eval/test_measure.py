@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from eval.backends import Target
 from eval.measure import PROMPT_CUT, evaluate_model
-from eval.placement import Placement, give_memory_back
+from eval.models.backends import Target
+from eval.models.placement import Placement, give_memory_back
 from eval.quiet import describe_environment_once
 from eval.reference import Reference, load_reference
 from eval.tasks.load import load_tasks

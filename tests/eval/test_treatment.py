@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from eval.alike import OF_THE_TEMPLATE, check_alike, differing
-from eval.backends import Target
+from eval.models.backends import Target
 from eval.reference import Reference
 from eval.tasks.settings import Settings
 from eval.treatment import Treatment, own_template, treat_base

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
-from eval.backends import Target
-from eval.backends import load_model as load_evaluated
+from eval.models.backends import Target
+from eval.models.backends import load_model as load_evaluated
 from sft.data.demo import Demo
 from sft.errors import ModelError
 from sft.model.load import check_weights, load_base, load_model

@@ -2,7 +2,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from eval.backend_checks import CLIENT_PACKAGES, check_backend, contradictions
+from eval.models.backend_checks import CLIENT_PACKAGES, check_backend, contradictions
 from eval.run import parse_evaluation
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import requests
 
-from eval.answering import cut, extensions, make_request, special_tokens, strips_leading_space
-from eval.server import Served, authorization, reason_of
-from eval.server_answers import choices_of, shortened
+from eval.models.answering import cut, extensions, make_request, special_tokens, strips_leading_space
+from eval.models.server import Served, authorization, reason_of
+from eval.models.server_answers import choices_of, shortened
 from eval.tasks.settings import Settings
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ import traceback
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from eval.answering import check_generation, special_tokens, task_problems
-from eval.placement import Placement, change_whole
+from eval.models.answering import check_generation, special_tokens, task_problems
+from eval.models.placement import Placement, change_whole
+from eval.models.server import Served
+from eval.models.server_tasks import served_problems
 from eval.quiet import summary
-from eval.server import Served
-from eval.server_tasks import served_problems
 from eval.tasks.load import LoadedTasks, leaves
 from eval.tasks.settings import Settings
 from sft.errors import EvaluationError
@@ -51,7 +51,7 @@ Asking = tuple[Target, Settings, "PreTrainedTokenizerBase"]
 def load_model(target: Target, tokenizer: PreTrainedTokenizerBase, settings: Settings, placement: Placement) -> Any:
     """lm_eval's model, with the generation config that both models share."""
     if settings.backend == "server":
-        from eval.backend_server import load_served
+        from eval.models.server_client import load_served
 
         assert target.served is not None, "find_backend has found it"
         return load_served(target.served, tokenizer, settings)
@@ -60,7 +60,7 @@ def load_model(target: Target, tokenizer: PreTrainedTokenizerBase, settings: Set
     check_weights(target.model, target.revision, target.trust_remote_code, f"The {target.label} model {target.model}")
     try:
         if settings.backend == "vllm":
-            from eval.backend_vllm import load_vllm
+            from eval.models.vllm import load_vllm
 
             return load_vllm(target.model, target.revision, target.trust_remote_code, tokenizer, settings, target.vllm)
         return _load_hf(target, tokenizer, settings, placement)
@@ -131,7 +131,7 @@ def find_backend(evaluation: Evaluation, path: str, *askings: Asking) -> list[Ta
         memory = evaluation.gpu_memory_utilization
         options = {} if memory is None else {"gpu_memory_utilization": memory}
         return [replace(target, vllm=options) for target in targets]
-    from eval.server_probe import check_two, find, probe
+    from eval.models.server_probe import check_two, find, probe
 
     found = [find(evaluation.server, target.label, target.model, alone=len(targets) == 1) for target in targets]
     check_two(found)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from eval.backends import Target
-from eval.batch_sizes import Searches, differing_sizes
 from eval.measure import evaluate_model
-from eval.placement import Placement
+from eval.models.backends import Target
+from eval.models.batch_sizes import Searches, differing_sizes
+from eval.models.placement import Placement
 from eval.reference import Reference
 from eval.tasks.load import load_tasks
 from eval.tasks.settings import resolve_settings

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from eval.answering import encode_as_hf, extensions, make_request, render_chat, special_tokens
+from eval.models.answering import encode_as_hf, extensions, make_request, render_chat, special_tokens
 from eval.tasks.settings import Settings
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from eval.answering import carried_by_openai, make_request
-from eval.server import Served
+from eval.models.answering import carried_by_openai, make_request
+from eval.models.server import Served
 from eval.tasks.settings import Settings
 
 if TYPE_CHECKING:

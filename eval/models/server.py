@@ -9,7 +9,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from eval.server_answers import shortened
+from eval.models.server_answers import shortened
 from sft.errors import EvaluationError, did_you_mean
 from sft.recipe.eval import Server
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eval.backend_vllm import vllm_arguments
+from eval.models.vllm import vllm_arguments
 from eval.run import main
 from eval.tasks.settings import Settings
 from sft.run.directory import Run, read_json

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from lm_eval.models.api_models import JsonChatStr
 from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
 
-from eval.answering import encode_as_hf, render_chat
-from eval.server import Served
-from eval.server_answers import choices_of, likelihood_request, score_choice
-from eval.server_asking import Asking, NoAnswer, told
-from eval.server_probe import chat_extras
+from eval.models.answering import encode_as_hf, render_chat
+from eval.models.server import Served
+from eval.models.server_answers import choices_of, likelihood_request, score_choice
+from eval.models.server_probe import chat_extras
+from eval.models.server_requests import Asking, NoAnswer, told
 from eval.tasks.settings import Settings
 
 if TYPE_CHECKING:

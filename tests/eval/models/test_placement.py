@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eval.placement import (
+from eval.models.placement import (
     Placement,
     change_whole,
     check_placement,

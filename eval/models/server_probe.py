@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from eval.answering import render_chat
-from eval.server import Address, Served, check_length, find_served, is_ollama
-from eval.server_answers import choices_of, likelihood_request, score_choice, tokens_counted
+from eval.models.answering import render_chat
+from eval.models.server import Address, Served, check_length, find_served, is_ollama
+from eval.models.server_answers import choices_of, likelihood_request, score_choice, tokens_counted
 from eval.tasks.settings import Settings
 from sft.errors import EvaluationError
 from sft.recipe.eval import Server

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from eval.models.server_answers import score_choice
 from eval.reference import Reference
 from eval.run import main
-from eval.server_answers import score_choice
 from sft.errors import EvaluationError, UserError
 from sft.run.directory import Run
 
@@ -156,7 +156,7 @@ def test_no_key_of_another_service_is_sent(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """lm_eval's clients send OPENAI_API_KEY to whatever address they are given."""
-    monkeypatch.setattr("eval.server_asking.RETRIES", 1)
+    monkeypatch.setattr("eval.models.server_requests.RETRIES", 1)
     monkeypatch.setenv("OPENAI_API_KEY", "sesame-0123456789")
     fake.fails_to_answer = True
     ask(serve(fake) + "/v1", f"server.num_concurrent={at_once}", "limit=1")
@@ -297,7 +297,7 @@ def test_an_answer_that_is_none_fails_its_task(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """lm_eval's own client of chats would take an empty text for the answer."""
-    monkeypatch.setattr("eval.server_asking.RETRIES", 1)
+    monkeypatch.setattr("eval.models.server_requests.RETRIES", 1)
 
     def answer(path: str, payload: dict[str, Any]) -> Answer:
         return (200, value) if "stop" in payload else fake(path, payload)

@@ -1,0 +1,1 @@
+"""The models that answer: transformers, vLLM, a server, or the model in training."""
