@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from eval.blocks import MISSING, Answer, Block, Code, Exchange, Exchanges, Line, Paragraph, Table, number, words
-from eval.recorded import Recorded, entries, get, is_number, mapping
+from eval.harness.results import Recorded, entries, get, is_number, mapping
 
 MOST_PROMPTS = 16
 MOST_FLIPS = 20

@@ -22,13 +22,13 @@ from typing import Any
 
 from eval.chat_checks import check, is_empty, loops, warning
 from eval.chat_prompts import Messages, prompts_of
+from eval.harness.prompting import own_template
+from eval.harness.quiet import chatter_to
+from eval.harness.reference import Reference, load_reference
+from eval.harness.targets import base_target
 from eval.models.backends import Target
 from eval.models.chat_model import Asker, load_asker, load_weights
 from eval.models.placement import give_memory_back
-from eval.quiet import chatter_to
-from eval.reference import Reference, load_reference
-from eval.targets import base_target
-from eval.treatment import own_template
 from sft.errors import EvaluationError, run_main
 from sft.recipe.schema import Evaluation
 from sft.run.consent import TRUST, check_model_code

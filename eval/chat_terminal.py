@@ -20,8 +20,8 @@ from typing import Any
 
 from eval.chat_prompts import Messages
 from eval.chat_target import choose
+from eval.harness.quiet import chatter_to
 from eval.models.chat_model import Asker
-from eval.quiet import chatter_to
 from sft.errors import EvaluationError, users_mistakes_end_cleanly
 from sft.visible import visible
 

@@ -21,7 +21,7 @@ from eval.blocks import (
     number,
     words,
 )
-from eval.recorded import Recorded, entries, get, listed, mapping
+from eval.harness.results import Recorded, entries, get, listed, mapping
 from sft.recipe.schema import REPOSITORY
 
 

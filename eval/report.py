@@ -18,9 +18,9 @@ from eval.curve import draw_curve
 from eval.data_report import adds_up, balance_line, data_section
 from eval.environment_report import again_section, environment_section, hardware_line, plan_section
 from eval.evaluation_report import contaminated, evaluation_section, settings_section, verdict_head
+from eval.harness.results import Recorded, entries, get, is_number, listed, mapping, read_run
 from eval.html_report import as_html
 from eval.markdown import as_markdown
-from eval.recorded import Recorded, entries, get, is_number, listed, mapping, read_run
 from eval.training_report import data_line, during_section, model_line, training_section, what_section
 from eval.write import write_page
 from sft.errors import RunError, run_main

@@ -25,13 +25,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval import ranks
-from eval.base_and_tuned import evaluate_run
-from eval.launch import become_launcher
+from eval.harness import ranks
+from eval.harness.base_and_tuned import evaluate_run
+from eval.harness.launch import become_launcher
+from eval.harness.one_model import evaluate_one
+from eval.harness.process_group import NeedsProcesses
+from eval.harness.targets import check_folder
 from eval.models.backend_checks import check_backend
-from eval.one_model import evaluate_one
-from eval.targets import check_folder
-from eval.together import NeedsProcesses
 from sft.checkpoint.unchanged import ACCEPT
 from sft.errors import EvaluationError, RecipeError, run_main
 from sft.parallel import rank_logs

@@ -7,7 +7,7 @@ from typing import Any
 
 from eval.blocks import Block, Code, Key, Line, Paragraph, Table, Under, joined, number, words
 from eval.evaluation_report import flattened
-from eval.recorded import Recorded, entries, get, mapping
+from eval.harness.results import Recorded, entries, get, mapping
 from eval.scores_report import interval_of, kind_of, metric_name, shown_interval
 from sft.recipe.changes import MISSING as NOT_THERE
 from sft.recipe.changes import differences

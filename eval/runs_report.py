@@ -27,8 +27,8 @@ from eval.blocks import (
     words,
 )
 from eval.gate import gate_in_words
+from eval.harness.results import Recorded, mapping, read_run
 from eval.html_report import as_html
-from eval.recorded import Recorded, mapping, read_run
 from eval.runs_evaluation import Keyed, cell, evaluation_part, not_comparable
 from eval.runs_training import curves_part, final_part
 from eval.training_report import data_line, method, model_line

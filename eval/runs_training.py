@@ -8,7 +8,7 @@ from typing import Any
 from eval.blocks import Block, Charts, Key, Line, Paragraph, Table, code, duration, number
 from eval.chart import Chart, Series, draw
 from eval.curve import SMOOTH_FROM, running_mean
-from eval.recorded import Recorded, entries, get
+from eval.harness.results import Recorded, entries, get
 from eval.runs_evaluation import Keyed
 from eval.speed_report import mean_rate
 from eval.training_report import column, series_of

@@ -6,7 +6,7 @@ from statistics import NormalDist
 from typing import Any
 
 from eval.blocks import MISSING, Bar, Line, Score, Scores, Table, number, score, words
-from eval.recorded import get, is_number
+from eval.harness.results import get, is_number
 
 Z95 = NormalDist().inv_cdf(0.975)
 """95 % of a normal distribution lie within this many standard errors."""

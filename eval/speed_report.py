@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from eval.blocks import MISSING, number
-from eval.recorded import is_number
+from eval.harness.results import is_number
 
 Line = Mapping[str, Any]
 

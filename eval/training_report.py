@@ -24,7 +24,7 @@ from eval.blocks import (
 )
 from eval.chart import Chart, Series, draw
 from eval.curve import SMOOTH_FROM, running_mean
-from eval.recorded import Recorded, entries, get, is_number, listed, mapping
+from eval.harness.results import Recorded, entries, get, is_number, listed, mapping
 from eval.speed_report import speed_facts
 from sft.recipe.schema import Recipe
 

@@ -12,8 +12,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from eval.code_metric import code_settings
-from eval.quiet import first_line
-from eval.reference import Reference, context_of
+from eval.harness.quiet import first_line
+from eval.harness.reference import Reference, context_of
 from eval.tasks.suites import TaskSelection
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation

@@ -38,8 +38,8 @@ def write_card(
     from huggingface_hub import ModelCard
 
     from eval.curve import draw_curve
+    from eval.harness.results import read_run
     from eval.markdown import text
-    from eval.recorded import read_run
 
     of = read_run(source.run)
     points = [one for one in of.metrics if source.step is None or one["step"] <= source.step]
@@ -155,8 +155,8 @@ def _use(source: Exported, folder: Path, tokenizer: Any, repo_id: str | None) ->
 
 def _training(source: Exported, of: Any, points: list[dict[str, Any]]) -> list[str]:
     from eval.blocks import Line, facts, number
+    from eval.harness.results import get
     from eval.markdown import lines_of
-    from eval.recorded import get
 
     recipe = visible(public_recipe(source.recipe))
     # A text in the recipe may hold a fence, and end this one.
@@ -182,8 +182,8 @@ def _training(source: Exported, of: Any, points: list[dict[str, Any]]) -> list[s
 
 def _data(source: Exported, of: Any) -> list[str]:
     from eval.blocks import Line, Table, code, joined, number
+    from eval.harness.results import entries, get
     from eval.markdown import line_of, lines_of
-    from eval.recorded import entries, get
 
     accounts = entries(of.ledger, "sources")
     if not accounts:
@@ -210,8 +210,8 @@ def _data(source: Exported, of: Any) -> list[str]:
 
 def _evaluation(source: Exported, of: Any) -> list[str]:
     from eval.blocks import MISSING, Table, number, words
+    from eval.harness.results import entries, get
     from eval.markdown import lines_of, text
-    from eval.recorded import entries, get
 
     comparison = of.comparison
     metrics = entries(comparison, "metrics")
@@ -248,8 +248,8 @@ def _evaluation(source: Exported, of: Any) -> list[str]:
 
 def _versions(of: Any) -> list[str]:
     from eval.blocks import Table, code, words
+    from eval.harness.results import get
     from eval.markdown import line_of, lines_of
-    from eval.recorded import get
 
     versions = of.record.get("versions") or {}
     commit = get(of.record, "git", "commit")

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from eval.ahead import foresee
+from eval.harness.preload import foresee
 from sft.checkpoint.loader_process import Checker
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import RecipeError, run_main

@@ -32,7 +32,7 @@ from sft.train.step_work import StepWork
 from sft.train.training_warnings import first_loss, weights_moved
 
 if TYPE_CHECKING:
-    from eval.during import During
+    from eval.harness.during_training import During
 
 # Dense bf16 peak of one GPU, FLOP/s, by the first part of its name that fits: NVIDIA's data sheets.
 PEAK_FLOPS = {

@@ -187,7 +187,7 @@ def evaluation_during(job: Job, run: Run, tokenizer: Any) -> Any:
     """What measures tasks during the training, or None where the recipe asks for none."""
     if job.recipe.eval.during is None:
         return None
-    from eval.during import evaluation_during as load  # imports lm_eval, which takes seconds
+    from eval.harness.during_training import evaluation_during as load  # imports lm_eval, which takes seconds
 
     return load(job, run, tokenizer)
 

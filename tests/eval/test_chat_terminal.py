@@ -12,8 +12,8 @@ import torch
 from eval.chat_prompts import Messages
 from eval.chat_target import choose
 from eval.chat_terminal import Conversation, Streamer, command, converse, fit, generation_config, parse
+from eval.harness.reference import Reference, load_reference
 from eval.models.chat_model import Asker, load_asker
-from eval.reference import Reference, load_reference
 from sft.errors import EvaluationError
 from sft.run.directory import Run
 

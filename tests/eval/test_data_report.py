@@ -3,8 +3,8 @@ from typing import Any
 
 from eval.blocks import Page, Section
 from eval.data_report import data_section
+from eval.harness.results import Recorded
 from eval.markdown import as_markdown
-from eval.recorded import Recorded
 from sft.run.directory import Run
 
 

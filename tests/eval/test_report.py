@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from eval.harness.results import read_run
 from eval.html_report import as_html
 from eval.markdown import as_markdown
-from eval.recorded import read_run
 from eval.report import make_page, write_report
 from sft.errors import RunError
 from sft.run.directory import Run, read_json, write_json

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from eval.one_model import name_of
+from eval.harness.one_model import name_of
+from eval.harness.targets import check_folder
 from eval.run import main, parse_evaluation
-from eval.targets import check_folder
 from sft.errors import EvaluationError, UserError
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run, read_json, write_json

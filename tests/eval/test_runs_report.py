@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 
+from eval.harness.results import read_run
 from eval.html_report import as_html
 from eval.markdown import as_markdown
-from eval.recorded import read_run
 from eval.report import main, make_page
 from eval.runs_report import compare_runs, make_comparison
 from eval.write import write_page

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 
+from eval.harness.reference import Reference
 from eval.models.answering import (
     carried_by_openai,
     check_generation,
@@ -12,7 +13,6 @@ from eval.models.answering import (
     special_tokens,
     task_problems,
 )
-from eval.reference import Reference
 from eval.tasks.load import leaves, load_tasks
 from eval.tasks.settings import Settings
 from sft.errors import EvaluationError

@@ -33,7 +33,7 @@ def become_launcher(placement: Placement, arguments: list[str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     with held_back():
-        os.execv(sys.executable, [sys.executable, "-m", "eval.launch", *arguments])
+        os.execv(sys.executable, [sys.executable, "-m", "eval.harness.launch", *arguments])
 
 
 def decided_placement() -> Placement | None:

@@ -13,12 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
-from eval import ranks
-from eval.measure import evaluate_model
+from eval.harness import ranks
+from eval.harness.measure import evaluate_model
+from eval.harness.prompting import Treatment
 from eval.models.backends import Target
 from eval.models.placement import Placement, gpu_name
 from eval.tasks.load import LoadedTasks
-from eval.treatment import Treatment
 from sft.checkpoint.unchanged import base_sums
 
 FOLDER = "eval-base"

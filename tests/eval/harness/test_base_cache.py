@@ -7,12 +7,12 @@ from threading import Thread
 
 import pytest
 
-from eval.base_cache import FOLDER, _held, base_key, find, keep, model_identity, place
+from eval.harness.base_cache import FOLDER, _held, base_key, find, keep, model_identity, place
+from eval.harness.prompting import Treatment
+from eval.harness.reference import Reference
 from eval.models.backends import Target
 from eval.models.placement import Placement
-from eval.reference import Reference
 from eval.tasks.settings import Settings
-from eval.treatment import Treatment
 
 Resolve = Callable[..., Settings]
 ALONE = Placement(0, "a test")

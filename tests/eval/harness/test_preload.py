@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.ahead import describe, look_for_datasets
+from eval.harness.preload import describe, look_for_datasets
 from eval.tasks.suites import TaskSelection, check_tasks
 from sft.recipe.schema import Evaluation
 

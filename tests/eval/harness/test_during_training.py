@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from eval.during import During, scores
+from eval.harness.during_training import During, scores
 from eval.models.live_model import undisturbed
 from sft.errors import EvaluationError, RecipeError
 from sft.parallel.progress import EVALUATION

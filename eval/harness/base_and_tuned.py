@@ -6,20 +6,20 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from eval import ranks
-from eval.base_cache import measure_base
 from eval.conclude import conclude
-from eval.measure import evaluate_model
+from eval.harness import ranks
+from eval.harness.base_cache import measure_base
+from eval.harness.measure import evaluate_model
+from eval.harness.process_group import load_tasks_together, log_in, place
+from eval.harness.prompting import own_template, treat_base
+from eval.harness.reference import Reference, load_reference
+from eval.harness.targets import base_target
 from eval.models.backends import Target, check_requests, find_backend
 from eval.models.placement import Placement, on_gpu
-from eval.reference import Reference, load_reference
-from eval.targets import base_target
 from eval.tasks.facts import task_facts
 from eval.tasks.load import LoadedTasks
 from eval.tasks.settings import Settings, resolve_settings
 from eval.tasks.suites import check_tasks
-from eval.together import load_tasks_together, log_in, place
-from eval.treatment import own_template, treat_base
 from sft.checkpoint.unchanged import base_changes, check_final
 from sft.errors import EvaluationError, GateFailed
 from sft.recipe.changes import differences

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from eval.alike import OF_THE_TEMPLATE, check_alike, differing
+from eval.harness.prompting import Treatment, own_template, treat_base
+from eval.harness.reference import Reference
 from eval.models.backends import Target
-from eval.reference import Reference
 from eval.tasks.settings import Settings
-from eval.treatment import Treatment, own_template, treat_base
 from sft.errors import EvaluationError
 
 Resolve = Callable[..., Settings]

@@ -104,7 +104,7 @@ def look_for_datasets(selection: TaskSelection) -> subprocess.Popen[bytes] | Non
         reason = "it is not on this machine, and the hub is not asked (HF_HUB_OFFLINE)"
         _tell([_told(dataset, tasks, reason) for dataset, tasks in wanted.items()])
         return None
-    command = [sys.executable, "-m", "eval.ahead", str(os.getpid()), json.dumps(wanted)]
+    command = [sys.executable, "-m", "eval.harness.preload", str(os.getpid()), json.dumps(wanted)]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
 

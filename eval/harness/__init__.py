@@ -1,0 +1,1 @@
+"""Measures models with lm-evaluation-harness."""
