@@ -17,13 +17,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.code_metric import code_metric
 from eval.doubts import answer_doubts, document_doubts
 from eval.harness import ranks
 from eval.harness.quiet import chatter_to, describe_environment_once, summary
 from eval.models.backends import Target, load_model
 from eval.models.batch_sizes import Found, Searches
 from eval.models.placement import Placement, check_placement, give_memory_back
+from eval.sandbox.metric import code_metric
 from eval.tasks.load import LoadedTasks, is_own, leaves
 from eval.tasks.settings import Settings
 from sft.errors import EvaluationError, LostRank

@@ -125,7 +125,7 @@ def foresee(recipe: Recipe) -> None:
     """
     selection = check_tasks(recipe.eval, Path(recipe.output_dir))
     if selection.runs_code:
-        from eval.code_runner import prove_isolation
+        from eval.sandbox.runner import prove_isolation
 
         prove_isolation()
     for line in describe(recipe.eval):

@@ -11,8 +11,8 @@ import yaml
 from eval.chat import main as chat_main
 from eval.chat_target import choose
 from eval.chat_terminal import parse
-from eval.code_metric import score_code_within_limits
 from eval.run import CONSENTS, SENDS, main, parse_evaluation
+from eval.sandbox.metric import score_code_within_limits
 from eval.tasks.suites import check_tasks
 from sft.errors import EvaluationError, RunError, UserError
 from sft.export.main import main as export_main

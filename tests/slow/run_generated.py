@@ -1,4 +1,4 @@
-"""Run programs through eval/code_worker.py as another user, or where nobody may make namespaces; prints how each ended.
+"""Run programs through eval/sandbox/worker.py as another user, or where nobody may make namespaces; prints how each ended.
 
 python -m tests.slow.run_generated [nobody] [sighted] < {"limits": {...}, "programs": [...]}
 """
@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from eval import code_seccomp
-from eval.code_calls import PR_SET_NO_NEW_PRIVS, prctl
-from eval.code_folders import NOBODY
+from eval.sandbox import seccomp as code_seccomp
+from eval.sandbox.folders import NOBODY
+from eval.sandbox.system_calls import PR_SET_NO_NEW_PRIVS, prctl
 from sft.recipe.schema import REPOSITORY
 
 PYTHONS = (sys.executable, "/usr/bin/python3")
@@ -53,7 +53,7 @@ def main(words: list[str]) -> None:
     environment |= {"TMPDIR": os.environ["TMPDIR"]} if "TMPDIR" in os.environ else {}
     lines = "".join(json.dumps(line) + "\n" for line in (asked["limits"], *asked["programs"]))
     done = subprocess.run(
-        [python, "-s", "-B", "-P", "-m", "eval.code_worker"],
+        [python, "-s", "-B", "-P", "-m", "eval.sandbox.worker"],
         env=environment,
         input=lines,
         text=True,

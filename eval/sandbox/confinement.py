@@ -10,19 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from eval.code_calls import (
-    NEW_USER,
-    PR_SET_DUMPABLE,
-    PR_SET_NO_NEW_PRIVS,
-    drop_capabilities,
-    prctl,
-    unshare,
-)
-from eval.code_folders import NOBODY, build_root, enter_namespaces, map_users, python_folders
-from eval.code_landlock import SIGNALS_SINCE, TCP_SINCE, landlock_version, restrict
-from eval.code_limits import MIB, VARIABLES, Isolation, Limits
-from eval.code_processes import tasks_of
-from eval.code_seccomp import refuse_calls
+from eval.sandbox.folders import NOBODY, build_root, enter_namespaces, map_users, python_folders
+from eval.sandbox.landlock import SIGNALS_SINCE, TCP_SINCE, landlock_version, restrict
+from eval.sandbox.limits import MIB, VARIABLES, Isolation, Limits
+from eval.sandbox.processes import tasks_of
+from eval.sandbox.seccomp import refuse_calls
+from eval.sandbox.system_calls import NEW_USER, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, drop_capabilities, prctl, unshare
 
 # A process more than the program itself: those that watch it are of the same user.
 WATCHERS = 3

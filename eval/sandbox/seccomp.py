@@ -9,7 +9,7 @@ import ctypes
 import errno
 import struct
 
-from eval.code_calls import PR_SET_SECCOMP, SECCOMP_MODE_FILTER, machine, prctl
+from eval.sandbox.system_calls import PR_SET_SECCOMP, SECCOMP_MODE_FILTER, machine, prctl
 
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 

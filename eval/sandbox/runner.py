@@ -16,7 +16,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from eval.code_limits import LIMITS, VARIABLES, Isolation, Limits, Outcome
+from eval.sandbox.limits import LIMITS, VARIABLES, Isolation, Limits, Outcome
 from sft.errors import EvaluationError
 from sft.plan.hardware import cpu_cores
 from sft.recipe.schema import REPOSITORY
@@ -51,7 +51,7 @@ def _workers(programs: int, limits: Limits) -> int:
 
 
 class _Worker:
-    """eval/code_worker.py in a process that has none of this one's environment."""
+    """eval/sandbox/worker.py in a process that has none of this one's environment."""
 
     def __init__(self, limits: Limits) -> None:
         kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
@@ -59,7 +59,7 @@ class _Worker:
         fixed = {name: VARIABLES[name] for name in ("PATH", "PYTHONHASHSEED")}
         environment = kept | fixed | {"PYTHONPATH": str(REPOSITORY)}
         self.process = subprocess.Popen(
-            [sys.executable, "-s", "-B", "-P", "-m", "eval.code_worker"],
+            [sys.executable, "-s", "-B", "-P", "-m", "eval.sandbox.worker"],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -23,8 +23,8 @@ import psutil
 import pytest
 import yaml
 
-from eval.code_limits import LIMITS, Outcome
-from eval.code_runner import describe, prove_isolation, run_programs
+from eval.sandbox.limits import LIMITS, Outcome
+from eval.sandbox.runner import describe, prove_isolation, run_programs
 from eval.tasks.load import LoadedTasks, load_tasks
 from eval.tasks.suites import check_tasks
 from sft.errors import EvaluationError
@@ -41,7 +41,7 @@ def leftovers() -> list[int]:
     found = []
     for process in psutil.process_iter():
         try:
-            if "eval.code_worker" in process.cmdline() and process.environ().get("PYTHONPATH") == str(REPOSITORY):
+            if "eval.sandbox.worker" in process.cmdline() and process.environ().get("PYTHONPATH") == str(REPOSITORY):
                 found.append(process.pid)
         except psutil.Error:
             continue

@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from eval.code_seccomp import filter_program
+from eval.sandbox.seccomp import filter_program
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 ALLOWED, REFUSED, KILLED, MISSING = 0x7FFF0000, 0x00050001, 0x80000000, 0x00050026

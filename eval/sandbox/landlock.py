@@ -10,7 +10,7 @@ import stat
 import struct
 from collections.abc import Iterable
 
-from eval.code_calls import system_call
+from eval.sandbox.system_calls import system_call
 
 _ASK_VERSION = 1
 _PATH_BENEATH = 1

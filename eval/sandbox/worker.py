@@ -1,4 +1,4 @@
-"""Runs generated programs one after another, each in a process that cannot get out. Started by eval/code_runner.py.
+"""Runs generated programs one after another, each in a process that cannot get out. Started by eval/sandbox/runner.py.
 
     standard input:   the limits, then a program a line, as JSON
     standard output:  what is enforced here, then how each program ended
@@ -21,11 +21,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from eval.code_calls import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
-from eval.code_confinement import Means, confine, find_means, isolation, with_others
-from eval.code_folders import FOLDER, NOBODY, build_root, enter_namespaces
-from eval.code_limits import Limits, Outcome
-from eval.code_processes import descendants, kill_descendants, reap
+from eval.sandbox.confinement import Means, confine, find_means, isolation, with_others
+from eval.sandbox.folders import FOLDER, NOBODY, build_root, enter_namespaces
+from eval.sandbox.limits import Limits, Outcome
+from eval.sandbox.processes import descendants, kill_descendants, reap
+from eval.sandbox.system_calls import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 
 RAISED = b"-"
 NOT_CONFINED = b"!"

@@ -14,9 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.code_limits import LIMITS, Outcome
-from eval.code_runner import describe, prove_isolation, run_programs
 from eval.harness import ranks
+from eval.sandbox.limits import LIMITS, Outcome
+from eval.sandbox.runner import describe, prove_isolation, run_programs
 from eval.tasks.index import CODE_METRIC
 from sft.errors import EvaluationError
 

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from eval.code_calls import (
+from eval.sandbox.system_calls import (
     BIND,
     NEW_IPC,
     NEW_MOUNTS,

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from eval.code_metric import CodeEval, code_metric, pass_at_k, score_code_within_limits
+from eval.sandbox.metric import CodeEval, code_metric, pass_at_k, score_code_within_limits
 from eval.tasks.index import known_tasks
 
 
