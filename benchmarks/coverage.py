@@ -17,8 +17,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eval.pairs import Pairs
-from eval.statistics import ALPHA, Evidence, Sample, paired
+from eval.compare.pairs import Pairs
+from eval.compare.statistics import ALPHA, Evidence, Sample, paired
 
 Generator = np.random.Generator
 Draw = Callable[[Generator, int], Sample]

@@ -22,7 +22,7 @@ from eval.blocks import (
     score,
     words,
 )
-from eval.gate import gate_in_words
+from eval.compare.gate import gate_in_words
 from eval.harness.results import Recorded, entries, get, is_number, listed, mapping
 from eval.scores_report import drawn_scores, interval_of, kind_of, metric_name, scores_table, shown_interval
 

@@ -26,7 +26,7 @@ from eval.blocks import (
     joined,
     words,
 )
-from eval.gate import gate_in_words
+from eval.compare.gate import gate_in_words
 from eval.harness.results import Recorded, mapping, read_run
 from eval.html_report import as_html
 from eval.runs_evaluation import Keyed, cell, evaluation_part, not_comparable

@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from eval.conclude import conclude
+from eval.compare.conclude import conclude
 from eval.harness import ranks
 from eval.harness.base_cache import measure_base
 from eval.harness.measure import evaluate_model

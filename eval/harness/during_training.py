@@ -18,10 +18,10 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
+from eval.compare.pairs import finite
 from eval.harness.quiet import chatter_to, summary
 from eval.harness.reference import load_reference
 from eval.models.live_model import LeftOff, Live, language_model, undisturbed
-from eval.pairs import finite
 from eval.tasks.load import LoadedTasks, load_tasks
 from eval.tasks.settings import Settings, resolve_settings
 from eval.tasks.suites import check_tasks

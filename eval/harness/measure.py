@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.doubts import answer_doubts, document_doubts
+from eval.compare.doubts import answer_doubts, document_doubts
 from eval.harness import ranks
 from eval.harness.quiet import chatter_to, describe_environment_once, summary
 from eval.models.backends import Target, load_model

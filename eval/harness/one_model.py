@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
+from eval.compare.tables import scores_table
 from eval.harness import ranks
 from eval.harness.measure import Results, evaluate_model
 from eval.harness.process_group import load_tasks_together, log_in, place
 from eval.harness.reference import check_vocabulary, load_reference
 from eval.models.backends import Target, check_requests, find_backend
 from eval.models.placement import on_gpu
-from eval.tables import scores_table
 from eval.tasks.facts import task_facts
 from eval.tasks.settings import resolve_settings
 from eval.tasks.suites import check_tasks

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from eval.gate import check_gate
+from eval.compare.gate import check_gate
 from eval.tasks.files import LocalTasks, Task
 from eval.tasks.index import TaskIndex, known_tasks, reached
 from eval.tasks.named_suites import limit_of, tasks_of

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from eval.alike import check_alike
-from eval.compare import compare
+from eval.compare.comparison import compare
+from eval.compare.settings_match import check_alike
 from eval.harness.reference import Reference, load_reference
 from eval.tasks.facts import task_facts
 from eval.tasks.load import load_tasks

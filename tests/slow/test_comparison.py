@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.gate import judge_gate
+from eval.compare.gate import judge_gate
 from eval.run import main as evaluate
 from sft.data.demo import CITIES, NAMES
 from sft.recipe.eval import Gate

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from eval.alike import OF_THE_TEMPLATE, check_alike, differing
+from eval.compare.settings_match import OF_THE_TEMPLATE, check_alike, differing
 from eval.harness.prompting import Treatment, own_template, treat_base
 from eval.harness.reference import Reference
 from eval.models.backends import Target

@@ -3,7 +3,7 @@ import pytest
 from scipy.stats import false_discovery_control, norm, ttest_1samp
 
 from benchmarks.coverage import DRAWS, MEANS, bounded, exact, of_means, right_or_wrong, simulated, unbounded
-from eval.statistics import ALPHA, Sample, holm, independent, influence, paired
+from eval.compare.statistics import ALPHA, Sample, holm, independent, influence, paired
 
 FINDS = 0.05 + 0.012
 """5 % of verdicts where nothing has changed, and what a thousand simulations may be off by."""

@@ -7,8 +7,8 @@ from math import isfinite
 from statistics import fmean
 from typing import Any
 
-from eval.pairs import Paired, Results, metric_keys
-from eval.statistics import ALPHA, Evidence, Sample, holm, paired
+from eval.compare.pairs import Paired, Results, metric_keys
+from eval.compare.statistics import ALPHA, Evidence, Sample, holm, paired
 
 IMPROVED, REGRESSED, NO_EVIDENCE = "IMPROVED", "REGRESSED", "NO EVIDENCE"
 TOO_FEW, UNKNOWN = "TOO FEW DOCUMENTS", "UNKNOWN"

@@ -2,8 +2,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from eval.compare import compare
-from eval.flips import MOST_CHARACTERS, answer, find_flips, question, shorten, target, write_flips
+from eval.compare.comparison import compare
+from eval.compare.flips import MOST_CHARACTERS, answer, find_flips, question, shorten, target, write_flips
 
 
 def generated(doc_id: int, said: str, score: int, taken: str | None = None, **more: object) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
 from eval.blocks import score
-from eval.pairs import Results, metric_keys, number
+from eval.compare.pairs import Results, metric_keys, number
 
 MOST_ROWS = 12
 """Of metrics that decide nothing: more are only in comparison.json, but for those that say something."""

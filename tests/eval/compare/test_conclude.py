@@ -11,8 +11,8 @@ import yaml
 from rich.cells import cell_len
 from rich.console import Console
 
+from eval.compare.tables import comparison_lines, comparison_table
 from eval.run import main
-from eval.tables import comparison_lines, comparison_table
 from sft.data.demo import CITIES, NAMES
 from sft.errors import EvaluationError, GateFailed
 from sft.run.directory import Run, read_json

@@ -9,10 +9,10 @@ from dataclasses import replace
 from math import exp, isfinite
 from typing import Any
 
-from eval.alike import check_alike
-from eval.pairs import Results, Samples, leaves, metric_keys, number, pair_task
-from eval.statistics import independent, paired
-from eval.verdicts import Entry, decide, judge, note, overall, top_level
+from eval.compare.pairs import Results, Samples, leaves, metric_keys, number, pair_task
+from eval.compare.settings_match import check_alike
+from eval.compare.statistics import independent, paired
+from eval.compare.verdicts import Entry, decide, judge, note, overall, top_level
 
 
 def _compare_metric(

@@ -4,9 +4,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval.compare import compare
-from eval.pairs import leaves, pair, pair_task
-from eval.statistics import holm
+from eval.compare.comparison import compare
+from eval.compare.pairs import leaves, pair, pair_task
+from eval.compare.statistics import holm
 
 Rows = list[dict[str, Any]]
 

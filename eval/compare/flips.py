@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from eval.pairs import Results, Samples, leaves, metric_keys, pair
+from eval.compare.pairs import Results, Samples, leaves, metric_keys, pair
 
 MOST_CHARACTERS = 4_000
 """Of a question or an answer; what is cut is said in it."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from eval.ngrams import Search
-from eval.pairs import Results, Samples, leaves, pair_task
+from eval.compare.ngrams import Search
+from eval.compare.pairs import Results, Samples, leaves, pair_task
 from sft.data.prepared import find_prepared
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.run.directory import Run

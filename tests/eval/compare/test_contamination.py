@@ -2,8 +2,8 @@ from typing import Any
 
 import numpy as np
 
-from eval.contamination import check_contamination
-from eval.ngrams import Search, hash_words, ngrams, words
+from eval.compare.contamination import check_contamination
+from eval.compare.ngrams import Search, hash_words, ngrams, words
 from sft.data.documents import DOCUMENT, Chunk, Counts
 from sft.data.findings import Findings
 from sft.data.store import DocumentWriter, SequenceIndex

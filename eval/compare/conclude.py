@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.compare import compare
-from eval.contamination import check_contamination
-from eval.flips import find_flips, write_flips
-from eval.gate import judge_gate
-from eval.pairs import Results, Samples, finite
-from eval.tables import comparison_lines, comparison_table
+from eval.compare.comparison import compare
+from eval.compare.contamination import check_contamination
+from eval.compare.flips import find_flips, write_flips
+from eval.compare.gate import judge_gate
+from eval.compare.pairs import Results, Samples, finite
+from eval.compare.tables import comparison_lines, comparison_table
 from sft.recipe.schema import Evaluation
 from sft.run.directory import Run, read_json, write_json
 

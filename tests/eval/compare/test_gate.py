@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from eval.gate import check_gate, judge_gate
+from eval.compare.gate import check_gate, judge_gate
 from eval.tasks.suites import check_tasks
 from sft.errors import EXIT_GATE, EvaluationError, GateFailed
 from sft.recipe.eval import Gate

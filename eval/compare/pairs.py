@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from eval.statistics import Sample, influence
+from eval.compare.statistics import Sample, influence
 
 Results = dict[str, Any]
 Samples = dict[str, list[dict[str, Any]]]

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from eval.compare import compare
-from eval.gate import judge_gate
-from eval.pairs import finite
-from eval.tables import comparison_table, scores_table
+from eval.compare.comparison import compare
+from eval.compare.gate import judge_gate
+from eval.compare.pairs import finite
+from eval.compare.tables import comparison_table, scores_table
 from sft.errors import EvaluationError
 from sft.recipe.eval import Gate
 

@@ -1,0 +1,1 @@
+"""Compares base and tuned: settings, statistics, verdicts, contamination, gate."""
