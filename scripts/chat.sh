@@ -16,4 +16,4 @@ fi
 source "$root/scripts/safe_path.sh"
 bash "$root/scripts/setup.sh"
 export PATH="$root/.venv/bin:$PATH"
-exec "$root/.venv/bin/python" -m eval.chat_terminal "$@"
+exec "$root/.venv/bin/python" -m eval.chat.terminal "$@"

@@ -16,7 +16,7 @@ from sft.recipe.schema import Evaluation
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-    from eval.chat_prompts import Messages
+    from eval.chat.prompts import Messages
 
 
 @dataclass(frozen=True)

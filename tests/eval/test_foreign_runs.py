@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from eval.chat import main as chat_main
-from eval.chat_target import choose
-from eval.chat_terminal import parse
+from eval.chat.samples import main as chat_main
+from eval.chat.target import choose
+from eval.chat.terminal import parse
 from eval.run import CONSENTS, SENDS, main, parse_evaluation
 from eval.sandbox.metric import score_code_within_limits
 from eval.tasks.suites import check_tasks

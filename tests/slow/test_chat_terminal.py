@@ -29,7 +29,7 @@ class Terminal:
         self.screen = ""
         self.master, slave = pty.openpty()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "eval.chat_terminal", *map(str, words)],
+            [sys.executable, "-m", "eval.chat.terminal", *map(str, words)],
             stdin=slave,
             stdout=slave,
             stderr=slave,
@@ -141,7 +141,7 @@ def test_a_person_talks_stops_an_answer_and_leaves(terminal: Terminal, run: Run)
 
 
 def test_from_a_pipe_each_line_is_a_turn(run: Run) -> None:
-    words = [sys.executable, "-m", "eval.chat_terminal", str(run.path), "--base", "--max-new-tokens", "5"]
+    words = [sys.executable, "-m", "eval.chat.terminal", str(run.path), "--base", "--max-new-tokens", "5"]
     done = subprocess.run(
         words,
         input="a\n\nb\n/exit\nc\n",
@@ -158,7 +158,7 @@ def test_from_a_pipe_each_line_is_a_turn(run: Run) -> None:
 
 def test_what_cannot_be_talked_to_is_one_message_and_status_2(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "eval.chat_terminal", str(tmp_path)],
+        [sys.executable, "-m", "eval.chat.terminal", str(tmp_path)],
         capture_output=True,
         text=True,
         env=os.environ | ENVIRONMENT,

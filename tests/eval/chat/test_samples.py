@@ -8,8 +8,8 @@ import pytest
 import yaml
 from transformers import GenerationConfig
 
-from eval.chat import answer_limit, answer_prompts, chat, main
-from eval.chat_prompts import DEFAULT, prompts_of
+from eval.chat.prompts import DEFAULT, prompts_of
+from eval.chat.samples import answer_limit, answer_prompts, chat, main
 from eval.harness.reference import Reference, load_reference
 from eval.models.backends import Target
 from eval.models.chat_model import Asker, load_asker, load_weights

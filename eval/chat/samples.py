@@ -20,8 +20,8 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from eval.chat_checks import check, is_empty, loops, warning
-from eval.chat_prompts import Messages, prompts_of
+from eval.chat.checks import check, is_empty, loops, warning
+from eval.chat.prompts import Messages, prompts_of
 from eval.harness.prompting import own_template
 from eval.harness.quiet import chatter_to
 from eval.harness.reference import Reference, load_reference

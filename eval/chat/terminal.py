@@ -1,6 +1,6 @@
 """A conversation in the terminal. Started by scripts/chat.sh:
 
-    python -m eval.chat_terminal outputs/tiny/latest
+    python -m eval.chat.terminal outputs/tiny/latest
 
 The answer is shown as it is generated. Ctrl-C stops the answer, Ctrl-D leaves.
 """
@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eval.chat_prompts import Messages
-from eval.chat_target import choose
+from eval.chat.prompts import Messages
+from eval.chat.target import choose
 from eval.harness.quiet import chatter_to
 from eval.models.chat_model import Asker
 from sft.errors import EvaluationError, users_mistakes_end_cleanly

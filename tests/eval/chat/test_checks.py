@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from eval.chat_checks import check, is_empty, loops, warning
+from eval.chat.checks import check, is_empty, loops, warning
 
 LOOPS = {
     "a word": "The answer is " + "very " * 40,

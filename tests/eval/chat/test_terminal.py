@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval.chat_prompts import Messages
-from eval.chat_target import choose
-from eval.chat_terminal import Conversation, Streamer, command, converse, fit, generation_config, parse
+from eval.chat.prompts import Messages
+from eval.chat.target import choose
+from eval.chat.terminal import Conversation, Streamer, command, converse, fit, generation_config, parse
 from eval.harness.reference import Reference, load_reference
 from eval.models.chat_model import Asker, load_asker
 from sft.errors import EvaluationError
