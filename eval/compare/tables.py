@@ -10,8 +10,8 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-from eval.blocks import score
 from eval.compare.pairs import Results, metric_keys, number
+from eval.report.blocks import score
 
 MOST_ROWS = 12
 """Of metrics that decide nothing: more are only in comparison.json, but for those that say something."""

@@ -134,7 +134,7 @@ def other_than(recipe: Evaluation, asked: Evaluation) -> str:
 
 
 def _compare_and_report(run: Run, folder: Path, evaluation: Evaluation, reference: Reference) -> dict[str, str]:
-    from eval.report import write_report
+    from eval.report.main import write_report
 
     comparison = conclude(run, folder, evaluation, reference.tokenizer)
     not_measured: dict[str, str] = comparison["not_measured"]

@@ -37,9 +37,9 @@ def write_card(
     """
     from huggingface_hub import ModelCard
 
-    from eval.curve import draw_curve
     from eval.harness.results import read_run
-    from eval.markdown import text
+    from eval.report.curve import draw_curve
+    from eval.report.markdown import text
 
     of = read_run(source.run)
     points = [one for one in of.metrics if source.step is None or one["step"] <= source.step]
@@ -105,8 +105,8 @@ def _summary(source: Exported) -> str:
         if source.recipe.model.lora is None
         else f"LoRA adapters of rank {source.recipe.model.lora.r}, merged"
     )
-    from eval.blocks import code
-    from eval.markdown import line_of, text
+    from eval.report.blocks import code
+    from eval.report.markdown import line_of, text
 
     base = public_name(source.base.name_or_path)
     named = f"[{base}](https://huggingface.co/{base})" if is_hub_id(base) else text(base)
@@ -116,8 +116,8 @@ def _summary(source: Exported) -> str:
 
 
 def _use(source: Exported, folder: Path, tokenizer: Any, repo_id: str | None) -> list[str]:
-    from eval.blocks import Line, code, facts, joined
-    from eval.markdown import lines_of
+    from eval.report.blocks import Line, code, facts, joined
+    from eval.report.markdown import lines_of
 
     remote = ", trust_remote_code=True" if source.base.trust_remote_code else ""
     asked = (
@@ -154,9 +154,9 @@ def _use(source: Exported, folder: Path, tokenizer: Any, repo_id: str | None) ->
 
 
 def _training(source: Exported, of: Any, points: list[dict[str, Any]]) -> list[str]:
-    from eval.blocks import Line, facts, number
     from eval.harness.results import get
-    from eval.markdown import lines_of
+    from eval.report.blocks import Line, facts, number
+    from eval.report.markdown import lines_of
 
     recipe = visible(public_recipe(source.recipe))
     # A text in the recipe may hold a fence, and end this one.
@@ -181,9 +181,9 @@ def _training(source: Exported, of: Any, points: list[dict[str, Any]]) -> list[s
 
 
 def _data(source: Exported, of: Any) -> list[str]:
-    from eval.blocks import Line, Table, code, joined, number
     from eval.harness.results import entries, get
-    from eval.markdown import line_of, lines_of
+    from eval.report.blocks import Line, Table, code, joined, number
+    from eval.report.markdown import line_of, lines_of
 
     accounts = entries(of.ledger, "sources")
     if not accounts:
@@ -209,9 +209,9 @@ def _data(source: Exported, of: Any) -> list[str]:
 
 
 def _evaluation(source: Exported, of: Any) -> list[str]:
-    from eval.blocks import MISSING, Table, number, words
     from eval.harness.results import entries, get
-    from eval.markdown import lines_of, text
+    from eval.report.blocks import MISSING, Table, number, words
+    from eval.report.markdown import lines_of, text
 
     comparison = of.comparison
     metrics = entries(comparison, "metrics")
@@ -247,9 +247,9 @@ def _evaluation(source: Exported, of: Any) -> list[str]:
 
 
 def _versions(of: Any) -> list[str]:
-    from eval.blocks import Table, code, words
     from eval.harness.results import get
-    from eval.markdown import line_of, lines_of
+    from eval.report.blocks import Table, code, words
+    from eval.report.markdown import line_of, lines_of
 
     versions = of.record.get("versions") or {}
     commit = get(of.record, "git", "commit")

@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> None:
         SystemExit: The evaluation or its gate failed; the training is finished all the same.
         RunError: Another process evaluates the run.
     """
-    from eval.report import write_report
+    from eval.report.main import write_report
 
     run = find_run(Path(argv[0]))
     interruption.is_of(run)

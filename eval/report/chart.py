@@ -1,4 +1,4 @@
-"""Curves as plain numbers for an inline SVG, which eval/templates/chart.svg.jinja writes. Imports no torch.
+"""Curves as plain numbers for an inline SVG, which eval/report/templates/chart.svg.jinja writes. Imports no torch.
 
 A curve of many points is drawn as the first, lowest, highest and last of each pixel column, so that a spike of one step stays as high
 as it was. A value that is no finite number breaks the curve and is marked.

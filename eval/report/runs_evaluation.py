@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from eval.blocks import Block, Code, Key, Line, Paragraph, Table, Under, joined, number, words
-from eval.evaluation_report import flattened
 from eval.harness.results import Recorded, entries, get, mapping
-from eval.scores_report import interval_of, kind_of, metric_name, shown_interval
+from eval.report.blocks import Block, Code, Key, Line, Paragraph, Table, Under, joined, number, words
+from eval.report.evaluation import flattened
+from eval.report.scores import interval_of, kind_of, metric_name, shown_interval
 from sft.recipe.changes import MISSING as NOT_THERE
 from sft.recipe.changes import differences
 

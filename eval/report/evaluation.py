@@ -6,7 +6,9 @@ import json
 import shlex
 from typing import Any
 
-from eval.blocks import (
+from eval.compare.gate import gate_in_words
+from eval.harness.results import Recorded, entries, get, is_number, listed, mapping
+from eval.report.blocks import (
     MISSING,
     Block,
     Code,
@@ -22,9 +24,7 @@ from eval.blocks import (
     score,
     words,
 )
-from eval.compare.gate import gate_in_words
-from eval.harness.results import Recorded, entries, get, is_number, listed, mapping
-from eval.scores_report import drawn_scores, interval_of, kind_of, metric_name, scores_table, shown_interval
+from eval.report.scores import drawn_scores, interval_of, kind_of, metric_name, scores_table, shown_interval
 
 MOST_NAMED = 5
 """Metrics that got worse, in the verdict."""

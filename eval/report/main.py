@@ -12,17 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from eval.answers_report import chat_failed, chat_section, flips_section
-from eval.blocks import Block, Line, Notice, Page, Section, joined, number, words
-from eval.curve import draw_curve
-from eval.data_report import adds_up, balance_line, data_section
-from eval.environment_report import again_section, environment_section, hardware_line, plan_section
-from eval.evaluation_report import contaminated, evaluation_section, settings_section, verdict_head
 from eval.harness.results import Recorded, entries, get, is_number, listed, mapping, read_run
-from eval.html_report import as_html
-from eval.markdown import as_markdown
-from eval.training_report import data_line, during_section, model_line, training_section, what_section
-from eval.write import write_page
+from eval.report.answers import chat_failed, chat_section, flips_section
+from eval.report.blocks import Block, Line, Notice, Page, Section, joined, number, words
+from eval.report.curve import draw_curve
+from eval.report.data import adds_up, balance_line, data_section
+from eval.report.environment import again_section, environment_section, hardware_line, plan_section
+from eval.report.evaluation import contaminated, evaluation_section, settings_section, verdict_head
+from eval.report.html import as_html
+from eval.report.markdown import as_markdown
+from eval.report.training import data_line, during_section, model_line, training_section, what_section
+from eval.report.write import write_page
 from sft.errors import RunError, run_main
 from sft.run.directory import Run, find_run
 
@@ -126,7 +126,7 @@ def write_report(run: Run) -> Path:
 def main(arguments: list[str]) -> None:
     """Write the report of one run, or the comparison of several."""
     if len(arguments) != 1 or arguments[0].startswith("-"):
-        from eval.runs_report import compare_runs
+        from eval.report.runs import compare_runs
 
         print(compare_runs(arguments))
         return

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from eval.chart import Chart
+from eval.report.chart import Chart
 
 MISSING = "not recorded"
 

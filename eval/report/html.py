@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template, pass_c
 from jinja2.runtime import Context
 from markupsafe import Markup, escape
 
-from eval.blocks import Code, Inline, Key, Line, Link, Page, Strong, Under
+from eval.report.blocks import Code, Inline, Key, Line, Link, Page, Strong, Under
 from sft.visible import name_of, visible
 
 FOLDED_FROM = 600

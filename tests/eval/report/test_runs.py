@@ -4,11 +4,11 @@ from typing import Any
 import pytest
 
 from eval.harness.results import read_run
-from eval.html_report import as_html
-from eval.markdown import as_markdown
-from eval.report import main, make_page
-from eval.runs_report import compare_runs, make_comparison
-from eval.write import write_page
+from eval.report.html import as_html
+from eval.report.main import main, make_page
+from eval.report.markdown import as_markdown
+from eval.report.runs import compare_runs, make_comparison
+from eval.report.write import write_page
 from sft.errors import RunError
 from sft.run.directory import Run, write_json
 from tests.eval.runs import COMPARISON, METRIC, full_run

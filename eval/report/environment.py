@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from eval.blocks import (
+from eval.harness.results import Recorded, entries, get, listed, mapping
+from eval.report.blocks import (
     MISSING,
     Block,
     Code,
@@ -21,7 +22,6 @@ from eval.blocks import (
     number,
     words,
 )
-from eval.harness.results import Recorded, entries, get, listed, mapping
 from sft.recipe.schema import REPOSITORY
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from eval.blocks import Block, Charts, Key, Line, Paragraph, Table, code, duration, number
-from eval.chart import Chart, Series, draw
-from eval.curve import SMOOTH_FROM, running_mean
 from eval.harness.results import Recorded, entries, get
-from eval.runs_evaluation import Keyed
-from eval.speed_report import mean_rate
-from eval.training_report import column, series_of
+from eval.report.blocks import Block, Charts, Key, Line, Paragraph, Table, code, duration, number
+from eval.report.chart import Chart, Series, draw
+from eval.report.curve import SMOOTH_FROM, running_mean
+from eval.report.runs_evaluation import Keyed
+from eval.report.speed import mean_rate
+from eval.report.training import column, series_of
 
 CURVES = (
     ("Loss", "by step", "loss", "step"),

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from eval.chart import Chart, Series, draw, kept_places, tick_labels
+from eval.report.chart import Chart, Series, draw, kept_places, tick_labels
 
 
 def chart(y: list[float], x: list[float] | None = None) -> Chart:

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.blocks import (
+from eval.compare.gate import gate_in_words
+from eval.harness.results import Recorded, mapping, read_run
+from eval.report.blocks import (
     Block,
     Code,
     Key,
@@ -26,13 +28,11 @@ from eval.blocks import (
     joined,
     words,
 )
-from eval.compare.gate import gate_in_words
-from eval.harness.results import Recorded, mapping, read_run
-from eval.html_report import as_html
-from eval.runs_evaluation import Keyed, cell, evaluation_part, not_comparable
-from eval.runs_training import curves_part, final_part
-from eval.training_report import data_line, method, model_line
-from eval.write import write_page
+from eval.report.html import as_html
+from eval.report.runs_evaluation import Keyed, cell, evaluation_part, not_comparable
+from eval.report.runs_training import curves_part, final_part
+from eval.report.training import data_line, method, model_line
+from eval.report.write import write_page
 from sft.errors import RunError
 from sft.recipe.changes import differences
 from sft.run.diff import counts_not

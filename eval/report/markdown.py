@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from eval.blocks import (
+from eval.report.blocks import (
     Block,
     Bullets,
     Charts,

@@ -7,8 +7,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from eval.blocks import MISSING, number
 from eval.harness.results import is_number
+from eval.report.blocks import MISSING, number
 
 Line = Mapping[str, Any]
 

@@ -1,7 +1,7 @@
 from typing import Any
 
-from eval.blocks import MISSING
-from eval.speed_report import speed_facts
+from eval.report.blocks import MISSING
+from eval.report.speed import speed_facts
 
 TOKENS, LABELLED = "Tokens per second, mean after the first logged step", "Labelled tokens per second"
 MFU, TIMES, WAITING = (

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from eval.blocks import (
+from eval.harness.results import Recorded, entries, get, is_number, listed, mapping
+from eval.report.blocks import (
     MISSING,
     Block,
     Charts,
@@ -22,10 +23,9 @@ from eval.blocks import (
     number,
     words,
 )
-from eval.chart import Chart, Series, draw
-from eval.curve import SMOOTH_FROM, running_mean
-from eval.harness.results import Recorded, entries, get, is_number, listed, mapping
-from eval.speed_report import speed_facts
+from eval.report.chart import Chart, Series, draw
+from eval.report.curve import SMOOTH_FROM, running_mean
+from eval.report.speed import speed_facts
 from sft.recipe.schema import Recipe
 
 FAULTY = ("loss", "grad_norm", "held_out_loss")

@@ -1,0 +1,1 @@
+"""Writes report.md and report.html from what the run's folder holds."""
