@@ -7,14 +7,6 @@ Both are asked by transformers through the tuned model's template, with the gene
 
 from __future__ import annotations
 
-import os
-import signal
-
-from sft.processes import end_with_parent
-
-if __name__ == "__main__" and "SFT_PARENT" in os.environ:  # before the imports, during which it may end
-    end_with_parent(int(os.environ["SFT_PARENT"]), signal.SIGTERM)
-
 import sys
 from copy import deepcopy
 from pathlib import Path
@@ -29,7 +21,7 @@ from eval.harness.targets import base_target
 from eval.models.backends import Target
 from eval.models.chat_model import Asker, load_asker, load_weights
 from eval.models.placement import give_memory_back
-from sft.errors import EvaluationError, run_main
+from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation
 from sft.run.consent import TRUST, check_model_code
 from sft.run.directory import Run, find_run, read_json, write_json
@@ -182,7 +174,3 @@ def main(arguments: list[str]) -> None:
     run = find_run(Path(words[0]))
     check_model_code(run.path, run.recipe().model.trust_remote_code, TRUST in arguments)
     chat(run)
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -1,7 +1,7 @@
 """Finds tasks that measure nothing: from the samples that lm_eval returns, what can hardly be meant.
 
-Nothing is refused here: eval/tasks/load.py refuses what can only be a mistake. What is wrong with a task's documents is said of the user's own
-tasks alone, since others measure lm_eval's as they are; what is wrong with the answers is said of all.
+Nothing is refused here: eval/tasks/load.py refuses what can only be a mistake. What is wrong with a task's documents is said
+of the user's own tasks alone, since others measure lm_eval's as they are; what is wrong with the answers is said of all.
 """
 
 from __future__ import annotations

@@ -153,7 +153,11 @@ def _clipped(context: Context, text: str) -> Clipped:
 @cache
 def _template() -> Template:
     environment = Environment(
-        loader=PackageLoader("eval"), autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+        loader=PackageLoader("eval.report"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
     )
     environment.filters |= {
         "shown": shown,

@@ -23,7 +23,7 @@ from eval.report.html import as_html
 from eval.report.markdown import as_markdown
 from eval.report.training import data_line, during_section, model_line, training_section, what_section
 from eval.report.write import write_page
-from sft.errors import RunError, run_main
+from sft.errors import RunError
 from sft.run.directory import Run, find_run
 
 ENDINGS = {
@@ -132,7 +132,3 @@ def main(arguments: list[str]) -> None:
         return
     run = find_run(Path(arguments[0]))
     print(write_report(run), run.page_file, sep="\n")
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -42,8 +42,8 @@ ROWS, LENGTH = 4, 32
 FOLDER = ".canary"
 
 # Norm of the difference of logits over their norm. The tensors are the same, so that this is what other kernels, in another order,
-# on another device, make of them; sft/train/isolation_probe.py allows hidden states the same. A wrong config.json (another theta, eps, tied head)
-# differs by tens of percent.
+# on another device, make of them; sft/train/isolation_probe.py allows hidden states the same. A wrong config.json (another
+# theta, eps, tied head) differs by tens of percent.
 LOGITS = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 5e-2}
 
 

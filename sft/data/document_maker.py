@@ -59,7 +59,7 @@ class DocumentMaker:
         Args:
             source: Where the rows are from.
             number: Of the source, from 0.
-            format: Of sft.formats.FORMATS.
+            format: Of sft.data.formats.FORMATS.
             rows: With their numbers in the source, from 1.
         """
         chunk = Building(number, Counts(rows_in=len(rows)), Findings())

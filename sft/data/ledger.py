@@ -100,7 +100,7 @@ def settle(names: Sequence[str], counts: Sequence[Counts], documents: np.ndarray
     Args:
         names: Of the sources.
         counts: What became no document, by source.
-        documents: Of sft.documents.DOCUMENT.
+        documents: Of sft.data.documents.DOCUMENT.
         mixture: What becomes of them.
     """
     accounts = []

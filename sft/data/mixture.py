@@ -35,7 +35,7 @@ def mix(documents: np.ndarray, sources: Sequence[Source], data: Data) -> Mixture
     """Choose.
 
     Args:
-        documents: Of sft.documents.DOCUMENT, sources in order; those behind `sources` are held out.
+        documents: Of sft.data.documents.DOCUMENT, sources in order; those behind `sources` are held out.
         sources: To train on.
         data: The recipe's section.
 

@@ -25,37 +25,6 @@ from sft.plan.facts import DataFacts, ModelFacts
 from sft.recipe.schema import Recipe, Source
 
 _PACKAGES = ("transformers", "tokenizers", "jinja2", "trl", "numpy", "pyarrow", "datasets")
-_CODE = (
-    "audit",
-    "chat",
-    "chunk_building",
-    "chunks",
-    "columnar_rows",
-    "control_tokens",
-    "csv_rows",
-    "document_maker",
-    "documents",
-    "findings",
-    "formats",
-    "json_rows",
-    "ledger",
-    "lost_content",
-    "mixture",
-    "overlong",
-    "packing",
-    "pins",
-    "prepare",
-    "processes",
-    "readers",
-    "remote_code",
-    "sources",
-    "store",
-    "template_checks",
-    "processor_time",
-    "token_ranges",
-    "tokenizer",
-    "turns",
-)
 _TOKENIZER_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.py", "chat_templates/*.jinja")
 _END = 2**20
 """Bytes that are compared at each end of a file, where there is no time for all of it."""
@@ -133,10 +102,16 @@ def entry_folder(recipe: Recipe, model: ModelFacts, hash_of: Callable[[Path], st
             mode="json", include={"pad_token", "eos_token", "new_tokens", "trust_remote_code"}
         ),
         "packages": {package: version(package) for package in _PACKAGES},
-        "code": {name: _hash_of(Path(__file__).with_name(f"{name}.py")) for name in _CODE},
+        "code": {str(file): _hash_of(Path(__file__).parents[1] / file) for file in _code()},
     }
     key = sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
     return Path(recipe.output_dir).expanduser().resolve() / ".prepared" / key
+
+
+def _code() -> list[Path]:
+    """The modules that prepare: sft/data and what decides which files are read, from sft/."""
+    root = Path(__file__).parents[1]
+    return sorted(file.relative_to(root) for package in ("data", "hub") for file in (root / package).glob("*.py"))
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,13 @@ Each target is a folder that is complete by itself; docs/export.md says what is 
 from __future__ import annotations
 
 import argparse
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from sft.checkpoint.unchanged import ACCEPT
-from sft.errors import ExportError, did_you_mean, run_main
+from sft.errors import ExportError, did_you_mean
 from sft.export.folder import Made, check_output, make_folder
 from sft.export.source import Exported, check_unchanged, find_exported, find_run_to_export
 from sft.run.consent import check_model_code
@@ -144,10 +143,3 @@ def _target(source: Exported, arguments: argparse.Namespace) -> tuple[Finish, Te
             f"To load it: AutoModelForCausalLM.from_pretrained({str(made.folder)!r}), or see {made.folder / 'README.md'}."
         ),
     )
-
-
-if __name__ == "__main__":
-    # Read by the libraries when they are imported. DeepSpeed is, and does nothing here.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    run_main(main)

@@ -18,7 +18,7 @@ from sft.data.findings import check_findings
 from sft.data.ledger import check_limits
 from sft.data.prepare import prepared_data
 from sft.data.prepared import Prepared, data_key, entry_folder, find_prepared
-from sft.errors import RecipeError, run_main
+from sft.errors import RecipeError
 from sft.launch.auto_tune import search
 from sft.launch.checks import check_address, check_installed, check_started_once, check_visible_gpus, told_of_slurm
 from sft.launch.finish import become_finish, evaluation_left
@@ -249,7 +249,3 @@ def _number_of(what: str) -> Callable[[str], int]:
         return int(text)
 
     return number
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -17,7 +17,7 @@ from pathlib import Path
 from eval.harness.preload import foresee
 from sft.checkpoint.loader_process import Checker
 from sft.data.tokenizer import load_tokenizer
-from sft.errors import RecipeError, run_main
+from sft.errors import RecipeError
 from sft.hub.pins import pinned
 from sft.launch.checks import check_installed, check_rank_variables
 from sft.launch.finish import become_finish, evaluation_left
@@ -161,7 +161,3 @@ def evaluate_what_is_trained(job: Job) -> None:
         if distributed.is_first_rank():
             become_finish(run)
         raise SystemExit(0)
-
-
-if __name__ == "__main__":
-    run_main(main)

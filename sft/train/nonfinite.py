@@ -1,8 +1,8 @@
 """A loss or a gradient that is NaN or infinite: found before the optimizer steps, written down, and answered as the recipe says.
 
 Found by the norm of the gradients over all ranks, which is taken for clipping anyway: a loss that is not finite makes its gradients
-NaN (sft/train/offending_samples.py), and NaN stays NaN through every reduction. So all ranks find it at the same step, and it costs no collective;
-what it costs is that the norm is read from the device at each step. docs/faults.md
+NaN (sft/train/offending_samples.py), and NaN stays NaN through every reduction. So all ranks find it at the same step, and it
+costs no collective; what it costs is that the norm is read from the device at each step. docs/faults.md
 """
 
 from __future__ import annotations

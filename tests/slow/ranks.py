@@ -32,11 +32,13 @@ from sft.processes import end_with_parent
 from tests.slow.forked_checker import Forked
 
 IMPORTED = (
-    "deepspeed trl trl.trainer.sft_trainer peft accelerate transformers.models.qwen2.modeling_qwen2 datasets eval.suites "
+    "deepspeed trl trl.trainer.sft_trainer peft accelerate transformers.models.qwen2.modeling_qwen2 datasets eval.tasks.suites "
     # DeepSpeed imports it, and with it torch's compiler, where it looks at its optimizer: more than half of a short ZeRO-2 training.
     "deepspeed.runtime.zero.muon.muon_optimizer "
-    "sft.train sft.trainer sft.before_training sft.model sft.step_work sft.store sft.held_out sft.metrics sft.profiling "
-    "sft.compiled_layers sft.embeddings sft.canary sft.load_saved eval.during eval.data_parallel lm_eval.evaluator "
+    "sft.train.main sft.train.arguments sft.train.before_training sft.model.load sft.train.step_work sft.data.store "
+    "sft.train.eval_loss sft.train.metrics sft.train.profiling sft.model.compiled_layers sft.model.new_tokens "
+    "sft.checkpoint.save_verification sft.checkpoint.load_saved eval.harness.during_training eval.harness.data_parallel "
+    "lm_eval.evaluator "
     "lm_eval.models.huggingface"
 ).split()
 
@@ -149,7 +151,7 @@ def _become_rank(job: dict[str, Any], environment: dict[str, str], folder: Path,
         os.dup2(os.open(path, os.O_RDONLY if name == "stdin" else os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ |= environment
     if not job["finish"]:
-        for module in ("sft.train", "sft.launch.finish"):
+        for module in ("sft.train.main", "sft.launch.finish"):
             _replace(module, "become_finish", lambda run: None)
     _replace("sft.checkpoint.loader_process", "start_process", Forked)
     program, *sys.argv[1:] = job["words"]
@@ -158,7 +160,9 @@ def _become_rank(job: dict[str, Any], environment: dict[str, str], folder: Path,
         sys.path.insert(0, str(Path(program).parent))
         runpy.run_path(program, run_name="__main__")
     else:
-        sys.modules.pop(program, None)  # runpy says so where it is imported already
+        # runpy warns about a module that is imported already. A package is not run: its __main__ is.
+        if not hasattr(sys.modules.get(program), "__path__"):
+            sys.modules.pop(program, None)
         runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 

@@ -166,7 +166,7 @@ def test_a_wrong_save_at_the_end_keeps_the_model_and_the_same_command_ends_the_r
 
 CHECKED = """
 import os, subprocess, sys
-from sft.checker import Checker
+from sft.checkpoint.loader_process import Checker
 
 checker = Checker()
 # Whoever inherits the pipe keeps it open when this process is gone.

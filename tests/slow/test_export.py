@@ -12,14 +12,14 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from tests.sft.test_export_gguf import SAME, WRITES
-from tests.sft.test_go_template import go
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft.errors import UserError
 from sft.export.main import main
 from sft.run.directory import Run
 from tests.fake_hub import TOKEN, FakeHub, fake_hub
+from tests.sft.export.test_gguf import SAME, WRITES
+from tests.sft.export.test_go_template import go
 from tests.slow.conftest import write_recipe
 from tests.slow.ranks import Ranks
 

@@ -24,11 +24,11 @@ OLD, NEW = "a" * 40, "b" * 40
 LOAD = """
 import json, sys
 from pathlib import Path
-from sft.hardware import Hardware
-from sft.job import open_job
+from sft.plan.hardware import Hardware
+from sft.plan.job import open_job
 from sft.model import load_model
-from sft.pins import hub_revisions, pinned
-from sft.tokenizer import load_tokenizer
+from sft.hub.pins import hub_revisions, pinned
+from sft.data.tokenizer import load_tokenizer
 recipe, main, old, new = sys.argv[1:]
 if main:
     from huggingface_hub import hf_hub_download

@@ -22,7 +22,7 @@ TIMEOUT = 10
 STEPS = 30
 PARAMETERS = 563_200
 BYTES = {"DDP": 12, "ZeRO-2": 20}
-"""Of a parameter in a checkpoint, in fp32: tests/sft/test_disk.py has the same sums."""
+"""Of a parameter in a checkpoint, in fp32: tests/sft/plan/test_disk.py has the same sums."""
 
 
 @pytest.fixture(scope="module")

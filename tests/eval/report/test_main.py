@@ -181,7 +181,7 @@ def test_a_ledger_that_does_not_add_up_is_told(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_report_is_written_again_from_the_command_line_without_torch(tmp_path: Path) -> None:
     run = full_run(tmp_path / "run")
-    program = "import sys; from eval.report import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    program = "import sys; from eval.report.main import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", program, str(run.path)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [str(run.report_file), str(run.page_file)]

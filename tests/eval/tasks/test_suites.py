@@ -190,7 +190,7 @@ def test_a_check_takes_well_under_a_second(tmp_path: Path) -> None:
     known_tasks()  # on a fresh checkout the names are read here
     code = (
         "import sys, time; started = time.perf_counter()\n"
-        "from pathlib import Path; from eval.suites import check_tasks; from sft.recipe import Evaluation\n"
+        "from pathlib import Path; from eval.tasks.suites import check_tasks; from sft.recipe.schema import Evaluation\n"
         f"check_tasks(Evaluation(tasks=('gsm8k',), suite='leaderboard'), Path({str(tmp_path)!r}))\n"
         "assert not {'torch', 'transformers', 'datasets', 'lm_eval'} & set(sys.modules)\n"
         "print(time.process_time())"

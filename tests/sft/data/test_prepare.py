@@ -532,11 +532,11 @@ def test_data_beyond_a_limit_leaves_no_run(make_job: Callable[..., Job], tmp_pat
 INTERRUPTED = """
 import sys
 from pathlib import Path
-from sft.hardware import Hardware
-from sft.job import open_job
-from sft.manifest import write_manifest
-from sft.run_directory import write_json
-from sft.start import start_run
+from sft.plan.hardware import Hardware
+from sft.plan.job import open_job
+from sft.checkpoint.manifest import write_manifest
+from sft.run.directory import write_json
+from sft.train.start import start_run
 run = start_run(open_job(Path(sys.argv[1]), sys.argv[2:], Hardware(None, 1, 1, 2, 16.0))).run
 (run.checkpoints / "checkpoint-5").mkdir()
 write_manifest(run.checkpoints / "checkpoint-5")

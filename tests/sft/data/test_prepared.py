@@ -1,4 +1,3 @@
-import ast
 import json
 import shutil
 from collections.abc import Callable
@@ -174,43 +173,14 @@ def test_any_change_of_the_code_that_prepares_is_another_entry(
 ) -> None:
     code = Path(shutil.copytree(REPOSITORY / "sft", tmp_path / "sft"))
     first = key()
-    monkeypatch.setattr("sft.data.prepared.__file__", str(code / "prepared.py"))
+    monkeypatch.setattr("sft.data.prepared.__file__", str(code / "data" / "prepared.py"))
     assert key() == first
     keys = []
-    for name in sft.data.prepared._CODE:
-        with (code / f"{name}.py").open("a") as file:
+    for name in sft.data.prepared._code():
+        with (code / name).open("a") as file:
             file.write("\n")
         keys.append(key())
     assert len({first, *keys}) == len(keys) + 1
-
-
-def imported_by(module: str) -> set[str]:
-    """Our own modules that one imports, anywhere in it."""
-    tree = ast.parse((REPOSITORY / "sft" / f"{module}.py").read_text())
-    nodes = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
-    return {name.removeprefix("sft.") for name in nodes if name.startswith("sft.")}
-
-
-def test_the_code_of_an_entry_is_all_code_that_its_bytes_depend_on() -> None:
-    """What it imports is listed too, or cannot change a byte that is kept."""
-    apart = {
-        "errors",  # messages
-        "recipe",  # the schema; what a recipe says is part of the key
-        "recipe_file",  # as recipe
-        "facts",  # estimates, and the model's folder, whose files are part of the key
-        "demo",  # writes files, which are part of the key
-        "job",  # opens the recipe
-        "interruption",  # signals
-        "run_directory",  # which entries runs use
-        "hardware",  # how many processes prepare
-        "prepared",  # the key itself
-        "manifest",  # checksums of the files
-    }
-    found, new = set(sft.data.prepared._CODE), set(sft.data.prepared._CODE)
-    while new:
-        new = {name for module in new for name in imported_by(module)} - apart - found
-        found |= new
-    assert found == set(sft.data.prepared._CODE)
 
 
 def test_a_model_on_the_hub_is_known_by_its_commit(make_recipe: MakeRecipe, rows: Path) -> None:

@@ -544,7 +544,7 @@ def test_a_first_look_reads_only_the_start(kind: str, tmp_path: Path) -> None:
 
 
 def test_the_module_imports_neither_torch_nor_datasets_nor_pyarrow() -> None:
-    code = "import sys, sft.readers; print(*{'torch', 'datasets', 'pyarrow', 'numpy'} & set(sys.modules))"
+    code = "import sys, sft.data.readers; print(*{'torch', 'datasets', 'pyarrow', 'numpy'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 
 

@@ -103,7 +103,7 @@ def templates() -> dict[str, str]:
     assert spec is not None
     assert spec.origin is not None
     families = Path(spec.origin).parent / "chat_templates"
-    ours = REPOSITORY / "sft" / "chat_templates"
+    ours = REPOSITORY / "sft" / "data" / "chat_templates"
     return {
         file.stem: file.read_text(encoding="utf-8")
         for folder in (families, ours)

@@ -75,7 +75,7 @@ def test_what_only_a_mask_says_is_seen(model_type: str) -> None:
 
 
 def test_masks_that_do_not_follow_documents_are_seen() -> None:
-    """tests/sft/test_probe.py measures that the first ones leak, and that gpt2 and gptj do not."""
+    """tests/sft/train/test_isolation_probe.py measures that the first ones leak, and that gpt2 and gptj do not."""
     assert all(read(name).blind_mask for name in ("opt", "falcon", "bloom", "mpt", "biogpt", "xglm", "gpt_oss"))
     follow = (
         "gpt2",
@@ -148,6 +148,6 @@ def test_which_heads_flash_attention_computes(width: int | None, values: int | N
 
 @pytest.mark.slow
 def test_it_is_read_without_torch_or_transformers() -> None:
-    program = "import sys; from sft.architecture import read_architecture as r; r({'model_type': 'qwen2'}); print(*sys.modules)"
+    program = "import sys; from sft.plan.architecture import read_architecture as r; r({'model_type': 'qwen2'}); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "transformers"} & set(loaded)

@@ -270,8 +270,8 @@ def test_loading_and_planning_import_no_torch(outputs: Path) -> None:
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from sft.hardware import described_hardware\n"
-        "from sft.job import open_job\n"
+        "from sft.plan.hardware import described_hardware\n"
+        "from sft.plan.job import open_job\n"
         f"open_job(Path('recipes/tiny.yaml'), ['output_dir={outputs}'], described_hardware('1x80GB'))\n"
         "heavy = {'torch', 'transformers', 'datasets', 'trl', 'deepspeed', 'accelerate', 'lm_eval', 'peft'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"

@@ -4,12 +4,12 @@ import threading
 import time
 
 import pytest
-from tests.sft.test_launch import Failed
 
 from sft.errors import Interrupted, run_main, users_mistakes_end_cleanly
 from sft.launch.forwarding import Forwarding
 from sft.train import interruption
 from sft.train.interruption import held_back
+from tests.sft.launch.test_main import Failed
 
 
 def send(number: signal.Signals) -> None:

@@ -26,7 +26,7 @@ YAML_LOADERS = {"_Loader", "_TaskLoader"}
 """Both are made from yaml.SafeLoader; the next test asks."""
 
 RUNS_PROGRAMS = "code_worker.py"
-"""The one place that runs what a model wrote, in a process that cannot get out: tests/eval/test_code_worker.py."""
+"""The one place that runs what a model wrote, in a process that cannot get out: tests/eval/sandbox/test_worker.py."""
 
 # A name that is called, and why it is not.
 RUNS_WHAT_IT_IS_GIVEN = {
