@@ -32,13 +32,13 @@ from eval.harness.one_model import evaluate_one
 from eval.harness.process_group import NeedsProcesses
 from eval.harness.targets import check_folder
 from eval.models.backend_checks import check_backend
-from sft.checkpoint.unchanged import ACCEPT
+from sft import terminal as rank_logs
 from sft.errors import EvaluationError, RecipeError, run_main
-from sft.parallel import rank_logs
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Evaluation
 from sft.run.consent import TRUST, check_model_code, is_own
 from sft.run.directory import Run, find_run
+from sft.run.unchanged import ACCEPT
 
 EXIT_INCOMPLETE = 1
 SENDS = ("base_url", "base_url_of_base", "api_key_env")

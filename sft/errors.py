@@ -31,7 +31,7 @@ from difflib import get_close_matches
 from typing import NoReturn
 
 from sft.credentials import redact
-from sft.parallel.rank_logs import is_rank, tell_crash, tell_message
+from sft.terminal import is_rank, tell_crash, tell_message
 from sft.visible import visible
 
 EXIT_CRASHED = 1
@@ -227,13 +227,13 @@ def _known_mistake(error: BaseException) -> str | None:
 
 
 def _tell_interruption(interrupted: Interrupted) -> None:
-    from sft.train.interruption import tell
+    from sft.signals import tell
 
     tell(interrupted)
 
 
 def _signals_end_it() -> None:
-    from sft.train.interruption import give_up
+    from sft.signals import give_up
 
     give_up()
 
@@ -242,7 +242,7 @@ def _signals_end_it() -> None:
 def users_mistakes_end_cleanly() -> Iterator[None]:
     """Show a UserError as its message alone and exit with status 2; Ctrl-C ends without a traceback too.
 
-    Of the ranks of a job only the first to end is shown, a bug with its traceback: see sft/parallel/rank_logs.py.
+    Of the ranks of a job only the first to end is shown, a bug with its traceback: see sft/terminal.py.
     """
     try:
         yield
@@ -291,7 +291,7 @@ def users_mistakes_end_cleanly() -> Iterator[None]:
 
 def run_main(main: Callable[[list[str]], None]) -> None:
     """Call a module's main with the command line; the last line of each entry point."""
-    from sft.train.interruption import hear_held_back, listening
+    from sft.signals import hear_held_back, listening
 
     with listening(), users_mistakes_end_cleanly():
         hear_held_back()

@@ -20,11 +20,11 @@ from eval.tasks.facts import task_facts
 from eval.tasks.load import LoadedTasks
 from eval.tasks.settings import Settings, resolve_settings
 from eval.tasks.suites import check_tasks
-from sft.checkpoint.unchanged import base_changes, check_final
 from sft.errors import EvaluationError, GateFailed
 from sft.recipe.changes import differences
 from sft.recipe.schema import Evaluation
 from sft.run.directory import Run, read_json
+from sft.run.unchanged import base_changes, check_final
 from sft.visible import visible_line
 
 

@@ -19,7 +19,7 @@ from eval.harness.prompting import Treatment
 from eval.models.backends import Target
 from eval.models.placement import Placement, gpu_name
 from eval.tasks.load import LoadedTasks
-from sft.checkpoint.unchanged import base_sums
+from sft.run.unchanged import base_sums
 
 FOLDER = "eval-base"
 """In the recipe's output_dir."""

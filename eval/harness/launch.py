@@ -16,7 +16,7 @@ from sft.errors import run_main
 from sft.launch.torchrun import start
 from sft.plan.hardware import cpu_cores
 from sft.plan.topology import Layout
-from sft.train.interruption import held_back
+from sft.signals import held_back
 
 PLACEMENT = "SFT_EVAL_PLACEMENT"
 """Where the launcher tells the processes what it has decided: they would find each other's memory on the GPUs."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from sft.errors import EvaluationError, LostRank
 from sft.parallel.lost_ranks import is_lost
-from sft.parallel.rank_logs import is_rank
+from sft.terminal import is_rank
 
 Value = TypeVar("Value")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from sft.launch.finish import LAUNCHED
-from sft.train.interruption import held_back
+from sft.signals import held_back
 
 PROGRAM = Path(__file__).with_name("load_saved.py")
 

@@ -15,8 +15,8 @@ from sft.checkpoint.portable import MOMENTS, STEP, WEIGHT, WholeTensors, load_ma
 from sft.checkpoint.portable_zero import load_zero
 from sft.checkpoint.resume_plan import Continuation, Writer
 from sft.errors import RunError
+from sft.parallel.optimizer import MasterAdamW
 from sft.parallel.tensor_parallel import part_of
-from sft.train.optimizer import MasterAdamW
 
 
 def go_on(trainer: Any, continuation: Continuation) -> None:

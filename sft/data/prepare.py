@@ -50,7 +50,7 @@ from sft.plan.job import open_recipe
 from sft.processes import end_with_parent
 from sft.recipe.schema import Recipe, Source
 from sft.run.directory import EVALUATION_LEFT
-from sft.train.interruption import EXITS, SIGNALS, exit_status, held_back
+from sft.signals import EXITS, SIGNALS, exit_status, held_back
 
 _KEPT = 10
 """Entries that stay whenever they were used."""

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from sft import signals as interruption
 from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
-from sft.parallel.rank_logs import ENDING, written_run
 from sft.run.directory import Run
-from sft.train import interruption
+from sft.terminal import ENDING, written_run
 
 _ENDED = {*interruption.EXITS, *(-number for number in interruption.SIGNALS)}
 _TIDY_SECONDS = 3.0

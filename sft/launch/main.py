@@ -23,6 +23,7 @@ from sft.launch.auto_tune import search
 from sft.launch.checks import check_address, check_installed, check_started_once, check_visible_gpus, told_of_slurm
 from sft.launch.finish import become_finish, evaluation_left
 from sft.launch.host_facts import host_facts
+from sft.launch.opening import check_start, unfinished_run
 from sft.launch.preflight import disk, refuse
 from sft.launch.rerun import is_run, start_again, told_differences
 from sft.launch.torchrun import check_port, choose_rendezvous, start
@@ -33,7 +34,6 @@ from sft.plan.plan import plan_warnings, print_plan
 from sft.plan.topology import Layout, read_layout, whole_number
 from sft.recipe.changes import check_allowed_changes
 from sft.run.directory import Run
-from sft.train.opening import check_start, unfinished_run
 from sft.visible import visible_line
 
 DEFAULT_RECIPE = "recipes/tiny.yaml"

@@ -18,11 +18,11 @@ from sft.errors import EXIT_GATE, EXIT_USER_ERROR, PlanError, UserError
 from sft.launch.auto_tune import EXIT_DID_NOT_FIT
 from sft.launch.forwarding import SAVING, Forwarding, tell_interruption
 from sft.launch.out_of_memory import OutOfMemoryKills
-from sft.parallel.rank_logs import ENDING, Ending, launched_folder, read_ending, seen_ending, written_run
 from sft.plan.topology import Layout
 from sft.run.consent import OWN_RUN
 from sft.run.directory import Run
-from sft.train.interruption import held_back, speaks_for_ranks
+from sft.signals import held_back, speaks_for_ranks
+from sft.terminal import ENDING, Ending, launched_folder, read_ending, seen_ending, written_run
 
 FINAL = (EXIT_USER_ERROR, EXIT_GATE, EXIT_DID_NOT_FIT)
 """Exit statuses that starting again would not change."""

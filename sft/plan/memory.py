@@ -11,7 +11,7 @@ activations      of a micro-batch of 1, by the larger of two peaks:
                    one layer: s x (12 h + 6 f) x w, its outputs and their gradients; h hidden_size, f the width of the MLP
                    the head (TRL's fused one): a tile of min(s, 4096) x 32768 logits x w, gradients of hidden states, s x h x (4 + w),
                    and of its weight, vocabulary x h x (4 + w), where that is trained; as if every token were labelled
-                 - the step: what is fp32 only then; a chunk of gradients for sft/train/optimizer.py, the rank's share of them for ZeRO
+                 - the step: what is fp32 only then; a chunk of gradients for sft/parallel/optimizer.py, the rank's share of them for ZeRO
 reserve          1.5 GiB for the CUDA context and NCCL's and cuBLAS's buffers, and 5 % of the memory for fragments
 
 Attention is counted as FlashAttention and varlen have it: without a matrix of scores. Not counted: what loading takes in the machine's
@@ -45,7 +45,7 @@ CPU_FACTOR = 1.5
 """Pinned copies and buffers beside what is offloaded, as DeepSpeed's own estimate has it."""
 
 _CHUNK = 2**27
-"""Elements of sft/train/optimizer.py's step."""
+"""Elements of sft/parallel/optimizer.py's step."""
 
 _TILE_TOKENS, _TILE_WORDS = 4096, 32768
 """TOKEN_CHUNK_SIZE and _CHUNKED_LOGPROB_CHUNK_SIZE of TRL's fused head."""

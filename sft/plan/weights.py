@@ -1,6 +1,6 @@
 """What the weights and their gradients are kept in. Pure arithmetic: no torch.
 
-MASTER is the only choice that sft/train/optimizer.py carries out by itself; under ZeRO DeepSpeed does.
+MASTER is the only choice that sft/parallel/optimizer.py carries out by itself; under ZeRO DeepSpeed does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The folder of one run: where each file is.
 
 Only the first rank writes here; every other part of the program asks this module for a path. sft/run/record.py says what run.json
-holds, sft/train/opening.py makes a folder or finds the one to go on in.
+holds, sft/launch/opening.py makes a folder or finds the one to go on in.
 """
 
 from __future__ import annotations

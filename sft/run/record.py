@@ -14,14 +14,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sft.checkpoint.unchanged import base_sums
 from sft.credentials import redacted
 from sft.hub.pins import hub_revisions
 from sft.hub.remote_code import code_hash
 from sft.recipe.changes import Change
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run, read_lines
-from sft.train.training_warnings import eval_loss_course, loss_course
+from sft.run.training_warnings import eval_loss_course, loss_course
+from sft.run.unchanged import base_sums
 
 if TYPE_CHECKING:
     from sft.plan.job import Job

@@ -24,6 +24,7 @@ from sft.model.new_tokens import check_untrained, named, show_head, trains_embed
 from sft.parallel import process_group as distributed
 from sft.parallel.fsdp import PrefetchAsAsked, plugin_arguments, policies, whole_state
 from sft.parallel.libraries import parallelism_config
+from sft.parallel.optimizer import MasterAdamW
 from sft.plan.disk import checkpoint_bytes
 from sft.plan.fsdp import mesh_shape
 from sft.plan.job import Job
@@ -31,7 +32,6 @@ from sft.plan.weights import MASTER
 from sft.run.directory import Run
 from sft.train.batches import Sequences, StepOrder
 from sft.train.changes_take_effect import ChangesTakeEffect
-from sft.train.optimizer import MasterAdamW
 from sft.train.step_clock import StepClock
 from sft.train.trainer import RecipeTrainer
 

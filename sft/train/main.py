@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from eval.harness.preload import foresee
+from sft import signals as interruption
+from sft import terminal as rank_logs
 from sft.checkpoint.loader_process import Checker
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import RecipeError
@@ -22,16 +24,14 @@ from sft.hub.pins import pinned
 from sft.launch.checks import check_installed, check_rank_variables
 from sft.launch.finish import become_finish, evaluation_left
 from sft.launch.preflight import check_ranks
+from sft.launch.start import begin_data, start_run, wait_for_data
 from sft.parallel import process_group as distributed
-from sft.parallel import rank_logs
 from sft.parallel.lost_ranks import told_of_lost_ranks
 from sft.plan.job import Job, open_job
 from sft.run.directory import Run
 from sft.run.lost_folder import told_of_a_lost_folder
 from sft.run.record import close_session
-from sft.train import interruption
 from sft.train.rollback import become_again
-from sft.train.start import begin_data, start_run, wait_for_data
 from sft.train.tracking import finish_trackers
 
 
@@ -132,7 +132,7 @@ def check_with_frameworks(job: Job) -> None:
 
 @contextmanager
 def recorded(run: Run) -> Iterator[None]:
-    """Keep run.json's status true however the training ends. An interruption is recorded by who tells it: sft/train/interruption.py."""
+    """Keep run.json's status true however the training ends. An interruption is recorded by who tells it: sft/signals.py."""
     try:
         yield
     except Exception as error:

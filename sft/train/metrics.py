@@ -24,12 +24,12 @@ from transformers.trainer_callback import TrainerCallback
 from sft.plan.flops import ModelFlops, model_flops
 from sft.plan.hardware import Hardware
 from sft.run.directory import read_lines
+from sft.run.training_warnings import first_loss, weights_moved
 from sft.train.eval_loss import HeldOutLoss
 from sft.train.fingerprint import Fingerprint
 from sft.train.spikes import Spikes
 from sft.train.step_clock import StepClock
 from sft.train.step_work import StepWork
-from sft.train.training_warnings import first_loss, weights_moved
 
 if TYPE_CHECKING:
     from eval.harness.during_training import During

@@ -16,13 +16,13 @@ from typing import NoReturn
 
 import psutil
 
+from sft import signals as interruption
+from sft import terminal as rank_logs
 from sft.errors import Interrupted
 from sft.parallel import process_group as distributed
-from sft.parallel import rank_logs
 from sft.recipe.schema import Tracking
 from sft.run.consent import OWN_RUN
 from sft.run.directory import Run
-from sft.train import interruption
 from sft.train.tracking import finish_trackers
 
 

@@ -2,7 +2,7 @@
 
 | asks                                    | hears it         | then                                     |
 |-----------------------------------------|------------------|------------------------------------------|
-| a signal (sft/train/interruption.py)          | whichever rank   | finish the step, save, stop              |
+| a signal (sft/signals.py)          | whichever rank   | finish the step, save, stop              |
 | the file <run>/stop                     | the first rank   | the same                                 |
 | train.max_time                          | the first rank   | the same, in time to save                |
 | the file <run>/save                     | the first rank   | finish the step, save, remove it, go on  |
@@ -29,14 +29,14 @@ from typing import Any
 import torch
 from transformers.trainer_callback import TrainerCallback
 
+from sft import signals as interruption
 from sft.checkpoint.writer import Shortage
 from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted, RunError
 from sft.parallel.progress import Progress
-from sft.parallel.rank_logs import is_rank
 from sft.recipe.max_time import TimeLimit, assumed_save_seconds, parse_duration
 from sft.recipe.schema import Recipe
 from sft.run.directory import Run
-from sft.train import interruption
+from sft.terminal import is_rank
 from sft.train.request_files import SAVE, STOP, began, forget_stale
 
 

@@ -16,6 +16,7 @@ from sft.checkpoint.resume_plan import Continuation, Writer, write_writer
 from sft.checkpoint.writer import CheckpointWriter
 from sft.parallel.agreement import Agreement
 from sft.parallel.fsdp import cpu_ranks_may_shard, units_as_asked
+from sft.parallel.optimizer import MasterAdamW, check_optimizer
 from sft.parallel.progress import CHECKPOINT, Progress
 from sft.parallel.sequence_parallel import PartOfSequences, labels_of_all, share_batches
 from sft.parallel.tensor_parallel import (
@@ -33,7 +34,6 @@ from sft.train.fingerprint import Fingerprint, Fingerprinted
 from sft.train.loss import Tally, is_plain, plain_loss
 from sft.train.nonfinite import Nonfinite
 from sft.train.offending_samples import finite
-from sft.train.optimizer import MasterAdamW, check_optimizer
 from sft.train.step_clock import StepClock
 from sft.train.stopping import Stopping
 

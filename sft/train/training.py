@@ -8,20 +8,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from sft import terminal as rank_logs
 from sft.checkpoint.loader_process import Checker
 from sft.checkpoint.resume import changed_tokens
 from sft.checkpoint.save_verification import SaveCanary
 from sft.checkpoint.saving import write_model
-from sft.checkpoint.unchanged import final_sums
 from sft.data.show import summary_lines
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.data.template_checks import note_on_headers
 from sft.errors import EXIT_CRASHED, Interrupted, RunError, WrongSave
 from sft.hub.pins import pin_lines
 from sft.launch.finish import programs
+from sft.launch.start import Start
 from sft.model.load import load_model
 from sft.parallel import process_group as distributed
-from sft.parallel import rank_logs
 from sft.parallel.agreement import Agreement
 from sft.parallel.lost_ranks import told_of_lost_ranks
 from sft.parallel.progress import Progress
@@ -30,6 +30,7 @@ from sft.plan.plan import plan_warnings, print_plan
 from sft.run.directory import Run, read_lines, write_json
 from sft.run.inside import remove
 from sft.run.record import record_end
+from sft.run.unchanged import final_sums
 from sft.train.arguments import build_trainer, training_arguments
 from sft.train.batches import Sequences, StepOrder
 from sft.train.before_training import BeforeTraining
@@ -40,7 +41,6 @@ from sft.train.metrics import Metrics
 from sft.train.nonfinite import Nonfinite
 from sft.train.offending_samples import StepRows
 from sft.train.profiling import Profile
-from sft.train.start import Start
 from sft.train.step_clock import StepClock
 from sft.train.step_work import StepWork
 from sft.train.stopping import Stopping

@@ -34,11 +34,11 @@ from typing import Any
 from transformers.trainer_callback import TrainerCallback
 
 from sft.parallel.progress import Place, Progress
-from sft.parallel.rank_logs import to_terminal
 from sft.parallel.stall import ALWAYS, DEBUG, Report, about, behind, end_limit, message
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import write_json
-from sft.train.interruption import on_signal
+from sft.signals import on_signal
+from sft.terminal import to_terminal
 
 FRAMES = 4
 """Innermost frames of a stack that are printed."""

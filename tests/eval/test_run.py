@@ -17,7 +17,7 @@ from eval.run import main, parse_evaluation
 from sft.errors import EvaluationError, UserError
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run, read_json, write_json
-from sft.train.interruption import held_back
+from sft.signals import held_back
 
 WriteTask = Callable[..., Path]
 

@@ -7,7 +7,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from sft.model.attention import NAME, register
-from sft.train.optimizer import MasterAdamW
+from sft.parallel.optimizer import MasterAdamW
 
 DEVICE = "cuda"
 LENGTHS = (5, 130, 1, 64, 300)

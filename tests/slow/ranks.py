@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from sft.launch.finish import LAUNCHED
-from sft.parallel.rank_logs import launched_folder
 from sft.processes import end_with_parent
+from sft.terminal import launched_folder
 from tests.slow.forked_checker import Forked
 
 IMPORTED = (

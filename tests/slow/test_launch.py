@@ -20,9 +20,9 @@ import pytest
 import yaml
 
 from sft.parallel.process_group import free_port
-from sft.parallel.rank_logs import ENDING
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
+from sft.terminal import ENDING
 from tests.slow.conftest import BIN, decisions, latest, lines_of, rows, until, write_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -11,7 +11,7 @@ from sft.checkpoint.portable_live import begin_random_streams, load_torch, sourc
 from sft.checkpoint.portable_zero import Piece, _pieces_of_groups
 from sft.checkpoint.resume_plan import Writer
 from sft.errors import RunError
-from sft.train.optimizer import MasterAdamW
+from sft.parallel.optimizer import MasterAdamW
 
 WRITER = Writer("one process", 1, "fp32", "fp32")
 

@@ -21,11 +21,11 @@ from sft.data.prepare import prepare, prepared_data
 from sft.data.prepared import Prepared, entry_folder, find_prepared
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.errors import DataError, ModelError, RunError, users_mistakes_end_cleanly
+from sft.launch.start import start_run
 from sft.plan.facts import inspect_data, inspect_model
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job, open_job
 from sft.recipe.schema import Recipe
-from sft.train.start import start_run
 
 Row = dict[str, Any]
 FILES = ("tokens.bin", "trained.bin", "documents.bin", "train.npz", "held_out.npz", "prepared.json")

@@ -7,7 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from sft.errors import PlanError
-from sft.train.optimizer import MasterAdamW, check_optimizer
+from sft.parallel.optimizer import MasterAdamW, check_optimizer
 
 STEP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 SIZES = [1, 7, 1001, (33, 31), 4099]
@@ -48,7 +48,7 @@ def train(of: list[Parameter], optimizer: MasterAdamW, steps: range) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 1002, 2**27])
 def test_a_step_is_adamws_on_fp32_weights_bit_for_bit(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sft.train.optimizer._CHUNK", chunk)
+    monkeypatch.setattr("sft.parallel.optimizer._CHUNK", chunk)
     trained = weights()
     exact = [Parameter(weight.detach().float()) for weight in trained]
     optimizer, reference = ours(trained), torch.optim.AdamW(groups(exact), fused=True, **STEP)

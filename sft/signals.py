@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from sft import terminal as rank_logs
 from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted, UserError
-from sft.parallel import rank_logs
 from sft.run.directory import INCOMPLETE, Run
 from sft.run.inside import remove
 from sft.run.record import close_session

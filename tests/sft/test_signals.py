@@ -5,10 +5,10 @@ import time
 
 import pytest
 
+from sft import signals as interruption
 from sft.errors import Interrupted, run_main, users_mistakes_end_cleanly
 from sft.launch.forwarding import Forwarding
-from sft.train import interruption
-from sft.train.interruption import held_back
+from sft.signals import held_back
 from tests.sft.launch.test_main import Failed
 
 

@@ -13,10 +13,7 @@ from sft.checkpoint.manifest import write_manifest
 from sft.checkpoint.resume_plan import write_writer, writer_here
 from sft.errors import RecipeError, RunError
 from sft.launch.finish import evaluation_left
-from sft.plan.hardware import Hardware
-from sft.plan.job import Job, open_job
-from sft.run.directory import Run, write_json
-from sft.train.opening import (
+from sft.launch.opening import (
     OWN_RUN,
     check_start,
     claim,
@@ -26,6 +23,9 @@ from sft.train.opening import (
     other_unfinished,
     unfinished_run,
 )
+from sft.plan.hardware import Hardware
+from sft.plan.job import Job, open_job
+from sft.run.directory import Run, write_json
 
 LeftBehind = Callable[..., Run]
 NEVER = "train.resume=never"

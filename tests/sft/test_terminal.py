@@ -7,21 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from sft import terminal as rank_logs
 from sft.errors import DataError, users_mistakes_end_cleanly
+from sft.launch.opening import OWN_RUN
 from sft.launch.torchrun import go_on_in_the_run
-from sft.parallel import rank_logs
-from sft.parallel.rank_logs import (
-    ENDING,
-    Ending,
-    forget_ending,
-    is_echo,
-    launched_folder,
-    read_ending,
-    seen_ending,
-    written_run,
-)
 from sft.recipe.schema import REPOSITORY
-from sft.train.opening import OWN_RUN
+from sft.terminal import ENDING, Ending, forget_ending, is_echo, launched_folder, read_ending, seen_ending, written_run
 
 Become = Callable[[int], None]
 

@@ -9,25 +9,13 @@ from subprocess import Popen
 from threading import Thread
 from typing import Any
 
+from sft import signals as interruption
 from sft.checkpoint.resume import Choice, choose_checkpoint, lost_lines
 from sft.checkpoint.resume_plan import Continuation, resolve_continuation
-from sft.checkpoint.unchanged import base_changes
 from sft.data.prepare import begin_preparation, prepared_data
 from sft.data.prepared import Prepared
 from sft.errors import RunError
-from sft.launch.rerun import check_same_data, original_run
-from sft.launch.tuning_result import find_answer
-from sft.parallel import process_group as distributed
-from sft.parallel.rank_logs import forget_ending
-from sft.plan.decision import Searched
-from sft.plan.job import Job
-from sft.plan.resumed import as_started
-from sft.recipe.changes import Change, differences
-from sft.run.directory import Run, write_json
-from sft.run.record import installed_versions, record_start
-from sft.train import interruption
-from sft.train.interruption import EXITS
-from sft.train.opening import (
+from sft.launch.opening import (
     check_start,
     decisions_of,
     keep_recipe,
@@ -37,6 +25,18 @@ from sft.train.opening import (
     recipe_changes,
     unfinished_run,
 )
+from sft.launch.rerun import check_same_data, original_run
+from sft.launch.tuning_result import find_answer
+from sft.parallel import process_group as distributed
+from sft.plan.decision import Searched
+from sft.plan.job import Job
+from sft.plan.resumed import as_started
+from sft.recipe.changes import Change, differences
+from sft.run.directory import Run, write_json
+from sft.run.record import installed_versions, record_start
+from sft.run.unchanged import base_changes
+from sft.signals import EXITS
+from sft.terminal import forget_ending
 
 
 @dataclass(frozen=True)
