@@ -22,9 +22,10 @@ from eval.models.backends import Target
 from eval.models.chat_model import Asker, load_asker, load_weights
 from eval.models.placement import give_memory_back
 from sft.errors import EvaluationError
+from sft.files import read_json, write_json
 from sft.recipe.schema import Evaluation
 from sft.run.consent import TRUST, check_model_code
-from sft.run.directory import Run, find_run, read_json, write_json
+from sft.run.directory import Run, find_run
 
 AT_ONCE = 8
 """Prompts in a batch."""

@@ -12,10 +12,10 @@ from dataclasses import asdict
 from typing import NoReturn
 
 from eval.models.placement import Placement
-from sft.errors import run_main
 from sft.launch.torchrun import start
 from sft.plan.hardware import cpu_cores
 from sft.plan.topology import Layout
+from sft.program import run_main
 from sft.signals import held_back
 
 PLACEMENT = "SFT_EVAL_PLACEMENT"

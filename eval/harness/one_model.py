@@ -18,8 +18,8 @@ from eval.tasks.facts import task_facts
 from eval.tasks.settings import resolve_settings
 from eval.tasks.suites import check_tasks
 from sft.errors import EvaluationError
+from sft.files import read_json
 from sft.recipe.schema import Evaluation
-from sft.run.directory import read_json
 
 
 def name_of(folder: Path) -> str:

@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from sft.checkpoint.manifest import summed
 from sft.data.audit import check_not_rendered, check_tokenizer, find_in_all, findings_json
 from sft.data.chunks import made_chunks
 from sft.data.document_maker import DocumentMaker
@@ -43,11 +42,13 @@ from sft.data.readers import BadRow
 from sft.data.sources import open_source, told_as
 from sft.data.store import DocumentStore, DocumentWriter, SequenceIndex
 from sft.data.tokenizer import CHOICES, check_vocabulary, load_tokenizer
-from sft.errors import DataError, Interrupted, ModelError, RecipeError, RunError, run_main, stop
+from sft.errors import DataError, Interrupted, ModelError, RecipeError, RunError
+from sft.files import checksum
 from sft.hub.pins import pinned
 from sft.plan.facts import ModelFacts
 from sft.plan.job import open_recipe
 from sft.processes import end_with_parent
+from sft.program import exit_process, run_main
 from sft.recipe.schema import Recipe, Source
 from sft.run.directory import EVALUATION_LEFT
 from sft.signals import EXITS, SIGNALS, exit_status, held_back
@@ -122,7 +123,7 @@ def prepared_data(
             "cores (taskset -c 0-3 bash scripts/sft.sh ...) or more memory, and start again."
         )
     if status:
-        stop(status)  # it has said why
+        exit_process(status)  # it has said why
     prepared = find_prepared(entry_folder(recipe, model))
     if prepared is None:
         raise DataError("The data has changed while it was prepared. Start again when nobody writes to it.")
@@ -275,7 +276,7 @@ def _build(recipe: Recipe, tokenizer: Any, work: Path) -> dict[str, Any]:
         "sequences": len(train),
         "held_out_sequences": len(held_out),
         "sizes": {name: (work / name).stat().st_size for name in files},
-        "checksums": {name: summed(work / name)[1] for name in files},
+        "checksums": {name: checksum(work / name)[1] for name in files},
         "file_starts": [one.file_starts for one in read],
         "not_read": {name: ", ".join(one.unread) for name, one in zip(names, read, strict=True) if one.unread},
         "ledger": {

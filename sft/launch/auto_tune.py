@@ -24,7 +24,7 @@ from pathlib import Path
 
 from sft.data.prepare import prepared_data
 from sft.data.prepared import Prepared
-from sft.errors import EXIT_USER_ERROR, run_main
+from sft.errors import EXIT_USER_ERROR
 from sft.launch.tuning_result import (
     Candidate,
     Measurement,
@@ -39,6 +39,7 @@ from sft.parallel import process_group as distributed
 from sft.plan.decision import Resolved
 from sft.plan.job import Job, open_job
 from sft.plan.weights import resolve_gradients
+from sft.program import run_main
 
 EXIT_DID_NOT_FIT = 75
 

@@ -30,7 +30,7 @@ from sft.parallel.lost_ranks import told_of_lost_ranks
 from sft.plan.job import Job, open_job
 from sft.run.directory import Run
 from sft.run.lost_folder import told_of_a_lost_folder
-from sft.run.record import close_session
+from sft.run.record import InterruptibleRun, close_session
 from sft.train.rollback import become_again
 from sft.train.tracking import finish_trackers
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
     tokenizer = load_tokenizer(pinned(job.recipe, job.model))
     with told_of_lost_ranks(job.recipe, "the first one prepared the data"):
         start = start_run(job)
-    interruption.is_of(start.run)
+    interruption.interrupts(InterruptibleRun(start.run))
     rank_logs.move_to(start.run.path)
     from sft.train.training import train
 

@@ -17,6 +17,7 @@ from sft.data.show import summary_lines
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.data.template_checks import note_on_headers
 from sft.errors import EXIT_CRASHED, Interrupted, RunError, WrongSave
+from sft.files import remove, write_json
 from sft.hub.pins import pin_lines
 from sft.launch.finish import programs
 from sft.launch.start import Start
@@ -27,8 +28,7 @@ from sft.parallel.lost_ranks import told_of_lost_ranks
 from sft.parallel.progress import Progress
 from sft.plan.job import Job
 from sft.plan.plan import plan_warnings, print_plan
-from sft.run.directory import Run, read_lines, write_json
-from sft.run.inside import remove
+from sft.run.directory import Run, read_lines
 from sft.run.record import record_end
 from sft.run.unchanged import final_sums
 from sft.train.arguments import build_trainer, training_arguments

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sft.checkpoint import saving
-from sft.errors import run_main
+from sft.program import run_main
 from sft.train import arguments as trainer
 from sft.train import main as train
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
-from sft.errors import ModelError, run_main
+from sft.errors import ModelError
+from sft.program import run_main
 from sft.train import main as train
 from sft.train import training
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
-from sft.errors import run_main
+from sft.program import run_main
 from sft.train import main as train
 from sft.train import training
 

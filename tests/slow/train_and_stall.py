@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sft.errors import run_main
+from sft.program import run_main
 from sft.train import main as train
 from sft.train.trainer import RecipeTrainer
 

@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from sft.errors import run_main
 from sft.plan.job import Job
+from sft.program import run_main
 from sft.run.directory import Run
 from sft.train import main as train
 from sft.train import training
