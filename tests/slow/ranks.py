@@ -151,7 +151,7 @@ def _become_rank(job: dict[str, Any], environment: dict[str, str], folder: Path,
         os.dup2(os.open(path, os.O_RDONLY if name == "stdin" else os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ |= environment
     if not job["finish"]:
-        for module in ("sft.train.main", "sft.launch.finish"):
+        for module in ("sft.launch.rank", "sft.launch.finish"):
             _replace(module, "become_finish", lambda run: None)
     _replace("sft.checkpoint.loader_process", "start_process", Forked)
     program, *sys.argv[1:] = job["words"]

@@ -6,7 +6,7 @@ from typing import Any
 from transformers.trainer_callback import TrainerCallback
 
 from sft.errors import run_main
-from sft.train import main as train
+from sft.launch import rank as train
 from sft.train import training
 
 
