@@ -13,26 +13,31 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from eval.harness.preload import foresee
 from sft import signals as interruption
 from sft import terminal as rank_logs
 from sft.checkpoint.loader_process import Checker
+from sft.checkpoint.resume import changed_tokens
+from sft.data.show import summary_lines
+from sft.data.template_checks import note_on_headers
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import RecipeError
-from sft.hub.pins import pinned
+from sft.hub.pins import pin_lines, pinned
 from sft.launch.checks import check_installed, check_rank_variables
-from sft.launch.finish import become_finish, evaluation_left
+from sft.launch.finish import become_finish, evaluation_left, programs
 from sft.launch.preflight import check_ranks
-from sft.launch.start import begin_data, start_run, wait_for_data
+from sft.launch.start import Start, begin_data, start_run, wait_for_data
 from sft.parallel import process_group as distributed
 from sft.parallel.lost_ranks import told_of_lost_ranks
 from sft.plan.job import Job, open_job
-from sft.run.directory import Run
+from sft.plan.plan import plan_warnings, print_plan
+from sft.run.directory import Run, write_json
 from sft.run.lost_folder import told_of_a_lost_folder
-from sft.run.record import close_session
+from sft.run.record import close_session, record_end
 from sft.train.rollback import become_again
-from sft.train.tracking import finish_trackers
+from sft.train.tracking import finish_trackers, set_up_trackers
 
 
 def main(argv: Sequence[str]) -> None:
@@ -56,10 +61,16 @@ def main(argv: Sequence[str]) -> None:
         start = start_run(job)
     interruption.is_of(start.run)
     rank_logs.move_to(start.run.path)
-    from sft.train.training import train
+    from sft.train.main import train
 
-    with recorded(start.run), told_of_a_lost_folder(start.run.checkpoints), going_back(argv, start.run, job):
-        train(start.planned(job), start, tokenizer, checker)
+    run, planned = start.run, start.planned(job)
+    with recorded(run), told_of_a_lost_folder(run.checkpoints), going_back(argv, run, job):
+        if distributed.is_first_rank():
+            show_start(planned, start, tokenizer)
+        during = evaluation_during(planned, run, tokenizer)
+        seconds = train(planned, run, start.prepared, tokenizer, start.choice, start.continuation, checker, during)
+        if distributed.is_first_rank():
+            record_end(run, seconds, bool(programs(job.recipe.eval)))
     finish_trackers(job.recipe.tracking)
     distributed.leave_group()
     rank_logs.end()
@@ -161,3 +172,37 @@ def evaluate_what_is_trained(job: Job) -> None:
         if distributed.is_first_rank():
             become_finish(run)
         raise SystemExit(0)
+
+
+def show_start(job: Job, start: Start, tokenizer: Any) -> None:
+    """Write plan.json, and print what is about to happen."""
+    run = start.run
+    write_json(
+        run.plan_file, {"decisions": job.plan.decisions(), "deepspeed": job.deepspeed.config if job.deepspeed else None}
+    )
+    warnings = plan_warnings(job.recipe, job.plan, job.hardware, job.model, start.prepared.facts())
+    run.warn("plan", *warnings)
+    notes = [
+        *(f"Warning: {warning}" for warning in warnings),
+        *summary_lines(start.prepared),
+        *set_up_trackers(job.recipe.tracking, run),
+        *pin_lines(run.record["hub_revisions"]),
+        *filter(None, [getattr(tokenizer, "padding_note", None), note_on_headers(tokenizer)]),
+        f"Run: {run.path}",
+        *start.notes,
+        *(changed_tokens(start.choice.checkpoint, tokenizer) if start.choice.checkpoint else []),
+    ]
+    if not Path(job.model.path).is_dir():
+        notes.append(f"Loading {job.model.path}; the first time it is downloaded, which takes a while.")
+    print_plan(
+        job.plan, f"{job.name}: {job.recipe.model.name_or_path} on {job.hardware.device}", notes, job.recipe.debug
+    )
+
+
+def evaluation_during(job: Job, run: Run, tokenizer: Any) -> Any:
+    """What measures tasks during the training, or None where the recipe asks for none."""
+    if job.recipe.eval.during is None:
+        return None
+    from eval.harness.during_training import evaluation_during as load  # imports lm_eval, which takes seconds
+
+    return load(job, run, tokenizer)

@@ -14,7 +14,7 @@ from transformers.trainer_callback import TrainerCallback
 from sft.errors import run_main
 from sft.launch import rank as train
 from sft.parallel import process_group as distributed
-from sft.train import training
+from sft.train import main as training
 
 
 def die_after(seconds: float) -> None:

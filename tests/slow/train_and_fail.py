@@ -12,7 +12,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from sft.errors import ModelError, run_main
 from sft.launch import rank as train
-from sft.train import training
+from sft.train import main as training
 
 
 class Failure(TrainerCallback):  # type: ignore[misc]

@@ -7,7 +7,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from sft.errors import run_main
 from sft.launch import rank as train
-from sft.train import training
+from sft.train import main as training
 
 
 class Leave(TrainerCallback):  # type: ignore[misc]

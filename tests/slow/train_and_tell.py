@@ -7,7 +7,7 @@ from typing import Any
 from sft.launch import rank as train
 from sft.plan.job import Job
 from sft.run.directory import Run
-from sft.train import training
+from sft.train import main as training
 
 
 def main() -> None:

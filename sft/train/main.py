@@ -5,31 +5,25 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from sft import terminal as rank_logs
 from sft.checkpoint.loader_process import Checker
-from sft.checkpoint.resume import changed_tokens
+from sft.checkpoint.resume import Choice
+from sft.checkpoint.resume_plan import Continuation
 from sft.checkpoint.save_verification import SaveCanary
 from sft.checkpoint.saving import write_model
-from sft.data.show import summary_lines
+from sft.data.prepared import Prepared
 from sft.data.store import DocumentStore, SequenceIndex
-from sft.data.template_checks import note_on_headers
 from sft.errors import EXIT_CRASHED, Interrupted, RunError, WrongSave
-from sft.hub.pins import pin_lines
-from sft.launch.finish import programs
-from sft.launch.start import Start
 from sft.model.load import load_model
 from sft.parallel import process_group as distributed
 from sft.parallel.agreement import Agreement
 from sft.parallel.lost_ranks import told_of_lost_ranks
 from sft.parallel.progress import Progress
 from sft.plan.job import Job
-from sft.plan.plan import plan_warnings, print_plan
-from sft.run.directory import Run, read_lines, write_json
+from sft.run.directory import Run, read_lines
 from sft.run.inside import remove
-from sft.run.record import record_end
 from sft.run.unchanged import final_sums
 from sft.train.arguments import build_trainer, training_arguments
 from sft.train.batches import Sequences, StepOrder
@@ -44,19 +38,39 @@ from sft.train.profiling import Profile
 from sft.train.step_clock import StepClock
 from sft.train.step_work import StepWork
 from sft.train.stopping import Stopping
-from sft.train.tracking import continue_trackers, finish_trackers, set_up_trackers
+from sft.train.tracking import continue_trackers, finish_trackers
 from sft.train.watchdog import Watchdog
 
 
-def train(job: Job, start: Start, tokenizer: Any, checker: Checker | None) -> None:
-    """Train, and write final/."""
-    run, recipe, folder = start.run, job.recipe, start.prepared.folder
+def train(
+    job: Job,
+    run: Run,
+    prepared: Prepared,
+    tokenizer: Any,
+    choice: Choice,
+    continuation: Continuation | None,
+    checker: Checker | None,
+    during: Any = None,
+) -> float:
+    """Train, and write final/.
+
+    Args:
+        job: With its data counted.
+        run: Its folder, opened.
+        prepared: The data.
+        tokenizer: From load_tokenizer.
+        choice: The checkpoint that it goes on from.
+        continuation: How it does.
+        checker: Loads what is saved, to compare it; None where nothing is compared.
+        during: The callback that evaluates during the training; its `take` gives metrics.jsonl the last figures, once.
+
+    Returns:
+        Seconds of training.
+    """
+    recipe, folder = job.recipe, prepared.folder
     index, store = SequenceIndex.load(folder / "train.npz"), DocumentStore.open(folder)
     per_step, empty = recipe.sequences_per_step, job.plan.empty_sequences_per_step.value
     sequences = Sequences(store, index, per_step, tokenizer.pad_token_id, recipe.data.packing, empty)
-    if distributed.is_first_rank():
-        show_start(job, start, tokenizer)
-    during = evaluation_during(job, run, tokenizer)
     arguments = training_arguments(job, run)
     model = load_model(job, tokenizer)
     if distributed.is_first_rank():
@@ -65,7 +79,7 @@ def train(job: Job, start: Start, tokenizer: Any, checker: Checker | None) -> No
             print(f"Warning: {note}", flush=True)
     order = StepOrder(len(index), sequences.fillers, recipe.train.seed, per_step, empty)
     order.left_out = frozenset(run.record.get("left_out_steps", []))
-    held_out = held_out_loss(job, start, tokenizer, store)
+    held_out = held_out_loss(job, run, prepared, tokenizer, store)
     fingerprint = Fingerprint()
     work = StepWork(store, index, order, per_step)
     clock, measuring = measurements(job, run, work, held_out, fingerprint, during)
@@ -80,9 +94,9 @@ def train(job: Job, start: Start, tokenizer: Any, checker: Checker | None) -> No
     trainer.progress, trainer.agreement, trainer.fingerprint = progress, agreement, fingerprint
     trainer.nonfinite, trainer.canary = nonfinite(job, run, sequences, order, tokenizer), canary
     trainer.stopping = stopping
-    checkpoint, trainer.continuation = start.choice.checkpoint, start.continuation
+    checkpoint, trainer.continuation = choice.checkpoint, continuation
     if distributed.is_first_rank():
-        continue_trackers(trainer, run, start.choice.step)
+        continue_trackers(trainer, run, choice.step)
     started = time.monotonic()
     with told_of_lost_ranks(
         job.recipe, lambda: f"step {trainer.state.global_step + 1} was trained", run, watching[0].late
@@ -94,11 +108,10 @@ def train(job: Job, start: Start, tokenizer: Any, checker: Checker | None) -> No
         with told_of_lost_ranks(job.recipe, "final/ was written", run):
             write_final(trainer, job, run, tokenizer)
     if distributed.is_first_rank():
-        record_end(run, seconds, bool(programs(recipe.eval)))
-    if distributed.is_first_rank():
-        reached, before = trainer.state.global_step, start.choice.step
+        reached, before = trainer.state.global_step, choice.step
         steps = f"{reached - before} steps, to step {reached}," if before else f"{reached} steps"
         print(f"Trained {steps} in {seconds:.0f} s: {run.final}", flush=True)
+    return seconds
 
 
 def leave_where_stopped(job: Job, interrupted: Interrupted | None) -> None:
@@ -145,31 +158,6 @@ def write_final(trainer: Any, job: Job, run: Run, tokenizer: Any) -> None:
             work.rename(run.final)
 
 
-def show_start(job: Job, start: Start, tokenizer: Any) -> None:
-    """Write plan.json, and print what is about to happen."""
-    run = start.run
-    write_json(
-        run.plan_file, {"decisions": job.plan.decisions(), "deepspeed": job.deepspeed.config if job.deepspeed else None}
-    )
-    warnings = plan_warnings(job.recipe, job.plan, job.hardware, job.model, start.prepared.facts())
-    run.warn("plan", *warnings)
-    notes = [
-        *(f"Warning: {warning}" for warning in warnings),
-        *summary_lines(start.prepared),
-        *set_up_trackers(job.recipe.tracking, run),
-        *pin_lines(run.record["hub_revisions"]),
-        *filter(None, [getattr(tokenizer, "padding_note", None), note_on_headers(tokenizer)]),
-        f"Run: {run.path}",
-        *start.notes,
-        *(changed_tokens(start.choice.checkpoint, tokenizer) if start.choice.checkpoint else []),
-    ]
-    if not Path(job.model.path).is_dir():
-        notes.append(f"Loading {job.model.path}; the first time it is downloaded, which takes a while.")
-    print_plan(
-        job.plan, f"{job.name}: {job.recipe.model.name_or_path} on {job.hardware.device}", notes, job.recipe.debug
-    )
-
-
 def measurements(
     job: Job, run: Run, work: Any, held_out: Any, fingerprint: Any, during: Any = None
 ) -> tuple[Any, list[Any]]:
@@ -183,29 +171,20 @@ def measurements(
     return clock, callbacks
 
 
-def evaluation_during(job: Job, run: Run, tokenizer: Any) -> Any:
-    """What measures tasks during the training, or None where the recipe asks for none."""
-    if job.recipe.eval.during is None:
-        return None
-    from eval.harness.during_training import evaluation_during as load  # imports lm_eval, which takes seconds
-
-    return load(job, run, tokenizer)
-
-
-def held_out_loss(job: Job, start: Start, tokenizer: Any, store: Any) -> Any:
+def held_out_loss(job: Job, run: Run, prepared: Prepared, tokenizer: Any, store: Any) -> Any:
     """What measures the held-out loss, or None where no rows are held out."""
-    index = SequenceIndex.load(start.prepared.folder / "held_out.npz")
+    index = SequenceIndex.load(prepared.folder / "held_out.npz")
     if not len(index):
         return None
     ranks = job.plan.data_parallel_ranks.value
     sequences = Sequences(store, index, ranks, tokenizer.pad_token_id, job.recipe.data.packing)
 
     def is_missing(step: int) -> bool:
-        lines = distributed.from_first_rank(lambda: read_lines(start.run.metrics_file))
+        lines = distributed.from_first_rank(lambda: read_lines(run.metrics_file))
         return any(line["step"] == step and "held_out_loss" not in line for line in lines)
 
     every = job.recipe.train.eval_steps or job.recipe.train.save_steps
-    return HeldOutLoss(sequences, every, is_missing, lambda loss: start.run.update(held_out_loss_before=loss))
+    return HeldOutLoss(sequences, every, is_missing, lambda loss: run.update(held_out_loss_before=loss))
 
 
 def nonfinite(job: Job, run: Run, sequences: Any, order: Any, tokenizer: Any) -> Any:
