@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sft.checkpoint import saving
+from sft.launch import rank as train
 from sft.program import run_main
 from sft.train import arguments as trainer
-from sft.train import main as train
 
 State = dict[str, torch.Tensor]
 

@@ -3,11 +3,11 @@
 import json
 from typing import Any
 
+from sft.launch import rank as train
 from sft.plan.job import Job
 from sft.program import run_main
 from sft.run.directory import Run
-from sft.train import main as train
-from sft.train import training
+from sft.train import main as training
 
 
 def tell(trainer: Any) -> dict[str, Any]:
