@@ -36,7 +36,7 @@ from sft.plan.job import Job, open_job
 from sft.plan.plan import plan_warnings, print_plan
 from sft.run.directory import Run
 from sft.run.lost_folder import told_of_a_lost_folder
-from sft.run.record import close_session, record_end
+from sft.run.record import InterruptibleRun, close_session, record_end
 from sft.train.rollback import become_again
 from sft.train.tracking import finish_trackers, set_up_trackers
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> None:
     tokenizer = load_tokenizer(pinned(job.recipe, job.model))
     with told_of_lost_ranks(job.recipe, "the first one prepared the data"):
         start = start_run(job)
-    interruption.is_of(start.run)
+    interruption.interrupts(InterruptibleRun(start.run))
     rank_logs.move_to(start.run.path)
     from sft.train.main import train
 
