@@ -22,9 +22,9 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from sft.data.prepare import prepared_data
 from sft.data.prepared import Prepared
 from sft.errors import EXIT_USER_ERROR, run_main
+from sft.launch.prepare import prepared_data
 from sft.launch.tuning_result import (
     Candidate,
     Measurement,
