@@ -148,7 +148,7 @@ def measure(job: Job, memory_gib: float | None) -> None:
     """One rank's part: train on the longest sequences, a candidate each step, until there is none left."""
     from sft.data.tokenizer import load_tokenizer
     from sft.hub.pins import pinned
-    from sft.train.main import check_with_frameworks, enter
+    from sft.launch.rank import check_with_frameworks, enter
 
     enter(job)
     from sft.launch.trials import Steps

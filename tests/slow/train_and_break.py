@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from sft.checkpoint import saving
 from sft.errors import run_main
-from sft.train import main as train
+from sft.launch import rank as train
 from sft.train.trainer import RecipeTrainer
 
 State = dict[str, torch.Tensor]
