@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sft.data.prepare import prepared_data
 from sft.data.prepared import Prepared
 from sft.errors import EXIT_USER_ERROR, run_main
 from sft.launch.checks import job_and_layout
+from sft.launch.prepare import prepared_data
 from sft.launch.tuning_result import (
     PASSES,
     Candidate,
@@ -129,7 +129,7 @@ def measure(job: Job, memory_gib: float | None) -> None:
     """One rank's part: train on the longest sequences, a candidate each step, until there is none left."""
     from sft.data.tokenizer import load_tokenizer
     from sft.hub.pins import pinned
-    from sft.train.main import check_with_frameworks, enter
+    from sft.launch.rank import check_with_frameworks, enter
 
     enter(job)
     from sft.launch.trials import Steps
