@@ -141,7 +141,7 @@ def _write_tokenizer(folder: Path, texts: list[str]) -> None:
 def _write_model(folder: Path) -> None:
     from safetensors.numpy import save_file
 
-    from sft.run.directory import write_json
+    from sft.files import write_json
 
     generator = np.random.default_rng(VERSION)
 

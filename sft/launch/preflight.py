@@ -15,7 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 from sft.data.prepared import data_key
-from sft.errors import PreflightError, RecipeError, run_main
+from sft.errors import PreflightError, RecipeError
 from sft.launch.host_comparison import Check, check_clocks, compare
 from sft.launch.host_facts import HostFacts, host_facts, read_facts
 from sft.launch.interconnect import bus_bandwidth, check_bandwidth, expected_link
@@ -23,6 +23,7 @@ from sft.launch.opening import unfinished_run
 from sft.parallel import process_group as distributed
 from sft.plan.disk import check_disk
 from sft.plan.job import Job, open_job
+from sft.program import run_main
 
 _MEASURED_BYTES = {True: 256 * 2**20, False: 16 * 2**20}
 """Of the all-reduce that is timed, by whether it is on GPUs."""
@@ -32,8 +33,8 @@ def main(argv: Sequence[str]) -> None:
     """The whole preflight, as one of the ranks."""
     if not argv:
         raise RecipeError("usage: python -m sft.launch.preflight RECIPE [key=value ...]")
+    from sft.launch.rank import check_with_frameworks, join
     from sft.parallel.lost_ranks import told_of_lost_ranks
-    from sft.train.main import check_with_frameworks, join
 
     job = open_job(Path(argv[0]), list(argv[1:]), distributed.job_hardware())
     with told_of_lost_ranks(job.recipe, "the preflight ran"):

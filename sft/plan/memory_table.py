@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sft.errors import ModelError, PlanError, run_main
+from sft.errors import ModelError, PlanError
 from sft.plan.engine import MEMORIES, choose_engine, engine_words, machine, machines_that_fit
 from sft.plan.facts import ModelFacts
 from sft.plan.hardware import Gpu
 from sft.plan.memory import ENGINES, GIB, needed
+from sft.program import run_main
 from sft.recipe.schema import Data, Model, Recipe, Train
 
 ROWS = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (8, 8))

@@ -33,7 +33,7 @@ def _run(ranks: Ranks, words: list[str], environment: dict[str, str]) -> dict[st
     if (
         words[0] == "sft.train"
     ):  # which starts this one in a process of its own, without the imports that are here already
-        prepared = ranks.run(1, ["sft.data.prepare", *words[1:]], expect=None, **environment)
+        prepared = ranks.run(1, ["sft.launch.prepare", *words[1:]], expect=None, **environment)
         if prepared["status"] != "0":
             return prepared
     return ranks.run(1, words, expect=None, **environment)

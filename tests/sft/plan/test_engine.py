@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from sft.errors import RunError
+from sft.files import write_json
 from sft.launch.opening import check_start, open_run
 from sft.plan.engine import choose_engine, open_deepspeed, size_buckets
 from sft.plan.facts import ModelFacts
@@ -13,7 +14,7 @@ from sft.plan.job import open_job
 from sft.plan.plan import resolve_plan
 from sft.plan.zero import DeepSpeedFile, load_deepspeed
 from sft.recipe.schema import Recipe
-from sft.run.directory import Run, write_json
+from sft.run.directory import Run
 
 MakeRecipe = Callable[..., Recipe]
 AUTO = "train.parallel=auto"

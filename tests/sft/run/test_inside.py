@@ -9,14 +9,15 @@ import pytest
 
 from sft.data.demo import Demo
 from sft.errors import PlanError, RecipeError, RunError, UserError
+from sft.files import remove, write_json
 from sft.launch.opening import open_run, unfinished_run
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job, open_job
 from sft.plan.zero import load_deepspeed
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Recipe
-from sft.run.directory import Run, find_run, write_json
-from sft.run.inside import check_inside, check_names, remove
+from sft.run.directory import Run, find_run
+from sft.run.inside import check_inside, check_names
 from tests.conftest import DEMO_RECIPE
 
 ONE_CPU = Hardware(None, 1, 1, 2, 8.0)
