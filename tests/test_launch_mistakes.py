@@ -11,8 +11,8 @@ import pytest
 
 from sft.errors import EXIT_USER_ERROR, PlanError, RunError, users_mistakes_end_cleanly
 from sft.launch.checks import check_installed, check_rank_variables
+from sft.launch.job import check_output_dir
 from sft.launch.main import main
-from sft.plan.job import check_output_dir
 from sft.plan.topology import read_layout
 from sft.recipe.schema import Recipe
 from sft.train.main import main as train

@@ -1,7 +1,7 @@
 """Prepare a recipe's data, once: read, rendered, tokenized, masked, mixed and packed, before any GPU waits for it.
 
 bash scripts/sft.sh recipes/tiny.yaml --prepare
-python -m sft.data.prepare recipes/tiny.yaml
+python -m sft.launch.prepare recipes/tiny.yaml
 
 The training starts this program where the data is not prepared yet. It loads no weights and joins no group, so that it can
 fork a process for each core, and a second one for the same data waits until the first is done.
@@ -43,11 +43,9 @@ from sft.data.readers import BadRow
 from sft.data.sources import open_source, told_as
 from sft.data.store import DocumentStore, DocumentWriter, SequenceIndex
 from sft.data.tokenizer import CHOICES, check_vocabulary, load_tokenizer
-from sft.errors import DataError, Interrupted, ModelError, RecipeError, RunError, run_main, stop
+from sft.errors import DataError, Interrupted, ModelError, RunError, stop
+from sft.hub.model_facts import ModelFacts
 from sft.hub.pins import pinned
-from sft.plan.facts import ModelFacts
-from sft.plan.job import open_recipe
-from sft.processes import end_with_parent
 from sft.recipe.schema import Recipe, Source
 from sft.run.directory import EVALUATION_LEFT
 from sft.signals import EXITS, SIGNALS, exit_status, held_back
@@ -65,16 +63,6 @@ _FIRST_ROWS = 1000
 """Rows whose columns decide the format."""
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prepare one recipe's data, or find it prepared."""
-    if not argv or argv[0].startswith("-") or "=" in argv[0]:
-        raise RecipeError("usage: python -m sft.data.prepare RECIPE [key=value ...]")
-    if os.environ.get("SFT_PARENT"):
-        end_with_parent(int(os.environ["SFT_PARENT"]), signal.SIGTERM)
-    recipe, _, model = open_recipe(Path(argv[0]), argv[1:])
-    prepare(recipe, model)
-
-
 def begin_preparation(recipe: Recipe, model: ModelFacts, command: Sequence[str]) -> subprocess.Popen[bytes] | None:
     """Start the process that prepares the recipe's data; None where it is prepared already.
 
@@ -89,7 +77,7 @@ def begin_preparation(recipe: Recipe, model: ModelFacts, command: Sequence[str])
     environment = {name: value for name, value in os.environ.items() if name not in launched}
     environment["SFT_PARENT"] = str(os.getpid())
     with held_back():
-        return subprocess.Popen([sys.executable, "-m", "sft.data.prepare", *command], env=environment)
+        return subprocess.Popen([sys.executable, "-m", "sft.launch.prepare", *command], env=environment)
 
 
 def prepared_data(
@@ -368,7 +356,3 @@ def _sequences(documents: np.ndarray, mixture: Mixture, recipe: Recipe) -> tuple
         else:
             indices.append(SequenceIndex(np.sort(chosen), np.arange(1, len(chosen) + 1)))
     return indices[0], indices[1]
-
-
-if __name__ == "__main__":
-    run_main(main)

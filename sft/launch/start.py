@@ -15,6 +15,7 @@ from sft.checkpoint.resume_plan import Continuation, resolve_continuation
 from sft.data.prepare import begin_preparation, prepared_data
 from sft.data.prepared import Prepared
 from sft.errors import RunError
+from sft.launch.job import open_job as open_job  # for sft.train.main, until that is launch's
 from sft.launch.opening import (
     check_start,
     decisions_of,

@@ -24,10 +24,10 @@ from sft.hub.pins import pinned
 from sft.launch.checks import check_installed, check_rank_variables
 from sft.launch.finish import become_finish, evaluation_left
 from sft.launch.preflight import check_ranks
-from sft.launch.start import begin_data, start_run, wait_for_data
+from sft.launch.start import begin_data, open_job, start_run, wait_for_data
 from sft.parallel import process_group as distributed
 from sft.parallel.lost_ranks import told_of_lost_ranks
-from sft.plan.job import Job, open_job
+from sft.plan.job import Job
 from sft.run.directory import Run
 from sft.run.lost_folder import told_of_a_lost_folder
 from sft.run.record import close_session

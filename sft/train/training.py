@@ -23,8 +23,10 @@ from sft.launch.start import Start
 from sft.model.load import load_model
 from sft.parallel import process_group as distributed
 from sft.parallel.agreement import Agreement
+from sft.parallel.libraries import loading_arguments
 from sft.parallel.lost_ranks import told_of_lost_ranks
 from sft.parallel.progress import Progress
+from sft.parallel.tensor_parallel import sum_norm_gradients_once
 from sft.plan.job import Job
 from sft.plan.plan import plan_warnings, print_plan
 from sft.run.directory import Run, read_lines, write_json
@@ -58,7 +60,9 @@ def train(job: Job, start: Start, tokenizer: Any, checker: Checker | None) -> No
         show_start(job, start, tokenizer)
     during = evaluation_during(job, run, tokenizer)
     arguments = training_arguments(job, run)
-    model = load_model(job, tokenizer)
+    model = load_model(job, tokenizer, **loading_arguments(job))
+    if job.recipe.train.tensor_parallel_size > 1:
+        sum_norm_gradients_once(model)
     if distributed.is_first_rank():
         run.warn("generation", *model.generation_notes)
         for note in model.generation_notes:

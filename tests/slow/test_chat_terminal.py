@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.data.demo import make_demo
+from sft.hub.demo import make_demo
 from sft.run.directory import Run, write_json
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]

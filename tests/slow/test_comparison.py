@@ -11,7 +11,7 @@ import pytest
 
 from eval.compare.gate import judge_gate
 from eval.run import main as evaluate
-from sft.data.demo import CITIES, NAMES
+from sft.hub.demo import CITIES, NAMES
 from sft.recipe.eval import Gate
 from sft.run.directory import Run, read_json
 from tests.slow.conftest import write_recipe, write_task

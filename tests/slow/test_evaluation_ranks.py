@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sft.data.demo import make_demo
+from sft.hub.demo import make_demo
 from sft.run.directory import Run, write_json
 from tests.slow.conftest import write_recipe
 from tests.slow.ranks import Ranks

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from sft.checkpoint.resume import checkpoints_of, step_of
-from sft.data.demo import make_demo
+from sft.hub.demo import make_demo
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run, write_json
 from tests.slow.conftest import decisions, losses, plain, write_recipe

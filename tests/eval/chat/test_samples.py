@@ -13,8 +13,8 @@ from eval.chat.samples import answer_limit, answer_prompts, chat, main
 from eval.harness.reference import Reference, load_reference
 from eval.models.backends import Target
 from eval.models.chat_model import Asker, load_asker, load_weights
-from sft.data.demo import TRAIN_ROWS, _rows
 from sft.errors import EvaluationError, RecipeError
+from sft.hub.demo import TRAIN_ROWS, _rows
 from sft.launch.finish import programs
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Evaluation, Recipe

@@ -16,15 +16,17 @@ import pyarrow.parquet
 import pytest
 
 from sft.data import chunks
-from sft.data.demo import Demo
+from sft.data.facts import inspect_data
 from sft.data.prepare import prepare, prepared_data
 from sft.data.prepared import Prepared, entry_folder, find_prepared
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.errors import DataError, ModelError, RunError, users_mistakes_end_cleanly
+from sft.hub.demo import Demo
+from sft.launch.job import open_job
 from sft.launch.start import start_run
-from sft.plan.facts import inspect_data, inspect_model
+from sft.plan.facts import inspect_model
 from sft.plan.hardware import Hardware
-from sft.plan.job import Job, open_job
+from sft.plan.job import Job
 from sft.recipe.schema import Recipe
 
 Row = dict[str, Any]
@@ -421,7 +423,7 @@ def test_a_full_disk_is_one_message_and_leaves_no_entry(
 
 
 def run(recipe_file: Path, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "sft.data.prepare", str(recipe_file), *words]
+    command = [sys.executable, "-m", "sft.launch.prepare", str(recipe_file), *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

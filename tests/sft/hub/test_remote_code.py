@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from eval.harness.reference import load_config
-from sft.data.demo import Demo
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import EvaluationError, ModelError
+from sft.hub.demo import Demo
 from sft.hub.remote_code import check_remote_code, code_hash, is_refusal
 from sft.plan.facts import inspect_model
 from sft.recipe.schema import Recipe

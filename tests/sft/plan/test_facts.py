@@ -14,10 +14,13 @@ import torch
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
 
-from sft.data.demo import Demo
+from sft.data.facts import inspect_data
 from sft.data.prepare import prepare
 from sft.errors import DataError, ModelError
-from sft.plan.facts import ModelFacts, inspect_data, inspect_model, model_path
+from sft.hub.demo import Demo
+from sft.hub.model_facts import ModelFacts
+from sft.hub.names import model_path
+from sft.plan.facts import inspect_model
 from sft.recipe.schema import Recipe
 
 MakeRecipe = Callable[..., Recipe]

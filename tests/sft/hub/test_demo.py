@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sft.data.demo import CITIES, NAMES, SENTENCES, TEST_ROWS, TRAIN_ROWS, VERSION, Demo, make_demo
+from sft.hub.demo import CITIES, NAMES, SENTENCES, TEST_ROWS, TRAIN_ROWS, VERSION, Demo, make_demo
 from sft.recipe.schema import REPOSITORY
 
 FOLDER = Path(".builtin") / f"demo-{VERSION}"
