@@ -25,13 +25,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.harness import ranks
-from eval.harness.base_and_tuned import evaluate_run
+from eval import ranks
+from eval.evaluate import evaluate_one, evaluate_run
 from eval.harness.launch import become_launcher
-from eval.harness.one_model import evaluate_one
 from eval.harness.process_group import NeedsProcesses
-from eval.harness.targets import check_folder
 from eval.models.backend_checks import check_backend
+from eval.models.targets import check_folder
 from sft import terminal as rank_logs
 from sft.errors import EvaluationError, RecipeError, run_main
 from sft.recipe.load import parse_recipe

@@ -1,15 +1,18 @@
 #!/usr/bin/env bash
-# Make .venv beside this repository and install the pinned stack into it. Costs nothing when that is already done.
+# Create .venv beside this repository and install the pinned stack into it. Does nothing when that is done.
 #
 #   bash scripts/setup.sh
+#   UV_TORCH_BACKEND=cu126 bash scripts/setup.sh      # a torch built for another CUDA than PyPI's wheel
+#   PYTHON=/path/to/python3.12 bash scripts/setup.sh  # another interpreter (3.11 or newer)
 #
-# PYTHON=/path/to/python3.12 chooses the interpreter (3.11 or newer).
+# Uses uv, from PATH or installed into .venv. PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS are honored.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/scripts/safe_path.sh"
 venv=$root/.venv
 wanted=$(cat "$root/requirements.lock" "$root/pyproject.toml" | sha256sum | cut -d' ' -f1)
-if [ "$(cat "$venv/installed" 2>/dev/null)" = "$wanted" ]; then exit 0; fi
+installed() { [ "$(cat "$venv/installed" 2>/dev/null)" = "$wanted" ]; }
+installed && exit 0
 
 fail() { printf '%s\n' "$1" >&2; exit 2; }
 python=${PYTHON:-python3}
@@ -21,15 +24,30 @@ command -v g++ >/dev/null ||
 # Two jobs that start at once must not install into one folder at the same time.
 exec 9>"$root/.setup.lock"
 flock 9
-if [ "$(cat "$venv/installed" 2>/dev/null)" = "$wanted" ]; then exit 0; fi
+installed && exit 0
 
-echo "Installing the pinned stack into $venv (about two minutes, once)."
-# An environment without pip is what is left where Debian's python3-venv was missing at the first try.
-"$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$venv" ||
-  fail "Python's venv module is incomplete. On Debian or Ubuntu: apt-get install python3-venv"
+echo "Installing the pinned stack into $venv (about a minute, once)."
+log=$root/.setup.log
+quietly() { "$@" >"$log" 2>&1 9>&- || { cat "$log" >&2; fail "Could not install: $*"; }; }
 rm -f "$venv/installed"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r "$root/requirements.lock" 9>&-
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e "$root" 9>&-
+uv=$(command -v uv || true)
+if [ -n "$uv" ]; then
+  "$venv/bin/python" -c '' 2>/dev/null || quietly "$uv" venv --clear --python "$python" "$venv"
+else
+  # An environment without pip is what an interrupted or incomplete `python -m venv` leaves.
+  "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$venv" ||
+    fail "Python's venv module is incomplete. On Debian or Ubuntu: apt-get install python3-venv"
+  quietly "$venv/bin/python" -m pip install uv
+  uv=$venv/bin/uv
+fi
+# uv does not read pip's variables. The pins come from one place, so any index may serve any of them.
+[ -z "${PIP_INDEX_URL:-}" ] || export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$PIP_INDEX_URL}
+[ -z "${PIP_EXTRA_INDEX_URL:-}" ] || export UV_INDEX=${UV_INDEX:-$PIP_EXTRA_INDEX_URL}
+[ -z "${PIP_FIND_LINKS:-}" ] || export UV_FIND_LINKS=${UV_FIND_LINKS:-${PIP_FIND_LINKS// /,}}
+install() { quietly "$uv" pip install --python "$venv/bin/python" --index-strategy unsafe-best-match "$@"; }
+install -r "$root/requirements.lock"
+install --no-deps --no-build-isolation -e "$root"
 # Reading the names of lm_eval's 14,000 tasks takes seconds; kept, so that a mistyped task is refused at once.
-"$venv/bin/python" -m eval.tasks.suites >/dev/null 9>&-
+quietly "$venv/bin/python" -m eval.tasks.suites
+rm -f "$log"
 printf '%s\n' "$wanted" >"$venv/installed"

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from eval.chat.checks import check, is_empty, loops, warning
+from eval.chat.model import Asker, load_asker, load_weights
 from eval.chat.prompts import Messages, prompts_of
 from eval.harness.prompting import own_template
-from eval.harness.quiet import chatter_to
-from eval.harness.reference import Reference, load_reference
-from eval.harness.targets import base_target
 from eval.models.backends import Target
-from eval.models.chat_model import Asker, load_asker, load_weights
 from eval.models.placement import give_memory_back
+from eval.models.targets import base_target
+from eval.quiet import chatter_to
+from eval.reference import Reference, load_reference
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation
 from sft.run.consent import TRUST, check_model_code

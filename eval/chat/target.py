@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.harness.reference import Reference, load_config, load_reference
-from eval.harness.targets import check_folder, recorded_base
+from eval.chat.model import Asker, load_asker, load_weights
 from eval.models.backends import Target
-from eval.models.chat_model import Asker, load_asker, load_weights
+from eval.models.targets import check_folder, recorded_base
+from eval.reference import Reference, load_config, load_reference
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation
 from sft.run.consent import check_model_code

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from eval.chat.model import Asker
 from eval.chat.prompts import Messages
 from eval.chat.target import choose
-from eval.harness.quiet import chatter_to
-from eval.models.chat_model import Asker
+from eval.quiet import chatter_to
 from sft.errors import EvaluationError, users_mistakes_end_cleanly
 from sft.visible import visible
 

@@ -2,45 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from typing import Any
 
-from sft.errors import EvaluationError, did_you_mean
+from sft.errors import did_you_mean
 from sft.recipe.eval import Gate
 
 DEFAULT, OVERALL = "default", "overall"
 Row = dict[str, Any]
-
-
-def gated_tasks(gate: Gate) -> list[str]:
-    """The tasks that a gate names."""
-    named = dict.fromkeys([*gate.max_regression, *gate.require])
-    return list(dict.fromkeys(name.partition("/")[0] for name in named if name not in (DEFAULT, OVERALL)))
-
-
-def check_gate(gate: Gate | None, measured: Sequence[str], parts: Collection[str]) -> None:
-    """Refuse a gate over what is not measured. Loads no model and no dataset.
-
-    Args:
-        gate: The recipe's eval.gate.
-        measured: Names of the tasks and groups that are measured.
-        parts: Everything that is in these groups.
-
-    Raises:
-        EvaluationError: It names something else; all of it at once.
-    """
-    if gate is None:
-        return
-    unknown = [name for name in gated_tasks(gate) if name not in measured and name not in parts]
-    if unknown:
-        names = ", ".join(measured) or "nothing"
-        problems = [
-            f"eval.gate: `{name}` is not measured{did_you_mean(name, [*measured, DEFAULT, OVERALL], '.')} Measured: {names}."
-            for name in unknown
-        ]
-        raise EvaluationError(
-            "\n".join([*problems, "Another selection of tasks needs another gate; eval.gate=null is none."])
-        )
 
 
 def _worse_by(row: Row) -> float:

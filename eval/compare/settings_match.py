@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from eval.models.batch_sizes import differing_sizes
 from sft.errors import EvaluationError
 
 Results = dict[str, Any]
@@ -76,6 +75,25 @@ def check_alike(base: Results, tuned: Results, base_samples: Samples, tuned_samp
         also = "; ".join(line.strip() for line in sizes)
         return treatment | {"told": f"{treatment['told']} Batch sizes were searched for and differ: {also}."}
     return treatment
+
+
+def differing_sizes(base: Results, tuned: Results) -> list[str]:
+    """Each task that was measured in other batch sizes, with both; none in fp32, where rounding moves no score.
+
+    Args:
+        base: results.json of the base model.
+        tuned: results.json of the tuned model.
+    """
+    settings = tuned["settings"]
+    searched = settings.get("backend") == "hf" and settings.get("batch_size") == "auto"
+    if not searched or settings["dtype"] == "float32":
+        return []
+    found = [one.get("batch_sizes_found", {}) for one in (base, tuned)]
+    return [
+        f"  {task}: base {', '.join(map(str, found[0][task]))}, tuned {', '.join(map(str, found[1][task]))}"
+        for task in sorted(found[0].keys() & found[1].keys())
+        if found[0][task] != found[1][task]
+    ]
 
 
 def _check_settings(base: Results, tuned: Results, may_differ: frozenset[str]) -> None:

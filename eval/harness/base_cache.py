@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
-from eval.harness import ranks
+from eval import ranks
 from eval.harness.measure import evaluate_model
 from eval.harness.prompting import Treatment
 from eval.models.backends import Target

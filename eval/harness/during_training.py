@@ -12,16 +12,16 @@ import time
 import traceback
 from contextlib import redirect_stderr
 from dataclasses import replace
+from math import isfinite
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
-from eval.compare.pairs import finite
-from eval.harness.quiet import chatter_to, summary
-from eval.harness.reference import load_reference
 from eval.models.live_model import LeftOff, Live, language_model, undisturbed
+from eval.quiet import chatter_to, summary
+from eval.reference import load_reference
 from eval.tasks.load import LoadedTasks, load_tasks
 from eval.tasks.settings import Settings, resolve_settings
 from eval.tasks.suites import check_tasks
@@ -140,9 +140,13 @@ class During(TrainerCallback):  # type: ignore[misc]
         self.trainer.callback_handler.on_log(self.trainer.args, state, control, flat(found, "eval_"))
         if not state.is_world_process_zero:
             return
-        line = {"step": state.global_step, "seconds": time.monotonic() - started, "results": found}
+        finite = {  # JSON has no infinity
+            task: {metric: value if isfinite(value) else None for metric, value in figures.items()}
+            for task, figures in found.items()
+        }
+        line = {"step": state.global_step, "seconds": time.monotonic() - started, "results": finite}
         with self.file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(finite(line | ({"failed": failed} if failed else {}))) + "\n")
+            file.write(json.dumps(line | ({"failed": failed} if failed else {})) + "\n")
         if found:
             figures = ", ".join(f"{name} {value:.3f}" for name, value in flat(found, between=" ").items())
             self._say(f"step {state.global_step}: {figures} ({line['seconds']:.0f} s)")

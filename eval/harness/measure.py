@@ -17,12 +17,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.compare.doubts import answer_doubts, document_doubts
-from eval.harness import ranks
-from eval.harness.quiet import chatter_to, describe_environment_once, summary
+from eval import ranks
+from eval.harness.doubts import answer_doubts, document_doubts
 from eval.models.backends import Target, load_model
 from eval.models.batch_sizes import Found, Searches
 from eval.models.placement import Placement, check_placement, give_memory_back
+from eval.quiet import chatter_to, describe_environment_once, summary
 from eval.sandbox.metric import code_metric
 from eval.tasks.load import LoadedTasks, is_own, leaves
 from eval.tasks.settings import Settings
@@ -90,7 +90,7 @@ def _measure_own_share(model: HFLM, name: str, tasks: LoadedTasks, settings: Set
     number = ranks.launched()
     if number == 1:
         return _measure_task(model, name, tasks, settings)
-    from eval.harness.data_parallel import deal_out, fewest_documents
+    from eval.models.data_parallel import deal_out, fewest_documents
 
     parts = leaves(tasks.by_name[name])
     # lm_eval takes a process without a document for an error.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from eval.harness import ranks
+from eval import ranks
 from eval.harness.launch import decided_placement
 from eval.harness.preload import describe
-from eval.harness.quiet import LOG
-from eval.harness.reference import Reference
 from eval.models.backends import place_backend
 from eval.models.placement import Placement, place_model
+from eval.quiet import LOG
+from eval.reference import Reference
 from eval.tasks.load import LoadedTasks, load_tasks
 from eval.tasks.settings import Settings
 from eval.tasks.suites import TaskSelection

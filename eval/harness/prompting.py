@@ -6,9 +6,9 @@ import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from eval.harness.quiet import first_line
-from eval.harness.reference import Reference
 from eval.models.backends import Target
+from eval.quiet import first_line
+from eval.reference import Reference
 from eval.tasks.settings import Settings, template_sha256
 from sft.errors import EvaluationError
 

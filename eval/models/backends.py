@@ -6,11 +6,11 @@ import traceback
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from eval.harness.quiet import summary
 from eval.models.answering import check_generation, special_tokens, task_problems
 from eval.models.placement import Placement, change_whole
 from eval.models.server import Served
 from eval.models.server_tasks import served_problems
+from eval.quiet import summary
 from eval.tasks.load import LoadedTasks, leaves
 from eval.tasks.settings import Settings
 from sft.errors import EvaluationError
@@ -73,7 +73,7 @@ def _load_hf(target: Target, tokenizer: PreTrainedTokenizerBase, settings: Setti
     import torch
     from transformers import GenerationConfig
 
-    from eval.harness.data_parallel import DataParallelHFLM
+    from eval.models.data_parallel import DataParallelHFLM
 
     model = DataParallelHFLM(
         pretrained=target.model,

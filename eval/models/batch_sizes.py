@@ -6,9 +6,8 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from sft.errors import EvaluationError
 
@@ -48,26 +47,3 @@ class Searches:
             size = min(size, self.given[number])
         self.found.append(size)
         return size
-
-
-def is_searched(settings: Mapping[str, Any]) -> bool:
-    """Whether sizes are found by search, of settings as results.json has them."""
-    return bool(settings.get("backend") == "hf" and settings.get("batch_size") == "auto")
-
-
-def differing_sizes(base: Mapping[str, Any], tuned: Mapping[str, Any]) -> list[str]:
-    """Each task that was asked in batches of other sizes, with both; none in fp32, whose rounding moves no score worth the name.
-
-    Args:
-        base: results.json of the base model.
-        tuned: results.json of the tuned model.
-    """
-    settings = tuned["settings"]
-    if not is_searched(settings) or settings["dtype"] == "float32":
-        return []
-    found: list[Found] = [one.get("batch_sizes_found", {}) for one in (base, tuned)]
-    return [
-        f"  {task}: base {', '.join(map(str, found[0][task]))}, tuned {', '.join(map(str, found[1][task]))}"
-        for task in sorted(found[0].keys() & found[1].keys())
-        if found[0][task] != found[1][task]
-    ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from eval.harness.results import Recorded, entries, get, is_number, mapping
 from eval.report.blocks import MISSING, Answer, Block, Code, Exchange, Exchanges, Line, Paragraph, Table, number, words
+from eval.report.results import Recorded, entries, get, is_number, mapping
 
 MOST_PROMPTS = 16
 MOST_FLIPS = 20

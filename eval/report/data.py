@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from eval.harness.results import Recorded, entries, get, listed, mapping
 from eval.report.blocks import MISSING, Block, Code, Line, Paragraph, Strong, Table, code, joined, number, words
+from eval.report.results import Recorded, entries, get, listed, mapping
 
 _FATES = ("in", "trained", "masked", "truncated", "held_out", "dropped")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from eval.harness.results import Recorded, entries, get, listed, mapping
 from eval.report.blocks import (
     MISSING,
     Block,
@@ -22,6 +21,7 @@ from eval.report.blocks import (
     number,
     words,
 )
+from eval.report.results import Recorded, entries, get, listed, mapping
 from sft.recipe.schema import REPOSITORY
 
 

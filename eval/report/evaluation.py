@@ -7,7 +7,6 @@ import shlex
 from typing import Any
 
 from eval.compare.gate import gate_in_words
-from eval.harness.results import Recorded, entries, get, is_number, listed, mapping
 from eval.report.blocks import (
     MISSING,
     Block,
@@ -24,6 +23,7 @@ from eval.report.blocks import (
     score,
     words,
 )
+from eval.report.results import Recorded, entries, get, is_number, listed, mapping
 from eval.report.scores import drawn_scores, interval_of, kind_of, metric_name, scores_table, shown_interval
 
 MOST_NAMED = 5

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from eval.harness.results import Recorded, entries, get, is_number, listed, mapping, read_run
 from eval.report.answers import chat_failed, chat_section, flips_section
 from eval.report.blocks import Block, Line, Notice, Page, Section, joined, number, words
 from eval.report.curve import draw_curve
@@ -21,6 +20,7 @@ from eval.report.environment import again_section, environment_section, hardware
 from eval.report.evaluation import contaminated, evaluation_section, settings_section, verdict_head
 from eval.report.html import as_html
 from eval.report.markdown import as_markdown
+from eval.report.results import Recorded, entries, get, is_number, listed, mapping, read_run
 from eval.report.training import data_line, during_section, model_line, training_section, what_section
 from eval.report.write import write_page
 from sft.errors import RunError

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from eval.compare.gate import gate_in_words
-from eval.harness.results import Recorded, mapping, read_run
 from eval.report.blocks import (
     Block,
     Code,
@@ -29,6 +28,7 @@ from eval.report.blocks import (
     words,
 )
 from eval.report.html import as_html
+from eval.report.results import Recorded, mapping, read_run
 from eval.report.runs_evaluation import Keyed, cell, evaluation_part, not_comparable
 from eval.report.runs_training import curves_part, final_part
 from eval.report.training import data_line, method, model_line

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from eval.harness.results import Recorded, entries, get, mapping
 from eval.report.blocks import Block, Code, Key, Line, Paragraph, Table, Under, joined, number, words
 from eval.report.evaluation import flattened
+from eval.report.results import Recorded, entries, get, mapping
 from eval.report.scores import interval_of, kind_of, metric_name, shown_interval
 from sft.recipe.changes import MISSING as NOT_THERE
 from sft.recipe.changes import differences

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from eval.harness.results import Recorded, entries, get
 from eval.report.blocks import Block, Charts, Key, Line, Paragraph, Table, code, duration, number
 from eval.report.chart import Chart, Series, draw
 from eval.report.curve import SMOOTH_FROM, running_mean
+from eval.report.results import Recorded, entries, get
 from eval.report.runs_evaluation import Keyed
 from eval.report.speed import mean_rate
 from eval.report.training import column, series_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from statistics import NormalDist
 from typing import Any
 
-from eval.harness.results import get, is_number
 from eval.report.blocks import MISSING, Bar, Line, Score, Scores, Table, number, score, words
+from eval.report.results import get, is_number
 
 Z95 = NormalDist().inv_cdf(0.975)
 """95 % of a normal distribution lie within this many standard errors."""

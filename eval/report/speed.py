@@ -7,8 +7,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from eval.harness.results import is_number
 from eval.report.blocks import MISSING, number
+from eval.report.results import is_number
 
 Line = Mapping[str, Any]
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from eval.harness.results import Recorded, entries, get, is_number, listed, mapping
 from eval.report.blocks import (
     MISSING,
     Block,
@@ -25,6 +24,7 @@ from eval.report.blocks import (
 )
 from eval.report.chart import Chart, Series, draw
 from eval.report.curve import SMOOTH_FROM, running_mean
+from eval.report.results import Recorded, entries, get, is_number, listed, mapping
 from eval.report.speed import speed_facts
 from sft.recipe.schema import Recipe
 

@@ -14,16 +14,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.harness import ranks
+from eval import ranks
 from eval.sandbox.limits import LIMITS, Outcome
 from eval.sandbox.runner import describe, prove_isolation, run_programs
-from eval.tasks.index import CODE_METRIC
 from sft.errors import EvaluationError
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
 
 Scores = dict[str, float]
+
+CODE_METRIC = "code_eval"
+"""The metric that runs what the model wrote, whatever the task says of itself."""
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:

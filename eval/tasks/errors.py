@@ -8,7 +8,7 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import TYPE_CHECKING
 
-from eval.harness.quiet import first_line, summary
+from eval.quiet import first_line, summary
 from eval.tasks.data_files import splits_of
 from sft.errors import did_you_mean
 

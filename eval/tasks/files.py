@@ -11,9 +11,10 @@ from typing import Any
 
 import yaml
 
+from eval.sandbox.metric import CODE_METRIC
 from eval.tasks.checks import Function, code_of, datasets_of, functions_missing, parts_of, problems_of
 from eval.tasks.data_files import files_outside
-from eval.tasks.index import CODE_METRIC, members
+from eval.tasks.index import members
 from eval.tasks.metrics import lm_eval_folder
 from sft.errors import EvaluationError
 from sft.recipe.load import find_file

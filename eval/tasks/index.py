@@ -16,9 +16,6 @@ from sft.run.directory import write_json
 # What `datasets` reads from files of one's own.
 LOCAL_FORMATS = ("json", "csv", "parquet", "text", "arrow", "pandas", "xml", "webdataset")
 
-CODE_METRIC = "code_eval"
-"""The metric that runs what the model wrote, whatever the task says of itself."""
-
 
 @dataclass(frozen=True)
 class TaskIndex:

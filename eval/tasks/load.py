@@ -12,11 +12,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.harness.quiet import chatter_to, summary
-from eval.sandbox.metric import prepare_code_tasks, score_code_within_limits
+from eval.quiet import chatter_to, summary
+from eval.sandbox.metric import CODE_METRIC, prepare_code_tasks, score_code_within_limits
 from eval.tasks.errors import metrics_not_found, why_not_loaded
 from eval.tasks.files import Task
-from eval.tasks.index import CODE_METRIC
 from eval.tasks.settings import Settings
 from eval.tasks.suites import TaskSelection, asked_twice
 from sft.errors import EvaluationError

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from eval.tasks.index import CODE_METRIC
+from eval.sandbox.metric import CODE_METRIC
 from sft.errors import did_you_mean
 
 # What `evaluate` loads by these names; it has others by the name of a repository.

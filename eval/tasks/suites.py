@@ -7,16 +7,16 @@ Reading lm_eval's 14,000 task files takes seconds, so their names are kept: a mi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from eval.compare.gate import check_gate
 from eval.tasks.files import LocalTasks, Task
 from eval.tasks.index import TaskIndex, known_tasks, reached
 from eval.tasks.named_suites import limit_of, tasks_of
 from sft.errors import EvaluationError, did_you_mean, run_main
+from sft.recipe.eval import Gate
 from sft.recipe.load import find_file
 from sft.recipe.schema import Evaluation
 
@@ -95,6 +95,33 @@ def asked_twice(measured: Iterable[tuple[str, str]]) -> list[str]:
         verb = "are" if more else "is"
         problems.append(f"eval.tasks: {parts[0]}{more} {verb} part of {one} and of {other}. Leave one of them out.")
     return problems
+
+
+def check_gate(gate: Gate | None, measured: Sequence[str], parts: Collection[str]) -> None:
+    """Refuse a gate on tasks that are not measured.
+
+    Args:
+        gate: The recipe's eval.gate.
+        measured: Names of the tasks and groups that are measured.
+        parts: Everything inside these groups.
+
+    Raises:
+        EvaluationError: It names other tasks; all of them in one message.
+    """
+    if gate is None:
+        return
+    whole = ("default", "overall")
+    named = dict.fromkeys(name.partition("/")[0] for name in [*gate.max_regression, *gate.require] if name not in whole)
+    unknown = [name for name in named if name not in measured and name not in parts]
+    if unknown:
+        names = ", ".join(measured) or "nothing"
+        problems = [
+            f"eval.gate: `{name}` is not measured{did_you_mean(name, [*measured, *whole], '.')} Measured: {names}."
+            for name in unknown
+        ]
+        raise EvaluationError(
+            "\n".join([*problems, "Another selection of tasks needs another gate; eval.gate=null is none."])
+        )
 
 
 def check_tasks(evaluation: Evaluation, output_dir: Path, run: Path | None = None) -> TaskSelection:

@@ -37,9 +37,9 @@ def write_card(
     """
     from huggingface_hub import ModelCard
 
-    from eval.harness.results import read_run
     from eval.report.curve import draw_curve
     from eval.report.markdown import text
+    from eval.report.results import read_run
 
     of = read_run(source.run)
     points = [one for one in of.metrics if source.step is None or one["step"] <= source.step]
@@ -154,9 +154,9 @@ def _use(source: Exported, folder: Path, tokenizer: Any, repo_id: str | None) ->
 
 
 def _training(source: Exported, of: Any, points: list[dict[str, Any]]) -> list[str]:
-    from eval.harness.results import get
     from eval.report.blocks import Line, facts, number
     from eval.report.markdown import lines_of
+    from eval.report.results import get
 
     recipe = visible(public_recipe(source.recipe))
     # A text in the recipe may hold a fence, and end this one.
@@ -181,9 +181,9 @@ def _training(source: Exported, of: Any, points: list[dict[str, Any]]) -> list[s
 
 
 def _data(source: Exported, of: Any) -> list[str]:
-    from eval.harness.results import entries, get
     from eval.report.blocks import Line, Table, code, joined, number
     from eval.report.markdown import line_of, lines_of
+    from eval.report.results import entries, get
 
     accounts = entries(of.ledger, "sources")
     if not accounts:
@@ -209,9 +209,9 @@ def _data(source: Exported, of: Any) -> list[str]:
 
 
 def _evaluation(source: Exported, of: Any) -> list[str]:
-    from eval.harness.results import entries, get
     from eval.report.blocks import MISSING, Table, number, words
     from eval.report.markdown import lines_of, text
+    from eval.report.results import entries, get
 
     comparison = of.comparison
     metrics = entries(comparison, "metrics")
@@ -247,9 +247,9 @@ def _evaluation(source: Exported, of: Any) -> list[str]:
 
 
 def _versions(of: Any) -> list[str]:
-    from eval.harness.results import get
     from eval.report.blocks import Table, code, words
     from eval.report.markdown import line_of, lines_of
+    from eval.report.results import get
 
     versions = of.record.get("versions") or {}
     commit = get(of.record, "git", "commit")

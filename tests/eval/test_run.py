@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from eval.harness.one_model import name_of
-from eval.harness.targets import check_folder
+from eval.evaluate import name_of
+from eval.models.targets import check_folder
 from eval.run import main, parse_evaluation
 from sft.errors import EvaluationError, UserError
 from sft.recipe.schema import REPOSITORY

@@ -8,11 +8,11 @@ import pytest
 import yaml
 from transformers import GenerationConfig
 
+from eval.chat.model import Asker, load_asker, load_weights
 from eval.chat.prompts import DEFAULT, prompts_of
 from eval.chat.samples import answer_limit, answer_prompts, chat, main
-from eval.harness.reference import Reference, load_reference
 from eval.models.backends import Target
-from eval.models.chat_model import Asker, load_asker, load_weights
+from eval.reference import Reference, load_reference
 from sft.errors import EvaluationError, RecipeError
 from sft.hub.demo import TRAIN_ROWS, _rows
 from sft.launch.finish import programs

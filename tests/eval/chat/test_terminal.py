@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from eval.chat.model import Asker, load_asker
 from eval.chat.prompts import Messages
 from eval.chat.target import choose
 from eval.chat.terminal import Conversation, Streamer, command, converse, fit, generation_config, parse
-from eval.harness.reference import Reference, load_reference
-from eval.models.chat_model import Asker, load_asker
+from eval.reference import Reference, load_reference
 from sft.errors import EvaluationError
 from sft.run.directory import Run
 

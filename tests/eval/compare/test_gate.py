@@ -2,8 +2,8 @@ from typing import Any
 
 import pytest
 
-from eval.compare.gate import check_gate, judge_gate
-from eval.tasks.suites import check_tasks
+from eval.compare.gate import judge_gate
+from eval.tasks.suites import check_gate, check_tasks
 from sft.errors import EXIT_GATE, EvaluationError, GateFailed
 from sft.recipe.eval import Gate
 from sft.recipe.schema import Evaluation

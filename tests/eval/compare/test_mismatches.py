@@ -12,7 +12,7 @@ import yaml
 
 from eval.compare.comparison import compare
 from eval.compare.settings_match import check_alike
-from eval.harness.reference import Reference, load_reference
+from eval.reference import Reference, load_reference
 from eval.tasks.facts import task_facts
 from eval.tasks.load import load_tasks
 from eval.tasks.settings import Settings, resolve_settings

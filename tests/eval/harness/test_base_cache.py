@@ -9,9 +9,9 @@ import pytest
 
 from eval.harness.base_cache import FOLDER, _held, base_key, find, keep, model_identity, place
 from eval.harness.prompting import Treatment
-from eval.harness.reference import Reference
 from eval.models.backends import Target
 from eval.models.placement import Placement
+from eval.reference import Reference
 from eval.tasks.settings import Settings
 
 Resolve = Callable[..., Settings]

@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from eval.harness.measure import PROMPT_CUT, evaluate_model
-from eval.harness.quiet import describe_environment_once
-from eval.harness.reference import Reference, load_reference
 from eval.models.backends import Target
 from eval.models.placement import Placement, give_memory_back
+from eval.quiet import describe_environment_once
+from eval.reference import Reference, load_reference
 from eval.tasks.load import load_tasks
 from eval.tasks.settings import Settings, resolve_settings
 from eval.tasks.suites import check_tasks

@@ -10,8 +10,8 @@ import pytest
 
 from eval.compare.settings_match import OF_THE_TEMPLATE, check_alike, differing
 from eval.harness.prompting import Treatment, own_template, treat_base
-from eval.harness.reference import Reference
 from eval.models.backends import Target
+from eval.reference import Reference
 from eval.tasks.settings import Settings
 from sft.errors import EvaluationError
 

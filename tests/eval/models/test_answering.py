@@ -3,7 +3,6 @@ from dataclasses import replace
 
 import pytest
 
-from eval.harness.reference import Reference
 from eval.models.answering import (
     carried_by_openai,
     check_generation,
@@ -13,6 +12,7 @@ from eval.models.answering import (
     special_tokens,
     task_problems,
 )
+from eval.reference import Reference
 from eval.tasks.load import leaves, load_tasks
 from eval.tasks.settings import Settings
 from sft.errors import EvaluationError

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from eval.compare.settings_match import differing_sizes
 from eval.harness.measure import evaluate_model
-from eval.harness.reference import Reference
 from eval.models.backends import Target
-from eval.models.batch_sizes import Searches, differing_sizes
+from eval.models.batch_sizes import Searches
 from eval.models.placement import Placement
+from eval.reference import Reference
 from eval.tasks.load import load_tasks
 from eval.tasks.settings import resolve_settings
 from eval.tasks.suites import check_tasks

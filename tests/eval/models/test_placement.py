@@ -6,7 +6,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eval.harness.reference import Reference
 from eval.models.placement import (
     Placement,
     change_whole,
@@ -16,6 +15,7 @@ from eval.models.placement import (
     place_model,
     weights_size,
 )
+from eval.reference import Reference
 from sft.errors import EvaluationError
 from sft.model.new_tokens import embed_new_tokens
 from sft.recipe.schema import Evaluation

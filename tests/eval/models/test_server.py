@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from eval.harness.reference import Reference
 from eval.models.server_answers import score_choice
+from eval.reference import Reference
 from eval.run import main
 from sft.errors import EvaluationError, UserError
 from sft.run.directory import Run

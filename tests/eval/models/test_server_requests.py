@@ -7,9 +7,9 @@ import pytest
 
 pytest.importorskip("tenacity", reason="lm_eval's clients of servers need it")
 
-from eval.harness.reference import Reference
 from eval.models.server import Served
 from eval.models.server_requests import Asking
+from eval.reference import Reference
 from eval.tasks.settings import Settings
 
 Resolve = Callable[..., Settings]

@@ -1,10 +1,10 @@
 from pathlib import Path
 from typing import Any
 
-from eval.harness.results import Recorded
 from eval.report.blocks import Page, Section
 from eval.report.data import data_section
 from eval.report.markdown import as_markdown
+from eval.report.results import Recorded
 from sft.run.directory import Run
 
 

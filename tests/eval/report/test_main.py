@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from eval.harness.results import read_run
 from eval.report.html import as_html
 from eval.report.main import make_page, write_report
 from eval.report.markdown import as_markdown
+from eval.report.results import read_run
 from sft.errors import RunError
 from sft.run.directory import Run, read_json, write_json
 from tests.eval.runs import COMPARISON, METRIC, add_answers, answer, flip, full_run, point, prompt

@@ -3,10 +3,10 @@ from typing import Any
 
 import pytest
 
-from eval.harness.results import read_run
 from eval.report.html import as_html
 from eval.report.main import main, make_page
 from eval.report.markdown import as_markdown
+from eval.report.results import read_run
 from eval.report.runs import compare_runs, make_comparison
 from eval.report.write import write_page
 from sft.errors import RunError

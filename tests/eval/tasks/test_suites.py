@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import pytest
 
-from eval.harness.reference import Reference
+from eval.reference import Reference
 from eval.sandbox.limits import LIMITS
 from eval.tasks.index import TaskIndex, build_index, keep_index, known_tasks, read_index
 from eval.tasks.named_suites import SUITES

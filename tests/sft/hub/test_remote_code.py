@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.harness.reference import load_config
+from eval.reference import load_config
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import EvaluationError, ModelError
 from sft.hub.demo import Demo

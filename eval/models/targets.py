@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from eval.harness.reference import Reference, check_vocabulary, load_config
 from eval.models.backends import Target
+from eval.reference import Reference, check_vocabulary, load_config
 from sft.errors import EvaluationError, did_you_mean
 from sft.hub.remote_code import code_hash
 from sft.run.directory import Run

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from eval.harness import ranks
-from eval.harness.data_parallel import DataParallelHFLM, deal_out, fewest_documents, in_order
+from eval import ranks
+from eval.models.data_parallel import DataParallelHFLM, deal_out, fewest_documents, in_order
 from eval.tasks.load import leaves, load_tasks
 from eval.tasks.settings import Settings
 from eval.tasks.suites import check_tasks

@@ -20,14 +20,14 @@ import torch
 from lm_eval.api.task import Task
 from lm_eval.models.huggingface import HFLM
 
-from eval.harness import ranks
+from eval import ranks
 from eval.models.batch_sizes import Searches
 
 _NOTHING = object()
 
 
 class DataParallelHFLM(HFLM):  # type: ignore[misc]
-    """HFLM whose processes meet in eval/harness/ranks.py, where they hear of each other's errors."""
+    """HFLM whose processes meet in eval/ranks.py, where they hear of each other's errors."""
 
     def __init__(self, *arguments: Any, **keys: Any) -> None:
         super().__init__(*arguments, **keys)

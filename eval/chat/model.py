@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from eval.harness.quiet import first_line
-from eval.harness.reference import Reference
 from eval.models.backends import Target
 from eval.models.placement import change_whole, check_placement, place_model
+from eval.quiet import first_line
+from eval.reference import Reference
 from eval.tasks.settings import LENGTH_KEYS
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation
@@ -87,7 +87,7 @@ def load_asker(reference: Reference) -> Asker:
     """
     from transformers import GenerationConfig
 
-    from eval.harness.reference import context_of
+    from eval.reference import context_of
 
     if reference.tokenizer.chat_template is None:
         raise EvaluationError(
