@@ -124,7 +124,7 @@ def test_nothing_is_loaded_without_saying_whether_its_code_may_run() -> None:
     found = [
         (file.name, call)
         for folder in ("sft", "eval")
-        for file in sorted((REPOSITORY / folder).glob("*.py"))
+        for file in sorted((REPOSITORY / folder).rglob("*.py"))
         for call in ast.walk(ast.parse(file.read_text()))
         if isinstance(call, ast.Call) and loads(call)
     ]
