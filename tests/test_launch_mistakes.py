@@ -13,9 +13,9 @@ from sft.errors import EXIT_USER_ERROR, PlanError, RunError, users_mistakes_end_
 from sft.launch.checks import check_installed, check_rank_variables
 from sft.launch.job import check_output_dir
 from sft.launch.main import main
+from sft.launch.rank import main as train
 from sft.plan.topology import read_layout
 from sft.recipe.schema import Recipe
-from sft.train.main import main as train
 
 TWO_GPUS = "0, GPU-aaaa, NVIDIA H100, 81559, 9.0\n1, GPU-bbbb, NVIDIA H100, 81559, 9.0"
 Tell = Callable[..., str]

@@ -1,4 +1,4 @@
-"""Estimates how much data a recipe has from the first rows of each source; finds a wrong path or useless columns in a second."""
+"""Estimates how much data a recipe trains on, from the first rows of each source. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from sft.data.packing import pack
 from sft.data.readers import count_rows
 from sft.data.sources import first_look, source_files, split_and_slice, told_as
 from sft.errors import ModelError
-from sft.hub.model_facts import ModelFacts
 from sft.recipe.schema import Recipe, Source
 
 _SAMPLE = 200
@@ -28,7 +27,7 @@ _PACKS = 16
 
 @dataclass(frozen=True)
 class DataFacts:
-    """How much data there is, in the units of the plan."""
+    """How much data one epoch holds: an estimate, or the count once the data is prepared."""
 
     documents: int
     tokens: int
@@ -63,8 +62,13 @@ def _sample_all(files: list[Path], source: Source) -> tuple[list[Row], str, int]
     return rows, format, len(rows) if len(rows) < _SAMPLE and len(files) == 1 else round(size / bytes_a_row)
 
 
-def inspect_data(recipe: Recipe, model: ModelFacts) -> DataFacts | None:
-    """Look at the first rows of every source.
+def inspect_data(recipe: Recipe, model_folder: str) -> DataFacts | None:
+    """Estimate the size of the data from the first rows of every source.
+
+    Args:
+        recipe: Names the sources.
+        model_folder: The model's folder, whose tokenizer counts the tokens. Without a tokenizer.json there, as for a hub model, four
+            bytes of text count as one token.
 
     Returns:
         An estimate; None where a source is on the hub, which is not asked before the data is prepared.
@@ -74,7 +78,7 @@ def inspect_data(recipe: Recipe, model: ModelFacts) -> DataFacts | None:
     """
     from tokenizers import Tokenizer
 
-    tokenizer_file = Path(model.path) / "tokenizer.json"
+    tokenizer_file = Path(model_folder) / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.is_file() else None
     except Exception as error:  # the library raises no narrower one

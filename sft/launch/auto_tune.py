@@ -22,10 +22,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from sft.data.prepare import prepared_data
 from sft.data.prepared import Prepared
 from sft.errors import EXIT_USER_ERROR, run_main
 from sft.launch.job import open_job
+from sft.launch.prepare import prepared_data
 from sft.launch.tuning_result import (
     Candidate,
     Measurement,
@@ -149,7 +149,7 @@ def measure(job: Job, memory_gib: float | None) -> None:
     """One rank's part: train on the longest sequences, a candidate each step, until there is none left."""
     from sft.data.tokenizer import load_tokenizer
     from sft.hub.pins import pinned
-    from sft.train.main import check_with_frameworks, enter
+    from sft.launch.rank import check_with_frameworks, enter
 
     enter(job)
     from sft.launch.trials import Steps

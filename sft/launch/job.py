@@ -109,7 +109,7 @@ def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to
     """
     recipe, path, model = open_recipe(recipe_path, overrides, to_run)
     deepspeed = open_deepspeed(recipe, hardware, model)
-    plan = resolve_plan(recipe, hardware, model, inspect_data(recipe, model), deepspeed)
+    plan = resolve_plan(recipe, hardware, model, inspect_data(recipe, model.path), deepspeed)
     if to_run:
         check_backend(recipe.eval, after_training=True)
     check_tasks(recipe.eval, Path(recipe.output_dir))

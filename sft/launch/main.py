@@ -16,7 +16,6 @@ from pathlib import Path
 from sft.checkpoint.resume import checkpoints_of
 from sft.data.findings import check_findings
 from sft.data.ledger import check_limits
-from sft.data.prepare import prepared_data
 from sft.data.prepared import Prepared, data_key, entry_folder, find_prepared
 from sft.errors import RecipeError
 from sft.launch.auto_tune import search
@@ -26,6 +25,7 @@ from sft.launch.host_facts import host_facts
 from sft.launch.job import open_job, open_recipe
 from sft.launch.opening import check_start, unfinished_run
 from sft.launch.preflight import disk, refuse
+from sft.launch.prepare import prepared_data
 from sft.launch.rerun import is_run, start_again, told_differences
 from sft.launch.torchrun import check_port, choose_rendezvous, start
 from sft.launch.tuning_result import find_answer, is_searched

@@ -34,8 +34,8 @@ def main(argv: Sequence[str]) -> None:
     """The whole preflight, as one of the ranks."""
     if not argv:
         raise RecipeError("usage: python -m sft.launch.preflight RECIPE [key=value ...]")
+    from sft.launch.rank import check_with_frameworks, join
     from sft.parallel.lost_ranks import told_of_lost_ranks
-    from sft.train.main import check_with_frameworks, join
 
     job = open_job(Path(argv[0]), list(argv[1:]), distributed.job_hardware())
     with told_of_lost_ranks(job.recipe, "the preflight ran"):

@@ -12,10 +12,8 @@ from typing import Any
 from sft import signals as interruption
 from sft.checkpoint.resume import Choice, choose_checkpoint, lost_lines
 from sft.checkpoint.resume_plan import Continuation, resolve_continuation
-from sft.data.prepare import begin_preparation, prepared_data
 from sft.data.prepared import Prepared
 from sft.errors import RunError
-from sft.launch.job import open_job as open_job  # for sft.train.main, until that is launch's
 from sft.launch.opening import (
     check_start,
     decisions_of,
@@ -26,6 +24,7 @@ from sft.launch.opening import (
     recipe_changes,
     unfinished_run,
 )
+from sft.launch.prepare import begin_preparation, prepared_data
 from sft.launch.rerun import check_same_data, original_run
 from sft.launch.tuning_result import find_answer
 from sft.parallel import process_group as distributed

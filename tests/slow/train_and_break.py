@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from sft.checkpoint import saving
 from sft.errors import run_main
+from sft.launch import rank as train
 from sft.train import arguments as trainer
-from sft.train import main as train
 
 State = dict[str, torch.Tensor]
 

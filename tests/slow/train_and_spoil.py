@@ -24,8 +24,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from sft.checkpoint import writer as checkpoint_writer
+from sft.launch import rank as train
 from sft.parallel import process_group as distributed
-from sft.train import main as train
 from sft.train.trainer import RecipeTrainer
 
 FULL = "/dev/full"

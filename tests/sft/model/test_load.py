@@ -18,10 +18,10 @@ from eval.models.backends import load_model as load_evaluated
 from sft.errors import ModelError
 from sft.hub.demo import Demo
 from sft.launch.job import open_job
+from sft.launch.rank import check_with_frameworks
 from sft.model.load import check_weights, load_base, load_model
 from sft.plan.hardware import Hardware
 from sft.recipe.schema import Model
-from sft.train.main import check_with_frameworks
 from tests.sft.conftest import SHARED
 
 Tensors = dict[str, torch.Tensor]

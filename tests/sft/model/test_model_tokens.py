@@ -18,12 +18,12 @@ from sft.data.tokenizer import check_vocabulary, load_tokenizer, new_token_ids
 from sft.errors import ModelError, PlanError
 from sft.hub.demo import Demo
 from sft.launch.job import open_job
+from sft.launch.rank import check_with_frameworks
 from sft.model.load import load_model, lora_config
 from sft.model.new_tokens import check_untrained, embed_new_tokens, show_head, untrained_tokens
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
 from sft.recipe.schema import Lora
-from sft.train.main import check_with_frameworks
 from tests.sft.conftest import SHARED
 
 # transformers 5.23 renames what peft 0.21 still asks for.
