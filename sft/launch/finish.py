@@ -19,15 +19,13 @@ from typing import NoReturn
 from sft import signals as interruption
 from sft.errors import EXIT_CRASHED, EXIT_GATE, EXIT_TERMINATED, Interrupted, RunError, run_main
 from sft.launch.opening import claim, keep_recipe, unfinished_run
+from sft.parallel.process_group import LAUNCHED
 from sft.plan.job import Job
 from sft.recipe.schema import Evaluation
 from sft.run.consent import OWN_RUN
 from sft.run.directory import EVALUATION_LEFT, Run, find_run
 from sft.signals import held_back
 from sft.train.request_files import began, forget_stale
-
-LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""What a launcher has told the rank; the evaluation is a process by itself."""
 
 
 def become_finish(run: Run) -> NoReturn:

@@ -24,8 +24,6 @@ from sft.launch.tuning_result import LARGEST_SHARE, Measurement, longest_first, 
 from sft.model.gradient_checkpointing import checkpoint_every, has_layers_of_their_own
 from sft.model.load import load_model
 from sft.parallel import process_group as distributed
-from sft.parallel.libraries import loading_arguments
-from sft.parallel.tensor_parallel import sum_norm_gradients_once
 from sft.plan.job import Job
 from sft.run.directory import Run
 from sft.train.arguments import build_trainer, training_arguments
@@ -146,9 +144,7 @@ class Steps(TrainerCallback):  # type: ignore[misc]
         """Load the model, and step from candidate to candidate."""
         with TemporaryDirectory() as folder:
             arguments = training_arguments(self.job, Run(Path(folder) / "search" / "run"))
-            model = load_model(self.job, self.tokenizer, **loading_arguments(self.job))
-            if self.job.recipe.train.tensor_parallel_size > 1:
-                sum_norm_gradients_once(model)
+            model = load_model(self.job, self.tokenizer)
             clock = StepClock(self.memory.on_gpu)
             order = StepOrder(len(self.sequences.index), self.sequences.fillers, 0)
             self.trainer = build_trainer(

@@ -20,6 +20,7 @@ from sft.hub.pins import pinned
 from sft.hub.remote_code import HOW_TO_ALLOW, is_refusal
 from sft.model import attention
 from sft.model.new_tokens import embed_new_tokens, trainable_rows
+from sft.model.tensor_parallel import loading_arguments, sum_norm_gradients_once
 from sft.plan.facts import read_header
 from sft.plan.job import Job
 from sft.plan.weights import MASTER
@@ -390,20 +391,21 @@ def check_values(model: Any, name: str) -> None:
         )
 
 
-def load_model(job: Job, tokenizer: Any, **parallelism: Any) -> Any:
+def load_model(job: Job, tokenizer: Any) -> Any:
     """Load the model that is to be trained.
 
     Args:
         job: Where it is, and its precision, attention and kernels.
         tokenizer: From load_tokenizer; its special tokens become the model's, and its new tokens get rows.
-        parallelism: Arguments of from_pretrained with which each rank loads its shard of the weights.
 
     Raises:
         ModelError: It cannot be loaded, or the tokenizer is not its own.
     """
     if job.plan.attention.value == attention.NAME:
         attention.register()
-    model = _from_pretrained(job, tokenizer, attn_implementation=job.plan.attention.value, **parallelism)
+    model = _from_pretrained(job, tokenizer, attn_implementation=job.plan.attention.value, **loading_arguments(job))
+    if job.recipe.train.tensor_parallel_size > 1:
+        sum_norm_gradients_once(model)
     if job.plan.kernels.value == "liger":
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 

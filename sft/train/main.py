@@ -19,10 +19,8 @@ from sft.errors import EXIT_CRASHED, Interrupted, RunError, WrongSave
 from sft.model.load import load_model
 from sft.parallel import process_group as distributed
 from sft.parallel.agreement import Agreement
-from sft.parallel.libraries import loading_arguments
 from sft.parallel.lost_ranks import told_of_lost_ranks
 from sft.parallel.progress import Progress
-from sft.parallel.tensor_parallel import sum_norm_gradients_once
 from sft.plan.job import Job
 from sft.run.directory import Run, read_lines
 from sft.run.inside import remove
@@ -74,9 +72,7 @@ def train(
     per_step, empty = recipe.sequences_per_step, job.plan.empty_sequences_per_step.value
     sequences = Sequences(store, index, per_step, tokenizer.pad_token_id, recipe.data.packing, empty)
     arguments = training_arguments(job, run)
-    model = load_model(job, tokenizer, **loading_arguments(job))
-    if job.recipe.train.tensor_parallel_size > 1:
-        sum_norm_gradients_once(model)
+    model = load_model(job, tokenizer)
     if distributed.is_first_rank():
         run.warn("generation", *model.generation_notes)
         for note in model.generation_notes:

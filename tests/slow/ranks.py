@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sft.launch.finish import LAUNCHED
+from sft.parallel.process_group import LAUNCHED
 from sft.processes import end_with_parent
 from sft.terminal import launched_folder
 from tests.slow.forked_checker import Forked

@@ -13,7 +13,8 @@ from sft.train import main as training
 def tell(trainer: Any) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
 
-    from sft.parallel.sharding import computes_in, read_sharding, sharded_units
+    from sft.model.live import computes_in
+    from sft.parallel.sharding import read_sharding, sharded_units
 
     model, optimizer = trainer.model, trainer.optimizer
     while hasattr(optimizer, "optimizer"):

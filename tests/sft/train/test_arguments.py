@@ -9,6 +9,7 @@ import torch
 from transformers import get_scheduler
 from trl import SFTConfig, SFTTrainer
 
+from sft.checkpoint.saving import save_final
 from sft.data.prepare import prepare
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.data.tokenizer import load_tokenizer
@@ -23,7 +24,6 @@ from sft.train.arguments import (
     _planned_arguments,
     build_trainer,
     check_trainer_args,
-    save_final,
     training_arguments,
 )
 from sft.train.batches import Sequences, StepOrder
