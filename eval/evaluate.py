@@ -24,9 +24,10 @@ from eval.tasks.load import LoadedTasks
 from eval.tasks.settings import Settings, resolve_settings
 from eval.tasks.suites import check_tasks
 from sft.errors import EvaluationError, GateFailed
+from sft.files import read_json
 from sft.recipe.changes import differences
 from sft.recipe.schema import Evaluation
-from sft.run.directory import Run, read_json
+from sft.run.directory import Run
 from sft.run.unchanged import base_changes, check_final
 from sft.visible import visible_line
 

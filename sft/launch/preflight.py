@@ -16,7 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 from sft.data.prepared import data_key
-from sft.errors import PreflightError, RecipeError, run_main
+from sft.errors import PreflightError, RecipeError
 from sft.launch.host_comparison import Check, check_clocks, compare
 from sft.launch.host_facts import HostFacts, host_facts, read_facts
 from sft.launch.interconnect import bus_bandwidth, check_bandwidth, expected_link
@@ -25,6 +25,7 @@ from sft.launch.opening import unfinished_run
 from sft.parallel import process_group as distributed
 from sft.plan.disk import bytes_per_parameter, checkpoints_to_come, in_words, trained_parameters
 from sft.plan.job import Job
+from sft.program import run_main
 
 _MEASURED_BYTES = {True: 256 * 2**20, False: 16 * 2**20}
 """Of the all-reduce that is timed, by whether it is on GPUs."""

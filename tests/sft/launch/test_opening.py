@@ -12,6 +12,7 @@ import pytest
 from sft.checkpoint.manifest import write_manifest
 from sft.checkpoint.resume_plan import write_writer, writer_here
 from sft.errors import RecipeError, RunError
+from sft.files import write_json
 from sft.launch.finish import evaluation_left
 from sft.launch.job import open_job
 from sft.launch.opening import (
@@ -26,7 +27,7 @@ from sft.launch.opening import (
 )
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
-from sft.run.directory import Run, write_json
+from sft.run.directory import Run
 
 LeftBehind = Callable[..., Run]
 NEVER = "train.resume=never"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sft.errors import PlanError, RecipeError, RunError, UserError
+from sft.files import remove, write_json
 from sft.hub.demo import Demo
 from sft.launch.job import open_job
 from sft.launch.opening import open_run, unfinished_run
@@ -16,8 +17,8 @@ from sft.plan.job import Job
 from sft.plan.zero import load_deepspeed
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Recipe
-from sft.run.directory import Run, find_run, write_json
-from sft.run.inside import check_inside, check_names, remove
+from sft.run.directory import Run, find_run
+from sft.run.inside import check_inside, check_names
 from tests.conftest import DEMO_RECIPE
 
 ONE_CPU = Hardware(None, 1, 1, 2, 8.0)
