@@ -18,7 +18,7 @@ from sft.data.findings import check_findings
 from sft.data.ledger import check_limits
 from sft.data.prepare import prepare
 from sft.data.prepared import Prepared, entry_folder, find_prepared
-from sft.errors import DataError, Interrupted, RecipeError, RunError, run_main
+from sft.errors import DataError, Interrupted, RecipeError, RunError
 from sft.hub.model_facts import ModelFacts
 from sft.launch.job import open_recipe
 from sft.plan.hardware import cpu_cores, cpu_memory_gib
