@@ -47,7 +47,7 @@ class TaskSelection:
 
 def _find_task(asked: str, local: LocalTasks, known: TaskIndex, output_dir: Path) -> Task:
     if asked == "builtin:demo":
-        from sft.data.demo import make_demo
+        from sft.hub.demo import make_demo
 
         path = make_demo(output_dir).task
         return local.read(path, path.parent)

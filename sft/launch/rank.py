@@ -28,11 +28,12 @@ from sft.files import write_json
 from sft.hub.pins import pin_lines, pinned
 from sft.launch.checks import check_installed, check_rank_variables
 from sft.launch.finish import become_finish, evaluation_left, programs
+from sft.launch.job import open_job
 from sft.launch.preflight import check_ranks
 from sft.launch.start import Start, begin_data, start_run, wait_for_data
 from sft.parallel import process_group as distributed
 from sft.parallel.lost_ranks import told_of_lost_ranks
-from sft.plan.job import Job, open_job
+from sft.plan.job import Job
 from sft.plan.plan import plan_warnings, print_plan
 from sft.run.directory import Run
 from sft.run.lost_folder import told_of_a_lost_folder
