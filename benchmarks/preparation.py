@@ -139,7 +139,7 @@ def run_ours(rows: Path, model: Path, folder: Path, max_length: int) -> tuple[fl
         f"schema_version: 1\nversion: 1\noutput_dir: {folder}\nmodel: {{name_or_path: {model}}}\n"
         f"data: {{train: {rows}, max_length: {max_length}, special_tokens: keep}}\ntrain: {{global_batch_size: 1}}\n"
     )
-    _, whole = timed([sys.executable, "-m", "sft.data.prepare", str(recipe)])
+    _, whole = timed([sys.executable, "-m", "sft.launch.prepare", str(recipe)])
     summary = json.loads(entry(folder).joinpath("prepared.json").read_text())
     packing = summary["ledger"]["packing"]
     return summary["seconds"], whole, packing["packs"], packing["fill"]

@@ -56,7 +56,7 @@ def measure(source: Path, tokenizer: Path, rows: int, folder: Path) -> tuple[int
         f"data: {{train: {folder / 'rows.jsonl'}, max_length: 2048}}\ntrain: {{global_batch_size: 1}}\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-m", "sft.data.prepare", str(recipe)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "sft.launch.prepare", str(recipe)], cwd=ROOT, stderr=subprocess.PIPE, text=True
     )
     together = largest = 0
     while process.poll() is None:

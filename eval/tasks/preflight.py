@@ -12,10 +12,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from eval.sandbox.runner import prove_isolation
+from eval.sandbox.runner import check_isolation
 from eval.tasks.suites import check_tasks, describe_suite
-from sft.errors import EvaluationError, run_main
+from sft.errors import EvaluationError
 from sft.processes import end_with_parent
+from sft.program import run_main
 from sft.recipe.schema import Evaluation, Recipe
 
 
@@ -66,7 +67,7 @@ def check_before_training(recipe: Recipe) -> TaskCheck | None:
     """
     selection = check_tasks(recipe.eval, Path(recipe.output_dir))
     if selection.runs_code:
-        prove_isolation()
+        check_isolation()
     if (suite := describe_suite(recipe.eval)) is not None:
         print(suite, flush=True)
     if not {*recipe.eval.tasks} - {"builtin:demo"} and recipe.eval.suite is None:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from eval.tasks.files import LocalTasks, Task, TaskFile
 from eval.tasks.index import NO_TASKS, TaskIndex, known_tasks, reached
-from sft.errors import EvaluationError, did_you_mean, run_main
+from sft.errors import EvaluationError, did_you_mean
+from sft.program import run_main
 from sft.recipe.eval import Gate
 from sft.recipe.load import find_file
 from sft.recipe.schema import Evaluation
@@ -169,7 +170,7 @@ def check_tasks(evaluation: Evaluation, output_dir: Path, run: Path | None = Non
 
 def _find_task(asked: str, local: LocalTasks, known: TaskIndex, output_dir: Path) -> Task | TaskFile:
     if asked == "builtin:demo":
-        from sft.data.demo import make_demo
+        from sft.hub.demo import make_demo
 
         path = make_demo(output_dir).task
         return local.read(path, path.parent)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sft.launch.finish import LAUNCHED
+from sft.parallel.process_group import LAUNCHED
 from sft.signals import held_back
 
 PROGRAM = Path(__file__).with_name("load_saved.py")

@@ -10,11 +10,14 @@ import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint import filesystem
+
+from sft.errors import RunError
 
 _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
@@ -90,3 +93,20 @@ def plain_data_only(deepspeed: bool) -> Iterator[None]:
             del os.environ[_FORCE]
         else:
             os.environ[_FORCE] = before
+
+
+def load_mapped(file: Path, allowed: list[Any] | None = None) -> Any:
+    """A file of torch.save, its tensors mapped.
+
+    Args:
+        file: In torch's zip format.
+        allowed: Classes that it may hold beside tensors and plain values.
+
+    Raises:
+        RunError: It is missing, or holds another class.
+    """
+    try:
+        with torch.serialization.safe_globals(allowed or []):
+            return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        raise RunError(f"{file} cannot be read: {str(error).splitlines()[0]}") from None

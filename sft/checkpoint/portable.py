@@ -11,7 +11,6 @@ FSDP2, full                  pytorch_model_fsdp.bin and optimizer.bin, by name
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,12 +20,11 @@ from typing import Any
 
 import torch
 
+from sft.checkpoint.plain_data import load_mapped
+from sft.checkpoint.portable_zero import WEIGHT, open_zero
 from sft.checkpoint.resume_plan import Writer
 from sft.errors import RunError
 from sft.plan.fsdp import ENGINE as FSDP2
-
-WEIGHT, FIRST, SECOND, STEP = "weight", "exp_avg", "exp_avg_sq", "step"
-MOMENTS = (FIRST, SECOND)
 
 
 @dataclass(frozen=True)
@@ -51,8 +49,6 @@ def open_whole(checkpoint: Path, writer: Writer, adapter_names: dict[str, str]) 
         RunError: Files of it are missing.
     """
     if writer.zero_stage is not None:
-        from sft.checkpoint.portable_zero import open_zero
-
         names, read = open_zero(checkpoint)
     elif writer.engine == FSDP2:
         # Of adapters accelerate saves the weights under PEFT's names, and the moments under the parameters' own.
@@ -67,23 +63,6 @@ def open_whole(checkpoint: Path, writer: Writer, adapter_names: dict[str, str]) 
         return torch.as_tensor(read(name, what)).detach().to(torch.float32, copy=True)
 
     return WholeTensors(checkpoint, frozenset(names), in_fp32)
-
-
-def load_mapped(file: Path, allowed: list[Any] | None = None) -> Any:
-    """A file of torch.save, its tensors mapped.
-
-    Args:
-        file: In torch's zip format.
-        allowed: Classes that it may hold beside tensors and plain values.
-
-    Raises:
-        RunError: It is missing, or holds another class.
-    """
-    try:
-        with torch.serialization.safe_globals(allowed or []):
-            return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
-        raise RunError(f"{file} cannot be read: {str(error).splitlines()[0]}") from None
 
 
 Read = tuple[set[str], Callable[[str, str], torch.Tensor]]

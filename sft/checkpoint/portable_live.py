@@ -11,8 +11,9 @@ import torch
 from transformers import set_seed
 from transformers.trainer import SCHEDULER_NAME
 
-from sft.checkpoint.portable import MOMENTS, STEP, WEIGHT, WholeTensors, load_mapped, open_whole
-from sft.checkpoint.portable_zero import load_zero
+from sft.checkpoint.plain_data import load_mapped
+from sft.checkpoint.portable import WholeTensors, open_whole
+from sft.checkpoint.portable_zero import MOMENTS, STEP, WEIGHT, load_zero
 from sft.checkpoint.resume_plan import Continuation, Writer
 from sft.errors import RunError
 from sft.parallel.optimizer import MasterAdamW
@@ -33,7 +34,7 @@ def go_on(trainer: Any, continuation: Continuation) -> None:
     whole = open_whole(continuation.checkpoint, continuation.writer, adapter_names(module))
     sources = source_names(module, whole)
     if trainer.is_deepspeed_enabled:
-        load_zero(trainer.model_wrapped, whole, sources, trainer.state.global_step)
+        load_zero(trainer.model_wrapped, whole.checkpoint, whole.read, sources, trainer.state.global_step)
     else:
         load_torch(module, trainer.optimizer.optimizer, whole, sources)
     load_schedule(trainer, continuation.checkpoint / SCHEDULER_NAME)

@@ -16,8 +16,12 @@ from typing import Any
 
 import torch
 
-from sft.checkpoint.portable import FIRST, MOMENTS, SECOND, STEP, WEIGHT, WholeTensors, load_mapped
+from sft.checkpoint.plain_data import deepspeed_classes, load_mapped
 from sft.errors import RunError
+
+WEIGHT, FIRST, SECOND, STEP = "weight", "exp_avg", "exp_avg_sq", "step"
+MOMENTS = (FIRST, SECOND)
+Read = Callable[[str, str], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ def open_zero(checkpoint: Path) -> tuple[set[str], Callable[[str, str], torch.Te
 def _shares(folder: Path) -> list[dict[str, Any]]:
     """What each rank has saved of the optimizer, by rank."""
     files = {int(file.name.split("zero_pp_rank_")[1].split("_")[0]): file for file in folder.glob("*_optim_states.pt")}
-    shares = [load_mapped(files[rank], _classes())["optimizer_state_dict"] for rank in sorted(files)]
+    shares = [load_mapped(files[rank], deepspeed_classes())["optimizer_state_dict"] for rank in sorted(files)]
     counts = {count for share in shares for count in _as_list(share["partition_count"])}
     if sorted(files) != list(range(len(files))) or counts != {len(files)}:
         raise RunError(f"{folder} holds the optimizer's state of ranks {sorted(files)}, of {counts}.")
@@ -70,15 +74,6 @@ def _shares(folder: Path) -> list[dict[str, Any]]:
 
 def _as_list(value: Any) -> list[int]:
     return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _classes() -> list[Any]:
-    """What DeepSpeed's files hold beside tensors and plain values."""
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
 
 
 def _pieces_of_groups(shares: list[dict[str, Any]]) -> dict[str, list[Piece]]:
@@ -91,7 +86,7 @@ def _pieces_of_groups(shares: list[dict[str, Any]]) -> dict[str, list[Piece]]:
 
 
 def _pieces_of_parameters(folder: Path, shares: list[dict[str, Any]]) -> dict[str, list[Piece]]:
-    model = load_mapped(next(iter(sorted(folder.glob("zero_pp_rank_0_*_model_states.pt")))), _classes())
+    model = load_mapped(next(iter(sorted(folder.glob("zero_pp_rank_0_*_model_states.pt")))), deepspeed_classes())
     pieces: dict[str, list[Piece]] = {}
     for group, shapes in enumerate(model["param_shapes"]):
         offset = 0
@@ -119,12 +114,13 @@ class Stretch:
     numel: int
 
 
-def load_zero(engine: Any, whole: WholeTensors, source_names: dict[str, str], step: int) -> None:
+def load_zero(engine: Any, checkpoint: Path, whole: Read, source_names: dict[str, str], step: int) -> None:
     """Give this rank its share. Every rank takes part.
 
     Args:
         engine: DeepSpeed's, just made.
-        whole: The checkpoint.
+        checkpoint: Named in messages.
+        whole: Reads a whole tensor of it.
         source_names: By the engine's names, those in the checkpoint.
         step: Optimizer steps so far.
     """
@@ -139,15 +135,15 @@ def load_zero(engine: Any, whole: WholeTensors, source_names: dict[str, str], st
         for flat, stretches in shares:
             share = torch.zeros(flat.numel(), dtype=torch.float32)
             for one in stretches:
-                source = whole.read(source_names[names[id(one.parameter)]], what).flatten()
+                source = whole(source_names[names[id(one.parameter)]], what).flatten()
                 share[one.start : one.start + one.numel] = source[one.first : one.first + one.numel]
             filled.append(share)
         return filled
 
-    steps = {float(whole.read(name, STEP)) for name in source_names.values()}
+    steps = {float(whole(name, STEP)) for name in source_names.values()}
     if len(steps) != 1:
         raise RunError(
-            f"{whole.checkpoint}: parameters have taken different numbers of steps, {sorted(steps)}, which ZeRO cannot."
+            f"{checkpoint}: parameters have taken different numbers of steps, {sorted(steps)}, which ZeRO cannot."
         )
     state = _base_state(optimizer, fill, steps.pop())
     if stage3:

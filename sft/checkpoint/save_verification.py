@@ -29,6 +29,7 @@ from sft.checkpoint.save_comparison import Comparison, Found, facts, message
 from sft.checkpoint.saving import write_model
 from sft.data.tokenizer import new_token_ids
 from sft.errors import RunError, WrongSave
+from sft.model.live import arithmetic, evaluating, unwrapped
 from sft.model.load import DTYPES, weights_dtype
 from sft.parallel import process_group as distributed
 from sft.parallel.full_tensors import whole_tensors
@@ -36,13 +37,12 @@ from sft.parallel.progress import BETWEEN, CHECKPOINT
 from sft.parallel.sharding import give_back
 from sft.plan.job import Job
 from sft.run.directory import Run
-from sft.train.isolation_probe import arithmetic, evaluating, unwrapped
 
 ROWS, LENGTH = 4, 32
 FOLDER = ".canary"
 
 # Norm of the difference of logits over their norm. The tensors are the same, so that this is what other kernels, in another order,
-# on another device, make of them; sft/train/isolation_probe.py allows hidden states the same. A wrong config.json (another
+# on another device, make of them; the isolation probe allows hidden states the same. A wrong config.json (another
 # theta, eps, tied head) differs by tens of percent.
 LOGITS = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 5e-2}
 

@@ -17,7 +17,6 @@ from sft.data.findings import strings
 from sft.data.formats import Row
 from sft.data.readers import BadRow
 from sft.errors import RunError
-from sft.plan.hardware import cpu_cores, cpu_memory_gib
 from sft.processes import end_with_parent
 from sft.recipe.schema import Source
 
@@ -25,22 +24,14 @@ _ROWS = 1000
 _CHARACTERS = 4_000_000
 """A chunk ends at whichever it reaches first, so that few long rows need no more memory than many short ones."""
 
-_MAIN_GIB, _WORKER_GIB = 1.0, 0.5
-"""Memory of the process that reads, and of each that prepares: about twice what was measured on long rows with a large vocabulary."""
-
 _maker: DocumentMaker
 """Set before the workers are forked, which find it in their memory."""
 
 Numbered = tuple[int, Row | BadRow]
 
 
-def worker_count() -> int:
-    """Processes that prepare: one for each core, and no more than there is memory for."""
-    return max(1, min(cpu_cores(), int((cpu_memory_gib() - _MAIN_GIB) / _WORKER_GIB)))
-
-
 def made_chunks(
-    maker: DocumentMaker, source: Source, number: int, format: str, rows: Iterable[Numbered], workers: int | None = None
+    maker: DocumentMaker, source: Source, number: int, format: str, rows: Iterable[Numbered], workers: int = 1
 ) -> Iterator[Chunk]:
     """Make documents of all rows of a source.
 
@@ -50,12 +41,11 @@ def made_chunks(
         number: Of the source.
         format: Of the rows.
         rows: With their numbers.
-        workers: Processes; worker_count() unless given.
+        workers: Processes; with 1 this one does the work.
 
     Yields:
         Chunks in the order of the rows; the last one may hold an error.
     """
-    workers = workers or worker_count()
     pieces = _pieces(iter(rows))
     head = list(islice(pieces, 2))
     if workers == 1 or len(head) < 2:  # starting processes would take longer than the work

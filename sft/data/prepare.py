@@ -1,10 +1,6 @@
 """Prepare a recipe's data, once: read, rendered, tokenized, masked, mixed and packed, before any GPU waits for it.
 
-bash scripts/sft.sh recipes/tiny.yaml --prepare
-python -m sft.data.prepare recipes/tiny.yaml
-
-The training starts this program where the data is not prepared yet. It loads no weights and joins no group, so that it can
-fork a process for each core, and a second one for the same data waits until the first is done.
+A second process that prepares the same data waits until the first is done.
 """
 
 from __future__ import annotations
@@ -13,11 +9,9 @@ import fcntl
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -28,14 +22,13 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from sft.checkpoint.manifest import summed
 from sft.data.audit import check_not_rendered, check_tokenizer, find_in_all, findings_json
 from sft.data.chunks import made_chunks
 from sft.data.document_maker import DocumentMaker
 from sft.data.documents import Counts
-from sft.data.findings import Findings, check_findings
+from sft.data.findings import Findings
 from sft.data.formats import common_columns, row_format, unread_columns
-from sft.data.ledger import check_limits, lengths_json, settle, total
+from sft.data.ledger import lengths_json, settle, total
 from sft.data.mixture import Mixture, mix
 from sft.data.packing import pack
 from sft.data.prepared import Prepared, entry_folder, find_prepared
@@ -43,14 +36,11 @@ from sft.data.readers import BadRow
 from sft.data.sources import open_source, told_as
 from sft.data.store import DocumentStore, DocumentWriter, SequenceIndex
 from sft.data.tokenizer import CHOICES, check_vocabulary, load_tokenizer
-from sft.errors import DataError, Interrupted, ModelError, RecipeError, RunError, run_main, stop
+from sft.errors import DataError, ModelError, RunError
+from sft.files import checksum
+from sft.hub.model_facts import ModelFacts
 from sft.hub.pins import pinned
-from sft.plan.facts import ModelFacts
-from sft.plan.job import open_recipe
-from sft.processes import end_with_parent
 from sft.recipe.schema import Recipe, Source
-from sft.run.directory import EVALUATION_LEFT
-from sft.signals import EXITS, SIGNALS, exit_status, held_back
 
 _KEPT = 10
 """Entries that stay whenever they were used."""
@@ -65,88 +55,13 @@ _FIRST_ROWS = 1000
 """Rows whose columns decide the format."""
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prepare one recipe's data, or find it prepared."""
-    if not argv or argv[0].startswith("-") or "=" in argv[0]:
-        raise RecipeError("usage: python -m sft.data.prepare RECIPE [key=value ...]")
-    if os.environ.get("SFT_PARENT"):
-        end_with_parent(int(os.environ["SFT_PARENT"]), signal.SIGTERM)
-    recipe, _, model = open_recipe(Path(argv[0]), argv[1:])
-    prepare(recipe, model)
-
-
-def begin_preparation(recipe: Recipe, model: ModelFacts, command: Sequence[str]) -> subprocess.Popen[bytes] | None:
-    """Start the process that prepares the recipe's data; None where it is prepared already.
-
-    Args:
-        recipe: What is prepared.
-        model: From inspect_model.
-        command: The recipe's path and the overrides.
-    """
-    if find_prepared(entry_folder(recipe, model)) is not None:
-        return None
-    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
-    environment = {name: value for name, value in os.environ.items() if name not in launched}
-    environment["SFT_PARENT"] = str(os.getpid())
-    with held_back():
-        return subprocess.Popen([sys.executable, "-m", "sft.data.prepare", *command], env=environment)
-
-
-def prepared_data(
-    recipe: Recipe,
-    model: ModelFacts,
-    command: Sequence[str],
-    judge: bool = True,
-    begun: subprocess.Popen[bytes] | None = None,
-) -> Prepared:
-    """The recipe's prepared data; where there is none yet, a process of its own makes it.
-
-    Args:
-        recipe: What is prepared.
-        model: From inspect_model.
-        command: The recipe's path and the overrides.
-        judge: Hold the ledger against the recipe's limits.
-        begun: From begin_preparation, where it was called before.
-
-    Raises:
-        DataError: The ledger passes one of them.
-    """
-    process = begun or begin_preparation(recipe, model, command)
-    status = _ended(process) if process else 0
-    if -status in SIGNALS or status in EXITS:
-        number = -status if status < 0 else status - 128
-        raise Interrupted(signal.Signals(number).name, exit_status(number), " while the data was prepared")
-    if status < 0:
-        raise RunError(
-            f"The preparation of the data was ended by signal {-status}, which most often means that memory ran out. Give it fewer "
-            "cores (taskset -c 0-3 bash scripts/sft.sh ...) or more memory, and start again."
-        )
-    if status:
-        stop(status)  # it has said why
-    prepared = find_prepared(entry_folder(recipe, model))
-    if prepared is None:
-        raise DataError("The data has changed while it was prepared. Start again when nobody writes to it.")
-    with suppress(OSError):  # may be another user's
-        os.utime(prepared.folder / "prepared.json")
-    if judge:
-        check_limits(prepared.ledger, recipe.data)
-        check_findings(prepared.findings, recipe.data)
-    return prepared
-
-
-def _ended(process: subprocess.Popen[bytes]) -> int:
-    """The exit status. Where this process is interrupted the other one is too, and tidies up first."""
-    with process:
-        try:
-            return process.wait()
-        except BaseException:
-            process.terminate()
-            process.wait()
-            raise
-
-
-def prepare(recipe: Recipe, model: ModelFacts) -> Prepared:
+def prepare(recipe: Recipe, model: ModelFacts, workers: int = 1) -> Prepared:
     """Prepare the recipe's data, or find it prepared.
+
+    Args:
+        recipe: Names the data, the model and how rows become sequences.
+        model: From inspect_model.
+        workers: Processes that render and tokenize; 1 does it in this process.
 
     Raises:
         UserError: The data, the tokenizer or the chat template cannot be used.
@@ -162,7 +77,7 @@ def prepare(recipe: Recipe, model: ModelFacts) -> Prepared:
         work = folder.with_name(f".{folder.name}.{os.getpid()}")
         try:
             work.mkdir()
-            summary = _build(recipe, tokenizer, work)
+            summary = _build(recipe, tokenizer, work, workers)
             if entry_folder(recipe, model) != folder:
                 raise DataError(
                     "The data or the tokenizer has changed while it was prepared. Start again when nobody writes to it."
@@ -215,12 +130,13 @@ def _remove_left_overs(folder: Path) -> None:
 
 
 def _prune(place: Path) -> None:
-    """Remove entries that were not used for a day, but for the newest and those of runs that are not finished."""
+    """Remove entries that were not used for a day, but for the newest and those of runs that are unfinished or recent."""
     kept = set()
     for file in place.parent.glob("*/*/run.json"):
         with suppress(OSError, ValueError, AttributeError):
             record = json.loads(file.read_text(encoding="utf-8"))
-            if record.get("status") != "finished" or record.get("evaluation") in EVALUATION_LEFT:
+            # The evaluation that follows a run looks into its data too.
+            if record.get("status") != "finished" or time.time() - file.stat().st_mtime < _UNUSED_SECONDS:
                 kept.add(record.get("data_fingerprint"))
     with suppress(OSError):  # another process prunes too
         used = {file.parent: file.stat().st_mtime for file in place.glob("[!.]*/prepared.json")}
@@ -240,7 +156,7 @@ def _write_durably(file: Path, value: object) -> None:
         os.fsync(target.fileno())
 
 
-def _build(recipe: Recipe, tokenizer: Any, work: Path) -> dict[str, Any]:
+def _build(recipe: Recipe, tokenizer: Any, work: Path, workers: int) -> dict[str, Any]:
     """Write the entry's files; returns what prepared.json says."""
     started = time.monotonic()
     sources = (*recipe.sources, *recipe.held_out_sources)
@@ -248,7 +164,7 @@ def _build(recipe: Recipe, tokenizer: Any, work: Path) -> dict[str, Any]:
     with DocumentWriter(work) as writer:
         for number, source in enumerate(sources):
             with told_as("data.train" if number < len(recipe.sources) else "data.held_out"):
-                read.append(_read_source(source, number, recipe, maker, writer, findings))
+                read.append(_read_source(source, number, recipe, maker, writer, findings, workers))
         digests = writer.digests()
     store = DocumentStore.open(work)
     mixture = mix(store.documents, recipe.sources, recipe.data)
@@ -275,7 +191,7 @@ def _build(recipe: Recipe, tokenizer: Any, work: Path) -> dict[str, Any]:
         "sequences": len(train),
         "held_out_sequences": len(held_out),
         "sizes": {name: (work / name).stat().st_size for name in files},
-        "checksums": {name: summed(work / name)[1] for name in files},
+        "checksums": {name: checksum(work / name)[1] for name in files},
         "file_starts": [one.file_starts for one in read],
         "not_read": {name: ", ".join(one.unread) for name, one in zip(names, read, strict=True) if one.unread},
         "ledger": {
@@ -311,6 +227,7 @@ def _read_source(
     maker: DocumentMaker,
     writer: DocumentWriter,
     findings: Findings,
+    workers: int,
 ) -> _Read:
     opened = open_source(source, recipe.output_dir)
     head = list(islice(opened.rows, _FIRST_ROWS))
@@ -342,7 +259,7 @@ def _read_source(
     options = {"desc": f"Preparing {source.path} ({format})", "mininterval": 0.2 if sys.stderr.isatty() else 30}
     tqdm.monitor_interval = 0  # no thread beside: processes are forked
     with tqdm(unit=" rows", **options) as progress:
-        for chunk in made_chunks(maker, source, number, format, chain(head, opened.rows)):
+        for chunk in made_chunks(maker, source, number, format, chain(head, opened.rows), workers):
             if chunk.error is not None:
                 row, reason = chunk.error
                 raise DataError(f"{opened.where(row)}: {reason}.")
@@ -368,7 +285,3 @@ def _sequences(documents: np.ndarray, mixture: Mixture, recipe: Recipe) -> tuple
         else:
             indices.append(SequenceIndex(np.sort(chosen), np.arange(1, len(chosen) + 1)))
     return indices[0], indices[1]
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from sft.checkpoint.portable import WEIGHT, open_whole
+from sft.checkpoint.portable import open_whole
+from sft.checkpoint.portable_zero import WEIGHT
 from sft.data.tokenizer import new_token_ids
 from sft.errors import ExportError
 from sft.export.check import Reference, arithmetic_for, load, logits_of, with_model

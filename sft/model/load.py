@@ -20,8 +20,7 @@ from sft.hub.pins import pinned
 from sft.hub.remote_code import HOW_TO_ALLOW, is_refusal
 from sft.model import attention
 from sft.model.new_tokens import embed_new_tokens, trainable_rows
-from sft.parallel.libraries import loading_arguments
-from sft.parallel.tensor_parallel import sum_norm_gradients_once
+from sft.model.tensor_parallel import loading_arguments, sum_norm_gradients_once
 from sft.plan.facts import read_header
 from sft.plan.job import Job
 from sft.plan.weights import MASTER

@@ -40,13 +40,3 @@ def allow_cpu_ranks() -> None:
             raise ValueError(f"{config} does not divide {accelerator.num_processes} processes")
 
     ParallelismConfig._validate_accelerator = validate_cpu
-
-
-def loading_arguments(job: Job) -> dict[str, Any]:
-    """What from_pretrained is told so that each rank loads its part of each matrix."""
-    size = job.recipe.train.tensor_parallel_size
-    if size == 1:
-        return {}
-    from transformers.distributed import DistributedConfig
-
-    return {"distributed_config": DistributedConfig(tp_size=size)}

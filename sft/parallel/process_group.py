@@ -38,6 +38,10 @@ _OF_A_GROUP = (
 """What a launcher sets for processes that meet. What it says of restarts (TORCHELASTIC_RESTART_COUNT) is not among it."""
 
 
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""What a launcher tells a rank, and a process by itself must not hear."""
+
+
 def set_debug_environment(ddp: bool, uses_gpu: bool) -> None:
     """Have the libraries log and compare more; before torch is imported. What the user has set stays.
 

@@ -109,12 +109,6 @@ def _groups(unit: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def computes_in(model: Any) -> torch.dtype | None:
-    """The format that FSDP2 casts weights to, or None where it casts none."""
-    units = sharded_units(model)
-    return units[0]._get_fsdp_state()._mp_policy.param_dtype if units else None
-
-
 def sharding_readings(trainer: Any, job: Job) -> list[tuple[str, object, object]]:
     """What was planned of the sharding, and what the live model has, by name.
 

@@ -6,12 +6,10 @@ takes its part when a run goes on.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -103,29 +101,3 @@ def load_weights(model: Any, folder: Path) -> None:
         with safe_open(file, framework="pt") as weights, torch.no_grad():
             for name in weights.keys():  # noqa: SIM118 (no dictionary)
                 parameters[name].copy_(part_of(weights.get_tensor(name), parameters[name]))
-
-
-def sum_norm_gradients_once(model: Any) -> None:
-    """Let ranks add up the gradients of norms inside divided heads for each micro-batch alone.
-
-    Such a norm (Qwen3's q_norm and k_norm) is whole on each rank and sees that rank's heads. transformers adds up, over the ranks,
-    the gradient that has accumulated so far: what earlier micro-batches of the step left there is added up again.
-    """
-    plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}
-    summed = {name for name, style in plan.items() if style == "replicated_with_grad_allreduce"}
-    group = next(
-        tensor_mesh(parameter).get_group() for parameter in model.parameters() if isinstance(parameter, DTensor)
-    )
-
-    def add_up(gradient: torch.Tensor) -> torch.Tensor:
-        gradient = gradient.clone()
-        dist.all_reduce(gradient, group=group)
-        return gradient
-
-    for name, module in model.named_modules():
-        if re.sub(r"\d+", "*", name) not in summed:
-            continue
-        module.__dict__.pop("forward", None)  # where 5.23 attaches its sum
-        module._backward_hooks.clear()  # where 5.17 has it
-        for parameter in module.parameters(recurse=False):
-            parameter.register_hook(add_up)

@@ -1,6 +1,8 @@
 """python -m sft.train RECIPE: train one recipe, also under torchrun, accelerate and deepspeed."""
 
-from sft.errors import run_main
-from sft.train.main import main
+from importlib import import_module
 
-run_main(main)
+from sft.program import run_main
+
+# An entry point stands outside the layers: the program belongs to launch, and nothing else in train may import it.
+run_main(import_module("sft.launch.rank").main)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import fields
 from math import isfinite
 from pathlib import Path
@@ -22,7 +21,7 @@ from sft.model.gradient_checkpointing import CheckpointingAsPlanned
 from sft.model.load import DTYPES, lora_config
 from sft.model.new_tokens import check_untrained, named, show_head, trains_embedding, untrained_tokens
 from sft.parallel import process_group as distributed
-from sft.parallel.fsdp import PrefetchAsAsked, plugin_arguments, policies, whole_state
+from sft.parallel.fsdp import PrefetchAsAsked, plugin_arguments, policies
 from sft.parallel.libraries import parallelism_config
 from sft.parallel.optimizer import MasterAdamW
 from sft.plan.disk import checkpoint_bytes
@@ -329,31 +328,3 @@ def _optimizer(job: Job) -> tuple[type[MasterAdamW], dict[str, Any]] | None:
         "betas": (train.adam_beta1, train.adam_beta2),
         "eps": train.adam_epsilon,
     }
-
-
-def save_final(trainer: RecipeTrainer, job: Job, target: Path) -> None:
-    """Write the trained weights as they are; every rank takes part.
-
-    fp32 where the weights themselves were trained in fp32, with bf16 only inside autocast: rounding them would move the
-    logits. bf16 where the model computes with bf16 weights: under DeepSpeed and FSDP2, and where AdamW keeps the fp32 copies.
-    """
-    if job.deepspeed is not None and job.deepspeed.stage < 3:
-        # The weights are whole on each rank. The engine would copy each one, and write tied weights twice.
-        if trainer.is_world_process_zero():
-            trainer.accelerator.unwrap_model(trainer.model).save_pretrained(target)
-        return
-    if job.fsdp is not None:
-        adapters = job.recipe.model.lora is not None
-        dtype = None if adapters else DTYPES[job.plan.precision.value]
-        # The trainer would write nothing where checkpoints are shares, and tied weights twice where they are not.
-        state = whole_state(trainer.model, adapters, dtype)
-        if trainer.is_world_process_zero():
-            trainer.model.save_pretrained(target, state_dict=state)
-            if dtype is not None:  # else it says what the shares are kept in
-                config = deepcopy(trainer.model.config)
-                config.dtype = dtype
-                config.save_pretrained(target)
-        return
-    trainer.save_model(str(target))
-    for name in ("training_args.bin", "README.md"):  # a pickle of one machine's paths; TRL's card
-        (target / name).unlink(missing_ok=True)

@@ -16,7 +16,7 @@ import torch
 
 from sft.data.formats import IGNORED
 from sft.errors import PlanError
-from sft.parallel.sharding import computes_in
+from sft.model.live import arithmetic, evaluating, unwrapped
 
 DOCUMENTS, LONGEST = 4, 32
 
@@ -207,33 +207,6 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 def _largest(distances: Iterable[float]) -> float:
     """Not a number where one of them is none."""
     return float(np.max(list(distances)))
-
-
-def unwrapped(trainer: Any) -> Any:
-    """The model itself, without engine and adapters' wrapper."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def arithmetic(trainer: Any) -> torch.dtype:
-    """What the layers compute in: FSDP2's format or autocast's, else the weights'."""
-    if (sharded := computes_in(trainer.model)) is not None:
-        return sharded
-    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision)
-    return mixed or next(unwrapped(trainer).parameters()).dtype
-
-
-@contextmanager
-def evaluating(trainer: Any) -> Iterator[None]:
-    """No dropout, no gradients, the training's autocast."""
-    model = trainer.model_wrapped
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), trainer.compute_loss_context_manager():
-            yield
-    finally:
-        model.train(training)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,9 +30,6 @@ from sft.train.fingerprint import Fingerprint
 from sft.train.spikes import Spikes
 from sft.train.step_clock import StepClock
 from sft.train.step_work import StepWork
-
-if TYPE_CHECKING:
-    from eval.harness.during_training import During
 
 # Dense bf16 peak of one GPU, FLOP/s, by the first part of its name that fits: NVIDIA's data sheets.
 PEAK_FLOPS = {
@@ -142,7 +139,7 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         clock: StepClock,
         fingerprint: Fingerprint,
         held_out: HeldOutLoss | None = None,
-        during: During | None = None,
+        during: Any = None,
         warn: Callable[..., None] = lambda key, *messages: None,
     ) -> None:
         self.warn, self.vocabulary, self.untrained = warn, 0, False

@@ -16,15 +16,16 @@ import torch
 from sft.errors import PlanError
 from sft.model.compiled_layers import are_compiled
 from sft.model.gradient_checkpointing import checkpointed_layers, running_checkpointing
+from sft.model.live import computes_in, unwrapped
 from sft.model.load import weights_dtype
 from sft.parallel.process_group import group_timeouts
 from sft.parallel.sequence_parallel import sequence_parallel_ranks
-from sft.parallel.sharding import computes_in, give_back, sharded_units, sharding_readings, shared_parameters
+from sft.parallel.sharding import give_back, sharded_units, sharding_readings, shared_parameters
 from sft.parallel.tensor_parallel import is_spread, tensor_parallel_ranks
 from sft.plan.fsdp import ENGINE
 from sft.plan.job import Job
 from sft.train.debugging import debug_level
-from sft.train.isolation_probe import Probe, unwrapped
+from sft.train.isolation_probe import Probe
 
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SHARDED = {0: "nothing", 1: "optimizer", 2: "optimizer, gradients", 3: "optimizer, gradients, parameters"}

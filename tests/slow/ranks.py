@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sft.launch.finish import LAUNCHED
+from sft.parallel.process_group import LAUNCHED
 from sft.processes import end_with_parent
 from sft.terminal import launched_folder
 from tests.slow.forked_checker import Forked
@@ -35,7 +35,7 @@ IMPORTED = (
     "deepspeed trl trl.trainer.sft_trainer peft accelerate transformers.models.qwen2.modeling_qwen2 datasets eval.tasks.suites "
     # DeepSpeed imports it, and with it torch's compiler, where it looks at its optimizer: more than half of a short ZeRO-2 training.
     "deepspeed.runtime.zero.muon.muon_optimizer "
-    "sft.train.main sft.train.arguments sft.train.before_training sft.model.load sft.train.step_work sft.data.store "
+    "sft.launch.rank sft.train.main sft.train.arguments sft.train.before_training sft.model.load sft.train.step_work sft.data.store "
     "sft.train.eval_loss sft.train.metrics sft.train.profiling sft.model.compiled_layers sft.model.new_tokens "
     "sft.checkpoint.save_verification sft.checkpoint.load_saved eval.harness.during_training eval.harness.data_parallel "
     "lm_eval.evaluator "
@@ -151,7 +151,7 @@ def _become_rank(job: dict[str, Any], environment: dict[str, str], folder: Path,
         os.dup2(os.open(path, os.O_RDONLY if name == "stdin" else os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ |= environment
     if not job["finish"]:
-        for module in ("sft.train.main", "sft.launch.finish"):
+        for module in ("sft.launch.rank", "sft.launch.finish"):
             _replace(module, "become_finish", lambda run: None)
     _replace("sft.checkpoint.loader_process", "start_process", Forked)
     program, *sys.argv[1:] = job["words"]

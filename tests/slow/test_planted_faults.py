@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.data.demo import Demo
+from sft.hub.demo import Demo
 from tests.slow.conftest import rows
 from tests.slow.planted_faults import FAULTS, make_folder, told
 from tests.slow.ranks import Ranks
@@ -33,7 +33,7 @@ def _run(ranks: Ranks, words: list[str], environment: dict[str, str]) -> dict[st
     if (
         words[0] == "sft.train"
     ):  # which starts this one in a process of its own, without the imports that are here already
-        prepared = ranks.run(1, ["sft.data.prepare", *words[1:]], expect=None, **environment)
+        prepared = ranks.run(1, ["sft.launch.prepare", *words[1:]], expect=None, **environment)
         if prepared["status"] != "0":
             return prepared
     return ranks.run(1, words, expect=None, **environment)

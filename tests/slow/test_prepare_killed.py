@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.data.demo import make_demo
+from sft.hub.demo import make_demo
 from tests.slow.conftest import until, write_recipe
 from tests.slow.ranks import Ranks
 
@@ -76,7 +76,7 @@ def start() -> Iterator[Start]:
 @pytest.fixture(scope="module")
 def undisturbed(recipe: Path, ranks: Ranks) -> dict[str, bytes]:
     out = recipe.parent / "undisturbed"
-    ranks.run(1, ["sft.data.prepare", recipe, f"output_dir={out}"])
+    ranks.run(1, ["sft.launch.prepare", recipe, f"output_dir={out}"])
     return entry(out / ".prepared")
 
 
@@ -127,7 +127,7 @@ def at(moment: str | float, out: Path, process: Started) -> None:
 
 
 def check_goes_on(ranks: Ranks, recipe: Path, out: Path, undisturbed: dict[str, bytes]) -> None:
-    ranks.run(1, ["sft.data.prepare", recipe, f"output_dir={out}"])
+    ranks.run(1, ["sft.launch.prepare", recipe, f"output_dir={out}"])
     assert entry(out / ".prepared") == undisturbed
 
 
@@ -135,7 +135,7 @@ def check_goes_on(ranks: Ranks, recipe: Path, out: Path, undisturbed: dict[str, 
 def test_a_killed_preparation_leaves_no_process_and_the_next_is_whole(
     moment: str | float, recipe: Path, undisturbed: dict[str, bytes], tmp_path: Path, start: Start, ranks: Ranks
 ) -> None:
-    process = start("sft.data.prepare", recipe, f"output_dir={tmp_path}")
+    process = start("sft.launch.prepare", recipe, f"output_dir={tmp_path}")
     at(moment, tmp_path, process)
     process.kill()
     until(lambda: not group(process))
@@ -164,7 +164,7 @@ def test_a_stopped_preparation_ends_at_once_and_the_next_is_whole(
     start: Start,
     ranks: Ranks,
 ) -> None:
-    process = start("sft.data.prepare", recipe, f"output_dir={tmp_path}")
+    process = start("sft.launch.prepare", recipe, f"output_dir={tmp_path}")
     at(moment, tmp_path, process)
     # Ctrl-C goes to all processes of a terminal, kill to one.
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
@@ -180,9 +180,9 @@ def test_a_stopped_preparation_ends_at_once_and_the_next_is_whole(
 def test_one_that_waits_takes_over_from_one_that_is_killed(
     recipe: Path, undisturbed: dict[str, bytes], tmp_path: Path, start: Start
 ) -> None:
-    first = start("sft.data.prepare", recipe, f"output_dir={tmp_path}")
+    first = start("sft.launch.prepare", recipe, f"output_dir={tmp_path}")
     at("tokens.bin", tmp_path, first)
-    second = start("sft.data.prepare", recipe, f"output_dir={tmp_path}")
+    second = start("sft.launch.prepare", recipe, f"output_dir={tmp_path}")
     time.sleep(0.8)
     first.kill()
     told = second.communicate(timeout=100)[1]
@@ -194,7 +194,7 @@ def test_a_worker_that_the_system_kills_is_one_message(
     recipe: Path, undisturbed: dict[str, bytes], tmp_path: Path, start: Start, ranks: Ranks
 ) -> None:
     """As it does where memory runs out."""
-    process = start("sft.data.prepare", recipe, f"output_dir={tmp_path}")
+    process = start("sft.launch.prepare", recipe, f"output_dir={tmp_path}")
     at("tokens.bin", tmp_path, process)
     worker = next(number for number, parent in group(process).items() if parent == process.pid)
     os.kill(worker, signal.SIGKILL)

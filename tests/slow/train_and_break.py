@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sft.checkpoint import saving
-from sft.errors import run_main
-from sft.train import arguments as trainer
-from sft.train import main as train
+from sft.launch import rank as train
+from sft.program import run_main
+from sft.train.trainer import RecipeTrainer
 
 State = dict[str, torch.Tensor]
 
@@ -27,14 +27,14 @@ def rewrite(folder: Path, change: Callable[[State], object]) -> None:
 
 def after_saving(change: Callable[[Any, Path], None]) -> None:
     """Have the trained weights saved, and then changed on the first rank."""
-    save_final = trainer.save_final
+    save_final = saving.save_final
 
     def save_and_change(live: Any, job: Any, target: Path) -> None:
         save_final(live, job, target)
         if live.is_world_process_zero():
             change(live, target)
 
-    trainer.save_final = save_and_change
+    saving.save_final = save_and_change
 
 
 def zero3_without_gather() -> None:
@@ -46,14 +46,14 @@ def zero3_without_gather() -> None:
 
 def zero3_empty_shards() -> None:
     """The state_dict of the model itself, of which each rank has a part elsewhere."""
-    trainer.save_final = lambda live, job, target: live.model.save_pretrained(
+    saving.save_final = lambda live, job, target: live.model.save_pretrained(
         target, state_dict={name: value.clone() for name, value in live.model.state_dict().items()}
     ) if live.is_world_process_zero() else None  # fmt: skip
 
 
 def fsdp_own_share() -> None:
     """A rank's share of each weight."""
-    trainer.whole_state = lambda model, *_: {
+    saving.whole_state = lambda model, *_: {
         name: value.to_local().clone() for name, value in model.named_parameters()
     }  # fmt: skip
 
@@ -121,13 +121,13 @@ def norm_rounded() -> None:
 def stale() -> None:
     """The weights of one step ago."""
     before: State = {}
-    step = trainer.RecipeTrainer.training_step
+    step = RecipeTrainer.training_step
 
     def remember(live: Any, *args: Any, **keywords: Any) -> Any:
         before.update({name: value.detach().clone() for name, value in live.model.named_parameters()})
         return step(live, *args, **keywords)
 
-    trainer.RecipeTrainer.training_step = remember  # type: ignore[method-assign]
+    RecipeTrainer.training_step = remember  # type: ignore[method-assign]
     after_saving(lambda live, folder: rewrite(folder, lambda state: state.update(before)))
 
 

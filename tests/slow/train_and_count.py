@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sft.train import main as train
+from sft.launch import rank as train
 from sft.train.trainer import RecipeTrainer
 
 

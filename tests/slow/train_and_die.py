@@ -11,10 +11,10 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
-from sft.errors import run_main
+from sft.launch import rank as train
 from sft.parallel import process_group as distributed
-from sft.train import main as train
-from sft.train import training
+from sft.program import run_main
+from sft.train import main as training
 
 
 def die_after(seconds: float) -> None:

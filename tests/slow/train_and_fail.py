@@ -10,9 +10,10 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
-from sft.errors import ModelError, run_main
-from sft.train import main as train
-from sft.train import training
+from sft.errors import ModelError
+from sft.launch import rank as train
+from sft.program import run_main
+from sft.train import main as training
 
 
 class Failure(TrainerCallback):  # type: ignore[misc]

@@ -5,9 +5,9 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
-from sft.errors import run_main
-from sft.train import main as train
-from sft.train import training
+from sft.launch import rank as train
+from sft.program import run_main
+from sft.train import main as training
 
 
 class Leave(TrainerCallback):  # type: ignore[misc]

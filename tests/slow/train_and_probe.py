@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
+from sft.launch import rank as train
 from sft.plan.job import Job
 from sft.run.directory import Run
-from sft.train import main as train
-from sft.train import training
+from sft.train import main as training
 
 PROBE = torch.arange(3, 43).reshape(2, 20)
 

@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from sft.errors import run_main
-from sft.train import main as train
+from sft.launch import rank as train
+from sft.program import run_main
 from sft.train.trainer import RecipeTrainer
 
 
@@ -45,14 +45,14 @@ def before(where: Any, name: str, point: Callable[..., str]) -> None:
 def main() -> None:
     """Train the recipe on the command line."""
     import eval.models.live_model
+    import sft.checkpoint.saving
     import sft.model.load
-    import sft.train.arguments
 
     before(train, "wait_for_data", lambda *_: "preparation")
     before(train, "enter", lambda *_: "import")
     before(sft.model.load, "load_model", lambda *_: "loading")
     before(eval.models.live_model.Live, "_in_step", lambda live: f"evaluation at step {live.trainer.state.global_step}")
-    before(sft.train.arguments, "save_final", lambda *_: "final")
+    before(sft.checkpoint.saving, "save_final", lambda *_: "final")
     before(
         RecipeTrainer,
         "training_step",

@@ -24,8 +24,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from sft.checkpoint import writer as checkpoint_writer
+from sft.launch import rank as train
 from sft.parallel import process_group as distributed
-from sft.train import main as train
 from sft.train.trainer import RecipeTrainer
 
 FULL = "/dev/full"
@@ -132,6 +132,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from sft.errors import run_main
+    from sft.program import run_main
 
     run_main(lambda argv: main())

@@ -4,10 +4,10 @@ import json
 import sys
 from typing import Any
 
+from sft.launch import rank as train
 from sft.plan.job import Job
 from sft.run.directory import Run
-from sft.train import main as train
-from sft.train import training
+from sft.train import main as training
 
 
 def main() -> None:

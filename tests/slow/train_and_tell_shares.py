@@ -3,17 +3,18 @@
 import json
 from typing import Any
 
-from sft.errors import run_main
+from sft.launch import rank as train
 from sft.plan.job import Job
+from sft.program import run_main
 from sft.run.directory import Run
-from sft.train import main as train
-from sft.train import training
+from sft.train import main as training
 
 
 def tell(trainer: Any) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
 
-    from sft.parallel.sharding import computes_in, read_sharding, sharded_units
+    from sft.model.live import computes_in
+    from sft.parallel.sharding import read_sharding, sharded_units
 
     model, optimizer = trainer.model, trainer.optimizer
     while hasattr(optimizer, "optimizer"):

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from eval.reference import Reference
-from eval.sandbox.limits import LIMITS
+from eval.sandbox.runner import LIMITS
 from eval.tasks.index import build_index, keep_index, known_tasks, read_index
 from eval.tasks.settings import Settings, resolve_settings
 from eval.tasks.suites import SUITES, check_tasks, describe_suite

@@ -6,9 +6,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sft.checkpoint.portable import FIRST, MOMENTS, SECOND, STEP, WEIGHT, load_mapped, open_whole
+from sft.checkpoint.plain_data import load_mapped
+from sft.checkpoint.portable import open_whole
 from sft.checkpoint.portable_live import begin_random_streams, load_torch, source_names, with_parameters
-from sft.checkpoint.portable_zero import Piece, _pieces_of_groups
+from sft.checkpoint.portable_zero import FIRST, MOMENTS, SECOND, STEP, WEIGHT, Piece, _pieces_of_groups
 from sft.checkpoint.resume_plan import Writer
 from sft.errors import RunError
 from sft.parallel.optimizer import MasterAdamW

@@ -16,15 +16,19 @@ import pyarrow.parquet
 import pytest
 
 from sft.data import chunks
-from sft.data.demo import Demo
-from sft.data.prepare import prepare, prepared_data
+from sft.data.facts import inspect_data
+from sft.data.prepare import prepare
 from sft.data.prepared import Prepared, entry_folder, find_prepared
 from sft.data.store import DocumentStore, SequenceIndex
-from sft.errors import DataError, ModelError, RunError, users_mistakes_end_cleanly
+from sft.errors import DataError, ModelError, RunError
+from sft.hub.demo import Demo
+from sft.launch.job import open_job
+from sft.launch.prepare import prepared_data
 from sft.launch.start import start_run
-from sft.plan.facts import inspect_data, inspect_model
+from sft.plan.facts import inspect_model
 from sft.plan.hardware import Hardware
-from sft.plan.job import Job, open_job
+from sft.plan.job import Job
+from sft.program import exit_on_error
 from sft.recipe.schema import Recipe
 
 Row = dict[str, Any]
@@ -50,8 +54,8 @@ def make(make_recipe: Callable[..., Recipe], demo: Demo, tmp_path: Path) -> Call
     return of
 
 
-def prepared(recipe: Recipe) -> Prepared:
-    return prepare(recipe, inspect_model(recipe))
+def prepared(recipe: Recipe, workers: int = 1) -> Prepared:
+    return prepare(recipe, inspect_model(recipe), workers)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -77,30 +81,20 @@ VARIED[20], VARIED[90] = talk("nothing", ""), talk("{{name}}", "<|im_end|> too")
 VARIED[33] = {"messages": [{"role": "narrator", "content": "?"}]}
 
 
-@pytest.fixture
-def one_core() -> Iterator[Callable[[], None]]:
-    """Keep this process to one processor; all come back behind the test."""
-    every = os.sched_getaffinity(0)
-    yield lambda: os.sched_setaffinity(0, {min(every)})
-    os.sched_setaffinity(0, every)
-
-
 def test_an_entry_is_the_same_bytes_with_any_workers_and_chunks(
-    make: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_core: Callable[[], None]
+    make: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "a.jsonl", VARIED)
     write(tmp_path / "b.jsonl", VARIED[::-1])
     keys = [f"data.train=[{{path: {tmp_path}/a.jsonl, epochs: 1.5}}, {{path: {tmp_path}/b.jsonl, rows: 70}}]"]
     keys += ["data.on_bad_row=drop", "data.held_out=0.1", "data.max_length=48", "data.overlong=split"]
 
-    def entry(rows: int, name: str) -> dict[str, bytes]:
+    def entry(rows: int, workers: int) -> dict[str, bytes]:
         monkeypatch.setattr(chunks, "_ROWS", rows)
-        return contents(prepared(make(*keys, f"output_dir={tmp_path / name}")).folder)
+        return contents(prepared(make(*keys, f"output_dir={tmp_path}/{workers}-{rows}"), workers).folder)
 
-    several = [entry(rows, f"several-{rows}") for rows in (7, 50)]
-    one_core()
-    assert chunks.worker_count() == 1
-    alone = [entry(rows, f"one-{rows}") for rows in (7, 1000)]
+    several = [entry(rows, 3) for rows in (7, 50)]
+    alone = [entry(rows, 1) for rows in (7, 1000)]
     assert set(alone[0]) == set(FILES)
     assert several[0] == several[1] == alone[0] == alone[1]
 
@@ -165,8 +159,8 @@ def test_old_entries_are_removed_but_for_those_that_are_used(
     runs = {
         "running": {"status": "running"},
         "failed": {"status": "failed"},
-        "evaluating": {"status": "finished", "evaluation": "interrupted"},
-        "finished": {"status": "finished", "evaluation": "done"},
+        "finished": {"status": "finished"},
+        "evaluating": {"status": "finished"},
     }
     now = time.time()
     for hours, name in enumerate([*runs, "unused", "of-today", "whole", "search"], start=30):
@@ -180,6 +174,8 @@ def test_old_entries_are_removed_but_for_those_that_are_used(
         folder = tmp_path / "out" / "recipe" / name
         folder.mkdir(parents=True)
         (folder / "run.json").write_text(json.dumps(record | {"data_fingerprint": name}))
+        if name == "finished":
+            os.utime(folder / "run.json", (0, 0))
     (tmp_path / "out" / "recipe" / "broken").mkdir()
     (tmp_path / "out" / "recipe" / "broken" / "run.json").write_text("[")
     newest = prepared(make(f"data.train={write(tmp_path / 'more.jsonl', VARIED[:8])}")).folder
@@ -410,7 +406,7 @@ def test_a_full_disk_is_one_message_and_leaves_no_entry(
     path = write(tmp_path / "rows.jsonl", [talk(f"{number:04} " * 6, "x" * 8) for number in range(400)])
     place = small_disk(size)
     recipe = make(f"data.train={path}", f"output_dir={place}")
-    with pytest.raises(SystemExit) as ended, users_mistakes_end_cleanly():
+    with pytest.raises(SystemExit) as ended, exit_on_error():
         entry = prepared(recipe)
         pytest.skip(f"{size} KiB were enough for {sum(entry.summary['sizes'].values())} bytes")
     assert ended.value.code == 2
@@ -421,7 +417,7 @@ def test_a_full_disk_is_one_message_and_leaves_no_entry(
 
 
 def run(recipe_file: Path, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "sft.data.prepare", str(recipe_file), *words]
+    command = [sys.executable, "-m", "sft.launch.prepare", str(recipe_file), *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -536,7 +532,7 @@ from sft.plan.hardware import Hardware
 from sft.plan.job import open_job
 from sft.checkpoint.manifest import write_manifest
 from sft.run.directory import write_json
-from sft.train.start import start_run
+from sft.launch.start import start_run
 run = start_run(open_job(Path(sys.argv[1]), sys.argv[2:], Hardware(None, 1, 1, 2, 16.0))).run
 (run.checkpoints / "checkpoint-5").mkdir()
 write_manifest(run.checkpoints / "checkpoint-5")
@@ -610,10 +606,7 @@ def test_data_that_has_changed_when_it_is_prepared_is_not_kept(
     make: Callable[..., Recipe],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    one_core: Callable[[], None],
 ) -> None:
-    """Another thread writes; so no process is forked."""
-    one_core()
     monkeypatch.setattr(chunks, "_ROWS", 20)
     train, other = write(tmp_path / "train.jsonl", VARIED[:20] * 100), write(tmp_path / "other.jsonl", VARIED[40:45])
     recipe = make(f"data.train={train}", f"data.held_out={other}")
@@ -735,10 +728,10 @@ def test_a_row_that_is_nested_too_deeply_is_a_bad_row(
         path.write_text(f"[{','.join(path.read_text().splitlines())}]")
     recipe = make(f"data.train={path}")
     with pytest.raises(DataError, match=rf"{name}, row 7: .*Correct or remove the row, or set data.on_bad_row=drop"):
-        prepared(recipe)
+        prepared(recipe, workers=2)
     dropping = make(f"data.train={path}", "data.on_bad_row=drop")
     assert inspect_data(dropping, inspect_model(dropping)) is not None
-    entry = prepared(dropping)
+    entry = prepared(dropping, workers=2)
     assert entry.ledger["total"]["rows"]["dropped"] == {"bad row": 1}
     assert finding(entry, "bad row")["rows"] == [f"{path}, row 7"]
 

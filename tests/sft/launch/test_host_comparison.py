@@ -12,7 +12,7 @@ FIRST = HostFacts(
     rank=0,
     host="host0",
     packages={"torch": "2.13.0", "trl": "1.16.0"},
-    code={"sft/plan/plan.py": "aa", "sft/train/main.py": "bb"},
+    code={"sft/plan/plan.py": "aa", "sft/launch/rank.py": "bb"},
     recipe={"train.learning_rate": "1e-05", "train.seed": "0"},
     plan={"engine": "DDP", "micro_batch_size": "2"},
     data="abcdef",
@@ -37,7 +37,7 @@ def test_machines_that_are_alike_have_nothing_to_say() -> None:
     [
         ({"packages": {"torch": "2.13.0", "trl": "1.15.0"}}, "packages", ["trl is 1.16.0", "1.15.0 on host2 (rank 2)", "requirements"]),
         ({"packages": {"torch": "2.13.0"}}, "packages", ["not there on host2"]),
-        ({"code": {"sft/plan/plan.py": "aa", "sft/train/main.py": "cc"}}, "code", ["sft/train/main.py", "host2", "same commit"]),
+        ({"code": {"sft/plan/plan.py": "aa", "sft/launch/rank.py": "cc"}}, "code", ["sft/launch/rank.py", "host2", "same commit"]),
         ({"recipe": {"train.learning_rate": "2e-05", "train.seed": "0"}}, "recipe", ["train.learning_rate is 1e-05", "2e-05 on host2"]),
         ({"plan": {"engine": "DDP", "micro_batch_size": "4"}}, "plan", ["micro_batch_size is 2", "4 on host2", "instead of auto"]),
         ({"gpu": "NVIDIA A100"}, "GPUs", ["NVIDIA H100 on host0", "NVIDIA A100 on host2"]),

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from sft.data.chunks import worker_count
 from sft.errors import PlanError
+from sft.launch.prepare import worker_count
 from sft.plan.hardware import (
     Gpu,
     Hardware,

@@ -9,20 +9,21 @@ import torch
 from transformers import get_scheduler
 from trl import SFTConfig, SFTTrainer
 
+from sft.checkpoint.saving import save_final
 from sft.data.prepare import prepare
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import RecipeError
+from sft.launch.job import open_job
 from sft.model.load import load_model
 from sft.plan.hardware import Gpu, Hardware
-from sft.plan.job import Job, open_job
+from sft.plan.job import Job
 from sft.run.directory import Run
 from sft.train.arguments import (
     SCHEDULES,
     _planned_arguments,
     build_trainer,
     check_trainer_args,
-    save_final,
     training_arguments,
 )
 from sft.train.batches import Sequences, StepOrder

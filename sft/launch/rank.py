@@ -1,0 +1,211 @@
+"""Train one recipe, from file to report. Started by scripts/sft.sh, or by hand:
+
+python -m sft.train recipes/tiny.yaml train.learning_rate=1e-3
+torchrun --nproc-per-node 2 -m sft.train recipes/tiny.yaml
+accelerate launch --multi_gpu --num_processes 2 -m sft.train recipes/tiny.yaml
+deepspeed --module sft.train recipes/tiny.yaml
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from eval.tasks.preflight import check_before_training
+from sft import signals as interruption
+from sft import terminal as rank_logs
+from sft.checkpoint.loader_process import Checker
+from sft.checkpoint.resume import changed_tokens
+from sft.data.show import summary_lines
+from sft.data.template_checks import note_on_headers
+from sft.data.tokenizer import load_tokenizer
+from sft.errors import RecipeError
+from sft.files import write_json
+from sft.hub.pins import pin_lines, pinned
+from sft.launch.checks import check_installed, check_rank_variables
+from sft.launch.finish import become_finish, evaluation_left, programs
+from sft.launch.job import open_job
+from sft.launch.preflight import check_ranks
+from sft.launch.start import Start, begin_data, start_run, wait_for_data
+from sft.parallel import process_group as distributed
+from sft.parallel.lost_ranks import told_of_lost_ranks
+from sft.plan.job import Job
+from sft.plan.plan import plan_warnings, print_plan
+from sft.run.directory import Run
+from sft.run.lost_folder import told_of_a_lost_folder
+from sft.run.record import InterruptibleRun, close_session, record_end
+from sft.train.rollback import become_again
+from sft.train.tracking import finish_trackers, set_up_trackers
+
+
+def main(argv: Sequence[str]) -> None:
+    """Train one recipe: the table of contents."""
+    check_rank_variables()
+    check_installed()
+    rank_logs.begin()
+    recipe_path, overrides = parse_command_line(argv)
+    job = open_job(recipe_path, overrides, distributed.job_hardware())
+    evaluate_what_is_trained(job)
+    tasks = check_before_training(job.recipe) if distributed.is_first_rank() else None
+    data = begin_data(job)
+    checker = Checker() if job.recipe.train.save_canary and distributed.is_first_rank() else None
+    with uncollected(), told_of_lost_ranks(job.recipe, "the processes met"):
+        enter(job)
+        check_with_frameworks(job)
+    wait_for_data(job, data)
+    if tasks is not None:
+        tasks.wait()
+    tokenizer = load_tokenizer(pinned(job.recipe, job.model))
+    with told_of_lost_ranks(job.recipe, "the first one prepared the data"):
+        start = start_run(job)
+    interruption.interrupts(InterruptibleRun(start.run))
+    rank_logs.move_to(start.run.path)
+    from sft.train.main import train
+
+    run, planned = start.run, start.planned(job)
+    with recorded(run), told_of_a_lost_folder(run.checkpoints), going_back(argv, run, job):
+        if distributed.is_first_rank():
+            show_start(planned, start, tokenizer)
+        during = evaluation_during(planned, run, tokenizer)
+        seconds = train(planned, run, start.prepared, tokenizer, start.choice, start.continuation, checker, during)
+        if distributed.is_first_rank():
+            record_end(run, seconds, bool(programs(job.recipe.eval)))
+    finish_trackers(job.recipe.tracking)
+    distributed.leave_group()
+    rank_logs.end()
+    if distributed.is_first_rank():
+        become_finish(start.run)
+
+
+def parse_command_line(argv: Sequence[str]) -> tuple[Path, list[str]]:
+    """The recipe's path and the overrides."""
+    # The deepspeed launcher adds --local_rank=N; the environment says the same.
+    words = [word for word in argv if not word.startswith("--local_rank")]
+    if not words or words[0].startswith("-") or "=" in words[0]:
+        raise RecipeError("usage: python -m sft.train RECIPE [key=value ...]")
+    return Path(words[0]), words[1:]
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Import without looking for garbage, then or later, among what the imports leave.
+
+    They make millions of objects, nearly all of which stay: looking through them again and again is a quarter of the time.
+    """
+    gc.disable()
+    # What is frozen at exit is told as leaked, object by object, behind the message of a mistake.
+    atexit.register(gc.unfreeze)
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+        # What is never looked through again is never freed either, and triton tells of each such object at the end.
+        atexit.register(gc.unfreeze)
+
+
+def enter(job: Job) -> None:
+    """Join the other ranks, and compare them."""
+    join(job)
+    check_ranks(job)
+
+
+def join(job: Job) -> None:
+    """Become one of the job's ranks."""
+    uses_gpu = job.hardware.gpu is not None
+    if job.recipe.debug:
+        distributed.set_debug_environment(job.plan.engine.value == "DDP", uses_gpu)
+    distributed.settle_environment(job.deepspeed is not None, uses_gpu, job.plan.precision.value)
+    distributed.quiet_frameworks()
+    distributed.check_devices(job.hardware)
+    offloads = job.fsdp is not None and job.fsdp.offload_params
+    distributed.join_group(job.deepspeed is not None, uses_gpu, job.recipe.train.ddp_timeout, offloads)
+
+
+def check_with_frameworks(job: Job) -> None:
+    """The checks that need the frameworks imported, still before data and weights.
+
+    Raises:
+        UserError: Kernels, trainer arguments, weights, new tokens that would stay untrained, or no compiler.
+    """
+    from sft.model.compiled_layers import check_compiler
+    from sft.model.load import check_base, check_kernels
+    from sft.model.new_tokens import check_new_tokens
+    from sft.train.arguments import check_trainer_args
+
+    check_kernels(job)
+    check_base(job)
+    check_trainer_args(job)
+    check_new_tokens(job)
+    check_compiler(job)
+
+
+@contextmanager
+def recorded(run: Run) -> Iterator[None]:
+    """Keep run.json's status true however the training ends. An interruption is recorded by who tells it: sft/signals.py."""
+    try:
+        yield
+    except Exception as error:
+        if distributed.is_first_rank():
+            with suppress(OSError):  # on a full disk the error itself matters more than its record
+                close_session(run, "failed")
+                run.update(status="failed", error=f"{type(error).__name__}: {error}"[:2000])
+        raise
+
+
+@contextmanager
+def going_back(argv: Sequence[str], run: Run, job: Job) -> Iterator[None]:
+    """Go back to the last checkpoint where a fault in the numbers asks for it."""
+    from sft.train.nonfinite import Rewind
+
+    try:
+        yield
+    except Rewind as fault:
+        become_again(argv, run, job.recipe.tracking, str(fault))
+
+
+def evaluate_what_is_trained(job: Job) -> None:
+    """Go on with the evaluation where it was interrupted; the first rank does, and the others have nothing to do."""
+    run = evaluation_left(job)
+    if run is not None:
+        if distributed.is_first_rank():
+            become_finish(run)
+        raise SystemExit(0)
+
+
+def show_start(job: Job, start: Start, tokenizer: Any) -> None:
+    """Write plan.json, and print what is about to happen."""
+    run = start.run
+    write_json(
+        run.plan_file, {"decisions": job.plan.decisions(), "deepspeed": job.deepspeed.config if job.deepspeed else None}
+    )
+    warnings = plan_warnings(job.recipe, job.plan, job.hardware, job.model, start.prepared.facts())
+    run.warn("plan", *warnings)
+    notes = [
+        *(f"Warning: {warning}" for warning in warnings),
+        *summary_lines(start.prepared),
+        *set_up_trackers(job.recipe.tracking, run),
+        *pin_lines(run.record["hub_revisions"]),
+        *filter(None, [getattr(tokenizer, "padding_note", None), note_on_headers(tokenizer)]),
+        f"Run: {run.path}",
+        *start.notes,
+        *(changed_tokens(start.choice.checkpoint, tokenizer) if start.choice.checkpoint else []),
+    ]
+    if not Path(job.model.path).is_dir():
+        notes.append(f"Loading {job.model.path}; the first time it is downloaded, which takes a while.")
+    print_plan(
+        job.plan, f"{job.name}: {job.recipe.model.name_or_path} on {job.hardware.device}", notes, job.recipe.debug
+    )
+
+
+def evaluation_during(job: Job, run: Run, tokenizer: Any) -> Any:
+    """What measures tasks during the training, or None where the recipe asks for none."""
+    if job.recipe.eval.during is None:
+        return None
+    from eval.harness.during_training import evaluation_during as load  # imports lm_eval, which takes seconds
+
+    return load(job, run, tokenizer)

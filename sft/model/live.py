@@ -1,0 +1,47 @@
+"""The model inside a trainer, whatever engine wraps it, and what it computes in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+
+def unwrapped(trainer: Any) -> Any:
+    """The model without the engine's wrapper and without PEFT's."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def computes_in(model: Any) -> torch.dtype | None:
+    """The dtype that FSDP2 casts weights to; None where it casts none."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            dtype: torch.dtype | None = state._mp_policy.param_dtype
+            return dtype
+    return None
+
+
+def arithmetic(trainer: Any) -> torch.dtype:
+    """The dtype that the layers compute in: FSDP2's or autocast's, else that of the weights."""
+    if (sharded := computes_in(trainer.model)) is not None:
+        return sharded
+    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision)
+    return mixed or next(unwrapped(trainer).parameters()).dtype
+
+
+@contextmanager
+def evaluating(trainer: Any) -> Iterator[None]:
+    """Run forward passes without dropout and gradients, under the training's autocast."""
+    model = trainer.model_wrapped
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), trainer.compute_loss_context_manager():
+            yield
+    finally:
+        model.train(training)
