@@ -195,26 +195,24 @@ def translate(tokenizer: Any, folder: Path) -> tuple[Around, Agreement]:
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    from sft.data.chat import with_one_date
-    from sft.data.processor_time import limited_time
+    from sft.data.render import with_fixed_date
 
     if not tokenizer.chat_template:
         raise ExportError(
             "The model has no chat template, and Ollama would have nothing to translate. Nothing was exported."
         )
-    template = with_one_date(tokenizer.chat_template)
+    template = with_fixed_date(tokenizer.chat_template)
     bos = tokenizer.bos_token or ""
     adds_bos = bool(bos) and read_config(folder, "tokenizer_config.json").get("add_bos_token") is True
 
     def apply(messages: Any, prompt: bool) -> str:
         try:
-            with limited_time(10.0):
-                text: str = render_jinja_template(
-                    [list(messages)],
-                    chat_template=template,
-                    add_generation_prompt=prompt,
-                    **tokenizer.special_tokens_map,
-                )[0][0]
+            text: str = render_jinja_template(
+                [list(messages)],
+                chat_template=template,
+                add_generation_prompt=prompt,
+                **tokenizer.special_tokens_map,
+            )[0][0]
         except Exception as error:  # a template is a program of somebody else's
             raise ValueError(f"it refuses one: {error}") from None
         if adds_bos and not text.startswith(bos):

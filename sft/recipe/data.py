@@ -40,20 +40,18 @@ Finding = Literal[
     "placeholder",
     "rendered",
     "echo",
-    "answer_in_question",
     "dialogue",
-    "repeated_system",
-    "base64",
     "missing_value",
-    "carriage_return",
 ]
 OfAllRows = Literal[
     "role_order",
     "empty_turn",
     "last_turn",
+    "special_tokens",
     "undecodable",
     "mojibake",
     "escaped",
+    "unknown_token",
     "placeholder",
     "rendered",
     "echo",
@@ -62,7 +60,6 @@ OfAllRows = Literal[
     "same_answer",
     "duplicate",
     "held_out_duplicate",
-    "held_out_near",
 ]
 
 

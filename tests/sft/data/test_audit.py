@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from sft.data.audit import check_not_rendered, check_tokenizer
 from sft.data.document_maker import DocumentMaker
+
 from sft.data.findings import Findings
 from sft.data.formats import row_format
 from sft.data.prepare import prepare

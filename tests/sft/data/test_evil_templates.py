@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from sft.data.processor_time import TookTooLong, limited_time
 
 from sft.data import chat
-from sft.data.processor_time import TookTooLong, limited_time
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import ModelError
 from sft.hub.demo import Demo

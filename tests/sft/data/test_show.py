@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from sft.data.document_maker import DocumentMaker
+
 from sft.data.ledger import histogram
 from sft.data.prepare import prepare
 from sft.data.prepared import Prepared

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from sft.data.documents import DOCUMENT, Chunk, Counts
-from sft.data.findings import Findings
 from sft.data.formats import IGNORED
 from sft.data.packing import pack
 from sft.data.prepare import prepare
-from sft.data.store import DocumentStore, DocumentWriter, SequenceIndex
+from sft.data.store import DOCUMENT, DocumentStore, DocumentWriter, SequenceIndex
 from sft.hub.demo import Demo
 from sft.plan.facts import inspect_model
 from sft.recipe.schema import Recipe
@@ -36,7 +34,7 @@ def stored(folder: Path, rows: list[tuple[list[int], list[int]]]) -> DocumentSto
     tokens = np.array([token for ids, _ in rows for token in ids], np.int32)
     trained = np.array([label != IGNORED for _, labels in rows for label in labels], np.uint8)
     with DocumentWriter(folder) as writer:
-        writer.write(Chunk(tokens, trained, records, Counts(), Findings()))
+        writer.write(tokens, trained, records)
     return DocumentStore.open(folder)
 
 

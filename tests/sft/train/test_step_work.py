@@ -7,10 +7,8 @@ import pytest
 import torch
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from sft.data.documents import DOCUMENT, Chunk, Counts
-from sft.data.findings import Findings
 from sft.data.packing import pack
-from sft.data.store import DocumentStore, DocumentWriter, SequenceIndex
+from sft.data.store import DOCUMENT, DocumentStore, DocumentWriter, SequenceIndex
 from sft.train.batches import Sequences, StepOrder
 from sft.train.step_work import StepWork
 
@@ -27,7 +25,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> DocumentStore:
     folder = tmp_path_factory.mktemp("store")
     tokens = np.arange(1, sum(LENGTHS) + 1, dtype=np.int32)
     with DocumentWriter(folder) as writer:
-        writer.write(Chunk(tokens, np.concatenate(masks).astype(np.uint8), records, Counts(), Findings()))
+        writer.write(tokens, np.concatenate(masks).astype(np.uint8), records)
     return DocumentStore.open(folder)
 
 
