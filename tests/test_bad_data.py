@@ -68,14 +68,14 @@ BAD = {
         lines(GOOD, BROKEN, GOOD), "rows.jsonl, row 2", "not JSON", "data.on_bad_row=drop"
     ),
     "a broken line that may be dropped": Bad(
-        lines(*many(20), BROKEN, GOOD), dropped={"bad row": 1}, used=21, overrides=DROP
+        lines(*many(20), BROKEN, GOOD), dropped={"bad_row": 1}, used=21, overrides=DROP
     ),
     "a file of broken lines": refused(
         lines(BROKEN, BROKEN), "none of its first 2 rows can be read", "not JSON", overrides=DROP
     ),
     "a line that is not UTF-8": refused(lines(GOOD, b'{"prompt": "Hi \xff", "completion": "x"}'), "row 2", "UTF-8"),
     "a line that is not UTF-8 and may be dropped": Bad(
-        lines(*many(20), b'{"prompt": "Hi \xff", "completion": "x"}'), dropped={"bad row": 1}, used=20, overrides=DROP
+        lines(*many(20), b'{"prompt": "Hi \xff", "completion": "x"}'), dropped={"bad_row": 1}, used=20, overrides=DROP
     ),
     "a line that is a number": refused(lines(GOOD, "5"), "row 2", "int"),
     "an array that was cut off": refused(
@@ -149,7 +149,7 @@ BAD = {
     ),
     "a row of weight 0": Bad(
         lines(*many(4), GOOD | {"weight": 0}, GOOD | {"loss_weight": "0.0"}, GOOD | {"sample_weight": False}),
-        dropped={"zero weight": 3},
+        dropped={"zero_weight": 3},
         used=4,
     ),
     "rows of weight 0 alone": refused(lines(GOOD | {"weight": 0}), "Nothing is left to train on", "1 zero weight"),
@@ -170,7 +170,7 @@ BAD = {
         lines(talk(("user", "a"), ("assistant", "b")) | {"kto_tag": False}), "row 1", "`kto_tag` is false"
     ),
     "no messages": Bad(
-        lines(*[talk(("user", "a"), ("assistant", "b"))] * 20, {"messages": []}), dropped={"no answer to train on": 1}
+        lines(*[talk(("user", "a"), ("assistant", "b"))] * 20, {"messages": []}), dropped={"no_answer": 1}
     ),
     "answers that are all empty": refused(
         lines(*[{"prompt": "a", "completion": ""}] * 3), "Nothing is left to train on", "3 no answer to train on"
@@ -198,7 +198,7 @@ BAD = {
     "token ids that are text": refused(lines({"input_ids": "5 6 7"}), "row 1", "not a list of whole numbers"),
     # Lengths
     "a conversation of 330 turns": refused(
-        lines(TURNS_330), "Nothing is left to train on", "longer than max_length", "tokens a row"
+        lines(TURNS_330), "Nothing is left to train on", "too_long", "tokens a row"
     ),
     "a conversation of 330 turns that may be split": Bad(lines(TURNS_330), used=1, overrides=("data.overlong=split",)),
     "a row of a megabyte": refused(
@@ -207,13 +207,13 @@ BAD = {
         "data.max_overlong_fraction=0.05",
         "tokens a row",
     ),
-    "a row of a megabyte among many": Bad(lines(*many(99), LONG), dropped={"longer than max_length": 1}, used=99),
+    "a row of a megabyte among many": Bad(lines(*many(99), LONG), dropped={"too_long": 1}, used=99),
     "a row too long where that is an error": refused(
         lines(GOOD, LONG), "row 2", "more than data.max_length=128", "data.overlong", overrides=("data.overlong=error",)
     ),
     "a question that leaves no room for the answer": Bad(
         lines(*many(99), {"prompt": "word " * 300, "completion": "x"}),
-        dropped={"no trained token within max_length": 1},
+        dropped={"targets_past_max_length": 1},
         overrides=("data.overlong=truncate",),
     ),
     # What is asked of the data

@@ -1,11 +1,6 @@
 import csv
 import gzip
 import json
-import math
-import subprocess
-import sys
-import time
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sft.data import json_rows
-from sft.data.readers import BadRow, count_rows, first_rows, local_files, read_rows, suffix_of, without_nulls
+from sft.data.readers import BadRow, count_rows, first_rows, read_rows, without_nulls
+from sft.data.sources import local_files
 from sft.errors import DataError
 from sft.hub.names import SUFFIXES
 
@@ -85,24 +80,6 @@ def test_the_same_rows_come_out_of_every_kind_of_file(kind: str, tmp_path: Path)
     assert count_rows(path) in (None, len(ROWS))
 
 
-@pytest.mark.parametrize("kind", TEXTS)
-@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 50])
-def test_where_a_text_is_cut_into_chunks_changes_no_row(
-    kind: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = [{"a": "ä🙂\\u\ud83d\\", "b": [-1.5e-10, 12, True, None, {}], "c": -math.inf}, {"a": "数" * 30}] * 3
-    if kind == "table.csv":
-        rows = [{"a": "ä🙂,", "b": '"\r\n'}] * 3
-        path = written(tmp_path, kind, rows)
-    else:
-        path = tmp_path / kind
-        dump = {"pretty": lambda row: json.dumps(row, indent=1)}.get(kind[:6], json.dumps)
-        texts = [dump(row).replace("\\u6570", "数") for row in rows]
-        path.write_text("[" + " ,\n".join(texts) + "]" if "array" in kind else "\n".join(texts), encoding="utf-8")
-    monkeypatch.setattr(json_rows, "_CHUNK", chunk)
-    assert list(read_rows(path)) == rows
-
-
 @pytest.mark.parametrize("kind", [*TEXTS, "lines.jsonl.gz"])
 def test_a_byte_order_mark_is_no_part_of_the_first_row(kind: str, tmp_path: Path) -> None:
     path = written(tmp_path, kind, ROWS[:2])
@@ -113,17 +90,6 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(kind: str, tmp_path: Path
     assert read(tmp_path, kind, with_mark) == ROWS[:2]
 
 
-def test_files_with_byte_order_marks_can_be_concatenated(tmp_path: Path) -> None:
-    for name in ("rows.jsonl", "rows.json"):
-        assert read(tmp_path, name, '\ufeff{"a": 1}\n\ufeff{"a": 2}\n') == [{"a": 1}, {"a": 2}]
-
-
-@pytest.mark.parametrize("ending", [".gz", ".zst"])
-def test_compressed_files_can_be_concatenated(ending: str, tmp_path: Path) -> None:
-    parts = [COMPRESS[ending](b'{"a": %d}\n' % number) for number in range(3)]
-    assert read(tmp_path, f"rows.jsonl{ending}", b"".join(parts)) == [{"a": 0}, {"a": 1}, {"a": 2}]
-
-
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
 @pytest.mark.parametrize("missing", [1, 9, 2000])
 def test_a_truncated_archive_says_so_after_the_rows_it_has(ending: str, missing: int, tmp_path: Path) -> None:
@@ -131,17 +97,6 @@ def test_a_truncated_archive_says_so_after_the_rows_it_has(ending: str, missing:
     assert path.stat().st_size > 2 * missing
     message = refused(tmp_path, path.name, path.read_bytes()[:-missing])
     assert message == f"lines.jsonl{ending} is truncated: the compressed data ends too early. Copy it again."
-
-
-def test_a_damaged_archive_is_one_message(tmp_path: Path) -> None:
-    content = bytearray(gzip.compress(b'{"a": 1}\n' * 10))
-    content[-6] ^= 1
-    assert "cannot be read as jsonl: CRC check failed" in refused(tmp_path, "rows.jsonl.gz", bytes(content))
-    damaged = zstd(b'{"a": 1}\n' * 10)[:-3] + b"xyz"
-    assert "rows.jsonl.zst cannot be read as jsonl: " in refused(tmp_path, "rows.jsonl.zst", damaged)
-    assert "rows.jsonl.gz cannot be read as jsonl: " in refused(
-        tmp_path, "rows.jsonl.gz", b"\x1f\x8b\x08\0" + b"x" * 99
-    )
 
 
 def test_a_line_that_cannot_be_read_is_told_and_the_others_are_read(tmp_path: Path) -> None:
@@ -161,52 +116,6 @@ def test_a_line_that_cannot_be_read_is_told_and_the_others_are_read(tmp_path: Pa
         assert rows[::2] == [{"a": 0}, {"a": 3}]
         assert isinstance(rows[1], BadRow)
         assert rows[1].reason.startswith(reason)
-
-
-def test_what_json_lets_through_comes_through(tmp_path: Path) -> None:
-    for name in ("rows.jsonl", "rows.json"):
-        (row,) = read(tmp_path, name, r'{"a": NaN, "b": [-Infinity], "c": "\ud800", "d": "\u0000"}')
-        assert math.isnan(row.pop("a"))
-        assert row == {"b": [-math.inf], "c": "\ud800", "d": "\0"}
-
-
-def test_blank_lines_before_the_first_row_are_counted(tmp_path: Path) -> None:
-    for name, blank in (("rows.jsonl", "\n \n"), ("rows.jsonl", "\n" * 3_000_001), ("rows.json", "\n\n")):
-        row, bad = read(tmp_path, name, blank + '{"a": 1}\nno\n')
-        assert row == {"a": 1}
-        assert isinstance(bad, BadRow)
-        assert bad.reason.startswith(f"line {blank.count(chr(10)) + 2} is not JSON: Expecting value")
-
-
-@pytest.mark.parametrize("kind", ["lines.jsonl", "lines.json", "array.json", "table.csv"])
-def test_rows_of_megabytes_are_rows(kind: str, tmp_path: Path) -> None:
-    rows = [{"a": "ä" * length, "b": "x"} for length in (3_000_000, 1, 9_000_000)]
-    assert list(read_rows(written(tmp_path, kind, rows))) == rows
-
-
-@pytest.mark.parametrize("kind", ["array.json", "lines.json"])
-def test_the_time_for_a_row_grows_as_its_length(kind: str, tmp_path: Path) -> None:
-    def seconds(megabytes: int) -> float:
-        # Many short values: each time that the text goes on they are decoded again.
-        path = written(tmp_path, kind, [{"a": ["abc", "def"] * (megabytes * 2**20 // 14)}])
-        start = time.process_time()
-        assert len(list(read_rows(path))) == 1
-        return time.process_time() - start
-
-    # 16 times the length; quadratic would be 256 times the time.
-    assert seconds(16) < 80 * max(seconds(1), 0.01)
-
-
-@pytest.mark.parametrize("kind", ["array.json", "lines.json", "lines.jsonl", "table.csv"])
-def test_the_time_for_a_file_grows_as_the_number_of_its_rows(kind: str, tmp_path: Path) -> None:
-    def seconds(count: int) -> float:
-        path = written(tmp_path, kind, [{"a": "1"}] * count)
-        start = time.process_time()
-        assert sum(1 for _ in read_rows(path)) == count
-        return time.process_time() - start
-
-    # A chunk holds 100,000 such rows; quadratic in one would be 400 times the time.
-    assert seconds(80_000) < 100 * max(seconds(4_000), 0.01)
 
 
 @pytest.mark.parametrize(
@@ -237,15 +146,6 @@ def test_an_error_in_an_array_is_told_with_its_place(content: bytes | str, told:
         assert message.endswith("After an error in an array no row can be found; correct the file there.")
 
 
-def test_the_place_of_an_error_is_right_far_into_an_array(tmp_path: Path) -> None:
-    rows = ",\n".join(['{"a": "%s"}' % ("ä" * 999)] * 5000)
-    assert "row 5001, cannot be read: Expecting value (line 5001, column 7)" in refused(
-        tmp_path, "rows.json", f'[{rows},\n{{"a": oops}}]'
-    )
-    told = refused(tmp_path, "one_line.json", f'[{rows},\n{{"a": oops}}]'.replace("\n", ""))
-    assert f"(line 1, column {5000 * 1009 + 8})" in told
-
-
 def test_the_rows_before_an_error_in_an_array_are_given(tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text('[{"a": 1}, {"a": 2}, {"a"')
     assert first_rows(tmp_path / "rows.json", 2) == [{"a": 1}, {"a": 2}]
@@ -259,39 +159,6 @@ def test_an_element_that_is_no_object_is_told_and_the_others_are_read(tmp_path: 
             for row, type in enumerate(("str", "int", "list"), 2)
         ),
         {"a": 2},
-    ]
-
-
-@pytest.mark.parametrize(
-    ("broken", "told"),
-    [
-        (b'{"a": 1 "b"}', "line 2 is not JSON: Expecting ',' delimiter (line 2, column 9)"),
-        (b'{"a": "b', "line 2 is not JSON: Invalid control character at (line 2, column 9)"),
-        (b'{"a": [', "line 2 is not JSON: Expecting ',' delimiter (line 4, column 1)"),
-        (b'{"a": "caf\xe9"}', "line 2 is not JSON: not UTF-8 text, byte 0xe9 (line 2, column 11)"),
-        (b'{\n  "a": 1\n  "b": 2\n}', "lines 2 to 5 are not JSON: Expecting ',' delimiter (line 4, column 3)"),
-        (b"<<<<<<<\n=======", "lines 2 to 3 are not JSON: Expecting value (line 2, column 1)"),
-        (b"5", "line 2 is of type int, not an object with columns"),
-    ],
-)
-def test_a_broken_object_is_told_and_the_others_are_read(broken: bytes, told: str, tmp_path: Path) -> None:
-    content = b'{"a": 0}\n' + broken + b'\n{"a": 3}\n{"a": 4}\n'
-    assert read(tmp_path, "rows.json", content) == [{"a": 0}, BadRow(told), {"a": 3}, {"a": 4}]
-
-
-def test_a_line_that_a_crash_cut_is_told(tmp_path: Path) -> None:
-    for cut in ('{"a": "b', '{"a": [1,\n', '{"a'):
-        row, bad = read(tmp_path, "rows.json", '{"a": 0}\n' + cut)
-        assert row == {"a": 0}
-        assert isinstance(bad, BadRow)
-        assert bad.reason.startswith("line 2 is not JSON: ")
-
-
-def test_the_next_object_is_found_however_far_it_is(tmp_path: Path) -> None:
-    assert read(tmp_path, "rows.json", '{"a": 0}\nno' + "\nno" * 2_000_000 + '\n{"a": 1}') == [
-        {"a": 0},
-        BadRow("lines 2 to 2000002 are not JSON: Expecting value (line 2, column 1)"),
-        {"a": 1},
     ]
 
 
@@ -348,40 +215,12 @@ def test_a_csv_that_cannot_be_read_is_one_message(content: bytes | str, told: st
     assert refused(tmp_path, "rows.csv", content).startswith(told)
 
 
-def test_a_field_of_a_csv_may_have_a_hundred_million_characters(tmp_path: Path) -> None:
-    read(tmp_path, "rows.csv", "q\n1\n")
-    assert csv.field_size_limit() >= 100 * 2**20
-
-
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_file_without_bytes_has_no_rows(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"rows{suffix}"
     path.touch()
     assert list(read_rows(path)) == first_rows(path, 5) == []
     assert count_rows(path) == (0 if suffix in (".parquet", ".arrow") else None)
-
-
-@pytest.mark.parametrize(
-    ("name", "content"), [("a.jsonl", b"\n\n"), ("a.json", b"[ ]"), ("a.json", b" \n"), ("a.jsonl", b"\xef\xbb\xbf")]
-)
-def test_a_file_may_have_no_rows(name: str, content: bytes, tmp_path: Path) -> None:
-    assert read(tmp_path, name, content) == []
-    for ending in (".gz", ".zst"):
-        assert read(tmp_path, name + ending, COMPRESS[ending](content)) == []
-
-
-def test_a_columnar_file_may_have_no_rows(tmp_path: Path) -> None:
-    for kind in COLUMNAR:
-        path = written(tmp_path, kind, [{"a": 1}])
-        table = pa.table({"a": pa.array([], pa.int64())})
-        if kind == "table.parquet":
-            pq.write_table(table, path)
-        else:
-            new = pa.ipc.new_stream if kind == "stream.arrow" else pa.ipc.new_file
-            with pa.OSFile(str(path), "wb") as sink, new(sink, table.schema):
-                pass
-        assert list(read_rows(path)) == []
-        assert count_rows(path) in (None, 0)
 
 
 def test_the_footer_counts_the_rows(tmp_path: Path) -> None:
@@ -394,25 +233,6 @@ def test_a_null_that_only_another_row_explains_is_not_seen(tmp_path: Path) -> No
     for kind in COLUMNAR:
         assert list(read_rows(written(tmp_path, kind, rows))) == rows
     assert without_nulls({"a": [None, {"b": None}]}) == {"a": [None, {}]}
-
-
-@pytest.mark.parametrize("kind", COLUMNAR)
-def test_a_text_in_columns_that_is_not_utf8_is_told_and_the_others_are_read(kind: str, tmp_path: Path) -> None:
-    values = [b"x"] * 1500 + [b"caf\xe9"] + [b"y"] * 10
-    binary = pa.array(values)
-    texts = pa.StringArray.from_buffers(len(values), *binary.buffers()[1:])
-    path = written(tmp_path, kind, [{"a": "x"}])
-    if kind == "table.parquet":
-        pq.write_table(pa.table({"a": texts}), path)
-    else:
-        new = pa.ipc.new_stream if kind == "stream.arrow" else pa.ipc.new_file
-        with pa.OSFile(str(path), "wb") as sink, new(sink, pa.schema({"a": pa.string()})) as writer:
-            writer.write_table(pa.table({"a": texts}))
-    rows = list(read_rows(path))
-    bad = rows.pop(1500)
-    assert rows == [{"a": "x"}] * 1500 + [{"a": "y"}] * 10
-    assert isinstance(bad, BadRow)
-    assert bad.reason.startswith("row 1501 cannot be read: In column 0: Invalid: Invalid UTF8")
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -469,84 +289,6 @@ def test_a_file_that_is_not_what_its_name_says_is_one_message(
     name: str, content: bytes, told: str, tmp_path: Path
 ) -> None:
     assert refused(tmp_path, name, content).startswith(f"{name} {told}")
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_what_is_no_file_is_one_message(suffix: str, tmp_path: Path) -> None:
-    path = tmp_path / f"rows{suffix}"
-    for look in (lambda: list(read_rows(path)), lambda: first_rows(path, 1), lambda: local_files(path)):
-        with pytest.raises(DataError, match=r"There is no file"):
-            look()
-    path.mkdir()
-    with pytest.raises(DataError, match=r"is a folder. Name a file in it"):
-        list(read_rows(path))
-
-
-def test_a_count_of_what_cannot_be_read_is_one_message(tmp_path: Path) -> None:
-    for suffix in (".parquet", ".arrow"):
-        with pytest.raises(DataError, match="There is no file"):
-            count_rows(tmp_path / f"rows{suffix}")
-    (tmp_path / "rows.parquet").write_bytes(b"no")
-    with pytest.raises(DataError, match=r"rows.parquet cannot be read as parquet"):
-        count_rows(tmp_path / "rows.parquet")
-    (tmp_path / "rows.arrow").write_bytes(b"ARROW1 and no more")
-    with pytest.raises(DataError, match=r"rows.arrow cannot be read as arrow"):
-        count_rows(tmp_path / "rows.arrow")
-
-
-def test_the_suffix_is_that_below_the_compression() -> None:
-    assert [suffix_of(Path(f"a.b{suffix}")) for suffix in SUFFIXES[:5]] == list(SUFFIXES[:5])
-    assert [suffix_of(Path(f"a{suffix}")) for suffix in SUFFIXES[5:]] == [s.rpartition(".")[0] for s in SUFFIXES[5:]]
-    assert suffix_of(Path("A.JSONL.GZ")) == ".jsonl"
-    for unknown in ("a.txt", "a.gz", "a", "a.parquet.gz", "a.jsonl.bz2", "ajsonl"):
-        assert suffix_of(Path(unknown)) == ""
-
-
-@pytest.mark.parametrize("kind", ["array.json", "lines.json", "lines.jsonl", "array.jsonl.gz", "table.csv"])
-def test_memory_does_not_grow_with_the_file(kind: str, tmp_path: Path) -> None:
-    rows = [{"prompt": "ä数" * 2000, "completion": "x" * 2000}] * 6000
-    path = written(tmp_path, kind, rows)
-    tracemalloc.start()
-    count = sum(isinstance(row, dict) for row in read_rows(path))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert count == len(rows)
-    assert kind.endswith(".gz") or path.stat().st_size > 60 * 10**6
-    assert peak < 20 * 10**6
-
-
-@pytest.mark.parametrize("kind", COLUMNAR)
-def test_the_memory_of_arrow_does_not_grow_with_the_file(kind: str, tmp_path: Path) -> None:
-    import random
-
-    text = random.Random(0).randbytes(2**20).hex()
-    rows = [{"a": text[start : start + 1000]} for start in range(40_000)]
-    path = written(tmp_path, kind, rows)
-    del rows
-    before = pa.total_allocated_bytes()
-    peak = max(pa.total_allocated_bytes() for _ in read_rows(path)) - before
-    # One row group, one record batch, 40 MB.
-    assert peak < 15 * 10**6
-
-
-@pytest.mark.parametrize("kind", ["array.json", "lines.json", "lines.jsonl", "array.jsonl.zst", "table.csv"])
-def test_a_first_look_reads_only_the_start(kind: str, tmp_path: Path) -> None:
-    content = text_of(kind, [{"a": "ä" * 1000}] * 3000) if kind != "table.csv" else "a\n" + "ä\n" * 3_000_000
-    # What follows cannot be read, and is not.
-    torn = COMPRESS[Path(kind).suffix if kind.endswith(".zst") else ""](content.encode())[:-50] + b"\xff" * 50
-    (tmp_path / kind).write_bytes(torn)
-    tracemalloc.start()
-    rows = first_rows(tmp_path / kind, 5)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert len(rows) == 5
-    assert all(isinstance(row, dict) for row in rows)
-    assert peak < 8 * 10**6
-
-
-def test_the_module_imports_neither_torch_nor_datasets_nor_pyarrow() -> None:
-    code = "import sys, sft.data.readers; print(*{'torch', 'datasets', 'pyarrow', 'numpy'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 
 
 def touch(folder: Path, *names: str) -> None:
@@ -664,12 +406,6 @@ def test_a_saved_dataset_is_read_in_the_order_that_it_lists(tmp_path: Path) -> N
     (folder / "state.json").write_text("{")
     with pytest.raises(DataError, match=r"state.json cannot be read as json"):
         local_files(folder)
-
-
-def test_a_saved_dataset_has_no_other_split(tmp_path: Path) -> None:
-    folder = save_to_disk(tmp_path / "saved", {"a.arrow": [{"a": 1}]})
-    with pytest.raises(DataError, match=r"has no split `test`"):
-        local_files(folder, "test")
 
 
 def test_a_saved_dictionary_of_datasets_is_read_by_its_split(tmp_path: Path) -> None:

@@ -1,5 +1,4 @@
 import json
-import socket
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -9,13 +8,11 @@ from typing import Any
 import pytest
 
 from sft.data.readers import BadRow
-from sft.data.sources import first_look, open_source, place, source_files, told_as
+from sft.data.sources import first_good_rows, open_source, source_files
 from sft.errors import DataError
 from sft.hub.demo import make_demo
-from sft.hub.names import hub_answers, hub_commit, looks_local
+from sft.hub.names import hub_answers, hub_commit
 from sft.recipe.schema import Source
-
-Rows = list[dict[str, Any]]
 
 
 def write(path: Path, numbers: range) -> Path:
@@ -39,16 +36,6 @@ def taken(source: Source) -> tuple[list[tuple[int, str]], Callable[[int], str]]:
     opened = open_source(source, "")
     rows = [(number, row["text"]) for number, row in opened.rows if not isinstance(row, BadRow)]
     return rows, opened.where
-
-
-@pytest.mark.parametrize("name", ["./m", "/m", "~/m", "a/b/c", "recipes"])
-def test_these_are_paths(name: str) -> None:
-    assert looks_local(name)
-
-
-@pytest.mark.parametrize("name", ["owner/name", "gpt2"])
-def test_these_are_ids_on_the_hub(name: str) -> None:
-    assert not looks_local(name)
 
 
 def test_local_data_is_found_and_a_hub_id_is_left_to_the_hub(folder: Path) -> None:
@@ -113,50 +100,14 @@ def test_a_broken_record_is_a_row_with_a_number(folder: Path) -> None:
     assert kinds == [(1, dict), (2, BadRow), (3, dict)]
 
 
-@pytest.mark.parametrize(
-    ("starts", "row", "told"),
-    [
-        ([], 5, "owner/data, row 5"),
-        ([(0, "a")], 5, "a, row 5"),
-        ([(0, "a"), (4, "b")], 4, "a, row 4"),
-        ([(0, "a"), (4, "b")], 5, "b, row 1"),
-        ([(0, "z"), (4, "b"), (4, "a"), (9, "c")], 5, "a, row 1"),  # b is empty; files are not always in order of name
-        ([(0, "z"), (0, "a")], 1, "a, row 1"),
-    ],
-)
-def test_a_row_stands_in_the_file_that_was_begun_last_before_it(
-    starts: list[tuple[int, str]], row: int, told: str
-) -> None:
-    assert place("owner/data", starts, row) == told
-
-
-def test_a_message_names_its_key_and_keeps_a_path_that_holds_the_same_words() -> None:
-    with (
-        pytest.raises(DataError, match=r"^data.held_out: there is no file or folder my/data.train/x.jsonl"),
-        told_as("data.held_out"),
-    ):
-        source_files(Source(path="my/data.train/x.jsonl"), "")
-
-
-def test_an_empty_file_before_another_gives_no_row_its_name(tmp_path: Path) -> None:
-    """The order of paths is not that of their text: `x/` comes before `x-1/`, and `/` behind `-`."""
-    for name in ("x", "x-1"):
-        (tmp_path / name).mkdir()
-    write(tmp_path / "x" / "rows.jsonl", range(0))
-    write(tmp_path / "x-1" / "rows.jsonl", range(2))
-    rows, where = taken(Source(path=f"{tmp_path}/*/*.jsonl"))
-    assert len(rows) == 2
-    assert where(1) == f"{tmp_path}/x-1/rows.jsonl, row 1"
-
-
-def test_a_first_look_is_into_the_first_file_with_rows(folder: Path) -> None:
+def test_a_first_good_rows_is_into_the_first_file_with_rows(folder: Path) -> None:
     files = [folder / name for name in ("b.jsonl", "c.jsonl", "a.jsonl")]
-    assert first_look(files, 2) == [{"text": "3"}, {"text": "4"}]
+    assert first_good_rows(files, 2) == [{"text": "3"}, {"text": "4"}]
     with pytest.raises(DataError, match=r"b.jsonl holds no rows"):
-        first_look(files[:1], 2)
+        first_good_rows(files[:1], 2)
     (folder / "b.jsonl").write_text("no\n")
     with pytest.raises(DataError, match=r"b.jsonl: none of its first rows can be read: line 1 is not JSON"):
-        first_look(files, 2)
+        first_good_rows(files, 2)
 
 
 def test_offline_nobody_asks_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -220,16 +171,3 @@ def test_the_hub_is_asked_once_for_a_commit_and_that_commit_is_loaded(hub: list[
         next(open_source(Source(path="owner/data"), "").rows)
     assert all("0123abcd" * 5 in path for path in hub[before:] if "owner/data" in path), hub[before:]
     assert len(hub) > before
-
-
-def test_the_hub_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
-        for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
-            monkeypatch.delenv(name, raising=False)
-        assert [hub_answers() for _ in range(3)] == [True] * 3
-        server.settimeout(0.2)
-        server.accept()[0].close()
-        with pytest.raises(TimeoutError):
-            server.accept()

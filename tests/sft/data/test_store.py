@@ -42,24 +42,6 @@ def test_documents_are_read_as_they_were_written_whatever_the_chunks(folder: Pat
             start, number = stop, number + 1
 
 
-def test_the_files_are_the_same_bytes_in_any_chunks(folder: Path) -> None:
-    """What a byte means is fixed, so that another machine reads the same."""
-    whole = chunk([2, 1])
-    with DocumentWriter(folder) as writer:
-        writer.write(whole)
-        digests = writer.digests()
-    assert (folder / "tokens.bin").read_bytes() == whole.tokens.astype("<i4").tobytes()
-    assert (folder / "trained.bin").read_bytes() == whole.trained.tobytes()
-    assert len((folder / "documents.bin").read_bytes()) == 2 * DOCUMENT.itemsize
-    (folder / "parts").mkdir()
-    with DocumentWriter(folder / "parts") as writer:
-        writer.write(Chunk(whole.tokens[:2], whole.trained[:2], whole.documents[:1], Counts(), Findings()))
-        writer.write(Chunk(whole.tokens[2:], whole.trained[2:], whole.documents[1:], Counts(), Findings()))
-        assert writer.digests() == digests
-    for name in ("tokens", "trained", "documents"):
-        assert (folder / "parts" / f"{name}.bin").read_bytes() == (folder / f"{name}.bin").read_bytes()
-
-
 def test_a_store_without_documents_opens(folder: Path) -> None:
     with DocumentWriter(folder):
         pass
@@ -93,18 +75,3 @@ def test_an_index_gives_each_sequence_its_documents(folder: Path) -> None:
     assert len(found) == 3
     assert [found.of(number).tolist() for number in range(3)] == [[4, 2], [0], [1, 3]]
     assert found.digest() == index.digest()
-
-
-def test_an_index_is_the_same_bytes_each_time(folder: Path) -> None:
-    index = SequenceIndex(np.arange(5), np.array([2, 5]))
-    index.save(folder / "one.npz")
-    index.save(folder / "two.npz")
-    assert (folder / "one.npz").read_bytes() == (folder / "two.npz").read_bytes()
-    others = [SequenceIndex(np.arange(5), np.array([3, 5])), SequenceIndex(np.arange(5)[::-1], np.array([2, 5]))]
-    assert len({index.digest(), *(other.digest() for other in others)}) == 3
-
-
-def test_an_empty_index_is_one_too(folder: Path) -> None:
-    index = SequenceIndex(np.zeros(0, np.int64), np.zeros(0, np.int64))
-    index.save(folder / "held_out.npz")
-    assert len(SequenceIndex.load(folder / "held_out.npz")) == 0

@@ -6,14 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AddedToken
 
-from sft.data.chat import ChatRenderer
-from sft.data.document_maker import DocumentMaker
-from sft.data.documents import Chunk
-from sft.data.template_checks import check_spans, end_of_turn, note_on_headers
+from sft.data.conversation import Message
+from sft.data.documents import Chunk, DocumentMaker
+from sft.data.render import ChatRenderer
+from sft.data.template_checks import _check_turns, end_of_turn, note_on_headers
 from sft.data.tokenizer import load_tokenizer
-from sft.data.turns import Message
 from sft.errors import ModelError
 from sft.recipe.schema import Recipe, Source
 
@@ -168,19 +166,6 @@ def test_results_without_ids_answer_their_calls_in_order(made: Callable[..., tup
     assert text.index(f"#{first}") < text.index(f"#{second}") < text.index("five")
 
 
-def test_an_id_that_a_template_accepts_stays(made: Callable[..., tuple[str, Chunk]]) -> None:
-    """Where any id will do, a missing one alone is made."""
-    template = MISTRAL.replace("call.id | length != 9", "not call.id").replace("m.tool_call_id | length != 9", "false")
-    text, chunk = made(template, calls(call="call_0123456789", result="call_0123456789"))
-    assert (text.count("#call_0123456789"), chunk.findings.counts["made_ids"]) == (2, 0)
-    assert made(template, calls())[1].findings.counts["made_ids"] == 1
-
-
-def test_a_template_without_a_wish_for_ids_gets_none(made: Callable[..., tuple[str, Chunk]]) -> None:
-    text, chunk = made(CHATML.replace("CALL", "call.id"), calls())
-    assert (text.count("⟦add <|im_end|>⟧"), chunk.findings.counts["made_ids"]) == (1, 0)
-
-
 @pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'])
 @pytest.mark.parametrize("written", ["(call.function.arguments + '')", "call.function.arguments | tojson"])
 def test_a_call_is_trained_whichever_form_of_arguments_a_template_reads(
@@ -190,13 +175,6 @@ def test_a_call_is_trained_whichever_form_of_arguments_a_template_reads(
     messages[1]["tool_calls"][0]["function"]["arguments"] = arguments
     text, chunk = made(CHATML.replace("CALL", written), messages)
     assert ('⟦add {"a": 1}<|im_end|>⟧' in text, chunk.error) == (True, None)
-
-
-def test_a_template_that_refuses_every_call_is_told_in_its_own_words(made: Callable[..., tuple[str, Chunk]]) -> None:
-    _, chunk = made(CHATML.replace("CALL", "raise_exception('no calls on Mondays')"), calls())
-    assert chunk.error is not None
-    assert "no calls on Mondays" in chunk.error[1]
-    assert "leaves them out" not in chunk.error[1]
 
 
 def thoughts(*reasoning: str) -> list[Message]:
@@ -265,11 +243,11 @@ def test_an_answer_that_is_written_twice_or_before_its_turn_is_refused(
 ) -> None:
     chosen = copy(tokenizer)
     chosen.chat_template = template
-    check_spans(ChatRenderer(chosen))
+    _check_turns(ChatRenderer(chosen))
     assert template.count(change) == 1
     chosen.chat_template = template.replace(change, into)
     with pytest.raises(ModelError, match=r"model.chat_template"):
-        check_spans(ChatRenderer(chosen))
+        _check_turns(ChatRenderer(chosen))
 
 
 @pytest.mark.parametrize(
@@ -289,7 +267,7 @@ def test_a_template_that_prompts_otherwise_than_it_trains_is_refused(
     assert template.count(change) == 1
     chosen.chat_template = template.replace(change, into)
     with pytest.raises(ModelError, match=r"model.chat_template"):
-        check_spans(ChatRenderer(chosen))
+        _check_turns(ChatRenderer(chosen))
 
 
 def test_a_header_that_is_trained_with_its_turn_may_be_prompted(tokenizer: Any) -> None:
@@ -299,7 +277,7 @@ def test_a_header_that_is_trained_with_its_turn_may_be_prompted(tokenizer: Any) 
         "{% generation %}<|im_start|>assistant\n{{ m.content }}<|im_end|>{% endgeneration %}{% endif %}{% endfor %}"
         "{{ '<|im_start|>assistant\n' if add_generation_prompt else eos_token }}"
     )
-    check_spans(ChatRenderer(chosen))
+    _check_turns(ChatRenderer(chosen))
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
@@ -307,9 +285,9 @@ def test_a_template_with_one_header_for_both_speakers_is_refused(template: str, 
     chosen = copy(tokenizer)
     chosen.chat_template = template.replace("{{ m.role }}", "user").replace("<|im_start|>assistant", "<|im_start|>user")
     with pytest.raises(ModelError, match=r"<\|im_start\|>user.*who speaks"):
-        check_spans(ChatRenderer(chosen))
+        _check_turns(ChatRenderer(chosen))
     chosen.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
-    check_spans(ChatRenderer(chosen))
+    _check_turns(ChatRenderer(chosen))
 
 
 def test_headers_of_another_family_are_noted(tokenizer: Any) -> None:
@@ -338,37 +316,3 @@ def test_a_result_of_a_tool_that_a_template_leaves_out_is_refused(made: Callable
         "{%- for m in messages", "{{ raise_exception('no') if messages[-1].content == '1' }}{%- for m in messages"
     )
     assert made(strict, calls())[1].error is None
-
-
-@pytest.mark.parametrize(
-    ("template", "messages"),
-    [
-        (CHATML.replace("CALL", "call.function.arguments ~ call.function.arguments"), calls()),
-        (THINKING.replace("</think>", "</think>{{ m.reasoning_content }}"), thoughts("hm")),
-    ],
-)
-def test_calls_and_thoughts_that_are_written_twice_are_refused(
-    template: str, messages: list[Message], made: Callable[..., tuple[str, Chunk]]
-) -> None:
-    _, chunk = made(template, messages)
-    assert chunk.error is not None
-    assert "more than once" in chunk.error[1]
-
-
-@pytest.mark.parametrize("answer", ["Yes", " Yes", "\n\nYes", " \n Yes and no "])
-@pytest.mark.parametrize("strips", [{"rstrip": True}, {"lstrip": True, "rstrip": True}, {"lstrip": True}])
-def test_a_header_that_takes_the_white_space_behind_it_is_not_trained(
-    strips: Row, answer: str, make_recipe: MakeRecipe, made: Callable[..., tuple[str, Chunk]]
-) -> None:
-    other = load_tokenizer(make_recipe())
-    headers = [AddedToken(f"<|{role}|>", special=True, **strips) for role in ("user", "assistant")]
-    other.add_special_tokens({"additional_special_tokens": headers})
-    header = other.convert_tokens_to_ids("<|assistant|>")
-    template = PLAIN.replace("<|im_start|>{{ m.role }}", "<|{{ m.role }}|>").replace(
-        "<|im_start|>assistant", "<|assistant|>"
-    )
-    for data in ({}, {"loss_on": "all"}):
-        _, chunk = made(template, talk("Q", answer, "Again", answer), other, **data)
-        assert chunk.error is None
-        assert set(chunk.trained[chunk.tokens == header]) == {int("loss_on" in data)}
-        assert other.decode(chunk.tokens[chunk.trained == 1]).count("Yes") == 2

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from sft.data.chat import ChatRenderer, Rendered, training_template
-from sft.data.template_checks import check_spans
-from sft.data.token_ranges import token_range
+from sft.data.conversation import Message
+from sft.data.documents import token_range
+from sft.data.render import ChatRenderer, Rendered, training_template
+from sft.data.template_checks import _check_turns
 from sft.data.tokenizer import TEMPLATES, load_tokenizer
-from sft.data.turns import Message
 from sft.errors import ModelError
 from sft.recipe.schema import Recipe
 
@@ -74,25 +74,10 @@ def test_a_shipped_template_trains_the_answers_with_their_ends(
     assert trained_text(tokenizer, TALK) == [f"{space}{answer}{end}" for answer in ANSWERS]
 
 
-@pytest.mark.parametrize("template", ["chatml", "plain"])
-def test_a_shipped_template_asks_as_it_trains(template: str, demo_tokenizer: Any) -> None:
-    """What generation is prompted with is exactly what came before the trained tokens."""
-    tokenizer = with_template(demo_tokenizer, (TEMPLATES / f"{template}.jinja").read_text())
-    rendered = ChatRenderer(tokenizer).render(TALK)
-    prompt = tokenizer.apply_chat_template(TALK[:-1], tokenize=False, add_generation_prompt=True)
-    assert rendered.text[: rendered.spans[-1][0]] == prompt
-
-
 def test_a_template_without_markers_is_masked_by_comparison(demo_tokenizer: Any) -> None:
     tokenizer = with_template(demo_tokenizer, UNMARKED)
     assert ChatRenderer(tokenizer).marked_template is None
     assert trained_text(tokenizer, TALK) == [f"{answer}<|im_end|>" for answer in ANSWERS]
-
-
-def test_markers_and_comparison_agree(demo_tokenizer: Any) -> None:
-    marked = with_template(demo_tokenizer, (TEMPLATES / "chatml.jinja").read_text())
-    one, other = (ChatRenderer(t).render(TALK) for t in (marked, with_template(demo_tokenizer, UNMARKED)))
-    assert one == other
 
 
 @pytest.mark.parametrize(
@@ -154,18 +139,6 @@ def test_a_template_may_refuse_a_conversation(demo_tokenizer: Any) -> None:
     assert renderer.render(TALK[1:]).spans
 
 
-def test_transformers_returns_the_spans_that_the_markers_mean() -> None:
-    """What `apply` leans on: texts and, for each, character ranges with the end exclusive."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    template = "a{% generation %}bc{% endgeneration %}d{{ bos_token }}"
-    texts, spans = render_jinja_template(
-        [[{"role": "user", "content": ""}]], chat_template=template, return_assistant_tokens_mask=True, bos_token="<s>"
-    )
-    assert texts == ["abcd<s>"]
-    assert [tuple(span) for span in spans[0]] == [(1, 3)]
-
-
 _PACKAGE = find_spec("trl")
 assert _PACKAGE is not None
 _FOLDER = Path(_PACKAGE.origin or "").parent / "chat_templates"
@@ -209,19 +182,14 @@ def rendered_by(name: str, tokenizer: Any, messages: list[Message]) -> tuple[Cha
     return renderer, rendered, [rendered.text[start:end] for start, end in rendered.spans]
 
 
-def test_the_templates_of_trl_are_there() -> None:
-    assert len(TRL) > 30
-    assert set(TRL) >= MULTIMODAL | NOT_PREFIXES
-
-
 @pytest.mark.parametrize("name", sorted(TRL))
 def test_a_template_without_text_alone_is_refused_and_every_other_is_taken(name: str, trl_tokenizer: Any) -> None:
     renderer = ChatRenderer(with_template(trl_tokenizer, TRL[name]))
     if name in MULTIMODAL:
         with pytest.raises(ModelError, match=r"model.chat_template"):
-            check_spans(renderer)
+            _check_turns(renderer)
     else:
-        check_spans(renderer)
+        _check_turns(renderer)
 
 
 @pytest.mark.parametrize("name", sorted(set(TRL) - MULTIMODAL))
@@ -310,17 +278,6 @@ def test_an_empty_turn_is_a_turn(template: str, demo_tokenizer: Any) -> None:
     assert [turn.strip() for turn in turns] == ["<|im_end|>", f"{REPLIES[1]}<|im_end|>"]
 
 
-@pytest.mark.parametrize("name", sorted(set(TRL) - MULTIMODAL))
-@pytest.mark.parametrize("empty", [0, 1, 2])
-def test_an_empty_turn_moves_no_other(name: str, empty: int, trl_tokenizer: Any) -> None:
-    talk = [turn | {"content": ""} if at == 2 * empty + 1 else turn for at, turn in enumerate(CHAT)]
-    *_, turns = rendered_by(name, trl_tokenizer, talk)
-    assert len(turns) == len(REPLIES)
-    for at, (turn, reply) in enumerate(zip(turns, REPLIES, strict=True)):
-        assert (reply in turn) == (at != empty)
-        assert not any(other in turn for other in {*QUESTIONS, *REPLIES} - {reply})
-
-
 def test_thoughts_are_trained_also_where_the_prompt_has_an_empty_one(load: Callable[..., Any]) -> None:
     """In minimind's template, which has no markers, the prompt's thought is no prefix of the turn's."""
     talk = [turn | {"reasoning_content": f"T{at}"} if at in (1, 5) else turn for at, turn in enumerate(CHAT)]
@@ -389,7 +346,7 @@ MARKED = (
     ],
 )
 def test_markers_around_anything_else_than_the_answers_are_refused(change: str, into: str, demo_tokenizer: Any) -> None:
-    check_spans(ChatRenderer(with_template(demo_tokenizer, MARKED)))
+    _check_turns(ChatRenderer(with_template(demo_tokenizer, MARKED)))
     assert change in MARKED
     with pytest.raises(ModelError, match=r"model.chat_template"):
-        check_spans(ChatRenderer(with_template(demo_tokenizer, MARKED.replace(change, into, 1))))
+        _check_turns(ChatRenderer(with_template(demo_tokenizer, MARKED.replace(change, into, 1))))
