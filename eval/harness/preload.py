@@ -15,8 +15,8 @@ from pathlib import Path
 
 from eval.tasks.named_suites import SUITES, describe_suite, tasks_of
 from eval.tasks.suites import TaskSelection, check_tasks
-from sft.errors import run_main
 from sft.processes import end_with_parent
+from sft.program import run_main
 from sft.recipe.schema import Evaluation, Recipe
 
 TRUE = {"1", "ON", "YES", "TRUE"}
@@ -125,9 +125,9 @@ def foresee(recipe: Recipe) -> None:
     """
     selection = check_tasks(recipe.eval, Path(recipe.output_dir))
     if selection.runs_code:
-        from eval.sandbox.runner import prove_isolation
+        from eval.sandbox.runner import check_isolation
 
-        prove_isolation()
+        check_isolation()
     for line in describe(recipe.eval):
         print(line, flush=True)
     _asking.append(look_for_datasets(selection))

@@ -6,12 +6,11 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from sft.files import read_json, remove, write_json
 from sft.model.load import DTYPES, merge_adapter
 from sft.parallel import process_group as distributed
 from sft.parallel.fsdp import whole_state
 from sft.plan.job import Job
-from sft.run.directory import read_json, write_json
-from sft.run.inside import remove
 
 
 def write_model(trainer: Any, job: Job, tokenizer: Any, folder: Path) -> None:

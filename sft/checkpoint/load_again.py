@@ -1,7 +1,7 @@
 """Loads a saved model as a user would, by `from_pretrained` in a fresh process on the CPU, and compares its logits with the live model's.
 
-The process is `python -m sft.checkpoint.load_again PARENT_PID FOLDER OUTPUT`. It reads OUTPUT/request.json, and writes OUTPUT/result.json and
-OUTPUT/logits.safetensors.
+The process is `python -m sft.checkpoint.load_again PARENT_PID FOLDER OUTPUT`. It reads request.json in OUTPUT, and writes result.json and
+logits.safetensors there.
 """
 
 from __future__ import annotations

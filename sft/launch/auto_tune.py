@@ -12,38 +12,35 @@ one that will not come. The next process goes on behind it.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from sft.data.prepared import Prepared
-from sft.errors import EXIT_USER_ERROR, run_main
+from sft.errors import EXIT_USER_ERROR
+from sft.launch.checks import job_and_layout
+from sft.launch.job import open_job
 from sft.launch.prepare import prepared_data
 from sft.launch.tuning_result import (
+    PASSES,
     Candidate,
-    Measurement,
     answer_file,
     candidates,
     find_answer,
     is_searched,
+    read_journal,
     worst,
     write_answer,
 )
 from sft.parallel import process_group as distributed
 from sft.plan.decision import Resolved
-from sft.plan.job import Job, open_job
+from sft.plan.job import Job
 from sft.plan.weights import resolve_gradients
-
-EXIT_DID_NOT_FIT = 75
-
-PASSES = 4
-"""Of a candidate: one to warm up, the last with the optimizer's step, and those between are timed."""
+from sft.program import run_main
 
 
 def main(argv: Sequence[str]) -> None:
@@ -51,8 +48,6 @@ def main(argv: Sequence[str]) -> None:
     arguments = parse_command_line(argv)
     hardware = distributed.job_hardware() if arguments.rank else None
     if hardware is None:
-        from sft.launch.main import job_and_layout
-
         job, _ = job_and_layout(Path(arguments.recipe), arguments.overrides)
         prepared = prepared_data(job.recipe, job.model, [str(job.recipe_path), *job.overrides])
         if not is_searched(job):
@@ -122,7 +117,7 @@ def _run(program: Sequence[str]) -> int:
     """Start the ranks as the launcher does, and wait for them; they end with this process."""
     code = (
         "import os, signal, sys; from sft.processes import end_with_parent; end_with_parent(int(sys.argv[1]), signal.SIGTERM); "
-        "from sft.launch import read_layout, start; start(read_layout(), sys.argv[2:])"
+        "from sft.plan.topology import read_layout; from sft.launch.torchrun import start; start(read_layout(), sys.argv[2:])"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(os.getpid()), *program]) as process:
         try:
@@ -130,18 +125,6 @@ def _run(program: Sequence[str]) -> int:
         except BaseException:
             process.send_signal(signal.SIGTERM)
             raise
-
-
-def read_journal(file: Path) -> list[Measurement]:
-    """What the ranks have measured so far, in order."""
-    if not file.exists():
-        return []
-    found = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        with suppress(ValueError, TypeError):  # a line that was being written when its process ended
-            values = json.loads(line)
-            found.append(Measurement(Candidate(**values.pop("candidate")), **values))
-    return found
 
 
 def measure(job: Job, memory_gib: float | None) -> None:

@@ -6,13 +6,16 @@ import os
 import re
 import socket
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import distributions
+from pathlib import Path
 
 from sft.errors import PlanError, PreflightError
-from sft.plan.hardware import unknown_gpus
-from sft.plan.topology import Layout, whole_number
+from sft.launch.job import open_job
+from sft.plan.hardware import detect_hardware, unknown_gpus
+from sft.plan.job import Job
+from sft.plan.topology import Layout, read_layout, whole_number
 from sft.recipe.schema import REPOSITORY
 
 _LAUNCHERS = {
@@ -75,6 +78,13 @@ def check_visible_gpus() -> None:
             f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}: there is no GPU {', '.join(unknown)} here; this machine has "
             f"{there}. Name those that are there, or unset it for all."
         )
+
+
+def job_and_layout(recipe: Path, overrides: Sequence[str]) -> tuple[Job, Layout]:
+    """The recipe on this machine, with as many processes as the environment asks for."""
+    check_visible_gpus()
+    layout = read_layout()
+    return open_job(recipe, overrides, detect_hardware(layout.ranks, layout.per_node)), layout
 
 
 def check_address(layout: Layout) -> None:

@@ -19,9 +19,10 @@ from sft.data.ledger import check_limits
 from sft.data.prepared import Prepared, data_key, entry_folder, find_prepared
 from sft.errors import RecipeError
 from sft.launch.auto_tune import search
-from sft.launch.checks import check_address, check_installed, check_started_once, check_visible_gpus, told_of_slurm
+from sft.launch.checks import check_address, check_installed, check_started_once, job_and_layout, told_of_slurm
 from sft.launch.finish import become_finish, evaluation_left
 from sft.launch.host_facts import host_facts
+from sft.launch.job import open_job, open_recipe
 from sft.launch.opening import check_start, unfinished_run
 from sft.launch.preflight import disk, refuse
 from sft.launch.prepare import prepared_data
@@ -29,7 +30,7 @@ from sft.launch.rerun import is_run, start_again, told_differences
 from sft.launch.torchrun import check_port, choose_rendezvous, start
 from sft.launch.tuning_result import find_answer, is_searched
 from sft.plan.hardware import Hardware, described_hardware, detect_hardware
-from sft.plan.job import Job, open_job, open_recipe
+from sft.plan.job import Job
 from sft.plan.plan import plan_warnings, print_plan
 from sft.plan.topology import Layout, read_layout, whole_number
 from sft.recipe.changes import check_allowed_changes
@@ -150,13 +151,6 @@ def meet_machines(job: Job, layout: Layout) -> None:
     output_dir = Path(job.recipe.output_dir).expanduser().resolve()
     with told_of_slurm(layout):
         meet(machine, layout.master_address, layout.master_port, output_dir, timeout, [disk(job)])
-
-
-def job_and_layout(recipe: Path, overrides: Sequence[str]) -> tuple[Job, Layout]:
-    """The recipe on this machine, with as many processes as the environment asks for."""
-    check_visible_gpus()
-    layout = read_layout()
-    return open_job(recipe, overrides, detect_hardware(layout.ranks, layout.per_node)), layout
 
 
 def _hardware_here() -> Hardware:

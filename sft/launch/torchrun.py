@@ -15,9 +15,9 @@ from shlex import join
 from typing import Any, NoReturn
 
 from sft.errors import EXIT_GATE, EXIT_USER_ERROR, PlanError, UserError
-from sft.launch.auto_tune import EXIT_DID_NOT_FIT
 from sft.launch.forwarding import SAVING, Forwarding, tell_interruption
 from sft.launch.out_of_memory import OutOfMemoryKills
+from sft.launch.tuning_result import EXIT_DID_NOT_FIT
 from sft.plan.topology import Layout
 from sft.run.consent import OWN_RUN
 from sft.run.directory import Run

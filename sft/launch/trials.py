@@ -19,8 +19,16 @@ from transformers.trainer_callback import TrainerCallback
 
 from sft.data.prepared import Prepared
 from sft.data.store import DocumentStore, SequenceIndex
-from sft.launch.auto_tune import EXIT_DID_NOT_FIT, PASSES, read_journal
-from sft.launch.tuning_result import LARGEST_SHARE, Measurement, longest_first, next_candidate, worst
+from sft.launch.tuning_result import (
+    EXIT_DID_NOT_FIT,
+    LARGEST_SHARE,
+    PASSES,
+    Measurement,
+    longest_first,
+    next_candidate,
+    read_journal,
+    worst,
+)
 from sft.model.gradient_checkpointing import checkpoint_every, has_layers_of_their_own
 from sft.model.load import load_model
 from sft.parallel import process_group as distributed

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -18,13 +19,19 @@ import numpy as np
 
 from sft.data.prepared import Prepared
 from sft.data.store import DocumentStore, SequenceIndex
+from sft.files import write_json
 from sft.plan.batch_size import divisors
 from sft.plan.decision import Searched
 from sft.plan.job import Job
-from sft.run.directory import write_json
 
 FORMAT = 1
 """Raised when what is measured, or how it is chosen, changes."""
+
+EXIT_DID_NOT_FIT = 75
+"""Exit status of a process that ran out of memory while it measured."""
+
+PASSES = 4
+"""Of a candidate: one to warm up, the last with the optimizer's step, and those between are timed."""
 
 SECONDS = 300.0
 """No candidate is begun after so much measured time."""
@@ -198,6 +205,18 @@ def worst(measurements: Iterable[Measurement]) -> list[Measurement]:
         if name not in found or one.seconds_per_token is None:
             found[name] = one
     return list(found.values())
+
+
+def read_journal(file: Path) -> list[Measurement]:
+    """What the ranks have measured so far, in order."""
+    if not file.exists():
+        return []
+    found = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        with suppress(ValueError, TypeError):  # a line that was being written when its process ended
+            values = json.loads(line)
+            found.append(Measurement(Candidate(**values.pop("candidate")), **values))
+    return found
 
 
 def longest_first(folder: Path) -> tuple[np.ndarray, np.ndarray]:

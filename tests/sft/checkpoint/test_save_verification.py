@@ -22,8 +22,8 @@ from sft.checkpoint.save_verification import (
     difference,
     sample_rows,
 )
-from sft.data.demo import Demo
 from sft.errors import RunError
+from sft.hub.demo import Demo
 from sft.model.live import logits_distance
 
 
