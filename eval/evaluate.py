@@ -189,7 +189,7 @@ def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
     if not selection.tasks:
         raise EvaluationError(f"There is nothing to measure on {model}. Name tasks: tasks=gsm8k,arc_easy")
     if model == "builtin:demo":
-        from sft.data.demo import make_demo
+        from sft.hub.demo import make_demo
 
         model = str(make_demo(outputs).model)
     folder = Path(model).expanduser()

@@ -11,9 +11,9 @@ import pytest
 
 from sft.errors import EXIT_USER_ERROR, PlanError, RunError
 from sft.launch.checks import check_installed, check_rank_variables
+from sft.launch.job import check_output_dir
 from sft.launch.main import main
 from sft.launch.rank import main as train
-from sft.plan.job import check_output_dir
 from sft.plan.topology import read_layout
 from sft.program import exit_on_error
 from sft.recipe.schema import Recipe

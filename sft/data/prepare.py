@@ -38,8 +38,8 @@ from sft.data.store import DocumentStore, DocumentWriter, SequenceIndex
 from sft.data.tokenizer import CHOICES, check_vocabulary, load_tokenizer
 from sft.errors import DataError, ModelError, RunError
 from sft.files import checksum
+from sft.hub.model_facts import ModelFacts
 from sft.hub.pins import pinned
-from sft.plan.facts import ModelFacts
 from sft.recipe.schema import Recipe, Source
 
 _KEPT = 10

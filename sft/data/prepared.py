@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from sft.data.facts import DataFacts
 from sft.data.readers import suffix_of
-from sft.data.sources import hub_commit, source_files, told_as
+from sft.data.sources import source_files, told_as
 from sft.data.tokenizer import find_chat_template
 from sft.files import checksum
-from sft.plan.facts import DataFacts, ModelFacts
+from sft.hub.model_facts import ModelFacts
+from sft.hub.names import hub_commit
 from sft.recipe.schema import Recipe, Source
 
 _PACKAGES = ("transformers", "tokenizers", "jinja2", "trl", "numpy", "pyarrow", "datasets")

@@ -19,9 +19,9 @@ from sft.data.ledger import check_limits
 from sft.data.prepare import prepare
 from sft.data.prepared import Prepared, entry_folder, find_prepared
 from sft.errors import DataError, Interrupted, RecipeError, RunError
-from sft.plan.facts import ModelFacts
+from sft.hub.model_facts import ModelFacts
+from sft.launch.job import open_recipe
 from sft.plan.hardware import cpu_cores, cpu_memory_gib
-from sft.plan.job import open_recipe
 from sft.processes import end_with_parent
 from sft.program import exit_process, run_main
 from sft.recipe.schema import Recipe

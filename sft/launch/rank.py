@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from eval.harness.preload import foresee
+from eval.tasks.preflight import check_before_training
 from sft import signals as interruption
 from sft import terminal as rank_logs
 from sft.checkpoint.loader_process import Checker
@@ -28,11 +28,12 @@ from sft.files import write_json
 from sft.hub.pins import pin_lines, pinned
 from sft.launch.checks import check_installed, check_rank_variables
 from sft.launch.finish import become_finish, evaluation_left, programs
+from sft.launch.job import open_job
 from sft.launch.preflight import check_ranks
 from sft.launch.start import Start, begin_data, start_run, wait_for_data
 from sft.parallel import process_group as distributed
 from sft.parallel.lost_ranks import told_of_lost_ranks
-from sft.plan.job import Job, open_job
+from sft.plan.job import Job
 from sft.plan.plan import plan_warnings, print_plan
 from sft.run.directory import Run
 from sft.run.lost_folder import told_of_a_lost_folder
@@ -49,14 +50,15 @@ def main(argv: Sequence[str]) -> None:
     recipe_path, overrides = parse_command_line(argv)
     job = open_job(recipe_path, overrides, distributed.job_hardware())
     evaluate_what_is_trained(job)
-    if distributed.is_first_rank():
-        foresee(job.recipe)
+    tasks = check_before_training(job.recipe) if distributed.is_first_rank() else None
     data = begin_data(job)
     checker = Checker() if job.recipe.train.save_canary and distributed.is_first_rank() else None
     with uncollected(), told_of_lost_ranks(job.recipe, "the processes met"):
         enter(job)
         check_with_frameworks(job)
     wait_for_data(job, data)
+    if tasks is not None:
+        tasks.wait()
     tokenizer = load_tokenizer(pinned(job.recipe, job.model))
     with told_of_lost_ranks(job.recipe, "the first one prepared the data"):
         start = start_run(job)

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from sft.checkpoint.plain_data import plain_data_only
-from sft.data.demo import Demo
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import ModelError
+from sft.hub.demo import Demo
+from sft.launch.job import open_job
 from sft.model.load import load_model
 from sft.plan.hardware import Hardware
-from sft.plan.job import open_job
 from sft.program import exit_on_error
 from sft.recipe.schema import REPOSITORY
 

@@ -16,16 +16,18 @@ import pyarrow.parquet
 import pytest
 
 from sft.data import chunks
-from sft.data.demo import Demo
+from sft.data.facts import inspect_data
 from sft.data.prepare import prepare
 from sft.data.prepared import Prepared, entry_folder, find_prepared
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.errors import DataError, ModelError, RunError
+from sft.hub.demo import Demo
+from sft.launch.job import open_job
 from sft.launch.prepare import prepared_data
 from sft.launch.start import start_run
-from sft.plan.facts import inspect_data, inspect_model
+from sft.plan.facts import inspect_model
 from sft.plan.hardware import Hardware
-from sft.plan.job import Job, open_job
+from sft.plan.job import Job
 from sft.program import exit_on_error
 from sft.recipe.schema import Recipe
 

@@ -14,6 +14,7 @@ from sft.checkpoint.resume_plan import write_writer, writer_here
 from sft.errors import RecipeError, RunError
 from sft.files import write_json
 from sft.launch.finish import evaluation_left
+from sft.launch.job import open_job
 from sft.launch.opening import (
     OWN_RUN,
     check_start,
@@ -25,7 +26,7 @@ from sft.launch.opening import (
     unfinished_run,
 )
 from sft.plan.hardware import Hardware
-from sft.plan.job import Job, open_job
+from sft.plan.job import Job
 from sft.run.directory import Run
 
 LeftBehind = Callable[..., Run]
