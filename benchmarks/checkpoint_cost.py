@@ -84,7 +84,7 @@ def both(folder: Path, name: str) -> dict[str, Any]:
     from trl import SFTTrainer
 
     from sft.checkpoint.writer import CheckpointWriter
-    from sft.data.demo import make_demo
+    from sft.hub.demo import make_demo
     from sft.train.trainer import RecipeTrainer
 
     hidden, intermediate, layers, heads, vocabulary = SIZES[name]

@@ -159,7 +159,7 @@ def make_job(folder: Path) -> tuple[Path, Path]:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from sft.data.demo import VOCABULARY, make_demo
+    from sft.hub.demo import VOCABULARY, make_demo
 
     demo = make_demo(folder)
     torch.manual_seed(0)

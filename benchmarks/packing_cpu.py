@@ -110,7 +110,7 @@ def make_model(folder: Path) -> Path:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from sft.data.demo import VOCABULARY, make_demo
+    from sft.hub.demo import VOCABULARY, make_demo
 
     demo = make_demo(folder)
     torch.manual_seed(0)
@@ -162,7 +162,7 @@ def measure(model: Path, max_length: int, arguments: argparse.Namespace, folder:
 def count_packs(model: Path, rows: Path, max_length: int, folder: Path) -> int:
     """Packs that ours makes of the documents: one step holds them all."""
     from sft.data.prepare import prepare
-    from sft.plan.job import open_recipe
+    from sft.launch.job import open_recipe
 
     recipe = folder / "count.yaml"
     recipe.write_text(recipe_text(model, rows, folder / "count", max_length, 1, 1))

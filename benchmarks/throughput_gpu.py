@@ -192,7 +192,7 @@ def run(
 def count_packs(documents: Documents, folder: Path, arguments: argparse.Namespace) -> int:
     """Packs that ours makes of the documents."""
     from sft.data.prepare import prepare
-    from sft.plan.job import open_recipe
+    from sft.launch.job import open_recipe
 
     recipe = folder / "count.yaml"
     recipe.write_text(recipe_text(folder / "count", documents, 1, 1, arguments))

@@ -23,7 +23,7 @@ def main() -> None:
 def make(given: dict[str, Any]) -> dict[str, Any]:
     """Write the model with the demo's tokenizer; the loss per labelled token of each document by itself."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from sft.data.demo import make_demo
+    from sft.hub.demo import make_demo
 
     folder = Path(given["model"])
     hidden, intermediate, layers, heads, kv_heads, vocabulary, tied = given["shape"]

@@ -24,9 +24,10 @@ from eval.tasks.load import LoadedTasks
 from eval.tasks.settings import Settings, resolve_settings
 from eval.tasks.suites import check_tasks
 from sft.errors import EvaluationError, GateFailed
+from sft.files import read_json
 from sft.recipe.changes import differences
 from sft.recipe.schema import Evaluation
-from sft.run.directory import Run, read_json
+from sft.run.directory import Run
 from sft.run.unchanged import base_changes, check_final
 from sft.visible import visible_line
 
@@ -188,7 +189,7 @@ def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
     if not selection.tasks:
         raise EvaluationError(f"There is nothing to measure on {model}. Name tasks: tasks=gsm8k,arc_easy")
     if model == "builtin:demo":
-        from sft.data.demo import make_demo
+        from sft.hub.demo import make_demo
 
         model = str(make_demo(outputs).model)
     folder = Path(model).expanduser()

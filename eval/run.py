@@ -32,7 +32,8 @@ from eval.harness.process_group import NeedsProcesses
 from eval.models.backend_checks import check_backend
 from eval.models.targets import check_folder
 from sft import terminal as rank_logs
-from sft.errors import EvaluationError, RecipeError, run_main
+from sft.errors import EvaluationError, RecipeError
+from sft.program import run_main
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Evaluation
 from sft.run.consent import TRUST, check_model_code, is_own

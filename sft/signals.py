@@ -24,13 +24,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 from sft import terminal as rank_logs
-from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted, UserError
-from sft.run.directory import INCOMPLETE, Run
-from sft.run.inside import remove
-from sft.run.record import close_session
+from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 EXITS = (EXIT_INTERRUPTED, EXIT_TERMINATED)
@@ -68,12 +65,22 @@ def others_speak() -> bool:
     return os.environ.get(_LAUNCHER) == str(os.getppid()) or os.environ.get(_STARTED_BY) == str(os.getppid())
 
 
+class Interruptible(Protocol):
+    """What a stop request interrupts: a run."""
+
+    def record(self, interrupted: Interrupted) -> str:
+        """Record the interruption, and return what the next start does, as a sentence."""
+
+    def clean_up(self) -> None:
+        """Remove what is half written, just before the process ends."""
+
+
 class _Listener:
     """Hears the signals of this process, in a thread of its own."""
 
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None
-        self.run: Run | None = None
+        self.interruptible: Interruptible | None = None
         self._at = 0.0
         self._holds = self._raised = self._deaf = False
         self._act: Callable[[signal.Signals, bool], None] = lambda number, again: None
@@ -165,11 +172,9 @@ class _Listener:
     def end_now(self) -> None:
         """End this process, whatever its main thread does."""
         asked = self.asked or signal.SIGTERM
-        tell(Interrupted(asked.name, exit_status(asked)))
-        if self.run is not None and os.environ.get("RANK", "0") == "0":
-            remove(
-                self.run.checkpoints / INCOMPLETE
-            )  # gigabytes that nothing reads, and a person may never start this run again
+        report(Interrupted(asked.name, exit_status(asked)))
+        if self.interruptible is not None:
+            self.interruptible.clean_up()
         os._exit(exit_status(asked))
 
 
@@ -296,22 +301,21 @@ def give_up() -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
-def is_of(run: Run) -> None:
-    """Name the run whose record has to say that it was interrupted."""
+def interrupts(interruptible: Interruptible) -> None:
+    """Name what records an interruption from here on."""
     if _listener is not None:
-        _listener.run = run
+        _listener.interruptible = interruptible
 
 
-def tell(interrupted: Interrupted) -> None:
-    """Record the interruption, and say in one line what happened and how it goes on."""
-    run = _listener.run if _listener else None
-    if run is not None and os.environ.get("RANK", "0") == "0":
-        with suppress(OSError, UserError):
-            close_session(run, "interrupted")
-            run.update(status="interrupted", error=str(interrupted))
+def report(interrupted: Interrupted) -> None:
+    """Record the interruption, and print one line: what happened, and how to resume."""
+    interruptible = _listener.interruptible if _listener else None
+    resume = "The same command starts again, or resumes."
+    if interruptible is not None:
+        resume = interruptible.record(interrupted)
     if others_speak() or (interrupted.agreed and os.environ.get("RANK", "0") != "0"):
         return
-    text = f"{interrupted}. {run.after_an_end if run else 'The same command starts again, or goes on'}."
+    text = f"{interrupted}. {resume}"
     if interrupted.agreed or not rank_logs.is_rank():
         print(f"\n{text}", file=sys.stderr, flush=True)
     else:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.data.demo import Demo, make_demo
+from sft.hub.demo import Demo, make_demo
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import REPOSITORY, Recipe
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from sft.errors import EXIT_USER_ERROR, PlanError, RunError, users_mistakes_end_cleanly
+from sft.errors import EXIT_USER_ERROR, PlanError, RunError
 from sft.launch.checks import check_installed, check_rank_variables
+from sft.launch.job import check_output_dir
 from sft.launch.main import main
 from sft.launch.rank import main as train
-from sft.plan.job import check_output_dir
 from sft.plan.topology import read_layout
+from sft.program import exit_on_error
 from sft.recipe.schema import Recipe
 
 TWO_GPUS = "0, GPU-aaaa, NVIDIA H100, 81559, 9.0\n1, GPU-bbbb, NVIDIA H100, 81559, 9.0"
@@ -35,7 +36,7 @@ def tell(recipe_file: Path, outputs: Path, monkeypatch: pytest.MonkeyPatch, caps
         for word in environment.split():
             name, _, value = word.partition("=")
             monkeypatch.setenv(name, value)
-        with pytest.raises(SystemExit) as ended, users_mistakes_end_cleanly():
+        with pytest.raises(SystemExit) as ended, exit_on_error():
             program([str(recipe_file), f"output_dir={outputs}", *words])
         assert ended.value.code == EXIT_USER_ERROR
         printed = capsys.readouterr()
@@ -214,7 +215,7 @@ def test_a_port_that_a_second_first_rank_has_taken_is_told(
     from torch.distributed import TCPStore
 
     monkeypatch.setenv("MASTER_PORT", str(busy_port))
-    with pytest.raises(SystemExit) as ended, users_mistakes_end_cleanly():
+    with pytest.raises(SystemExit) as ended, exit_on_error():
         TCPStore("127.0.0.1", busy_port, 2, is_master=True)
     assert ended.value.code == EXIT_USER_ERROR
     assert f"MASTER_PORT={busy_port} is taken on this machine" in capsys.readouterr().err

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sft.errors import users_mistakes_end_cleanly
 from sft.launch.main import main
+from sft.program import exit_on_error
 
 RECIPE = """\
 schema_version: 1
@@ -258,7 +258,7 @@ def test_these_too(
     for key, value in mistake.environment.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setattr(os, "execv", not_found_out)
-    with pytest.raises(SystemExit) as stop, users_mistakes_end_cleanly():
+    with pytest.raises(SystemExit) as stop, exit_on_error():
         main(words)
     printed = capsys.readouterr()
     check(stop.value.code, printed.out, printed.err, mistake, tmp_path)

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from sft.launch.job import open_job
 from sft.plan.hardware import Gpu, Hardware, described_hardware
-from sft.plan.job import open_job
 from sft.recipe.load import load_recipe
 from sft.recipe.schema import REPOSITORY
 

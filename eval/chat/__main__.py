@@ -9,6 +9,6 @@ if "SFT_PARENT" in os.environ:  # before the imports, during which the parent ma
     end_with_parent(int(os.environ["SFT_PARENT"]), signal.SIGTERM)
 
 from eval.chat.samples import main
-from sft.errors import run_main
+from sft.program import run_main
 
 run_main(main)

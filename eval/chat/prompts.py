@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sft.data.demo import questions
+from sft.hub.demo import questions
 from sft.recipe.schema import Recipe
 
 Messages = list[dict[str, str]]

@@ -22,9 +22,10 @@ from eval.models.targets import base_target
 from eval.quiet import chatter_to
 from eval.reference import Reference, load_reference
 from sft.errors import EvaluationError
+from sft.files import read_json, write_json
 from sft.recipe.schema import Evaluation
 from sft.run.consent import TRUST, check_model_code
-from sft.run.directory import Run, find_run, read_json, write_json
+from sft.run.directory import Run, find_run
 
 AT_ONCE = 8
 """Prompts in a batch."""

@@ -22,7 +22,8 @@ from eval.chat.model import Asker
 from eval.chat.prompts import Messages
 from eval.chat.target import choose
 from eval.quiet import chatter_to
-from sft.errors import EvaluationError, users_mistakes_end_cleanly
+from sft.errors import EvaluationError
+from sft.program import exit_on_error
 from sft.visible import visible
 
 HELP = """\
@@ -297,5 +298,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    with users_mistakes_end_cleanly():
+    with exit_on_error():
         main(sys.argv[1:])

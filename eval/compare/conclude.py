@@ -12,8 +12,9 @@ from eval.compare.flips import find_flips, write_flips
 from eval.compare.gate import judge_gate
 from eval.compare.pairs import Results, Samples, finite
 from eval.compare.tables import comparison_lines, comparison_table
+from sft.files import read_json, write_json
 from sft.recipe.schema import Evaluation
-from sft.run.directory import Run, read_json, write_json
+from sft.run.directory import Run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

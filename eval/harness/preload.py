@@ -15,8 +15,8 @@ from pathlib import Path
 
 from eval.tasks.named_suites import SUITES, describe_suite, tasks_of
 from eval.tasks.suites import TaskSelection, check_tasks
-from sft.errors import run_main
 from sft.processes import end_with_parent
+from sft.program import run_main
 from sft.recipe.schema import Evaluation, Recipe
 
 TRUE = {"1", "ON", "YES", "TRUE"}

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from sft.run.directory import write_json
+from sft.files import write_json
 
 # What `datasets` reads from files of one's own.
 LOCAL_FORMATS = ("json", "csv", "parquet", "text", "arrow", "pandas", "xml", "webdataset")

@@ -15,7 +15,8 @@ from pathlib import Path
 from eval.tasks.files import LocalTasks, Task
 from eval.tasks.index import TaskIndex, known_tasks, reached
 from eval.tasks.named_suites import limit_of, tasks_of
-from sft.errors import EvaluationError, did_you_mean, run_main
+from sft.errors import EvaluationError, did_you_mean
+from sft.program import run_main
 from sft.recipe.eval import Gate
 from sft.recipe.load import find_file
 from sft.recipe.schema import Evaluation
@@ -46,7 +47,7 @@ class TaskSelection:
 
 def _find_task(asked: str, local: LocalTasks, known: TaskIndex, output_dir: Path) -> Task:
     if asked == "builtin:demo":
-        from sft.data.demo import make_demo
+        from sft.hub.demo import make_demo
 
         path = make_demo(output_dir).task
         return local.read(path, path.parent)

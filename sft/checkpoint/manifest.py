@@ -21,11 +21,10 @@ from typing import Any
 
 import xxhash
 
+from sft.files import checksum
+
 NAME = "manifest.json"
 FORMAT = 1
-_BLOCK = 1 << 20
-"""Bytes read at once: what stays in a core's cache is summed at its speed."""
-
 _THREADS = 4
 _LEFT_BY_SYSTEMS = re.compile(r"\.nfs[0-9a-f]+|\.DS_Store")
 _OF_A_RANK = re.compile(r"(?:pp_rank_|rng_state_|^__)(\d+)(?:_|\.)")
@@ -187,26 +186,16 @@ def sync(path: Path) -> None:
 
 def _changed(path: Path, name: str, entry: Entry) -> str | None:
     try:
-        _, checksum = summed(path)
+        _, found = checksum(path)
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
-    return None if checksum == entry["xxh3_128"] else f"{name} has changed since it was written: its checksum differs"
+    return None if found == entry["xxh3_128"] else f"{name} has changed since it was written: its checksum differs"
 
 
 def _entry(path: Path) -> Entry:
-    count, checksum = summed(path)
-    entry = {"bytes": count, "xxh3_128": checksum}
+    count, found = checksum(path)
+    entry = {"bytes": count, "xxh3_128": found}
     return entry | {"tensors": _tensors(path, count)} if path.suffix == ".safetensors" else entry
-
-
-def summed(path: Path) -> tuple[int, str]:
-    """Bytes, and their checksum."""
-    block, checksum, count = memoryview(bytearray(_BLOCK)), xxhash.xxh3_128(), 0
-    with path.open("rb", buffering=0) as file:
-        while read := file.readinto(block):
-            checksum.update(block[:read])
-            count += read
-    return count, checksum.hexdigest()
 
 
 def _tensors(path: Path, count: int) -> dict[str, Any]:

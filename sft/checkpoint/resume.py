@@ -9,7 +9,8 @@ from typing import Any
 
 from sft.checkpoint.manifest import fault, read_manifest
 from sft.errors import RunError
-from sft.run.directory import Run, read_json, read_lines
+from sft.files import read_json
+from sft.run.directory import Run, read_lines
 
 _SHOWN = 5
 """Missing steps that are listed."""

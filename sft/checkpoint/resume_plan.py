@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from sft.errors import RunError
+from sft.files import read_json
 from sft.plan.fsdp import ENGINE as FSDP2
 from sft.plan.job import Job
-from sft.run.directory import Run, read_json
+from sft.run.directory import Run
 
 FILE = "written_by.json"
 UNKNOWN = "unknown"

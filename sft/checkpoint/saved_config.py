@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sft.run.directory import read_json, write_json
+from sft.files import read_json, write_json
 
 
 def complete_config(folder: Path) -> None:

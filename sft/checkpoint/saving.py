@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from sft.checkpoint.saved_config import complete_config
+from sft.files import remove
 from sft.model.load import DTYPES, merge_adapter
 from sft.parallel import process_group as distributed
 from sft.parallel.fsdp import whole_state
 from sft.plan.job import Job
-from sft.run.inside import remove
 
 
 def write_model(trainer: Any, job: Job, tokenizer: Any, folder: Path) -> None:

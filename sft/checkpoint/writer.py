@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from sft.checkpoint.manifest import Entry, entries, files_in, share, size, sync, write_manifest
 from sft.checkpoint.resume import step_of
-from sft.errors import RunError, disk_was_full
+from sft.errors import RunError
+from sft.files import disk_was_full
 from sft.parallel.lost_ranks import is_lost
 from sft.parallel.meetings import Meet, in_step, meetings
 from sft.parallel.process_group import is_first_rank, rank

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from sft.checkpoint.manifest import summed
 from sft.data.audit import check_not_rendered, check_tokenizer, find_in_all, findings_json
 from sft.data.chunks import made_chunks
 from sft.data.document_maker import DocumentMaker
@@ -38,8 +37,9 @@ from sft.data.sources import open_source, told_as
 from sft.data.store import DocumentStore, DocumentWriter, SequenceIndex
 from sft.data.tokenizer import CHOICES, check_vocabulary, load_tokenizer
 from sft.errors import DataError, ModelError, RunError
+from sft.files import checksum
+from sft.hub.model_facts import ModelFacts
 from sft.hub.pins import pinned
-from sft.plan.facts import ModelFacts
 from sft.recipe.schema import Recipe, Source
 
 _KEPT = 10
@@ -191,7 +191,7 @@ def _build(recipe: Recipe, tokenizer: Any, work: Path, workers: int) -> dict[str
         "sequences": len(train),
         "held_out_sequences": len(held_out),
         "sizes": {name: (work / name).stat().st_size for name in files},
-        "checksums": {name: summed(work / name)[1] for name in files},
+        "checksums": {name: checksum(work / name)[1] for name in files},
         "file_starts": [one.file_starts for one in read],
         "not_read": {name: ", ".join(one.unread) for name, one in zip(names, read, strict=True) if one.unread},
         "ledger": {

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from sft.checkpoint.manifest import summed
+from sft.data.facts import DataFacts
 from sft.data.readers import suffix_of
-from sft.data.sources import hub_commit, source_files, told_as
+from sft.data.sources import source_files, told_as
 from sft.data.tokenizer import find_chat_template
-from sft.plan.facts import DataFacts, ModelFacts
+from sft.files import checksum
+from sft.hub.model_facts import ModelFacts
+from sft.hub.names import hub_commit
 from sft.recipe.schema import Recipe, Source
 
 _PACKAGES = ("transformers", "tokenizers", "jinja2", "trl", "numpy", "pyarrow", "datasets")
@@ -147,7 +149,7 @@ class Prepared:
     def altered(self) -> str | None:
         """The first file whose content has changed since it was written. Reads every byte: for one rank, once a start."""
         checksums = self.summary.get("checksums", {})
-        return next((name for name in checksums if summed(self.folder / name)[1] != checksums[name]), None)
+        return next((name for name in checksums if checksum(self.folder / name)[1] != checksums[name]), None)
 
     def forget(self) -> None:
         """Have the next preparation write the entry again."""

@@ -27,9 +27,9 @@ from sft.data.columnar_rows import columnar_count, columnar_rows, without_nulls
 from sft.data.csv_rows import csv_rows
 from sft.data.json_rows import BOM, BadRow, Row, json_rows
 from sft.errors import DataError
+from sft.hub.names import SUFFIXES
 
 __all__ = [
-    "SUFFIXES",
     "BadRow",
     "Row",
     "count_rows",
@@ -42,7 +42,6 @@ __all__ = [
 
 _TEXTS = (".json", ".jsonl", ".csv")
 _COMPRESSIONS = {".gz": "gzip-compressed", ".zst": "zstd-compressed"}
-SUFFIXES = (*_TEXTS, ".parquet", ".arrow", *(text + ending for text in _TEXTS for ending in _COMPRESSIONS))
 
 _NO_ROWS = ("dataset_info.json", "state.json", "dataset_infos.json", "dataset_dict.json")
 """What `save_to_disk` writes beside its data."""

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from sft.data.demo import make_demo
 from sft.data.formats import Row
-from sft.data.readers import SUFFIXES, BadRow, first_rows, local_files, read_rows, without_nulls
+from sft.data.readers import BadRow, first_rows, local_files, read_rows, without_nulls
 from sft.errors import DataError
+from sft.hub.demo import make_demo
+from sft.hub.names import BUILTIN, hub_answers, hub_commit, is_on_hub, is_pattern
 from sft.recipe.load import find_file
 from sft.recipe.schema import Source
-
-BUILTIN = "builtin:demo"
 
 
 @contextmanager
@@ -34,21 +29,6 @@ def told_as(key: str) -> Iterator[None]:
         raise DataError(re.sub(r"^data\.train\b", key, str(error))) from None
 
 
-def looks_local(name: str) -> bool:
-    """Whether a name is meant as a path: it is one, or could not be a hub id."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or find_file(name).exists()
-
-
-def _is_pattern(source: Source) -> bool:
-    return any(character in source.path for character in "*?[")
-
-
-def is_on_hub(source: Source) -> bool:
-    """Whether a source's name can only be an id on the hub."""
-    local = source.path == BUILTIN or looks_local(source.path) or source.path.endswith(SUFFIXES)
-    return not local and not _is_pattern(source)
-
-
 def source_files(source: Source, output_dir: str) -> list[Path] | None:
     """The local files of a source, or None where it is a hub id.
 
@@ -59,7 +39,7 @@ def source_files(source: Source, output_dir: str) -> list[Path] | None:
         return [make_demo(Path(output_dir)).train]
     if is_on_hub(source):
         return None
-    pattern = _is_pattern(source)
+    pattern = is_pattern(source.path)
     path = find_file(source.path)
     if source.name is not None or source.revision is not None or source.streaming:
         raise DataError(
@@ -156,50 +136,6 @@ def first_look(files: list[Path], count: int) -> list[Row]:
             raise DataError(f"{file}: none of its first rows can be read: {rows[0].reason}. Correct the file.")
     names = ", ".join(map(str, files[:3]))
     raise DataError(f"{names} hold{'s' if len(files) == 1 else ''} no rows.")
-
-
-def hub_answers() -> bool:
-    """Whether the hub can be reached: one connection, at most three seconds. Upstream's own calls retry for a minute."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        return True  # only the proxy can tell
-    url = urlsplit(constants.ENDPOINT)
-    return _reaches(url.hostname or "", url.port or (80 if url.scheme == "http" else 443))
-
-
-@cache
-def _reaches(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=3).close()
-    except OSError:
-        return False
-    return True
-
-
-def hub_commit(source: Source) -> str | None:
-    """The commit that a hub dataset's revision stands for now; None where nobody can tell."""
-    from huggingface_hub import constants
-
-    if hub_answers():
-        return _commit_now(source.path, source.revision)
-    folder = Path(constants.HF_HUB_CACHE) / f"datasets--{source.path.replace('/', '--')}" / "refs"
-    reference = folder / (source.revision or "main")
-    return reference.read_text().strip() if reference.is_file() else source.revision
-
-
-@cache
-def _commit_now(path: str, revision: str | None) -> str | None:
-    """Asked once, so that what is loaded is what the prepared data is known by."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        return HfApi().dataset_info(path, revision=revision).sha
-    except (HfHubHTTPError, OSError, ValueError):
-        return None  # loading it says why
 
 
 def _hub_rows(source: Source) -> Iterator[Row]:

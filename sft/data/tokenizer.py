@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sft.data.sources import BUILTIN, looks_local
 from sft.data.template_checks import end_of_turn
 from sft.errors import ModelError, did_you_mean
+from sft.hub.names import BUILTIN, looks_local, model_path
 from sft.hub.remote_code import HOW_TO_ALLOW, is_refusal
-from sft.plan.facts import model_path
 from sft.recipe.load import find_file
 from sft.recipe.schema import Recipe
 

@@ -6,7 +6,7 @@ import os
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-from sft.errors import run_main
 from sft.export.main import main
+from sft.program import run_main
 
 run_main(main)

@@ -12,11 +12,11 @@ from typing import Any
 
 from sft.credentials import secrets_in
 from sft.data.tokenizer import load_tokenizer as settled_tokenizer
-from sft.errors import ExportError, disk_was_full
+from sft.errors import ExportError
 from sft.export.source import Exported, has_tokenizer, read_config
+from sft.files import disk_was_full, remove
 from sft.plan.disk import in_words
 from sft.recipe.schema import Recipe
-from sft.run.inside import remove
 
 _TEXT = (".json", ".md", ".jinja", ".sh", ".txt", ".yaml", ".py", "")
 _LARGEST_TEXT = 4 << 20

@@ -75,7 +75,7 @@ def config_folder(source: Exported) -> Path:
     for folder in (source.folder, source.run.final, Path(source.base_path)):
         if (folder / "config.json").is_file():
             return folder
-    from sft.plan.facts import model_path
+    from sft.hub.names import model_path
 
     try:
         from huggingface_hub import try_to_load_from_cache

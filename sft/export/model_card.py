@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from sft.credentials import redact
-from sft.data.sources import is_on_hub
 from sft.errors import ExportError
 from sft.export.generation import sampling, stop_tokens, text_config
 from sft.export.gguf import GGUF
 from sft.export.source import Exported
+from sft.hub.names import is_on_hub
 from sft.recipe.public import is_hub_id, public_name, public_recipe
 from sft.visible import visible
 

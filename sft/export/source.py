@@ -14,8 +14,9 @@ from sft.checkpoint.manifest import fault
 from sft.checkpoint.resume import checkpoints_of, step_of
 from sft.checkpoint.resume_plan import Writer, writer_of
 from sft.errors import ExportError
+from sft.files import read_json
 from sft.recipe.schema import Model, Recipe
-from sft.run.directory import Run, find_run, read_json
+from sft.run.directory import Run, find_run
 from sft.run.unchanged import base_changes, check_final
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sft.data.sources import hub_commit, is_on_hub
-from sft.hub.remote_code import is_commit
-from sft.plan.facts import ModelFacts
+from sft.hub.model_facts import ModelFacts
+from sft.hub.names import hub_commit, is_commit, is_on_hub
 from sft.recipe.schema import Recipe
 
 

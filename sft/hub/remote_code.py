@@ -5,30 +5,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from sft.errors import ModelError
+from sft.hub.names import is_commit
 from sft.recipe.schema import Model
-
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 HOW_TO_ALLOW = (
     "To run it, read it first; then set model.trust_remote_code=true and, of a hub model, model.revision to the full hash of the commit "
     "that you have read."
 )
-
-
-def is_commit(revision: str | None) -> bool:
-    """Whether a revision is a full commit hash, which always stands for the same files.
-
-    >>> is_commit("main"), is_commit("3aab1f1"), is_commit("3aab1f1954e9cc14eb9509a215f9e5ca08227a9b")
-    (False, False, True)
-    """
-    return revision is not None and _COMMIT.fullmatch(revision) is not None
 
 
 def named_code(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """python -m sft.launch RECIPE: what scripts/sft.sh runs."""
 
-from sft.errors import run_main
 from sft.launch.main import main
+from sft.program import run_main
 
 run_main(main)

@@ -21,8 +21,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from sft.data.prepared import Prepared
-from sft.errors import EXIT_USER_ERROR, run_main
+from sft.errors import EXIT_USER_ERROR
 from sft.launch.checks import job_and_layout
+from sft.launch.job import open_job
 from sft.launch.prepare import prepared_data
 from sft.launch.tuning_result import (
     PASSES,
@@ -37,8 +38,9 @@ from sft.launch.tuning_result import (
 )
 from sft.parallel import process_group as distributed
 from sft.plan.decision import Resolved
-from sft.plan.job import Job, open_job
+from sft.plan.job import Job
 from sft.plan.weights import resolve_gradients
+from sft.program import run_main
 
 
 def main(argv: Sequence[str]) -> None:

@@ -12,8 +12,9 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from sft.errors import PlanError, PreflightError
+from sft.launch.job import open_job
 from sft.plan.hardware import detect_hardware, unknown_gpus
-from sft.plan.job import Job, open_job
+from sft.plan.job import Job
 from sft.plan.topology import Layout, read_layout, whole_number
 from sft.recipe.schema import REPOSITORY
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 from eval.harness.launch import decided_placement
-from sft.errors import run_main
 from sft.launch.torchrun import start
 from sft.plan.hardware import cpu_cores
 from sft.plan.topology import Layout
+from sft.program import run_main
 
 
 def main(arguments: list[str]) -> None:

@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import NoReturn
 
 from sft import signals as interruption
-from sft.errors import EXIT_CRASHED, EXIT_GATE, EXIT_TERMINATED, Interrupted, RunError, run_main
+from sft.errors import EXIT_CRASHED, EXIT_GATE, EXIT_TERMINATED, Interrupted, RunError
 from sft.launch.opening import claim, keep_recipe, unfinished_run
 from sft.parallel.process_group import LAUNCHED
 from sft.plan.job import Job
+from sft.program import run_main
 from sft.recipe.schema import Evaluation
 from sft.run.consent import OWN_RUN
 from sft.run.directory import EVALUATION_LEFT, Run, find_run
+from sft.run.record import InterruptibleRun
 from sft.signals import held_back
 from sft.train.request_files import began, forget_stale
 
@@ -104,7 +106,7 @@ def main(argv: Sequence[str]) -> None:
     from eval.report.main import write_report
 
     run = find_run(Path(argv[0]))
-    interruption.is_of(run)
+    interruption.interrupts(InterruptibleRun(run))
     evaluation = run.recipe().eval
     if not programs(evaluation):
         write_report(run)

@@ -89,7 +89,7 @@ def tell_interruption(forwarding: Forwarding, status: int) -> None:
     folder = written_run(os.getpid())
     if folder is None and interruption.others_speak():
         return
-    error, after = f"Interrupted by {by.name}", "The same command starts again, or goes on"
+    error, after = f"Interrupted by {by.name}", "The same command starts again, or resumes"
     if folder is not None:
         run = Run(folder)
         with suppress(OSError, UserError):

@@ -22,6 +22,7 @@ from sft.launch.auto_tune import search
 from sft.launch.checks import check_address, check_installed, check_started_once, job_and_layout, told_of_slurm
 from sft.launch.finish import become_finish, evaluation_left
 from sft.launch.host_facts import host_facts
+from sft.launch.job import open_job, open_recipe
 from sft.launch.opening import check_start, unfinished_run
 from sft.launch.preflight import disk, refuse
 from sft.launch.prepare import prepared_data
@@ -29,7 +30,7 @@ from sft.launch.rerun import is_run, start_again, told_differences
 from sft.launch.torchrun import check_port, choose_rendezvous, start
 from sft.launch.tuning_result import find_answer, is_searched
 from sft.plan.hardware import Hardware, described_hardware, detect_hardware
-from sft.plan.job import Job, open_job, open_recipe
+from sft.plan.job import Job
 from sft.plan.plan import plan_warnings, print_plan
 from sft.plan.topology import Layout, read_layout, whole_number
 from sft.recipe.changes import check_allowed_changes

@@ -19,12 +19,13 @@ from sft.checkpoint.manifest import is_damaged, read_manifest
 from sft.checkpoint.resume import checkpoints_of
 from sft.checkpoint.resume_plan import FILE, resolve_continuation
 from sft.errors import RecipeError, RunError
+from sft.files import read_json, remove
 from sft.plan.job import Job
 from sft.recipe.changes import Change, check_allowed_changes, not_allowed, recipe_differences
 from sft.recipe.schema import Recipe
 from sft.run.consent import OWN_RUN
-from sft.run.directory import EVALUATION_LEFT, INCOMPLETE, Run, read_json
-from sft.run.inside import check_inside, remove
+from sft.run.directory import EVALUATION_LEFT, INCOMPLETE, Run
+from sft.run.inside import check_inside
 
 _TAKEN = "exists already and is not written over. Choose another tracking.run_name, or remove the folder."
 _SHOWN = 5

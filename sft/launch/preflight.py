@@ -6,6 +6,7 @@ each start of several processes           the comparisons and a sum; a differenc
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -15,14 +16,16 @@ from typing import Any
 from uuid import uuid4
 
 from sft.data.prepared import data_key
-from sft.errors import PreflightError, RecipeError, run_main
+from sft.errors import PreflightError, RecipeError
 from sft.launch.host_comparison import Check, check_clocks, compare
 from sft.launch.host_facts import HostFacts, host_facts, read_facts
 from sft.launch.interconnect import bus_bandwidth, check_bandwidth, expected_link
+from sft.launch.job import open_job
 from sft.launch.opening import unfinished_run
 from sft.parallel import process_group as distributed
-from sft.plan.disk import check_disk
-from sft.plan.job import Job, open_job
+from sft.plan.disk import bytes_per_parameter, checkpoints_to_come, in_words, trained_parameters
+from sft.plan.job import Job
+from sft.program import run_main
 
 _MEASURED_BYTES = {True: 256 * 2**20, False: 16 * 2**20}
 """Of the all-reduce that is timed, by whether it is on GPUs."""
@@ -97,6 +100,37 @@ def disk(job: Job) -> Check:
     """Room for the checkpoints to come, beside those that an unfinished run has."""
     run = unfinished_run(job)
     return check_disk(job, len(list(run.checkpoints.glob("checkpoint-*"))) if run else 0)
+
+
+def check_disk(job: Job, there: int = 0) -> Check:
+    """Whether checkpoints and final/ have room in output_dir.
+
+    Args:
+        job: What is trained and how.
+        there: Checkpoints that the run has already.
+    """
+    folder = Path(job.recipe.output_dir).expanduser().resolve()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    parameters = trained_parameters(job)
+    if parameters is None:
+        return Check("disk", f"{in_words(free)} free in {folder}; what is needed is not known before the model loads")
+    of_checkpoint, of_final = bytes_per_parameter(job)
+    count = checkpoints_to_come(job.recipe, job.plan.max_steps.value, there)
+    needed = parameters * (count * of_checkpoint + of_final)
+    words = (
+        f"{count} checkpoint{'s' if count > 1 else ''} of {in_words(parameters * of_checkpoint)} and final/ of "
+        f"{in_words(parameters * of_final)} need {in_words(needed)}"
+    )
+    if needed <= free:
+        return Check("disk", f"{words}; {in_words(free)} free")
+    return Check(
+        "disk",
+        f"{in_words(free)} free",
+        f"{words}, and {folder} has {in_words(free)} free. Free some space, set output_dir to another disk, or lower "
+        "train.save_total_limit.",
+    )
 
 
 def _device(job: Job) -> Any:

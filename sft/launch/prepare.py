@@ -18,11 +18,12 @@ from sft.data.findings import check_findings
 from sft.data.ledger import check_limits
 from sft.data.prepare import prepare
 from sft.data.prepared import Prepared, entry_folder, find_prepared
-from sft.errors import DataError, Interrupted, RecipeError, RunError, run_main, stop
-from sft.plan.facts import ModelFacts
+from sft.errors import DataError, Interrupted, RecipeError, RunError
+from sft.hub.model_facts import ModelFacts
+from sft.launch.job import open_recipe
 from sft.plan.hardware import cpu_cores, cpu_memory_gib
-from sft.plan.job import open_recipe
 from sft.processes import end_with_parent
+from sft.program import exit_process, run_main
 from sft.recipe.schema import Recipe
 from sft.signals import EXITS, SIGNALS, exit_status, held_back
 
@@ -92,7 +93,7 @@ def prepared_data(
             "cores (taskset -c 0-3 bash scripts/sft.sh ...) or more memory, and start again."
         )
     if status:
-        stop(status)  # it has said why
+        exit_process(status)  # it has said why
     prepared = find_prepared(entry_folder(recipe, model))
     if prepared is None:
         raise DataError("The data has changed while it was prepared. Start again when nobody writes to it.")

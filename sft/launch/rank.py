@@ -24,18 +24,20 @@ from sft.data.show import summary_lines
 from sft.data.template_checks import note_on_headers
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import RecipeError
+from sft.files import write_json
 from sft.hub.pins import pin_lines, pinned
 from sft.launch.checks import check_installed, check_rank_variables
 from sft.launch.finish import become_finish, evaluation_left, programs
+from sft.launch.job import open_job
 from sft.launch.preflight import check_ranks
 from sft.launch.start import Start, begin_data, start_run, wait_for_data
 from sft.parallel import process_group as distributed
 from sft.parallel.lost_ranks import told_of_lost_ranks
-from sft.plan.job import Job, open_job
+from sft.plan.job import Job
 from sft.plan.plan import plan_warnings, print_plan
-from sft.run.directory import Run, write_json
+from sft.run.directory import Run
 from sft.run.lost_folder import told_of_a_lost_folder
-from sft.run.record import close_session, record_end
+from sft.run.record import InterruptibleRun, close_session, record_end
 from sft.train.rollback import become_again
 from sft.train.tracking import finish_trackers, set_up_trackers
 
@@ -59,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
     tokenizer = load_tokenizer(pinned(job.recipe, job.model))
     with told_of_lost_ranks(job.recipe, "the first one prepared the data"):
         start = start_run(job)
-    interruption.is_of(start.run)
+    interruption.interrupts(InterruptibleRun(start.run))
     rank_logs.move_to(start.run.path)
     from sft.train.main import train
 

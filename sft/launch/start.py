@@ -14,6 +14,7 @@ from sft.checkpoint.resume import Choice, choose_checkpoint, lost_lines
 from sft.checkpoint.resume_plan import Continuation, resolve_continuation
 from sft.data.prepared import Prepared
 from sft.errors import RunError
+from sft.files import write_json
 from sft.launch.opening import (
     check_start,
     decisions_of,
@@ -32,8 +33,8 @@ from sft.plan.decision import Searched
 from sft.plan.job import Job
 from sft.plan.resumed import as_started
 from sft.recipe.changes import Change, differences
-from sft.run.directory import Run, write_json
-from sft.run.record import installed_versions, record_start
+from sft.run.directory import Run
+from sft.run.record import InterruptibleRun, installed_versions, record_start
 from sft.run.unchanged import base_changes
 from sft.signals import EXITS
 from sft.terminal import forget_ending
@@ -130,7 +131,7 @@ def _start(job: Job) -> Start:
         check_same_data(original, job, prepared.fingerprint)
     unfinished, lost = unfinished_run(job), lost_latest(job)
     run = open_run(job)
-    interruption.is_of(run)
+    interruption.interrupts(InterruptibleRun(run))
     beside = (
         [f"Another process is training {unfinished.path}: this is a run beside it."]
         if unfinished not in (None, run)

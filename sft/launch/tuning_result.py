@@ -19,10 +19,10 @@ import numpy as np
 
 from sft.data.prepared import Prepared
 from sft.data.store import DocumentStore, SequenceIndex
+from sft.files import write_json
 from sft.plan.batch_size import divisors
 from sft.plan.decision import Searched
 from sft.plan.job import Job
-from sft.run.directory import write_json
 
 FORMAT = 1
 """Raised when what is measured, or how it is chosen, changes."""

@@ -7,11 +7,12 @@ recurrent state; the text of `models/<type>/modeling_<type>.py` says so, and tak
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from sft.hub.model_facts import Architecture
 
 _MASK_ONLY = re.compile(r"create_chunked_causal_mask|indexed_attention|compressed_attention|[Ii]ndexer\b")
 _WINDOW = re.compile(r"sliding_window=(self|getattr|config)\b")
@@ -20,49 +21,6 @@ _MASK_CALL = re.compile(r"create_(?:causal|sliding_window_causal)_mask\(([^()]*(
 _MASK_ARGUMENTS = re.compile(r"mask_kwargs\w* = \{[^}]*position_ids[^}]*\}")
 _TENSOR_PLAN = re.compile(r"base_model_tp_plan = \{(.*?)\}", re.DOTALL)
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """How a model attends. The defaults are those of an ordinary decoder."""
-
-    has_interface: bool = True
-    """Goes through transformers' attention interface, so that a registered function is what runs."""
-
-    has_sdpa: bool = True
-    has_flash: bool = True
-    sinks: bool = False
-    """Learned scores that attend to nothing (gpt-oss)."""
-
-    softcap: bool = False
-    """Scores are squashed by tanh (Gemma 2)."""
-
-    mask_only: bool = False
-    """What a token sees is said by a mask alone (chunks, chosen tokens, windows that the function is not told of), so that functions
-    that take no mask would compute something else."""
-
-    blind_mask: bool = False
-    """Its masks are made without position ids, so that no mask keeps packed documents apart (OPT, Falcon, gpt-oss)."""
-
-    recurrent: bool = False
-    """Some layers carry a state from token to token (Mamba, linear attention, short convolutions)."""
-
-    head_dim: int | None = None
-    value_head_dim: int | None = None
-    """Where values are narrower than keys (multi-head latent attention)."""
-
-    dropout: float = 0.0
-    """Of attention weights while training."""
-
-    tensor_plan: frozenset[str] = frozenset()
-    """In which ways transformers' tensor parallel plan divides its layers; empty where it has none."""
-
-    @property
-    def one_kernel(self) -> bool:
-        """Whether FlashAttention computes it: equal heads of a multiple of 8, at most 256."""
-        width = self.head_dim
-        same = self.value_head_dim in (None, width)
-        return same and (width is None or (width % 8 == 0 and width <= 256))
 
 
 @cache

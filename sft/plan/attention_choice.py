@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sft.errors import PlanError
-from sft.plan.architecture import Architecture
+from sft.hub.model_facts import Architecture
 from sft.plan.decision import Resolved
 from sft.plan.hardware import Hardware
 from sft.recipe.schema import Recipe

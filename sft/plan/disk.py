@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from math import ceil
-from pathlib import Path
 
-from sft.launch.host_comparison import Check
 from sft.plan.job import Job
 from sft.plan.weights import MASTER
 from sft.recipe.schema import Recipe
@@ -48,37 +45,6 @@ def checkpoints_to_come(recipe: Recipe, steps: int | None, there: int) -> int:
     if steps is not None:
         written = min(written, ceil(steps / recipe.train.save_steps))
     return max(1, written - there)
-
-
-def check_disk(job: Job, there: int = 0) -> Check:
-    """Whether checkpoints and final/ have room in output_dir.
-
-    Args:
-        job: What is trained and how.
-        there: Checkpoints that the run has already.
-    """
-    folder = Path(job.recipe.output_dir).expanduser().resolve()
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    parameters = trained_parameters(job)
-    if parameters is None:
-        return Check("disk", f"{in_words(free)} free in {folder}; what is needed is not known before the model loads")
-    of_checkpoint, of_final = bytes_per_parameter(job)
-    count = checkpoints_to_come(job.recipe, job.plan.max_steps.value, there)
-    needed = parameters * (count * of_checkpoint + of_final)
-    words = (
-        f"{count} checkpoint{'s' if count > 1 else ''} of {in_words(parameters * of_checkpoint)} and final/ of "
-        f"{in_words(parameters * of_final)} need {in_words(needed)}"
-    )
-    if needed <= free:
-        return Check("disk", f"{words}; {in_words(free)} free")
-    return Check(
-        "disk",
-        f"{in_words(free)} free",
-        f"{words}, and {folder} has {in_words(free)} free. Free some space, set output_dir to another disk, or lower "
-        "train.save_total_limit.",
-    )
 
 
 def in_words(count: float) -> str:

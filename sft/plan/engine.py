@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from sft.errors import PlanError
+from sft.hub.model_facts import ModelFacts
 from sft.plan.decision import Resolved
-from sft.plan.facts import ModelFacts
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.memory import ENGINES, GIB, LARGEST_BUCKET, Need, engine_of, is_half, layer_size, needed
 from sft.plan.parallelism import data_parallel_ranks

@@ -1,36 +1,19 @@
-"""What can be known of the model and the data before anything heavy is imported or loaded.
-
-A first look: config.json and the first rows. It finds a wrong path or useless columns in a second, and gives the plan its
-estimates. Imports no torch.
-"""
+"""What can be known of the model before its weights load: its config.json, and which files hold its weights."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from math import ceil
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
 
-import numpy as np
-
-from sft.data.demo import make_demo
-from sft.data.formats import Example, Row, Text, Tokens, common_columns, renamed, row_format, to_example
-from sft.data.mixture import wanted_rows
-from sft.data.packing import pack
-from sft.data.readers import count_rows
-from sft.data.sources import BUILTIN, first_look, hub_answers, looks_local, source_files, split_and_slice, told_as
 from sft.errors import ModelError
-from sft.hub.remote_code import check_remote_code, is_commit
-from sft.plan.architecture import Architecture, read_architecture
-from sft.recipe.load import find_file
-from sft.recipe.schema import Recipe, Source
-
-_TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "tekken.json", "vocab.txt", "merges.txt")
-"""Wherever a whole vocabulary is, one of these is. Without it transformers makes up an empty tokenizer, and says nothing."""
+from sft.hub.model_facts import ModelFacts
+from sft.hub.names import hub_answers, is_commit, model_path
+from sft.hub.remote_code import check_remote_code
+from sft.plan.architecture import read_architecture
+from sft.recipe.schema import Recipe
 
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -41,97 +24,6 @@ _ENCODERS = frozenset(
 """Types that transformers loads as causal language models too, and whose tokens see those behind them unless is_decoder is set."""
 
 _ENCODER_DECODERS = frozenset(["t5", "mt5", "umt5", "bart", "mbart", "pegasus"])
-
-_SAMPLE = 200
-"""Rows of each source that the estimate reads."""
-
-_PACKS = 16
-"""Packs of which the last, which is seldom full, is a small part."""
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """The model's config.json, as far as the plan needs it; None where it could not be read before a download."""
-
-    path: str
-    """Local folder or hub id, `builtin:` names resolved."""
-
-    model_type: str | None = None
-    dtype: str | None = None
-    """What the weights are stored in, which is what the model was trained in: bfloat16, float16, float32."""
-
-    max_position_embeddings: int | None = None
-    parameters: int | None = None
-    vocab_size: int | None = None
-    """Rows of the embedding."""
-
-    hidden_size: int | None = None
-    num_hidden_layers: int | None = None
-    num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None
-    intermediate_size: int | None = None
-    """Width of the feed-forward layers."""
-
-    sliding_window: int | None = None
-    """Tokens that a query sees in layers with a window, where the model has such."""
-
-    architecture: Architecture | None = None
-    """How it attends; None where that is not known."""
-
-    commit: str | None = None
-    """Of a hub model, what its revision stood for when it was looked up: all that is loaded of it is of this commit."""
-
-
-@dataclass(frozen=True)
-class DataFacts:
-    """How much data there is, in the units of the plan."""
-
-    documents: int
-    tokens: int
-    """Of all documents, prompts included, none longer than data.max_length."""
-
-    trained_tokens: int
-    sequences: int | None = None
-    """Rows the trainer sees: packs with packing, else documents. None: as if every pack were full."""
-
-    exact: bool = False
-    """Counted on the prepared data, not estimated from the first rows."""
-
-
-def model_path(recipe: Recipe) -> str:
-    """The model's local folder or hub id.
-
-    Raises:
-        ModelError: A path that does not exist.
-    """
-    name = recipe.model.name_or_path
-    if name == BUILTIN:
-        return str(make_demo(Path(recipe.output_dir)).model)
-    if not looks_local(name):
-        try:
-            Path(name).is_dir()
-        except (OSError, ValueError) as error:
-            raise ModelError(
-                f"model.name_or_path={name}: no folder and no hub id (owner/name) has such a name: {error}."
-            ) from None
-        return name
-    folder = find_file(name)
-    if (folder / "adapter_config.json").is_file():
-        # transformers would load the model that this file names, and not the weights beside it.
-        raise ModelError(
-            f"model.name_or_path={name}: the folder holds adapter_config.json: adapters for another model. Merge them into that model "
-            "(peft's merge_and_unload), or move the file away if the folder holds the whole model."
-        )
-    if not (folder / "config.json").is_file():
-        problem = "holds no config.json" if folder.is_dir() else "does not exist"
-        raise ModelError(
-            f"model.name_or_path={name}: the folder {problem}. Give a folder of a Hugging Face model or a hub id."
-        )
-    if not any(file.is_file() for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)):
-        raise ModelError(
-            f"model.name_or_path={name}: the folder holds no tokenizer ({', '.join(_TOKENIZER_FILES)}). Copy the tokenizer's files there."
-        )
-    return str(folder.resolve())
 
 
 def _hub_file(name: str, revision: str | None, file: str) -> Path | None:
@@ -358,109 +250,4 @@ def inspect_model(recipe: Recipe, download: bool = True) -> ModelFacts:
         sliding_window=config.get("sliding_window") if config.get("use_sliding_window", True) else None,
         architecture=read_architecture(config),
         commit=commit,
-    )
-
-
-def _sample(files: list[Path], source: Source) -> tuple[list[Row], str, int]:
-    """The first rows of a source, their format, and about how many rows it has."""
-    rows, format, number = _sample_all(files, source)
-    return rows, format, len(range(number)[split_and_slice(source)[1]])
-
-
-def _sample_all(files: list[Path], source: Source) -> tuple[list[Row], str, int]:
-    """The first rows of the first file, their format, and how many rows all files hold at that density."""
-    rows = first_look(files, _SAMPLE)
-    format = row_format(common_columns(rows), source, {name for row in rows for name in row})
-    counts = [count_rows(file) for file in files]
-    if None not in counts:
-        return rows, format, sum(count or 0 for count in counts)
-    bytes_a_row = sum(
-        len(json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "replace")) + 2 for row in rows
-    ) / len(rows)
-    # Text shrinks to about a quarter under gzip or zstd.
-    size = sum(file.stat().st_size * (4 if file.suffix in (".gz", ".zst") else 1) for file in files)
-    return rows, format, len(rows) if len(rows) < _SAMPLE and len(files) == 1 else round(size / bytes_a_row)
-
-
-def inspect_data(recipe: Recipe, model: ModelFacts) -> DataFacts | None:
-    """Look at the first rows of every source.
-
-    Returns:
-        An estimate; None where a source is on the hub, which is not asked before the data is prepared.
-
-    Raises:
-        DataError: A source that does not exist, cannot be read, or has no usable columns.
-    """
-    from tokenizers import Tokenizer
-
-    tokenizer_file = Path(model.path) / "tokenizer.json"
-    try:
-        tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.is_file() else None
-    except Exception as error:  # the library raises no narrower one
-        raise ModelError(f"{tokenizer_file} cannot be read: {error}. Copy it again.") from None
-
-    def count(text: str) -> int:
-        text = text.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
-        return len(tokenizer.encode(text, add_special_tokens=False).ids) if tokenizer else len(text.encode()) // 4
-
-    for source in recipe.held_out_sources:
-        with told_as("data.held_out"):
-            files = source_files(source, recipe.output_dir)
-            if files is not None:
-                _sample(files, source)
-    samples = []
-    for source in recipe.sources:
-        files = source_files(source, recipe.output_dir)
-        if files is None:
-            return None
-        samples.append(_sample(files, source))
-    kept = 1 - recipe.data.held_out if isinstance(recipe.data.held_out, float) else 1.0
-    # The numbers are guesses: that a source has fewer rows than the recipe takes is said when they are counted.
-    available = [
-        max(round(number * kept), source.rows or 1)
-        for (_, _, number), source in zip(samples, recipe.sources, strict=True)
-    ]
-    taken = wanted_rows(recipe.sources, available)
-    documents = tokens = trained = sequences = 0.0
-    for source, (rows, format, _), number in zip(recipe.sources, samples, taken, strict=True):
-        sampled: list[int] = []
-        for row in rows:
-            try:
-                example = to_example(renamed(row, source), format, recipe.data, source)
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue  # reported with its number when the data is prepared
-            length, answered = _lengths(example, count)
-            share = number / len(rows)
-            documents += share
-            sampled.append(min(length, recipe.data.max_length))
-            tokens += share * sampled[-1]
-            trained += share * (length if recipe.data.loss_on == "all" else answered)
-        sequences += (
-            number
-            / len(rows)
-            * (_packs(sampled, number / len(rows), recipe.sequence_length) if recipe.data.packing else len(sampled))
-        )
-    if not documents:
-        return None
-    return DataFacts(int(documents), int(tokens), min(int(trained), int(tokens)), ceil(sequences))
-
-
-def _packs(sampled: list[int], rows_for_each: float, capacity: int) -> float:
-    """Packs that the documents of a sample need, where each stands for several: enough of them to fill some packs."""
-    copies = min(ceil(rows_for_each), ceil(_PACKS * capacity / max(1, sum(sampled))))
-    return len(pack(np.tile(sampled, max(1, copies)), capacity)[1]) / max(1, copies)
-
-
-def _lengths(example: Example, count: Callable[[str], int]) -> tuple[int, int]:
-    """About how many tokens a row has, and how many of them are trained."""
-    if isinstance(example, Tokens):
-        labels = example.labels or example.input_ids
-        return len(labels), sum(label >= 0 for label in labels)
-    if isinstance(example, Text):
-        trained = count(example.completion) + 1
-        return count(example.prompt) + trained, trained
-    lengths = [count(turn["content"]) for turn in example.messages]
-    # Most templates add five tokens to a turn: its start, the role, two line breaks and its end.
-    return sum(length + 5 for length in lengths), sum(
-        length + 1 for length, keep in zip(lengths, example.trained, strict=True) if keep
     )

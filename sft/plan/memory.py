@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from sft.plan.facts import ModelFacts
+from sft.hub.model_facts import ModelFacts
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.weights import gradient_bytes
 from sft.plan.zero import DeepSpeedFile

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from sft.errors import PlanError
+from sft.hub.model_facts import ModelFacts
 from sft.plan.decision import Resolved, stated
-from sft.plan.facts import ModelFacts
 from sft.plan.hardware import Hardware
 from sft.plan.zero import DeepSpeedFile
 from sft.recipe.schema import Recipe

@@ -9,9 +9,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import ceil
-from typing import Any
+from typing import Any, Protocol
 
 from sft.errors import PlanError
+from sft.hub.model_facts import ModelFacts
 from sft.plan.attention_choice import choose_attention
 from sft.plan.batch_size import (
     resolve_data_parallel_ranks,
@@ -22,7 +23,6 @@ from sft.plan.batch_size import (
 )
 from sft.plan.decision import Resolved, Searched, stated
 from sft.plan.engine import AUTO, choose_engine, resolve_memory
-from sft.plan.facts import DataFacts, ModelFacts
 from sft.plan.fsdp import ENGINE, check_fsdp, describe_fsdp, resolve_fsdp
 from sft.plan.hardware import Hardware
 from sft.plan.parallelism import resolve_sequence_parallel, resolve_tensor_parallel
@@ -30,6 +30,30 @@ from sft.plan.weights import resolve_gradients, resolve_weights
 from sft.plan.zero import DeepSpeedFile, check_deepspeed
 from sft.recipe.schema import Recipe
 from sft.visible import visible_line
+
+
+class DataSize(Protocol):
+    """How much data there is, estimated or counted; `sft.data.facts.DataFacts` is one."""
+
+    @property
+    def documents(self) -> int:
+        """Documents to train on."""
+
+    @property
+    def tokens(self) -> int:
+        """Of all documents, prompts included, none longer than data.max_length."""
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens with a loss."""
+
+    @property
+    def sequences(self) -> int | None:
+        """Rows the trainer sees: packs with packing, else documents; None: as if every pack were full."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether it was counted on the prepared data, and not estimated from the first rows."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +227,7 @@ def _engine_at_hand(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile
     return Resolved("DDP", f"train.deepspeed is not set; {hardware.ranks} ranks each hold the whole model")
 
 
-def _expectations(recipe: Recipe, sequences: int, data: DataFacts | None) -> dict[str, Resolved[Any]]:
+def _expectations(recipe: Recipe, sequences: int, data: DataSize | None) -> dict[str, Resolved[Any]]:
     """Documents and trained tokens per step, and the number of steps."""
     steps, names = recipe.train.max_steps, ("documents_per_step", "trained_tokens_per_step", "steps_per_epoch")
     if data is None:
@@ -239,7 +263,7 @@ def resolve_plan(
     recipe: Recipe,
     hardware: Hardware,
     model: ModelFacts,
-    data: DataFacts | None = None,
+    data: DataSize | None = None,
     deepspeed: DeepSpeedFile | None = None,
     searched: Searched | None = None,
 ) -> Plan:
@@ -319,7 +343,7 @@ lies beyond these is the other one's rate."""
 
 
 def plan_warnings(
-    recipe: Recipe, plan: Plan, hardware: Hardware, model: ModelFacts, data: DataFacts | None = None
+    recipe: Recipe, plan: Plan, hardware: Hardware, model: ModelFacts, data: DataSize | None = None
 ) -> list[str]:
     """What a plan shows that would surprise its author, one sentence or two each; empty where nothing does.
 

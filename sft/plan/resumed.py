@@ -12,9 +12,8 @@ from typing import Any
 
 from sft.errors import PlanError
 from sft.plan.decision import Resolved
-from sft.plan.facts import DataFacts
 from sft.plan.job import Job
-from sft.plan.plan import resolve_plan
+from sft.plan.plan import DataSize, resolve_plan
 
 OPEN = {
     "precision": ("train", "precision"),
@@ -27,7 +26,7 @@ OPEN = {
 REASON = "auto: as this run was started"
 
 
-def as_started(job: Job, data: DataFacts, earlier: Mapping[str, Any]) -> Job:
+def as_started(job: Job, data: DataSize, earlier: Mapping[str, Any]) -> Job:
     """The job with its data counted, and with the decisions that its run has trained with.
 
     Args:

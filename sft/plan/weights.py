@@ -5,8 +5,8 @@ MASTER is the only choice that sft/parallel/optimizer.py carries out by itself; 
 
 from __future__ import annotations
 
+from sft.hub.model_facts import ModelFacts
 from sft.plan.decision import Resolved
-from sft.plan.facts import ModelFacts
 from sft.plan.fsdp import resolve_fsdp
 from sft.plan.hardware import Hardware
 from sft.plan.zero import DeepSpeedFile

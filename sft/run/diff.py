@@ -15,9 +15,11 @@ from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
-from sft.errors import RecipeError, run_main
+from sft.errors import RecipeError
+from sft.files import read_json
+from sft.program import run_main
 from sft.recipe.changes import differences
-from sft.run.directory import Run, find_run, read_json, read_lines
+from sft.run.directory import Run, find_run, read_lines
 from sft.visible import visible_line
 
 # Of the keys that may change in a run that goes on, those that say who computes what do count here.

@@ -7,7 +7,6 @@ holds, sft/launch/opening.py makes a folder or finds the one to go on in.
 from __future__ import annotations
 
 import json
-import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from pathlib import Path
 from shlex import join
 from typing import Any
 
-from sft.credentials import redact
 from sft.errors import RunError
+from sft.files import read_json, write_json
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Recipe
 from sft.run.inside import check_inside
@@ -28,34 +27,6 @@ INCOMPLETE = ".incomplete"
 
 EVALUATION_LEFT = ("running", "interrupted")
 """What run.json says of an evaluation that did not come to its end: its process was killed, or asked to stop."""
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write a JSON file, without secrets, so that a reader sees the old one or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        text = redact(json.dumps(value, indent=2, ensure_ascii=False, default=str))
-        # Half a surrogate pair, which a model's answer may hold, is written as JSON's own \udXXX.
-        temporary.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def read_json(path: Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        RunError: It is missing or is no JSON.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RunError(f"{path} is missing: {path.parent} is not the folder of a run of this project.") from None
-    except (OSError, ValueError) as error:
-        raise RunError(
-            f"{path} cannot be read: {error}. Bring it back from a copy; a new run (train.resume=never) does without it."
-        ) from None
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ that exists is written to: a new one is empty.
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 from sft.errors import RecipeError, RunError
@@ -70,11 +69,3 @@ def _is_in(link: Path, folder: Path) -> bool:
         return link.resolve().is_relative_to(folder)
     except (OSError, RuntimeError):  # a link to itself
         return False
-
-
-def remove(path: Path) -> None:
-    """Remove a folder; of a link, the link alone."""
-    if path.is_symlink():
-        path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sft.errors import RunError, disk_was_full
+from sft.errors import RunError
+from sft.files import disk_was_full
 
 
 def folder_fault(folder: Path) -> str | None:

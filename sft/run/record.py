@@ -5,21 +5,25 @@ A session is one start of a run, from the first step or from a checkpoint, to it
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sft.credentials import redacted
+from sft.errors import Interrupted, UserError
+from sft.files import remove
 from sft.hub.pins import hub_revisions
 from sft.hub.remote_code import code_hash
 from sft.recipe.changes import Change
 from sft.recipe.schema import REPOSITORY
-from sft.run.directory import Run, read_lines
+from sft.run.directory import INCOMPLETE, Run, read_lines
 from sft.run.training_warnings import eval_loss_course, loss_course
 from sft.run.unchanged import base_sums
 
@@ -208,3 +212,27 @@ def record_end(run: Run, seconds: float, evaluates: bool) -> None:
     eval_losses = [line["held_out_loss"] for line in lines if line.get("held_out_loss") is not None]
     run.warn("loss", loss_course(lines))
     run.warn("eval_loss", eval_loss_course(run.record.get("held_out_loss_before"), eval_losses))
+
+
+@dataclass(frozen=True)
+class InterruptibleRun:
+    """Records that a stop request has interrupted a run; sft/signals.py calls it."""
+
+    run: Run
+
+    def record(self, interrupted: Interrupted) -> str:
+        """Write it into run.json, on rank 0, and return what the next start does, as a sentence."""
+        if _is_rank_0():
+            with suppress(OSError, UserError):
+                close_session(self.run, "interrupted")
+                self.run.update(status="interrupted", error=str(interrupted))
+        return f"{self.run.after_an_end}."
+
+    def clean_up(self) -> None:
+        """Remove the checkpoint that is half written: gigabytes that nothing would read."""
+        if _is_rank_0():
+            remove(self.run.checkpoints / INCOMPLETE)
+
+
+def _is_rank_0() -> bool:
+    return os.environ.get("RANK", "0") == "0"

@@ -12,8 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sft.checkpoint.manifest import files_in, summed
+from sft.checkpoint.manifest import files_in
 from sft.errors import RunError
+from sft.files import checksum
 from sft.run.directory import Run
 
 ACCEPT = "--accept-edits"
@@ -118,4 +119,4 @@ def _sum(file: Path) -> dict[str, Any]:
 @cache
 def _sum_once(file: Path, *state: int) -> tuple[int, str]:
     """Size and checksum of a file, once in a process for each state of it."""
-    return summed(file)
+    return checksum(file)

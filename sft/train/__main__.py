@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from sft.errors import run_main
+from sft.program import run_main
 
 # An entry point stands outside the layers: the program belongs to launch, and nothing else in train may import it.
 run_main(import_module("sft.launch.rank").main)

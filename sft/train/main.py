@@ -16,6 +16,7 @@ from sft.checkpoint.saving import write_model
 from sft.data.prepared import Prepared
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.errors import EXIT_CRASHED, Interrupted, RunError, WrongSave
+from sft.files import remove
 from sft.model.load import load_model
 from sft.parallel import process_group as distributed
 from sft.parallel.agreement import Agreement
@@ -23,7 +24,6 @@ from sft.parallel.lost_ranks import told_of_lost_ranks
 from sft.parallel.progress import Progress
 from sft.plan.job import Job
 from sft.run.directory import Run, read_lines
-from sft.run.inside import remove
 from sft.run.unchanged import final_sums
 from sft.train.arguments import build_trainer, training_arguments
 from sft.train.batches import Sequences, StepOrder

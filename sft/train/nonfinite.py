@@ -15,7 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from sft.errors import NonfiniteError
-from sft.run.directory import Run, write_json
+from sft.files import write_json
+from sft.run.directory import Run
 from sft.train.offending_samples import StepRows
 
 

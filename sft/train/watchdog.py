@@ -33,10 +33,10 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
+from sft.files import write_json
 from sft.parallel.progress import Place, Progress
 from sft.parallel.stall import ALWAYS, DEBUG, Report, about, behind, end_limit, message
 from sft.recipe.schema import REPOSITORY
-from sft.run.directory import write_json
 from sft.signals import on_signal
 from sft.terminal import to_terminal
 

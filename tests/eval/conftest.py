@@ -10,9 +10,10 @@ import yaml
 from eval.reference import Reference, load_reference
 from eval.tasks.settings import Settings, resolve_settings
 from eval.tasks.suites import Task, TaskSelection
-from sft.data.demo import make_demo
+from sft.files import write_json
+from sft.hub.demo import make_demo
 from sft.recipe.schema import Evaluation
-from sft.run.directory import Run, write_json
+from sft.run.directory import Run
 
 WriteTask = Callable[..., Path]
 

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sft.run.directory import Run, write_json
+from sft.files import write_json
+from sft.run.directory import Run
 
 RECIPE = """
 schema_version: 1

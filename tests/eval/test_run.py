@@ -15,8 +15,9 @@ from eval.evaluate import name_of
 from eval.models.targets import check_folder
 from eval.run import main, parse_evaluation
 from sft.errors import EvaluationError, UserError
+from sft.files import read_json, write_json
 from sft.recipe.schema import REPOSITORY
-from sft.run.directory import Run, read_json, write_json
+from sft.run.directory import Run
 from sft.signals import held_back
 
 WriteTask = Callable[..., Path]

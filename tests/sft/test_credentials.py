@@ -3,9 +3,10 @@ from pathlib import Path
 import pytest
 
 from sft.credentials import HIDDEN, redact, secrets_in
-from sft.errors import RecipeError, users_mistakes_end_cleanly
+from sft.errors import RecipeError
+from sft.files import write_json
+from sft.program import exit_on_error
 from sft.recipe.load import parse_recipe
-from sft.run.directory import write_json
 from tests.conftest import DEMO_RECIPE
 
 # Made of words, in the shapes that real ones have.
@@ -96,7 +97,7 @@ def test_a_record_is_written_without_secrets(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("kind", [ValueError, RecipeError])
 def test_an_error_is_shown_without_secrets(kind: type[Exception], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended, users_mistakes_end_cleanly():
+    with pytest.raises(SystemExit) as ended, exit_on_error():
         raise kind(f"401 for {PLANTED['URL']} with {PLANTED['Hugging Face']}")
     shown = capsys.readouterr().err
     assert f"401 for https://{HIDDEN}@host.example/rows.jsonl with {HIDDEN}" in shown

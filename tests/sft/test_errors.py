@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from sft import errors
-from sft.errors import GateFailed, RecipeError, UserError, did_you_mean, run_main, users_mistakes_end_cleanly
+from sft.errors import GateFailed, RecipeError, UserError, did_you_mean
+from sft.program import exit_on_error, run_main
 
 
 def test_every_error_of_the_tree_is_the_users_and_is_on_its_page() -> None:
@@ -23,14 +24,14 @@ def test_the_closest_word_is_offered_and_nothing_where_nothing_is_close() -> Non
 
 
 def test_a_users_mistake_is_its_message_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop, users_mistakes_end_cleanly():
+    with pytest.raises(SystemExit) as stop, exit_on_error():
         raise RecipeError("train.seed is wrong")
     printed = capsys.readouterr()
     assert (stop.value.code, printed.out, printed.err.strip()) == (2, "", "train.seed is wrong")
 
 
 def test_our_own_bug_keeps_its_traceback() -> None:
-    with pytest.raises(ZeroDivisionError), users_mistakes_end_cleanly():
+    with pytest.raises(ZeroDivisionError), exit_on_error():
         _ = 1 / 0
 
 
@@ -44,9 +45,9 @@ def test_main_gets_the_words_after_the_program(monkeypatch: pytest.MonkeyPatch) 
 def test_a_rank_ends_at_once_though_a_thread_of_a_tracker_is_still_at_work() -> None:
     program = (
         "import threading, time\n"
-        "from sft.errors import RecipeError, users_mistakes_end_cleanly\n"
+        "from sft.errors import RecipeError\nfrom sft.program import exit_on_error\n"
         "threading.Thread(target=time.sleep, args=[600]).start()\n"
-        "with users_mistakes_end_cleanly():\n"
+        "with exit_on_error():\n"
         "    raise RecipeError('train.seed is wrong')\n"
     )
     environment = os.environ | {"WORLD_SIZE": "2"}
@@ -71,7 +72,7 @@ def test_a_rank_ends_at_once_though_a_thread_of_a_tracker_is_still_at_work() -> 
 def test_a_resource_that_ran_out_is_one_message_whoever_asked_for_it(
     error: Exception, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as stop, users_mistakes_end_cleanly():
+    with pytest.raises(SystemExit) as stop, exit_on_error():
         raise error
     assert stop.value.code == 2
     assert told in capsys.readouterr().err
@@ -83,14 +84,14 @@ def test_a_working_directory_that_was_deleted_is_one_message(
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    with pytest.raises(SystemExit) as stop, users_mistakes_end_cleanly():
+    with pytest.raises(SystemExit) as stop, exit_on_error():
         Path("rows.jsonl").resolve()
     assert stop.value.code == 2
     assert "working directory" in capsys.readouterr().err
 
 
 def test_a_gate_that_failed_is_told_and_ends_with_status_3(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ending, users_mistakes_end_cleanly():
+    with pytest.raises(SystemExit) as ending, exit_on_error():
         raise GateFailed(["arc: worse by 0.3", "gsm8k: too low"])
     assert ending.value.code == 3
     assert capsys.readouterr().err == "\nThe gate has failed:\n  arc: worse by 0.3\n  gsm8k: too low\n"

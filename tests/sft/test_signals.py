@@ -6,8 +6,9 @@ import time
 import pytest
 
 from sft import signals as interruption
-from sft.errors import Interrupted, run_main, users_mistakes_end_cleanly
+from sft.errors import Interrupted
 from sft.launch.forwarding import Forwarding
+from sft.program import exit_on_error, run_main
 from sft.signals import held_back
 from tests.sft.launch.test_main import Failed
 
@@ -25,11 +26,11 @@ def send(number: signal.Signals) -> None:
 def test_where_there_is_nothing_to_save_a_signal_ends_the_program_in_one_line(
     number: signal.Signals, status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended, interruption.listening(), users_mistakes_end_cleanly():
+    with pytest.raises(SystemExit) as ended, interruption.listening(), exit_on_error():
         send(number)
         raise AssertionError("it went on")
     assert ended.value.code == status
-    assert capsys.readouterr().err == f"\nInterrupted by {number.name}. The same command starts again, or goes on.\n"
+    assert capsys.readouterr().err == f"\nInterrupted by {number.name}. The same command starts again, or resumes.\n"
 
 
 class Dropping:
@@ -117,4 +118,4 @@ def test_a_signal_that_was_held_back_until_a_program_hears_ends_it_in_one_line(
         with pytest.raises(SystemExit) as ended:
             run_main(lambda words: pytest.fail("it began"))
     assert ended.value.code == 143
-    assert capsys.readouterr().err == "\nInterrupted by SIGTERM. The same command starts again, or goes on.\n"
+    assert capsys.readouterr().err == "\nInterrupted by SIGTERM. The same command starts again, or resumes.\n"

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from sft import terminal as rank_logs
-from sft.errors import DataError, users_mistakes_end_cleanly
+from sft.errors import DataError
 from sft.launch.opening import OWN_RUN
 from sft.launch.torchrun import go_on_in_the_run
+from sft.program import exit_on_error
 from sft.recipe.schema import REPOSITORY
 from sft.terminal import ENDING, Ending, forget_ending, is_echo, launched_folder, read_ending, seen_ending, written_run
 
@@ -37,7 +38,7 @@ def become(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Become:
 
 
 def fail(error: Exception) -> object:
-    with pytest.raises(SystemExit) as stop, users_mistakes_end_cleanly():
+    with pytest.raises(SystemExit) as stop, exit_on_error():
         raise error
     return stop.value.code
 

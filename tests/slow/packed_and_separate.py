@@ -30,7 +30,7 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
-from sft.data.demo import make_demo
+from sft.hub.demo import make_demo
 from sft.model import attention
 from sft.parallel import process_group as distributed
 from sft.plan.zero import load_deepspeed

@@ -22,7 +22,7 @@ import torch
 import yaml
 from safetensors.numpy import load_file, save_file
 
-from sft.data.demo import Demo
+from sft.hub.demo import Demo
 
 RECIPE = """\
 schema_version: 1

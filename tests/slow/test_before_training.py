@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, OpenAIGPTConfig
 
-from sft.data.demo import make_demo
+from sft.hub.demo import make_demo
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
 from tests.slow.conftest import decisions, plain, write_recipe

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from sft.data.demo import make_demo
-from sft.run.directory import Run, write_json
+from sft.files import write_json
+from sft.hub.demo import make_demo
+from sft.run.directory import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

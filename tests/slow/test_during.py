@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sft.data.demo import make_demo, questions
+from sft.hub.demo import make_demo, questions
 from sft.run.directory import Run
 from tests.slow.conftest import rows, write_recipe, write_task
 from tests.slow.ranks import Ranks

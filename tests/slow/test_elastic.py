@@ -14,7 +14,7 @@ import torch
 from _pytest.mark import ParameterSet
 from safetensors.torch import load_file
 
-from sft.data.demo import make_demo
+from sft.hub.demo import make_demo
 from sft.run.directory import Run
 from tests.slow.conftest import losses, write_recipe
 from tests.slow.ranks import Ranks

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from sft.files import write_json
 from sft.recipe.schema import REPOSITORY
-from sft.run.directory import Run, write_json
+from sft.run.directory import Run
 from tests.slow.conftest import write_recipe
 from tests.slow.ranks import Ranks
 

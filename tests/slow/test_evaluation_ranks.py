@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from sft.data.demo import make_demo
-from sft.run.directory import Run, write_json
+from sft.files import write_json
+from sft.hub.demo import make_demo
+from sft.run.directory import Run
 from tests.slow.conftest import write_recipe
 from tests.slow.ranks import Ranks
 

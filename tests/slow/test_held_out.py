@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sft.data.demo import make_demo
 from sft.data.store import DocumentStore, SequenceIndex
+from sft.hub.demo import make_demo
 from sft.run.directory import Run
 from tests.slow.conftest import write_recipe
 from tests.slow.ranks import Ranks

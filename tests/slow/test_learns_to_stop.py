@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sft.data.demo import make_demo
+from sft.hub.demo import make_demo
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
 from tests.slow.ranks import Ranks

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sft.data.demo import make_demo
+from sft.hub.demo import make_demo
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
 from tests.slow.conftest import untie, write_recipe

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sft.data.demo import make_demo
+from sft.hub.demo import make_demo
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
 from tests.slow.conftest import losses, write_recipe

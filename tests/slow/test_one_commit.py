@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from sft.data.demo import make_demo
+from sft.hub.demo import make_demo
 from sft.recipe.schema import REPOSITORY
 from tests.slow.conftest import write_recipe
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from sft.data.demo import make_demo
+from sft.hub.demo import make_demo
 from sft.run.directory import Run
 from tests.slow.conftest import decisions, losses, write_recipe
 from tests.slow.ranks import Ranks

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.data.demo import Demo
+from sft.hub.demo import Demo
 from tests.slow.conftest import rows
 from tests.slow.planted_faults import FAULTS, make_folder, told
 from tests.slow.ranks import Ranks

@@ -159,7 +159,7 @@ def test_ranks_that_fit_together_are_shown_as_a_table(recipe: Path, command: Com
 TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2"]
 DIFFERENT = """
 import os, sys
-from sft.errors import run_main
+from sft.program import run_main
 from sft.train import main
 sys.argv.append("train.seed=" + os.environ["RANK"])
 run_main(main)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.data.demo import make_demo
+from sft.hub.demo import make_demo
 from tests.slow.conftest import until, write_recipe
 from tests.slow.ranks import Ranks
 

@@ -10,7 +10,7 @@ import pytest
 
 from eval.report.main import write_report
 from eval.report.runs import compare_runs
-from sft.run.directory import write_json
+from sft.files import write_json
 from tests.eval.runs import COMPARISON, METRIC, add_answers, answer, flip, full_run, point, prompt
 
 pytestmark = pytest.mark.slow

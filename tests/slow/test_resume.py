@@ -17,9 +17,10 @@ import torch
 from safetensors.torch import load_file
 
 from sft.checkpoint.resume import checkpoints_of, step_of
-from sft.data.demo import make_demo
+from sft.files import write_json
+from sft.hub.demo import make_demo
 from sft.recipe.schema import REPOSITORY
-from sft.run.directory import Run, write_json
+from sft.run.directory import Run
 from tests.slow.conftest import decisions, losses, plain, write_recipe
 from tests.slow.ranks import Ranks
 

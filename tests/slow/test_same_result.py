@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sft.data.demo import make_demo
+from sft.hub.demo import make_demo
 from sft.parallel.process_group import free_port
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sft.checkpoint import saving
-from sft.errors import run_main
 from sft.launch import rank as train
+from sft.program import run_main
 from sft.train.trainer import RecipeTrainer
 
 State = dict[str, torch.Tensor]

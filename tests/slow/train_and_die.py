@@ -11,9 +11,9 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
-from sft.errors import run_main
 from sft.launch import rank as train
 from sft.parallel import process_group as distributed
+from sft.program import run_main
 from sft.train import main as training
 
 

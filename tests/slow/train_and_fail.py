@@ -10,8 +10,9 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
-from sft.errors import ModelError, run_main
+from sft.errors import ModelError
 from sft.launch import rank as train
+from sft.program import run_main
 from sft.train import main as training
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
-from sft.errors import run_main
 from sft.launch import rank as train
+from sft.program import run_main
 from sft.train import main as training
 
 

@@ -14,8 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers.trainer_callback import TrainerCallback
 
-from sft.errors import run_main
 from sft.launch import rank as train
+from sft.program import run_main
 from sft.train import trainer as recipe_trainer
 
 

@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from sft.errors import run_main
 from sft.launch import rank as train
+from sft.program import run_main
 from sft.train.trainer import RecipeTrainer
 
 

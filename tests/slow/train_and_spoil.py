@@ -132,6 +132,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from sft.errors import run_main
+    from sft.program import run_main
 
     run_main(lambda argv: main())

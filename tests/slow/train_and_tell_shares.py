@@ -3,9 +3,9 @@
 import json
 from typing import Any
 
-from sft.errors import run_main
 from sft.launch import rank as train
 from sft.plan.job import Job
+from sft.program import run_main
 from sft.run.directory import Run
 from sft.train import main as training
 

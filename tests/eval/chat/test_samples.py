@@ -13,12 +13,13 @@ from eval.chat.prompts import DEFAULT, prompts_of
 from eval.chat.samples import answer_limit, answer_prompts, chat, main
 from eval.models.backends import Target
 from eval.reference import Reference, load_reference
-from sft.data.demo import TRAIN_ROWS, _rows
 from sft.errors import EvaluationError, RecipeError
+from sft.files import read_json
+from sft.hub.demo import TRAIN_ROWS, _rows
 from sft.launch.finish import programs
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Evaluation, Recipe
-from sft.run.directory import Run, read_json
+from sft.run.directory import Run
 
 
 def change(run: Run, **evaluation: object) -> None:

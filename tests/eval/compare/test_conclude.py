@@ -13,9 +13,10 @@ from rich.console import Console
 
 from eval.compare.tables import comparison_lines, comparison_table
 from eval.run import main
-from sft.data.demo import CITIES, NAMES
 from sft.errors import EvaluationError, GateFailed
-from sft.run.directory import Run, read_json
+from sft.files import read_json
+from sft.hub.demo import CITIES, NAMES
+from sft.run.directory import Run
 
 WriteTask = Callable[..., Path]
 

@@ -7,7 +7,8 @@ from eval.compare.ngrams import Search, hash_words, ngrams, words
 from sft.data.documents import DOCUMENT, Chunk, Counts
 from sft.data.findings import Findings
 from sft.data.store import DocumentWriter, SequenceIndex
-from sft.run.directory import Run, write_json
+from sft.files import write_json
+from sft.run.directory import Run
 
 LONG = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
 

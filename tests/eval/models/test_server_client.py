@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from eval.run import main
+from sft.files import read_json
 from sft.recipe.schema import REPOSITORY
-from sft.run.directory import Run, read_json
+from sft.run.directory import Run
 
 pytest.importorskip("tenacity", reason="lm_eval's clients of servers need it")
 pytestmark = pytest.mark.slow

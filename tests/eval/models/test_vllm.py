@@ -12,7 +12,8 @@ import pytest
 from eval.models.vllm import vllm_arguments
 from eval.run import main
 from eval.tasks.settings import Settings
-from sft.run.directory import Run, read_json
+from sft.files import read_json
+from sft.run.directory import Run
 
 WriteTask = Callable[..., Path]
 PASSED_ON = {"generation_config", "gpu_memory_utilization"}

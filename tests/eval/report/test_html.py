@@ -9,7 +9,8 @@ from eval.report.blocks import Code, Page, Paragraph, Section, Table
 from eval.report.html import FOLDED_FROM, MOST_OF_AN_ANSWER, Budget, as_html
 from eval.report.main import make_page, write_report
 from eval.report.results import read_run
-from sft.run.directory import Run, write_json
+from sft.files import write_json
+from sft.run.directory import Run
 from sft.visible import visible
 from tests.eval.runs import COMPARISON, METRIC, add_answers, answer, flip, full_run, point, prompt
 

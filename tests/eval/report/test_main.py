@@ -13,7 +13,8 @@ from eval.report.main import make_page, write_report
 from eval.report.markdown import as_markdown
 from eval.report.results import read_run
 from sft.errors import RunError
-from sft.run.directory import Run, read_json, write_json
+from sft.files import read_json, write_json
+from sft.run.directory import Run
 from tests.eval.runs import COMPARISON, METRIC, add_answers, answer, flip, full_run, point, prompt
 
 

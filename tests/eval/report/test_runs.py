@@ -10,7 +10,8 @@ from eval.report.results import read_run
 from eval.report.runs import compare_runs, make_comparison
 from eval.report.write import write_page
 from sft.errors import RunError
-from sft.run.directory import Run, write_json
+from sft.files import write_json
+from sft.run.directory import Run
 from tests.eval.runs import COMPARISON, METRIC, full_run
 
 VALUES = {"train": {"learning_rate": 1e-5, "save_steps": 10}, "data": {"max_length": 128}}

@@ -6,7 +6,8 @@ import pytest
 from sft.checkpoint.manifest import write_manifest
 from sft.checkpoint.resume import changed_tokens, checkpoints_of, choose_checkpoint, lost_lines
 from sft.errors import RunError
-from sft.run.directory import Run, write_json
+from sft.files import write_json
+from sft.run.directory import Run
 
 NAMES = ("checkpoint-9", "checkpoint-10", "checkpoint-20", "checkpoint-30.tmp", ".incomplete", "checkpoint-x")
 

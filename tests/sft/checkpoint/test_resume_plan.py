@@ -8,9 +8,11 @@ import pytest
 from sft.checkpoint.manifest import is_damaged, write_manifest
 from sft.checkpoint.resume_plan import FILE, Writer, resolve_continuation, write_writer, writer_here, writer_of
 from sft.errors import RunError
+from sft.files import write_json
+from sft.launch.job import open_job
 from sft.plan.hardware import Hardware
-from sft.plan.job import Job, open_job
-from sft.run.directory import Run, write_json
+from sft.plan.job import Job
+from sft.run.directory import Run
 
 Make = Callable[..., Job]
 ZERO2, ZERO3, FSDP = "train.deepspeed=zero2", "train.deepspeed=zero3", "train.fsdp={}"

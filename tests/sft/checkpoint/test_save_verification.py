@@ -17,8 +17,8 @@ from sft.checkpoint.load_saved import differs, distance, own_tensors, serve
 from sft.checkpoint.loader_process import environment
 from sft.checkpoint.save_comparison import facts, message
 from sft.checkpoint.save_verification import LENGTH, ROWS, check_room, coarser, sample_rows, untouched
-from sft.data.demo import Demo
 from sft.errors import RunError
+from sft.hub.demo import Demo
 from sft.parallel.full_tensors import whole_tensors
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from sft.data.audit import check_not_rendered, check_tokenizer
-from sft.data.demo import Demo
 from sft.data.document_maker import DocumentMaker
 from sft.data.findings import Findings
 from sft.data.formats import row_format
@@ -18,6 +17,7 @@ from sft.data.prepared import Prepared
 from sft.data.readers import read_rows
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import DataError, ModelError
+from sft.hub.demo import Demo
 from sft.plan.facts import inspect_model
 from sft.recipe.schema import Recipe, Source
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from sft.data import chat
-from sft.data.demo import Demo
 from sft.data.processor_time import TookTooLong, limited_time
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import ModelError
+from sft.hub.demo import Demo
 from sft.recipe.schema import Recipe
 
 ESCAPES = {

@@ -16,16 +16,19 @@ import pyarrow.parquet
 import pytest
 
 from sft.data import chunks
-from sft.data.demo import Demo
+from sft.data.facts import inspect_data
 from sft.data.prepare import prepare
 from sft.data.prepared import Prepared, entry_folder, find_prepared
 from sft.data.store import DocumentStore, SequenceIndex
-from sft.errors import DataError, ModelError, RunError, users_mistakes_end_cleanly
+from sft.errors import DataError, ModelError, RunError
+from sft.hub.demo import Demo
+from sft.launch.job import open_job
 from sft.launch.prepare import prepared_data
 from sft.launch.start import start_run
-from sft.plan.facts import inspect_data, inspect_model
+from sft.plan.facts import inspect_model
 from sft.plan.hardware import Hardware
-from sft.plan.job import Job, open_job
+from sft.plan.job import Job
+from sft.program import exit_on_error
 from sft.recipe.schema import Recipe
 
 Row = dict[str, Any]
@@ -403,7 +406,7 @@ def test_a_full_disk_is_one_message_and_leaves_no_entry(
     path = write(tmp_path / "rows.jsonl", [talk(f"{number:04} " * 6, "x" * 8) for number in range(400)])
     place = small_disk(size)
     recipe = make(f"data.train={path}", f"output_dir={place}")
-    with pytest.raises(SystemExit) as ended, users_mistakes_end_cleanly():
+    with pytest.raises(SystemExit) as ended, exit_on_error():
         entry = prepared(recipe)
         pytest.skip(f"{size} KiB were enough for {sum(entry.summary['sizes'].values())} bytes")
     assert ended.value.code == 2

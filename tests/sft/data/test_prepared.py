@@ -10,11 +10,12 @@ import pytest
 from safetensors.numpy import save_file
 
 import sft.data.prepared
-from sft.data.demo import Demo
 from sft.data.prepare import prepare
 from sft.data.prepared import data_key, entry_folder, find_prepared
 from sft.errors import DataError
-from sft.plan.facts import ModelFacts, inspect_model
+from sft.hub.demo import Demo
+from sft.hub.model_facts import ModelFacts
+from sft.plan.facts import inspect_model
 from sft.recipe.schema import REPOSITORY, Data, Recipe
 
 MakeRecipe = Callable[..., Recipe]

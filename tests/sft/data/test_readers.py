@@ -15,8 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from sft.data import json_rows
-from sft.data.readers import SUFFIXES, BadRow, count_rows, first_rows, local_files, read_rows, suffix_of, without_nulls
+from sft.data.readers import BadRow, count_rows, first_rows, local_files, read_rows, suffix_of, without_nulls
 from sft.errors import DataError
+from sft.hub.names import SUFFIXES
 
 ROWS = [{"prompt": f'Zahl {number}, "äöü"\n数 🙂\u2028\u0085', "completion": str(number)} for number in range(2500)]
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sft.data.demo import Demo
 from sft.data.document_maker import DocumentMaker
 from sft.data.ledger import histogram
 from sft.data.prepare import prepare
@@ -19,6 +18,7 @@ from sft.data.prepared import Prepared
 from sft.data.show import finding_lines, marked_text, summary_lines
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import DataError
+from sft.hub.demo import Demo
 from sft.launch.main import main
 from sft.plan.facts import inspect_model
 from sft.recipe.schema import Recipe, Source

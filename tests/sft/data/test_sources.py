@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from sft.data.demo import make_demo
 from sft.data.readers import BadRow
-from sft.data.sources import first_look, hub_answers, hub_commit, looks_local, open_source, place, source_files, told_as
+from sft.data.sources import first_look, open_source, place, source_files, told_as
 from sft.errors import DataError
+from sft.hub.demo import make_demo
+from sft.hub.names import hub_answers, hub_commit, looks_local
 from sft.recipe.schema import Source
 
 Rows = list[dict[str, Any]]

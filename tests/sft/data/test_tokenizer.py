@@ -10,10 +10,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from sft.data.demo import Demo
 from sft.data.template_checks import end_of_turn
 from sft.data.tokenizer import TEMPLATES, check_tokenizer_choice, find_chat_template, load_tokenizer
 from sft.errors import ModelError
+from sft.hub.demo import Demo
 from sft.recipe.schema import Recipe
 
 MakeRecipe = Callable[..., Recipe]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from sft.data.demo import Demo
 from sft.errors import ExportError
 from sft.export.gguf import CONVERTER, check_convertible, convert, find_converter
+from sft.hub.demo import Demo
 
 WRITES = """\
 import sys

@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 
 from sft.checkpoint.manifest import write_manifest
 from sft.checkpoint.saved_config import complete_config
-from sft.data.demo import Demo
 from sft.errors import ExportError, UserError
 from sft.export.check import Reference, judge
 from sft.export.folder import check_output, check_private, check_room
@@ -22,8 +21,10 @@ from sft.export.ollama import _check_architecture, _check_vocabulary, bos_warnin
 from sft.export.source import find_exported
 from sft.export.vllm import not_found_by_vllm, resolve_gpus, resolve_serving, tensor_parallel_sizes
 from sft.export.weights import check_finite, left_behind, model_files
+from sft.files import write_json
+from sft.hub.demo import Demo
 from sft.recipe.public import public_recipe
-from sft.run.directory import Run, write_json
+from sft.run.directory import Run
 
 RECIPE = """\
 schema_version: 1

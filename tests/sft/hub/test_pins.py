@@ -3,10 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from sft.data.sources import is_on_hub
+from sft.hub.model_facts import ModelFacts
+from sft.hub.names import is_commit, is_on_hub
 from sft.hub.pins import hub_revisions, pin_lines
-from sft.hub.remote_code import is_commit
-from sft.plan.facts import ModelFacts
 from sft.recipe.load import load_recipe
 from sft.recipe.schema import REPOSITORY, Recipe
 

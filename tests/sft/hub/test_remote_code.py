@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from eval.reference import load_config
-from sft.data.demo import Demo
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import EvaluationError, ModelError
+from sft.hub.demo import Demo
 from sft.hub.remote_code import check_remote_code, code_hash, is_refusal
 from sft.plan.facts import inspect_model
 from sft.recipe.schema import Recipe
@@ -124,7 +124,7 @@ def test_nothing_is_loaded_without_saying_whether_its_code_may_run() -> None:
     found = [
         (file.name, call)
         for folder in ("sft", "eval")
-        for file in sorted((REPOSITORY / folder).glob("*.py"))
+        for file in sorted((REPOSITORY / folder).rglob("*.py"))
         for call in ast.walk(ast.parse(file.read_text()))
         if isinstance(call, ast.Call) and loads(call)
     ]

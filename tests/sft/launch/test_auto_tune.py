@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from sft.launch.auto_tune import parse_command_line, to_measure
+from sft.launch.job import open_job
 from sft.launch.trials import DeviceMemory, did_not_fit
 from sft.launch.tuning_result import PASSES, Candidate, Measurement, candidates, read_journal
 from sft.plan.hardware import Gpu, Hardware
-from sft.plan.job import Job, open_job
+from sft.plan.job import Job
 from sft.train.arguments import _planned_arguments
 
 MakeJob = Callable[..., Job]

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from sft.errors import DataError, PlanError, RecipeError
+from sft.launch.job import open_job
 from sft.launch.main import DEFAULT_RECIPE, main, parse_command_line
 from sft.launch.start import begin_data, wait_for_data
 from sft.launch.torchrun import choose_rendezvous, first_failure, torchrun_arguments
 from sft.plan.hardware import Hardware
-from sft.plan.job import Job, open_job
+from sft.plan.job import Job
 from sft.plan.topology import Layout, expanded, read_layout
 
 PROGRAM = ["-m", "sft.train", "a.yaml", "train.seed=1"]

@@ -12,7 +12,9 @@ import pytest
 from sft.checkpoint.manifest import write_manifest
 from sft.checkpoint.resume_plan import write_writer, writer_here
 from sft.errors import RecipeError, RunError
+from sft.files import write_json
 from sft.launch.finish import evaluation_left
+from sft.launch.job import open_job
 from sft.launch.opening import (
     OWN_RUN,
     check_start,
@@ -24,8 +26,8 @@ from sft.launch.opening import (
     unfinished_run,
 )
 from sft.plan.hardware import Hardware
-from sft.plan.job import Job, open_job
-from sft.run.directory import Run, write_json
+from sft.plan.job import Job
+from sft.run.directory import Run
 
 LeftBehind = Callable[..., Run]
 NEVER = "train.resume=never"

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from sft.errors import RunError
+from sft.launch.job import open_job
 from sft.launch.opening import check_start, open_run, unfinished_run
 from sft.launch.rerun import check_same_data, is_run, original_run, start_again, told_differences
 from sft.plan.hardware import Hardware
-from sft.plan.job import Job, open_job
+from sft.plan.job import Job
 from sft.run.directory import Run
 from sft.run.record import record_start
 

@@ -15,6 +15,7 @@ import sft.launch.tuning_result
 from sft.data.prepare import prepare
 from sft.data.prepared import Prepared
 from sft.data.store import DocumentStore, SequenceIndex
+from sft.launch.job import open_job
 from sft.launch.tuning_result import (
     Candidate,
     Measurement,
@@ -29,7 +30,7 @@ from sft.launch.tuning_result import (
     write_answer,
 )
 from sft.plan.hardware import Gpu, Hardware
-from sft.plan.job import Job, open_job
+from sft.plan.job import Job
 
 MODES: list[bool | int | str] = [True, 2, False]
 SIZES = [1, 2, 4, 8, 16, 32]

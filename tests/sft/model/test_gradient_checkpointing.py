@@ -14,9 +14,10 @@ from sft.data.prepare import prepare
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import PlanError
+from sft.launch.job import open_job
 from sft.model.gradient_checkpointing import check_checkpointing, checkpointed_layers, running_checkpointing, select
 from sft.plan.hardware import Hardware
-from sft.plan.job import Job, open_job
+from sft.plan.job import Job
 from sft.run.directory import Run
 from sft.train.arguments import build_trainer, training_arguments
 from sft.train.batches import Sequences, StepOrder

@@ -15,12 +15,12 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from eval.models.backends import Target
 from eval.models.backends import load_model as load_evaluated
-from sft.data.demo import Demo
 from sft.errors import ModelError
+from sft.hub.demo import Demo
+from sft.launch.job import open_job
 from sft.launch.rank import check_with_frameworks
 from sft.model.load import check_weights, load_base, load_model
 from sft.plan.hardware import Hardware
-from sft.plan.job import open_job
 from sft.recipe.schema import Model
 from tests.sft.conftest import SHARED
 

@@ -11,17 +11,18 @@ import torch
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PhiConfig, PhiForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from sft.data.demo import Demo
 from sft.data.documents import DOCUMENT
 from sft.data.prepare import prepare
 from sft.data.store import DocumentStore
 from sft.data.tokenizer import check_vocabulary, load_tokenizer, new_token_ids
 from sft.errors import ModelError, PlanError
+from sft.hub.demo import Demo
+from sft.launch.job import open_job
 from sft.launch.rank import check_with_frameworks
 from sft.model.load import load_model, lora_config
 from sft.model.new_tokens import check_untrained, embed_new_tokens, show_head, untrained_tokens
 from sft.plan.hardware import Hardware
-from sft.plan.job import Job, open_job
+from sft.plan.job import Job
 from sft.recipe.schema import Lora
 from tests.sft.conftest import SHARED
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from sft.plan.architecture import Architecture, read_architecture
+from sft.hub.model_facts import Architecture
+from sft.plan.architecture import read_architecture
 
 COMMON = [
     "qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "mixtral", "gemma2", "gemma3_text", "phi3", "olmo2", "glm4",

@@ -10,7 +10,8 @@ from itertools import product
 import pytest
 
 from sft.errors import PlanError
-from sft.plan.architecture import Architecture, read_architecture
+from sft.hub.model_facts import Architecture
+from sft.plan.architecture import read_architecture
 from sft.plan.attention_choice import FLASH, choose_attention
 from sft.plan.hardware import Gpu, Hardware
 from sft.recipe.schema import Recipe

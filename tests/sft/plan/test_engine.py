@@ -5,15 +5,16 @@ from typing import Any
 import pytest
 
 from sft.errors import RunError
+from sft.files import write_json
+from sft.hub.model_facts import ModelFacts
+from sft.launch.job import open_job
 from sft.launch.opening import check_start, open_run
 from sft.plan.engine import choose_engine, open_deepspeed, size_buckets
-from sft.plan.facts import ModelFacts
 from sft.plan.hardware import Gpu, Hardware
-from sft.plan.job import open_job
 from sft.plan.plan import resolve_plan
 from sft.plan.zero import DeepSpeedFile, load_deepspeed
 from sft.recipe.schema import Recipe
-from sft.run.directory import Run, write_json
+from sft.run.directory import Run
 
 MakeRecipe = Callable[..., Recipe]
 AUTO = "train.parallel=auto"

@@ -1,32 +1,22 @@
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import date, datetime
-from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
 
-from sft.data.demo import Demo
-from sft.data.prepare import prepare
-from sft.errors import DataError, ModelError
-from sft.plan.facts import ModelFacts, inspect_data, inspect_model, model_path
+from sft.data.facts import inspect_data
+from sft.errors import ModelError
+from sft.hub.model_facts import ModelFacts
+from sft.hub.names import model_path
+from sft.plan.facts import inspect_model
 from sft.recipe.schema import Recipe
 
 MakeRecipe = Callable[..., Recipe]
-ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-
-
-def write_rows(path: Path, count: int) -> Path:
-    path.write_text((json.dumps(ROW) + "\n") * count)
-    return path
 
 
 def test_the_demos_model_is_made_where_it_is_asked_for(make_recipe: MakeRecipe, tmp_path: Path) -> None:
@@ -76,109 +66,7 @@ def test_what_the_hub_would_have_to_tell_is_left_open_for_a_plan(make_recipe: Ma
     recipe = make_recipe("model.name_or_path=some-owner/no-such-model", "data.train=some-owner/no-such-data")
     facts = inspect_model(recipe, download=False)
     assert facts == ModelFacts("some-owner/no-such-model")
-    assert inspect_data(recipe, facts) is None
-
-
-KINDS = {
-    "one source": [],
-    "a part of it": ["data.train=[{path: 'builtin:demo', split: 'train[:500]'}]"],
-    "a number of rows": ["data.train=[{path: 'builtin:demo', rows: 500}]"],
-    "less than a pass": ["data.train=[{path: 'builtin:demo', epochs: 0.5}]"],
-    "repeated": ["data.train=[{path: 'builtin:demo', epochs: 3.0}]"],
-    "without packing": ["data.packing=false"],
-    "packs of many documents": ["data.pack_length=4096"],
-    "all trained": ["data.loss_on=all"],
-    "some held out": ["data.held_out=0.4"],
-    "weighted": ["data.train=[{path: 'builtin:demo', weight: 1.0}, {path: SMALL, weight: 1.0}]"],
-}
-
-
-@pytest.mark.parametrize("overrides", KINDS.values(), ids=list(KINDS))
-def test_the_estimate_is_near_the_count(
-    overrides: list[str], make_recipe: MakeRecipe, demo: Demo, tmp_path: Path
-) -> None:
-    small = tmp_path / "small.jsonl"
-    small.write_text("".join(demo.train.read_text().splitlines(keepends=True)[:300]))
-    recipe = make_recipe(*(override.replace("SMALL", str(small)) for override in overrides))
-    model = inspect_model(recipe)
-    estimate, counted = inspect_data(recipe, model), prepare(recipe, model).facts()
-    assert estimate is not None
-    assert (estimate.exact, counted.exact) == (False, True)
-    assert estimate.documents == pytest.approx(counted.documents, rel=0.05)
-    assert estimate.trained_tokens == pytest.approx(counted.trained_tokens, rel=0.1)
-    assert estimate.tokens == pytest.approx(counted.tokens, rel=0.1)
-    assert estimate.sequences == pytest.approx(counted.sequences, rel=0.1)
-
-
-def test_a_small_file_is_counted_and_sources_add_up(make_recipe: MakeRecipe, demo: Demo, tmp_path: Path) -> None:
-    one, two = write_rows(tmp_path / "one.jsonl", 30), write_rows(tmp_path / "two.jsonl", 12)
-    recipe = make_recipe(f"data.train=[{{path: {one}}}, {{path: {two}}}]")
-    facts = inspect_data(recipe, inspect_model(recipe))
-    assert facts is not None
-    assert facts.documents == 42
-    assert facts.trained_tokens == 42 * 2  # a letter and the end of its turn
-    assert facts.tokens > 2 * facts.trained_tokens
-
-
-def test_a_document_counts_for_no_more_than_max_length(make_recipe: MakeRecipe, demo: Demo, tmp_path: Path) -> None:
-    row = {"prompt": "a" * 50, "completion": "b" * 500}
-    (tmp_path / "long.jsonl").write_text((json.dumps(row) + "\n") * 5)
-    recipe = make_recipe(f"data.train={tmp_path / 'long.jsonl'}", "data.max_length=64")
-    facts = inspect_data(recipe, inspect_model(recipe))
-    assert facts is not None
-    assert facts.tokens == 5 * 64
-    assert facts.trained_tokens <= facts.tokens
-
-
-def test_useless_columns_are_named_before_anything_heavy(make_recipe: MakeRecipe, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"question": "a", "reply": "b"}\n')
-    with pytest.raises(DataError, match=r"no usable columns. Found: question, reply. Usable: .*`messages`"):
-        inspect_data(make_recipe(f"data.train={tmp_path / 'rows.jsonl'}"), ModelFacts("some/model"))
-
-
-def test_a_tokenizer_that_is_half_there_is_one_message(make_recipe: MakeRecipe, demo: Demo, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "trunc')
-    with pytest.raises(ModelError, match=r"tokenizer.json"):
-        inspect_data(make_recipe(), ModelFacts(str(tmp_path)))
-
-
-def test_a_broken_file_behind_the_first_is_one_message(make_recipe: MakeRecipe, tmp_path: Path) -> None:
-    pq.write_table(pa.Table.from_pylist([ROW]), tmp_path / "a.parquet")
-    (tmp_path / "b.parquet").write_text("half a download")
-    with pytest.raises(DataError, match=r"b.parquet"):
-        inspect_data(make_recipe(f"data.train={tmp_path}"), ModelFacts("some/model"))
-
-
-def test_all_rows_of_parquet_files_are_counted_without_reading_them(make_recipe: MakeRecipe, tmp_path: Path) -> None:
-    for name, count in (("a", 300), ("b", 45)):
-        pq.write_table(pa.Table.from_pylist([ROW] * count), tmp_path / f"{name}.parquet")
-    facts = inspect_data(make_recipe(f"data.train={tmp_path}"), ModelFacts("some/model"))
-    assert facts is not None
-    assert facts.documents == 345
-
-
-def test_values_that_are_no_json_in_columns_beside_are_no_trouble(make_recipe: MakeRecipe, tmp_path: Path) -> None:
-    import datasets
-
-    beside = {
-        "at": datetime(2024, 1, 2),
-        "day": date(1, 1, 1),
-        "price": Decimal("0.10"),
-        "raw": b"\xff",
-        "nan": math.nan,
-    }
-    rows = datasets.Dataset.from_list([{"prompt": "Hi", "completion": "Hello"} | beside] * 3)
-    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "saved")
-    recipe = make_recipe(f"data.train={tmp_path / 'saved'}", "data.packing=false", f"output_dir={tmp_path / 'out'}")
-    model = inspect_model(recipe)
-    assert inspect_data(recipe, model) is not None
-    assert prepare(recipe, model).sequences == 3
-
-
-def test_half_a_surrogate_pair_is_counted_as_some_character(make_recipe: MakeRecipe, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Hi \ud83d", "completion": "Hello"}) + "\n")
-    recipe = make_recipe(f"data.train={tmp_path / 'rows.jsonl'}")
-    assert inspect_data(recipe, inspect_model(recipe)) is not None
+    assert inspect_data(recipe, facts.path) is None
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from sft.errors import PlanError
+from sft.hub.model_facts import ModelFacts
 from sft.parallel.fsdp import cpu_ranks_may_shard, plugin_arguments, policies, size_units
-from sft.plan.facts import ModelFacts
 from sft.plan.fsdp import mesh_shape, resolve_fsdp
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.plan import Plan, resolve_plan

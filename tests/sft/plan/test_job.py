@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 
+from sft.data.facts import DataFacts
 from sft.data.prepare import prepare
 from sft.errors import EvaluationError, ModelError, PlanError, RunError
+from sft.launch.job import open_job
 from sft.launch.main import main as launch
-from sft.plan.facts import DataFacts
 from sft.plan.hardware import Hardware, described_hardware
-from sft.plan.job import open_job
 from sft.recipe.schema import REPOSITORY
 
 CPU = Hardware(None, 1, 1, 2, 16.0)

@@ -6,16 +6,38 @@ from itertools import pairwise, product
 import pytest
 
 from sft.errors import PlanError
+from sft.hub.model_facts import ModelFacts
 from sft.plan.engine import MEMORIES, choose_engine, engine_words, first_that_fits, machine, resolve_memory
-from sft.plan.facts import ModelFacts
 from sft.plan.hardware import Gpu, Hardware, described_hardware
 from sft.plan.memory import CPU_FACTOR, ENGINES, GIB, LIVE, Engine, engine_of, needed
-from sft.plan.memory_table import MODELS, ROWS, cell, example, tables
 from sft.plan.plan import resolve_plan
 from sft.plan.zero import load_deepspeed
-from sft.recipe.schema import REPOSITORY, Recipe
+from sft.recipe.schema import Data, Model, Recipe, Train
 
 MakeRecipe = Callable[..., Recipe]
+ROWS = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (8, 8))
+"""Machines and GPUs of each."""
+
+MODELS = {
+    name: ModelFacts(name, kind, "bfloat16", 32768, parameters, words, hidden, layers)
+    for name, kind, parameters, words, hidden, layers in (
+        ("Qwen/Qwen2.5-3B", "qwen2", 3_085_938_688, 151_936, 2048, 36),
+        ("meta-llama/Llama-3.1-8B", "llama", 8_030_261_248, 128_256, 4096, 32),
+        ("Qwen/Qwen2.5-14B", "qwen2", 14_770_033_664, 152_064, 5120, 48),
+        ("Qwen/Qwen2.5-32B", "qwen2", 32_763_876_352, 152_064, 5120, 64),
+        ("meta-llama/Llama-3.1-70B", "llama", 70_553_706_496, 128_256, 8192, 80),
+    )
+}
+"""Their config.json's numbers, and the parameters that follow from them."""
+
+
+def example(model: str, length: int = 4096) -> Recipe:
+    """All weights of a model, in whatever engine fits."""
+    train = Train(global_batch_size=64, parallel="auto")
+    data = Data(train="data.jsonl", max_length=length)
+    return Recipe(schema_version=1, version=1, model=Model(name_or_path=model), data=data, train=train)
+
+
 STATES = ("weights", "gradients", "optimizer")
 # From config.json: intermediate_size, key-value heads x head_dim, biases of q, k and v, tied embeddings.
 SHAPES = {
@@ -231,14 +253,3 @@ def test_a_file_of_the_users_counts_as_what_it_asks_for() -> None:
             assert engine_of(load_deepspeed(name)) == engine
     assert engine_of(None) == ENGINES["none"]
     assert engine_of(load_deepspeed("zero3_nvme")) == Engine(3, "nvme", "nvme")
-
-
-def test_the_documentation_has_the_tables_that_the_command_prints() -> None:
-    text = (REPOSITORY / "docs" / "memory.md").read_text(encoding="utf-8")
-    assert tables() in text, "run python -m sft.plan.memory_table, and put what it prints into docs/memory.md"
-
-
-def test_a_cell_without_an_engine_says_what_there_is_too_little_of() -> None:
-    short, whole = cell(example("m"), MODELS["meta-llama/Llama-3.1-8B"], (1, 1), 80)
-    assert short == "no; 2 x 80 GB do"
-    assert "zero2_offload needs 179 of 160 GiB of the machine's memory" in whole

@@ -13,10 +13,10 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from sft.data.formats import IGNORED
 from sft.errors import PlanError
+from sft.hub.model_facts import Architecture, ModelFacts
 from sft.parallel.sequence_parallel import PartOfSequences
 from sft.parallel.tensor_parallel import part_of, whole
-from sft.plan.architecture import Architecture, read_architecture
-from sft.plan.facts import ModelFacts
+from sft.plan.architecture import read_architecture
 from sft.plan.hardware import Hardware
 from sft.plan.parallelism import data_parallel_ranks, resolve_sequence_parallel, resolve_tensor_parallel
 from sft.plan.zero import DeepSpeedFile

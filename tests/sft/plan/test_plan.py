@@ -6,8 +6,9 @@ from itertools import product
 
 import pytest
 
+from sft.data.facts import DataFacts
 from sft.errors import PlanError
-from sft.plan.facts import DataFacts, ModelFacts
+from sft.hub.model_facts import ModelFacts
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.plan import Plan, plan_warnings, print_plan, resolve_plan
 from sft.plan.zero import load_deepspeed

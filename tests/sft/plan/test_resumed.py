@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from sft.data.facts import DataFacts
 from sft.errors import PlanError
-from sft.plan.facts import DataFacts, ModelFacts
+from sft.hub.model_facts import ModelFacts
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.job import Job
 from sft.plan.plan import resolve_plan

@@ -2,7 +2,7 @@ from collections.abc import Callable
 
 import pytest
 
-from sft.plan.facts import ModelFacts
+from sft.hub.model_facts import ModelFacts
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.plan import Plan, resolve_plan
 from sft.plan.weights import MASTER

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sft.errors import PlanError
+from sft.hub.model_facts import ModelFacts
 from sft.plan.engine import size_buckets
-from sft.plan.facts import ModelFacts
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.plan import resolve_plan
 from sft.plan.zero import KNOWN_KEYS, ZERO_KEYS, DeepSpeedFile, check_deepspeed, load_deepspeed

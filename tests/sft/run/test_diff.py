@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from sft.files import write_json
 from sft.run.diff import batches, final, losses, main, recipe
-from sft.run.directory import Run, write_json
+from sft.run.directory import Run
 from tests.conftest import DEMO_RECIPE
 
 

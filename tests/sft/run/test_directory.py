@@ -6,7 +6,8 @@ import pytest
 
 from sft.checkpoint.writer import CheckpointWriter
 from sft.errors import RunError
-from sft.run.directory import Run, find_run, read_json, write_json
+from sft.files import read_json, write_json
+from sft.run.directory import Run, find_run
 
 
 def test_the_newest_checkpoint_is_the_highest_and_a_half_one_is_none(tmp_path: Path) -> None:

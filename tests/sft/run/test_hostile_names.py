@@ -9,12 +9,13 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from sft.data.demo import Demo
 from sft.errors import ExportError, RunError
 from sft.export.main import main
 from sft.export.model_card import write_card
 from sft.export.source import find_exported
-from sft.run.directory import Run, find_run, write_json
+from sft.files import write_json
+from sft.hub.demo import Demo
+from sft.run.directory import Run, find_run
 from sft.terminal import tell_message
 from sft.visible import visible_line
 from tests.conftest import DEMO_RECIPE

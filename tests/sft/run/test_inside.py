@@ -7,16 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from sft.data.demo import Demo
 from sft.errors import PlanError, RecipeError, RunError, UserError
+from sft.files import remove, write_json
+from sft.hub.demo import Demo
+from sft.launch.job import open_job
 from sft.launch.opening import open_run, unfinished_run
 from sft.plan.hardware import Hardware
-from sft.plan.job import Job, open_job
+from sft.plan.job import Job
 from sft.plan.zero import load_deepspeed
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Recipe
-from sft.run.directory import Run, find_run, write_json
-from sft.run.inside import check_inside, check_names, remove
+from sft.run.directory import Run, find_run
+from sft.run.inside import check_inside, check_names
 from tests.conftest import DEMO_RECIPE
 
 ONE_CPU = Hardware(None, 1, 1, 2, 8.0)
@@ -163,8 +165,8 @@ def test_a_tokenizers_templates_are_not_written_by_the_names_they_give_themselve
     import json
     import shutil
 
-    from sft.data.demo import make_demo
     from sft.data.tokenizer import load_tokenizer
+    from sft.hub.demo import make_demo
 
     demo = make_demo(Path(make_recipe().output_dir))
     model = tmp_path / "deep" / "model"

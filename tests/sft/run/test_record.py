@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from sft.launch.job import open_job
 from sft.launch.opening import open_run
 from sft.plan.hardware import Hardware
-from sft.plan.job import open_job
 from sft.recipe.changes import Change
 from sft.run.record import close_session, installed_versions, record_end, record_start
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from sft.data.demo import Demo
 from sft.errors import RunError
-from sft.run.directory import Run, write_json
+from sft.files import write_json
+from sft.hub.demo import Demo
+from sft.run.directory import Run
 from sft.run.unchanged import ACCEPT, base_changes, base_sums, check_final, final_sums
 
 

@@ -14,9 +14,10 @@ from sft.data.prepare import prepare
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import RecipeError
+from sft.launch.job import open_job
 from sft.model.load import load_model
 from sft.plan.hardware import Gpu, Hardware
-from sft.plan.job import Job, open_job
+from sft.plan.job import Job
 from sft.run.directory import Run
 from sft.train.arguments import (
     SCHEDULES,

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from sft.data.demo import Demo
 from sft.data.documents import DOCUMENT, Chunk, Counts
 from sft.data.findings import Findings
 from sft.data.formats import IGNORED
 from sft.data.packing import pack
 from sft.data.prepare import prepare
 from sft.data.store import DocumentStore, DocumentWriter, SequenceIndex
+from sft.hub.demo import Demo
 from sft.plan.facts import inspect_model
 from sft.recipe.schema import Recipe
 from sft.train.batches import Sequences, StepOrder

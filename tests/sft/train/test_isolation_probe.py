@@ -31,8 +31,8 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import SFTConfig, SFTTrainer
 
-from sft.data.demo import Demo
 from sft.errors import PlanError
+from sft.hub.demo import Demo
 from sft.model import attention
 from sft.train.isolation_probe import DOCUMENTS, LONGEST, Probe, _other_tokens, check_probe, probe, sample_documents
 

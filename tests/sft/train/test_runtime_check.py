@@ -20,10 +20,11 @@ from sft.data.prepare import prepare
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import PlanError
+from sft.launch.job import open_job
 from sft.model.load import load_model
 from sft.plan.decision import Resolved
 from sft.plan.hardware import Hardware
-from sft.plan.job import Job, open_job
+from sft.plan.job import Job
 from sft.plan.zero import load_deepspeed
 from sft.run.directory import Run
 from sft.train.arguments import build_trainer, training_arguments

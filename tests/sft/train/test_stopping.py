@@ -9,10 +9,11 @@ import pytest
 
 from sft.checkpoint.writer import CheckpointWriter
 from sft.errors import Interrupted, RunError
+from sft.files import write_json
 from sft.parallel.progress import CHECKPOINT, Progress
 from sft.recipe.max_time import TimeLimit
 from sft.recipe.schema import Recipe
-from sft.run.directory import Run, write_json
+from sft.run.directory import Run
 from sft.train.request_files import forget_stale
 from sft.train.stopping import Stopping, Wish
 

@@ -60,7 +60,7 @@ CHAT_TEMPLATE = (
 )
 
 TASK = """\
-# Written by sft/data/demo.py: sentence to JSON, on name-and-city pairs that were not trained.
+# Written by sft/hub/demo.py: sentence to JSON, on name-and-city pairs that were not trained.
 task: demo_extraction
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: "{test}"}}}}
@@ -141,8 +141,6 @@ def _write_tokenizer(folder: Path, texts: list[str]) -> None:
 def _write_model(folder: Path) -> None:
     from safetensors.numpy import save_file
 
-    from sft.run.directory import write_json
-
     generator = np.random.default_rng(VERSION)
 
     def random_weights(*shape: int) -> np.ndarray:
@@ -181,7 +179,7 @@ def _write_model(folder: Path) -> None:
         "bos_token_id": None,
         "dtype": "float32",
     }
-    write_json(folder / "config.json", config)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def make_demo(output_dir: Path) -> Demo:

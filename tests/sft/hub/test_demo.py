@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sft.data.demo import CITIES, NAMES, SENTENCES, TEST_ROWS, TRAIN_ROWS, VERSION, Demo, make_demo
+from sft.hub.demo import CITIES, NAMES, SENTENCES, TEST_ROWS, TRAIN_ROWS, VERSION, Demo, make_demo
 from sft.recipe.schema import REPOSITORY
 
 FOLDER = Path(".builtin") / f"demo-{VERSION}"
@@ -25,7 +25,7 @@ def digests(folder: Path) -> dict[str, str]:
 def test_the_demo_is_the_same_bytes_wherever_and_however_often_it_is_made(tmp_path: Path) -> None:
     """In another process, which hashes words in another order."""
     make_demo(tmp_path / "one")
-    program = "import sys; from pathlib import Path; from sft.data.demo import make_demo; make_demo(Path(sys.argv[1]))"
+    program = "import sys; from pathlib import Path; from sft.hub.demo import make_demo; make_demo(Path(sys.argv[1]))"
     program += "; print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
     printed = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path / "two")],

@@ -1,0 +1,81 @@
+"""Writes files so that a reader never sees half of one, reads JSON, removes folders, and computes checksums."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from sft.credentials import redact
+from sft.errors import RunError
+
+_BLOCK = 1 << 20
+"""Bytes read at once: a block that stays in a core's cache is summed at the cache's speed."""
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file; a reader sees the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        # Half a surrogate pair, which a model's answer may hold, becomes \udXXX, which JSON reads back.
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file as `write_text` does, without credentials."""
+    write_text(path, redact(json.dumps(value, indent=2, ensure_ascii=False, default=str)) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file of a run.
+
+    Raises:
+        RunError: It is missing or is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunError(f"{path} is missing: {path.parent} is not the folder of a run of this project.") from None
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"{path} cannot be read: {error}. Restore it from a copy, or start a new run with train.resume=never."
+        ) from None
+
+
+def remove(path: Path) -> None:
+    """Remove a folder with its content; of a link, only the link."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def checksum(path: Path) -> tuple[int, str]:
+    """A file's size in bytes and the xxh3_128 checksum of its content."""
+    block, content, size = memoryview(bytearray(_BLOCK)), xxhash.xxh3_128(), 0
+    with path.open("rb", buffering=0) as file:
+        while read := file.readinto(block):
+            content.update(block[:read])
+            size += read
+    return size, content.hexdigest()
+
+
+def disk_was_full(error: BaseException | None) -> bool:
+    """Whether an error, or one that it was raised from, means that a disk or a quota is full."""
+    # safetensors, torch and pyarrow each raise their own error, sometimes while handling the one that says so.
+    while error is not None:
+        message = str(error)
+        if "No space left on device" in message or "Disk quota exceeded" in message:
+            return True
+        # torch's zip writer reports only that its position in the file is not where it wrote to.
+        if "inline_container" in message and "unexpected pos" in message:
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,142 @@
+"""Runs a program's main: hears signals, shows an error once, and exits with its status."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from sft import signals
+from sft.credentials import redact
+from sft.errors import (
+    EXIT_CRASHED,
+    EXIT_GATE,
+    EXIT_INTERRUPTED,
+    EXIT_LOST_RANK,
+    EXIT_USER_ERROR,
+    EXIT_WRONG_SAVE,
+    GateFailed,
+    Interrupted,
+    LostRank,
+    UserError,
+    WrongSave,
+)
+from sft.files import disk_was_full
+from sft.terminal import is_rank, tell_crash, tell_message
+from sft.visible import visible
+
+
+def run_main(main: Callable[[list[str]], None]) -> None:
+    """Call a module's main with the command line; the last line of each entry point."""
+    with signals.listening(), exit_on_error():
+        signals.hear_held_back()
+        os.getcwd()  # noqa: PTH109  # a deleted working directory fails here, not in every process that is started
+        main(sys.argv[1:])
+
+
+@contextmanager
+def exit_on_error() -> Iterator[None]:
+    """Show an error once and exit with its status; only our own bugs show a traceback.
+
+    Of all ranks that fail, only the first is shown: see sft/terminal.py.
+    """
+    try:
+        yield
+    except UserError as error:
+        tell_message(str(error))
+        exit_process(EXIT_USER_ERROR)
+    except Interrupted as interrupted:
+        signals.report(interrupted)
+        exit_process(interrupted.status)
+    except LostRank as error:
+        signals.give_up()
+        tell_message(str(error), lost=not error.named)
+        exit_process(EXIT_LOST_RANK)
+    except GateFailed as error:
+        tell_message(str(error))
+        exit_process(EXIT_GATE)
+    except WrongSave as error:
+        tell_message(str(error))
+        exit_process(EXIT_WRONG_SAVE)
+    except BrokenPipeError:
+        # `--show 100 | head`: the reader has seen enough. Discard what is still in the buffer.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        exit_process(0)
+    except Exception as error:
+        signals.give_up()
+        mistake = _known_mistake(error)
+        if mistake is not None:
+            tell_message(mistake)
+            exit_process(EXIT_USER_ERROR)
+        if is_rank():
+            tell_crash(error)
+            exit_process(EXIT_CRASHED)
+        shown = "".join(traceback.format_exception(error))
+        if visible(redact(shown)) == shown:
+            raise
+        print(visible(redact(shown)), file=sys.stderr, flush=True)
+        exit_process(EXIT_CRASHED)
+    except KeyboardInterrupt:
+        exit_process(EXIT_INTERRUPTED)
+    except SystemExit as ending:
+        # A rank that is still in its process group would abort when Python tears it down.
+        if is_rank() and isinstance(ending.code, int):
+            exit_process(ending.code)
+        raise
+
+
+def exit_process(status: int) -> NoReturn:
+    """End this process; a rank ends at once, with all its threads."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of a tracker or a process group must not keep a rank alive that has nothing left to do.
+    if os.environ.get("WORLD_SIZE", "").strip() not in ("", "1"):
+        os._exit(status)
+    sys.exit(status)
+
+
+_OUT_OF_MEMORY = ("can't allocate memory", "Cannot allocate memory", "can't start new thread")
+
+
+def _known_mistake(error: BaseException) -> str | None:
+    """The message for a library's error that is known not to be a bug."""
+    kind, message = type(error), str(error)
+    if disk_was_full(error):
+        return (
+            "The disk is full. Free some space, or set output_dir to another disk. Files that were complete are kept."
+        )
+    if "File too large" in message:
+        return "A file exceeds the size limit here: raise it (ulimit -f unlimited), or set output_dir to another disk."
+    if isinstance(error, MemoryError) or any(words in message for words in _OUT_OF_MEMORY):
+        return (
+            "Out of memory: this process requested more memory or threads than the machine has free, or than its limits allow (ulimit -v, "
+            "ulimit -u). Free some, lower train.micro_batch_size or data.max_length, or start fewer processes (NPROC); docs/memory.md."
+        )
+    if isinstance(error, FileNotFoundError) and not _has_a_working_directory():
+        return "The working directory has been deleted. Change into one that exists, and start again."
+    if kind.__name__ == "AuthenticationError" and kind.__module__.startswith("wandb"):
+        return f"wandb refuses the login: {error} Log in again (wandb login), or set WANDB_MODE=offline."
+    if kind.__name__ == "UnpicklingError":
+        # torch names the refused class among pages of advice on how to load it all the same.
+        named = re.search(r"GLOBAL ([\w.]+)", message)
+        return (
+            "A file is damaged, or holds more than tensors and plain values, which could run as a program: it is not loaded. Resume "
+            f"from another checkpoint, or get the file again from its author.{f' It names {named[1]}.' if named else ''}"
+        )
+    if kind.__name__ == "DistNetworkError" and "EADDRINUSE" in message:
+        return (
+            f"MASTER_PORT={os.environ.get('MASTER_PORT')} is taken on this machine: by another job, or by a second process that was also "
+            "started as RANK=0. Set another MASTER_PORT for all processes of this job, and give each a RANK of its own."
+        )
+    return None
+
+
+def _has_a_working_directory() -> bool:
+    try:
+        return bool(os.getcwd())  # noqa: PTH109  # as torch and transformers do
+    except FileNotFoundError:
+        return False
