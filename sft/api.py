@@ -22,8 +22,7 @@ from sft.launch.job import open_recipe
 from sft.launch.main import planned_job
 from sft.plan.plan import Plan
 from sft.processes import RESULT_FILE
-from sft.recipe.load import find_file
-from sft.recipe.load import load_recipe as _load_recipe
+from sft.recipe import load
 from sft.recipe.schema import Recipe
 from sft.run.diff import SECTIONS, Finding
 from sft.run.directory import Run, find_run
@@ -53,10 +52,10 @@ def load_recipe(recipe: str | Path, overrides: Overrides = ()) -> Recipe:
     Raises:
         RecipeError: All that is wrong with it, in one message.
     """
-    return _load_recipe(find_file(str(recipe)), _words(overrides))
+    return load.load_recipe(load.find_file(str(recipe)), _words(overrides))
 
 
-def plan(recipe: str | Path, overrides: Overrides = (), on: str | None = None) -> Plan:
+def make_plan(recipe: str | Path, overrides: Overrides = (), on: str | None = None) -> Plan:
     """Decide everything the recipe left open, each decision with its reason. Starts nothing.
 
     Args:
@@ -71,7 +70,7 @@ def plan(recipe: str | Path, overrides: Overrides = (), on: str | None = None) -
     return job.plan
 
 
-def prepare(recipe: str | Path, overrides: Overrides = ()) -> Prepared:
+def prepare_data(recipe: str | Path, overrides: Overrides = ()) -> Prepared:
     """Prepare a recipe's data, or find it prepared; its `ledger` accounts for every token.
 
     Raises:
@@ -86,7 +85,7 @@ def prepare(recipe: str | Path, overrides: Overrides = ()) -> Prepared:
     return prepared
 
 
-def train(recipe: str | Path, overrides: Overrides = (), processes: int | None = None) -> Run:
+def train_model(recipe: str | Path, overrides: Overrides = (), processes: int | None = None) -> Run:
     """Train a recipe, evaluate base and tuned model, and write the report.
 
     Args:
@@ -105,7 +104,7 @@ def train(recipe: str | Path, overrides: Overrides = (), processes: int | None =
     return Run(Path(_run("sft.launch", [str(recipe), *_words(overrides)], **environment)))
 
 
-def evaluate(target: str | Path, overrides: Overrides = ()) -> dict[str, Any]:
+def evaluate_model(target: str | Path, overrides: Overrides = ()) -> dict[str, Any]:
     """Measure a run's base and tuned model and compare them, or measure any one model.
 
     Args:
@@ -123,7 +122,7 @@ def evaluate(target: str | Path, overrides: Overrides = ()) -> dict[str, Any]:
     return found
 
 
-def compare(run_a: str | Path, run_b: str | Path) -> list[Finding]:
+def compare_runs(run_a: str | Path, run_b: str | Path) -> list[Finding]:
     """Say what differs between two runs, section by section: recipe, plan, versions, data, losses, weights and more.
 
     Raises:

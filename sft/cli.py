@@ -13,7 +13,8 @@ from typing import Any
 
 import click
 
-from sft.errors import RecipeError, run_main
+from sft.errors import RecipeError
+from sft.program import run_main
 
 COMMAND: dict[str, Any] = {"no_args_is_help": True}
 PASSED_ON: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True, "help_option_names": []}}
@@ -49,7 +50,7 @@ def _keys(context: click.Context, parameter: click.Parameter, incomplete: str) -
     return [f"{key}=" for key in recipe_keys() if key.startswith(incomplete)]
 
 
-def _split(words: Sequence[str]) -> tuple[str, list[str]]:
+def recipe_and_overrides(words: Sequence[str]) -> tuple[str, list[str]]:
     """The recipe or run, and the overrides, in any order.
 
     Raises:
@@ -80,7 +81,9 @@ def sft() -> None:
 @click.option("--on", metavar="8x80GB", help="With --plan: plan for GPUs that are not here.")
 @click.option("--preflight", is_flag=True, help="Check all nodes and processes of the job, and stop.")
 @click.option("--prepare", "prepares", is_flag=True, help="Prepare the data for a later start, and stop.")
-@click.option("--show", "rows", metavar="N", type=click.IntRange(0), help="Show N rows as the model gets them, and stop.")
+@click.option(
+    "--show", "rows", metavar="N", type=click.IntRange(0), help="Show N rows as the model gets them, and stop."
+)
 @click.option(
     "--max-restarts",
     metavar="N",
@@ -113,7 +116,7 @@ def train(
     """
     from sft.launch.main import show_plan, start
 
-    recipe, overrides = _split(words)
+    recipe, overrides = recipe_and_overrides(words)
     if plans or on:
         show_plan(recipe, overrides, on)
     elif prepares or rows is not None:
@@ -134,7 +137,7 @@ def plan(words: tuple[str, ...], on: str | None) -> None:
     """
     from sft.launch.main import show_plan
 
-    show_plan(*_split(words), on)
+    show_plan(*recipe_and_overrides(words), on)
 
 
 @sft.command(**COMMAND)
@@ -147,7 +150,7 @@ def show(words: tuple[str, ...], rows: int) -> None:
       sft show recipes/tiny.yaml
       sft show recipes/tiny.yaml -n 10 data.max_length=512
     """
-    _look_at_data(*_split(words), rows)
+    _look_at_data(*recipe_and_overrides(words), rows)
 
 
 @sft.command(**COMMAND)
@@ -158,13 +161,13 @@ def prepare(words: tuple[str, ...]) -> None:
     \b
       sft prepare recipes/qwen3b.yaml
     """
-    _look_at_data(*_split(words), None)
+    _look_at_data(*recipe_and_overrides(words), None)
 
 
 def _look_at_data(recipe: str, overrides: Sequence[str], rows: int | None) -> None:
     from sft.launch.main import look_at_data
 
-    look_at_data(Path(recipe), overrides, rows)
+    look_at_data(recipe, overrides, rows)
 
 
 @sft.command("eval", **COMMAND)
