@@ -125,9 +125,9 @@ def foresee(recipe: Recipe) -> None:
     """
     selection = check_tasks(recipe.eval, Path(recipe.output_dir))
     if selection.runs_code:
-        from eval.sandbox.runner import prove_isolation
+        from eval.sandbox.runner import check_isolation
 
-        prove_isolation()
+        check_isolation()
     for line in describe(recipe.eval):
         print(line, flush=True)
     _asking.append(look_for_datasets(selection))

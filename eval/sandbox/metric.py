@@ -1,4 +1,4 @@
-"""pass@k on programs that run within limits, in the place of the metric `code_eval` that lm_eval would download.
+"""pass@k on programs that run in a sandbox, in the place of the metric `code_eval` that lm_eval would download.
 
 That one runs programs in forks of the evaluation itself, with a time limit only.
 """
@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval import ranks
-from eval.sandbox.limits import LIMITS, Outcome
-from eval.sandbox.runner import describe, prove_isolation, run_programs
+from eval.sandbox.runner import LIMITS, Outcome, check_isolation, describe, run_programs
 from sft.errors import EvaluationError
 
 if TYPE_CHECKING:
@@ -184,7 +183,7 @@ def prepare_code_tasks(tasks: Sequence[ConfigurableTask]) -> dict[str, Any]:
     Raises:
         EvaluationError: A limit does not hold here.
     """
-    isolation = prove_isolation()
+    isolation = check_isolation()
     told = [describe(isolation)]
     outside = [task.task_name for task in tasks if not runs_within_limits(task)]
     for task in tasks:

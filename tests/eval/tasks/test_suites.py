@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 
 from eval.reference import Reference
-from eval.sandbox.limits import LIMITS
+from eval.sandbox.runner import LIMITS
 from eval.tasks.index import TaskIndex, build_index, keep_index, known_tasks, read_index
 from eval.tasks.named_suites import SUITES
 from eval.tasks.settings import Settings, resolve_settings

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,15 @@ import psutil
 import pytest
 import yaml
 
-from eval.sandbox.limits import LIMITS, Outcome
-from eval.sandbox.runner import describe, prove_isolation, run_programs
+from eval.sandbox.runner import (
+    LIMITS,
+    WITHOUT_SANDBOX,
+    Outcome,
+    check_isolation,
+    describe,
+    run_program,
+    run_programs,
+)
 from eval.tasks.load import LoadedTasks, load_tasks
 from eval.tasks.suites import check_tasks
 from sft.errors import EvaluationError
@@ -37,24 +44,14 @@ SECRET = "hf_thisIsWhatNobodyMayRead00"
 
 
 def leftovers() -> list[int]:
-    """Processes of ours that run generated code, wherever they hang in the tree."""
+    """Processes that run generated code, wherever they hang in the tree."""
     found = []
     for process in psutil.process_iter():
-        try:
-            if "eval.sandbox.worker" in process.cmdline() and process.environ().get("PYTHONPATH") == str(REPOSITORY):
-                found.append(process.pid)
-        except psutil.Error:
-            continue
-    return found
-
-
-def under_way() -> bool:
-    """Whether a program is in its folder."""
-    for pid in leftovers():
         with suppress(psutil.Error):
-            if psutil.Process(pid).cwd() not in (str(REPOSITORY), "/"):
-                return True
-    return False
+            line = " ".join(process.cmdline())
+            if sys.executable in line and "Runs one program inside the sandbox" in line:
+                found.append(process.pid)
+    return found
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -114,15 +111,16 @@ def attacks(doors: dict[str, Any]) -> dict[str, tuple[str, str]]:
         "an endless loop": ("while True: pass", "cpu time"),
         "an endless loop that ignores signals": (
             "import signal\nfor n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n    except OSError: pass\nwhile True: pass",
-            "cpu time",
+            "killed",
         ),
         "a fork bomb": (
-            "import os, time\nfor n in range(400):\n    if os.fork() == 0:\n        time.sleep(5)\n        os._exit(0)",
-            "failed",
+            "import os, time\nfor n in range(400):\n    if os.fork() == 0:\n        time.sleep(5)\n        os._exit(0)\ntime.sleep(5)",
+            "processes",
         ),
         "a thread bomb": (
-            "import threading, time\nfor n in range(2000): threading.Thread(target=time.sleep, args=(3,), daemon=True).start()",
-            "failed",
+            "import threading, time\nfor n in range(99): threading.Thread(target=time.sleep, args=(3,)).start()\n"
+            "time.sleep(3)",
+            "processes",
         ),
         "a memory bomb": ("held = bytearray(3 * 2**30)", "memory"),
         "a memory bomb of several processes": (
@@ -135,7 +133,7 @@ def attacks(doors: dict[str, Any]) -> dict[str, tuple[str, str]]:
             "failed",
         ),
         "a write to the home folder": (f"open({home}, 'w').write('x')", "failed"),
-        "a write to /tmp": (f"open({temporary}, 'w').write('x')", "failed"),
+        "a write to /tmp": (f"open({temporary}, 'w').write('x')", "passed"),
         "a write to the run": (f"open({run}, 'w').write('x')", "failed"),
         "a change of another's rights": (f"import os; os.chmod({secret}, 0o777)", "failed"),
         "a removal": (f"import os; os.remove({secret})", "failed"),
@@ -146,14 +144,13 @@ def attacks(doors: dict[str, Any]) -> dict[str, tuple[str, str]]:
             "passed",
         ),
         "a connection": (f"import socket; socket.create_connection(('127.0.0.1', {doors['port']}), 1)", "failed"),
-        "a unix socket": ("import socket; socket.socket(socket.AF_UNIX)", "failed"),
         "a daemon": (
             "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(30)\n    os._exit(0)",
             "passed",
         ),
-        "a signal to its parent": ("import os; os.kill(os.getppid(), 9)", "failed"),
+        "a signal to its parent": ("import os; os.kill(os.getppid(), 9)", "passed"),
         "a signal to everybody": ("import os; os.kill(-1, 9)", "failed"),
-        "a stop of its parent": ("import os, signal; os.kill(os.getppid(), signal.SIGSTOP)", "failed"),
+        "a stop of its parent": ("import os, signal; os.kill(os.getppid(), signal.SIGSTOP)", "passed"),
         "new namespaces": (
             "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0\nassert ctypes.CDLL(None).unshare(0x20000) == 0",
             "failed",
@@ -198,88 +195,43 @@ def test_attacks_do_no_harm(doors: dict[str, Any], monkeypatch: pytest.MonkeyPat
     assert leftovers() == []
 
 
-@pytest.mark.parametrize("words", [["sighted"], ["nobody"], ["nobody", "sighted"]], ids=" ".join)
-def test_attacks_do_no_harm_to_whom_or_where_they_run(words: list[str], doors: dict[str, Any]) -> None:
-    """As another user than root, and in a container that allows no namespaces: Landlock, the filter and the limits remain."""
-    programs = attacks(doors)
-    doors["secret"].parent.chmod(0o755)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.slow.run_generated", *words],
-        input=json.dumps({"limits": asdict(SHORT), "programs": [program for program, _ in programs.values()]}),
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_TOKEN": SECRET},
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    if "skip" in told:
-        pytest.skip(told["skip"])
-    found = {name: one["ending"] for name, one in zip(programs, told["endings"], strict=True)}
-    wrong = {
-        name: (ending, programs[name][1], one["detail"])
-        for (name, ending), one in zip(found.items(), told["endings"], strict=True)
-        if ending != programs[name][1]
-        and not (programs[name][1] != "passed" and ending in ("failed", "memory", "cpu time"))
-    }
-    # Where root's processes cannot be counted, a program has one, so that a daemon is refused.
-    alone = "1, which may" in told["isolation"]["enforced"]["processes"]
-    forking = {"a daemon", "a process of its own that leaves", "a process of its own that comes to the end"}
-    assert set(wrong) <= (forking if alone else set()), wrong
-    assert leftovers() == []
-
-
-@pytest.mark.parametrize("words", [[], ["sighted"], ["nobody", "sighted"]], ids=" ".join)
-def test_a_killed_evaluation_leaves_no_process_and_no_file(words: list[str], open_folder: Path) -> None:
-    program = "import os, time\nopen('file', 'w').close()\ntry: os.fork() or os.setsid()\nexcept OSError: pass\ntime.sleep(50)"
+def test_a_killed_evaluation_leaves_no_process() -> None:
+    program = "import os, time\ntry: os.fork() or os.setsid()\nexcept OSError: pass\ntime.sleep(50)"
     evaluation = subprocess.Popen(
-        [sys.executable, "-m", "tests.slow.run_generated", *words],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(open_folder)},
-        cwd=REPOSITORY,
+        [sys.executable, "-c", f"from eval.sandbox.runner import run_program; run_program({program!r})"], cwd=REPOSITORY
     )
-    assert evaluation.stdin is not None
-    evaluation.stdin.write(json.dumps({"limits": asdict(LIMITS), "programs": [program]}).encode())
-    evaluation.stdin.close()
-    wait_until(under_way)
-    assert list(open_folder.iterdir())
+    wait_until(lambda: len(leftovers()) > 2)
     evaluation.kill()
     evaluation.wait()
-    wait_until(lambda: not leftovers() and not list(open_folder.iterdir()))
+    wait_until(lambda: not leftovers())
 
 
-def test_a_pool_of_processes_works_where_there_are_namespaces() -> None:
-    if "other processes" not in prove_isolation().enforced:
-        pytest.skip("no namespaces here")
+def test_a_pool_of_processes_works() -> None:
     pool = "from multiprocessing import Pool\nwith Pool(2) as pool: assert pool.map(abs, [-1, 2]) == [1, 2]"
     assert run_programs([pool]) == [Outcome("passed", "")]
 
 
-def test_where_the_users_others_are_counted_along_they_take_no_program_its_processes() -> None:
-    """As before Linux 5.14: twenty more processes of its user than it may have."""
-    script = """
-import os, subprocess, tempfile
-from dataclasses import replace
-from pathlib import Path
-from eval.code_confinement import NOBODY, find_means
-from eval.code_limits import LIMITS
-from eval.code_worker import run_program
+@pytest.fixture
+def no_sandbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A bwrap that fails as it does where the kernel refuses namespaces."""
+    monkeypatch.setattr("eval.sandbox.runner._bwrap", lambda: "/bin/false")
+    check_isolation.cache_clear()
+    yield
+    check_isolation.cache_clear()
 
-with tempfile.TemporaryDirectory() as root:
-    Path(root).chmod(0o711)
-    means = replace(find_means(root, LIMITS), count_of_its_own=False)
-    user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if means.nobody else {}
-    others = [subprocess.Popen(["sleep", "30"], **user) for _ in range(LIMITS.processes + 20)]
-    ended = run_program("import threading; threading.Thread(target=print).start()", LIMITS, means, root)
-    assert ended["ending"] == "passed", ended
-    bomb = "import os, time\\nfor n in range(400): os.fork() or (time.sleep(5), os._exit(0))"
-    assert run_program(bomb, LIMITS, means, root)["ending"] in ("failed", "memory")
-"""
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+
+def test_without_a_sandbox_nothing_runs_unless_it_was_allowed(
+    no_sandbox: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(EvaluationError, match=f"set {WITHOUT_SANDBOX}=1"):
+        run_programs(["x = 1"])
+    monkeypatch.setenv(WITHOUT_SANDBOX, "1")
+    isolation = check_isolation()
+    assert not isolation.sandbox and {"files", "network"} <= set(isolation.not_enforced)
+    programs = ["x = 1", "assert False", "while True: pass", "held = bytearray(3 * 2**30)", "import os; os._exit(0)"]
+    outcomes = run_programs(programs, SHORT)
+    assert [one.ending for one in outcomes] == ["passed", "failed", "cpu time", "memory", "failed"]
+    assert leftovers() == []
 
 
 def test_what_cannot_be_run_is_no_score(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -288,8 +240,8 @@ def test_what_cannot_be_run_is_no_score(monkeypatch: pytest.MonkeyPatch, tmp_pat
     broken.write_text("#!/bin/sh\necho no such interpreter >&2\nexit 3\n")
     broken.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(broken))
-    with pytest.raises(EvaluationError, match="cannot be run here: no such interpreter"):
-        run_programs(["x = 1"])
+    with pytest.raises(EvaluationError, match="cannot be run here"):
+        run_program("x = 1")
 
 
 def test_the_same_programs_end_the_same_way(doors: dict[str, Any]) -> None:
@@ -304,7 +256,7 @@ def test_the_same_programs_end_the_same_way(doors: dict[str, Any]) -> None:
 
 
 def test_what_is_enforced_is_said_and_what_is_not_too() -> None:
-    isolation = prove_isolation()
+    isolation = check_isolation()
     told = describe(isolation)
     for name in ("processor time", "wall time", "memory", "processes", "file size", "open files", "environment"):
         assert name in {**isolation.enforced, **isolation.not_enforced}
@@ -437,7 +389,7 @@ def test_a_run_records_what_held_the_code(run: Any, tmp_path: Path, capfd: pytes
 
     path, _ = local_humaneval(tmp_path)
     main([str(run.path), f"tasks={path}", "limit=2", "confirm_run_unsafe_code=true", "max_gen_toks=8"])
-    assert capfd.readouterr().out.count("Generated code runs within limits") == 1
+    assert capfd.readouterr().out.count("Generated code runs in a sandbox") == 1
     for results in (run.path / "eval").rglob("results.json"):
         kept = json.loads(results.read_text())
         assert sum(kept["generated_code"]["endings"].values()) == 2
