@@ -40,18 +40,22 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 100 else text[:97] + "..."
 
 
-def recipe_keys(schema: type[Section] = Recipe, prefix: str = "") -> Iterator[tuple[str, OnResume | None]]:
-    """Every key of a recipe, dotted, sections included, with what it says itself about a resume."""
+def _keys_of(schema: type[Section], prefix: str = "") -> Iterator[tuple[str, OnResume | None]]:
     for name, field in schema.model_fields.items():
         yield prefix + name, next((one for one in field.metadata if isinstance(one, OnResume)), None)
         for option in (field.annotation, *get_args(field.annotation)):
             if isinstance(option, type) and issubclass(option, Section):
-                yield from recipe_keys(option, f"{prefix}{name}.")
+                yield from _keys_of(option, f"{prefix}{name}.")
 
 
-_KEYS = dict(recipe_keys())
+_KEYS = dict(_keys_of(Recipe))
 _ON_RESUME = {key: said for key, said in _KEYS.items() if said is not None}
 _ON_RESUME |= {f"train.trainer_args.{name}": FREE for name in _FREE_TRAINER_ARGS}
+
+
+def recipe_keys() -> list[str]:
+    """Every key of a recipe, dotted, sections included."""
+    return list(_KEYS)
 
 
 def _said(key: str) -> OnResume | None:
