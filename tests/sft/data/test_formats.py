@@ -32,7 +32,7 @@ def source(**values: Any) -> Source:
 
 def example(row: dict[str, Any], of: Source | None = None, **data: Any) -> Example:
     of = of or source()
-    return to_example(renamed(row, of), row_format(set(row), of), Data(train="rows.jsonl", **data), of)
+    return to_example(renamed(row, of), row_format([row], of), Data(train="rows.jsonl", **data), of)
 
 
 def conversation(row: dict[str, Any], of: Source | None = None, **data: Any) -> Conversation:
@@ -244,15 +244,15 @@ def test_a_row_without_a_column_that_its_source_has_names_it(format: str) -> Non
 
 @pytest.mark.parametrize("format", list(FORMATS))
 def test_a_format_is_known_by_its_columns(format: str) -> None:
-    assert row_format(FORMATS[format] | {"id", "source"}, source()) == format
-    assert row_format(FORMATS[format], source(format=format)) == format
+    assert row_format([dict.fromkeys(FORMATS[format] | {"id", "source"})], source()) == format
+    assert row_format([dict.fromkeys(FORMATS[format])], source(format=format)) == format
 
 
 def test_a_rendered_text_beside_a_conversation_is_passed_over_unless_it_is_stated() -> None:
     columns = {"instruction", "output", "text"}
-    assert row_format(columns, source()) == "alpaca"
-    assert row_format(columns, source(format="text")) == "text"
-    assert row_format({"messages", "prompt", "completion"}, source(format="prompt_completion")) == "prompt_completion"
+    assert row_format([dict.fromkeys(columns)], source()) == "alpaca"
+    assert row_format([dict.fromkeys(columns)], source(format="text")) == "text"
+    assert row_format([dict.fromkeys({"messages", "prompt", "completion"})], source(format="prompt_completion")) == "prompt_completion"
 
 
 def test_columns_go_by_the_names_that_the_recipe_gives_them() -> None:
@@ -266,16 +266,16 @@ def test_columns_go_by_the_names_that_the_recipe_gives_them() -> None:
         "id": 5,
     }
     with pytest.raises(DataError, match=r"has no column answer, which `columns` names. Found: question"):
-        row_format({"question"}, asked)
+        row_format([dict.fromkeys({"question"})], asked)
     with pytest.raises(DataError, match=r"`columns` of rows.jsonl names answer twice"):
-        row_format({"question", "answer"}, source(columns={"prompt": "answer", "completion": "answer"}))
+        row_format([dict.fromkeys({"question", "answer"})], source(columns={"prompt": "answer", "completion": "answer"}))
 
 
 def test_preference_data_is_refused_until_its_answers_are_named() -> None:
     with pytest.raises(DataError, match=r"preference data .*DPO.*columns: {completion: chosen}"):
-        row_format({"prompt", "chosen", "rejected"}, source())
+        row_format([dict.fromkeys({"prompt", "chosen", "rejected"})], source())
     with pytest.raises(DataError, match="preference data"):
-        row_format({"messages", "chosen", "rejected"}, source())
+        row_format([dict.fromkeys({"messages", "chosen", "rejected"})], source())
     named = source(columns={"completion": "chosen"}, format="prompt_completion")
     row = {"prompt": "Hi", "chosen": "Hello", "rejected": "No"}
     assert conversation(row, named) == Conversation([USER, ANSWER], None, [False, True])
@@ -283,20 +283,20 @@ def test_preference_data_is_refused_until_its_answers_are_named() -> None:
 
 def test_a_stated_format_that_the_columns_are_not_is_refused() -> None:
     with pytest.raises(DataError, match=r"said to be sharegpt, and has no conversations. Found: messages. Name the"):
-        row_format({"messages"}, source(format="sharegpt"))
+        row_format([dict.fromkeys({"messages"})], source(format="sharegpt"))
     with pytest.raises(DataError, match=r"said to be prompt_completion, and has no completion, prompt. Found: none"):
-        row_format(set(), source(format="prompt_completion"))
+        row_format([{}], source(format="prompt_completion"))
 
 
 def test_useless_columns_are_named_beside_the_useful_ones() -> None:
     with pytest.raises(DataError) as error:
-        row_format({"body", "label"}, source())
+        row_format([dict.fromkeys({"body", "label"})], source())
     message = str(error.value)
     assert message.startswith("rows.jsonl has no usable columns. Found: body, label.")
     for needed in FORMATS.values():
         assert all(f"`{column}`" in message for column in needed)
     with pytest.raises(DataError, match="Found: none"):
-        row_format(set(), source())
+        row_format([{}], source())
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_useless_columns_are_named_beside_the_useful_ones() -> None:
 )
 def test_real_files_become_the_one_form(file: str, format: str, shared: Path) -> None:
     rows = [row for row in islice(read_rows(shared / "sft" / file), 300) if isinstance(row, dict)]
-    assert row_format(set().union(*rows), source()) == format
+    assert row_format(rows, source()) == format
     answered = 0
     for row in rows:
         made = to_example(row, format, Data(train="x"), source())
@@ -416,8 +416,8 @@ def test_without_a_chat_template_there_is_no_place_for_more_than_two_columns(row
     ],
 )
 def test_columns_that_nobody_reads_are_known(format: str, others: list[str]) -> None:
-    assert unread_columns(FORMATS[format] | set(others), format, source()) == others
-    assert unread_columns(FORMATS[format], format, source()) == []
+    assert unread_columns([dict.fromkeys(FORMATS[format] | set(others))], format, source()) == others
+    assert unread_columns([dict.fromkeys(FORMATS[format])], format, source()) == []
 
 
 @pytest.mark.parametrize("name", ["images", "videos", "audios", "functions"])

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sft import cli
 from sft.data.documents import DocumentMaker
 from sft.data.ledger import histogram
 from sft.data.prepare import prepare
 from sft.data.prepared import Prepared
 from sft.data.show import finding_lines, marked_text, summary_lines
 from sft.data.tokenizer import load_tokenizer
-from sft.launch.main import main
 from sft.plan.facts import inspect_model
 from sft.recipe.schema import Recipe, Source
 
@@ -97,7 +97,7 @@ def show(recipe_file: Path, outputs: Path, make_recipe: MakeRecipe, capsys: pyte
     def printed(words: list[str], *overrides: str) -> str:
         entry(list(overrides), make_recipe)
         capsys.readouterr()
-        main([str(recipe_file), f"output_dir={outputs}", *overrides, *words])
+        cli.run(["train", str(recipe_file), f"output_dir={outputs}", *overrides, *words])
         return capsys.readouterr().out
 
     return printed
