@@ -197,9 +197,7 @@ BAD = {
     "a loss mask of no token": refused(lines({"input_ids": [5, 6], "loss_mask": [0, 0]}), "1 no trained token"),
     "token ids that are text": refused(lines({"input_ids": "5 6 7"}), "row 1", "not a list of whole numbers"),
     # Lengths
-    "a conversation of 330 turns": refused(
-        lines(TURNS_330), "Nothing is left to train on", "too_long", "tokens a row"
-    ),
+    "a conversation of 330 turns": refused(lines(TURNS_330), "Nothing is left to train on", "too_long", "tokens a row"),
     "a conversation of 330 turns that may be split": Bad(lines(TURNS_330), used=1, overrides=("data.overlong=split",)),
     "a row of a megabyte": refused(
         lines(*many(9), LONG),

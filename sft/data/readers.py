@@ -194,7 +194,8 @@ def _array(text: str, file: Path) -> Iterator[Row | BadRow]:
             raise DataError(f"{file}, row {number}, cannot be read: {error}. Correct the file there.") from None
         yield _object(value, f"row {number}")
         following, position = found[1], found.end()
-    position += number == 0  # the bracket that closes an empty array
+    if number == 0:  # an empty array
+        position = _end(_BLANK, text, position + 1)
     if position < len(text):
         raise DataError(f"{file} goes on after the end of its array: {text[position : position + 40]!r}.")
 

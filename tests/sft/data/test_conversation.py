@@ -114,5 +114,5 @@ def test_thoughts_in_every_spelling_are_taken_out(text: str, rest: str) -> None:
 
 @pytest.mark.parametrize("text", ["<think>a", "Four <think>", "<think>a</think>b<think>c", "<think>a <think>b"])
 def test_a_thought_that_is_never_closed_cannot_be_taken_out(text: str) -> None:
-    with pytest.raises(ValueError, match=r"opened \(<think>\) and never closed, .*\(data.reasoning=drop\)"):
+    with pytest.raises(ValueError, match=r"never closed, .*data.reasoning=drop"):
         without_reasoning(text)

@@ -202,17 +202,7 @@ LONG = "The train to Oslo leaves at noon from platform nine."
         (Text("What is the capital?", "What is the capital? Oslo"), "echo"),
         (asked("Hi", "nan"), "missing_value"),
         (Text("Hi", " None\n"), "missing_value"),
-        (asked("Hi\r\nyou"), "carriage_return"),
-        (asked(f"Translate this: {LONG} Thanks.", f" {LONG}\n"), "answer_in_question"),
-        (Text(f"Which one? {LONG}", LONG), "answer_in_question"),
         (asked("Hi", "Hello\nUser: And you?\nAssistant: Fine"), "dialogue"),
-        (
-            turns(
-                ("system", "Answer in one short word."), ("user", "Answer in one short word. Hi"), ("assistant", "a")
-            ),
-            "repeated_system",
-        ),
-        (asked(f"![x](data:image/png;base64,{'iVBORw0K' * 13})"), "base64"),
     ],
 )
 def test_a_fault_that_programs_make_of_rows_is_found(row: Any, kind: str, control: SpecialTokens) -> None:
@@ -256,11 +246,8 @@ def test_findings_add_up_and_keep_the_first_rows_of_each_kind() -> None:
     for part in parts:
         merged.merge(part)
     assert merged == whole
-    assert whole.counts == {"empty_turn": 8, "placeholder": 12}
-    assert whole.rows == {
-        "empty_turn": [(0, row) for row in range(1, 6)],
-        "placeholder": [(1, row) for row in (1, 3, 5, 7)],
-    }
+    assert whole.counts == {("empty_turn", 0): 8, ("placeholder", 1): 12}
+    assert whole.rows == {("empty_turn", 0): [1, 2, 3, 4, 5], ("placeholder", 1): [1, 3, 5, 7]}
 
 
 def row_of(question: str, answer: str = "Hello") -> dict[str, Any]:
@@ -313,12 +300,6 @@ def test_an_answer_that_most_rows_have_is_found(recipe_of: RecipeOf) -> None:
     assert (found["same_answer"]["count"], rows_told(found, "same_answer")) == (21, [20])
     # Half of the rows is not most of them.
     assert prepared(recipe_of([*PLAIN[20:22], *rows], "data.max_length=64")) == {}
-
-
-def test_what_single_rows_are_meant_to_have_is_told_of_many(recipe_of: RecipeOf) -> None:
-    kept = [row_of(f"Correct this: {n} {LONG}{'!' * n}", f"{n} {LONG}{'!' * n}") for n in range(10)]
-    assert set(prepared(recipe_of(kept + PLAIN, "data.max_length=256"))) == {"answer_in_question"}
-    assert prepared(recipe_of(kept[1:] + PLAIN, "data.max_length=256")) == {}
 
 
 def test_every_kind_of_finding_that_a_row_can_have_may_be_refused(make_recipe: MakeRecipe) -> None:

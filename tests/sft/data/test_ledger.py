@@ -211,8 +211,7 @@ def test_every_reason_for_a_loss_of_tokens_is_named(make_recipe: MakeRecipe, tmp
 
 
 def ledger(used: int, trained: int = 50, masked: int = 50, **dropped: int) -> dict[str, Any]:
-    reasons = {reason.replace("_", " ").replace("max l", "max_l"): count for reason, count in dropped.items()}
-    rows = {"in": used + sum(reasons.values()), "used": used, "repeated": 0, "held_out": 0, "dropped": reasons}
+    rows = {"in": used + sum(dropped.values()), "used": used, "repeated": 0, "held_out": 0, "dropped": dropped}
     lengths = {"up_to": [8, 11, 16, 22], "rows": [0, 3, 0, 9]}
     return {"total": {"rows": rows, "tokens": {"trained": trained, "masked": masked}}, "lengths": lengths}
 
@@ -222,23 +221,21 @@ def data(**keys: Any) -> Data:
 
 
 def test_too_many_long_rows_stop_the_run_with_the_numbers_and_the_lengths() -> None:
-    check_limits(ledger(95, longer_than_max_length=5), data())
+    check_limits(ledger(95, too_long=5), data())
     with pytest.raises(DataError) as error:
-        check_limits(ledger(94, longer_than_max_length=4, no_trained_token_within_max_length=2), data(max_length=16))
+        check_limits(ledger(94, too_long=4, targets_past_max_length=2), data(max_length=16))
     message = str(error.value)
     assert "6 of 100 rows (6.0%) are longer than data.max_length=16" in message
     assert "data.max_overlong_fraction=0.05" in message
     assert histogram(ledger(1)) in message
-    check_limits(ledger(94, longer_than_max_length=6), data(max_overlong_fraction=0.06))
+    check_limits(ledger(94, too_long=6), data(max_overlong_fraction=0.06))
 
 
 def test_too_many_faults_stop_the_run_with_their_reasons() -> None:
-    check_limits(ledger(90, bad_row=4, no_answer_to_train_on=6), data())
-    with pytest.raises(
-        DataError, match=r"11 of 100 rows \(11.0%\) were dropped \(5 bad row, 6 no answer to train on\)"
-    ):
-        check_limits(ledger(89, bad_row=5, no_answer_to_train_on=6), data())
-    check_limits(ledger(89, bad_row=5, no_answer_to_train_on=6), data(max_dropped_fraction=0.2))
+    check_limits(ledger(90, bad_row=4, no_answer=6), data())
+    with pytest.raises(DataError, match=r"11 of 100 rows \(11.0%\) were dropped \(5 bad row, 6 no answer\)"):
+        check_limits(ledger(89, bad_row=5, no_answer=6), data())
+    check_limits(ledger(89, bad_row=5, no_answer=6), data(max_dropped_fraction=0.2))
 
 
 def test_too_few_trained_tokens_stop_the_run() -> None:
@@ -248,10 +245,10 @@ def test_too_few_trained_tokens_stop_the_run() -> None:
 
 
 def test_nothing_to_train_on_is_told_with_the_reasons() -> None:
-    with pytest.raises(DataError, match=r"all 3 rows were dropped or held out \(3 no answer to train on\)"):
-        check_limits(ledger(0, 0, 0, no_answer_to_train_on=3), data(max_dropped_fraction=1.0))
-    with pytest.raises(DataError, match=r"(?s)all 3 rows .*\(3 longer than max_length\).*tokens a row"):
-        check_limits(ledger(0, 0, 0, longer_than_max_length=3), data(max_overlong_fraction=1.0))
+    with pytest.raises(DataError, match=r"all 3 rows were dropped or held out \(3 no answer\)"):
+        check_limits(ledger(0, 0, 0, no_answer=3), data(max_dropped_fraction=1.0))
+    with pytest.raises(DataError, match=r"(?s)all 3 rows .*\(3 too long\).*tokens a row"):
+        check_limits(ledger(0, 0, 0, too_long=3), data(max_overlong_fraction=1.0))
 
 
 def test_a_histogram_shows_rows_by_length_and_the_bins_between() -> None:

@@ -96,7 +96,7 @@ def test_epochs_are_how_often_a_row_is_seen(keys: dict[str, Any], expected: dict
 
 
 def test_more_rows_than_there_are_is_an_error_with_the_numbers() -> None:
-    told = r"rows=101 of a.jsonl, which has 100 usable rows. Take fewer; or leave `rows` out and repeat them with epochs: 1.01"
+    told = r"rows=101 of a.jsonl, which has 100 usable rows. Take fewer, or leave `rows` out and repeat them with epochs: 1.01"
     with pytest.raises(DataError, match=told):
         mixed(documents(A_HUNDRED), data({"rows": 101}))
     with pytest.raises(DataError, match=r"rows=60 of a.jsonl, which has 50 usable rows"):

@@ -15,7 +15,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from sft.data import workers
 from sft.data.facts import inspect_data
 from sft.data.prepare import prepare
 from sft.data.prepared import Prepared, entry_folder, find_prepared
@@ -86,7 +85,7 @@ def test_an_entry_is_the_same_bytes_with_any_workers_and_chunks(
     keys += ["data.on_bad_row=drop", "data.held_out=0.1", "data.max_length=48", "data.overlong=split"]
 
     def entry(rows: int, workers: int) -> dict[str, bytes]:
-        monkeypatch.setattr(workers, "CHUNK_ROWS", rows)
+        monkeypatch.setattr("sft.data.workers.CHUNK_ROWS", rows)
         return contents(prepared(make(*keys, f"output_dir={tmp_path}/{workers}-{rows}"), workers).folder)
 
     several = [entry(rows, 3) for rows in (7, 50)]
@@ -146,37 +145,15 @@ def test_what_an_earlier_process_left_half_written_is_removed(make: Callable[...
     assert left_in(folder.parent) == [folder.name]
 
 
-def test_old_entries_are_removed_but_for_those_that_are_used(
-    make: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sft.data.prepare._KEPT", 2)
-    recipe = make(f"data.train={write(tmp_path / 'rows.jsonl', VARIED[:9])}")
-    entry = prepared(recipe).folder
-    runs = {
-        "running": {"status": "running"},
-        "failed": {"status": "failed"},
-        "finished": {"status": "finished"},
-        "evaluating": {"status": "finished"},
-    }
-    now = time.time()
-    for hours, name in enumerate([*runs, "unused", "of-today", "whole", "search"], start=30):
+def test_old_entries_are_removed(make: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sft.data.prepare._KEPT_ENTRIES", 2)
+    entry = prepared(make(f"data.train={write(tmp_path / 'rows.jsonl', VARIED[:9])}")).folder
+    for name, days in (("unused", 40), ("of-this-month", 20), (".killed.123", 40)):
         copy = Path(shutil.copytree(entry, entry.with_name(name)))
-        summary = json.loads((copy / "prepared.json").read_text()) | {"fingerprint": name}
-        (copy / "prepared.json").write_text(json.dumps(summary))
-        used = now - 3600 * (2 if name == "of-today" else hours)
-        os.utime(copy / "prepared.json", (used, used))
-    (entry.with_name("search") / "prepared.json").unlink()
-    for name, record in runs.items():
-        folder = tmp_path / "out" / "recipe" / name
-        folder.mkdir(parents=True)
-        (folder / "run.json").write_text(json.dumps(record | {"data_fingerprint": name}))
-        if name == "finished":
-            os.utime(folder / "run.json", (0, 0))
-    (tmp_path / "out" / "recipe" / "broken").mkdir()
-    (tmp_path / "out" / "recipe" / "broken" / "run.json").write_text("[")
+        for path in (copy / "prepared.json", copy):
+            os.utime(path, (0, time.time() - days * 24 * 3600))
     newest = prepared(make(f"data.train={write(tmp_path / 'more.jsonl', VARIED[:8])}")).folder
-    kept = {newest.name, entry.name, "running", "failed", "evaluating", "of-today", "search"}
-    assert set(left_in(entry.parent)) == kept
+    assert set(left_in(entry.parent)) == {newest.name, entry.name, "of-this-month"}
 
 
 def test_a_mistake_leaves_nothing_behind(make: Callable[..., Recipe], tmp_path: Path) -> None:
@@ -271,7 +248,7 @@ def test_data_that_a_recipe_cannot_use_is_one_message(
 def test_a_file_without_good_rows_is_one_message(make: Callable[..., Recipe], tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.touch()
-    with pytest.raises(DataError, match=r"rows.jsonl holds no rows\."):
+    with pytest.raises(DataError, match=r"rows.jsonl .* holds no rows\."):
         prepared(make(f"data.train={path}"))
     path.write_text("no\nno\n")
     with pytest.raises(DataError, match=r"none of its first 2 rows can be read \(line 1 is not JSON"):
@@ -377,7 +354,7 @@ def test_data_that_changes_while_a_process_prepares_it_is_refused_and_not_kept(
         file.write(json.dumps(talk("one", "more")) + "\n")
     told = process.communicate(timeout=100)[1]
     assert process.returncode == 2, told
-    assert "changed while it was prepared. Start again when nobody writes to it." in told
+    assert "changed while it was prepared. Start again once it no longer changes." in told
     assert "Traceback" not in told
     assert left_in(out / ".prepared") == []
 
@@ -415,7 +392,7 @@ def test_data_that_has_changed_when_it_is_prepared_is_not_kept(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(workers, "CHUNK_ROWS", 20)
+    monkeypatch.setattr("sft.data.workers.CHUNK_ROWS", 20)
     train, other = write(tmp_path / "train.jsonl", VARIED[:20] * 100), write(tmp_path / "other.jsonl", VARIED[40:45])
     recipe = make(f"data.train={train}", f"data.held_out={other}")
     changed = other if held_out else train
@@ -452,7 +429,7 @@ def test_a_row_is_held_out_whatever_its_mask(make: Callable[..., Recipe], tmp_pa
 
 def test_a_fraction_that_holds_out_nothing_is_an_error(make: Callable[..., Recipe], tmp_path: Path) -> None:
     train = f"data.train={write(tmp_path / 'rows.jsonl', VARIED[:5])}"
-    with pytest.raises(DataError, match=r"data.held_out=0.0001 holds out no row that can be used. Raise it, or leave"):
+    with pytest.raises(DataError, match=r"data.held_out=0.0001 holds out no usable row. Raise it, or leave"):
         prepared(make(train, "data.held_out=0.0001"))
     assert left_in(tmp_path / "out" / ".prepared") == []
 
@@ -460,10 +437,10 @@ def test_a_fraction_that_holds_out_nothing_is_an_error(make: Callable[..., Recip
 def test_a_source_that_holds_out_nothing_is_an_error(make: Callable[..., Recipe], tmp_path: Path) -> None:
     train = f"data.train={write(tmp_path / 'rows.jsonl', VARIED[:5])}"
     held_out = write(tmp_path / "held_out.jsonl", [talk("a", "")] * 3)
-    with pytest.raises(DataError, match=r"data.held_out=.*held_out.jsonl holds out no row"):
+    with pytest.raises(DataError, match=r"data.held_out=.*held_out.jsonl holds out no usable row"):
         prepared(make(train, f"data.held_out={held_out}"))
     # A list of sources is told by their paths, not by how Python shows it.
-    with pytest.raises(DataError, match=r"data.held_out.*held_out.jsonl.* no row") as error:
+    with pytest.raises(DataError, match=r"data.held_out.*held_out.jsonl.* no usable row") as error:
         prepared(make(train, f"data.held_out=[{{path: {held_out}}}]"))
     assert "Source(" not in str(error.value)
 
@@ -477,17 +454,17 @@ def test_a_source_of_which_no_row_is_taken_is_named(
     paths = [write(tmp_path / f"{name}.jsonl", VARIED[start : start + 9]) for name, start in (("a", 0), ("b", 40))]
     sources = [f"{{path: {path}, {key}}}" for path, key in zip(paths, keys, strict=True)]
     named = paths[[float(key.partition(":")[2] or 1) < 1 for key in keys].index(True)]
-    with pytest.raises(DataError, match=rf"data.train: of {named} no row is taken \(9 are usable\)"):
+    with pytest.raises(DataError, match=rf"no row of {named} is used \(9 are usable\)"):
         prepared(make(f"data.train=[{', '.join(sources)}]"))
 
 
 HELD_OUT_MISTAKES = {
     "no such file": ("gone.jsonl", "there is no file or folder"),
     "renamed columns that are not there": ("{path: PATH, columns: {prompt: question}}", "has no column question"),
-    "another format": ("{path: PATH, format: alpaca}", "is said to be alpaca"),
+    "another format": ("{path: PATH, format: alpaca}", "format=alpaca and no"),
     "chat=false": ("{path: PATH, chat: false}", "chat=false is for rows of prompt and completion"),
-    "a hub's key": ("{path: PATH, revision: main}", "is a local path, which has no"),
-    "a split": ("{path: PATH, split: test}", "files have no splits"),
+    "a hub's key": ("{path: PATH, revision: main}", "is a local path: `name`"),
+    "a split": ("{path: PATH, split: test}", "a file has no splits"),
     "a slice": ("{path: PATH, split: 'train[:10%]'}", "is not understood"),
 }
 

@@ -148,9 +148,8 @@ def test_any_change_of_the_code_that_prepares_is_another_entry(
     monkeypatch.setattr("sft.data.prepared.__file__", str(code / "data" / "prepared.py"))
     assert key() == first
     keys = []
-    for name in sft.data.prepared._code():
-        with (code / name).open("a") as file:
-            file.write("\n")
+    for file in (*(code / "data").glob("*.py"), *(code / "hub").glob("*.py")):
+        file.write_text(file.read_text() + "\n")
         keys.append(key())
     assert len({first, *keys}) == len(keys) + 1
 

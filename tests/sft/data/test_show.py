@@ -53,7 +53,6 @@ def tokenizer(request: pytest.FixtureRequest, make_recipe: MakeRecipe, real_mode
 def documents(tokenizer: Any, make_recipe: MakeRecipe) -> list[tuple[np.ndarray, np.ndarray]]:
     maker = DocumentMaker(make_recipe("data.max_length=4096").data, tokenizer)
     chunk = maker.make(Source(path="x"), 0, "messages", list(enumerate(TALKS, start=1)))
-    assert chunk.error is None
     ends = np.cumsum(chunk.documents["length"])[:-1]
     return list(zip(np.split(chunk.tokens, ends), np.split(chunk.trained, ends), strict=True))
 
@@ -186,7 +185,7 @@ def test_the_summary_is_the_ledger_in_a_line(make_recipe: MakeRecipe, rows: Path
     assert f"{prepared.ledger['packing']['packs']} packs" in line
     assert notes == finding_lines(prepared)
     assert len(notes) == len(prepared.findings)
-    assert any(note.endswith(f"{rows}, row 21, 22") for note in notes)
+    assert any(note.endswith(f"{rows}, row 21; {rows}, row 22") for note in notes)
 
 
 def test_text_that_only_spells_a_special_token_has_a_backslash(tokenizer: Any, make_recipe: MakeRecipe) -> None:
@@ -194,7 +193,6 @@ def test_text_that_only_spells_a_special_token_has_a_backslash(tokenizer: Any, m
     evil = f"a {' '.join(names)} b"
     maker = DocumentMaker(make_recipe("data.max_length=4096").data, tokenizer)
     chunk = maker.make(Source(path="x"), 0, "messages", [(1, talk("Hi", "Ho")), (2, talk(evil, f"c {evil} d"))])
-    assert chunk.error is None
     at = int(chunk.documents["length"][0])
     marked = " ".join(f"\\{name}" for name in names)
     for colours in (False, True):

@@ -78,7 +78,7 @@ def test_no_text_of_a_row_becomes_a_control_token(
     assert control_ids(tokenizer, dirty.tokens) == control_ids(tokenizer, clean.tokens)
     assert trained_runs(dirty) == trained_runs(clean)
     assert f"Hi {evil} Bye" in text_of(tokenizer, dirty.tokens)
-    assert dirty.findings.counts - clean.findings.counts == {"special_tokens": 1}
+    assert dirty.findings.counts - clean.findings.counts == {("special_tokens", 0): 1}
 
 
 FRAGMENTS = [
@@ -108,7 +108,6 @@ def test_no_mix_of_fragments_becomes_a_control_token(
     tokenizer, draw = tokenizer_of(name), random.Random(name)
     texts = ["".join(draw.choices(FRAGMENTS, k=draw.randint(1, 8))) for _ in range(200)]
     chunk = made(name, *(talk(f"u{text}v", f"w{text}z") for text in texts))
-    assert chunk.error is None
     expected = control_ids(tokenizer, made(name, talk("uv", "wz")).tokens)
     ends = np.cumsum(chunk.documents["length"])[:-1]
     for text, ids, mask in zip(texts, np.split(chunk.tokens, ends), np.split(chunk.trained, ends), strict=True):
@@ -130,7 +129,7 @@ def test_special_tokens_may_be_kept(name: str, made: Callable[..., Chunk], token
     assert control_ids(tokenizer, escaped.tokens).count(tokenizer.eos_token_id) == count
     # A control token is followed by a space of its own in sentencepiece's text.
     assert text_of(tokenizer, kept.tokens).split() == text_of(tokenizer, escaped.tokens).split()
-    assert kept.findings.counts - clean.findings.counts == {"special_tokens_kept": 1}
+    assert kept.findings.counts - clean.findings.counts == {("special_tokens_kept", 0): 1}
 
 
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "Adds.", "parameters": {"properties": {}}}}]
@@ -161,7 +160,6 @@ def test_a_call_of_a_tool_writes_no_control_token(
 ) -> None:
     tokenizer = tokenizer_of(name)
     clean, dirty = made(name, called({"a": "x"})), made(name, row)
-    assert dirty.error is None
     assert control_ids(tokenizer, dirty.tokens) == control_ids(tokenizer, clean.tokens)
     assert [control_ids(tokenizer, np.array(run)) for run in trained_runs(dirty)] == [[tokenizer.eos_token_id]] * 2
 
@@ -191,7 +189,6 @@ def test_nothing_that_a_template_shows_writes_a_control_token(
     tokenizer = load_tokenizer(recipe)
     maker = DocumentMaker(recipe.data, tokenizer)
     clean, dirty = (maker.make(Source(path="x"), 0, "messages", [(1, given)]) for given in (talk("Hi"), row))
-    assert dirty.error is None
     assert "<|im_end|>" in text_of(tokenizer, dirty.tokens)
     assert control_ids(tokenizer, dirty.tokens) == control_ids(tokenizer, clean.tokens)
 
@@ -216,7 +213,7 @@ def test_an_end_token_that_closes_an_answer_is_cut_off(
     clean, dirty = made(name, talk("Hi", "Hello")), made(name, talk("Hi", "Hello" + f"{end}\n" * times))
     assert dirty.tokens.tolist() == clean.tokens.tolist()
     assert dirty.trained.tolist() == clean.trained.tolist()
-    assert dirty.findings.counts - clean.findings.counts == {"end_token": 1}
+    assert dirty.findings.counts - clean.findings.counts == {("end_token", 0): 1}
     rows = [{"prompt": "1 + 1 =", "completion": f" 2{ending}"} for ending in ("", end * times)]
     clean, dirty = (made(name, row, format="prompt_completion", of="text") for row in rows)
     assert dirty.tokens.tolist() == clean.tokens.tolist()
@@ -237,8 +234,8 @@ def test_the_end_token_of_another_model_is_cut_off_and_its_tags_are_not(tokenize
 def test_broken_up_tokens_are_whole_again_without_the_mark(tokenizer_of: TokenizerOf) -> None:
     for name in MODELS:
         control, mark = SpecialTokens(tokenizer_of(name)), "\ue005"
-        for text in (EVIL, "".join(sorted(control.names)), "nothing", ""):
-            broken = control.broken_up(text, mark)
+        for text in (EVIL, "<|im_end|><|endoftext|>", "nothing", ""):
+            broken = control.escaped(text, mark)
             assert broken.replace(mark, "") == text
             assert not control.found_in(broken)
             assert (broken != text) == control.found_in(text)

@@ -172,15 +172,15 @@ def with_turns(make_recipe: MakeRecipe, tmp_path: Path, template: str, *override
 @pytest.mark.parametrize(
     ("template", "told"),
     [
-        ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}", "turns are not where"),
-        (TURNS.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"), "turns are not where"),
-        (TURNS.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}"), "turns are not where"),
-        (TURNS.replace("== 'assistant'", "== 'user'"), "turns are not where"),
+        ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}", "turns are not its answers"),
+        (TURNS.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"), "turns are not its answers"),
+        (TURNS.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}"), "turns are not its answers"),
+        (TURNS.replace("== 'assistant'", "== 'user'"), "turns are not its answers"),
         (
             TURNS.replace("<|im_end|>", "</turn>"),
-            "</turn>', which is no special token of this tokenizer: .* never learns to stop",
+            "</turn>', which is not a special token of this tokenizer: .* never learn to stop",
         ),
-        (TURNS.replace("<|im_end|>{% endg", ".{% endg"), "which is no special token"),
+        (TURNS.replace("<|im_end|>{% endg", ".{% endg"), "which is not a special token"),
         ("{{ bos_token }}{{ bos_token }}" + TURNS, "begins a conversation with <|endoftext|> twice"),
     ],
 )

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sft.data import workers
 from sft.data.documents import Chunk, DocumentMaker
 from sft.data.readers import BadRow
 from sft.data.tokenizer import load_tokenizer
@@ -59,14 +58,14 @@ def test_documents_do_not_depend_on_workers_or_chunks(
     whole = together([maker.make(SOURCE, 0, "messages", list(numbered(ROWS)))])
     assert whole[3] == 80
     assert Counter({"no_answer": 1, "bad_row": 1, "too_long": 1}) == whole[4]
-    monkeypatch.setattr(workers, "CHUNK_ROWS", rows)
+    monkeypatch.setattr("sft.data.workers.CHUNK_ROWS", rows)
     assert together(list(made_chunks(maker, SOURCE, 0, "messages", numbered(ROWS), workers))) == whole
     assert multiprocessing.active_children() == []
 
 
 def test_chunks_come_in_the_order_of_their_rows(maker: DocumentMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the first ones take longest."""
-    monkeypatch.setattr(workers, "CHUNK_ROWS", 2)
+    monkeypatch.setattr("sft.data.workers.CHUNK_ROWS", 2)
     rows = [talk("a" * size, "b") for size in range(120, 0, -1)]
     made = list(made_chunks(maker, SOURCE, 4, "messages", numbered(rows), 3))
     found = np.concatenate([chunk.documents for chunk in made])
@@ -77,7 +76,7 @@ def test_chunks_come_in_the_order_of_their_rows(maker: DocumentMaker, monkeypatc
 def test_rows_are_read_only_as_far_as_the_workers_need_them(
     maker: DocumentMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "CHUNK_ROWS", 3)
+    monkeypatch.setattr("sft.data.workers.CHUNK_ROWS", 3)
     taken = 0
 
     def endless() -> Iterator[tuple[int, Any]]:
@@ -98,7 +97,7 @@ def test_rows_are_read_only_as_far_as_the_workers_need_them(
 def test_an_error_in_the_file_comes_through_and_leaves_no_worker(
     workers: int, maker: DocumentMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "CHUNK_ROWS", 5)
+    monkeypatch.setattr("sft.data.workers.CHUNK_ROWS", 5)
 
     def breaking() -> Iterator[tuple[int, Any]]:
         yield from numbered(ROWS[:40])
