@@ -37,9 +37,9 @@ def write_card(
     """
     from huggingface_hub import ModelCard
 
-    from eval.report.curve import draw_curve
+    from eval.report.charts import draw_curve
     from eval.report.markdown import text
-    from eval.report.results import read_run
+    from eval.report.run_files import read_run
 
     of = read_run(source.run)
     points = [one for one in of.metrics if source.step is None or one["step"] <= source.step]
@@ -105,19 +105,19 @@ def _summary(source: Exported) -> str:
         if source.recipe.model.lora is None
         else f"LoRA adapters of rank {source.recipe.model.lora.r}, merged"
     )
-    from eval.report.blocks import code
-    from eval.report.markdown import line_of, text
+    from eval.report.formats import code
+    from eval.report.markdown import text
 
     base = public_name(source.base.name_or_path)
     named = f"[{base}](https://huggingface.co/{base})" if is_hub_id(base) else text(base)
-    revision = f", revision {line_of(code(source.base.revision))}" if source.base.revision else ""
+    revision = f", revision {text(code(source.base.revision))}" if source.base.revision else ""
     part = f" This is its checkpoint after {source.step} steps." if source.step is not None else ""
     return f"{named}{revision}, fine-tuned ({method}) on conversations by supervised learning.{part}"
 
 
 def _use(source: Exported, folder: Path, tokenizer: Any, repo_id: str | None) -> list[str]:
-    from eval.report.blocks import Line, code, facts, joined
-    from eval.report.markdown import lines_of
+    from eval.report.formats import code
+    from eval.report.markdown import facts_lines
 
     remote = ", trust_remote_code=True" if source.base.trust_remote_code else ""
     asked = (
@@ -127,8 +127,8 @@ def _use(source: Exported, folder: Path, tokenizer: Any, repo_id: str | None) ->
         else 'ids = tokenizer("Once upon a time", return_tensors="pt")'
     )
     most = text_config(folder).get("max_position_embeddings")
-    rows: dict[str, Line] = {
-        "Ends an answer": joined(list(map(code, stop_tokens(folder, tokenizer)))),
+    rows: dict[str, object] = {
+        "Ends an answer": list(map(code, stop_tokens(folder, tokenizer))),
         "Sampling": ", ".join(f"{name} {value:g}" for name, value in sampling(folder).items()),
         "Trained with documents of": f"up to {source.recipe.data.max_length:,} tokens",
         "Context of the model": f"{most:,} tokens" if isinstance(most, int) else "not recorded",
@@ -149,21 +149,20 @@ def _use(source: Exported, folder: Path, tokenizer: Any, repo_id: str | None) ->
     return [
         *code_block,
         "",
-        *lines_of(facts(rows)),
+        *facts_lines(rows),
     ]
 
 
 def _training(source: Exported, of: Any, points: list[dict[str, Any]]) -> list[str]:
-    from eval.report.blocks import Line, facts, number
-    from eval.report.markdown import lines_of
-    from eval.report.results import get
+    from eval.report.formats import number
+    from eval.report.markdown import facts_lines
 
     recipe = visible(public_recipe(source.recipe))
     # A text in the recipe may hold a fence, and end this one.
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", recipe)), default=0))
     record = of.record
-    gpu = get(record, "hardware", "gpu", "name")
-    rows: dict[str, Line] = {
+    gpu = ((record.get("hardware") or {}).get("gpu") or {}).get("name")
+    rows: dict[str, object] = {
         "Recipe": f"{source.title}, version {source.recipe.version}",
         "Steps": number(source.step or (points[-1]["step"] if points else None)),
         "Loss at the last logged step": number(points[-1].get("loss") if points else None, ".4f"),
@@ -172,7 +171,7 @@ def _training(source: Exported, of: Any, points: list[dict[str, Any]]) -> list[s
     }
     return [
         *([f"![Loss and learning rate over optimizer steps]({CURVE})", ""] if points else []),
-        *lines_of(facts(rows)),
+        *facts_lines(rows),
         "",
         f"{fence}yaml",
         *recipe.splitlines(),
@@ -181,40 +180,38 @@ def _training(source: Exported, of: Any, points: list[dict[str, Any]]) -> list[s
 
 
 def _data(source: Exported, of: Any) -> list[str]:
-    from eval.report.blocks import Line, Table, code, joined, number
-    from eval.report.markdown import line_of, lines_of
-    from eval.report.results import entries, get
+    from eval.report.formats import code, number
+    from eval.report.markdown import table_lines, text
 
-    accounts = entries(of.ledger, "sources")
+    accounts = of.ledger.get("sources")
     if not accounts:
-        named = joined([code(public_name(one.path)) for one in source.recipe.sources])
-        return [line_of(joined([named, "the token ledger is missing."], "; "))]
-    listed: list[tuple[Line, Any]] = [(code(public_name(str(one.get("source")))), one) for one in accounts]
+        named = [code(public_name(one.path)) for one in source.recipe.sources]
+        return [f"{text(named)}; the token ledger is missing."]
+    listed = [(code(public_name(str(one.get("source")))), one) for one in accounts]
     listed += [("all", of.ledger.get("total") or {})] if len(accounts) > 1 else []
     rows = [
         [
             name,
-            number(get(one, "rows", "in")),
-            number(get(one, "rows", "used")),
-            *(number(get(one, "tokens", fate)) for fate in ("in", "trained", "masked", "truncated", "dropped")),
+            number(one["rows"]["in"]),
+            number(one["rows"]["used"]),
+            *(number(one["tokens"].get(fate)) for fate in ("in", "trained", "masked", "truncated", "dropped")),
         ]
         for name, one in listed
     ]
     head = ["Source", "Rows", "Used", "Tokens", "Trained", "Masked", "Truncated", "Dropped"]
     return [
-        *lines_of(Table(head, rows, numbers=range(1, 8))),
+        *table_lines(head, rows, range(1, 8)),
         "",
         "Trained are the tokens that the loss was on; masked those that it was not.",
     ]
 
 
 def _evaluation(source: Exported, of: Any) -> list[str]:
-    from eval.report.blocks import MISSING, Table, number, words
-    from eval.report.markdown import lines_of, text
-    from eval.report.results import entries, get
+    from eval.report.formats import MISSING, number, words
+    from eval.report.markdown import table_lines, text
 
     comparison = of.comparison
-    metrics = entries(comparison, "metrics")
+    metrics = comparison.get("metrics")
     if source.step is not None:
         return ["Not measured: the run's evaluation is of its end, not of this checkpoint."]
     if not metrics:
@@ -233,9 +230,9 @@ def _evaluation(source: Exported, of: Any) -> list[str]:
         for one in metrics
     ]
     head = ["Task", "Metric", "Documents", "Base", "This model", "Difference", "95% interval", "Verdict"]
-    limit = get(comparison, "settings", "limit")
+    limit = (comparison.get("settings") or {}).get("limit")
     lines = [
-        *lines_of(Table(head, rows, numbers=range(2, 7))),
+        *table_lines(head, rows, range(2, 7)),
         "",
         f"Base and this model were measured alike by lm-evaluation-harness ({f'at most {limit}' if limit else 'all'} documents of a task; "
         f"settings `{str(comparison.get('settings_hash', ''))[:12]}`).",
@@ -247,12 +244,11 @@ def _evaluation(source: Exported, of: Any) -> list[str]:
 
 
 def _versions(of: Any) -> list[str]:
-    from eval.report.blocks import Table, code, words
-    from eval.report.markdown import line_of, lines_of
-    from eval.report.results import get
+    from eval.report.formats import code, words
+    from eval.report.markdown import table_lines, text
 
     versions = of.record.get("versions") or {}
-    commit = get(of.record, "git", "commit")
+    commit = (of.record.get("git") or {}).get("commit")
     rows = [[words(name), words(one)] for name, one in versions.items() if one != "not installed"]
-    told = ["", line_of(("Commit of the program: ", code(commit), "."))] if commit else []
-    return [*lines_of(Table(["Package", "Version"], rows)), *told]
+    told = ["", f"Commit of the program: {text(code(commit))}."] if commit else []
+    return [*table_lines(["Package", "Version"], rows), *told]
