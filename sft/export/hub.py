@@ -18,6 +18,7 @@ from typing import Any
 
 from huggingface_hub.errors import (
     HfHubHTTPError,
+    HFValidationError,
     LocalTokenNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,

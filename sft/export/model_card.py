@@ -13,10 +13,10 @@ from eval.report.results import read_run
 from sft.credentials import redact
 from sft.errors import ExportError
 from sft.export.gguf import GGUF
+from sft.export.public import is_hub_id, public_name, public_recipe
 from sft.export.serving import sampling, stop_tokens
 from sft.export.source import Exported, text_config
 from sft.hub.names import is_on_hub
-from sft.recipe.public import is_hub_id, public_name, public_recipe
 from sft.visible import visible, visible_line
 
 CARD, CURVE = "README.md", "loss.png"

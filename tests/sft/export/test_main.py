@@ -15,6 +15,7 @@ from sft.export.main import main, parse_command_line
 from sft.export.model import check_logits, check_output, check_private, model_files
 from sft.export.model_card import metadata, write_card
 from sft.export.ollama import bos_warning, check_architecture, check_vocabulary, tokenizer_warning
+from sft.export.public import public_recipe
 from sft.export.serving import (
     VllmServer,
     context_length,
@@ -26,7 +27,6 @@ from sft.export.serving import (
 from sft.export.source import find_exported
 from sft.files import write_json
 from sft.hub.demo import Demo
-from sft.recipe.public import public_recipe
 from sft.run.directory import Run
 
 RECIPE = """\
