@@ -111,7 +111,7 @@ def test_a_checkpoint_on_the_way_is_another_model_and_says_so(runs: Callable[[st
 def test_a_merge_that_leaves_the_adapter_out_is_refused_and_nothing_is_left(
     name: str, runs: Callable[[str], Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("peft.PeftModel.merge_and_unload", lambda model: model.unload())
+    monkeypatch.setattr("peft.LoraModel.merge_and_unload", lambda model: model.unload())
     told = refused(runs(name), "--to", "merged", "--checkpoint", "4", "--output", tmp_path / "exports" / "x")
     assert "not the one that was trained" in told
     assert list((tmp_path / "exports").iterdir()) == []
@@ -343,5 +343,5 @@ def test_a_mistake_ends_with_status_2_and_one_message(full: Run) -> None:
     )
     assert done.returncode == 2
     assert done.stdout == ""
-    assert "(256). Set --gpus 2" in done.stderr
+    assert "--gpus 3" in done.stderr and "Possible: 1, 2, 4" in done.stderr
     assert "Traceback" not in done.stderr
