@@ -17,15 +17,16 @@ from typing import Any, TypeVar
 import psutil
 import torch
 
+from sft.checkpoint.final import complete_config
 from sft.checkpoint.portable import open_whole
 from sft.checkpoint.portable_zero import WEIGHT
-from sft.checkpoint.saved_config import complete_config
 from sft.credentials import secrets_in
 from sft.data.tokenizer import load_tokenizer as load_base_tokenizer
 from sft.data.tokenizer import new_token_ids
 from sft.errors import ExportError
 from sft.export.source import Exported, has_tokenizer
 from sft.files import disk_was_full, remove
+from sft.model.live import logits_distance
 from sft.model.load import DTYPES, check_values, check_weights, load_base, lora_config
 from sft.plan.disk import in_words
 
@@ -267,7 +268,7 @@ def check_logits(
     """
 
     def distance(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
-        return max(float((a - b).norm() / a.norm()) for a, b in zip(one, other, strict=True))
+        return max(logits_distance(a, b) for a, b in zip(one, other, strict=True))
 
     allowed = 0.0
     if untrained is not None:

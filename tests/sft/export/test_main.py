@@ -8,8 +8,8 @@ import pytest
 import torch
 import yaml
 
+from sft.checkpoint.final import complete_config
 from sft.checkpoint.manifest import write_manifest
-from sft.checkpoint.saved_config import complete_config
 from sft.errors import ExportError, UserError
 from sft.export.main import main, parse_command_line
 from sft.export.model import check_logits, check_output, check_private, model_files
