@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sft.hub.model_facts import ModelFacts
-from sft.plan.decision import Searched
+from sft.plan.decision import TuningResult
 from sft.plan.fsdp import resolve_fsdp
 from sft.plan.hardware import Hardware
 from sft.plan.plan import DataSize, Plan, resolve_plan
@@ -37,7 +37,7 @@ class Job:
         """How FSDP2 shares the model out, where it is what runs."""
         return resolve_fsdp(self.recipe, self.hardware)
 
-    def with_data(self, data: DataSize, searched: Searched | None = None) -> Job:
+    def with_data(self, data: DataSize, tuned: TuningResult | None = None) -> Job:
         """The job with the data counted, and therefore the number of steps known; and with what a search has found."""
-        plan = resolve_plan(self.recipe, self.hardware, self.model, data, self.deepspeed, searched)
+        plan = resolve_plan(self.recipe, self.hardware, self.model, data, self.deepspeed, tuned)
         return replace(self, plan=plan)

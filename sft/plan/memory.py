@@ -76,7 +76,7 @@ ENGINES: Mapping[str, Engine] = {
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryEstimate:
     """Bytes."""
 
     gpu: Mapping[str, float]
@@ -147,7 +147,7 @@ def adapter_size(recipe: Recipe, model: ModelFacts) -> float:
     return lora.r * (model.num_hidden_layers or 0) * (8 * hidden + 3 * (hidden + mlp_width(model)))
 
 
-def needed(recipe: Recipe, hardware: Hardware, model: ModelFacts, engine: Engine) -> Need:
+def estimate_memory(recipe: Recipe, hardware: Hardware, model: ModelFacts, engine: Engine) -> MemoryEstimate:
     """What one GPU and one machine must hold.
 
     Args:
@@ -163,7 +163,7 @@ def needed(recipe: Recipe, hardware: Hardware, model: ModelFacts, engine: Engine
     peaks = {"activations": _pass(recipe, hardware, model, engine), "step": _step(recipe, hardware, model, engine)}
     peak = max(peaks, key=lambda name: peaks[name])
     reserve = RESERVE + FRAGMENTS * hardware.gpu.memory_gib * GIB
-    return Need(states | {"buffers": buffers, peak: peaks[peak], "reserve": reserve}, cpu)
+    return MemoryEstimate(states | {"buffers": buffers, peak: peaks[peak], "reserve": reserve}, cpu)
 
 
 def _width(recipe: Recipe, hardware: Hardware) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
-from sft.plan.decision import Resolved, stated
+from sft.plan.decision import Decision, stated
 from sft.plan.hardware import Hardware
 from sft.plan.zero import DeepSpeedFile
 from sft.recipe.schema import Recipe
@@ -37,7 +37,7 @@ def data_parallel_ranks(recipe: Recipe, hardware: Hardware) -> int:
 
 def resolve_tensor_parallel(
     recipe: Recipe, hardware: Hardware, model: ModelFacts, deepspeed: DeepSpeedFile | None, kernels: str, precision: str
-) -> Resolved[int]:
+) -> Decision[int]:
     """Ranks that share each layer's matrices.
 
     Args:
@@ -53,7 +53,7 @@ def resolve_tensor_parallel(
     """
     size = recipe.train.tensor_parallel_size
     if size == 1:
-        return Resolved(1, stated(recipe.train, "tensor_parallel_size"))
+        return Decision(1, stated(recipe.train, "tensor_parallel_size"))
     problem = (
         _not_together(recipe, hardware, deepspeed)
         or _no_tensor_plan(model)
@@ -63,12 +63,12 @@ def resolve_tensor_parallel(
     )
     if problem:
         raise PlanError(f"train.tensor_parallel_size={size}{problem}")
-    return Resolved(size, f"the recipe: each rank has 1/{size} of the heads and of the feed-forward width")
+    return Decision(size, f"the recipe: each rank has 1/{size} of the heads and of the feed-forward width")
 
 
 def resolve_sequence_parallel(
     recipe: Recipe, hardware: Hardware, model: ModelFacts, deepspeed: DeepSpeedFile | None, attention: str, micro: int
-) -> Resolved[int]:
+) -> Decision[int]:
     """Ranks that share the tokens of each sequence.
 
     Args:
@@ -84,7 +84,7 @@ def resolve_sequence_parallel(
     """
     size = recipe.train.sequence_parallel_size
     if size == 1:
-        return Resolved(1, stated(recipe.train, "sequence_parallel_size"))
+        return Decision(1, stated(recipe.train, "sequence_parallel_size"))
     problem = (
         _no_zero(deepspeed)
         or _uneven_heads(size, model)
@@ -96,7 +96,7 @@ def resolve_sequence_parallel(
     if problem:
         raise PlanError(f"train.sequence_parallel_size={size}{problem}")
     padded = -(-recipe.sequence_length // size)
-    return Resolved(
+    return Decision(
         size,
         f"the recipe: each rank has {padded} of at most {recipe.sequence_length} tokens, and 1/{size} of the heads",
     )

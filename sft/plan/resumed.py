@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from sft.errors import PlanError
-from sft.plan.decision import Resolved
+from sft.plan.decision import Decision
 from sft.plan.job import Job
 from sft.plan.plan import DataSize, resolve_plan
 
@@ -26,7 +26,7 @@ OPEN = {
 REASON = "auto: as this run was started"
 
 
-def as_started(job: Job, data: DataSize, earlier: Mapping[str, Any]) -> Job:
+def keep_decisions(job: Job, data: DataSize, earlier: Mapping[str, Any]) -> Job:
     """The job with its data counted, and with the decisions that its run has trained with.
 
     Args:
@@ -50,11 +50,11 @@ def as_started(job: Job, data: DataSize, earlier: Mapping[str, Any]) -> Job:
             f"This run goes on as it was started, with {values} where the recipe says auto, and this machine cannot: {error} Go on on a "
             "machine like the first, or start anew with train.resume=never."
         ) from None
-    changed = {name: Resolved(value, REASON) for name, value in kept.items()}
+    changed = {name: Decision(value, REASON) for name, value in kept.items()}
     alike = all(getattr(plan, name).value == earlier.get(name) for name in ("weights", "gradient_accumulation_steps"))
     if alike and job.deepspeed is None and job.fsdp is None and "gradients" in earlier:
         # It also follows from the memory of the machine.
-        changed["gradients"] = Resolved(earlier["gradients"], REASON)
+        changed["gradients"] = Decision(earlier["gradients"], REASON)
     return replace(job, plan=replace(plan, **changed))
 
 

@@ -6,7 +6,7 @@ MASTER is the only choice that sft/parallel/optimizer.py carries out by itself; 
 from __future__ import annotations
 
 from sft.hub.model_facts import ModelFacts
-from sft.plan.decision import Resolved
+from sft.plan.decision import Decision
 from sft.plan.fsdp import resolve_fsdp
 from sft.plan.hardware import Hardware
 from sft.plan.zero import DeepSpeedFile
@@ -33,23 +33,23 @@ def gradient_bytes(parameters: float, memory_gib: float, several_micro_batches: 
 
 def resolve_weights(
     recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None, precision: str
-) -> Resolved[str]:
+) -> Decision[str]:
     """What the trained weights are kept in."""
     if recipe.model.lora is not None:
-        return Resolved(f"{precision}, frozen", "adapters are trained beside them")
+        return Decision(f"{precision}, frozen", "adapters are trained beside them")
     if precision == "fp32":
-        return Resolved("fp32", "the precision")
+        return Decision("fp32", "the precision")
     if deepspeed is not None and deepspeed.stage > 0:
-        return Resolved(MASTER.replace("bf16", precision), "DeepSpeed steps on its own copy, which the ranks share out")
+        return Decision(MASTER.replace("bf16", precision), "DeepSpeed steps on its own copy, which the ranks share out")
     if deepspeed is not None:
-        return Resolved(precision, "DeepSpeed without ZeRO decides about a copy")
+        return Decision(precision, "DeepSpeed without ZeRO decides about a copy")
     if precision == "bf16" and resolve_fsdp(recipe, hardware) is not None:
-        return Resolved("fp32", "the rank's share, which AdamW steps on; layers are gathered and computed in bf16")
+        return Decision("fp32", "the rank's share, which AdamW steps on; layers are gathered and computed in bf16")
     if precision == "bf16" and hardware.ranks == 1:
-        return Resolved(MASTER, "AdamW steps on the copy, which keeps what bf16 would round away")
+        return Decision(MASTER, "AdamW steps on the copy, which keeps what bf16 would round away")
     if precision == "bf16":
-        return Resolved("fp32", "bf16 by autocast: DDP would add up bf16 gradients over the ranks")
-    return Resolved("fp32", "fp16 by autocast")
+        return Decision("fp32", "bf16 by autocast: DDP would add up bf16 gradients over the ranks")
+    return Decision("fp32", "fp16 by autocast")
 
 
 def resolve_gradients(
@@ -59,7 +59,7 @@ def resolve_gradients(
     deepspeed: DeepSpeedFile | None,
     precision: str,
     accumulation: int,
-) -> Resolved[str]:
+) -> Decision[str]:
     """What the gradients of a step's micro-batches are added up in: `fp32`, `bf16` or `fp16`.
 
     Args:
@@ -72,20 +72,20 @@ def resolve_gradients(
     """
     if deepspeed is not None:
         named = deepspeed.config.get("data_types", {}).get("grad_accum_dtype", precision)
-        return Resolved(str(named), f"data_types.grad_accum_dtype of {deepspeed.path.name}")
+        return Decision(str(named), f"data_types.grad_accum_dtype of {deepspeed.path.name}")
     if resolve_fsdp(recipe, hardware) is not None:
-        return Resolved("fp32", "reduced over the ranks in fp32 after each micro-batch, into the rank's share")
+        return Decision("fp32", "reduced over the ranks in fp32 after each micro-batch, into the rank's share")
     if recipe.model.lora is not None or resolve_weights(recipe, hardware, None, precision).value != MASTER:
-        return Resolved("fp32", "the format of what is trained")
+        return Decision("fp32", "the format of what is trained")
     if accumulation == 1:
-        return Resolved("bf16", "one micro-batch a step: nothing is added up")
+        return Decision("bf16", "one micro-batch a step: nothing is added up")
     memory = hardware.gpu.memory_gib if hardware.gpu else None
     if memory is None or model.parameters is None:
-        return Resolved("fp32", f"{accumulation} micro-batches a step, each of which bf16 would round")
+        return Decision("fp32", f"{accumulation} micro-batches a step, each of which bf16 would round")
     needed = 18 * model.parameters / 2**30
     if gradient_bytes(model.parameters, memory, several_micro_batches=True) == 4:
-        return Resolved("fp32", f"{accumulation} micro-batches a step; 18 bytes a parameter: {needed:.0f} GiB")
-    return Resolved(
+        return Decision("fp32", f"{accumulation} micro-batches a step; 18 bytes a parameter: {needed:.0f} GiB")
+    return Decision(
         "bf16",
         f"fp32 would need 18 bytes a parameter, {needed:.0f} of {memory:.0f} GiB, and leave no room for activations: each of the "
         f"{accumulation} micro-batches is rounded (16 bytes, {needed / 18 * 16:.0f} GiB)",
