@@ -39,7 +39,7 @@ from sft.launch.tuning_result import (
 from sft.parallel import process_group as distributed
 from sft.plan.decision import Decision
 from sft.plan.job import Job
-from sft.plan.weights import resolve_gradients
+from sft.plan.precision import resolve_gradients
 from sft.program import run_main
 
 

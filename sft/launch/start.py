@@ -30,8 +30,7 @@ from sft.launch.rerun import check_same_data, original_run
 from sft.launch.tuning_result import find_answer
 from sft.parallel import process_group as distributed
 from sft.plan.decision import TuningResult
-from sft.plan.job import Job
-from sft.plan.resumed import keep_decisions
+from sft.plan.job import Job, keep_decisions
 from sft.recipe.changes import Change, differences
 from sft.run.directory import Run
 from sft.run.record import InterruptibleRun, installed_versions, record_start

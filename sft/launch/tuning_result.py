@@ -20,7 +20,7 @@ import numpy as np
 from sft.data.prepared import Prepared
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.files import write_json
-from sft.plan.batch_size import divisors
+from sft.plan.batch import divisors
 from sft.plan.decision import TuningResult
 from sft.plan.job import Job
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
 from sft.plan.decision import Decision
+from sft.plan.deepspeed import DeepSpeedFile, load_deepspeed, size_buckets
 from sft.plan.hardware import Gpu, Hardware
-from sft.plan.memory import ENGINES, GIB, LARGEST_BUCKET, MemoryEstimate, engine_of, is_half, layer_size, estimate_memory
+from sft.plan.memory import ENGINES, GIB, MemoryEstimate, engine_of, estimate_memory, is_half
 from sft.plan.parallelism import data_parallel_ranks
-from sft.plan.zero import DeepSpeedFile, load_deepspeed
 from sft.recipe.schema import Lora, Recipe
 
 AUTO = "auto"
@@ -57,7 +57,9 @@ def order_of_engines(recipe: Recipe, hardware: Hardware) -> list[str]:
     return [name for name in order if name not in unfit]
 
 
-def first_that_fits(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> tuple[str | None, dict[str, MemoryEstimate]]:
+def first_that_fits(
+    recipe: Recipe, hardware: Hardware, model: ModelFacts
+) -> tuple[str | None, dict[str, MemoryEstimate]]:
     """The cheapest engine that fits, or None; and the needs of those that were looked at."""
     needs: dict[str, MemoryEstimate] = {}
     for name in order_of_engines(recipe, hardware):
@@ -193,27 +195,3 @@ def open_deepspeed(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Dee
         )  # ranks that do not divide into groups are told before any engine is looked for
         name = choose_engine(recipe, hardware, model).value
     return size_buckets(load_deepspeed(name), model) if name else None
-
-
-def size_buckets(file: DeepSpeedFile, model: ModelFacts) -> DeepSpeedFile:
-    """The file with numbers, in elements, where it says `"auto"` for the size of a buffer.
-
-    transformers would put in the square of hidden_size, which is less than one weight of an MLP.
-
-    Args:
-        file: From load_deepspeed; numbers that it holds stay.
-        model: Its size. What is not known gives DeepSpeed's own defaults.
-    """
-    parameters, hidden, layers = model.parameters, model.hidden_size, model.num_hidden_layers
-    # All of a small model in one reduction; never more than the model has.
-    bucket = min(LARGEST_BUCKET, parameters or LARGEST_BUCKET)
-    layer = layer_size(model) if parameters and hidden and layers else 50_000_000
-    sizes = {
-        "reduce_bucket_size": bucket,
-        "allgather_bucket_size": bucket,
-        "stage3_prefetch_bucket_size": min(LARGEST_BUCKET, layer),
-        "stage3_param_persistence_threshold": 10 * hidden if hidden else 100_000,
-    }
-    zero = file.config.get("zero_optimization", {})
-    sized = {key: sizes[key] if value == AUTO and key in sizes else value for key, value in zero.items()}
-    return replace(file, config=file.config | {"zero_optimization": sized}) if sized else file

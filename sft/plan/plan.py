@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
-from sft.plan.attention_choice import choose_attention
-from sft.plan.batch_size import (
+from sft.plan.attention import choose_attention
+from sft.plan.batch import (
     resolve_data_parallel_ranks,
     resolve_empty,
     resolve_learning_rate,
@@ -22,12 +22,18 @@ from sft.plan.batch_size import (
     split_batch,
 )
 from sft.plan.decision import Decision, TuningResult, stated
+from sft.plan.deepspeed import DeepSpeedFile, check_deepspeed
 from sft.plan.engine import AUTO, choose_engine, resolve_memory
-from sft.plan.fsdp import ENGINE, check_fsdp, describe_fsdp, resolve_fsdp
 from sft.plan.hardware import Hardware
-from sft.plan.parallelism import resolve_sequence_parallel, resolve_tensor_parallel
-from sft.plan.weights import resolve_gradients, resolve_weights
-from sft.plan.zero import DeepSpeedFile, check_deepspeed
+from sft.plan.parallelism import FSDP2 as ENGINE
+from sft.plan.parallelism import (
+    check_fsdp,
+    describe_fsdp,
+    resolve_fsdp,
+    resolve_sequence_parallel,
+    resolve_tensor_parallel,
+)
+from sft.plan.precision import resolve_gradients, resolve_precision, resolve_weights
 from sft.recipe.schema import Recipe
 from sft.visible import visible_line
 
@@ -114,35 +120,6 @@ class Plan:
             {"name": field.name, "value": getattr(self, field.name).value, "reason": getattr(self, field.name).reason}
             for field in fields(self)
         ]
-
-
-def _precision(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Decision[str]:
-    wanted, gpu = recipe.train.precision, hardware.gpu
-    has_bf16 = gpu is not None and gpu.compute_capability >= 8.0
-    if wanted == "auto":
-        if gpu is None:
-            return Decision("fp32", "auto: on a CPU bf16 is no faster")
-        if has_bf16:
-            stored = (
-                f"the weights are stored in {model.dtype}" if model.dtype else "the model's own format is not known yet"
-            )
-            return Decision("bf16", f"auto: the GPU has it; {stored}")
-        return Decision("fp32", f"auto: this GPU (compute capability {gpu.compute_capability}) has no bf16")
-    if wanted == "bf16" and gpu is not None and not has_bf16:
-        raise PlanError(
-            f"train.precision=bf16, and this GPU ({gpu.name}, compute capability {gpu.compute_capability}) has none. "
-            "Set train.precision=fp32."
-        )
-    if wanted == "fp16" and gpu is None:
-        raise PlanError(
-            "train.precision=fp16 needs a GPU: there is none here, and a CPU has no fp16 training. Set train.precision=fp32 or auto."
-        )
-    if wanted == "fp16" and model.dtype == "bfloat16":
-        raise PlanError(
-            f"train.precision=fp16, and {recipe.model.name_or_path} was trained in bfloat16, whose values overflow fp16. "
-            f"Set train.precision={'bf16' if has_bf16 else 'fp32'}."
-        )
-    return Decision(wanted, "the recipe")
 
 
 def _kernels(recipe: Recipe, hardware: Hardware) -> Decision[str]:
@@ -298,7 +275,7 @@ def resolve_plan(
             "AdamW's weight decay is usually 0 to 0.1."
         )
     batch = resolve_sequences(recipe, hardware)
-    precision = _precision(recipe, hardware, model)
+    precision = resolve_precision(recipe, hardware, model)
     attention = choose_attention(recipe, hardware, precision.value, model.model_type, model.architecture)
     micro, accumulation = split_batch(recipe, hardware, batch.value, attention.value, tuned)
     ranks = resolve_data_parallel_ranks(recipe, hardware)

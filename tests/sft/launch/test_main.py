@@ -59,7 +59,10 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             Topology(4, 2, 1, "m", 7),
         ),
         ("PET_NNODES=1 PET_NODE_RANK=0 PET_NPROC_PER_NODE=auto", Topology(1)),
-        ("SKYPILOT_NUM_NODES=2 SKYPILOT_NODE_RANK=1 SKYPILOT_NODE_IPS=10.0.0.1\n10.0.0.2", Topology(1, 2, 1, "10.0.0.1")),
+        (
+            "SKYPILOT_NUM_NODES=2 SKYPILOT_NODE_RANK=1 SKYPILOT_NODE_IPS=10.0.0.1\n10.0.0.2",
+            Topology(1, 2, 1, "10.0.0.1"),
+        ),
         ("SKYPILOT_NUM_NODES=1 SKYPILOT_NODE_RANK=0", Topology(1)),
         ("NPROC=auto", Topology(1)),
         ("NNODES=1 SLURM_NNODES=2 SLURM_NODEID=1", Topology(1)),  # what the user says counts before what Slurm says

@@ -7,11 +7,11 @@ import pytest
 
 from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
+from sft.plan.deepspeed import load_deepspeed
 from sft.plan.engine import MEMORIES, choose_engine, engine_words, first_that_fits, machine, resolve_memory
 from sft.plan.hardware import Gpu, Hardware, described_hardware
 from sft.plan.memory import CPU_FACTOR, ENGINES, GIB, LIVE, Engine, engine_of, estimate_memory
 from sft.plan.plan import resolve_plan
-from sft.plan.zero import load_deepspeed
 from sft.recipe.schema import Data, Model, Recipe, Train
 
 MakeRecipe = Callable[..., Recipe]
@@ -197,7 +197,9 @@ def test_more_ranks_or_shorter_sequences_never_need_more_of_a_gpu(name: str) -> 
         gpu = Gpu("GPU", float(memory), 8.0)
         sums = [estimate_memory(example(name), machine(gpu, *shape), model, engine).gpu_bytes for shape in ROWS[1:]]
         assert all(later <= earlier for earlier, later in pairwise(sums))
-        lengths = [estimate_memory(example(name, n), machine(gpu, 1, 8), model, engine).gpu_bytes for n in (512, 4096, 32768)]
+        lengths = [
+            estimate_memory(example(name, n), machine(gpu, 1, 8), model, engine).gpu_bytes for n in (512, 4096, 32768)
+        ]
         assert lengths == sorted(lengths)
 
 

@@ -12,9 +12,9 @@ from sft.files import remove, write_json
 from sft.hub.demo import Demo
 from sft.launch.job import open_job
 from sft.launch.opening import open_run, unfinished_run
+from sft.plan.deepspeed import load_deepspeed
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
-from sft.plan.zero import load_deepspeed
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Recipe
 from sft.run.directory import Run, find_run

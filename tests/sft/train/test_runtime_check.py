@@ -23,9 +23,9 @@ from sft.errors import PlanError
 from sft.launch.job import open_job
 from sft.model.load import load_model
 from sft.plan.decision import Decision
+from sft.plan.deepspeed import load_deepspeed
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
-from sft.plan.zero import load_deepspeed
 from sft.run.directory import Run
 from sft.train.arguments import build_trainer, training_arguments
 from sft.train.batches import Sequences, StepOrder

@@ -46,6 +46,17 @@ def resolve_sequences(recipe: Recipe, hardware: Hardware) -> Decision[int]:
     return Decision(tokens // length, f"{tokens} tokens = {tokens // length} x {length}, in {unit}")
 
 
+def check_batch(recipe: Recipe, hardware: Hardware) -> None:
+    """Refuse a batch that the ranks cannot share, whatever the model.
+
+    Raises:
+        PlanError: The message names sizes that can be shared.
+    """
+    sequences, ranks = resolve_sequences(recipe, hardware).value, data_parallel_ranks(recipe, hardware)
+    if recipe.train.remainder == "refuse":
+        _check_share(recipe, hardware, sequences, ranks)
+
+
 def _share_unit(recipe: Recipe, hardware: Hardware) -> int:
     """What the batch must be a multiple of: the ranks, times the recipe's micro-batch where it has one."""
     micro = recipe.train.micro_batch_size

@@ -8,9 +8,8 @@ from sft.data.facts import DataFacts
 from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
 from sft.plan.hardware import Gpu, Hardware
-from sft.plan.job import Job
+from sft.plan.job import REASON, Job, keep_decisions
 from sft.plan.plan import resolve_plan
-from sft.plan.resumed import REASON, keep_decisions
 from sft.recipe.schema import Recipe
 
 MakeRecipe = Callable[..., Recipe]

@@ -5,17 +5,52 @@ MASTER is the only choice that sft/parallel/optimizer.py carries out by itself; 
 
 from __future__ import annotations
 
+from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
 from sft.plan.decision import Decision
-from sft.plan.fsdp import resolve_fsdp
+from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Hardware
-from sft.plan.zero import DeepSpeedFile
+from sft.plan.parallelism import resolve_fsdp
 from sft.recipe.schema import Recipe
 
 MASTER = "bf16 with an fp32 copy"
 
 _ROOM = 0.15
 """Share of a GPU's memory that stays for activations and buffers."""
+
+
+def resolve_precision(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Decision[str]:
+    """What the layers compute in: `bf16`, `fp16` or `fp32`.
+
+    Raises:
+        PlanError: The recipe's cannot be had here.
+    """
+    wanted, gpu = recipe.train.precision, hardware.gpu
+    has_bf16 = gpu is not None and gpu.compute_capability >= 8.0
+    if wanted == "auto":
+        if gpu is None:
+            return Decision("fp32", "auto: on a CPU bf16 is no faster")
+        if has_bf16:
+            stored = (
+                f"the weights are stored in {model.dtype}" if model.dtype else "the model's own format is not known yet"
+            )
+            return Decision("bf16", f"auto: the GPU has it; {stored}")
+        return Decision("fp32", f"auto: this GPU (compute capability {gpu.compute_capability}) has no bf16")
+    if wanted == "bf16" and gpu is not None and not has_bf16:
+        raise PlanError(
+            f"train.precision=bf16, and this GPU ({gpu.name}, compute capability {gpu.compute_capability}) has none. "
+            "Set train.precision=fp32."
+        )
+    if wanted == "fp16" and gpu is None:
+        raise PlanError(
+            "train.precision=fp16 needs a GPU: there is none here, and a CPU has no fp16 training. Set train.precision=fp32 or auto."
+        )
+    if wanted == "fp16" and model.dtype == "bfloat16":
+        raise PlanError(
+            f"train.precision=fp16, and {recipe.model.name_or_path} was trained in bfloat16, whose values overflow fp16. "
+            f"Set train.precision={'bf16' if has_bf16 else 'fp32'}."
+        )
+    return Decision(wanted, "the recipe")
 
 
 def gradient_bytes(parameters: float, memory_gib: float, several_micro_batches: bool) -> int:
