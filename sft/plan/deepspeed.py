@@ -92,7 +92,7 @@ def load_deepspeed(name: str) -> DeepSpeedFile:
         raise PlanError(f"train.deepspeed={name}: {path} holds no JSON object.")
     # DeepSpeed takes null for absent, in sections too.
     config = _without_nulls(config)
-    problems = _problems(config, is_shipped=path.parent == shipped.parent)
+    problems = _problems(config, is_shipped=path.resolve().parent == REPOSITORY / "ds_configs")
     if problems:
         raise PlanError("\n  ".join([f"{path} is not a configuration that DeepSpeed would follow:", *problems]))
     # Left out, DeepSpeed would clip at 1.0 and count the batch its own way, whatever the recipe says.
