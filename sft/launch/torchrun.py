@@ -21,6 +21,7 @@ from sft.launch.tuning_result import EXIT_DID_NOT_FIT
 from sft.plan.topology import Topology
 from sft.run.consent import OWN_RUN
 from sft.run.directory import Run
+from sft.run.trust import OWN_RUN
 from sft.signals import held_back, speaks_for_ranks
 from sft.terminal import ENDING, Ending, launched_folder, read_ending, seen_ending, written_run
 
@@ -215,7 +216,7 @@ def _record_failure() -> None:
     with suppress(OSError, UserError):
         run.update(status="failed", error=ending.text[-2000:])
     if run.last_checkpoint() is not None:
-        print(f"{run.after_an_end}.", file=sys.stderr)
+        print(f"{run.next_start}.", file=sys.stderr)
 
 
 def _watch_failures(kills: OutOfMemoryKills, forwarding: Forwarding) -> None:
