@@ -19,7 +19,6 @@ from sft.launch.forwarding import SAVING, Forwarding, tell_interruption
 from sft.launch.out_of_memory import OutOfMemoryKills
 from sft.launch.tuning_result import EXIT_DID_NOT_FIT
 from sft.plan.topology import Topology
-from sft.run.consent import OWN_RUN
 from sft.run.directory import Run
 from sft.run.trust import OWN_RUN
 from sft.signals import held_back, speaks_for_ranks
