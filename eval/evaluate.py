@@ -15,9 +15,9 @@ from eval.harness.base_cache import measure_base
 from eval.harness.measure import Results, evaluate_model
 from eval.harness.process_group import load_tasks_together, log_in, place
 from eval.harness.prompting import own_template, treat_base
-from eval.models.backends import Target, check_requests, find_backend
+from eval.models.backends import check_requests, find_backend
 from eval.models.placement import Placement, on_gpu
-from eval.models.targets import base_target
+from eval.models.target import Target, base_target
 from eval.reference import Reference, check_vocabulary, load_reference
 from eval.tasks.facts import task_facts
 from eval.tasks.load import LoadedTasks

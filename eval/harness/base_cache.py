@@ -16,8 +16,8 @@ from uuid import uuid4
 from eval import ranks
 from eval.harness.measure import evaluate_model
 from eval.harness.prompting import Treatment
-from eval.models.backends import Target
 from eval.models.placement import Placement, gpu_name
+from eval.models.target import Target
 from eval.tasks.load import LoadedTasks
 from sft.run.unchanged import base_sums
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from eval import ranks
 from eval.harness.doubts import answer_doubts, document_doubts
-from eval.models.backends import Target, load_model
-from eval.models.batch_sizes import Found, Searches
-from eval.models.placement import Placement, check_placement, give_memory_back
+from eval.models.backends import load_model
+from eval.models.placement import BatchSizes, Found, Placement, check_placement, give_memory_back
+from eval.models.target import Target
 from eval.quiet import chatter_to, describe_environment_once, summary
 from eval.sandbox.metric import code_metric
 from eval.tasks.load import LoadedTasks, is_own, leaves
@@ -90,7 +90,7 @@ def _measure_own_share(model: HFLM, name: str, tasks: LoadedTasks, settings: Set
     number = ranks.launched()
     if number == 1:
         return _measure_task(model, name, tasks, settings)
-    from eval.models.data_parallel import deal_out, fewest_documents
+    from eval.models.hf import fewest_documents, share_documents
 
     parts = leaves(tasks.by_name[name])
     # lm_eval takes a process without a document for an error.
@@ -99,7 +99,7 @@ def _measure_own_share(model: HFLM, name: str, tasks: LoadedTasks, settings: Set
     if not share:
         return _measure_task(model, name, tasks, settings) if ranks.is_first() else None
     for task in parts:
-        deal_out(task)
+        share_documents(task)
     return _measure_task(model, name, tasks, settings)
 
 
@@ -149,7 +149,7 @@ def _measure_all(
     results: Results = {"failed": dict(tasks.missing), "prompts_cut": [], "batch_sizes_found": {}, "doubts": []}
     for name in tasks.by_name:
         started = time.monotonic()
-        model.searches = searches = Searches(given.get(name, ()), strict)
+        model.sizes = searches = BatchSizes(given.get(name, ()), strict)
         try:
             measured, cut = _measure_together(model, name, tasks, settings, log)
         except ranks.TaskFailed as failure:
@@ -233,7 +233,7 @@ def _measured_with(target: Target, settings: Settings, placement: Placement, mod
     """What results.json says of the model and of how it was asked."""
     measured: Results = {"model": target.model, "revision": target.revision}
     if target.served is not None:
-        measured["served"] = target.served.record()
+        measured["served"] = asdict(target.served)
     return {
         "settings": asdict(settings),
         "settings_hash": settings.hash,

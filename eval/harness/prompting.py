@@ -6,7 +6,7 @@ import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from eval.models.backends import Target
+from eval.models.target import Target
 from eval.quiet import first_line
 from eval.reference import Reference
 from eval.tasks.settings import Settings, template_sha256

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from eval.evaluate import name_of
-from eval.models.targets import check_folder
+from eval.models.target import check_folder
 from eval.run import main, parse_evaluation
 from sft.errors import EvaluationError, UserError
 from sft.files import read_json, write_json

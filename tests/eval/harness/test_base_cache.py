@@ -9,8 +9,8 @@ import pytest
 
 from eval.harness.base_cache import FOLDER, _held, base_key, find, keep, model_identity, place
 from eval.harness.prompting import Treatment
-from eval.models.backends import Target
 from eval.models.placement import Placement
+from eval.models.target import Target
 from eval.reference import Reference
 from eval.tasks.settings import Settings
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from eval.harness.measure import evaluate_model
-from eval.models.backends import Target
 from eval.models.placement import Placement
+from eval.models.target import Target
 from eval.reference import Reference
 from eval.tasks.load import load_tasks
 from eval.tasks.settings import Settings, resolve_settings

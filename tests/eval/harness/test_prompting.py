@@ -10,7 +10,7 @@ import pytest
 
 from eval.compare.settings_match import OF_THE_TEMPLATE, check_alike, differing
 from eval.harness.prompting import Treatment, own_template, treat_base
-from eval.models.backends import Target
+from eval.models.target import Target
 from eval.reference import Reference
 from eval.tasks.settings import Settings
 from sft.errors import EvaluationError
