@@ -18,12 +18,12 @@ from sft.export.generation import resolve_context, sampling
 from sft.export.main import main, parse_command_line
 from sft.export.model_card import metadata, write_card
 from sft.export.ollama import _check_architecture, _check_vocabulary, bos_warning, tokenizer_warning
+from sft.export.public import public_recipe
 from sft.export.source import find_exported
 from sft.export.vllm import not_found_by_vllm, resolve_gpus, resolve_serving, tensor_parallel_sizes
 from sft.export.weights import check_finite, left_behind, model_files
 from sft.files import write_json
 from sft.hub.demo import Demo
-from sft.recipe.public import public_recipe
 from sft.run.directory import Run
 
 RECIPE = """\

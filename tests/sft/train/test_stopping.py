@@ -11,9 +11,9 @@ from sft.checkpoint.writer import CheckpointWriter
 from sft.errors import Interrupted, RunError
 from sft.files import write_json
 from sft.parallel.progress import CHECKPOINT, Progress
-from sft.recipe.max_time import TimeLimit
 from sft.recipe.schema import Recipe
 from sft.run.directory import Run
+from sft.train.max_time import TimeLimit
 from sft.train.request_files import forget_stale
 from sft.train.stopping import Stopping, Wish
 

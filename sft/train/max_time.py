@@ -1,36 +1,14 @@
-"""train.max_time: when to stop so that what is trained is saved before the time is up. Pure; seconds throughout."""
+"""Decides when to stop so that the checkpoint is saved within train.max_time. Pure; all times in seconds."""
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _BYTES_A_PARAMETER = 16
 _BYTES_A_SECOND = 0.5e9
 _SAVE_FACTOR, _MARGIN = 1.5, 5.0
-
-
-def parse_duration(text: str) -> int:
-    """Seconds.
-
-    Args:
-        text: Days, hours, minutes and seconds, those that there are, in this order.
-
-    Raises:
-        ValueError: It is nothing of the kind, or no time at all.
-
-    >>> parse_duration("23h30m")
-    84600
-    """
-    if not re.fullmatch(r"(\d+d)?(\d+h)?(\d+m)?(\d+s)?", text):
-        raise ValueError(f"max_time={text} is no duration: write days, hours, minutes and seconds, such as 23h30m")
-    seconds = sum(int(number) * _UNITS[unit] for number, unit in re.findall(r"(\d+)([dhms])", text))
-    if not seconds:
-        raise ValueError(f"max_time={text} is no time at all: write such as 23h30m, or leave it out")
-    return seconds
 
 
 def assumed_save_seconds(parameters: int) -> float:

@@ -3,8 +3,9 @@ from collections.abc import Callable
 import pytest
 
 from sft.errors import RecipeError
-from sft.recipe.max_time import TimeLimit, assumed_save_seconds, parse_duration
 from sft.recipe.schema import Recipe
+from sft.recipe.train import parse_duration
+from sft.train.max_time import TimeLimit, assumed_save_seconds
 
 
 def test_a_duration_is_the_sum_of_its_parts() -> None:
@@ -13,7 +14,7 @@ def test_a_duration_is_the_sum_of_its_parts() -> None:
 
 @pytest.mark.parametrize("text", ["", "5", "h", "30m1h", "1.5h", "-1h", "0m", "00h0s"])
 def test_what_is_no_duration_is_refused_with_the_value(text: str, make_recipe: Callable[..., Recipe]) -> None:
-    with pytest.raises(RecipeError, match=r"train: .*such as 23h30m"):
+    with pytest.raises(RecipeError, match=r"train.max_time: .*such as 23h30m"):
         make_recipe(f'train.max_time="{text}"')
 
 
