@@ -37,7 +37,7 @@ IMPORTED = (
     "deepspeed.runtime.zero.muon.muon_optimizer "
     "sft.launch.rank sft.train.main sft.train.arguments sft.train.before_training sft.model.load sft.train.step_work sft.data.store "
     "sft.train.eval_loss sft.train.metrics sft.train.profiling sft.model.compiled_layers sft.model.new_tokens "
-    "sft.checkpoint.save_verification sft.checkpoint.load_saved eval.harness.during_training eval.harness.data_parallel "
+    "sft.checkpoint.save_verification sft.checkpoint.load_saved eval.harness.during_training eval.models.hf "
     "lm_eval.evaluator "
     "lm_eval.models.huggingface"
 ).split()
