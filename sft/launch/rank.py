@@ -18,7 +18,6 @@ from typing import Any
 from eval.tasks.preflight import check_before_training
 from sft import signals as interruption
 from sft import terminal as rank_logs
-from sft.checkpoint.loader_process import Checker
 from sft.checkpoint.resume import changed_tokens
 from sft.data.show import summary_lines
 from sft.data.template_checks import note_on_headers
@@ -52,7 +51,6 @@ def main(argv: Sequence[str]) -> None:
     evaluate_what_is_trained(job)
     tasks = check_before_training(job.recipe) if distributed.is_first_rank() else None
     data = begin_data(job)
-    checker = Checker() if job.recipe.train.save_canary and distributed.is_first_rank() else None
     with uncollected(), told_of_lost_ranks(job.recipe, "the processes met"):
         enter(job)
         check_with_frameworks(job)
@@ -71,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
         if distributed.is_first_rank():
             show_start(planned, start, tokenizer)
         during = evaluation_during(planned, run, tokenizer)
-        seconds = train(planned, run, start.prepared, tokenizer, start.choice, start.continuation, checker, during)
+        seconds = train(planned, run, start.prepared, tokenizer, start.choice, start.continuation, during)
         if distributed.is_first_rank():
             record_end(run, seconds, bool(programs(job.recipe.eval)))
     finish_trackers(job.recipe.tracking)

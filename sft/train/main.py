@@ -8,11 +8,10 @@ from contextlib import suppress
 from typing import Any
 
 from sft import terminal as rank_logs
-from sft.checkpoint.loader_process import Checker
+from sft.checkpoint.final import write_model
 from sft.checkpoint.resume import Choice
 from sft.checkpoint.resume_plan import Continuation
-from sft.checkpoint.save_verification import SaveCanary
-from sft.checkpoint.saving import write_model
+from sft.checkpoint.save_verification import SaveVerification
 from sft.data.prepared import Prepared
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.errors import EXIT_CRASHED, Interrupted, RunError, WrongSave
@@ -49,7 +48,6 @@ def train(
     tokenizer: Any,
     choice: Choice,
     continuation: Continuation | None,
-    checker: Checker | None,
     during: Any = None,
 ) -> float:
     """Train, and write final/.
@@ -61,7 +59,6 @@ def train(
         tokenizer: From load_tokenizer.
         choice: The checkpoint that it goes on from.
         continuation: How it does.
-        checker: Loads what is saved, to compare it; None where nothing is compared.
         during: The callback that evaluates during the training; its `take` gives metrics.jsonl the last figures, once.
 
     Returns:
@@ -85,7 +82,7 @@ def train(
     clock, measuring = measurements(job, run, work, held_out, fingerprint, during)
     progress, agreement, watching = watch(job, run)
     stopping = Stopping(run.path, recipe, progress, distributed.rank(), job.hardware.ranks)
-    canary = SaveCanary(job, run, tokenizer, checker) if recipe.train.save_canary else None
+    canary = SaveVerification(job, run, tokenizer) if recipe.train.save_canary else None
     checks = [BeforeTraining(job, run), *filter(None, [held_out, during, canary])]
     callbacks = [stopping, *watching, *checks, *measuring]
     trainer = build_trainer(job, arguments, model, tokenizer, sequences, order, callbacks, clock)
@@ -138,7 +135,7 @@ def write_final(trainer: Any, job: Job, run: Run, tokenizer: Any) -> None:
     write_model(trainer, job, tokenizer, work)
     if trainer.canary is not None:
         try:
-            trainer.canary.check(work)
+            trainer.canary.verify_final(work)
         except (RunError, WrongSave) as error:
             # The training is over: what it made must not be lost in a hidden folder.
             with distributed.met_at_the_end():
@@ -148,7 +145,6 @@ def write_final(trainer: Any, job: Job, run: Run, tokenizer: Any) -> None:
             kept = f"The training is complete, and its model is kept in {run.unverified}. There is no final/, and nothing is evaluated."
             error.args = (f"{str(error).replace(str(work), str(run.unverified))}\n{kept}",)
             raise
-        trainer.canary.close()
     with distributed.met_at_the_end():
         if distributed.is_first_rank():
             remove(run.unverified)  # of an earlier end of this run
