@@ -19,7 +19,7 @@ from eval.harness.prompting import Prompting
 from eval.models.placement import Placement, gpu_name
 from eval.models.target import Target
 from eval.tasks.load import LoadedTasks
-from sft.run.unchanged import base_sums
+from sft.run.trust import base_checksums
 
 FOLDER = "eval-base"
 """In the recipe's output_dir."""
@@ -82,7 +82,7 @@ def base_key(target: Target, prompting: Prompting, placement: Placement, gpu: st
 
 def model_identity(target: Target) -> str | None:
     """The checksums of the model's files, or its commit on the hub; None for a name without a commit, which may move."""
-    sums = base_sums(Path(target.model).expanduser())
+    sums = base_checksums(Path(target.model).expanduser())
     if sums is not None:
         return hashlib.sha256(json.dumps(sums).encode()).hexdigest()
     commit = target.revision or ""
