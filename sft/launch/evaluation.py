@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from eval.harness.launch import decided_placement
+from eval.harness.processes import decided_placement
 from sft.launch.torchrun import start
 from sft.plan.hardware import cpu_cores
 from sft.plan.topology import Topology

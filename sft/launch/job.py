@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 
-from eval.models.backend_checks import check_backend
+from eval.models.backends import check_backend
 from eval.tasks.suites import check_tasks
 from sft.data.facts import inspect_data
 from sft.data.tokenizer import check_tokenizer_choice
