@@ -30,7 +30,7 @@ from sft.errors import ExportError
 from sft.export.model import make_folder
 from sft.export.model_card import write_card
 from sft.export.source import Exported, check_unchanged, find_exported, steps_of
-from sft.plan.disk import in_words
+from sft.files import in_words
 from sft.run.directory import Run
 
 MAIN = "main"

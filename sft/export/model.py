@@ -25,10 +25,9 @@ from sft.data.tokenizer import load_tokenizer as load_base_tokenizer
 from sft.data.tokenizer import new_token_ids
 from sft.errors import ExportError
 from sft.export.source import Exported, has_tokenizer
-from sft.files import disk_was_full, remove
+from sft.files import disk_was_full, in_words, remove
 from sft.model.live import logits_distance
 from sft.model.load import DTYPES, check_values, check_weights, load_base, lora_config
-from sft.plan.disk import in_words
 
 T = TypeVar("T")
 Finish = Callable[[Path, Any], None]

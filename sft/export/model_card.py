@@ -136,6 +136,10 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in ([*head], ["---"] * len(head), *cells)]
 
 
+def _number(value: object, spec: str) -> str:
+    return format(value, spec) if isinstance(value, int | float) else "not recorded"
+
+
 class _Markdown(str):
     """Text that is Markdown already."""
 
@@ -211,16 +215,13 @@ def _evaluation(source: Exported, comparison: dict[str, Any]) -> list[str]:
     for one in metrics:
         lower = " (lower is better)" if one.get("higher_is_better") is False else ""
         interval = "[{:+.4f}, {:+.4f}]".format(*one["interval_95"]) if one.get("interval_95") else ""
-        scores = [
-            f"{one['base']:.4f}",
-            f"{one['tuned']:.4f}",
-            f"{one['difference']:+.4f}",
-            interval,
-            one.get("verdict"),
+        numbers = [
+            _number(one.get("base"), ".4f"),
+            _number(one.get("tuned"), ".4f"),
+            _number(one.get("difference"), "+.4f"),
         ]
-        rows.append(
-            [one.get("task"), f"{one.get('metric')}{lower}", one.get("documents"), *map(_Markdown, map(str, scores))]
-        )
+        cells = map(_Markdown, [*numbers, interval, _cell(one.get("verdict"))])
+        rows.append([one.get("task"), f"{one.get('metric')}{lower}", one.get("documents"), *cells])
     head = ["Task", "Metric", "Documents", "Base", "This model", "Difference", "95% interval", "Verdict"]
     limit = (comparison.get("settings") or {}).get("limit")
     lines = [
