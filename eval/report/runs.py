@@ -21,7 +21,7 @@ from eval.report.run_files import RunFiles, column, data_names, method, model_na
 from eval.report.speed import mean_rate
 from sft.recipe.changes import MISSING as NOT_THERE
 from sft.recipe.changes import differences
-from sft.run.diff import counts_not
+from sft.run.diff import is_same_training
 
 Part = dict[str, Any]
 
@@ -142,7 +142,7 @@ def _differing(values: Sequence[Part], is_recipe: bool) -> list[Part]:
     return [
         {
             "key": Code(key),
-            "counts": not (is_recipe and counts_not(key)),
+            "counts": not (is_recipe and is_same_training(key)),
             "cells": [_cell(key, by_run.get(place, by_run[0])) for place in range(len(values))],
         }
         for key, by_run in sorted(found.items())

@@ -21,17 +21,19 @@ from sft.errors import EXIT_CRASHED, EXIT_GATE, EXIT_TERMINATED, Interrupted, Ru
 from sft.launch.opening import claim, keep_recipe, unfinished_run
 from sft.parallel.process_group import LAUNCHED
 from sft.plan.job import Job
+from sft.processes import report_result
 from sft.program import run_main
 from sft.recipe.schema import Evaluation
-from sft.run.consent import OWN_RUN
 from sft.run.directory import EVALUATION_LEFT, Run, find_run
 from sft.run.record import InterruptibleRun
+from sft.run.trust import OWN_RUN
 from sft.signals import held_back
 from sft.train.request_files import began, forget_stale
 
 
 def become_finish(run: Run) -> NoReturn:
     """Replace this process; the launcher goes on waiting for it."""
+    report_result(run.path)
     environment = {
         name: value
         for name, value in os.environ.items()

@@ -33,10 +33,11 @@ from sft import signals as interruption
 from sft.checkpoint.writer import Shortage
 from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted, RunError
 from sft.parallel.progress import Progress
-from sft.recipe.max_time import TimeLimit, assumed_save_seconds, parse_duration
 from sft.recipe.schema import Recipe
+from sft.recipe.train import parse_duration
 from sft.run.directory import Run
 from sft.terminal import is_rank
+from sft.train.max_time import TimeLimit, assumed_save_seconds
 from sft.train.request_files import SAVE, STOP, began, forget_stale
 
 
@@ -215,4 +216,4 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
     def _lost(self, interrupted: Interrupted, step: int, shortage: Shortage) -> str:
         steps = "1 step is" if step - shortage.kept == 1 else f"{step - shortage.kept} steps are"
         kept = f"checkpoint-{shortage.kept} stays" if shortage.kept else "There is no checkpoint"
-        return f"{interrupted}. {shortage.words}. {kept}: {steps} lost. Free some space. {Run(self.run).after_an_end}."
+        return f"{interrupted}. {shortage.words}. {kept}: {steps} lost. Free some space. {Run(self.run).next_start}."

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from sft.errors import DataError, PlanError, RecipeError
+from sft import cli
+from sft.errors import DataError, PlanError
 from sft.launch.job import open_job
-from sft.launch.main import DEFAULT_RECIPE, main, parse_command_line
 from sft.launch.start import begin_data, wait_for_data
 from sft.launch.torchrun import choose_rendezvous, first_failure, torchrun_arguments
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
-from sft.plan.topology import Layout, expanded, read_layout
+from sft.plan.topology import Topology, expanded, read_topology
 
 PROGRAM = ["-m", "sft.train", "a.yaml", "train.seed=1"]
 
@@ -39,38 +39,41 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("environment", "layout"),
     [
-        ("", Layout(1)),
-        ("NPROC=3", Layout(3)),
-        ("NPROC=2 NNODES=1", Layout(2)),
-        ("MASTER_PORT=4242", Layout(1, master_port=4242)),
-        ("NPROC=8 NNODES=2 NODE_RANK=1 MASTER_ADDR=host0", Layout(8, 2, 1, "host0")),
-        ("NPROC=8 NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MASTER_PORT=4242", Layout(8, 2, 0, "host0", 4242)),
-        ("NPROC=4 SLURM_NNODES=2 SLURM_NODEID=1 SLURM_JOB_NODELIST=node[07-08]", Layout(4, 2, 1, "node07")),
-        ("SLURM_NNODES=2 SLURM_NODEID=0 MASTER_ADDR=other SLURM_JOB_NODELIST=node[07-08]", Layout(1, 2, 0, "other")),
-        ("SLURM_NNODES=1 SLURM_NODEID=0 SLURM_JOB_NODELIST=node07", Layout(1)),
-        ("SLURM_NNODES=4 SLURM_STEP_NUM_NODES=1 SLURM_NODEID=0", Layout(1)),  # a step on one machine of four
+        ("", Topology(1)),
+        ("NPROC=3", Topology(3)),
+        ("NPROC=2 NNODES=1", Topology(2)),
+        ("MASTER_PORT=4242", Topology(1, master_port=4242)),
+        ("NPROC=8 NNODES=2 NODE_RANK=1 MASTER_ADDR=host0", Topology(8, 2, 1, "host0")),
+        ("NPROC=8 NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MASTER_PORT=4242", Topology(8, 2, 0, "host0", 4242)),
+        ("NPROC=4 SLURM_NNODES=2 SLURM_NODEID=1 SLURM_JOB_NODELIST=node[07-08]", Topology(4, 2, 1, "node07")),
+        ("SLURM_NNODES=2 SLURM_NODEID=0 MASTER_ADDR=other SLURM_JOB_NODELIST=node[07-08]", Topology(1, 2, 0, "other")),
+        ("SLURM_NNODES=1 SLURM_NODEID=0 SLURM_JOB_NODELIST=node07", Topology(1)),
+        ("SLURM_NNODES=4 SLURM_STEP_NUM_NODES=1 SLURM_NODEID=0", Topology(1)),  # a step on one machine of four
         (
             "SLURM_NNODES=2 SLURM_NODEID=0 SLURM_JOB_NODELIST=node[07-08] SLURM_JOB_ID=51234",
-            Layout(1, 2, 0, "node07", 21234),
+            Topology(1, 2, 0, "node07", 21234),
         ),
-        ("PET_NNODES=2 PET_NODE_RANK=1 MASTER_ADDR=m MASTER_PORT=23456", Layout(1, 2, 1, "m", 23456)),
+        ("PET_NNODES=2 PET_NODE_RANK=1 MASTER_ADDR=m MASTER_PORT=23456", Topology(1, 2, 1, "m", 23456)),
         (
             "PET_NNODES=2 PET_NODE_RANK=1 PET_MASTER_ADDR=m PET_MASTER_PORT=7 PET_NPROC_PER_NODE=4",
-            Layout(4, 2, 1, "m", 7),
+            Topology(4, 2, 1, "m", 7),
         ),
-        ("PET_NNODES=1 PET_NODE_RANK=0 PET_NPROC_PER_NODE=auto", Layout(1)),
-        ("SKYPILOT_NUM_NODES=2 SKYPILOT_NODE_RANK=1 SKYPILOT_NODE_IPS=10.0.0.1\n10.0.0.2", Layout(1, 2, 1, "10.0.0.1")),
-        ("SKYPILOT_NUM_NODES=1 SKYPILOT_NODE_RANK=0", Layout(1)),
-        ("NPROC=auto", Layout(1)),
-        ("NNODES=1 SLURM_NNODES=2 SLURM_NODEID=1", Layout(1)),  # what the user says counts before what Slurm says
+        ("PET_NNODES=1 PET_NODE_RANK=0 PET_NPROC_PER_NODE=auto", Topology(1)),
+        (
+            "SKYPILOT_NUM_NODES=2 SKYPILOT_NODE_RANK=1 SKYPILOT_NODE_IPS=10.0.0.1\n10.0.0.2",
+            Topology(1, 2, 1, "10.0.0.1"),
+        ),
+        ("SKYPILOT_NUM_NODES=1 SKYPILOT_NODE_RANK=0", Topology(1)),
+        ("NPROC=auto", Topology(1)),
+        ("NNODES=1 SLURM_NNODES=2 SLURM_NODEID=1", Topology(1)),  # what the user says counts before what Slurm says
     ],
 )
 @pytest.mark.usefixtures("scontrol")
 def test_the_processes_that_the_environment_asks_for(
-    environment: str, layout: Layout, monkeypatch: pytest.MonkeyPatch
+    environment: str, layout: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_all(monkeypatch, environment)
-    assert read_layout() == layout
+    assert read_topology() == layout
     assert layout.ranks == layout.per_node * layout.nodes
 
 
@@ -96,7 +99,7 @@ def test_a_number_of_processes_that_makes_no_sense_is_told(
 ) -> None:
     set_all(monkeypatch, environment)
     with pytest.raises(PlanError, match=told):
-        read_layout()
+        read_topology()
 
 
 @pytest.mark.parametrize(
@@ -119,13 +122,13 @@ def test_a_list_of_machines_is_read_as_slurm_writes_it(nodelist: str, hosts: lis
 def test_the_first_machine_is_known_without_slurms_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     set_all(monkeypatch, "SLURM_NNODES=3 SLURM_NODEID=2 SLURM_JOB_NODELIST=gpu[08-10]")
-    assert read_layout().master_address == "gpu08"
+    assert read_topology().master_address == "gpu08"
 
 
 def test_machines_that_start_again_meet_by_c10d() -> None:
-    assert choose_rendezvous(Layout(8, 2), None, 0) == "static"
-    assert choose_rendezvous(Layout(8, 2), None, 3) == "c10d"
-    assert choose_rendezvous(Layout(8, 2), "c10d", 0) == "c10d"
+    assert choose_rendezvous(Topology(8, 2), None, 0) == "static"
+    assert choose_rendezvous(Topology(8, 2), None, 3) == "c10d"
+    assert choose_rendezvous(Topology(8, 2), "c10d", 0) == "c10d"
 
 
 @dataclass
@@ -150,78 +153,40 @@ def test_of_all_that_failed_the_first_is_the_one_that_was_not_ended(failures: di
 
 
 def test_torchrun_on_one_machine_takes_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert torchrun_arguments(Layout(2), PROGRAM) == ["--standalone", "--nproc-per-node", "2", *PROGRAM]
+    assert torchrun_arguments(Topology(2), PROGRAM) == ["--standalone", "--nproc-per-node", "2", *PROGRAM]
     monkeypatch.setenv("MASTER_PORT", "4242")
-    assert torchrun_arguments(read_layout(), PROGRAM) == ["--master-port", "4242", "--nproc-per-node", "1", *PROGRAM]
+    assert torchrun_arguments(read_topology(), PROGRAM) == ["--master-port", "4242", "--nproc-per-node", "1", *PROGRAM]
 
 
 def test_torchrun_understands_what_it_is_called_with() -> None:
     from torch.distributed.run import parse_args
 
-    understood = parse_args(torchrun_arguments(Layout(8, 2, 1, "host0", 4242), PROGRAM))
+    understood = parse_args(torchrun_arguments(Topology(8, 2, 1, "host0", 4242), PROGRAM))
     assert (understood.nnodes, understood.node_rank, understood.nproc_per_node) == ("2", 1, "8")
     assert (understood.master_addr, understood.master_port) == ("host0", 4242)
     assert understood.module
     assert (understood.training_script, understood.training_script_args) == ("sft.train", ["a.yaml", "train.seed=1"])
-    again = parse_args(torchrun_arguments(Layout(8, 2, 1, "127.0.0.1", 4242), PROGRAM, "c10d", 3))
+    again = parse_args(torchrun_arguments(Topology(8, 2, 1, "127.0.0.1", 4242), PROGRAM, "c10d", 3))
     assert (again.rdzv_backend, again.rdzv_endpoint, again.max_restarts) == ("c10d", "127.0.0.1:4242", 3)
     assert (again.rdzv_conf, again.local_addr, again.training_script) == ("is_host=0", "127.0.0.1", "sft.train")
-    alone = parse_args(torchrun_arguments(Layout(2), PROGRAM))
+    alone = parse_args(torchrun_arguments(Topology(2), PROGRAM))
     assert (alone.standalone, alone.nproc_per_node, alone.training_script) == (True, "2", "sft.train")
-
-
-@pytest.mark.parametrize(
-    ("words", "recipe", "overrides", "switch"),
-    [
-        ([], DEFAULT_RECIPE, [], None),
-        (["a.yaml"], "a.yaml", [], None),
-        (["a.yaml", "x=1", "y=2"], "a.yaml", ["x=1", "y=2"], None),
-        (["a.yaml", "--plan", "x=1"], "a.yaml", ["x=1"], "plan"),
-        (["--plan", "a.yaml"], "a.yaml", [], "plan"),
-        (["x=1"], DEFAULT_RECIPE, ["x=1"], None),
-        (["x=1", "y=2", "--plan"], DEFAULT_RECIPE, ["x=1", "y=2"], "plan"),
-        (["a.yaml", "--prepare", "x=1"], "a.yaml", ["x=1"], "prepare"),
-        (["--show", "3", "a.yaml", "x=1"], "a.yaml", ["x=1"], "show"),
-        (["x=1", "--show=0"], DEFAULT_RECIPE, ["x=1"], "show"),
-    ],
-)
-def test_recipe_overrides_and_switches_in_any_order(
-    words: list[str], recipe: str, overrides: list[str], switch: str | None
-) -> None:
-    understood = parse_command_line(words)
-    assert (understood.recipe, understood.overrides) == (recipe, overrides)
-    given = {"plan": understood.plan, "prepare": understood.prepare, "show": understood.show is not None}
-    assert [name for name, value in given.items() if value] == ([switch] if switch else [])
-
-
-def test_two_recipes_are_one_too_many() -> None:
-    with pytest.raises(
-        RecipeError, match=r"'b.yaml' is neither the recipe \(a.yaml\) nor an override. Write key=value"
-    ):
-        parse_command_line(["a.yaml", "b.yaml"])
-
-
-def test_an_unknown_switch_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        parse_command_line(["a.yaml", "--pln"])
-    assert stop.value.code == 2
-    assert "--pln" in capsys.readouterr().err
 
 
 def test_a_plan_is_printed_and_nothing_is_started(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    main([str(recipe_file), "--plan"])
+    cli.run(["train", str(recipe_file), "--plan"])
     here = capsys.readouterr().out
     assert "CPU" in here.splitlines()[0]
     assert "one process" in here
-    main([str(recipe_file), "--on", "4x24GB"])
+    cli.run(["train", str(recipe_file), "--on", "4x24GB"])
     there = capsys.readouterr().out
     assert "4 x GPU (24 GiB)" in there
     assert "DDP" in there
     monkeypatch.setenv("NPROC", "2")
-    main([str(recipe_file), "--plan"])
+    cli.run(["train", str(recipe_file), "--plan"])
     assert "2 processes" in capsys.readouterr().out
     assert not (tmp_path / "outputs" / "mine").exists()
     assert not (tmp_path / "outputs" / ".prepared").exists()
@@ -252,7 +217,7 @@ def test_one_process_needs_no_launcher_and_the_command_is_printed(
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     with pytest.raises(SystemExit):
-        main([str(recipe_file), "train.seed=1"])
+        cli.run(["train", str(recipe_file), "train.seed=1"])
     (command,) = started
     assert command[1:] == ["-m", "sft.train", str(recipe_file), "train.seed=1"]
     cores = os.environ["OMP_NUM_THREADS"]
@@ -267,7 +232,7 @@ def test_threads_that_the_user_has_set_stay(
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("GOMP_SPINCOUNT", "500")
     with pytest.raises(SystemExit):
-        main([str(recipe_file), f"output_dir={outputs}"])
+        cli.run(["train", str(recipe_file), f"output_dir={outputs}"])
     assert len(started) == 1
     assert (os.environ["OMP_NUM_THREADS"], os.environ["GOMP_SPINCOUNT"]) == ("7", "500")
 
@@ -285,7 +250,7 @@ def test_data_that_is_prepared_once_is_found_by_every_start(
     rows.write_text('{"prompt": "a", "completion": "b"}\n' * 5)
     words = [str(recipe_file), f"output_dir={outputs}", f"data.train={rows}"]
     if by_itself:
-        main([*words, "--prepare"])
+        cli.run(["train", *words, "--prepare"])
     else:
         begun = begin_data(opened(words))
         assert begun is not None
@@ -306,10 +271,10 @@ def test_data_beyond_a_limit_starts_nothing(
     told = r"1 of 6 rows \(16.7%\) are longer than data.max_length=128"
     for switch in ("--prepare", "--show=1"):
         with pytest.raises(DataError, match=told):
-            main([*words, switch])
+            cli.run(["train", *words, switch])
     monkeypatch.setenv("NPROC", "2")
     with pytest.raises(DataError, match=told):
-        main(words)
+        cli.run(["train", *words])
     monkeypatch.delenv("NPROC")
     shutil.rmtree(outputs / ".prepared")
     begun = begin_data(opened(words))
@@ -317,7 +282,7 @@ def test_data_beyond_a_limit_starts_nothing(
         wait_for_data(opened(words), begun)
     assert started == []
     with pytest.raises(SystemExit):
-        main([*words, "data.max_overlong_fraction=0.2"])
+        cli.run(["train", *words, "data.max_overlong_fraction=0.2"])
     assert len(started) == 1
 
 

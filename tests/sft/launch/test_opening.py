@@ -140,7 +140,7 @@ def test_what_no_run_can_go_on_with_is_not_offered(recipe_file: Path, left_behin
     with pytest.raises(RunError, match=r"train.seed: 0 -> 1 \(no run can go on with that\)") as refused:
         open_here(recipe_file, "train.seed=1", "train.max_steps=3")
     assert "resume_allow_changes" not in str(refused.value)
-    with pytest.raises(RecipeError, match=r"train.seed: cannot change in a run that goes on: it decides which rows"):
+    with pytest.raises(RecipeError, match=r"train.seed: cannot change when a run resumes: it decides which rows"):
         open_here(recipe_file, "train.resume_allow_changes=[train.seed]")
     with pytest.raises(RecipeError, match=r"max_step: unknown key; did you mean `train.max_steps`\?"):
         open_here(recipe_file, "train.resume_allow_changes=[max_step]")
@@ -351,8 +351,8 @@ def test_every_run_that_is_left_is_named_with_its_command(left_behind: LeftBehin
         assert other_unfinished(newest) == [
             f"Also unfinished, at checkpoint-5: bash scripts/sft.sh {run.path}" for run in (killed, older)
         ]
-    assert newest.after_an_end == "The same command goes on from checkpoint-7"
-    assert older.after_an_end == f"`bash scripts/sft.sh {older.path}` goes on from checkpoint-5"
+    assert newest.next_start == "The same command resumes from checkpoint-7"
+    assert older.next_start == f"`bash scripts/sft.sh {older.path}` resumes from checkpoint-5"
 
 
 def test_what_an_end_has_left_of_a_checkpoint_is_removed(recipe_file: Path, left_behind: LeftBehind) -> None:

@@ -11,9 +11,9 @@ from sft.checkpoint.writer import CheckpointWriter
 from sft.errors import Interrupted, RunError
 from sft.files import write_json
 from sft.parallel.progress import CHECKPOINT, Progress
-from sft.recipe.max_time import TimeLimit
 from sft.recipe.schema import Recipe
 from sft.run.directory import Run
+from sft.train.max_time import TimeLimit
 from sft.train.request_files import forget_stale
 from sft.train.stopping import Stopping, Wish
 
@@ -83,7 +83,7 @@ def test_a_stop_that_finds_no_room_is_one_message_that_tells_what_is_lost_and_wh
     )
     assert "are free now, in " in told
     assert told.endswith(
-        ". checkpoint-1 stays: 2 steps are lost. Free some space. The same command goes on from checkpoint-1."
+        ". checkpoint-1 stays: 2 steps are lost. Free some space. The same command resumes from checkpoint-1."
     )
     assert not (training.run.path / "stop").exists()
 
