@@ -20,8 +20,7 @@ from eval.report.formats import Code, code, duration, interval, kind_of, metric_
 from eval.report.run_files import RunFiles, column, data_names, method, model_name
 from eval.report.speed import mean_rate
 from sft.recipe.changes import MISSING as NOT_THERE
-from sft.recipe.changes import differences
-from sft.run.diff import is_same_training
+from sft.recipe.changes import differences, is_same_training
 
 Part = dict[str, Any]
 
