@@ -26,8 +26,8 @@ from sft.recipe.schema import Evaluation
 from sft.run.consent import OWN_RUN
 from sft.run.directory import EVALUATION_LEFT, Run, find_run
 from sft.run.record import InterruptibleRun
+from sft.run.requests import began, forget_stale
 from sft.signals import held_back
-from sft.train.request_files import began, forget_stale
 
 
 def become_finish(run: Run) -> NoReturn:

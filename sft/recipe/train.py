@@ -139,11 +139,11 @@ class Train(Section):
     max_time: str | None = None
     """Time from the start of the command, such as `23h30m`, within which to save and stop; the same command goes on. None: no limit."""
 
-    on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"
-    """A loss or gradient that is NaN or infinite: stop; skip the step; or go back to the last checkpoint and go on without its rows."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A loss or gradient that is NaN or infinite: stop before the step, or skip it."""
 
     max_nonfinite_steps: int = Field(default=10, gt=0)
-    """Steps skipped, or rewound from, before the run stops after all."""
+    """Steps skipped over the whole run before it stops."""
 
     save_canary: bool = True
     """After the first step save as at the end, load that in another process, and compare tensors and logits: a save that loses weights
@@ -151,6 +151,15 @@ class Train(Section):
 
     trainer_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Any other field of the installed trl.SFTConfig, checked against it; what the plan decides is refused."""
+
+    @field_validator("on_nonfinite", mode="before")
+    @classmethod
+    def _without_rewind(cls, value: object) -> object:
+        if value == "rewind":
+            raise ValueError(
+                "rewind was removed: use skip to train on without the step, or stop to look at its samples first"
+            )
+        return value
 
     @field_validator("max_time", mode="before")
     @classmethod

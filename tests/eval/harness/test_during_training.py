@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from sft.parallel.stall import ALWAYS
 
 from eval.harness.during_training import During, scores
 from eval.models.live_model import undisturbed
 from sft.errors import EvaluationError, RecipeError
 from sft.launch.job import check_tasks_during
 from sft.parallel.progress import EVALUATION
-from sft.parallel.stall import ALWAYS
 from sft.recipe.schema import Recipe
 
 
