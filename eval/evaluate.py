@@ -25,6 +25,7 @@ from eval.tasks.settings import Settings, resolve_settings
 from eval.tasks.suites import check_tasks
 from sft.errors import EvaluationError, GateFailed
 from sft.files import read_json
+from sft.processes import report_result
 from sft.recipe.changes import differences
 from sft.recipe.schema import Evaluation
 from sft.run.directory import Run
@@ -143,6 +144,7 @@ def _compare_and_report(run: Run, folder: Path, evaluation: Evaluation, referenc
     comparison = conclude(run, folder, evaluation, reference.tokenizer)
     not_measured: dict[str, str] = comparison["not_measured"]
     gate = comparison["gate"]
+    report_result(folder / "comparison.json")
     if folder == run.comparison_file.parent:
         measured = [read_json(folder / kind / "results.json") for kind in ("base", "tuned")]
         run.warn("tasks", *dict.fromkeys(doubt for results in measured for doubt in results.get("doubts", [])))
@@ -213,5 +215,6 @@ def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
     results: Results = read_json(output / "results.json")
     Console().print(scores_table(results))
     print(f"Results: {output}")
+    report_result(output / "results.json")
     failed: dict[str, str] = results["failed"]
     return failed

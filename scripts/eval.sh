@@ -11,11 +11,6 @@
 # sft/recipe/eval.py. Paths are from the working directory. Exit status 3: the tuned model does not hold what the gate asks for.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-if [ $# -eq 0 ] || [[ " $* " =~ " -h "|" --help " ]]; then
-  sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}" >&2
-  [ $# -gt 0 ] && exit 0 || exit 2
-fi
 source "$root/scripts/safe_path.sh"
 bash "$root/scripts/setup.sh"
-export PATH="$root/.venv/bin:$PATH"
-exec "$root/.venv/bin/python" -m eval.run "$@"
+exec "$root/.venv/bin/python" -m sft.cli eval "$@"

@@ -10,11 +10,6 @@
 # --checkpoint N takes a checkpoint instead of final/; --output DIR names the folder (default: exports/RECIPE-RUN-TARGET).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-if [ $# -eq 0 ] || [[ " $* " =~ " -h "|" --help " ]]; then
-  sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}" >&2
-  [ $# -gt 0 ] && exit 0 || exit 2
-fi
 source "$root/scripts/safe_path.sh"
 bash "$root/scripts/setup.sh"
-export PATH="$root/.venv/bin:$PATH"
-exec "$root/.venv/bin/python" -m sft.export "$@"
+exec "$root/.venv/bin/python" -m sft.cli export "$@"

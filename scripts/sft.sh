@@ -8,11 +8,10 @@
 #   bash scripts/sft.sh recipes/qwen3b.yaml --plan                    print every decision, and stop
 #   bash scripts/sft.sh recipes/qwen3b.yaml --plan --on 8x80GB        for a machine that is not here
 #   bash scripts/sft.sh recipes/qwen3b.yaml --preflight               check all machines and processes, and stop
-#   bash scripts/sft.sh outputs/tiny/latest                           go on with a run, or repeat a finished one
+#   bash scripts/sft.sh outputs/tiny/latest                           resume a run, or train a finished one again
 #   NPROC=2 bash scripts/sft.sh recipes/tiny.yaml                     two processes (default, or NPROC=auto: one for each GPU)
-#   bash scripts/sft.sh recipes/tiny.yaml --max-restarts 3            start again from the newest checkpoint after a failure
+#   bash scripts/sft.sh recipes/tiny.yaml --max-restarts 3            restart from the newest checkpoint after a failure
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 bash scripts/sft.sh recipes/qwen3b.yaml    on the first of two machines
-#   ... --rdzv c10d       several machines that meet by torchrun's c10d instead of a fixed order; --max-restarts takes it by itself
 #
 # On clusters: scripts/slurm/sft.sbatch, scripts/kubernetes/pytorchjob.yaml, scripts/skypilot/sft.yaml. The first process speaks; the
 # others write to outputs/RECIPE/RUN/logs/rank-N.log. Whichever fails first is shown, with its rank and machine.
@@ -20,6 +19,4 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/scripts/safe_path.sh"
 bash "$root/scripts/setup.sh"
-# DeepSpeed finds ninja, and a user torchrun, by PATH.
-export PATH="$root/.venv/bin:$PATH"
-exec "$root/.venv/bin/python" -m sft.launch "$@"
+exec "$root/.venv/bin/python" -m sft.cli train "$@"

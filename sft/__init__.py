@@ -1,7 +1,29 @@
-"""Supervised fine-tuning from one recipe: see README.md, and train.py for the way through."""
+"""Supervised fine-tuning from one recipe.
+
+    import sft
+    run = sft.train_model("recipes/tiny.yaml", {"train.learning_rate": 1e-3})
+    print(run.final, run.record["train_loss"])
+
+The functions are in sft/api.py; `plan` and `train` are packages, so that the functions have longer names.
+"""
 
 import os
 import sys
+
+TYPE_CHECKING = False  # typing has not been imported yet: see below
+if TYPE_CHECKING:
+    from sft.api import compare_runs, evaluate_model, load_recipe, make_plan, prepare_data, train_model
+
+__all__ = ["compare_runs", "evaluate_model", "load_recipe", "make_plan", "prepare_data", "train_model"]
+
+
+def __getattr__(name: str) -> object:
+    """Import the function when it is used: a program that starts needs none of them."""
+    if name not in __all__:
+        raise AttributeError(f"module 'sft' has no attribute '{name}'")
+    from sft import api
+
+    return getattr(api, name)
 
 
 def _leave_working_directory() -> None:

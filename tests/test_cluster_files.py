@@ -5,7 +5,7 @@ import re
 import pytest
 import yaml
 
-from sft.launch.main import parse_command_line
+from sft import cli
 from sft.recipe.schema import REPOSITORY
 
 SCRIPTS = REPOSITORY / "scripts"
@@ -33,9 +33,9 @@ def test_both_kinds_of_pod_start_the_launcher() -> None:
         (container,) = job["spec"]["pytorchReplicaSpecs"][kind]["template"]["spec"]["containers"]
         assert container["name"] == "pytorch"
         assert container["command"] == ["bash", "scripts/sft.sh"]
-        understood = parse_command_line(container["args"])
-        assert (REPOSITORY / understood.recipe).is_file()
-        assert understood.overrides == ["output_dir=/outputs"]
+        recipe, overrides = cli.recipe_and_overrides(container["args"])
+        assert (REPOSITORY / recipe).is_file()
+        assert overrides == ["output_dir=/outputs"]
         assert {mount["name"] for mount in container["volumeMounts"]} == {"outputs", "shm"}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.launch.main import main, parse_command_line
+from sft import cli
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import REPOSITORY, Recipe
 
@@ -80,13 +80,13 @@ def test_no_test_is_named_for_a_command_that_is_gone() -> None:
 @pytest.mark.parametrize("command", [command for command in COMMANDS if "sft.sh" in command])
 def test_a_command_is_one_that_the_launcher_understands(command: str) -> None:
     words = shlex.split(command)
-    parse_command_line(words[words.index("scripts/sft.sh") + 1 :])
+    cli.train.make_context("train", words[words.index("scripts/sft.sh") + 1 :])
 
 
 def recipe_and_overrides(command: str) -> tuple[str, list[str]]:
     words = shlex.split(command)
-    arguments = parse_command_line(words[words.index("scripts/sft.sh") + 1 :])
-    return arguments.recipe, arguments.overrides
+    context = cli.train.make_context("train", words[words.index("scripts/sft.sh") + 1 :])
+    return cli.recipe_and_overrides(context.params["words"])
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_plan_is_printed_as_the_page_says(
     for word in words[: words.index("bash")]:
         name, _, value = word.partition("=")
         monkeypatch.setenv(name, value)
-    main([*words[words.index("scripts/sft.sh") + 1 :], f"output_dir={tmp_path}"])
+    cli.run(["train", *words[words.index("scripts/sft.sh") + 1 :], f"output_dir={tmp_path}"])
     assert "global_batch_size" in capsys.readouterr().out
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from sft import cli
 from sft.errors import EXIT_USER_ERROR, PlanError, RunError
 from sft.launch.checks import check_installed, check_rank_variables
 from sft.launch.job import check_output_dir
-from sft.launch.main import main
 from sft.launch.rank import main as train
 from sft.plan.topology import read_layout
 from sft.program import exit_on_error
@@ -20,6 +20,10 @@ from sft.recipe.schema import Recipe
 
 TWO_GPUS = "0, GPU-aaaa, NVIDIA H100, 81559, 9.0\n1, GPU-bbbb, NVIDIA H100, 81559, 9.0"
 Tell = Callable[..., str]
+
+
+def start(words: list[str]) -> None:
+    cli.run(["train", *words])
 
 
 @pytest.fixture
@@ -32,7 +36,7 @@ def tell(recipe_file: Path, outputs: Path, monkeypatch: pytest.MonkeyPatch, caps
     # A rank of several ends so.
     monkeypatch.setattr(os, "_exit", stop)
 
-    def told(environment: str, *words: str, program: Callable[[list[str]], None] = main) -> str:
+    def told(environment: str, *words: str, program: Callable[[list[str]], None] = start) -> str:
         for word in environment.split():
             name, _, value = word.partition("=")
             monkeypatch.setenv(name, value)
@@ -169,11 +173,6 @@ def test_a_busy_port_is_told(machines: str, busy_port: int, tell: Tell) -> None:
     message = tell(f"{machines}MASTER_PORT={busy_port} NPROC=2")
     assert f"MASTER_PORT={busy_port} cannot be listened on here (Address already in use)" in message
     assert "Set another MASTER_PORT" in message
-
-
-def test_restarts_of_several_machines_need_them_to_meet_again(tell: Tell) -> None:
-    message = tell("NNODES=2 NODE_RANK=0 MASTER_ADDR=localhost", "--rdzv=static", "--max-restarts=3")
-    assert "--max-restarts 3 on 2 machines needs --rdzv c10d" in message
 
 
 @pytest.mark.parametrize(

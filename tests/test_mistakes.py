@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.launch.main import main
+from sft.cli import run
 from sft.program import exit_on_error
 
 RECIPE = """\
@@ -259,7 +259,7 @@ def test_these_too(
         monkeypatch.setenv(key, value)
     monkeypatch.setattr(os, "execv", not_found_out)
     with pytest.raises(SystemExit) as stop, exit_on_error():
-        main(words)
+        run(["train", *words])
     printed = capsys.readouterr()
     check(stop.value.code, printed.out, printed.err, mistake, tmp_path)
 

@@ -33,6 +33,14 @@ HELP = """\
 /save FILE    write the conversation as a row of training data (`messages`)
 /exit         leave; so does Ctrl-D. Ctrl-C stops an answer"""
 
+EXAMPLES = """\
+  sft chat outputs/tiny/latest                   the tuned model, final/
+  sft chat outputs/tiny/latest --base            the model it was trained from, through the same template
+  sft chat outputs/tiny/latest --checkpoint 400
+  sft chat Qwen/Qwen2.5-0.5B-Instruct --system "Answer in French." --temperature 0.7 --max-new-tokens 256
+
+/help names the commands. From a pipe, each line is a turn."""
+
 
 class Streamer:
     """Shows text as soon as its tokens make whole characters; what `generate` calls.
@@ -232,7 +240,9 @@ def converse(conversation: Conversation) -> None:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line; a mistake in it ends the program with status 2."""
-    parser = argparse.ArgumentParser(prog="bash scripts/chat.sh", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="sft chat", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("model", help="a run's folder, a model's, or an id on the hub")
     parser.add_argument("--base", action="store_true", help="the model that the run was trained from")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the Python files of the run's model")

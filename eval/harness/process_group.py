@@ -7,14 +7,13 @@ from pathlib import Path
 
 from eval import ranks
 from eval.harness.launch import decided_placement
-from eval.harness.preload import describe
 from eval.models.backends import place_backend
 from eval.models.placement import Placement, place_model
 from eval.quiet import LOG
 from eval.reference import Reference
 from eval.tasks.load import LoadedTasks, load_tasks
 from eval.tasks.settings import Settings
-from eval.tasks.suites import TaskSelection
+from eval.tasks.suites import TaskSelection, describe_suite
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation
 
@@ -67,9 +66,8 @@ def log_in(folder: Path) -> Path:
 def load_tasks_together(selection: TaskSelection, settings: Settings, evaluation: Evaluation, log: Path) -> LoadedTasks:
     """The same tasks on every process."""
     consent = evaluation.confirm_run_unsafe_code
-    if ranks.is_first():
-        for line in describe(evaluation):
-            print(line, flush=True)
+    if ranks.is_first() and (suite := describe_suite(evaluation)) is not None:
+        print(suite, flush=True)
     tasks = ranks.first_then_others(lambda: load_tasks(selection, settings, consent, log))
     for missing in ranks.exchange(tasks.missing):
         tasks.missing.update(missing)

@@ -34,8 +34,7 @@ from eval.report.runs_training import curves_part, final_part
 from eval.report.training import data_line, method, model_line
 from eval.report.write import write_page
 from sft.errors import RunError
-from sft.recipe.changes import differences
-from sft.run.diff import counts_not
+from sft.recipe.changes import differences, is_same_training
 from sft.run.directory import find_run
 
 MOST_RUNS = 10
@@ -201,7 +200,7 @@ def _differing(known: Sequence[tuple[Key, dict[str, Any]]], is_recipe: bool) -> 
             found.setdefault(change.key, {known[0][0]: change.old})[key] = change.new
     rows: list[list[Line]] = []
     for name, by_run in sorted(found.items()):
-        beside = " (does not count)" if is_recipe and counts_not(name) else ""
+        beside = " (does not count)" if is_recipe and is_same_training(name) else ""
         rows.append([(Code(name), beside), *(_told(name, by_run.get(key, by_run[known[0][0]])) for key, _ in known)])
     return rows
 

@@ -1,134 +1,160 @@
-"""Task files that the user brings, read as lm_eval reads them but without running anything in them."""
+"""Read the user's task files as text, before lm_eval does: which tasks they define, what code they run, what they read.
+
+lm_eval imports a task's code as it loads it, so consent comes first. Nothing in a file runs here.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from eval.sandbox.metric import CODE_METRIC
-from eval.tasks.checks import Function, code_of, datasets_of, functions_missing, parts_of, problems_of
-from eval.tasks.data_files import files_outside
-from eval.tasks.index import members
-from eval.tasks.metrics import lm_eval_folder
-from sft.errors import EvaluationError
+from eval.tasks.index import members_of, reached
+from sft.errors import EvaluationError, did_you_mean
 from sft.recipe.load import find_file
 
+# The formats that `datasets` reads from files on this machine.
+LOCAL_FORMATS = ("json", "csv", "parquet", "text", "arrow", "pandas", "xml", "webdataset")
+
+# The metrics of the `evaluate` library itself; any other name there is a program of somebody's.
+EVALUATE_METRICS = frozenset(
+    "accuracy bertscore bleu bleurt brier_score cer character charcut_mt chrf code_eval comet competition_math confusion_matrix coval cuad "
+    "exact_match f1 frugalscore glue google_bleu indic_glue mae mahalanobis mape mase matthews_correlation mauve mean_iou meteor mse "
+    "nist_mt pearsonr perplexity poseval precision r_squared recall rl_reliability roc_auc rouge sacrebleu sari seqeval smape spearmanr "
+    "squad squad_v2 super_glue ter trec_eval wer wiki_split xnli xtreme_s honest label_distribution regard text_duplicates toxicity "
+    "word_count word_length mcnemar wilcoxon".split()
+)
+
 _OUTSIDE = (
-    "The task came with a run, which may be somebody else's, and reads files outside of the run's folder and its own. To allow that, name "
+    "The task came with a run, which may be somebody else's, and reads files outside the run's folder and its own. To allow that, name "
     "the task on this command line: tasks=FILE."
 )
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task, group or tag that was asked for."""
+    """A task, group or tag to measure."""
 
     name: str
     """As results call it."""
 
     given: str
-    """What lm_eval is given: the name, or the path of the task's file."""
+    """What lm_eval gets: the name, or the path of the task's file."""
 
-    definition: str | None = None
-    """SHA-256 of a definition that is not lm_eval's own: two tasks of one name are not one task."""
-
-    datasets: tuple[str, ...] = ()
-    """Those on the hub that such a definition names."""
+    local: bool = False
+    """Defined in a file of the user's."""
 
 
-class _TaskLoader(yaml.SafeLoader):
-    """A task's YAML as lm_eval reads it, with `!function` left as text: nothing of the user's is imported here."""
+@dataclass(frozen=True)
+class TaskFile:
+    """What a user's file says of its task."""
+
+    task: Task
+    code: tuple[str, ...]
+    """What it runs of its author's code, in the words of the file."""
+
+    unsafe: bool
+    """Whether it runs what the model writes."""
+
+    members: list[str] = field(default_factory=list)
+    """The names in it, where it is a group."""
 
 
-def _function_as_text(_: yaml.SafeLoader, node: yaml.Node) -> str:
-    return Function(node.value)
+class _Function(str):
+    """The name behind `!function`."""
+
+    __slots__ = ()
 
 
-_TaskLoader.add_constructor("!function", _function_as_text)
+class _TextLoader(yaml.SafeLoader):
+    """A task's YAML with `!function` left as text."""
 
 
-def _read_task_file(
-    path: Path, missing: list[str], code: list[str], within: Sequence[Path] | None, including: tuple[Path, ...] = ()
-) -> dict[str, Any]:
-    """A task's YAML with what it includes.
-
-    Args:
-        path: The file.
-        missing: Gets the functions that it names and that are not there.
-        code: Gets what it runs.
-        within: The only folders that it may read from; None for all.
-        including: The files that include it.
-
-    Raises:
-        EvaluationError: It is no task file.
-    """
-    if path in including:
-        raise EvaluationError(f"{path} is not a valid task file: it includes itself.")
-    try:
-        config = yaml.load(path.read_text(encoding="utf-8"), _TaskLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise EvaluationError(f"The task file {path} cannot be read: {error}.") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        reason = getattr(error, "problem", None) or str(error)
-        raise EvaluationError(f"{path} is not a valid task file:\n  {place}{reason}") from None
-    if not isinstance(config, dict):
-        raise EvaluationError(f"{path} is not a valid task file: it holds no keys.")
-    missing += functions_missing(path, config)
-    if not path.is_relative_to(lm_eval_folder()):  # what is installed is trusted
-        code += code_of(config)
-    included = config.pop("include", [])
-    merged: dict[str, Any] = {}
-    for name in included if isinstance(included, list) else [included]:
-        other = (path.parent / str(name)).resolve()
-        if within is not None and not any(other.is_relative_to(folder) for folder in within):
-            raise EvaluationError(f"{path} includes {other}. {_OUTSIDE}")
-        merged |= _read_task_file(other, missing, code, within, (*including, path))
-    return merged | config
+_TextLoader.add_constructor("!function", lambda _, node: _Function(node.value))
 
 
-def _task_of(path: Path, config: dict[str, Any]) -> Task:
-    name = config.get("group") or config.get("task")
-    if not isinstance(name, str):
-        raise EvaluationError(f"{path} is not a valid task file: it has no `task:` with the task's name.")
-    try:
-        text = json.dumps(config, default=str)
-    except (ValueError, TypeError, RecursionError) as error:  # an anchor inside itself, or a key that is a list
-        raise EvaluationError(f"{path} is not a valid task file: {error}.") from None
-    # Where the file lies is no part of the definition; the code beside it is.
-    text = text.replace(str(path.parent), "")
-    code = b"".join(file.read_bytes() for file in sorted(path.parent.glob("*.py")))
-    # lm_eval takes a task by its path; a group only by name, from a folder.
-    given = name if "group" in config else str(path)
-    return Task(name, given, hashlib.sha256(text.encode() + code).hexdigest(), datasets_of(config))
+def _values(value: object) -> Iterator[object]:
+    """A value and everything in it; a YAML anchor may have put it inside itself."""
+    left, seen = [value], set[int]()
+    while left:
+        value = left.pop()
+        yield value
+        if isinstance(value, (dict, list)) and id(value) not in seen:
+            seen.add(id(value))
+            left += value.values() if isinstance(value, dict) else value
+
+
+def _dictionaries(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The file's dictionaries: a group may define tasks in its own list, and change others."""
+    return [value for value in _values(config) if isinstance(value, dict)]
+
+
+def _metrics(config: dict[str, Any]) -> list[str]:
+    listed = config.get("metric_list")
+    entries = listed if isinstance(listed, list) else []
+    return [entry["metric"] for entry in entries if isinstance(entry, dict) and type(entry.get("metric")) is str]
+
+
+def _code_of(config: dict[str, Any], known: frozenset[str]) -> list[str]:
+    """The functions that a file names, and the metrics that `evaluate` would download as programs."""
+    functions = [f"!function {value}" for value in _values(config) if isinstance(value, _Function)]
+    known |= EVALUATE_METRICS
+    loaded = [
+        f"metric: {name}{did_you_mean(name, sorted(known))}"
+        for part in _dictionaries(config)
+        if part.get("process_results") is None  # with it, the names are those of what it returns
+        for name in _metrics(part)
+        if name not in known
+    ]
+    return [*functions, *loaded]
+
+
+def _is_outside(file: str, folders: Sequence[Path]) -> bool:
+    """Whether a path, a pattern or an address reaches a file of this machine outside the folders."""
+    if "://" in file:  # others may be this machine too: file://, zip://a::/b
+        return "::" in file or file.partition("://")[0] not in ("http", "https", "hf")
+    path = Path(file).expanduser()
+    found = [path] if path.exists() else []
+    if not found and "*" in file:
+        found = list(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor))))
+    return any(not any(one.resolve().is_relative_to(folder) for folder in folders) for one in found)
+
+
+def _files_outside(config: dict[str, Any], folders: Sequence[Path]) -> list[str]:
+    """What a task reads that lies outside the folders, links followed."""
+    given, options = config.get("dataset_path"), config.get("dataset_kwargs")
+    named = [value for value in _values(options) if isinstance(value, str)]
+    if isinstance(given, str) and given not in LOCAL_FORMATS:
+        named.append(given)
+    folder = options.get("data_dir") if isinstance(options, dict) else None
+    in_folder = [str(Path(folder, name)) for name in named if "://" not in name] if isinstance(folder, str) else []
+    return [file for file in dict.fromkeys([*named, *in_folder]) if _is_outside(file, folders)]
 
 
 class LocalTasks:
-    """The definitions that the user brings.
+    """The tasks that the user brings.
 
     Args:
-        include_path: A folder of them.
-        run: The run's folder that they came with; they read nothing outside of it and of their own. None: the user has named them.
+        include_path: A folder of task files.
+        metrics: The metrics that lm_eval has, which are no code of others.
+        run: The folder of the run that the tasks came with: they read nothing outside it and their own folder. None: a person named them.
+
+    Raises:
+        EvaluationError: There is no such folder.
     """
 
-    def __init__(self, include_path: str | None, run: Path | None = None) -> None:
-        self.run = run
-        self.code: dict[str, list[str]] = {}
-        self.by_name: dict[str, list[Task]] = {}
+    def __init__(self, include_path: str | None, metrics: frozenset[str], run: Path | None = None) -> None:
+        self.metrics, self.run = metrics, run
+        self.by_name: dict[str, list[TaskFile]] = {}
         self.folders: list[Path] = []
-        self.unsafe: set[str] = set()
-        self.unreadable: list[str] = []
-        self._problems: dict[str, list[str]] = {}
-        self.members: dict[str, list[str]] = {}
-        """Per group, the names in it; a task has none."""
+        """Where lm_eval looks for groups."""
 
+        self.unreadable: list[str] = []
         if include_path is None:
             return
         folder = find_file(include_path).resolve()
@@ -138,49 +164,78 @@ class LocalTasks:
             )
         for path in sorted(folder.rglob("*.yaml")):
             try:
-                task = self.read(path, folder)
-                self.by_name.setdefault(task.name, []).append(task)
+                self.read(path, folder)
             except EvaluationError as error:
-                self.unreadable.append(str(error))  # told only where a task is missing: the folder may hold other YAML
+                if _OUTSIDE in str(error):  # a group would have lm_eval read it all the same
+                    raise
+                self.unreadable.append(str(error))  # shown only where a task is missing: the folder may hold other YAML
 
-    def read(self, path: Path, folder: Path) -> Task:
-        """The task in a file.
+    def read(self, path: Path, folder: Path) -> TaskFile:
+        """Read one file.
 
         Raises:
-            EvaluationError: It holds none.
+            EvaluationError: It defines no task, or reads what it may not.
         """
-        missing: list[str] = []
         code: list[str] = []
-        within = None if self.run is None else (self.run, path.resolve().parent, lm_eval_folder())
-        config = _read_task_file(path, missing, code, within)
-        task = _task_of(path, config)
-        outside = [] if within is None else [file for part in parts_of(config) for file in files_outside(part, within)]
-        problems = [f"{path} reads {file}. {_OUTSIDE}" for file in outside] or problems_of(path, config)
-        self._problems[task.given] = [*problems, *missing]
-        self.code[task.given] = code
-        self.members[task.name] = members(config, ()) if "group" in config else []
-        if "group" in config and folder not in self.folders:
+        config = self._read_yaml(path, code)
+        name = config.get("group") or config.get("task")
+        if not isinstance(name, str):
+            raise EvaluationError(f"{path} is not a valid task file: it has no `task:` with the task's name.")
+        within = self._within(path)
+        outside = [file for part in _dictionaries(config) for file in _files_outside(part, within)] if within else []
+        if outside:
+            raise EvaluationError(f"{path} reads {', '.join(outside)}. {_OUTSIDE}")
+        group = "group" in config
+        if group and folder not in self.folders:
             self.folders.append(folder)
-        metrics = config.get("metric_list")
-        listed = metrics if isinstance(metrics, list) else []
-        named = [metric.get("metric") for metric in listed if isinstance(metric, dict)]
-        if config.get("unsafe_code") or CODE_METRIC in named:
-            self.unsafe.add(task.given)
-        return task
+        file = TaskFile(
+            # lm_eval takes a task by its path; a group only by name, from a folder.
+            Task(name, name if group else str(path), local=True),
+            tuple(dict.fromkeys(code)),
+            bool(config.get("unsafe_code")) or CODE_METRIC in _metrics(config),
+            members_of(config) if group else [],
+        )
+        self.by_name.setdefault(name, []).append(file)
+        return file
 
-    def problems(self, task: Task) -> list[str]:
-        """What is wrong with a task, or with the tasks of the user's that a group of the user's has in it."""
-        return [problem for given in self._reached(task) for problem in self._problems.get(given, [])]
+    def _within(self, path: Path) -> list[Path]:
+        return [] if self.run is None else [self.run.resolve(), path.resolve().parent, _lm_eval_folder()]
 
-    def code_in(self, task: Task) -> list[str]:
-        """What a task, or a task of the user's in a group, runs of its author's code."""
-        return [words for given in self._reached(task) for words in self.code.get(given, [])]
+    def _read_yaml(self, path: Path, code: list[str], including: tuple[Path, ...] = ()) -> dict[str, Any]:
+        """A file with what it includes; adds to the code that it runs."""
+        if path in including:
+            raise EvaluationError(f"{path} is not a valid task file: it includes itself.")
+        try:
+            config = yaml.load(path.read_text(encoding="utf-8"), _TextLoader)
+        except (OSError, UnicodeDecodeError) as error:
+            raise EvaluationError(f"The task file {path} cannot be read: {error}.") from None
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            mark = getattr(error, "problem_mark", None)
+            place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+            reason = getattr(error, "problem", None) or str(error)
+            raise EvaluationError(f"{path} is not a valid task file:\n  {place}{reason}") from None
+        if not isinstance(config, dict):
+            raise EvaluationError(f"{path} is not a valid task file: it holds no keys.")
+        if not path.is_relative_to(_lm_eval_folder()):  # what is installed is trusted
+            code += _code_of(config, self.metrics)
+        merged: dict[str, Any] = {}
+        included = config.pop("include", [])
+        within = self._within((*including, path)[0])
+        for name in included if isinstance(included, list) else [included]:
+            other = (path.parent / str(name)).resolve()
+            if within and not any(other.is_relative_to(folder) for folder in within):
+                raise EvaluationError(f"{path} includes {other}. {_OUTSIDE}")
+            merged |= self._read_yaml(other, code, (*including, path))
+        return merged | config
 
-    def _reached(self, task: Task) -> list[str]:
-        found, left = list[str](), [task.given]
-        while left:
-            given = left.pop()
-            if given not in found:
-                found.append(given)
-                left += [part.given for name in self.members.get(given, ()) for part in self.by_name.get(name, ())]
-        return found
+    def reached(self, file: TaskFile) -> list[TaskFile]:
+        """The file and those of the tasks in its group, through groups in groups."""
+        inside = {name: found[0].members for name, found in self.by_name.items()}
+        names = reached(file.task.name, inside) - {file.task.name}
+        return [file, *(other for name in sorted(names) for other in self.by_name.get(name, ()))]
+
+
+def _lm_eval_folder() -> Path:
+    spec = find_spec("lm_eval")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent.resolve()

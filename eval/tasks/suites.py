@@ -1,8 +1,6 @@
-"""Which tasks an evaluation runs, checked before anything is loaded.
+"""Choose the tasks of an evaluation: named suites, lm_eval's tasks, the user's files; checked before anything loads.
 
-    python -m eval.tasks.suites    # reads the names of lm_eval's tasks once and keeps them
-
-Reading lm_eval's 14,000 task files takes seconds, so their names are kept: a mistyped task is refused at once.
+python -m eval.tasks.suites    # reads the names of lm_eval's tasks once and caches them
 """
 
 from __future__ import annotations
@@ -12,9 +10,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from eval.tasks.files import LocalTasks, Task
-from eval.tasks.index import TaskIndex, known_tasks, reached
-from eval.tasks.named_suites import limit_of, tasks_of
+from eval.tasks.files import LocalTasks, Task, TaskFile
+from eval.tasks.index import NO_TASKS, TaskIndex, known_tasks, reached
 from sft.errors import EvaluationError, did_you_mean
 from sft.program import run_main
 from sft.recipe.eval import Gate
@@ -23,29 +20,155 @@ from sft.recipe.schema import Evaluation
 
 
 @dataclass(frozen=True)
+class Suite:
+    """A named set of tasks."""
+
+    purpose: str
+    tasks: tuple[str, ...]
+
+    limit: int | None = None
+    """Documents per task where eval.limit says nothing. Of the evaluation's settings, as eval.limit is."""
+
+    without_template: tuple[str, ...] = ()
+    """The tasks in their place where eval.apply_chat_template=false; none: the same."""
+
+    needs: str = ""
+    """What not every machine has."""
+
+    left_out: str = ""
+    """What one might expect in it, and why it is not there."""
+
+
+SUITES: dict[str, Suite] = {
+    # Knowledge and common sense by likelihood, reasoning aloud, following instructions: what fine-tuning breaks first.
+    "quick": Suite(
+        "a first look: large losses show, small differences do not",
+        ("arc_challenge", "hellaswag", "gsm8k", "ifeval"),
+        limit=100,
+    ),
+    "chat": Suite(
+        "answers that the model writes, without examples in the prompt",
+        ("ifeval", "gsm8k_cot_zeroshot", "arc_challenge_chat"),
+        left_out="truthfulqa_gen, whose metrics are scripts from the hub; math500, which needs lm_eval's extra `math`",
+    ),
+    # humaneval_instruct asks in words and takes the code out of the answer's ```, humaneval has the model go on with a file, which no chat
+    # model does. mbpp shows by three examples what an answer looks like, in a chat as turns.
+    "code": Suite(
+        "programs that the model writes, run within limits: needs eval.confirm_run_unsafe_code=true",
+        ("humaneval_instruct", "mbpp"),
+        without_template=("humaneval", "mbpp"),
+        left_out=(
+            "mbpp_instruct, where lm_eval takes the first word of an answer for the name of its language: a right answer that begins "
+            "with `def` or `import` counts as wrong"
+        ),
+    ),
+    "leaderboard": Suite(
+        "the tasks of the Open LLM Leaderboard",
+        ("leaderboard_bbh", "leaderboard_gpqa", "leaderboard_ifeval", "leaderboard_mmlu_pro", "leaderboard_musr"),
+        needs="for leaderboard_gpqa, an account on the hub with access to Idavidrein/gpqa, which is gated",
+        left_out=(
+            "leaderboard_math_hard, which lm_eval cannot import without math-verify, sympy and antlr4-python3-runtime==4.11 "
+            "(its extra `math`); this project installs its extra `ifeval` alone"
+        ),
+    ),
+}
+
+
+def tasks_of(suite: str | None, apply_chat_template: bool) -> tuple[str, ...]:
+    """The tasks of a suite.
+
+    >>> tasks_of("code", True), tasks_of("code", False), tasks_of(None, True)
+    (('humaneval_instruct', 'mbpp'), ('humaneval', 'mbpp'), ())
+    """
+    if suite is None:
+        return ()
+    chosen = SUITES[suite]
+    return chosen.tasks if apply_chat_template else chosen.without_template or chosen.tasks
+
+
+def describe_suite(evaluation: Evaluation) -> str | None:
+    """What the suite measures, what it needs and what it leaves out; None without a suite."""
+    if evaluation.suite is None:
+        return None
+    chosen = SUITES[evaluation.suite]
+    tasks = ", ".join(tasks_of(evaluation.suite, evaluation.apply_chat_template))
+    limit = chosen.limit if evaluation.limit is None else evaluation.limit
+    documents = "all documents" if limit is None else f"the first {limit:,} documents of each task"
+    line = f"eval.suite={evaluation.suite} ({chosen.purpose}): {tasks}; {documents}."
+    line += f"\n  Needs: {chosen.needs}." if chosen.needs else ""
+    return line + (f"\n  Left out: {chosen.left_out}." if chosen.left_out else "")
+
+
+@dataclass(frozen=True)
 class TaskSelection:
-    """What an evaluation runs."""
+    """What an evaluation measures."""
 
     tasks: tuple[Task, ...]
-    include_paths: tuple[Path, ...]
-    """Folders in which lm_eval looks for the names that are not its own."""
+    include_paths: tuple[Path, ...] = ()
+    """Folders in which lm_eval looks for the user's groups."""
 
     runs_code: bool = False
-    """Whether one of them, or what a group of the user's may reach, runs code that the model writes."""
+    """Whether a task, or what a group of the user's may reach, runs code that the model writes."""
 
     suite_limit: int | None = None
-    """Documents per task where eval.limit says nothing."""
-
-    datasets: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Per task that has them, the datasets on the hub that it needs."""
+    """Documents per task where eval.limit is not set."""
 
     @property
     def all_local(self) -> bool:
-        """Whether lm_eval's own task files need not be read, which takes seconds."""
+        """Whether lm_eval need not read its own task files, which takes seconds."""
         return all(task.given != task.name for task in self.tasks)
 
 
-def _find_task(asked: str, local: LocalTasks, known: TaskIndex, output_dir: Path) -> Task:
+def check_tasks(evaluation: Evaluation, output_dir: Path, run: Path | None = None) -> TaskSelection:
+    """Find every task that the recipe names. Loads no model and no dataset, runs no code.
+
+    Args:
+        evaluation: The recipe's `eval` section.
+        output_dir: The recipe's output_dir, where `builtin:demo` is made.
+        run: The folder of the run that the tasks came with, unless a person named them; see `LocalTasks`.
+
+    Raises:
+        EvaluationError: A task is unknown, is measured twice, or runs code without consent; or the gate names a task that is not
+            measured. All in one message.
+    """
+    asked = dict.fromkeys([*evaluation.tasks, *tasks_of(evaluation.suite, evaluation.apply_chat_template)])
+    known = known_tasks() if asked else NO_TASKS
+    local = LocalTasks(evaluation.include_path, known.metrics, run)
+    tasks: dict[str, Task] = {}
+    problems: list[str] = []
+    runs_code = False
+    for name in asked:
+        try:
+            found = _find_task(name, local, known, output_dir)
+        except EvaluationError as error:
+            problems.append(str(error))
+            continue
+        task = found if isinstance(found, Task) else found.task
+        if tasks.setdefault(task.name, task) != task:
+            problems.append(f"eval.tasks: `{task.name}` is named twice, with two definitions.")
+        files = [] if isinstance(found, Task) else local.reached(found)
+        code = dict.fromkeys(words for file in files for words in file.code)
+        if code and not evaluation.confirm_run_task_code:
+            problems.append(
+                f"eval.tasks: `{name}` runs Python code that comes with its file ({', '.join(code)}), with all that you may do on this "
+                "machine. Read it; to allow it, set eval.confirm_run_task_code=true."
+            )
+        unsafe = task.given in known.unsafe if not files else any(file.unsafe for file in files)
+        # Which of lm_eval's own tasks a group of the user's reaches is known once it is loaded; load_tasks asks again.
+        runs_code |= unsafe or (evaluation.confirm_run_unsafe_code and bool(local.folders))
+        if unsafe and not evaluation.confirm_run_unsafe_code:
+            problems.append(f"eval.tasks: {needs_consent(f'`{name}`')}")
+    members = known.members | {name: found[0].members for name, found in local.by_name.items() if found[0].members}
+    inside = {name: sorted(reached(name, members) - {name}) for name in tasks}
+    problems += measured_twice((part, name) for name in tasks for part in [name, *inside[name]])
+    if problems:
+        raise EvaluationError("\n".join(dict.fromkeys(problems)))
+    check_gate(evaluation.gate, list(tasks), {part for parts in inside.values() for part in parts})
+    limit = SUITES[evaluation.suite].limit if evaluation.suite is not None else None
+    return TaskSelection(tuple(tasks.values()), tuple(local.folders), runs_code, limit)
+
+
+def _find_task(asked: str, local: LocalTasks, known: TaskIndex, output_dir: Path) -> Task | TaskFile:
     if asked == "builtin:demo":
         from sft.hub.demo import make_demo
 
@@ -53,7 +176,7 @@ def _find_task(asked: str, local: LocalTasks, known: TaskIndex, output_dir: Path
         return local.read(path, path.parent)
     found = local.by_name.get(asked, [])
     if len(found) > 1:
-        files = ", ".join(task.given for task in found)
+        files = ", ".join(file.task.given for file in found)
         raise EvaluationError(
             f"eval.tasks: `{asked}` is defined by {len(found)} files: {files}. Name the file instead."
         )
@@ -67,22 +190,27 @@ def _find_task(asked: str, local: LocalTasks, known: TaskIndex, output_dir: Path
             raise EvaluationError(f"eval.tasks: there is no task file {asked}.")
         return local.read(path, path.parent)
     hint = did_you_mean(asked, [*local.by_name, *known.names, "builtin:demo"])
-    told = "".join(f"\n  {reason}" for reason in local.unreadable)
-    raise EvaluationError(f"eval.tasks: `{asked}` is not a task of lm_eval {version('lm_eval')}{hint or '.'}{told}")
+    unreadable = "".join(f"\n  {reason}" for reason in local.unreadable)
+    raise EvaluationError(
+        f"eval.tasks: `{asked}` is not a task of lm_eval {version('lm_eval')}{hint or '.'}{unreadable}"
+    )
 
 
-def _datasets(tasks: dict[str, Task], known: TaskIndex) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    own = [(name, task.datasets or tuple(known.datasets.get(task.given, ()))) for name, task in tasks.items()]
-    return tuple((name, datasets) for name, datasets in own if datasets)
+def needs_consent(task: str) -> str:
+    """The refusal of a task that runs generated code."""
+    return (
+        f"{task} runs Python code that the model writes, on this machine, within limits that are tried out first "
+        "(docs/evaluation-code.md says which). To allow that, set eval.confirm_run_unsafe_code=true."
+    )
 
 
-def asked_twice(measured: Iterable[tuple[str, str]]) -> list[str]:
-    """What is wrong where a task is measured in two ways.
+def measured_twice(measured: Iterable[tuple[str, str]]) -> list[str]:
+    """A line for each two tasks, groups or tags that share a task.
 
     Args:
-        measured: Each task with the task, group or tag that was asked for.
+        measured: Each task with the name that it was selected by.
 
-    >>> asked_twice([("a", "letters"), ("b", "letters"), ("a", "a")])
+    >>> measured_twice([("a", "letters"), ("b", "letters"), ("a", "a")])
     ['eval.tasks: a is part of letters and of a. Leave one of them out.']
     """
     owners: dict[str, str] = {}
@@ -92,9 +220,8 @@ def asked_twice(measured: Iterable[tuple[str, str]]) -> list[str]:
             shared.setdefault((owners[part], name), []).append(part)
     problems = []
     for (one, other), parts in shared.items():
-        more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
-        verb = "are" if more else "is"
-        problems.append(f"eval.tasks: {parts[0]}{more} {verb} part of {one} and of {other}. Leave one of them out.")
+        more = f" and {len(parts) - 1} more are" if len(parts) > 1 else " is"
+        problems.append(f"eval.tasks: {parts[0]}{more} part of {one} and of {other}. Leave one of them out.")
     return problems
 
 
@@ -125,59 +252,8 @@ def check_gate(gate: Gate | None, measured: Sequence[str], parts: Collection[str
         )
 
 
-def check_tasks(evaluation: Evaluation, output_dir: Path, run: Path | None = None) -> TaskSelection:
-    """Find every task that the recipe asks for. Loads no model and no dataset.
-
-    Args:
-        evaluation: The recipe's `eval` section.
-        output_dir: The recipe's output_dir, where `builtin:demo` is made.
-        run: The folder that the tasks came with, where no person has named them: they read nothing outside of it and of their own.
-
-    Raises:
-        EvaluationError: A task or a folder is missing, a task runs generated code or code of its own without consent, all at once; or the
-            gate names a task that is not measured.
-    """
-    local = LocalTasks(evaluation.include_path, run)
-    asked = dict.fromkeys([*evaluation.tasks, *tasks_of(evaluation.suite, evaluation.apply_chat_template)])
-    known = known_tasks() if asked else TaskIndex(frozenset(), frozenset(), {}, {})
-    tasks: dict[str, Task] = {}
-    problems: list[str] = []
-    unsafe: list[str] = []
-    for name in asked:
-        try:
-            task = _find_task(name, local, known, output_dir)
-        except EvaluationError as error:
-            problems.append(str(error))
-            continue
-        if tasks.setdefault(task.name, task) != task:
-            problems.append(f"eval.tasks: `{task.name}` is asked for twice, with two definitions.")
-        problems += local.problems(task) if task.definition is not None else []
-        code = dict.fromkeys(local.code_in(task)) if task.definition is not None else {}
-        if code and not evaluation.confirm_run_task_code:
-            problems.append(
-                f"eval.tasks: `{name}` runs Python code that comes with its file ({', '.join(code)}), with all that you may do on this "
-                "machine. Read it; to allow it, set eval.confirm_run_task_code=true."
-            )
-        # What a local group reaches is known once lm_eval has loaded it: eval/run.py asks again.
-        runs_code = task.given in (known.unsafe if task.definition is None else local.unsafe)
-        unsafe += [name] if runs_code or (evaluation.confirm_run_unsafe_code and local.folders) else []
-        if runs_code and not evaluation.confirm_run_unsafe_code:
-            problems.append(
-                f"eval.tasks: `{name}` runs Python code that the model writes, on this machine, within limits that are tried out "
-                "first (docs/evaluation-code.md says which). To allow that, set eval.confirm_run_unsafe_code=true."
-            )
-    inside = {name: sorted(reached(name, known.members | local.members) - {name}) for name in tasks}
-    problems += asked_twice((part, name) for name in tasks for part in [name, *inside[name]])
-    if problems:
-        raise EvaluationError("\n".join(problems))
-    check_gate(evaluation.gate, list(tasks), {part for parts in inside.values() for part in parts})
-    return TaskSelection(
-        tuple(tasks.values()), tuple(local.folders), bool(unsafe), limit_of(evaluation.suite), _datasets(tasks, known)
-    )
-
-
 def main(_: list[str]) -> None:
-    """Read the names, keep them, and say how many there are."""
+    """Build the index of names unless it is cached."""
     index = known_tasks()
     print(f"lm_eval {version('lm_eval')}: {len(index.names):,} tasks, groups and tags.")
 

@@ -18,6 +18,12 @@ from sft.run.consent import check_model_code
 from sft.run.unchanged import ACCEPT
 from sft.visible import visible_line
 
+EXAMPLES = """\
+  sft export outputs/tiny/latest --to merged          weights, tokenizer, template, card: one folder
+  sft export outputs/tiny/latest --to vllm --gpus 2   and serve.sh, with the command for two GPUs
+  sft export outputs/tiny/latest --to ollama          and a Modelfile
+  sft export outputs/tiny/latest --to hub --repo-id me/tiny --dry-run            what would be uploaded, with sizes
+  sft export outputs/tiny/latest --to hub --repo-id me/tiny --checkpoints all    private; a branch per checkpoint"""
 TARGETS = ("merged", "vllm", "ollama", "hub")
 _ONLY = {
     "gpus": ("vllm",),
@@ -45,7 +51,9 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         ExportError: It does not make sense.
     """
-    parser = _Parser(prog="bash scripts/export.sh", description=__doc__, allow_abbrev=False)
+    parser = _Parser(
+        prog="sft export", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("run", metavar="RUN", help="a run's folder, such as outputs/tiny/latest")
     parser.add_argument("--to", required=True, metavar="|".join(TARGETS))
     parser.add_argument("--output", type=Path, help="the folder to make (default: exports/RECIPE-RUN-TARGET)")

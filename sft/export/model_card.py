@@ -11,9 +11,9 @@ from sft.credentials import redact
 from sft.errors import ExportError
 from sft.export.generation import sampling, stop_tokens, text_config
 from sft.export.gguf import GGUF
+from sft.export.public import is_hub_id, public_name, public_recipe
 from sft.export.source import Exported
 from sft.hub.names import is_on_hub
-from sft.recipe.public import is_hub_id, public_name, public_recipe
 from sft.visible import visible
 
 CARD = "README.md"

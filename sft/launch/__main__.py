@@ -1,6 +1,8 @@
-"""python -m sft.launch RECIPE: what scripts/sft.sh runs."""
+"""python -m sft.launch RECIPE: the same as `sft train RECIPE`."""
 
-from sft.launch.main import main
-from sft.program import run_main
+import sys
+from importlib import import_module
 
-run_main(main)
+sys.argv.insert(1, "train")
+# An entry point stands outside the layers.
+import_module("sft.cli").main()

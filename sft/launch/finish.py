@@ -21,6 +21,7 @@ from sft.errors import EXIT_CRASHED, EXIT_GATE, EXIT_TERMINATED, Interrupted, Ru
 from sft.launch.opening import claim, keep_recipe, unfinished_run
 from sft.parallel.process_group import LAUNCHED
 from sft.plan.job import Job
+from sft.processes import report_result
 from sft.program import run_main
 from sft.recipe.schema import Evaluation
 from sft.run.consent import OWN_RUN
@@ -32,6 +33,7 @@ from sft.signals import held_back
 
 def become_finish(run: Run) -> NoReturn:
     """Replace this process; the launcher goes on waiting for it."""
+    report_result(run.path)
     environment = {
         name: value
         for name, value in os.environ.items()

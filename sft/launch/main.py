@@ -1,15 +1,14 @@
-"""Start a recipe: check it, say what will run, and start one process for each GPU.
+"""Plan a recipe, look at its data, or start it: check it, say what will run, and start one process for each GPU.
 
-Called by scripts/sft.sh. What it starts is what anyone can start by hand; the exact command is printed.
+What it starts is what anyone can start by hand; the exact command is printed.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from io import TextIOWrapper
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from sft.checkpoint.resume import checkpoints_of
 from sft.data.findings import check_findings
 from sft.data.ledger import check_limits
 from sft.data.prepared import Prepared, data_key, entry_folder, find_prepared
-from sft.errors import RecipeError
 from sft.launch.auto_tune import search
 from sft.launch.checks import check_address, check_installed, check_started_once, job_and_layout, told_of_slurm
 from sft.launch.finish import become_finish, evaluation_left
@@ -27,7 +25,8 @@ from sft.launch.opening import check_start, unfinished_run
 from sft.launch.preflight import disk, refuse
 from sft.launch.prepare import prepared_data
 from sft.launch.rerun import is_run, start_again, told_differences
-from sft.launch.torchrun import check_port, choose_rendezvous, start
+from sft.launch.torchrun import check_port
+from sft.launch.torchrun import start as start_ranks
 from sft.launch.tuning_result import find_answer, is_searched
 from sft.plan.hardware import Hardware, described_hardware, detect_hardware
 from sft.plan.job import Job
@@ -37,39 +36,60 @@ from sft.recipe.changes import check_allowed_changes
 from sft.run.directory import Run
 from sft.visible import visible_line
 
-DEFAULT_RECIPE = "recipes/tiny.yaml"
 DEFAULT_START_TIMEOUT = 50
 """Seconds that the machines of a job wait for each other at the start."""
 
 
-def main(argv: Sequence[str]) -> None:
-    """Check, print, start."""
-    arguments = parse_command_line(argv)
+def planned_job(recipe: Path, overrides: Sequence[str], on: str | None = None) -> tuple[Job, Prepared | None]:
+    """Plan a recipe, with its data where that is prepared.
+
+    Args:
+        recipe: The YAML.
+        overrides: `key=value` with dots.
+        on: GPUs that are not here, such as `8x80GB`; None: this machine.
+
+    Raises:
+        UserError: The recipe is wrong, or does not fit the machine.
+    """
     check_installed()
-    recipe = Path(arguments.recipe)
-    if is_run(arguments.recipe):
-        recipe, arguments.overrides = start_again(recipe, arguments.overrides)
-    if arguments.plan or arguments.on:
-        hardware = described_hardware(arguments.on) if arguments.on else _hardware_here()
-        job = open_job(recipe, arguments.overrides, hardware, to_run=False)
-        check_allowed_changes(job.recipe.train.resume_allow_changes)
-        check_trainer_arguments(job)
-        prepared = judged_data(job)
-        job = job.with_data(prepared.facts(), find_answer(job, prepared)) if prepared else job
-        title = f"{job.name}: {job.recipe.model.name_or_path} on {hardware.device}"
-        warnings = plan_warnings(job.recipe, job.plan, hardware, job.model, prepared.facts() if prepared else None)
-        print_plan(job.plan, title, [f"Warning: {warning}" for warning in warnings])
-        return
-    if arguments.prepare or arguments.show is not None:
-        look_at_data(recipe, arguments.overrides, arguments.show)
-        return
+    hardware = described_hardware(on) if on else _hardware_here()
+    job = open_job(recipe, overrides, hardware, to_run=False)
+    check_allowed_changes(job.recipe.train.resume_allow_changes)
+    check_trainer_arguments(job)
+    prepared = judged_data(job)
+    return (job.with_data(prepared.facts(), find_answer(job, prepared)), prepared) if prepared else (job, None)
+
+
+def show_plan(word: str, overrides: Sequence[str], on: str | None = None) -> None:
+    """Print every decision with its reason."""
+    recipe, overrides = _recipe_of(word, overrides)
+    job, prepared = planned_job(recipe, overrides, on)
+    title = f"{job.name}: {job.recipe.model.name_or_path} on {job.hardware.device}"
+    warnings = plan_warnings(job.recipe, job.plan, job.hardware, job.model, prepared.facts() if prepared else None)
+    print_plan(job.plan, title, [f"Warning: {warning}" for warning in warnings])
+
+
+def _recipe_of(word: str, overrides: Sequence[str]) -> tuple[Path, list[str]]:
+    return start_again(Path(word), overrides) if is_run(word) else (Path(word), list(overrides))
+
+
+def start(word: str, overrides: Sequence[str], preflight: bool = False, max_restarts: int = 0) -> None:
+    """Check, print, start.
+
+    Args:
+        word: A recipe, or a run's folder.
+        overrides: `key=value` with dots.
+        preflight: Check all machines and processes, and stop.
+        max_restarts: How often all processes are started again after one has failed.
+    """
+    check_installed()
+    recipe, overrides = _recipe_of(word, overrides)
     check_started_once()
-    job, layout = job_and_layout(recipe, arguments.overrides)
-    trained = None if arguments.preflight else evaluation_left(job)
+    job, layout = job_and_layout(recipe, overrides)
+    trained = None if preflight else evaluation_left(job)
     if trained is not None:
         evaluate_only(trained, layout)
         return
-    choose_rendezvous(layout, arguments.rdzv, arguments.max_restarts)
     with told_of_slurm(layout):
         check_address(layout)
     check_port(layout)
@@ -80,23 +100,22 @@ def main(argv: Sequence[str]) -> None:
         meet_machines(job, layout)
     else:
         refuse([disk(job)])
-    if arguments.preflight:
+    if preflight:
         check_trainer_arguments(job)
         judged_data(job)
         set_threads(job, layout)
-        start(layout, ["-m", "sft.launch.preflight", str(job.recipe_path), *arguments.overrides])
+        start_ranks(layout, ["-m", "sft.launch.preflight", str(job.recipe_path), *overrides])
     # What goes on keeps what was found when it was started.
     goes_on = (run := unfinished_run(job)) is not None and bool(checkpoints_of(run))
     searched = job.hardware.gpu is not None and layout.nodes == 1 and is_searched(job) and not goes_on
-    if layout.ranks > 1 or searched or arguments.max_restarts:
+    if layout.ranks > 1 or searched or max_restarts:
         # Before any rank is there to wait. On another machine that shares the folder, this waits for the first. A single
         # process has the data prepared while it imports.
         prepared = prepared_data(job.recipe, job.model, [str(job.recipe_path), *job.overrides])
         if searched:
             search_once(job, prepared)
     set_threads(job, layout)
-    program = ["-m", "sft.train", str(job.recipe_path), *arguments.overrides]
-    start(layout, program, arguments.rdzv, arguments.max_restarts)
+    start_ranks(layout, ["-m", "sft.train", str(job.recipe_path), *overrides], restarts=max_restarts)
 
 
 def check_trainer_arguments(job: Job) -> None:
@@ -165,13 +184,14 @@ def search_once(job: Job, prepared: Prepared) -> None:
         search(job, prepared)
 
 
-def look_at_data(recipe_path: Path, overrides: Sequence[str], count: int | None) -> None:
+def look_at_data(word: str, overrides: Sequence[str], count: int | None) -> None:
     """Prepare the data, on whatever machine, and show some of it."""
     from sft.data.show import show, summary_lines
 
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # rows may hold what the terminal's encoding does not
 
+    recipe_path, overrides = _recipe_of(word, overrides)
     recipe, path, model = open_recipe(recipe_path, overrides)
     prepared = prepared_data(recipe, model, [str(path), *overrides], judge=count is None)
     if count is None:
@@ -183,63 +203,3 @@ def look_at_data(recipe_path: Path, overrides: Sequence[str], count: int | None)
     show(prepared, recipe, load_tokenizer(pinned(recipe, model)), count)
     check_limits(prepared.ledger, recipe.data)
     check_findings(prepared.findings, recipe.data)
-
-
-def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
-    """Recipe, overrides and switches, in any order."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/sft.sh",
-        description="Train a recipe, evaluate base and tuned model, and write a report.",
-        epilog="Environment: NPROC (processes on this machine, or auto: one for each GPU), NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT. "
-        "Inside Slurm, a Kubernetes PyTorchJob or SkyPilot theirs are read: see scripts/slurm, scripts/kubernetes, scripts/skypilot.",
-    )
-    parser.add_argument(
-        "recipe",
-        nargs="?",
-        default=DEFAULT_RECIPE,
-        help=f"a YAML file, or the folder of a run (default: {DEFAULT_RECIPE})",
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example train.learning_rate=1e-5")
-    parser.add_argument("--plan", action="store_true", help="print every decision with its reason, and stop")
-    parser.add_argument(
-        "--preflight", action="store_true", help="check all machines and processes of the job, and stop"
-    )
-    parser.add_argument("--prepare", action="store_true", help="prepare the data for a later start, and stop")
-    parser.add_argument(
-        "--show",
-        metavar="N",
-        type=_number_of("rows"),
-        help="show N rows as the model gets them, the ledger and what was found",
-    )
-    parser.add_argument("--on", metavar="8x80GB", help="with --plan: plan for GPUs that are not here")
-    parser.add_argument(
-        "--max-restarts",
-        metavar="N",
-        type=_number_of("restarts"),
-        default=0,
-        help="start all processes again, from the newest checkpoint, up to N times after one has failed (default: 0)",
-    )
-    parser.add_argument(
-        "--rdzv",
-        choices=["static", "c10d"],
-        help="how several machines meet: static (the default), or c10d, which --max-restarts needs and takes by itself",
-    )
-    arguments = parser.parse_intermixed_args(list(argv))
-    if (
-        "=" in arguments.recipe and not Path(arguments.recipe).exists()
-    ):  # overrides alone: they change the default recipe
-        arguments.overrides.insert(0, arguments.recipe)
-        arguments.recipe = DEFAULT_RECIPE
-    second = [word for word in arguments.overrides if "=" not in word]
-    if second:
-        raise RecipeError(f"'{second[0]}' is neither the recipe ({arguments.recipe}) nor an override. Write key=value.")
-    return arguments
-
-
-def _number_of(what: str) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not (text.isascii() and text.isdecimal()):
-            raise argparse.ArgumentTypeError(f"{text} is no number of {what}")
-        return int(text)
-
-    return number

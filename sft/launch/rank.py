@@ -15,10 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from eval.harness.preload import foresee
+from eval.tasks.preflight import check_before_training
 from sft import signals as interruption
 from sft import terminal as rank_logs
-from sft.checkpoint.loader_process import Checker
 from sft.checkpoint.resume import changed_tokens
 from sft.data.show import summary_lines
 from sft.data.template_checks import note_on_headers
@@ -49,14 +48,14 @@ def main(argv: Sequence[str]) -> None:
     recipe_path, overrides = parse_command_line(argv)
     job = open_job(recipe_path, overrides, distributed.job_hardware())
     evaluate_what_is_trained(job)
-    if distributed.is_first_rank():
-        foresee(job.recipe)
+    tasks = check_before_training(job.recipe) if distributed.is_first_rank() else None
     data = begin_data(job)
-    checker = Checker() if job.recipe.train.save_canary and distributed.is_first_rank() else None
     with uncollected(), told_of_lost_ranks(job.recipe, "the processes met"):
         enter(job)
         check_with_frameworks(job)
     wait_for_data(job, data)
+    if tasks is not None:
+        tasks.wait()
     tokenizer = load_tokenizer(pinned(job.recipe, job.model))
     with told_of_lost_ranks(job.recipe, "the first one prepared the data"):
         start = start_run(job)
@@ -69,7 +68,7 @@ def main(argv: Sequence[str]) -> None:
         if distributed.is_first_rank():
             show_start(planned, start, tokenizer)
         during = evaluation_during(planned, run, tokenizer)
-        seconds = train(planned, run, start.prepared, tokenizer, start.choice, start.continuation, checker, during)
+        seconds = train(planned, run, start.prepared, tokenizer, start.choice, start.continuation, during)
         if distributed.is_first_rank():
             record_end(run, seconds, bool(programs(job.recipe.eval)))
     finish_trackers(job.recipe.tracking)

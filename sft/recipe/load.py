@@ -1,4 +1,4 @@
-"""Reading a recipe: YAML and overrides in, a validated Recipe or all mistakes in one message out."""
+"""Reads a recipe: YAML and overrides in, a validated Recipe out, or all mistakes in one message."""
 
 from __future__ import annotations
 
@@ -18,13 +18,89 @@ from sft.recipe.schema import REPOSITORY, SCHEMA_VERSION, Recipe, Section
 _MOST_VALUES = 100_000
 
 
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read and validate a recipe file.
+
+    Raises:
+        RecipeError: The file is missing or unreadable, or all its mistakes in one message.
+    """
+    try:
+        if path.is_fifo():
+            raise RecipeError(f"{path} is a pipe, and each process of the run reads the recipe: write it to a file.")
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        known = [str(p.relative_to(REPOSITORY)) for p in sorted((REPOSITORY / "recipes").glob("*.yaml"))]
+        raise RecipeError(f"There is no recipe {path}. Recipes here: {', '.join(known)}.") from None
+    except IsADirectoryError:
+        raise RecipeError(f"{path} is a folder, not a recipe file.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} cannot be read: {error}.") from None
+    return parse_recipe(text, overrides, origin=str(path))
+
+
+def parse_recipe(text: str, overrides: Sequence[str] = (), origin: str = "recipe") -> Recipe:
+    """Validate a recipe's text.
+
+    Args:
+        text: YAML.
+        overrides: `key=value` with dots, as on the command line; values are YAML.
+        origin: What messages call it: the path.
+
+    Raises:
+        RecipeError: All mistakes in one message.
+    """
+    _refuse_secrets(text, overrides, origin)
+    values = _read_yaml(text, origin)
+    if not isinstance(values, dict):
+        raise RecipeError(f"{origin} is not a valid recipe:\n  it holds {'nothing' if values is None else 'no keys'}")
+    # A section whose lines are all commented out reads as null; it means its defaults.
+    values = {key: {} if value is None and key in Recipe.model_fields else value for key, value in values.items()}
+    for override in overrides:
+        _apply_override(values, override)
+    found = values.get("schema_version")
+    if isinstance(found, int) and found != SCHEMA_VERSION:
+        remedy = "Update the program." if found > SCHEMA_VERSION else f"There is no version {found}."
+        raise RecipeError(
+            f"{origin} is written in schema_version {found}, and this program reads {SCHEMA_VERSION}. {remedy}"
+        )
+    try:
+        # Through JSON, where pydantic's strict mode takes a list for a tuple and an int for a float, and nothing else.
+        return Recipe.model_validate_json(json.dumps(values, default=str))
+    except ValidationError as error:
+        raise RecipeError("\n".join([f"{origin} is not a valid recipe:", *_explain(error)])) from None
+
+
+def find_file(path: str) -> Path:
+    """Find a path as the user wrote it: from the working directory, or else from this repository.
+
+    Returns:
+        The first that exists; the one from the working directory if neither does.
+    """
+    here, shipped = Path(path), REPOSITORY / path
+    try:
+        here = here.expanduser()
+        return here if here.exists() or not shipped.exists() else shipped
+    except (OSError, RuntimeError, ValueError):  # no file can have such a name
+        return Path("no such file")
+
+
+def _refuse_secrets(text: str, overrides: Sequence[str], origin: str) -> None:
+    found = secrets_in(text, overrides)
+    if found:
+        raise RecipeError(
+            "\n".join([f"{origin} holds what looks like a token or a key:", *(f"  {line}" for line in found)])
+            + "\nRecipes and overrides are copied into the run's folder, which is meant to be shared. Remove it, and log in with "
+            "`hf auth login` or `wandb login`, or set an environment variable such as HF_TOKEN or WANDB_API_KEY."
+        )
+
+
 class _Loader(yaml.SafeLoader):
     """YAML as people write it: `2e-5` is a number, `010` is refused, and a key given twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
         for key_node, value_node in node.value:
-            # `<<: *anchor` takes over the keys of another mapping; PyYAML merges them below, under those that are written here.
+            # `<<: *anchor` takes over another mapping's keys; PyYAML merges them below, under those written here.
             merges = key_node.tag == "tag:yaml.org,2002:merge"
             key = "<<" if merges else self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
@@ -33,7 +109,7 @@ class _Loader(yaml.SafeLoader):
             if key in seen:
                 raise RecipeError(f"line {line}: `{key}` was already given on line {seen[key]}")
             if key in ("lora", "fsdp") and isinstance(value_node, yaml.ScalarNode) and not value_node.value:
-                # YAML reads nothing as null, which would train all weights where every line under `lora:` is commented out.
+                # It reads as null, which would train all weights when every line under `lora:` is commented out.
                 raise RecipeError(
                     f"line {line}: `{key}` is empty: write `{key}: {{}}` for its defaults, or `{key}: null`"
                 )
@@ -46,8 +122,8 @@ class _Loader(yaml.SafeLoader):
         if base is None:
             return self.construct_yaml_int(node) if node.tag.endswith(":int") else self.construct_yaml_float(node)
         raise RecipeError(
-            f"line {node.start_mark.line + 1}: YAML reads {node.value} as a number in base {base}. Write it as a decimal number, or in "
-            "quotes where it is text"
+            f"line {node.start_mark.line + 1}: YAML reads {node.value} as a number in base {base}. Write a decimal number, or quote it "
+            "if it is text"
         )
 
 
@@ -75,8 +151,20 @@ def _read_yaml(text: str, origin: str) -> Any:
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise RecipeError(f"{origin} is not valid YAML:\n  {place}{problem}") from None
-    except (ValueError, RecursionError) as error:  # an impossible date, or nesting without end
+    except (ValueError, RecursionError) as error:  # an impossible date, or endless nesting
         raise RecipeError(f"{origin} is not valid YAML:\n  {error}") from None
+
+
+def _check_size(value: Any) -> None:
+    """Refuse aliases of aliases of aliases: a short text can expand to more values than fit in memory."""
+    waiting, count = [value], 0
+    while waiting:
+        one, count = waiting.pop(), count + 1
+        if count > _MOST_VALUES:
+            raise RecipeError(
+                f"it holds more than {_MOST_VALUES} values: anchors (&) and aliases (*) that repeat each other"
+            )
+        waiting += one.values() if isinstance(one, dict) else one if isinstance(one, list) else []
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
@@ -91,43 +179,48 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         section = section[parent]
         if not isinstance(section, dict):
             raise RecipeError(f"override {override}: `{parent}` holds {section!r}, which has no keys of its own")
-    section[leaf] = _override_value(text, f"override {override}")
-
-
-def _check_size(value: Any) -> None:
-    """Refuse aliases of aliases of aliases: a short text can hold more values than the machine has memory for."""
-    waiting, count = [value], 0
-    while waiting:
-        one, count = waiting.pop(), count + 1
-        if count > _MOST_VALUES:
-            raise RecipeError(
-                f"it holds more than {_MOST_VALUES} values: anchors (&) and aliases (*) that repeat each other"
-            )
-        waiting += one.values() if isinstance(one, dict) else one if isinstance(one, list) else []
-
-
-def _override_value(text: str, origin: str) -> Any:
     text = text.strip()
-    # The shell has taken its own quotes away: a `#` or a line break in plain text is part of it, not YAML's.
-    if not text.startswith(tuple("'\"[{|>&*!")) and (re.search(r"(^|\s)#", text) or "\n" in text):
-        return text
-    return _read_yaml(text, origin)
+    # The shell has removed its quotes: a `#` or a line break in plain text belongs to it and is not YAML's.
+    plain = not text.startswith(tuple("'\"[{|>&*!")) and (re.search(r"(^|\s)#", text) or "\n" in text)
+    section[leaf] = text if plain else _read_yaml(text, f"override {override}")
 
 
-def _known_keys(location: tuple[str | int, ...]) -> list[str]:
-    """The keys that are allowed where an unknown one was found."""
-    schema: Any = Recipe
-    for part in location[:-1]:
-        if isinstance(part, int) or not hasattr(schema, "model_fields"):
-            continue
-        field = schema.model_fields.get(part)
-        if field is None:
-            continue
-        options = [field.annotation]
-        for option in options:  # the list grows while it is read: unions in tuples in unions
-            options += getattr(option, "__args__", ())
-        schema = next((o for o in options if isinstance(o, type) and issubclass(o, Section)), schema)
-    return list(schema.model_fields)
+def _explain(error: ValidationError) -> list[str]:
+    """A line for each mistake, with its key."""
+    lines: dict[str, str] = {}
+    for problem in error.errors(include_url=False):
+        path = _location(problem)
+        where = ".".join(map(str, path)) or "recipe"
+        if problem["type"] == "extra_forbidden":
+            text = f"unknown key{_hint(path)}"
+        elif problem["type"] == "missing":
+            text = f"missing; {_MISSING.get(where, 'this key has no default')}"
+        elif problem["type"] == "value_error":
+            text = problem["msg"].removeprefix("Value error, ")
+        else:
+            text = _wrong_value(problem, where)
+        lines[where] = f"{lines[where]}, or {text}" if where in lines and text not in lines[where] else text
+    # pydantic reports each branch of a union: if a mistake lies deeper in `data.train`, its being no text is beside the point.
+    shown = {where: text for where, text in lines.items() if not any(other.startswith(f"{where}.") for other in lines)}
+    return [f"  {where}: {text}" for where, text in shown.items()]
+
+
+_MISSING = {
+    "schema_version": f"write `schema_version: {SCHEMA_VERSION}` (format of the file)",
+    "version": "write `version: 1` (of this recipe)",
+}
+_UNION_BRANCHES = {"str", "int", "bool", "constrained-int", "constrained-str", "constrained-float"}
+
+
+def _location(problem: Any) -> list[str | int]:
+    """The path of keys to a mistake, without the union branches that pydantic tried (`str`, `tuple[Source, ...]`)."""
+    return [
+        part
+        for place, part in enumerate(problem["loc"], 1)
+        if isinstance(part, int)
+        or (problem["type"] == "extra_forbidden" and place == len(problem["loc"]))  # whatever it is called
+        or not ("[" in part or part in _UNION_BRANCHES)
+    ]
 
 
 # What other tools, or transformers, call a key.
@@ -148,137 +241,43 @@ _OTHER_NAMES = {
 }
 
 
-def _where_else(key: str) -> str:
-    """The section that has this key, where it was written in the wrong one."""
-    for name, field in Recipe.model_fields.items():
-        if (
-            isinstance(field.annotation, type)
-            and issubclass(field.annotation, Section)
-            and key in field.annotation.model_fields
-        ):
-            return f"; it belongs to `{name}`"
-    return ""
+def _hint(path: list[str | int]) -> str:
+    """What was probably meant by an unknown key."""
+    name, known = str(path[-1]), _known_keys(path)
+    other = _OTHER_NAMES.get(name, "")
+    sections = {section: field.annotation for section, field in Recipe.model_fields.items()}
+    at_home = [
+        section
+        for section, kind in sections.items()
+        if isinstance(kind, type) and issubclass(kind, Section) and name in kind.model_fields
+    ]
+    if other.split("`")[0] in known:
+        hint = f"; here it is `{other}`"
+    else:
+        hint = did_you_mean(name, known) or (f"; it belongs to `{at_home[0]}`" if at_home else "")
+    return hint if name.isascii() else f"{hint} (as written it is {name!a}, which only looks alike)"
 
 
-def _location(problem: Any) -> list[str | int]:
-    """Where a problem is, without the branch of a union that pydantic tried (`str`, `tuple[Source, ...]`)."""
-    if not problem["loc"]:  # of the recipe as a whole
-        return []
-    *parents, last = problem["loc"]
-    branches = {"str", "int", "bool", "constrained-int", "constrained-str", "constrained-float"}
-    path = [part for part in parents if isinstance(part, int) or not ("[" in part or part in branches)]
-    if problem["type"] == "extra_forbidden" or isinstance(last, int) or not ("[" in last or last in branches):
-        path.append(last)
-    return path
+def _known_keys(path: list[str | int]) -> list[str]:
+    """The keys of the section in which an unknown one was found."""
+    schema: Any = Recipe
+    for part in path[:-1]:
+        field = schema.model_fields.get(part)
+        if field is None:
+            continue
+        options = [field.annotation]
+        for option in options:  # the list grows while it is read: unions in tuples in unions
+            options += getattr(option, "__args__", ())
+        schema = next((o for o in options if isinstance(o, type) and issubclass(o, Section)), schema)
+    return list(schema.model_fields)
 
 
-def _explain(error: ValidationError) -> list[str]:
-    lines: dict[str, str] = {}
-    for problem in error.errors(include_url=False):
-        path = _location(problem)
-        where = ".".join(map(str, path)) or "recipe"
-        value = problem["input"]
-        if problem["type"] == "extra_forbidden":
-            name = str(path[-1])
-            known = _known_keys(tuple(path))
-            other = _OTHER_NAMES.get(name, "")
-            suggestion = f"; here it is `{other}`" if other.split("`")[0] in known else did_you_mean(name, known)
-            text = f"unknown key{suggestion or _where_else(name)}"
-            text += "" if name.isascii() else f" (as written it is {name!a}, which only looks alike)"
-        elif problem["type"] == "missing":
-            text = "missing" + {
-                "schema_version": f"; write `schema_version: {SCHEMA_VERSION}` (format of the file)",
-                "version": "; write `version: 1` (of this recipe)",
-            }.get(where, "; this key has no default")
-        elif problem["type"] == "value_error":
-            text = problem["msg"].removeprefix("Value error, ")
-        else:
-            shown = json.dumps(value, default=str)
-            text = f"{problem['msg'][0].lower()}{problem['msg'][1:]}, got {shown if len(shown) < 80 else shown[:77] + '...'}"
-            inner = {"model": "name_or_path"}.get(where, "path" if where.startswith("data.") else None)
-            text += (
-                f"; write {{{inner}: {value}}}"
-                if inner and problem["type"] == "model_type" and isinstance(value, str)
-                else ""
-            )
-            text = text.replace("input should be", "must be").replace("a valid array", "a list")
-        lines[where] = f"{lines[where]}, or {text}" if where in lines and text not in lines[where] else text
-    # `data.train` is no text, and its first source has a mistake: only the second helps.
-    told = {where: text for where, text in lines.items() if not any(other.startswith(where + ".") for other in lines)}
-    return [f"  {where}: {text}" for where, text in told.items()]
-
-
-def _refuse_secrets(text: str, overrides: Sequence[str], origin: str) -> None:
-    found = secrets_in(text, overrides)
-    if found:
-        raise RecipeError(
-            "\n".join([f"{origin} holds what looks like a token or a key:", *(f"  {line}" for line in found)])
-            + "\nRecipes and overrides are copied into the run's folder, which is made to be shared. Take it out, and log in with "
-            "`hf auth login` or `wandb login`, or set an environment variable such as HF_TOKEN or WANDB_API_KEY."
-        )
-
-
-def parse_recipe(text: str, overrides: Sequence[str] = (), origin: str = "recipe") -> Recipe:
-    """Validate a recipe's text.
-
-    Args:
-        text: YAML.
-        overrides: `key=value` with dots, as on the command line; values are YAML.
-        origin: What messages call it: the path.
-
-    Raises:
-        RecipeError: All mistakes in one message.
-    """
-    _refuse_secrets(text, overrides, origin)
-    values = _read_yaml(text, origin)
-    if not isinstance(values, dict):
-        raise RecipeError(f"{origin} is not a valid recipe:\n  it holds {'nothing' if values is None else 'no keys'}")
-    # A section written with all its lines commented out reads as null; it means its defaults.
-    values = {key: {} if value is None and key in Recipe.model_fields else value for key, value in values.items()}
-    for override in overrides:
-        _apply_override(values, override)
-    found = values.get("schema_version")
-    if isinstance(found, int) and found != SCHEMA_VERSION:
-        raise RecipeError(
-            f"{origin} is written in schema_version {found}, and this program reads {SCHEMA_VERSION}. "
-            + ("Update the program." if found > SCHEMA_VERSION else f"There is no version {found}.")
-        )
-    try:
-        # Through JSON, where pydantic's strict mode takes a list for a tuple and an int for a float, and nothing else.
-        return Recipe.model_validate_json(json.dumps(values, default=str))
-    except ValidationError as error:
-        raise RecipeError("\n".join([f"{origin} is not a valid recipe:", *_explain(error)])) from None
-
-
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read and validate a recipe file.
-
-    Raises:
-        RecipeError: The file is missing or unreadable, or all its mistakes in one message.
-    """
-    try:
-        if path.is_fifo():
-            raise RecipeError(f"{path} is a pipe, and each process of the run reads the recipe: write it to a file.")
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        near = [str(p.relative_to(REPOSITORY)) for p in sorted((REPOSITORY / "recipes").glob("*.yaml"))]
-        raise RecipeError(f"There is no recipe {path}. Recipes here: {', '.join(near)}.") from None
-    except IsADirectoryError:
-        raise RecipeError(f"{path} is a folder, not a recipe file.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} cannot be read: {error}.") from None
-    return parse_recipe(text, overrides, origin=str(path))
-
-
-def find_file(path: str) -> Path:
-    """A path as the user wrote it: from the working directory, or else from this repository.
-
-    Returns:
-        The first that exists; the one from the working directory where neither does.
-    """
-    here, shipped = Path(path), REPOSITORY / path
-    try:
-        here = here.expanduser()
-        return here if here.exists() or not shipped.exists() else shipped
-    except (OSError, RuntimeError, ValueError):  # no name that a file can have: it is only not there
-        return Path("no such file")
+def _wrong_value(problem: Any, where: str) -> str:
+    value, message = problem["input"], problem["msg"]
+    shown = json.dumps(value, default=str)
+    text = f"{message[0].lower()}{message[1:]}, got {shown if len(shown) < 80 else shown[:77] + '...'}"
+    text = text.replace("input should be", "must be").replace("a valid array", "a list")
+    inner = {"model": "name_or_path"}.get(where, "path" if where.startswith("data.") else None)
+    if inner and problem["type"] == "model_type" and isinstance(value, str):
+        text += f"; write {{{inner}: {value}}}"
+    return text

@@ -1,7 +1,6 @@
-"""The recipe: what a YAML file may say and what each key means. sft/recipe/load.py reads it.
+"""Defines the recipe: what a YAML file may say and what each key means. sft/recipe/load.py reads it.
 
-The large sections have files of their own: sft/recipe/data.py, sft/recipe/train.py and sft/recipe/eval.py. Imports no torch:
-a recipe loads in well under a second.
+The large sections are in sft/recipe/data.py, train.py and eval.py. Imports no torch: a recipe loads in well under a second.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from pydantic import Field, model_validator
 
 from sft.recipe.data import Column, Data, Finding, Source
 from sft.recipe.eval import Evaluation
-from sft.recipe.section import Section
+from sft.recipe.section import UNRELATED, Section, fixed, named
 from sft.recipe.train import Fsdp, Train
 
 __all__ = [
@@ -38,6 +37,11 @@ SCHEMA_VERSION = 1
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
+_MODEL = fixed("the weights and tokens in the checkpoint belong to the other model")
+_ROUNDING = named("the same arithmetic in another order from here on")
+_MODEL_CODE = named("the model's own code runs, or no longer does, from here on")
+_SAME_SEQUENCES = named("as long as the prepared sequences stay the same")
+
 
 class Lora(Section):
     """Train low-rank adapters instead of all weights (peft.LoraConfig)."""
@@ -46,56 +50,58 @@ class Lora(Section):
     """Rank of the adapters."""
 
     lora_alpha: int = Field(default=32, gt=0)
-    """Scale: the adapter's output is multiplied by lora_alpha / r."""
+    """Scale: an adapter's output is multiplied by lora_alpha / r."""
 
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout on the adapter's input."""
+    """Dropout on an adapter's input."""
 
     target_modules: str | tuple[str, ...] = "all-linear"
-    """Names of the linear layers that get an adapter; `all-linear` is every one but the output head. Each name must match."""
+    """Names of the linear layers that get an adapter; `all-linear` is every one except the output head. Each name must match."""
 
 
 class Model(Section):
-    """What is trained."""
+    """The model to train."""
 
-    name_or_path: str = Field(min_length=1)
-    """A local folder, an id on the hub, or `builtin:demo` (made by this project, no network)."""
+    name_or_path: Annotated[str, _MODEL] = Field(min_length=1)
+    """A local folder or a model id on the hub. `builtin:demo`: a tiny model that this project makes, offline."""
 
-    revision: str | None = None
-    """Branch, tag or commit on the hub; the full hash of a commit is always the same model."""
+    revision: Annotated[str | None, _MODEL] = None
+    """Branch, tag or commit on the hub."""
 
-    trust_remote_code: bool = False
-    """Run Python code that the model ships: of a hub model only with a full commit hash as `revision`. See docs/security.md."""
+    trust_remote_code: Annotated[bool, _MODEL_CODE] = False
+    """Run the Python code that the model ships. A hub model then needs its full commit hash as `revision`; docs/security.md."""
 
-    attn_implementation: Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
-    """Attention function. `varlen`: within each packed document, with nothing to install. `auto`: flash-attn where it is installed
-    and runs, else varlen, else sdpa with a mask over the whole pack; the plan says why."""
+    attn_implementation: Annotated[
+        Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2", "flash_attention_3"], _ROUNDING
+    ] = "auto"
+    """Attention function. `varlen`: attends within each packed document; needs nothing installed. `auto`: flash-attn where it is installed
+    and runs, else varlen, else sdpa with a mask over the whole pack; the plan gives the reason."""
 
-    kernels: Literal["liger", "none"] = "liger"
+    kernels: Annotated[Literal["liger", "none"], _ROUNDING] = "liger"
     """Liger's fused RMSNorm, RoPE and SwiGLU layers; on a GPU only."""
 
-    compile: bool = False
-    """torch.compile for each decoder layer: a minute or more at the start, for faster steps. Not with Liger or ZeRO-3."""
+    compile: Annotated[bool, _ROUNDING] = False
+    """Apply torch.compile to each decoder layer: faster steps after a minute or more at the start. Not with Liger or ZeRO-3."""
 
-    chat_template: str | None = None
+    chat_template: Annotated[str | None, _MODEL] = None
     """A .jinja file, or the name of one of ours (`chatml`, `plain`). None: the tokenizer's own."""
 
-    pad_token: str | None = None
-    """A token of the vocabulary, or of new_tokens, for padding where the tokenizer has none. Never the end-of-turn token: where the
-    tokenizer pads with that, None chooses another special token."""
+    pad_token: Annotated[str | None, _MODEL] = None
+    """Padding token, from the vocabulary or new_tokens, where the tokenizer has none. Never the end-of-turn token: where the tokenizer
+    pads with that, None selects another special token."""
 
-    eos_token: str | None = None
-    """A token of the vocabulary, or of new_tokens, that ends a turn, where the tokenizer's own is wrong or missing."""
+    eos_token: Annotated[str | None, _MODEL] = None
+    """The token that ends a turn, from the vocabulary or new_tokens, where the tokenizer's own is wrong or missing."""
 
-    new_tokens: tuple[Annotated[str, Field(min_length=2)], ...] = ()
-    """Special tokens to add, such as `<|im_start|>`; their embeddings start as the mean of the others."""
+    new_tokens: Annotated[tuple[Annotated[str, Field(min_length=2)], ...], _MODEL] = ()
+    """Special tokens to add, such as `<|im_start|>`. Their embeddings start as the mean of the others."""
 
-    lora: Lora | None = None
-    """Set to train adapters; `lora: {}` takes the defaults."""
+    lora: Annotated[Lora | None, _MODEL] = None
+    """Train adapters instead of all weights; `lora: {}` takes the defaults."""
 
 
 class Tracking(Section):
-    """Where the curves go besides metrics.jsonl."""
+    """Where to send the curves, besides metrics.jsonl."""
 
     report_to: tuple[Literal["wandb", "tensorboard"], ...] = ()
     """Trackers."""
@@ -110,38 +116,40 @@ class Tracking(Section):
 class Recipe(Section):
     """One YAML file: one run."""
 
-    schema_version: int
+    schema_version: Annotated[int, UNRELATED]
     """Format of the file."""
 
-    version: int = Field(ge=1)
-    """Of the recipe, raised with any change that could move a score."""
+    version: Annotated[int, UNRELATED] = Field(ge=1)
+    """Version of the recipe, raised with any change that could move a score."""
 
     model: Model
-    data: Data
+    data: Annotated[Data, _SAME_SEQUENCES]
     train: Train
-    eval: Evaluation = Evaluation()
-    tracking: Tracking = Tracking()
+    eval: Annotated[Evaluation, UNRELATED] = Evaluation()
+    tracking: Annotated[Tracking, UNRELATED] = Tracking()
 
-    output_dir: str = Field(default="outputs", min_length=1)
+    output_dir: Annotated[str, UNRELATED] = Field(default="outputs", min_length=1)
     """Runs go to <output_dir>/<recipe>/<run>."""
 
-    debug: bool = False
-    """Log and compare more, on every rank, to find a hang or a rank that differs. Slower."""
+    debug: Annotated[bool, UNRELATED] = False
+    """Log and compare more on every rank, to find a hang or a rank that differs. Slower."""
 
     @model_validator(mode="after")
-    def _measured_on_whole_layers(self) -> Recipe:
+    def _eval_during_training_needs_full_layers(self) -> Recipe:
+        if self.eval.every_steps is None:
+            return self
         train, refused = self.train, []
-        if self.eval.every_steps is not None:
-            refused += [f"train.tensor_parallel_size={train.tensor_parallel_size}"] * (train.tensor_parallel_size > 1)
-            refused += [f"train.sequence_parallel_size={train.sequence_parallel_size}"] * (
-                train.sequence_parallel_size > 1
-            )
+        if train.tensor_parallel_size > 1:
+            refused.append(f"train.tensor_parallel_size={train.tensor_parallel_size}")
+        if train.sequence_parallel_size > 1:
+            refused.append(f"train.sequence_parallel_size={train.sequence_parallel_size}")
+        if self.model.compile:
             # Each new length would be compiled, until torch gives up on the layer and trains it uncompiled.
-            refused += ["model.compile=true"] * self.model.compile
+            refused.append("model.compile=true")
         if refused:
             raise ValueError(
-                f"eval.every_steps={self.eval.every_steps} does not work with {' and '.join(refused)}: leave one of them out, and measure "
-                "after the training"
+                f"eval.every_steps={self.eval.every_steps} does not work with {' and '.join(refused)}: remove one of them, and evaluate "
+                "after training"
             )
         return self
 
@@ -152,7 +160,7 @@ class Recipe(Section):
 
     @property
     def held_out_sources(self) -> tuple[Source, ...]:
-        """The datasets that are held out; none where a fraction is, or nothing."""
+        """The datasets of the eval split; none where it is a fraction of the training data, or nothing."""
         held_out = self.data.held_out
         if isinstance(held_out, str):
             return (Source(path=held_out),)

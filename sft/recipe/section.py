@@ -1,8 +1,9 @@
-"""What every section of a recipe is made of."""
+"""Defines what every section of a recipe is made of, and what may change when a run resumes."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -11,8 +12,43 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    """A closed, frozen group of keys: an unknown key is an error, and nothing changes after loading."""
+    """A closed, frozen group of keys: an unknown key is an error, and nothing changes after loading.
+
+    The docstring under a field is its documentation. Each key says by metadata, its own or its section's, whether it may change when an
+    unfinished run resumes.
+    """
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+@dataclass(frozen=True)
+class OnResume:
+    """Whether a key may change when an unfinished run resumes."""
+
+    kind: Literal["free", "named", "fixed"]
+    """`free`: at any start. `named`: where train.resume_allow_changes names it. `fixed`: never."""
+
+    reason: str = ""
+    """What a change does (named), or why it is refused (fixed)."""
+
+    same_training: bool = False
+    """Two runs that differ in this key are still the same training: sft/run/diff.py."""
+
+
+FREE = OnResume("free")
+"""It does not affect what is trained, though it may affect rounding."""
+
+UNRELATED = OnResume("free", same_training=True)
+"""Names, places, trackers, evaluation, and how often something is written."""
+
+
+def named(effect: str) -> OnResume:
+    """It changes what is trained from here on, and takes effect."""
+    return OnResume("named", effect)
+
+
+def fixed(reason: str) -> OnResume:
+    """A change would not take effect, or would make it another run."""
+    return OnResume("fixed", reason)

@@ -1,156 +1,168 @@
-"""The section `train` of a recipe: the step, the optimizer, the engine, and what is written on the way."""
+"""Defines the section `train` of a recipe: the step, the optimizer, the engine, and what is written on the way."""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from sft.recipe.max_time import parse_duration
-from sft.recipe.section import Fraction, Positive, Section
+from sft.recipe.section import FREE, UNRELATED, Fraction, Positive, Section, fixed, named
+
+_ORDER = fixed("it decides which rows a step holds: some would be trained twice and others never")
+_OPTIMIZER = fixed("it is part of the optimizer's state in the checkpoint, which would win")
+_UNKNOWN = fixed("for a trainer argument it is unknown whether a change would take effect")
+_SCHEDULE = named("the new schedule applies from the step that was reached")
+_PEAK = named("the schedule has the new peak from here on")
+_NORM = named("gradients are clipped to the new norm from here on")
+_PRECISION = named("the new dtype from here on; AdamW's fp32 state carries over; never to or from fp16")
 
 
 class Fsdp(Section):
-    """Share weights, gradients and optimizer state by FSDP2 (torch's fully_shard), instead of DeepSpeed."""
+    """Shard weights, gradients and optimizer state with FSDP2 (torch's fully_shard) instead of DeepSpeed."""
 
     sharding_strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard"] = "full_shard"
-    """`full_shard`: weights are gathered for each pass. `shard_grad_op`: they stay whole from the forward to the backward pass.
-    `hybrid_shard`: shared within a machine, and whole on each."""
+    """`full_shard`: gather weights for each pass. `shard_grad_op`: keep them gathered from the forward to the backward pass.
+    `hybrid_shard`: shard within a node and replicate across nodes."""
 
     min_num_params: int | None = Field(default=None, gt=0)
-    """Wrap modules of at least as many parameters. None: each decoder layer."""
+    """Wrap modules with at least this many parameters. None: wrap each decoder layer."""
 
     prefetch: int | None = Field(default=None, gt=0)
-    """Layers gathered ahead of the one that computes, in the forward and the backward pass. None: FSDP2's own order, about one.
-    More hides slower networks, and each takes the memory of a layer."""
+    """Layers to gather ahead of the one that computes, in both passes. None: FSDP2's own order, about one. More layers hide a slower
+    network, and each costs the memory of a layer."""
 
     offload_params: bool = False
-    """Keep weights, gradients and optimizer state in the CPU's memory; the optimizer steps there."""
+    """Keep weights, gradients and optimizer state in CPU memory, and run the optimizer there."""
 
     state_dict_type: Literal["full", "sharded"] = "sharded"
-    """Checkpoints: one file of everything, or each rank its share. final/ is always whole."""
+    """Checkpoint format: one file with everything, or one shard per rank. final/ is always a full model."""
 
 
 class Train(Section):
     """How long and how hard to train."""
 
-    global_batch_size: int | None = Field(default=None, gt=0)
-    """Sequences per optimizer step, over all GPUs; with packing a sequence is a pack. Decides the result."""
+    global_batch_size: Annotated[int | None, _ORDER] = Field(default=None, gt=0)
+    """Sequences per optimizer step, over all GPUs; with packing, a sequence is a pack. Decides the result."""
 
-    global_batch_tokens: int | None = Field(default=None, gt=0)
-    """The same in tokens: a multiple of data.pack_length, or of data.max_length where there is none. Give one of the two."""
+    global_batch_tokens: Annotated[int | None, _ORDER] = Field(default=None, gt=0)
+    """The global batch in tokens: a multiple of data.pack_length, or of data.max_length where that is unset. Give one of the two."""
 
-    micro_batch_size: Positive | Literal["auto"] = "auto"
+    micro_batch_size: Annotated[Positive | Literal["auto"], FREE] = "auto"
     """Sequences per forward pass on one GPU. Decides memory and speed only. `auto`: measured on a GPU; docs/memory.md."""
 
-    remainder: Literal["refuse", "fill"] = "refuse"
-    """A batch that the processes cannot share evenly: refuse it with sizes that work, or fill each step up with sequences that train
-    nothing, so that the result is that of any other number of processes."""
+    remainder: Annotated[Literal["refuse", "fill"], FREE] = "refuse"
+    """What to do with a global batch that the GPUs cannot divide evenly. `refuse`: an error that lists sizes that work. `fill`: add dummy
+    sequences without loss to each step, so that the result stays the same."""
 
-    learning_rate: float = Field(default=1e-5, gt=0, le=1)
-    """Peak learning rate of AdamW, at base_batch_size where that is given."""
+    learning_rate: Annotated[float, _PEAK] = Field(default=1e-5, gt=0, le=1)
+    """Peak learning rate of AdamW, at base_batch_size where that is set."""
 
-    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """What another batch than base_batch_size does to learning_rate: nothing, x batch / base, or x the root of that."""
+    lr_scaling: Annotated[Literal["none", "linear", "sqrt"], _PEAK] = "none"
+    """Multiply learning_rate by batch / base_batch_size (`linear`) or its square root (`sqrt`)."""
 
-    base_batch_size: int | None = Field(default=None, gt=0)
-    """The batch that learning_rate was found with, in the unit of the batch: sequences, or tokens with global_batch_tokens."""
+    base_batch_size: Annotated[int | None, _PEAK] = Field(default=None, gt=0)
+    """The batch size you tuned learning_rate for, in the unit of the batch: sequences, or tokens with global_batch_tokens."""
 
-    lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape after the warm-up."""
+    lr_scheduler_type: Annotated[Literal["cosine", "linear", "constant"], _SCHEDULE] = "cosine"
+    """Shape of the learning rate after warmup."""
 
-    min_lr_ratio: Fraction = 0.0
-    """Where cosine ends, as a fraction of learning_rate."""
+    min_lr_ratio: Annotated[Fraction, _SCHEDULE] = 0.0
+    """Where the cosine schedule ends, as a fraction of learning_rate."""
 
-    warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps from 0 to learning_rate."""
+    warmup_steps: Annotated[int, _SCHEDULE] = Field(default=0, ge=0)
+    """Optimizer steps over which the learning rate rises from 0."""
 
-    num_train_epochs: float = Field(default=1.0, gt=0)
-    """Passes over the data. max_steps, where given, decides instead."""
+    num_train_epochs: Annotated[float, _SCHEDULE] = Field(default=1.0, gt=0)
+    """Passes over the data. max_steps, where set, overrides it."""
 
-    max_steps: int | None = Field(default=None, gt=0)
-    """Optimizer steps."""
+    max_steps: Annotated[int | None, _SCHEDULE] = Field(default=None, gt=0)
+    """Optimizer steps to train."""
 
-    weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW's, on all weights but biases and norms."""
+    weight_decay: Annotated[float, _OPTIMIZER] = Field(default=0.0, ge=0)
+    """Weight decay of AdamW, on all weights except biases and norms."""
 
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the first moment."""
+    adam_beta1: Annotated[float, _OPTIMIZER] = Field(default=0.9, ge=0, lt=1)
+    """Decay of AdamW's first moment."""
 
-    adam_beta2: float = Field(default=0.95, ge=0, lt=1)
-    """Decay of the second moment."""
+    adam_beta2: Annotated[float, _OPTIMIZER] = Field(default=0.95, ge=0, lt=1)
+    """Decay of AdamW's second moment."""
 
-    adam_epsilon: float = Field(default=1e-8, gt=0, le=0.01)
-    """Added to the denominator."""
+    adam_epsilon: Annotated[float, _OPTIMIZER] = Field(default=1e-8, gt=0, le=0.01)
+    """Added to AdamW's denominator."""
 
-    max_grad_norm: float = Field(default=1.0, ge=0)
-    """Gradients are scaled down to this norm; 0 for never."""
+    max_grad_norm: Annotated[float, _NORM] = Field(default=1.0, ge=0)
+    """Clip the gradient to this norm; 0 never clips."""
 
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """Number format of the forward and backward pass. `auto`: bf16 where the GPU has it, else fp32."""
+    precision: Annotated[Literal["auto", "bf16", "fp16", "fp32"], _PRECISION] = "auto"
+    """Dtype of the forward and backward pass. `auto`: bf16 where the GPU supports it, else fp32."""
 
-    gradient_checkpointing: bool | Literal["auto", "selective", "offload"] | Annotated[int, Field(ge=2)] = "auto"
-    """Recompute activations in the backward pass: less memory, about a third more compute. A number n: in every n-th layer only.
-    `selective`: all but attention. `offload`: keep what the layers start from in the machine's memory. `auto`: measured on a GPU, off
-    on a CPU; docs/memory.md."""
+    gradient_checkpointing: Annotated[
+        bool | Literal["auto", "selective", "offload"] | Annotated[int, Field(ge=2)], FREE
+    ] = "auto"
+    """Recompute activations in the backward pass: less memory, about a third more compute. A number n: only every n-th layer.
+    `selective`: all but attention. `offload`: keep each layer's input in CPU memory. `auto`: measured on a GPU, off on a CPU;
+    docs/memory.md."""
 
-    deepspeed: str | None = None
-    """A file under ds_configs/ (`zero2`, `ds_configs/zero2.json`) or of your own. None: what parallel or fsdp say, else DDP."""
+    deepspeed: Annotated[str | None, FREE] = None
+    """A DeepSpeed file: one of ds_configs/ (`zero2`, `ds_configs/zero2.json`) or your own. None: `parallel` or `fsdp` decide, else DDP."""
 
-    fsdp: Fsdp | None = None
-    """Set to share the model by FSDP2; `fsdp: {}` takes the defaults."""
+    fsdp: Annotated[Fsdp | None, FREE] = None
+    """Shard the model with FSDP2; `fsdp: {}` takes the defaults."""
 
-    parallel: Literal["auto"] | None = None
-    """`auto`: the cheapest engine that fits, by arithmetic over the memory; docs/memory.md. None: what deepspeed or fsdp name, else DDP."""
+    parallel: Annotated[Literal["auto"] | None, FREE] = None
+    """`auto`: the cheapest engine that fits, computed from the memory; docs/memory.md. None: deepspeed or fsdp, else DDP."""
 
-    tensor_parallel_size: int = Field(default=1, gt=0)
-    """GPUs that share the matrices of each layer; they see the same batch."""
+    tensor_parallel_size: Annotated[int, FREE] = Field(default=1, gt=0)
+    """GPUs that share the matrices of each layer. They see the same batch."""
 
-    sequence_parallel_size: int = Field(default=1, gt=0)
-    """GPUs that share the tokens of each sequence (DeepSpeed Ulysses); they see the same batch."""
+    sequence_parallel_size: Annotated[int, FREE] = Field(default=1, gt=0)
+    """GPUs that share the tokens of each sequence (DeepSpeed Ulysses). They see the same batch."""
 
-    ddp_timeout: int = Field(default=600, gt=0)
+    ddp_timeout: Annotated[int, FREE] = Field(default=600, gt=0)
     """Seconds after which a rank stops waiting for the others."""
 
-    seed: int = Field(default=0, ge=0, lt=2**32)
-    """Of the order of the data, dropout and adapter weights."""
+    seed: Annotated[int, _ORDER] = Field(default=0, ge=0, lt=2**32)
+    """Seed of the data order, dropout and adapter weights."""
 
-    save_steps: int = Field(default=500, gt=0)
+    save_steps: Annotated[int, UNRELATED] = Field(default=500, gt=0)
     """Optimizer steps between checkpoints."""
 
-    save_total_limit: int = Field(default=2, gt=0)
-    """Checkpoints kept."""
+    save_total_limit: Annotated[int, UNRELATED] = Field(default=2, gt=0)
+    """Number of checkpoints to keep."""
 
-    eval_steps: int | None = Field(default=None, gt=0)
-    """Optimizer steps between measurements of the loss on data.held_out. None: at each checkpoint."""
+    eval_steps: Annotated[int | None, UNRELATED] = Field(default=None, gt=0)
+    """Optimizer steps between evaluations of the loss on data.held_out. None: at each checkpoint."""
 
-    logging_steps: int = Field(default=10, gt=0)
+    logging_steps: Annotated[int, UNRELATED] = Field(default=10, gt=0)
     """Optimizer steps between lines of metrics.jsonl."""
 
-    profile: bool = False
-    """Trace a few steady steps, and on a GPU record the memory of one, to <run>/profile/. The profiled steps are slower."""
+    profile: Annotated[bool, UNRELATED] = False
+    """Trace a few steps, and on a GPU the memory of one, to <run>/profile/. Those steps are slower."""
 
-    resume: Literal["auto", "must", "never"] = "auto"
-    """`auto`: go on with the latest run of this recipe where it is unfinished, from its newest checkpoint if it has one."""
+    resume: Annotated[Literal["auto", "must", "never"], UNRELATED] = "auto"
+    """`auto`: resume the latest run of this recipe if it is unfinished, from its newest checkpoint. `must`: fail if there is nothing to
+    resume. `never`: start a new run."""
 
-    resume_allow_changes: tuple[str, ...] = ()
-    """Keys of the recipe, such as `train.max_steps`, that may differ from those that the unfinished run was started with."""
+    resume_allow_changes: Annotated[tuple[str, ...], UNRELATED] = ()
+    """Keys of the recipe, such as `train.max_steps`, that may differ from those the unfinished run started with; docs/resume.md."""
 
-    max_time: str | None = None
-    """Time from the start of the command, such as `23h30m`, within which to save and stop; the same command goes on. None: no limit."""
+    max_time: Annotated[str | None, UNRELATED] = None
+    """Save and stop before this much time has passed since the command started, such as `23h30m`. The same command resumes. None: no
+    limit."""
 
-    on_nonfinite: Literal["stop", "skip"] = "stop"
-    """A loss or gradient that is NaN or infinite: stop before the step, or skip it."""
+    on_nonfinite: Annotated[Literal["stop", "skip"], FREE] = "stop"
+    """When a loss or gradient is NaN or infinite: stop before the step, or skip it."""
 
-    max_nonfinite_steps: int = Field(default=10, gt=0)
-    """Steps skipped over the whole run before it stops."""
+    max_nonfinite_steps: Annotated[int, FREE] = Field(default=10, gt=0)
+    """Steps to skip over the whole run before it stops."""
 
-    save_canary: bool = True
-    """After the first step save as at the end, load that in another process, and compare tensors and logits: a save that loses weights
-    stops the run in its first minute. final/ is checked alike; docs/saving.md."""
+    save_canary: Annotated[bool, UNRELATED] = True
+    """Verify saves: after step 1 save the model as at the end and compare it with the model in memory, so that a save that loses weights
+    stops the run in its first minute. final/ is verified the same way; docs/saving.md."""
 
-    trainer_args: dict[str, JsonValue] = Field(default_factory=dict)
-    """Any other field of the installed trl.SFTConfig, checked against it; what the plan decides is refused."""
+    trainer_args: Annotated[dict[str, JsonValue], _UNKNOWN] = Field(default_factory=dict)
+    """Any other field of the installed trl.SFTConfig, validated against it. Fields that the plan decides are refused."""
 
     @field_validator("on_nonfinite", mode="before")
     @classmethod
@@ -163,16 +175,12 @@ class Train(Section):
 
     @field_validator("max_time", mode="before")
     @classmethod
-    def _a_unit(cls, value: object) -> object:
+    def _max_time_has_a_unit(cls, value: object) -> object:
         if isinstance(value, int | float) and not isinstance(value, bool):
-            raise ValueError(f"{value} has no unit: write such as {value:g}m for minutes, or {value:g}s for seconds")
+            raise ValueError(f"{value} has no unit: write {value:g}m for minutes, or {value:g}s for seconds")
+        if isinstance(value, str):
+            parse_duration(value)
         return value
-
-    @model_validator(mode="after")
-    def _a_time(self) -> Train:
-        if self.max_time is not None:
-            parse_duration(self.max_time)
-        return self
 
     @model_validator(mode="after")
     def _one_batch(self) -> Train:
@@ -184,15 +192,15 @@ class Train(Section):
         return self
 
     @model_validator(mode="after")
-    def _a_base_to_scale_by(self) -> Train:
+    def _base_batch_size_with_lr_scaling(self) -> Train:
         if self.lr_scaling != "none" and self.base_batch_size is None:
             raise ValueError(
-                f"lr_scaling={self.lr_scaling} needs base_batch_size, the batch that learning_rate was found with: give it, or "
-                "lr_scaling: none"
+                f"lr_scaling={self.lr_scaling} needs base_batch_size, the batch size you tuned learning_rate for: set it, or set "
+                "lr_scaling to none"
             )
         if self.lr_scaling == "none" and self.base_batch_size is not None:
             raise ValueError(
-                f"base_batch_size={self.base_batch_size} does nothing while lr_scaling is none: leave it out, or set lr_scaling to linear "
+                f"base_batch_size={self.base_batch_size} has no effect while lr_scaling is none: remove it, or set lr_scaling to linear "
                 "or sqrt"
             )
         return self
@@ -200,20 +208,38 @@ class Train(Section):
     @model_validator(mode="after")
     def _one_engine(self) -> Train:
         if self.deepspeed == "auto":
-            raise ValueError(
-                "deepspeed=auto is now written another way: leave deepspeed out, and write train.parallel: auto"
-            )
+            raise ValueError("deepspeed=auto is now train.parallel: auto. Remove deepspeed and set that")
         engines = {"parallel": self.parallel, "deepspeed": self.deepspeed, "fsdp": self.fsdp}
         given = [name for name, value in engines.items() if value is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} each name the engine: give one of them")
         if self.tensor_parallel_size > 1 and self.deepspeed is not None:
             raise ValueError(
-                f"tensor_parallel_size={self.tensor_parallel_size} does not work with deepspeed={self.deepspeed}: leave one of them out"
+                f"tensor_parallel_size={self.tensor_parallel_size} does not work with deepspeed={self.deepspeed}: remove one of them"
             )
         if self.sequence_parallel_size > 1 and self.deepspeed is None and self.parallel is None:
             raise ValueError(
-                f"sequence_parallel_size={self.sequence_parallel_size} is DeepSpeed's, with ZeRO-2 or ZeRO-3: set deepspeed to zero2 or "
-                "zero3, or parallel to auto"
+                f"sequence_parallel_size={self.sequence_parallel_size} needs DeepSpeed ZeRO-2 or ZeRO-3: set deepspeed to zero2 or zero3, "
+                "or parallel to auto"
             )
         return self
+
+
+_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+
+
+def parse_duration(text: str) -> int:
+    """The seconds of a duration in days, hours, minutes and seconds.
+
+    Raises:
+        ValueError: It is no duration, or zero.
+
+    >>> parse_duration("23h30m")
+    84600
+    """
+    seconds = 0
+    if re.fullmatch(r"(\d+d)?(\d+h)?(\d+m)?(\d+s)?", text):
+        seconds = sum(int(number) * _UNITS[unit] for number, unit in re.findall(r"(\d+)([dhms])", text))
+    if not seconds:
+        raise ValueError(f"{text!r} is no duration: write days, hours, minutes and seconds, such as 23h30m")
+    return seconds

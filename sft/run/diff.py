@@ -18,29 +18,9 @@ from typing import Any
 from sft.errors import RecipeError
 from sft.files import read_json
 from sft.program import run_main
-from sft.recipe.changes import differences
+from sft.recipe.changes import differences, is_same_training
 from sft.run.directory import Run, find_run, read_lines
 from sft.visible import visible_line
-
-# Of the keys that may change in a run that goes on, those that say who computes what do count here.
-PLACES = (
-    "schema_version",
-    "version",
-    "output_dir",
-    "debug",
-    "eval",
-    "tracking",
-    "train.save_steps",
-    "train.save_total_limit",
-    "train.eval_steps",
-    "train.logging_steps",
-    "train.profile",
-    "train.max_time",
-    "train.save_canary",
-    "train.resume",
-    "train.resume_allow_changes",
-)
-"""Keys of the recipe that two runs of the same training may differ in."""
 
 _EDGE = 1e-12
 
@@ -97,15 +77,10 @@ def recipe(a: Run, b: Run) -> Finding:
     """The recipes with all defaults."""
     values = [run.record.get("recipe_values") or run.recipe().model_dump(mode="json") for run in (a, b)]
     changes = differences(values[0], values[1])
-    beside = [change for change in changes if counts_not(change.key)]
+    beside = [change for change in changes if is_same_training(change.key)]
     count = len(changes) - len(beside)
     lines = [f"{change}{' (does not count)' if change in beside else ''}" for change in changes]
     return Finding("recipe", _number(count) if count else "same", tuple(lines), count > 0)
-
-
-def counts_not(key: str) -> bool:
-    """Whether two runs of the same training may differ in a key of the recipe."""
-    return any(f"{key}.".startswith(f"{place}.") for place in PLACES)
 
 
 def plan(a: Run, b: Run) -> Finding:

@@ -7,11 +7,10 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
-from sft.checkpoint.loader_process import Checker
+from sft.checkpoint.final import write_model
 from sft.checkpoint.resume import Choice
 from sft.checkpoint.resume_plan import Continuation
-from sft.checkpoint.save_verification import SaveCanary
-from sft.checkpoint.saving import write_model
+from sft.checkpoint.save_verification import SaveVerification
 from sft.data.prepared import Prepared
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.errors import Interrupted, RunError, WrongSave
@@ -43,7 +42,6 @@ def train(
     tokenizer: Any,
     choice: Choice,
     continuation: Continuation | None,
-    checker: Checker | None,
     evaluation: TrainerCallback | None = None,
 ) -> float:
     """Train, and write final/.
@@ -55,7 +53,6 @@ def train(
         tokenizer: From load_tokenizer.
         choice: The checkpoint to resume from.
         continuation: How the run resumes from it.
-        checker: Loads what is saved, to compare it; None where nothing is compared.
         evaluation: Evaluates during the training; metrics.py's Measures.
 
     Returns:
@@ -83,7 +80,7 @@ def train(
     stopping = Stopping(run.path, recipe, progress, rank, ranks)
     watchdog = Watchdog(progress, run, rank, ranks, recipe.train.ddp_timeout)
     eval_loss = load_eval_loss(job, run, prepared, store, tokenizer, stopping)
-    verification = SaveCanary(job, run, tokenizer, checker) if recipe.train.save_canary else None
+    verification = SaveVerification(job, run, tokenizer) if recipe.train.save_canary else None
     measured = {"held_out_loss": eval_loss, "eval": evaluation}
     callbacks = [
         clock,  # first: what the others do at the end of a step is no part of the step
@@ -156,7 +153,9 @@ def leave_where_stopped(job: Job, interrupted: Interrupted | None) -> None:
         raise interrupted
 
 
-def write_final(trainer: RecipeTrainer, job: Job, run: Run, tokenizer: Any, verification: SaveCanary | None) -> None:
+def write_final(
+    trainer: RecipeTrainer, job: Job, run: Run, tokenizer: Any, verification: SaveVerification | None
+) -> None:
     """Write final/: complete, and equal to the model in memory.
 
     Raises:
@@ -167,7 +166,7 @@ def write_final(trainer: RecipeTrainer, job: Job, run: Run, tokenizer: Any, veri
     write_model(trainer, job, tokenizer, work)
     if verification is not None:
         try:
-            verification.check(work)
+            verification.verify_final(work)
         except (RunError, WrongSave) as error:
             # The training is over: its result must not be lost in a hidden folder.
             with distributed.met_at_the_end():
@@ -177,7 +176,6 @@ def write_final(trainer: RecipeTrainer, job: Job, run: Run, tokenizer: Any, veri
             kept = f"The training is complete, and its model is kept in {run.unverified}. There is no final/, and nothing is evaluated."
             error.args = (f"{str(error).replace(str(work), str(run.unverified))}\n{kept}",)
             raise
-        verification.close()
     with distributed.met_at_the_end():
         if distributed.is_first_rank():
             remove(run.unverified)  # of an earlier end of this run

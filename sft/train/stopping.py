@@ -19,11 +19,14 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -33,8 +36,8 @@ from sft import signals
 from sft.checkpoint.writer import Shortage
 from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted, RunError
 from sft.parallel.progress import Progress
-from sft.recipe.max_time import TimeLimit, assumed_save_seconds, parse_duration
 from sft.recipe.schema import Recipe
+from sft.recipe.train import parse_duration
 from sft.run.directory import Run
 from sft.run.requests import SAVE, STOP, began, forget_stale
 from sft.terminal import is_rank
@@ -54,6 +57,48 @@ class StopRequest(IntEnum):
 
 
 _NAMES = {StopRequest.MAX_TIME: "train.max_time", StopRequest.STOP_FILE: "the file `stop`"}
+
+
+_BYTES_A_PARAMETER = 16
+_BYTES_A_SECOND = 0.5e9
+_SAVE_FACTOR, _MARGIN = 1.5, 5.0
+
+
+def assumed_save_seconds(parameters: int) -> float:
+    """How long the first save may take: weights, fp32 copies and two moments of the trained parameters, to a disk of 0.5 GB/s."""
+    return parameters * _BYTES_A_PARAMETER / _BYTES_A_SECOND
+
+
+@dataclass
+class TimeLimit:
+    """Decides, before the end of each step, whether another one may begin."""
+
+    deadline: float
+    """Of the clock that `is_due` is given."""
+
+    save_seconds: float
+    """Of the last save, or what is assumed."""
+
+    _began: float | None = None
+    _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+    """From each step's beginning to the next one's, with all that is between."""
+
+    def begin(self, now: float) -> None:
+        """A step begins."""
+        if self._began is not None:
+            self._seconds.append(now - self._began)
+        self._began = now
+
+    def needed(self, now: float) -> float:
+        """What the rest of this step, one more, and a save take. The longest of the last steps counts, not the usual one."""
+        if not self._seconds or self._began is None:
+            return _SAVE_FACTOR * self.save_seconds + _MARGIN
+        left = max(0.0, median(self._seconds) - (now - self._began))
+        return left + max(self._seconds) + _SAVE_FACTOR * self.save_seconds + _MARGIN
+
+    def is_due(self, now: float) -> bool:
+        """Whether to stop at the end of this step."""
+        return now + self.needed(now) > self.deadline
 
 
 class Stopping(TrainerCallback):  # type: ignore[misc]

@@ -138,7 +138,7 @@ def test_a_wrong_command_line_ends_with_status_2(words: list[str], capsys: pytes
     with pytest.raises(SystemExit) as ended:
         parse(words)
     assert ended.value.code == 2
-    assert "usage: bash scripts/chat.sh" in capsys.readouterr().err
+    assert "usage: sft chat" in capsys.readouterr().err
 
 
 def chosen(run: Run, *words: str) -> argparse.Namespace:

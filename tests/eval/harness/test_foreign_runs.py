@@ -13,7 +13,6 @@ from eval.chat.target import choose
 from eval.chat.terminal import parse
 from eval.run import CONSENTS, SENDS, main, parse_evaluation
 from eval.sandbox.metric import score_code_within_limits
-from eval.tasks.suites import check_tasks
 from sft.errors import EvaluationError, RunError, UserError
 from sft.export.main import main as export_main
 from sft.launch.rerun import start_again
@@ -101,90 +100,6 @@ def test_a_run_is_not_started_again_on_the_consent_of_its_folder_alone(
         start_again(run.path, [])
     words = ["eval.confirm_run_unsafe_code=true", "eval.confirm_run_task_code=false"]
     assert start_again(run.path, words)[1][-2:] == words
-
-
-@pytest.fixture
-def private(tmp_path: Path) -> Path:
-    """A folder of the user's, with a file in it."""
-    folder = tmp_path / "private"
-    folder.mkdir()
-    (folder / "rows.jsonl").write_text('{"question": "a", "answer": "b"}\n')
-    (folder / "more.yaml").write_text("num_fewshot: 0\n")
-    return folder
-
-
-OUTSIDE = {
-    "a file": {"dataset_kwargs": {"data_files": {"test": "PRIVATE/rows.jsonl"}}},
-    "a list": {"dataset_kwargs": {"data_files": [{"split": "test", "path": ["PRIVATE/rows.jsonl"]}]}},
-    "a pattern": {"dataset_kwargs": {"data_files": {"test": "PRIVATE/*.jsonl"}}},
-    "a link": {"dataset_kwargs": {"data_files": {"test": "HERE/link.jsonl"}}},
-    "a path upwards": {"dataset_kwargs": {"data_files": {"test": "HERE/../private/rows.jsonl"}}},
-    "a folder": {"dataset_path": "PRIVATE", "dataset_kwargs": None},
-    "a folder of the working directory": {"dataset_path": "private", "dataset_kwargs": None},
-    "data_dir": {"dataset_kwargs": {"data_dir": "PRIVATE", "data_files": {"test": "rows.jsonl"}}},
-    "an address": {"dataset_kwargs": {"data_files": {"test": "file://PRIVATE/rows.jsonl"}}},
-    "an address in another": {"dataset_kwargs": {"data_files": {"test": "zip://rows::file://PRIVATE/rows.zip"}}},
-    "a task inside a group": {
-        "task": [{"task": "inner", "dataset_path": "json", "dataset_kwargs": {"data_files": "PRIVATE/rows.jsonl"}}],
-        "group": "mine",
-    },
-    "what a group changes": {"task": [{"task": "gsm8k", "dataset_path": "PRIVATE"}], "group": "mine"},
-    "an included file": {"include": "PRIVATE/more.yaml"},
-}
-
-
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_tasks_that_came_with_a_run_read_nothing_elsewhere(
-    name: str, run: Run, private: Path, write_task: WriteTask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    text = yaml.safe_dump(OUTSIDE[name])
-    path = write_task("mine")
-    (path.parent / "link.jsonl").symlink_to(private / "rows.jsonl")
-    replaced = text.replace("PRIVATE", str(private)).replace("HERE", str(path.parent))
-    path = write_task("mine", **yaml.safe_load(replaced))
-    with pytest.raises(EvaluationError, match=r"came with a run.*tasks=FILE"):
-        check_tasks(Evaluation(tasks=(str(path),)), tmp_path, run.path)
-    with pytest.raises(EvaluationError, match=r"came with a run"):
-        check_tasks(Evaluation(tasks=("mine",), include_path=str(path.parent)), tmp_path, run.path)
-    bring(run, "eval", tasks=[str(path)])
-    with pytest.raises(EvaluationError, match=r"came with a run"):
-        main([str(run.path), "limit=1"])
-
-
-def test_what_lies_in_the_run_or_beside_the_task_is_read(run: Run, write_task: WriteTask, tmp_path: Path) -> None:
-    beside = write_task("beside", include=None)
-    data = run.path / "rows.jsonl"
-    data.write_text((beside.parent / "beside.jsonl").read_text())
-    inside = write_task("inside", dataset_kwargs={"data_files": {"test": str(data)}})
-    far = write_task("far", dataset_path="owner/name", dataset_kwargs={"data_files": {"test": "data/test.jsonl"}})
-    web = write_task("web", dataset_kwargs={"data_files": {"test": "https://host/rows.jsonl"}})
-    tasks = (str(beside), str(inside), str(far), str(web), "builtin:demo")
-    assert len(check_tasks(Evaluation(tasks=tasks), run.output_dir, run.path).tasks) == 5
-
-
-CODE = {
-    "a function": "doc_to_text: !function utils.text\n",
-    "a function in a list": "filter_list: [{name: a, filter: [{function: custom, filter_fn: !function utils.text}]}]\n",
-    "an included function": "include: functions\n",
-    "a metric from the hub": "metric_list: [{metric: someone/score}]\n",
-    "a metric of a task inside": "group: mine\ntask: [{task: inner, metric_list: [{metric: someone/score}]}]\n",
-    "a metric of another name": "metric_list: [{metric: zzz}]\n",
-}
-
-
-@pytest.mark.parametrize("name", CODE)
-def test_code_in_a_task_file_asks_for_consent(name: str, write_task: WriteTask, tmp_path: Path) -> None:
-    path = write_task("mine", doc_to_text=None if "doc_to_text" in CODE[name] else "{{question}}", metric_list=None)
-    path.write_text(path.read_text() + CODE[name])
-    (path.parent / "functions").write_text("process_docs: !function utils.text\n")
-    (path.parent / "utils.py").write_text("raise SystemExit('ran')\ndef text(doc): ...\n")
-    (path.parent / "group.yaml").write_text("group: ours\ntask: [mine]\n")
-    for tasks, folder in (((str(path),), None), (("ours",), str(path.parent))):
-        evaluation = Evaluation(tasks=tasks, include_path=folder)
-        with pytest.raises(EvaluationError, match=r"comes with its file.*set eval\.confirm_run_task_code=true"):
-            check_tasks(evaluation, tmp_path)
-        assert check_tasks(evaluation.model_copy(update={"confirm_run_task_code": True}), tmp_path).tasks
 
 
 def test_a_program_of_the_working_directory_is_no_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ def test_the_output_is_lm_evals_with_the_settings_beside_it(
         {},
         [],
     )
-    assert results["settings"]["tasks"].keys() == {"mine"}
+    assert results["settings"]["tasks"] == ["mine"]
     assert len(results["settings_hash"]) == 64
     shown = capsys.readouterr()
     assert shown.err == ""

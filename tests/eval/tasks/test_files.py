@@ -1,43 +1,25 @@
+"""The user's task files: which tasks they define, and that nothing of them runs or is read without consent."""
+
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from jinja2.exceptions import SecurityError, UndefinedError
 
-from eval.tasks.files import LocalTasks
+from eval.tasks.files import LocalTasks, TaskFile
+from eval.tasks.load import load_tasks, render_in_sandbox
+from eval.tasks.settings import Settings
+from eval.tasks.suites import TaskSelection, check_tasks
 from sft.errors import EvaluationError
+from sft.recipe.schema import Evaluation
+
+WriteTask = Callable[..., Path]
 
 
-def read(path: Path, text: str | None = None) -> tuple[str, str | None]:
-    if text is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    task = LocalTasks(None).read(path, path.parent)
-    return task.name, task.definition
-
-
-def test_a_definition_does_not_depend_on_where_it_lies(tmp_path: Path) -> None:
-    text = "task: mine\ndoc_to_text: !function utils.text\ndataset_path: {folder}/data\n"
-    here = read(tmp_path / "a" / "mine.yaml", text.format(folder=tmp_path / "a"))
-    there = read(tmp_path / "b" / "mine.yaml", text.format(folder=tmp_path / "b"))
-    assert here == there
-
-
-def test_a_definition_changes_with_what_it_includes_and_the_code_beside_it(tmp_path: Path) -> None:
-    (tmp_path / "common").write_text("num_fewshot: 1\n")
-    path = tmp_path / "mine.yaml"
-    seen = [read(path, "task: mine\ninclude: common\n")]
-    (tmp_path / "common").write_text("num_fewshot: 2\n")
-    seen.append(read(path))
-    (tmp_path / "utils.py").write_text("def text(doc): return doc['a']\n")
-    seen.append(read(path))
-    assert len(set(seen)) == 3
-
-
-def test_what_a_task_includes_may_mark_it_as_running_code(tmp_path: Path) -> None:
-    (tmp_path / "common").write_text("unsafe_code: true\n")
-    path = tmp_path / "mine.yaml"
-    path.write_text("task: mine\ninclude: common\n")
-    local = LocalTasks(str(tmp_path))
-    assert local.unsafe == {str(path)}
+def read(path: Path, text: str) -> TaskFile:
+    path.write_text(text)
+    return LocalTasks(None, frozenset({"acc"})).read(path, path.parent)
 
 
 @pytest.mark.parametrize(
@@ -46,19 +28,149 @@ def test_what_a_task_includes_may_mark_it_as_running_code(tmp_path: Path) -> Non
         ("task: [1, 2\n", "line 2, column 1"),
         ("task: !import os.system\n", "could not determine a constructor"),
         ("- task\n", "it holds no keys"),
-        ("", "it holds no keys"),
         ("dataset_path: json\n", "it has no `task:`"),
         ("task: mine\ninclude: mine.yaml\n", "it includes itself"),
         ("task: mine\ninclude: nowhere\n", "nowhere cannot be read"),
-        ("task: mine\nunsafe_code: &a [*a]\n", "is not a valid task file"),
     ],
 )
-def test_a_file_that_is_no_task_is_told_with_the_place(tmp_path: Path, text: str, told: str) -> None:
+def test_a_file_that_is_no_task_is_refused_with_the_place(tmp_path: Path, text: str, told: str) -> None:
     with pytest.raises(EvaluationError, match=r"mine\.yaml|nowhere") as error:
         read(tmp_path / "mine.yaml", text)
     assert told in str(error.value)
 
 
-def test_nothing_in_a_task_file_runs_while_it_is_checked(tmp_path: Path) -> None:
-    (tmp_path / "utils.py").write_text("raise SystemExit('imported')\n")
-    assert read(tmp_path / "mine.yaml", "task: mine\ndoc_to_text: !function utils.text\n")[0] == "mine"
+CODE = {
+    "a function": "doc_to_text: !function utils.text\n",
+    "a function in a list": "filter_list: [{name: a, filter: [{function: custom, filter_fn: !function utils.text}]}]\n",
+    "an included function": "include: functions\n",
+    "a metric from the hub": "metric_list: [{metric: someone/score}]\n",
+    "a metric of a task inside": "group: mine\ntask: [{task: inner, metric_list: [{metric: someone/score}]}]\n",
+    "a metric of another name": "metric_list: [{metric: exact_mach}]\n",
+}
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_code_in_a_task_file_needs_consent_and_does_not_run_before(
+    name: str, write_task: WriteTask, tmp_path: Path
+) -> None:
+    path = write_task("mine", doc_to_text=None if "doc_to_text" in CODE[name] else "{{question}}", metric_list=None)
+    path.write_text(path.read_text() + CODE[name])
+    (path.parent / "functions").write_text("process_docs: !function utils.text\n")
+    (path.parent / "utils.py").write_text("raise SystemExit('ran')\ndef text(doc): ...\n")
+    (path.parent / "group.yaml").write_text("group: ours\ntask: [mine]\n")
+    for tasks, folder in (((str(path),), None), (("ours",), str(path.parent))):
+        evaluation = Evaluation(tasks=tasks, include_path=folder)
+        with pytest.raises(EvaluationError, match=r"comes with its file.*set eval\.confirm_run_task_code=true") as told:
+            check_tasks(evaluation, tmp_path)
+        assert ("did you mean `exact_match`" in str(told.value)) == ("another name" in name)
+        assert check_tasks(evaluation.model_copy(update={"confirm_run_task_code": True}), tmp_path).tasks
+
+
+def test_metrics_of_lm_eval_and_of_evaluate_are_no_code_of_others(tmp_path: Path) -> None:
+    assert read(tmp_path / "a.yaml", "task: a\nmetric_list: [{metric: acc}, {metric: rouge}]\n").code == ()
+    given_back = "task: a\nprocess_results: x\nmetric_list: [{metric: mine}]\n"
+    assert read(tmp_path / "a.yaml", given_back).code == ()
+
+
+@pytest.mark.parametrize("keys", [{"unsafe_code": True}, {"metric_list": [{"metric": "code_eval"}]}])
+def test_a_file_that_runs_generated_code_needs_consent(
+    keys: dict[str, object], write_task: WriteTask, tmp_path: Path
+) -> None:
+    path = str(write_task("mine", **keys))
+    with pytest.raises(EvaluationError, match=r"runs Python code that the model writes"):
+        check_tasks(Evaluation(tasks=(path,)), tmp_path)
+    assert check_tasks(Evaluation(tasks=(path,), confirm_run_unsafe_code=True), tmp_path).runs_code
+
+
+OUTSIDE = {
+    "a file": {"dataset_kwargs": {"data_files": {"test": "PRIVATE/rows.jsonl"}}},
+    "a list": {"dataset_kwargs": {"data_files": [{"split": "test", "path": ["PRIVATE/rows.jsonl"]}]}},
+    "a pattern": {"dataset_kwargs": {"data_files": {"test": "PRIVATE/*.jsonl"}}},
+    "a link": {"dataset_kwargs": {"data_files": {"test": "HERE/link.jsonl"}}},
+    "a path upwards": {"dataset_kwargs": {"data_files": {"test": "HERE/../private/rows.jsonl"}}},
+    "a folder of the working directory": {"dataset_path": "private", "dataset_kwargs": None},
+    "data_dir": {"dataset_kwargs": {"data_dir": "PRIVATE", "data_files": {"test": "rows.jsonl"}}},
+    "an address": {"dataset_kwargs": {"data_files": {"test": "file://PRIVATE/rows.jsonl"}}},
+    "an address in another": {"dataset_kwargs": {"data_files": {"test": "zip://rows::file://PRIVATE/rows.zip"}}},
+    "what a group changes": {"task": [{"task": "gsm8k", "dataset_path": "PRIVATE"}], "group": "mine"},
+    "an included file": {"include": "PRIVATE/more.yaml"},
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_tasks_that_came_with_a_run_read_nothing_elsewhere(
+    name: str, write_task: WriteTask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    private, run = tmp_path / "private", tmp_path / "run"
+    private.mkdir()
+    run.mkdir()
+    (private / "rows.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    (private / "more.yaml").write_text("num_fewshot: 0\n")
+
+    def placed(value: object) -> object:
+        if isinstance(value, dict):
+            return {key: placed(one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [placed(one) for one in value]
+        here = str(tmp_path / "tasks")
+        return value.replace("PRIVATE", str(private)).replace("HERE", here) if isinstance(value, str) else value
+
+    path = write_task("mine", **placed(OUTSIDE[name]))  # type: ignore[arg-type]
+    (path.parent / "link.jsonl").symlink_to(private / "rows.jsonl")
+    (path.parent / "group.yaml").write_text("group: ours\ntask: [mine]\n")
+    for tasks, folder in (((str(path),), None), (("mine",), str(path.parent)), (("ours",), str(path.parent))):
+        with pytest.raises(EvaluationError, match=r"came with a run.*tasks=FILE"):
+            check_tasks(Evaluation(tasks=tasks, include_path=folder), tmp_path, run)
+
+
+def test_what_lies_in_the_run_or_beside_the_task_is_read(write_task: WriteTask, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    beside = write_task("beside")
+    (run / "rows.jsonl").write_text((beside.parent / "beside.jsonl").read_text())
+    inside = write_task("inside", dataset_kwargs={"data_files": {"test": str(run / "rows.jsonl")}})
+    far = write_task("far", dataset_path="owner/name", dataset_kwargs={"data_files": {"test": "data/test.jsonl"}})
+    web = write_task("web", dataset_kwargs={"data_files": {"test": "https://host/rows.jsonl"}})
+    tasks = (*map(str, (beside, inside, far, web)), "builtin:demo")
+    assert len(check_tasks(Evaluation(tasks=tasks), tmp_path, run).tasks) == 5
+
+
+@pytest.mark.parametrize("consent", [True, False])
+def test_what_the_shell_has_set_is_no_consent(
+    consent: bool,
+    write_task: WriteTask,
+    settings: Callable[..., Settings],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "1")
+    task = LocalTasks(None, frozenset()).read(path := write_task("plain"), path.parent).task
+    load_tasks(TaskSelection((task,)), settings("plain"), consent, tmp_path / "log")
+    assert os.environ["HF_ALLOW_CODE_EVAL"] == str(int(consent))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ ''|attr('__class__') }}{{ ('' | attr('__class__')).__mro__ }}",
+    ],
+)
+def test_a_tasks_template_cannot_reach_python(template: str) -> None:
+    from lm_eval import utils
+
+    render_in_sandbox()
+    with pytest.raises((SecurityError, UndefinedError)):
+        utils.apply_template(template, {})
+
+
+def test_the_sandbox_renders_as_lm_eval_does() -> None:
+    from lm_eval import utils
+
+    render_in_sandbox()
+    row = {"question": "a\n", "choices": ["b", "c"]}
+    template = "{{question.strip()}}: {% for choice in choices %}{{loop.index}} {{choice}} {% endfor %}\n"
+    assert utils.apply_template(template, row) == "a: 1 b 2 c \n"
+    assert utils.apply_template("{{question|regex_replace('a', 'z')}}", row) == "z\n"

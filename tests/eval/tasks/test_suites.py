@@ -1,22 +1,18 @@
-import ast
-import importlib.util
 import platform
-import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 
 from eval.reference import Reference
 from eval.sandbox.runner import LIMITS
-from eval.tasks.index import TaskIndex, build_index, keep_index, known_tasks, read_index
-from eval.tasks.named_suites import SUITES
+from eval.tasks.index import build_index, keep_index, known_tasks, read_index
 from eval.tasks.settings import Settings, resolve_settings
-from eval.tasks.suites import check_tasks
+from eval.tasks.suites import SUITES, check_tasks, describe_suite
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation
 
@@ -53,20 +49,6 @@ def test_every_suite_can_be_asked_for_and_no_other() -> None:
     assert list(get_args(allowed)) == list(SUITES)
 
 
-def test_mbpp_instruct_loses_the_first_word_of_an_answer() -> None:
-    """When this fails, mbpp_instruct may take the place of mbpp in the suite `code`. lm_eval's function, without its module's download."""
-    spec = importlib.util.find_spec("lm_eval")
-    assert spec is not None
-    assert spec.origin is not None
-    tree = ast.parse((Path(spec.origin).parent / "tasks" / "mbpp" / "utils.py").read_text())
-    tree.body = [node for node in tree.body if getattr(node, "name", None) == "extract_code_blocks"]
-    found: dict[str, Any] = {"re": re}
-    exec(compile(tree, "utils.py", "exec"), found)
-    answer = "def add(a, b):\n    return a + b\n```"
-    assert found["extract_code_blocks"]("\n" + answer) == "def add(a, b):\n    return a + b"
-    assert found["extract_code_blocks"](answer) == " add(a, b):\n    return a + b"
-
-
 def test_a_suites_own_limit_is_part_of_the_settings(settings_of: Callable[..., Settings], tmp_path: Path) -> None:
     assert settings_of(suite="quick").limit == 100
     assert settings_of(suite="quick", limit=7).limit == 7
@@ -94,22 +76,11 @@ def test_what_decides_the_score_of_code_is_part_of_the_settings(settings_of: Cal
     assert decides == asdict(LIMITS) | {"python": platform.python_version()}
 
 
-def test_the_datasets_of_a_selection_are_known_before_they_are_loaded(tmp_path: Path) -> None:
-    evaluation = Evaluation(tasks=("gsm8k", "builtin:demo"), suite="leaderboard")
-    datasets = dict(check_tasks(evaluation, tmp_path).datasets)
-    assert datasets["gsm8k"] == ("openai/gsm8k",)
-    assert datasets["leaderboard_gpqa"] == ("Idavidrein/gpqa",)
-    assert "demo_extraction" not in datasets
-
-
-def test_the_leaderboard_leaves_out_what_cannot_be_imported() -> None:
-    """When the first of these fails, leaderboard_math_hard may join the suite."""
-    assert importlib.util.find_spec("math_verify") is None
-    spec = importlib.util.find_spec("lm_eval")
-    assert spec is not None
-    assert spec.origin is not None
-    utils = Path(spec.origin).parent / "tasks" / "leaderboard" / "math" / "utils.py"
-    assert "from math_verify import" in utils.read_text()
+def test_a_suite_is_described_with_its_limit_its_needs_and_what_it_leaves_out() -> None:
+    assert "the first 100 documents of each task" in str(describe_suite(Evaluation(suite="quick")))
+    assert "the first 7 documents of each task" in str(describe_suite(Evaluation(suite="quick", limit=7)))
+    assert "access to Idavidrein/gpqa, which is gated" in str(describe_suite(Evaluation(suite="leaderboard")))
+    assert describe_suite(Evaluation(tasks=("gsm8k",))) is None
 
 
 def test_a_mistyped_task_is_refused_with_the_closest_name(tmp_path: Path) -> None:
@@ -123,20 +94,12 @@ def test_all_mistakes_come_in_one_message(tmp_path: Path) -> None:
     assert len(str(error.value).splitlines()) == 3
 
 
-@pytest.mark.parametrize("name", ["humaneval", "mbpp", "longproc", "cruxeval_input"])
-def test_a_task_that_runs_code_needs_consent(tmp_path: Path, name: str) -> None:
-    with pytest.raises(EvaluationError, match="runs Python code that the model writes"):
-        check(tmp_path, tasks=[name])
-    assert check(tmp_path, tasks=[name], confirm_run_unsafe_code=True) == [name]
-
-
 def test_a_name_of_ones_own_comes_before_lm_evals(tmp_path: Path, write_task: Callable[..., Path]) -> None:
     path = write_task("gsm8k")
     (tmp_path / "tasks" / "recipe.yaml").write_text("model: not a task\n")
     selection = check_tasks(Evaluation(tasks=("gsm8k",), include_path=str(path.parent)), tmp_path)
     assert [task.given for task in selection.tasks] == [str(path)]
     assert selection.all_local
-    assert selection.tasks[0].definition
 
 
 def test_a_path_names_one_file_whatever_lies_beside_it(tmp_path: Path, write_task: Callable[..., Path]) -> None:
@@ -147,7 +110,7 @@ def test_a_path_names_one_file_whatever_lies_beside_it(tmp_path: Path, write_tas
     assert [(task.name, task.given) for task in selection.tasks] == [("mine", str(other))]
     with pytest.raises(EvaluationError, match="`mine` is defined by 2 files"):
         check(tmp_path, tasks=["mine"], include_path=str(path.parent))
-    with pytest.raises(EvaluationError, match="asked for twice, with two definitions"):
+    with pytest.raises(EvaluationError, match="named twice, with two definitions"):
         check(tmp_path, tasks=[str(path), str(other)])
 
 
@@ -158,13 +121,6 @@ def test_a_group_of_ones_own_is_found_by_its_folder(tmp_path: Path, write_task: 
         selection = check_tasks(Evaluation(tasks=(asked,), include_path=str(folder)), tmp_path)
         assert [task.given for task in selection.tasks] == ["ours"]
         assert selection.include_paths == (folder,)
-
-
-def test_a_local_task_that_runs_code_needs_consent(tmp_path: Path, write_task: Callable[..., Path]) -> None:
-    path = write_task("mine", unsafe_code=True)
-    with pytest.raises(EvaluationError, match="runs Python code that the model writes"):
-        check(tmp_path, tasks=[str(path)])
-    assert check(tmp_path, tasks=[str(path)], confirm_run_unsafe_code=True) == ["mine"]
 
 
 def test_a_folder_that_is_missing_is_refused(tmp_path: Path) -> None:
@@ -211,18 +167,14 @@ def test_groups_that_share_tasks_are_refused_before_any_is_loaded(tasks: list[st
         check(tmp_path, tasks=tasks)
 
 
-def test_names_are_kept_where_they_can_be(tmp_path: Path) -> None:
+def test_an_index_is_cached_where_it_can_be_and_a_broken_one_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder can be made here")
     files = [tmp_path / "file" / "names.json", tmp_path / "user" / "names.json"]
-    index = TaskIndex(frozenset("ab"), frozenset("b"), {}, {"b": ["a"]})
+    index = known_tasks()
     keep_index(index, files)
     assert [read_index(path) for path in files] == [None, index]
-
-
-@pytest.mark.parametrize("text", ["{half", "[]", '{"names": ["a"]}', "null"])
-def test_broken_names_are_no_names(tmp_path: Path, text: str) -> None:
-    (tmp_path / "names.json").write_text(text)
-    assert read_index(tmp_path / "names.json") is None
+    files[1].write_text("{half")
+    assert read_index(files[1]) is None
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sft import cli
 from sft.data.document_maker import DocumentMaker
 from sft.data.ledger import histogram
 from sft.data.prepare import prepare
@@ -19,7 +20,6 @@ from sft.data.show import finding_lines, marked_text, summary_lines
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import DataError
 from sft.hub.demo import Demo
-from sft.launch.main import main
 from sft.plan.facts import inspect_model
 from sft.recipe.schema import Recipe, Source
 
@@ -138,7 +138,7 @@ def show(recipe_file: Path, outputs: Path, make_recipe: MakeRecipe, capsys: pyte
     def printed(words: list[str], *overrides: str) -> str:
         entry(list(overrides), make_recipe)
         capsys.readouterr()
-        main([str(recipe_file), f"output_dir={outputs}", *overrides, *words])
+        cli.run(["train", str(recipe_file), f"output_dir={outputs}", *overrides, *words])
         return capsys.readouterr().out
 
     return printed
@@ -224,9 +224,9 @@ def test_the_ledger_is_shown_before_a_limit_stops(show: Callable[..., str], tmp_
 @pytest.mark.parametrize("word", ["x", "-1", "1.5", "²", ""])
 def test_a_number_of_rows_that_is_none_is_told(word: str, recipe_file: Path, capsys: Any) -> None:
     with pytest.raises(SystemExit) as ended:
-        main([str(recipe_file), f"--show={word}"])
+        cli.run(["show", str(recipe_file), f"--rows={word}"])
     assert ended.value.code == 2
-    assert f"{word} is no number of rows" in capsys.readouterr().err
+    assert "--rows" in capsys.readouterr().err
 
 
 def test_preparing_says_where(show: Callable[..., str], rows: Path, make_recipe: MakeRecipe) -> None:

@@ -9,8 +9,8 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
+from sft.checkpoint.final import complete_config
 from sft.checkpoint.manifest import write_manifest
-from sft.checkpoint.saved_config import complete_config
 from sft.errors import ExportError, UserError
 from sft.export.check import Reference, judge
 from sft.export.folder import check_output, check_private, check_room
@@ -18,12 +18,12 @@ from sft.export.generation import resolve_context, sampling
 from sft.export.main import main, parse_command_line
 from sft.export.model_card import metadata, write_card
 from sft.export.ollama import _check_architecture, _check_vocabulary, bos_warning, tokenizer_warning
+from sft.export.public import public_recipe
 from sft.export.source import find_exported
 from sft.export.vllm import not_found_by_vllm, resolve_gpus, resolve_serving, tensor_parallel_sizes
 from sft.export.weights import check_finite, left_behind, model_files
 from sft.files import write_json
 from sft.hub.demo import Demo
-from sft.recipe.public import public_recipe
 from sft.run.directory import Run
 
 RECIPE = """\

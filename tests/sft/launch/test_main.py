@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from sft.errors import DataError, PlanError, RecipeError
+from sft import cli
+from sft.errors import DataError, PlanError
 from sft.launch.job import open_job
-from sft.launch.main import DEFAULT_RECIPE, main, parse_command_line
 from sft.launch.start import begin_data, wait_for_data
 from sft.launch.torchrun import choose_rendezvous, first_failure, torchrun_arguments
 from sft.plan.hardware import Hardware
@@ -170,58 +170,20 @@ def test_torchrun_understands_what_it_is_called_with() -> None:
     assert (alone.standalone, alone.nproc_per_node, alone.training_script) == (True, "2", "sft.train")
 
 
-@pytest.mark.parametrize(
-    ("words", "recipe", "overrides", "switch"),
-    [
-        ([], DEFAULT_RECIPE, [], None),
-        (["a.yaml"], "a.yaml", [], None),
-        (["a.yaml", "x=1", "y=2"], "a.yaml", ["x=1", "y=2"], None),
-        (["a.yaml", "--plan", "x=1"], "a.yaml", ["x=1"], "plan"),
-        (["--plan", "a.yaml"], "a.yaml", [], "plan"),
-        (["x=1"], DEFAULT_RECIPE, ["x=1"], None),
-        (["x=1", "y=2", "--plan"], DEFAULT_RECIPE, ["x=1", "y=2"], "plan"),
-        (["a.yaml", "--prepare", "x=1"], "a.yaml", ["x=1"], "prepare"),
-        (["--show", "3", "a.yaml", "x=1"], "a.yaml", ["x=1"], "show"),
-        (["x=1", "--show=0"], DEFAULT_RECIPE, ["x=1"], "show"),
-    ],
-)
-def test_recipe_overrides_and_switches_in_any_order(
-    words: list[str], recipe: str, overrides: list[str], switch: str | None
-) -> None:
-    understood = parse_command_line(words)
-    assert (understood.recipe, understood.overrides) == (recipe, overrides)
-    given = {"plan": understood.plan, "prepare": understood.prepare, "show": understood.show is not None}
-    assert [name for name, value in given.items() if value] == ([switch] if switch else [])
-
-
-def test_two_recipes_are_one_too_many() -> None:
-    with pytest.raises(
-        RecipeError, match=r"'b.yaml' is neither the recipe \(a.yaml\) nor an override. Write key=value"
-    ):
-        parse_command_line(["a.yaml", "b.yaml"])
-
-
-def test_an_unknown_switch_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        parse_command_line(["a.yaml", "--pln"])
-    assert stop.value.code == 2
-    assert "--pln" in capsys.readouterr().err
-
-
 def test_a_plan_is_printed_and_nothing_is_started(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    main([str(recipe_file), "--plan"])
+    cli.run(["train", str(recipe_file), "--plan"])
     here = capsys.readouterr().out
     assert "CPU" in here.splitlines()[0]
     assert "one process" in here
-    main([str(recipe_file), "--on", "4x24GB"])
+    cli.run(["train", str(recipe_file), "--on", "4x24GB"])
     there = capsys.readouterr().out
     assert "4 x GPU (24 GiB)" in there
     assert "DDP" in there
     monkeypatch.setenv("NPROC", "2")
-    main([str(recipe_file), "--plan"])
+    cli.run(["train", str(recipe_file), "--plan"])
     assert "2 processes" in capsys.readouterr().out
     assert not (tmp_path / "outputs" / "mine").exists()
     assert not (tmp_path / "outputs" / ".prepared").exists()
@@ -252,7 +214,7 @@ def test_one_process_needs_no_launcher_and_the_command_is_printed(
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     with pytest.raises(SystemExit):
-        main([str(recipe_file), "train.seed=1"])
+        cli.run(["train", str(recipe_file), "train.seed=1"])
     (command,) = started
     assert command[1:] == ["-m", "sft.train", str(recipe_file), "train.seed=1"]
     cores = os.environ["OMP_NUM_THREADS"]
@@ -267,7 +229,7 @@ def test_threads_that_the_user_has_set_stay(
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("GOMP_SPINCOUNT", "500")
     with pytest.raises(SystemExit):
-        main([str(recipe_file), f"output_dir={outputs}"])
+        cli.run(["train", str(recipe_file), f"output_dir={outputs}"])
     assert len(started) == 1
     assert (os.environ["OMP_NUM_THREADS"], os.environ["GOMP_SPINCOUNT"]) == ("7", "500")
 
@@ -285,7 +247,7 @@ def test_data_that_is_prepared_once_is_found_by_every_start(
     rows.write_text('{"prompt": "a", "completion": "b"}\n' * 5)
     words = [str(recipe_file), f"output_dir={outputs}", f"data.train={rows}"]
     if by_itself:
-        main([*words, "--prepare"])
+        cli.run(["train", *words, "--prepare"])
     else:
         begun = begin_data(opened(words))
         assert begun is not None
@@ -306,10 +268,10 @@ def test_data_beyond_a_limit_starts_nothing(
     told = r"1 of 6 rows \(16.7%\) are longer than data.max_length=128"
     for switch in ("--prepare", "--show=1"):
         with pytest.raises(DataError, match=told):
-            main([*words, switch])
+            cli.run(["train", *words, switch])
     monkeypatch.setenv("NPROC", "2")
     with pytest.raises(DataError, match=told):
-        main(words)
+        cli.run(["train", *words])
     monkeypatch.delenv("NPROC")
     shutil.rmtree(outputs / ".prepared")
     begun = begin_data(opened(words))
@@ -317,7 +279,7 @@ def test_data_beyond_a_limit_starts_nothing(
         wait_for_data(opened(words), begun)
     assert started == []
     with pytest.raises(SystemExit):
-        main([*words, "data.max_overlong_fraction=0.2"])
+        cli.run(["train", *words, "data.max_overlong_fraction=0.2"])
     assert len(started) == 1
 
 

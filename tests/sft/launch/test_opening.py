@@ -140,7 +140,7 @@ def test_what_no_run_can_go_on_with_is_not_offered(recipe_file: Path, left_behin
     with pytest.raises(RunError, match=r"train.seed: 0 -> 1 \(no run can go on with that\)") as refused:
         open_here(recipe_file, "train.seed=1", "train.max_steps=3")
     assert "resume_allow_changes" not in str(refused.value)
-    with pytest.raises(RecipeError, match=r"train.seed: cannot change in a run that goes on: it decides which rows"):
+    with pytest.raises(RecipeError, match=r"train.seed: cannot change when a run resumes: it decides which rows"):
         open_here(recipe_file, "train.resume_allow_changes=[train.seed]")
     with pytest.raises(RecipeError, match=r"max_step: unknown key; did you mean `train.max_steps`\?"):
         open_here(recipe_file, "train.resume_allow_changes=[max_step]")

@@ -3,11 +3,11 @@ from pathlib import Path
 
 import pytest
 
+from sft.cli import run
 from sft.data.facts import DataFacts
 from sft.data.prepare import prepare
 from sft.errors import EvaluationError, ModelError, PlanError, RunError
 from sft.launch.job import open_job
-from sft.launch.main import main as launch
 from sft.plan.hardware import Hardware, described_hardware
 from sft.recipe.schema import REPOSITORY
 
@@ -51,7 +51,7 @@ def test_the_plan_counts_data_that_is_prepared_and_estimates_the_rest(
     prepared = prepare(job.recipe, job.model)
     counted = job.with_data(prepared.facts()).plan
     assert counted.steps_per_epoch.value == ceil(prepared.sequences / 8)
-    launch([str(path), *overrides, "--plan"])
+    run(["plan", str(path), *overrides])
     assert counted.steps_per_epoch.reason in capsys.readouterr().out
 
 

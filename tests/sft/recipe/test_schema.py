@@ -81,10 +81,10 @@ def test_what_is_held_out_is_a_fraction_or_sources(
     ("section", "told"),
     [
         ("train=[{path: a, weight: 1.0}, {path: b}]", "give `weight` to all sources of `train`, or to none"),
-        ("train=[{path: a, weight: 1.0, rows: 5}]", "`rows` and `weight` of a source both say how much is taken"),
-        ("held_out=[{path: a, rows: 5}]", "held_out sources are taken whole"),
-        ("held_out=[{path: a, epochs: 2.0}]", "held_out sources are taken whole"),
-        ("held_out=[{path: a, weight: 2.0}]", "held_out sources are taken whole"),
+        ("train=[{path: a, weight: 1.0, rows: 5}]", "`rows` and `weight` of a source both say how much to take"),
+        ("held_out=[{path: a, rows: 5}]", "held_out sources are used in full"),
+        ("held_out=[{path: a, epochs: 2.0}]", "held_out sources are used in full"),
+        ("held_out=[{path: a, weight: 2.0}]", "held_out sources are used in full"),
         ("held_out=1.0", "data.held_out"),
         ("held_out=0.0", "data.held_out"),
         ("held_out=[]", "data.held_out"),
@@ -112,7 +112,7 @@ def test_checkpointing_of_every_nth_layer_is_a_number_from_two(value: str, make_
 
 
 def test_a_pack_length_without_packs_is_refused(make_recipe: MakeRecipe) -> None:
-    with pytest.raises(RecipeError, match="pack_length=256 is the length of a pack, and packing is false"):
+    with pytest.raises(RecipeError, match="pack_length=256 has no effect while packing is false"):
         make_recipe("data.pack_length=256", "data.packing=false")
 
 

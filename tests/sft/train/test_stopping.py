@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 
 from sft.checkpoint.writer import CheckpointWriter
-from sft.errors import Interrupted, RunError
+from sft.errors import Interrupted, RecipeError, RunError
 from sft.files import write_json
 from sft.parallel.progress import CHECKPOINT, Progress
-from sft.recipe.max_time import TimeLimit
 from sft.recipe.schema import Recipe
+from sft.recipe.train import parse_duration
 from sft.run.directory import Run
-from sft.train.stopping import Stopping, StopRequest
+from sft.train.stopping import Stopping, StopRequest, TimeLimit
 
 
 class Training:
@@ -121,3 +121,41 @@ def test_a_file_meant_for_an_earlier_start_is_removed(training: Training) -> Non
         os.utime(training.run.path / name, (made, made))
     training.stopping.on_train_begin(None, None, training.control)
     assert [name for name in ("stop", "save") if (training.run.path / name).exists()] == ["save"]
+
+
+def test_a_duration_is_the_sum_of_its_parts() -> None:
+    assert [parse_duration(text) for text in ("1d", "23h30m", "90m", "1d2h3m4s")] == [86400, 84600, 5400, 93784]
+
+
+@pytest.mark.parametrize("text", ["", "5", "h", "30m1h", "1.5h", "-1h", "0m", "00h0s"])
+def test_what_is_no_duration_is_refused(text: str, make_recipe: Callable[..., Recipe]) -> None:
+    with pytest.raises(RecipeError, match=r"train.max_time: .*such as 23h30m"):
+        make_recipe(f'train.max_time="{text}"')
+
+
+def run_until_due(deadline: float, step: float, save: float) -> tuple[int, float]:
+    """Train steps that take as long as each other: how many are done, and when the save is."""
+    limit, now, done = TimeLimit(deadline, save), 0.0, 0
+    while True:
+        limit.begin(now)
+        due = limit.is_due(now)
+        now += step
+        done += 1
+        if due:
+            return done, now + save
+
+
+@pytest.mark.parametrize("step", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize("save", [0.5, 30.0])
+def test_the_save_is_done_in_time_and_little_time_is_lost(step: float, save: float) -> None:
+    done, end = run_until_due(1000, step, save)
+    assert 1000 - 2 * step - save / 2 - 6 <= end <= 1000
+    assert done > 90
+    assert run_until_due(1, 10, 1)[0] == 1  # too short a limit still trains a step
+
+
+def test_the_limit_allows_for_a_slow_step_now_and_then() -> None:
+    limit = TimeLimit(100, 0)
+    for began in (0.0, 1.0, 2.0, 22.0, 23.0):
+        limit.begin(began)
+    assert limit.needed(23.0) == 1 + 20 + 5

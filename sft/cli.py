@@ -1,0 +1,231 @@
+"""The command `sft`: train, plan, show, prepare, eval, chat, export and diff. The scripts in scripts/ call it.
+
+For completion of commands, options and recipe keys, add to ~/.bashrc: eval "$(_SFT_COMPLETE=bash_source sft)" (or zsh_source, fish_source).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sft.errors import RecipeError
+from sft.program import run_main
+
+COMMAND: dict[str, Any] = {"no_args_is_help": True}
+PASSED_ON: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True, "help_option_names": []}}
+"""For commands whose program reads its own options, --help among them."""
+
+
+def main() -> None:
+    """What the console command `sft` runs."""
+    # For the processes that this one starts: no modules from the working directory, and ninja and torchrun from this environment.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    run_main(run)
+
+
+def run(argv: Sequence[str]) -> None:
+    """Run one command line.
+
+    Raises:
+        UserError: The user can fix it.
+        SystemExit: The command line is wrong (2), or the command ends with a status of its own.
+    """
+    try:
+        sft.main(args=list(argv), prog_name="sft", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        raise SystemExit(error.exit_code) from None
+
+
+def _keys(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Keys of the recipe, for the shell's completion."""
+    from sft.recipe.changes import recipe_keys
+
+    return [f"{key}=" for key in recipe_keys() if key.startswith(incomplete)]
+
+
+def recipe_and_overrides(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The recipe or run, and the overrides, in any order.
+
+    Raises:
+        RecipeError: There is no recipe, or more than one.
+    """
+    named = [word for word in words if "=" not in word or os.path.exists(word)]  # noqa: PTH110 (no error for a long name)
+    if not named:
+        raise RecipeError("Name a recipe or a run's folder, for example recipes/tiny.yaml.")
+    if len(named) > 1:
+        raise RecipeError(f"'{named[1]}' is neither the recipe ({named[0]}) nor an override. Write key=value.")
+    return named[0], [word for word in words if word != named[0]]
+
+
+def _recipe_arguments(command: Callable[..., None]) -> Callable[..., None]:
+    return click.argument(
+        "words", nargs=-1, required=True, metavar="RECIPE [KEY=VALUE]...", type=click.Path(), shell_complete=_keys
+    )(command)
+
+
+@click.group(no_args_is_help=True)
+def sft() -> None:
+    """Supervised fine-tuning from one recipe file."""
+
+
+@sft.command(**COMMAND)
+@_recipe_arguments
+@click.option("--plan", "plans", is_flag=True, help="Print every decision with its reason, and stop.")
+@click.option("--on", metavar="8x80GB", help="With --plan: plan for GPUs that are not here.")
+@click.option("--preflight", is_flag=True, help="Check all nodes and processes of the job, and stop.")
+@click.option("--prepare", "prepares", is_flag=True, help="Prepare the data for a later start, and stop.")
+@click.option(
+    "--show", "rows", metavar="N", type=click.IntRange(0), help="Show N rows as the model gets them, and stop."
+)
+@click.option(
+    "--max-restarts",
+    metavar="N",
+    type=click.IntRange(0),
+    default=0,
+    help="After a failure, restart from the newest checkpoint up to N times (default: 0).",
+)
+def train(
+    words: tuple[str, ...],
+    plans: bool,
+    on: str | None,
+    preflight: bool,
+    prepares: bool,
+    rows: int | None,
+    max_restarts: int,
+) -> None:
+    """Train a recipe, evaluate base and tuned model, and write a report.
+
+    RECIPE is a YAML file, or the folder of a run: an unfinished run resumes, a finished one is trained again beside the first.
+
+    \b
+      sft train recipes/tiny.yaml
+      sft train recipes/tiny.yaml train.learning_rate=1e-3
+      sft train outputs/tiny/latest
+      NPROC=2 sft train recipes/tiny.yaml --max-restarts 3
+      NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 sft train recipes/qwen3b.yaml
+
+    Environment: NPROC (processes on this node; default, or auto: one for each GPU), NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT. Slurm,
+    Kubernetes (PyTorchJob) and SkyPilot set their own: scripts/slurm, scripts/kubernetes, scripts/skypilot.
+    """
+    from sft.launch.main import show_plan, start
+
+    recipe, overrides = recipe_and_overrides(words)
+    if plans or on:
+        show_plan(recipe, overrides, on)
+    elif prepares or rows is not None:
+        _look_at_data(recipe, overrides, rows)
+    else:
+        start(recipe, overrides, preflight, max_restarts)
+
+
+@sft.command(**COMMAND)
+@_recipe_arguments
+@click.option("--on", metavar="8x80GB", help="Plan for GPUs that are not here.")
+def plan(words: tuple[str, ...], on: str | None) -> None:
+    """Print every decision with its reason. Starts nothing.
+
+    \b
+      sft plan recipes/qwen3b.yaml
+      sft plan recipes/qwen3b.yaml --on 8x80GB
+    """
+    from sft.launch.main import show_plan
+
+    show_plan(*recipe_and_overrides(words), on)
+
+
+@sft.command(**COMMAND)
+@_recipe_arguments
+@click.option("-n", "--rows", metavar="N", type=click.IntRange(0), default=3, show_default=True, help="Rows to show.")
+def show(words: tuple[str, ...], rows: int) -> None:
+    """Show rows as the model gets them, the token ledger and what was found in the data.
+
+    \b
+      sft show recipes/tiny.yaml
+      sft show recipes/tiny.yaml -n 10 data.max_length=512
+    """
+    _look_at_data(*recipe_and_overrides(words), rows)
+
+
+@sft.command(**COMMAND)
+@_recipe_arguments
+def prepare(words: tuple[str, ...]) -> None:
+    """Prepare the data for a later start, on any machine.
+
+    \b
+      sft prepare recipes/qwen3b.yaml
+    """
+    _look_at_data(*recipe_and_overrides(words), None)
+
+
+def _look_at_data(recipe: str, overrides: Sequence[str], rows: int | None) -> None:
+    from sft.launch.main import look_at_data
+
+    look_at_data(recipe, overrides, rows)
+
+
+@sft.command("eval", **COMMAND)
+@click.argument("words", nargs=-1, required=True, metavar="RUN|MODEL [KEY=VALUE]...", type=click.Path())
+def evaluate(words: tuple[str, ...]) -> None:
+    """Measure a run's base and tuned model alike and compare them, or measure any one model.
+
+    \b
+      sft eval outputs/tiny/latest
+      sft eval outputs/tiny/latest tasks=gsm8k limit=100
+      sft eval Qwen/Qwen2.5-0.5B-Instruct tasks=arc_easy,gsm8k limit=10
+      sft eval outputs/tiny/latest backend=server server.base_url=http://127.0.0.1:8000/v1 server.base=base server.tuned=tuned
+
+    The keys are those of a recipe's `eval` section: tasks, suite, include_path, limit, num_fewshot, batch_size, max_gen_toks,
+    apply_chat_template, system_instruction, dtype, seed, backend, server, gate, contamination and more (sft/recipe/eval.py). Exit status
+    3: the tuned model does not pass the gate.
+    """
+    from eval.run import main as measure
+
+    measure(list(words))
+
+
+@sft.command(**PASSED_ON)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def chat(words: tuple[str, ...]) -> None:
+    """Talk to a run's model, or to any other, in the terminal."""
+    # A program of its own: there, Ctrl-C stops an answer and not the program.
+    _become("eval.chat.terminal", words)
+
+
+@sft.command(**PASSED_ON)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def export(words: tuple[str, ...]) -> None:
+    """Export a run's model: merged, for vLLM, for Ollama, or to the hub."""
+    _become("sft.export", words)
+
+
+def _become(module: str, words: Sequence[str]) -> None:
+    from sft.signals import close, held_back
+
+    close()
+    with held_back():
+        os.execv(sys.executable, [sys.executable, "-m", module, *(words or ["--help"])])
+
+
+@sft.command(**COMMAND)
+@click.argument("run_a", type=click.Path())
+@click.argument("run_b", type=click.Path())
+def diff(run_a: str, run_b: str) -> None:
+    """Say what differs between two runs. Exit status: 0 nothing, 1 something.
+
+    \b
+      sft diff outputs/tiny/latest outputs/tiny/first
+    """
+    from sft.run.diff import main as compare
+
+    compare([run_a, run_b])
+
+
+if __name__ == "__main__":
+    main()
