@@ -21,7 +21,7 @@ from sft.parallel.lost_ranks import told_of_lost_ranks
 from sft.parallel.progress import Progress
 from sft.plan.job import Job
 from sft.run.directory import Run
-from sft.run.unchanged import final_sums
+from sft.run.trust import final_checksums
 from sft.train.arguments import build_trainer, engine_callbacks, training_arguments
 from sft.train.batches import Fingerprint, Sequences, StepWork
 from sft.train.eval_loss import EvalLoss
@@ -180,6 +180,6 @@ def write_final(
         if distributed.is_first_rank():
             remove(run.unverified)  # of an earlier end of this run
             # Before final/ has its name: an export or an evaluation compares it with these.
-            run.update(final_files=final_sums(work))
+            run.update(final_files=final_checksums(work))
             remove(run.final)
             work.rename(run.final)
