@@ -25,10 +25,9 @@ from sft.parallel.fsdp import PrefetchAsAsked, plugin_arguments, policies
 from sft.parallel.libraries import parallelism_config
 from sft.parallel.optimizer import MasterAdamW
 from sft.parallel.progress import Progress
-from sft.plan.disk import checkpoint_bytes
-from sft.plan.fsdp import mesh_shape
-from sft.plan.job import Job
-from sft.plan.weights import MASTER
+from sft.plan.job import Job, checkpoint_bytes
+from sft.plan.parallelism import mesh_shape
+from sft.plan.precision import MASTER
 from sft.run.directory import Run
 from sft.train.batches import Fingerprint, Sequences, StepOrder
 from sft.train.faults import Faults

@@ -27,8 +27,8 @@ from sft.parallel.process_group import group_timeouts
 from sft.parallel.sequence_parallel import sequence_parallel_ranks
 from sft.parallel.sharding import give_back, sharded_units, sharding_readings, shared_parameters
 from sft.parallel.tensor_parallel import is_spread, tensor_parallel_ranks
-from sft.plan.fsdp import ENGINE
 from sft.plan.job import Job
+from sft.plan.parallelism import FSDP2 as ENGINE
 from sft.run.directory import Run
 from sft.train.isolation_probe import Probe, check_probe, probe, sample_documents
 from sft.train.trainer import NeedsTrainer

@@ -1,95 +1,13 @@
-"""train.fsdp as plain values: the plan, the mesh, what is refused, and which modules are shared one by one."""
+"""What FSDP2 shares and computes in, and what accelerate still does otherwise."""
 
 import inspect
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
-from sft.errors import PlanError
-from sft.hub.model_facts import ModelFacts
 from sft.parallel.fsdp import cpu_ranks_may_shard, plugin_arguments, policies, size_units
-from sft.plan.fsdp import mesh_shape, resolve_fsdp
-from sft.plan.hardware import Gpu, Hardware
-from sft.plan.plan import Plan, resolve_plan
-from sft.recipe.schema import Fsdp, Recipe
-
-MakeRecipe = Callable[..., Recipe]
-QWEN = ModelFacts("some/model", "qwen2", "bfloat16", 32768)
-
-
-def gpus(ranks: int, per_node: int | None = None) -> Hardware:
-    return Hardware(Gpu("NVIDIA Test", 80.0, 9.0), ranks, per_node or min(ranks, 8), 16, 128.0)
-
-
-def plan_of(recipe: Recipe, hardware: Hardware) -> Plan:
-    return resolve_plan(recipe, hardware, QWEN)
-
-
-def test_the_engine_and_what_the_weights_are_kept_in_follow_from_the_section(make_recipe: MakeRecipe) -> None:
-    recipe = make_recipe("train.fsdp={sharding_strategy: shard_grad_op, offload_params: true}")
-    plan = plan_of(recipe, gpus(4))
-    assert plan.engine.value == "FSDP2"
-    assert plan.engine.reason == (
-        "train.fsdp, shard_grad_op: shared by 4 ranks; wraps decoder layers, offloaded to the machine's memory"
-    )
-    assert (plan.precision.value, plan.weights.value, plan.gradients.value) == ("bf16", "fp32", "fp32")
-
-
-def test_one_process_trains_as_one_process_and_says_why(make_recipe: MakeRecipe) -> None:
-    plan, plain = plan_of(make_recipe("train.fsdp={}"), gpus(1)), plan_of(make_recipe(), gpus(1))
-    assert plan.engine.value == "one process"
-    assert plan.engine.reason == "train.fsdp is set, and one process shares with nobody"
-    assert plan.settings() == plain.settings()
-
-
-@pytest.mark.parametrize(
-    ("strategy", "ranks", "per_node", "mesh"),
-    [
-        ("full_shard", 16, 8, (1, 16)),
-        ("shard_grad_op", 4, 4, (1, 4)),
-        ("hybrid_shard", 16, 8, (2, 8)),
-        ("hybrid_shard", 8, 8, (1, 8)),
-        ("hybrid_shard", 12, 4, (3, 4)),
-    ],
-)
-def test_copies_times_shards_are_the_ranks_and_hybrid_shares_within_a_machine(
-    strategy: str, ranks: int, per_node: int, mesh: tuple[int, int], make_recipe: MakeRecipe
-) -> None:
-    recipe = make_recipe(f"train.fsdp={{sharding_strategy: {strategy}}}", "train.global_batch_size=48")
-    hardware = gpus(ranks, per_node)
-    fsdp = resolve_fsdp(recipe, hardware)
-    assert fsdp is not None
-    assert mesh_shape(fsdp, hardware) == mesh
-    assert mesh[0] * mesh[1] == ranks
-    assert f"shared by {mesh[1]} ranks" in plan_of(recipe, hardware).engine.reason
-
-
-def test_hybrid_on_one_machine_is_said_to_be_full_shard(make_recipe: MakeRecipe) -> None:
-    recipe = make_recipe("train.fsdp={sharding_strategy: hybrid_shard}")
-    assert "one machine, so one copy, as full_shard" in plan_of(recipe, gpus(8)).engine.reason
-
-
-HYBRID = ["train.fsdp={sharding_strategy: hybrid_shard}", "train.global_batch_size=48"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "hardware", "message"),
-    [
-        (HYBRID, gpus(6, 4), "6 processes are no multiple of the 4"),
-        (HYBRID, gpus(2, 1), "there is one process on each"),
-        (["train.fsdp={}", "train.precision=fp16"], gpus(2), "train.deepspeed=zero3"),
-        (["train.fsdp={}", "model.lora={}", "model.new_tokens=['<|a|>']"], gpus(2), "train.deepspeed=zero2"),
-        (["train.fsdp={}", "train.tensor_parallel_size=2"], gpus(4), "set both sizes to 1"),
-    ],
-)
-def test_what_it_cannot_do_here_is_refused_with_what_can(
-    overrides: list[str], hardware: Hardware, message: str, make_recipe: MakeRecipe
-) -> None:
-    model = ModelFacts("some/model", "qwen2", "float16", 32768)
-    with pytest.raises(PlanError, match=message):
-        resolve_plan(make_recipe(*overrides), hardware, model)
+from sft.recipe.schema import Fsdp
 
 
 def test_gradients_are_reduced_in_fp32_and_the_loss_is_not_rounded() -> None:
