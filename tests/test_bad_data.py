@@ -104,7 +104,10 @@ BAD = {
         lines(GOOD), "no column question", overrides=("data.train=[{path: rows.jsonl, columns: {prompt: question}}]",)
     ),
     "another format than was said": refused(
-        lines(GOOD), "said to be alpaca", "instruction", overrides=("data.train=[{path: rows.jsonl, format: alpaca}]",)
+        lines(GOOD),
+        "format=alpaca and no",
+        "instruction",
+        overrides=("data.train=[{path: rows.jsonl, format: alpaca}]",),
     ),
     "two kinds of rows in one file": refused(
         lines(GOOD, GOOD, talk(("user", "Hi"), ("assistant", "Hello"))), "row 3", "no column 'prompt'", "but messages"
@@ -126,12 +129,12 @@ BAD = {
     "a picture": refused(
         lines(talk(("user", [{"type": "image_url", "image_url": "x"}]), ("assistant", "x"))), "row 1", "image_url"
     ),
-    "messages that are text": refused(lines({"messages": "Hi"}), "row 1", "`messages` is no JSON"),
+    "messages that are text": refused(lines({"messages": "Hi"}), "row 1", "`messages` is not JSON"),
     "messages that are an object": refused(lines({"messages": {"role": "user"}}), "row 1", "not a list"),
-    "a function call that is no JSON": refused(
+    "a function call that is not JSON": refused(
         lines({"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "{name"}]}),
         "row 1",
-        "a function call is no JSON",
+        "a function call is not JSON",
     ),
     "tools that are no list": refused(
         lines(talk(("user", "a"), ("assistant", "b")) | {"tools": {"name": "x"}}), "row 1", "`tools` is of type dict"
@@ -139,7 +142,7 @@ BAD = {
     "tools that the template does not show": refused(
         lines(talk(("user", "a"), ("assistant", "b")) | {"tools": [{"type": "function", "function": {"name": "f"}}]}),
         "row 1",
-        "chat template shows none of them",
+        "chat template does not show them",
         "model.chat_template",
     ),
     "half a weight": refused(
@@ -173,7 +176,7 @@ BAD = {
         lines(*[talk(("user", "a"), ("assistant", "b"))] * 20, {"messages": []}), dropped={"no_answer": 1}
     ),
     "answers that are all empty": refused(
-        lines(*[{"prompt": "a", "completion": ""}] * 3), "Nothing is left to train on", "3 no answer to train on"
+        lines(*[{"prompt": "a", "completion": ""}] * 3), "Nothing is left to train on", "3 no answer"
     ),
     "too many empty answers": refused(
         lines(*many(3), {"prompt": "a", "completion": " "}),
@@ -186,7 +189,7 @@ BAD = {
     ),
     # Tokens
     "labels that are all -100": refused(
-        lines({"input_ids": [5, 6, 7], "labels": [-100] * 3}), "Nothing is left to train on", "1 no trained token"
+        lines({"input_ids": [5, 6, 7], "labels": [-100] * 3}), "Nothing is left to train on", "1 no target tokens"
     ),
     "a token that the tokenizer has not": refused(lines({"input_ids": [5, 99_999]}), "row 1", "99999", "541 tokens"),
     "labels of another length": refused(lines({"input_ids": [5, 6], "labels": [6]}), "row 1", "`labels` has 1"),
@@ -194,10 +197,12 @@ BAD = {
     "tokens that were packed elsewhere": refused(
         lines({"input_ids": [5, 6, 7], "position_ids": [0, 1, 0]}), "row 1", "`position_ids` start again"
     ),
-    "a loss mask of no token": refused(lines({"input_ids": [5, 6], "loss_mask": [0, 0]}), "1 no trained token"),
+    "a loss mask of no token": refused(lines({"input_ids": [5, 6], "loss_mask": [0, 0]}), "1 no target tokens"),
     "token ids that are text": refused(lines({"input_ids": "5 6 7"}), "row 1", "not a list of whole numbers"),
     # Lengths
-    "a conversation of 330 turns": refused(lines(TURNS_330), "Nothing is left to train on", "too_long", "tokens a row"),
+    "a conversation of 330 turns": refused(
+        lines(TURNS_330), "Nothing is left to train on", "1 too long", "tokens a row"
+    ),
     "a conversation of 330 turns that may be split": Bad(lines(TURNS_330), used=1, overrides=("data.overlong=split",)),
     "a row of a megabyte": refused(
         lines(*many(9), LONG),
