@@ -171,9 +171,9 @@ OTHERS = {
         ("rows.jsonl: none of its first rows can be read", "line 1 is not JSON"), files={"rows.jsonl": "{'a': 1}\n"}
     ),
     "data of a kind that is not read": override(
-        "data.train=./rows.txt", "rows.txt is not a file that is read", ".jsonl", files={"rows.txt": "a\n"}
+        "data.train=./rows.txt", "rows.txt is not a data file", ".jsonl", files={"rows.txt": "a\n"}
     ),
-    "a folder without data": override("data.train=./empty", "holds no .json", files={"empty/notes.txt": ""}),
+    "a folder without data": override("data.train=./empty", "holds no data file", files={"empty/notes.txt": ""}),
     "an output_dir that is a file": override("output_dir=file", "output_dir", "file", files={"file": ""}),
     "something else than an override": override(
         "learning_rate", "'learning_rate' is neither the recipe (mine.yaml) nor an override"

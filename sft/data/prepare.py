@@ -207,7 +207,8 @@ class _Preparation:
         if not good:
             bad = [row.reason for _, row in head if isinstance(row, BadRow)]
             reason = f": none of its first {len(bad)} rows can be read ({bad[0]})" if bad else ""
-            raise DataError(f"{source.path} (split={source.split}) holds no rows{reason}.")
+            where = f" in split={source.split}" if "[" in source.split else ""
+            raise DataError(f"{source.path} holds no rows{where}{reason}.")
         format = row_format(good, source)
         self._check_format(source, format)
         counts = Counts()

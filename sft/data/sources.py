@@ -250,7 +250,7 @@ def first_good_rows(files: list[Path], count: int) -> list[Row]:
             return good
         if rows and isinstance(rows[0], BadRow):
             raise DataError(f"{file}: none of its first rows can be read: {rows[0].reason}. Correct the file.")
-    raise DataError(f"{', '.join(map(str, files[:3]))}: no rows.")
+    raise DataError(f"{', '.join(map(str, files[:3]))} holds no rows.")
 
 
 def _hub_rows(source: Source) -> Iterator[Row]:

@@ -424,7 +424,7 @@ FAULTS: dict[str, dict[str, Fault]] = {
             _text(lambda text: text.replace("<|im_end|>", "<|eot_id|>"), "model/chat_template.jinja"),
         ),
         "asks the assistant to speak by another name": Fault(
-            ("model.chat_template", "cannot be told which tokens"),
+            ("model.chat_template", "cannot be told"),
             _template(
                 _turns("<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>").replace(
                     "<|im_start|>assistant", "<|im_start|>model"
@@ -526,7 +526,7 @@ FAULTS: dict[str, dict[str, Fault]] = {
         "nothing held out": Fault(("data.held_out=0.0001", "Raise it"), command=HELD_OUT + "0.0001"),
         "a folder of splits": Fault(("several splits", "test.jsonl"), _folder_of_splits, DATA),
         "a split that a file has not": Fault(
-            ("split=validation", "files have no splits"),
+            ("split=validation", "a file has no splits"),
             command=TRAIN + " 'data.train=[{{path: {folder}/rows.jsonl, split: validation}}]'",
         ),
         "a slice without rows": Fault(

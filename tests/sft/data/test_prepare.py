@@ -248,7 +248,7 @@ def test_data_that_a_recipe_cannot_use_is_one_message(
 def test_a_file_without_good_rows_is_one_message(make: Callable[..., Recipe], tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.touch()
-    with pytest.raises(DataError, match=r"rows.jsonl .* holds no rows\."):
+    with pytest.raises(DataError, match=r"rows.jsonl holds no rows\."):
         prepared(make(f"data.train={path}"))
     path.write_text("no\nno\n")
     with pytest.raises(DataError, match=r"none of its first 2 rows can be read \(line 1 is not JSON"):

@@ -68,7 +68,7 @@ def test_a_row_keeps_its_number_and_its_place_in_its_file(split: str, numbers: r
 def test_the_first_good_rows_are_of_the_first_file_with_rows(folder: Path) -> None:
     files = [folder / name for name in ("b.jsonl", "c.jsonl", "a.jsonl")]
     assert first_good_rows(files, 2) == [{"text": "3"}, {"text": "4"}]
-    with pytest.raises(DataError, match=r"b.jsonl: no rows"):
+    with pytest.raises(DataError, match=r"b.jsonl holds no rows"):
         first_good_rows(files[:1], 2)
     (folder / "b.jsonl").write_text("no\n")
     with pytest.raises(DataError, match=r"b.jsonl: none of its first rows can be read: line 1 is not JSON"):
