@@ -39,6 +39,7 @@ def plan_warnings(
         _number(train.trainer_args.get(key)) for key in ("label_smoothing_factor", "neftune_noise_alpha")
     )
     every = recipe.eval.every_steps
+    alpha, rank = (lora.lora_alpha, lora.r) if lora else (0, 1)
     checks = [
         (
             steps is not None and train.warmup_steps >= steps,
@@ -78,9 +79,8 @@ def plan_warnings(
             "swapped.",
         ),
         (
-            lora is not None and lora.lora_alpha > 64 * lora.r,
-            f"model.lora.lora_alpha={lora and lora.lora_alpha} with r={lora and lora.r} multiplies what the adapters add by "
-            f"{lora and lora.lora_alpha / lora.r:g}; 1 and 2 are usual.",
+            alpha > 64 * rank,
+            f"model.lora.lora_alpha={alpha} with r={rank} multiplies what the adapters add by {alpha / rank:g}; 1 and 2 are usual.",
         ),
         (
             smoothing >= 0.5,
