@@ -110,7 +110,10 @@ BAD = {
         overrides=("data.train=[{path: rows.jsonl, format: alpaca}]",),
     ),
     "two kinds of rows in one file": refused(
-        lines(GOOD, GOOD, talk(("user", "Hi"), ("assistant", "Hello"))), "row 3", "no column 'prompt'", "but messages"
+        lines(GOOD, GOOD, talk(("user", "Hi"), ("assistant", "Hello"))),
+        "row 3",
+        "no column 'completion', 'prompt'",
+        "but messages",
     ),
     "a conversation for which the template is to be left out": refused(
         lines(talk(("user", "Hi"), ("assistant", "Hello"))),

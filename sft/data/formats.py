@@ -190,9 +190,10 @@ def to_example(row: Row, format: str, data: Data, source: Source) -> Example:
     for name, why in _UNSUPPORTED.items():
         if row.get(name):
             raise ValueError(f"it has `{name}`: {why}")
-    missing = [name for name in FORMATS[format] if name not in row and not (name == "output" and "response" in row)]
+    missing = [name for name in sorted(FORMATS[format] - row.keys()) if not (name == "output" and "response" in row)]
     if missing:
-        raise ValueError(f"it has no column {missing[0]!r}, as rows of the format {format} do, but {', '.join(row)}")
+        names = ", ".join(map(repr, missing))
+        raise ValueError(f"it has no column {names}, as rows of the format {format} do, but {', '.join(row)}")
     if format == "tokens":
         return _tokens(row)
     if format == "text":
