@@ -22,7 +22,7 @@ from sft.plan.topology import Layout
 from sft.run.directory import Run
 from sft.run.trust import OWN_RUN
 from sft.signals import held_back, speaks_for_ranks
-from sft.terminal import ENDING, Ending, launched_folder, read_ending, seen_ending, written_run
+from sft.terminal import FAILURE, Ending, launch_folder, read_ending, run_of, seen_ending
 
 FINAL = (EXIT_USER_ERROR, EXIT_GATE, EXIT_DID_NOT_FIT)
 """Exit statuses that starting again would not change."""
@@ -163,7 +163,7 @@ def _torchrun(arguments: list[str], stopping: str) -> NoReturn:
     kills, forwarding = OutOfMemoryKills(), Forwarding(stopping)
     _watch_failures(kills, forwarding)
     speaks_for_ranks()
-    folder = launched_folder(os.getpid())
+    folder = launch_folder(os.getpid())
     try:
         run(parse_args(arguments))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
@@ -207,8 +207,8 @@ def first_failure(failures: Mapping[int, Any]) -> int:
 
 def _record_failure() -> None:
     """Have run.json tell the first failure, where the first rank knew only that it lost another; and say how to go on."""
-    folder = written_run(os.getpid())
-    ending = read_ending(folder / "logs" / ENDING) if folder else None
+    folder = run_of(os.getpid())
+    ending = read_ending(folder / "logs" / FAILURE) if folder else None
     if folder is None or ending is None:
         return
     run = Run(folder)
@@ -266,7 +266,7 @@ def _watch_failures(kills: OutOfMemoryKills, forwarding: Forwarding) -> None:
             if not self.has_failed:
                 tell_of_another_machine()
             go_on_in_the_run()
-            shutil.rmtree(launched_folder(os.getpid()), ignore_errors=True)
+            shutil.rmtree(launch_folder(os.getpid()), ignore_errors=True)
             forwarding.end()
             super()._restart_workers(worker_group)
 
@@ -275,7 +275,7 @@ def _watch_failures(kills: OutOfMemoryKills, forwarding: Forwarding) -> None:
 
 def go_on_in_the_run() -> None:
     """Tell the processes that are started next which run is this job's: another start may have made a newer one meanwhile."""
-    run = written_run(os.getpid())
+    run = run_of(os.getpid())
     if run is not None:
         os.environ[OWN_RUN] = str(run)
 
@@ -288,7 +288,7 @@ def tell_failure(rank: int, exitcode: int, kills: OutOfMemoryKills) -> None:
         exitcode: Its status; negative is a signal.
         kills: Counts the kernel's kills since the start.
     """
-    run = written_run(os.getpid())
+    run = run_of(os.getpid())
     if exitcode >= 0:
         if exitcode not in FINAL and seen_ending(os.getpid()) is None:
             log = f" Its log: {run / 'logs' / f'rank-{rank}.log'}" if run and rank else ""
@@ -297,12 +297,12 @@ def tell_failure(rank: int, exitcode: int, kills: OutOfMemoryKills) -> None:
     number = -exitcode
     name = signal.Signals(number).name if number in list(signal.Signals) else "unknown"
     text = f"was ended by signal {number} ({name}){kills.explanation() if number == signal.SIGKILL else ''}; the others are stopped."
-    Ending.of(rank, text).claim(os.getpid())
+    Ending.of(rank, text).show_once(os.getpid())
 
 
 def tell_of_another_machine() -> None:
     """Say why all processes start again though none of this machine has failed."""
-    run = written_run(os.getpid())
-    ending = read_ending(run / "logs" / ENDING) if run else None
+    run = run_of(os.getpid())
+    ending = read_ending(run / "logs" / FAILURE) if run else None
     text = f"\n{ending.text}" if ending else ""
     print(f"{text}\nAnother machine of the job starts its processes again, and this one does too.", file=sys.stderr)

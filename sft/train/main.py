@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from sft import terminal as rank_logs
+from sft import terminal
 from sft.checkpoint.final import write_model
 from sft.checkpoint.resume import Choice
 from sft.checkpoint.resume_plan import Continuation
@@ -208,5 +208,5 @@ def end_hanging(run: Run, message: str) -> None:
     if distributed.is_first_rank():
         with suppress(OSError):
             run.update(status="failed", error=message[:2000])
-    rank_logs.tell_message(text)
+    terminal.show_message(text)
     os._exit(EXIT_CRASHED)

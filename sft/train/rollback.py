@@ -16,8 +16,7 @@ from typing import NoReturn
 
 import psutil
 
-from sft import signals as interruption
-from sft import terminal as rank_logs
+from sft import signals, terminal
 from sft.errors import Interrupted
 from sft.parallel import process_group as distributed
 from sft.recipe.schema import Tracking
@@ -49,7 +48,7 @@ def become_again(argv: Sequence[str], run: Run, tracking: Tracking, why: str) ->
         # The ranks meet anew, at a place of their own: at the launcher's, the first meeting is still written down.
         environment |= {"MASTER_PORT": str(_agreed_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     distributed.leave_group()
-    rank_logs.give_back()
+    terminal.restore_output()
     # Whatever the recipe says of resuming was answered when the run was opened.
     words = [word for word in argv if not word.startswith(("train.resume=", "--local_rank"))] + ["train.resume=auto"]
     sys.stdout.flush()
@@ -58,8 +57,8 @@ def become_again(argv: Sequence[str], run: Run, tracking: Tracking, why: str) ->
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             child.kill()
-    with interruption.held_back():
-        interruption.close()
+    with signals.held_back():
+        signals.close()
         os.closerange(3, 65536)  # what libraries hold open would stay so
         os.execve(sys.executable, [sys.executable, "-m", "sft.train", *words], environment)
 
@@ -72,15 +71,15 @@ def _stop_where_asked() -> None:
     """
     import torch
 
-    asked = interruption.asked()
+    asked = signals.asked()
     found: list[int | None] = [asked]
     if torch.distributed.is_initialized():
         found = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(found, asked)
     for number in filter(None, found):
-        interruption.ignore()
+        signals.ignore()
         name = signal.Signals(number).name
-        raise Interrupted(name, interruption.exit_status(number), agreed=True)
+        raise Interrupted(name, signals.exit_status(number), agreed=True)
 
 
 def _agreed_port() -> int:

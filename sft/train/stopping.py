@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from transformers.trainer_callback import TrainerCallback
 
-from sft import signals as interruption
+from sft import signals
 from sft.checkpoint.writer import Shortage
 from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted, RunError
 from sft.parallel.progress import Progress
@@ -98,7 +98,7 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
     def begin(self, step: int) -> None:
         """A step begins: from the first one on there is something to save."""
         if not self._step:
-            interruption.hold()
+            signals.hold()
         self._step = step
         if self.limit is not None:
             self.limit.begin(time.time())
@@ -133,7 +133,7 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         return bool(self._step) and self.answer() > Wish.SAVE
 
     def _own_wish(self) -> Wish:
-        asked = interruption.asked()
+        asked = signals.asked()
         if asked is not None:
             return Wish[signal.Signals(asked).name]
         if self.rank:
@@ -186,10 +186,10 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
             Interrupted: A signal came after the last step.
         """
         if self.wish == Wish.NOTHING:
-            interruption.release()
+            signals.release()
             return None
         if is_rank():  # the launcher sends SIGTERM to all when the first of them has ended
-            interruption.ignore()
+            signals.ignore()
         if self.rank == 0:
             (self.run / STOP).unlink(missing_ok=True)
         status = EXIT_INTERRUPTED if self.wish == Wish.SIGINT else EXIT_TERMINATED
@@ -210,7 +210,7 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         except Interrupted as interrupted:
             if self.shortage is None:
                 raise
-            interruption.ignore()  # it ends by itself
+            signals.ignore()  # it ends by itself
             raise RunError(self._lost(interrupted, step, self.shortage)) from None
 
     def _lost(self, interrupted: Interrupted, step: int, shortage: Shortage) -> str:
