@@ -72,7 +72,7 @@ def _count(differences: int) -> str:
 def recipe(a: Run, b: Run) -> Finding:
     """Compare the recipes with all defaults."""
     values = [run.record.get("recipe_values") or run.recipe().model_dump(mode="json") for run in (a, b)]
-    changes = differences(*values)
+    changes = differences(values[0], values[1])
     count = sum(not is_same_training(change.key) for change in changes)
     lines = [f"{change}{' (does not count)' if is_same_training(change.key) else ''}" for change in changes]
     return Finding("recipe", _count(count) if count else "same", tuple(lines), count > 0)
@@ -113,7 +113,7 @@ def data(a: Run, b: Run) -> Finding:
     if a.record.get("data_fingerprint") == b.record.get("data_fingerprint"):
         return Finding("data", f"same, fingerprint {prints[0]}")
     totals = [read_json(run.ledger_file).get("total", {}) if run.ledger_file.exists() else {} for run in (a, b)]
-    lines = [f"fingerprint: {prints[0]} -> {prints[1]}", *map(str, differences(*totals))]
+    lines = [f"fingerprint: {prints[0]} -> {prints[1]}", *map(str, differences(totals[0], totals[1]))]
     return Finding("data", "other sequences (A -> B)", tuple(lines), differs=True)
 
 
