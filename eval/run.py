@@ -27,10 +27,9 @@ from pathlib import Path
 
 from eval import ranks
 from eval.evaluate import evaluate_one, evaluate_run
-from eval.harness.launch import become_launcher
-from eval.harness.process_group import NeedsProcesses
-from eval.models.backend_checks import check_backend
-from eval.models.targets import check_folder
+from eval.harness.processes import NeedsProcesses, become_launcher
+from eval.models.backends import check_backend
+from eval.models.target import check_folder
 from sft import terminal
 from sft.errors import EvaluationError, RecipeError
 from sft.program import run_main
@@ -136,7 +135,7 @@ def main(arguments: list[str]) -> None:
         become_launcher(more.placement, arguments)
     if not_measured:
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in not_measured.items())
-        terminal.show_message(f"The evaluation is incomplete. Not measured:{reasons}")
+        rank_logs.show_message(f"The evaluation is incomplete. Not measured:{reasons}")
     else:
         terminal.remove_launch_folder()
     ranks.leave()
