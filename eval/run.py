@@ -135,7 +135,7 @@ def main(arguments: list[str]) -> None:
         become_launcher(more.placement, arguments)
     if not_measured:
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in not_measured.items())
-        rank_logs.show_message(f"The evaluation is incomplete. Not measured:{reasons}")
+        terminal.show_message(f"The evaluation is incomplete. Not measured:{reasons}")
     else:
         terminal.remove_launch_folder()
     ranks.leave()

@@ -144,14 +144,6 @@ def remove_launch_folder() -> None:
         shutil.rmtree(launch_folder(os.getppid()), ignore_errors=True)
 
 
-def restore_output() -> None:
-    """Print where this process printed at its start: it becomes a program that calls `start_rank_log` itself."""
-    if _output.terminal != 2:
-        _flush()
-        for stream in (1, 2):
-            os.dup2(_output.terminal, stream)
-
-
 def to_terminal(text: str) -> None:
     """Print a line to what was this process's standard error at its start."""
     _flush()
