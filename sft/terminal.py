@@ -196,7 +196,7 @@ def _create(path: Path, text: str) -> bool:
     return True
 
 
-def first_failure(run: Path | None = None, launcher: int | None = None) -> str | None:
+def shown_failure(run: Path | None = None, launcher: int | None = None) -> str | None:
     """The first failure of a run's newest start, or of a launcher's ranks; None if there is none."""
     folder = run / "logs" if run else launch_folder(launcher or os.getppid())
     try:
@@ -287,7 +287,7 @@ def _wait_for_the_cause() -> None:
     deadline = time.monotonic() + _WAIT_SECONDS
     while time.monotonic() < deadline:
         time.sleep(0.2)
-        if first_failure() or (_output.run and first_failure(_output.run)):
+        if shown_failure() or (_output.run and shown_failure(_output.run)):
             time.sleep(1.0)  # the launcher should hear first of the rank that failed first
             return
 

@@ -41,7 +41,9 @@ class Forwarding:
     def begin(self, pids: Sequence[int]) -> None:
         """Ranks are there, which hear of what has come before them too."""
         self._pids = pids
-        signals.take_over()
+        for asking in signals.SIGNALS:  # torchrun has set handlers of its own
+            if signal.getsignal(asking) is not signal.SIG_IGN:
+                signal.signal(asking, lambda *_: None)
         signals.hold(self._act)
 
     def end(self) -> None:
@@ -87,7 +89,7 @@ def tell_interruption(forwarding: Forwarding, status: int) -> None:
     """Say in one line what happened and how it goes on, for all ranks; and have run.json say it where they could not."""
     by = forwarding.asked or (signal.SIGINT if status == EXIT_INTERRUPTED else signal.SIGTERM)
     folder = run_of(os.getpid())
-    if folder is None and signals.others_speak():
+    if folder is None and os.environ.get("SFT_PARENT") == str(os.getppid()):
         return
     error, after = f"Interrupted by {by.name}", "The same command starts again, or resumes"
     if folder is not None:

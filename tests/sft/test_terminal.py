@@ -10,7 +10,7 @@ from sft import terminal
 from sft.errors import DataError, LostRank
 from sft.program import exit_on_error
 from sft.recipe.schema import REPOSITORY
-from sft.terminal import FAILURE, failure_text, first_failure, forget_failure, launch_folder, only_lost_others, run_of
+from sft.terminal import FAILURE, failure_text, forget_failure, launch_folder, only_lost_others, run_of, shown_failure
 
 Become = Callable[[int], None]
 
@@ -50,7 +50,7 @@ def test_of_two_ranks_that_fail_the_first_is_shown(become: Become, capsys: pytes
     become(0)
     assert fail(ValueError("a consequence")) == 1
     assert capsys.readouterr().err == ""
-    assert (first_failure() or "").startswith("Rank 1 on ")
+    assert (shown_failure() or "").startswith("Rank 1 on ")
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -83,7 +83,7 @@ def test_every_node_shows_the_first_failure_of_the_job(
     assert capsys.readouterr().err.strip() == "Rank 9 on node1 failed"
     assert "Connection closed by peer" in (run / "logs" / "rank-0.log").read_text()  # kept, though not shown
     forget_failure(run)
-    assert first_failure(run) is None
+    assert shown_failure(run) is None
 
 
 @pytest.mark.parametrize(
