@@ -13,8 +13,9 @@ from sft.hub.model_facts import ModelFacts
 from sft.plan.decision import Decision
 from sft.plan.deepspeed import DeepSpeedFile, load_deepspeed, size_buckets
 from sft.plan.hardware import Gpu, Hardware
-from sft.plan.memory import ENGINES, GIB, MemoryEstimate, engine_of, estimate_memory, is_half
+from sft.plan.memory import ENGINES, GIB, MemoryEstimate, engine_of, estimate_memory
 from sft.plan.parallelism import FSDP2, data_parallel_ranks, describe_fsdp, resolve_fsdp
+from sft.plan.precision import computes_in_half
 from sft.recipe.schema import Lora, Recipe
 
 AUTO = "auto"
@@ -49,7 +50,7 @@ def order_of_engines(recipe: Recipe, hardware: Hardware) -> list[str]:
     elif adapters:
         order = ["none", "zero3", "zero3_offload"]
     else:
-        order = [] if is_half(recipe, hardware.gpu) else ["none"]
+        order = [] if computes_in_half(recipe, hardware.gpu) else ["none"]
         order += ["zero2", "zero3", "zero2_offload", "zero3_offload"]
     # Adapters leave no optimizer to speak of on the GPU, and ZeRO-3 does not compile.
     unfit = {"zero2_offload"} if adapters else set()
