@@ -284,28 +284,6 @@ def test_an_evaluation_whose_parent_is_gone_before_it_could_look_ends(tmp_path: 
     assert "Interrupted by SIGTERM" in done.stderr
 
 
-@pytest.mark.slow
-def test_a_group_of_which_a_part_is_out_of_reach_is_measured_in_its_other_parts(
-    run: Run, write_task: WriteTask, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = write_task("near").parent
-    write_task("far", dataset_path="nobody/nothing", dataset_kwargs=None)
-    (folder / "group.yaml").write_text(
-        "group: ours\ntask: [near, far]\naggregate_metric_list: [{metric: exact_match, aggregation: mean}]\n"
-    )
-    write_task("beside")
-    with pytest.raises(SystemExit) as stop:
-        main([str(run.path), "tasks=ours,beside", f"include_path={folder}"])
-    assert stop.value.code == 1
-    told = capsys.readouterr().err
-    assert "Not measured:\n  ours: " in told
-    assert "its other parts" not in told
-    compared = comparison(run)
-    assert not compared["complete"]
-    assert list(compared["not_measured"]) == ["ours", "far"]
-    assert {row["task"] for row in compared["metrics"]} == {"near", "beside"}
-
-
 @pytest.mark.parametrize(
     ("named", "told"),
     [
