@@ -55,7 +55,7 @@ def _code_files(task: ConfigurableTask, folder: Path | None) -> dict[str, bytes]
     files = set()
     for one in (type(task), *_functions(task.config.to_dict(keep_callable=True))):
         with suppress(TypeError):
-            files.add(Path(str(getsourcefile(one)))  # type: ignore[arg-type])
+            files.add(Path(str(getsourcefile(one))))  # type: ignore[arg-type]
     if folder is not None:
         loaded = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
         files |= {Path(file) for file in loaded if file is not None and Path(file).is_relative_to(folder)}
