@@ -80,16 +80,6 @@ def test_two_runs_from_one_base_measure_it_once(
     assert "base: measured before" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_another_base_model_is_measured_again(run: Run, tuned_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main([str(run.path), "limit=2"])
-    assert "base: 2 documents" in capsys.readouterr().out
-    run.update(base_model={"name_or_path": "other", "revision": None, "path": str(tuned_model)})
-    main([str(run.path), "limit=2"])
-    assert "base: 2 documents" in capsys.readouterr().out
-    assert comparison(run)["metrics"][0]["difference"] == 0
-
-
 def test_what_is_out_of_reach_makes_a_run_incomplete(
     run: Run, write_task: WriteTask, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,16 +208,6 @@ def test_a_mistake_is_one_message_before_anything_is_measured(
     with pytest.raises(UserError, match=told):
         main([places.get(argument, argument) for argument in arguments])
     assert not list(tmp_path.rglob("results.json"))
-
-
-def test_a_folder_that_cannot_be_made_is_told(
-    tuned_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "outputs").mkdir()
-    (tmp_path / "outputs" / "eval").write_text("a file where a folder should be")
-    with pytest.raises(EvaluationError, match="Results cannot be written"):
-        main([str(tuned_model), "tasks=builtin:demo"])
 
 
 def test_a_run_without_its_final_model_is_told_its_status(run: Run) -> None:
