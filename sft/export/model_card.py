@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.report.curve import draw_curve
-from eval.report.results import read_run
+from eval.report.charts import draw_curve
+from eval.report.run_files import read_run
 from sft.credentials import redact
 from sft.errors import ExportError
 from sft.export.gguf import GGUF
