@@ -40,8 +40,6 @@ passes on what its ranks may have heard themselves."""
 _ONCE_MORE = 0.1
 """Seconds after which a signal is heard again whose exception was dropped; within those in which it is the first one."""
 
-_LAUNCHER = "SFT_LAUNCHER"
-"""The process id of our launcher, which speaks for its ranks."""
 _STARTED_BY = "SFT_PARENT"
 """The process id of the process of ours that this one works for, and that says how it ended."""
 
@@ -55,14 +53,9 @@ def exit_status(number: int) -> int:
     return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED
 
 
-def speaks_for_ranks() -> None:
-    """Say that this process is a launcher that tells how its ranks were stopped."""
-    os.environ[_LAUNCHER] = str(os.getpid())
-
-
 def others_speak() -> bool:
     """Whether the process that started this one tells how it ended."""
-    return os.environ.get(_LAUNCHER) == str(os.getppid()) or os.environ.get(_STARTED_BY) == str(os.getppid())
+    return os.environ.get(_STARTED_BY) == str(os.getppid())
 
 
 class Interruptible(Protocol):
@@ -273,7 +266,7 @@ def take_over() -> None:
 def _wait_for_the_step(number: signal.Signals, again: bool) -> None:
     if again and _listener is not None:
         _listener.end_now()
-    if not again and not rank_logs.is_rank():  # else the launcher may say so, or has another reason to end the ranks
+    if not again and not rank_logs.is_rank():  # else our launcher says so, or has another reason to end the ranks
         rank_logs.to_terminal(f"{number.name}: saving after this step, then stopping. A second signal ends it at once.")
 
 

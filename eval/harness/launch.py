@@ -1,4 +1,4 @@
-"""How an evaluation becomes several processes that share its documents. sft/launch/evaluation.py starts them."""
+"""How an evaluation becomes several processes that share its documents. sft/launch/torchrun.py starts them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import NoReturn
 
 from eval.models.placement import Placement
+from sft.plan.hardware import cpu_cores
 from sft.signals import held_back
 
 PLACEMENT = "SFT_EVAL_PLACEMENT"
@@ -22,11 +23,16 @@ def become_launcher(placement: Placement, arguments: list[str]) -> NoReturn:
         placement: How many there are.
         arguments: Of eval/run.py.
     """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_cores() // placement.processes)))
+    layout = json.dumps({"per_node": placement.processes})
     os.environ[PLACEMENT] = json.dumps(asdict(placement))
     sys.stdout.flush()
     sys.stderr.flush()
     with held_back():
-        os.execv(sys.executable, [sys.executable, "-m", "sft.launch.evaluation", *arguments])
+        os.execv(
+            sys.executable,
+            [sys.executable, "-m", "sft.launch.torchrun", layout, "0", "0", "-m", "eval.run", *arguments],
+        )
 
 
 def decided_placement() -> Placement | None:

@@ -12,12 +12,13 @@ one that will not come. The next process goes on behind it.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from sft.data.prepared import Prepared
@@ -39,6 +40,7 @@ from sft.launch.tuning_result import (
 from sft.parallel import process_group as distributed
 from sft.plan.decision import Resolved
 from sft.plan.job import Job
+from sft.plan.topology import read_layout
 from sft.plan.weights import resolve_gradients
 from sft.program import run_main
 
@@ -114,12 +116,10 @@ def search(job: Job, prepared: Prepared, memory_gib: float | None = None) -> Non
 
 
 def _run(program: Sequence[str]) -> int:
-    """Start the ranks as the launcher does, and wait for them; they end with this process."""
-    code = (
-        "import os, signal, sys; from sft.processes import end_with_parent; end_with_parent(int(sys.argv[1]), signal.SIGTERM); "
-        "from sft.plan.topology import read_layout; from sft.launch.torchrun import start; start(read_layout(), sys.argv[2:])"
-    )
-    with subprocess.Popen([sys.executable, "-c", code, str(os.getpid()), *program]) as process:
+    """Start the ranks as a training does, and wait for them; they end with this process."""
+    layout = json.dumps(asdict(read_layout()) | {"slurm": None})
+    command = [sys.executable, "-m", "sft.launch.torchrun", layout, "0", "0", *program]
+    with subprocess.Popen(command, env=os.environ | {"SFT_PARENT": str(os.getpid())}) as process:
         try:
             return process.wait()
         except BaseException:

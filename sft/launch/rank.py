@@ -27,7 +27,7 @@ from sft.errors import RecipeError
 from sft.files import write_json
 from sft.hub.pins import pin_lines, pinned
 from sft.launch.checks import check_installed, check_rank_variables
-from sft.launch.finish import become_finish, evaluation_left, programs
+from sft.launch.evaluation import become_evaluation, programs, unfinished_evaluation
 from sft.launch.job import open_job
 from sft.launch.preflight import check_ranks
 from sft.launch.start import Start, begin_data, start_run, wait_for_data
@@ -43,12 +43,16 @@ from sft.train.tracking import finish_trackers, set_up_trackers
 
 
 def main(argv: Sequence[str]) -> None:
-    """Train one recipe: the table of contents."""
+    """Train one recipe, as the only process or as one of those that a launcher has started."""
     check_rank_variables()
     check_installed()
     rank_logs.begin()
     recipe_path, overrides = parse_command_line(argv)
-    job = open_job(recipe_path, overrides, distributed.job_hardware())
+    train_job(open_job(recipe_path, overrides, distributed.job_hardware()))
+
+
+def train_job(job: Job) -> None:
+    """Train, then evaluate: the table of contents."""
     evaluate_what_is_trained(job)
     tasks = check_before_training(job.recipe) if distributed.is_first_rank() else None
     data = begin_data(job)
@@ -67,7 +71,7 @@ def main(argv: Sequence[str]) -> None:
     from sft.train.main import train
 
     run, planned = start.run, start.planned(job)
-    with recorded(run), told_of_a_lost_folder(run.checkpoints), going_back(argv, run, job):
+    with recorded(run), told_of_a_lost_folder(run.checkpoints), going_back(run, job):
         if distributed.is_first_rank():
             show_start(planned, start, tokenizer)
         during = evaluation_during(planned, run, tokenizer)
@@ -78,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
     distributed.leave_group()
     rank_logs.end()
     if distributed.is_first_rank():
-        become_finish(start.run)
+        become_evaluation(start.run)
 
 
 def parse_command_line(argv: Sequence[str]) -> tuple[Path, list[str]]:
@@ -158,22 +162,22 @@ def recorded(run: Run) -> Iterator[None]:
 
 
 @contextmanager
-def going_back(argv: Sequence[str], run: Run, job: Job) -> Iterator[None]:
+def going_back(run: Run, job: Job) -> Iterator[None]:
     """Go back to the last checkpoint where a fault in the numbers asks for it."""
     from sft.train.nonfinite import Rewind
 
     try:
         yield
     except Rewind as fault:
-        become_again(argv, run, job.recipe.tracking, str(fault))
+        become_again([str(job.recipe_path), *job.overrides], run, job.recipe.tracking, str(fault))
 
 
 def evaluate_what_is_trained(job: Job) -> None:
     """Go on with the evaluation where it was interrupted; the first rank does, and the others have nothing to do."""
-    run = evaluation_left(job)
+    run = unfinished_evaluation(job)
     if run is not None:
         if distributed.is_first_rank():
-            become_finish(run)
+            become_evaluation(run)
         raise SystemExit(0)
 
 

@@ -7,10 +7,8 @@ import pytest
 
 from sft import signals as interruption
 from sft.errors import Interrupted
-from sft.launch.forwarding import Forwarding
 from sft.program import exit_on_error, run_main
 from sft.signals import held_back
-from tests.sft.launch.test_main import Failed
 
 
 def send(number: signal.Signals) -> None:
@@ -87,26 +85,6 @@ def test_what_a_shell_has_set_to_be_ignored_stays_ignored() -> None:
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.parametrize(
-    ("ended", "asked", "status"),
-    [
-        ({0: 143, 1: 143}, None, 143),
-        ({0: 130, 1: 143}, None, 130),  # torchrun ends with SIGTERM who has not ended yet
-        ({0: 143, 1: -15}, signal.SIGINT, 130),
-        ({0: 143, 1: -11}, None, None),
-        ({0: 143, 1: 1}, signal.SIGTERM, None),
-        ({0: 143, 1: -9}, signal.SIGTERM, None),  # memory ran out
-        ({1: 2}, signal.SIGTERM, None),
-    ],
-)
-def test_a_job_was_interrupted_where_no_rank_has_failed(
-    ended: dict[int, int], asked: signal.Signals | None, status: int | None
-) -> None:
-    forwarding = Forwarding()
-    forwarding.asked = asked
-    assert forwarding.exit_status({rank: Failed(code) for rank, code in ended.items()}) == status
 
 
 def test_a_signal_that_was_held_back_until_a_program_hears_ends_it_in_one_line(

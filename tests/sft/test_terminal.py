@@ -9,8 +9,6 @@ import pytest
 
 from sft import terminal as rank_logs
 from sft.errors import DataError
-from sft.launch.opening import OWN_RUN
-from sft.launch.torchrun import go_on_in_the_run
 from sft.program import exit_on_error
 from sft.recipe.schema import REPOSITORY
 from sft.terminal import ENDING, Ending, forget_ending, is_echo, launched_folder, read_ending, seen_ending, written_run
@@ -170,17 +168,11 @@ def test_the_first_rank_and_a_single_process_speak(tmp_path: Path) -> None:
         assert done.stdout == "before\nafter\n"
 
 
-def test_a_single_process_tells_our_launcher_its_run_and_what_starts_again_goes_on_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_single_process_tells_our_launcher_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(rank_logs, "_voice", rank_logs._Voice(2))
-    monkeypatch.setenv(OWN_RUN, "")
     rank_logs.move_to(tmp_path / "run")
     assert written_run(os.getppid()) is None
     monkeypatch.setenv("SFT_LAUNCHER", str(os.getppid()))
     rank_logs.move_to(tmp_path / "run")
     assert written_run(os.getppid()) == tmp_path / "run"
-    launched_folder(os.getppid()).rename(launched_folder(os.getpid()))  # as the launcher, which this process is now
-    go_on_in_the_run()
-    assert os.environ[OWN_RUN] == str(tmp_path / "run")
