@@ -27,18 +27,16 @@ from pathlib import Path
 
 from eval import ranks
 from eval.evaluate import evaluate_one, evaluate_run
-from eval.harness.launch import become_launcher
-from eval.harness.process_group import NeedsProcesses
-from eval.models.backend_checks import check_backend
-from eval.models.targets import check_folder
+from eval.harness.processes import NeedsProcesses, become_launcher
+from eval.models.backends import check_backend
+from eval.models.target import check_folder
 from sft import terminal as rank_logs
 from sft.errors import EvaluationError, RecipeError
 from sft.program import run_main
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Evaluation
-from sft.run.consent import TRUST, check_model_code, is_own
 from sft.run.directory import Run, find_run
-from sft.run.unchanged import ACCEPT
+from sft.run.trust import ACCEPT, TRUST, check_model_code, is_own
 
 EXIT_INCOMPLETE = 1
 SENDS = ("base_url", "base_url_of_base", "api_key_env")

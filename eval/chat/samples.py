@@ -16,16 +16,15 @@ from eval.chat.checks import check, is_empty, loops, warning
 from eval.chat.model import Asker, load_asker, load_weights
 from eval.chat.prompts import Messages, prompts_of
 from eval.harness.prompting import own_template
-from eval.models.backends import Target
 from eval.models.placement import give_memory_back
-from eval.models.targets import base_target
+from eval.models.target import Target, base_target
 from eval.quiet import chatter_to
 from eval.reference import Reference, load_reference
 from sft.errors import EvaluationError
 from sft.files import read_json, write_json
 from sft.recipe.schema import Evaluation
-from sft.run.consent import TRUST, check_model_code
 from sft.run.directory import Run, find_run
+from sft.run.trust import TRUST, check_model_code
 
 AT_ONCE = 8
 """Prompts in a batch."""

@@ -1,38 +1,38 @@
-"""Law 9, before it is too late: what the save at the end would write is loaded in another process and compared with the model.
+"""Verifies that what is saved is the model in memory ("saved equals trained"), before it is too late.
 
-After the first optimizer step of a start, and again on final/ before it gets its name. The model is written to a hidden folder of the
-run by what writes final/; sft/checkpoint/load_saved.py loads that by `from_pretrained` alone, on the CPU. Compared are
+After the first optimizer step that trains, the model is written to a hidden folder by the code that writes final/, and read back on rank 0:
+names, shapes, dtypes and bytes of the tensors against the engine's own (sft/checkpoint/live_tensors.py), and configuration and tokenizer
+against those in memory. final/ is compared in the same way before it gets its name, and then loaded once in a fresh process by
+`from_pretrained`, which must find every weight and give the logits of the live model.
 
-- every tensor, bit by bit, with the engine's own, gathered one by one (sft/parallel/full_tensors.py); merged adapters up to their rounding,
-- the logits of a few real rows, with those of the live engine: what is not in the tensors (config.json) is seen there,
-- what generation needs: stop tokens, vocabulary, chat template, and how a text becomes tokens.
-
-The training is left bit for bit as it was.
+Training continues bit for bit as it would have without the verification.
 """
 
 from __future__ import annotations
 
-import random
+import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer_callback import TrainerCallback
 
-from sft.checkpoint.loader_process import Checker
-from sft.checkpoint.save_comparison import Comparison, Found, facts, message
-from sft.checkpoint.saving import write_model
+from sft.checkpoint.final import write_model
+from sft.checkpoint.live_tensors import LiveTensor, live_tensors
+from sft.checkpoint.load_again import load_and_compare
 from sft.data.tokenizer import new_token_ids
 from sft.errors import RunError, WrongSave
 from sft.model.live import arithmetic, evaluating, unwrapped
 from sft.model.load import DTYPES, weights_dtype
 from sft.parallel import process_group as distributed
-from sft.parallel.full_tensors import whole_tensors
 from sft.parallel.progress import BETWEEN, CHECKPOINT
 from sft.parallel.sharding import give_back
 from sft.plan.job import Job
@@ -41,73 +41,97 @@ from sft.run.directory import Run
 ROWS, LENGTH = 4, 32
 FOLDER = ".canary"
 
-# Norm of the difference of logits over their norm. The tensors are the same, so that this is what other kernels, in another order,
-# on another device, make of them; the isolation probe allows hidden states the same. A wrong config.json (another
-# theta, eps, tied head) differs by tens of percent.
+# Norm of the difference of logits over their norm. The tensors are known to be equal, so this is what other kernels, in another order, on
+# another device, make of them; the isolation probe allows hidden states the same. A wrong architecture (theta, eps, a tied head) makes tens
+# of percent.
 LOGITS = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 5e-2}
 
+_SHOWN = 6
+_FREE_TO_DIFFER = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+"""Keys of config.json that saving sets."""
 
-class SaveCanary(TrainerCallback):  # type: ignore[misc]
-    """Checks the save after the first step that this process has trained, and final/ when it is asked to.
+
+class SaveVerification(TrainerCallback):  # type: ignore[misc]
+    """Verifies a save after the first step that trains, and final/ when `verify_final` is called.
 
     Args:
-        job: Says what the model is.
+        job: Describes the model.
         run: Where the folder is written.
         tokenizer: From load_tokenizer.
-        checker: On the first rank.
     """
 
-    def __init__(self, job: Job, run: Run, tokenizer: Any, checker: Checker | None) -> None:
-        self.job, self.run, self.tokenizer, self.checker = job, run, tokenizer, checker
+    def __init__(self, job: Job, run: Run, tokenizer: Any) -> None:
+        self.job, self.run, self.tokenizer = job, run, tokenizer
         self.trainer: Any = None
-        self._moved = self._checked = False
+        self._trains = self._verified = False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A step of a warm-up that begins at a rate of 0 trains nothing: an adapter would be none, whether it is saved or not."""
-        self._moved = max(kwargs["lr_scheduler"].get_last_lr()) > 0
+        """Note whether the step trains: at a learning rate of 0 an adapter stays zero, saved or not."""
+        self._trains = max(kwargs["lr_scheduler"].get_last_lr()) > 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After the first step that has trained; not where that is the last, since final/ comes next."""
-        if self._checked or not self._moved or state.global_step >= state.max_steps:
+        """Verify a save after the first step that trains; the last step is followed by final/."""
+        if self._verified or not self._trains or state.global_step >= state.max_steps:
             return
-        self._checked = True
+        self._verified = True
         self.trainer.progress.at(CHECKPOINT)
         folder = self.run.path / FOLDER
         distributed.from_first_rank(lambda: check_room(folder.parent, self._bytes()))
-        with untouched(self.trainer):
+        with random_state_kept(self.trainer):
             write_model(self.trainer, self.job, self.tokenizer, folder)
-            self.check(folder)
-        if distributed.is_first_rank():
-            shutil.rmtree(folder)
+            self._verify(folder, load=False)
+        distributed.from_first_rank(lambda: shutil.rmtree(folder))
         self.trainer.progress.at(BETWEEN)
 
-    def check(self, folder: Path) -> None:
-        """Compare a folder with the model; every rank takes part.
+    def verify_final(self, folder: Path) -> None:
+        """Compare a folder with the model, and load it. Every rank takes part.
 
         Args:
             folder: From write_model, of the model as it is.
 
         Raises:
-            WrongSave: It is another model. The folder is kept.
-            RunError: The process that loads it was ended.
+            WrongSave: It is another model.
+            RunError: The process that loads it was killed or took too long.
         """
-        with untouched(self.trainer):
-            found = self._compare(folder)
-        if found.problems:
-            state = self.trainer.state
-            raise WrongSave(message(found.problems, folder, state.global_step, state.global_step >= state.max_steps))
-        if distributed.is_first_rank():
-            self.run.update(save_checked={"tensors": found.tensors, "logits_differ": found.distance})
-            print(
-                f"Save checked in {found.seconds:.1f} s: {found.tensors} tensors, loaded by another process, are those in memory; logits "
-                f"differ by {found.distance:.1e} of their norm.",
-                flush=True,
-            )
+        self._verify(folder, load=True)
 
-    def close(self) -> None:
-        """End the process that loads; after the last check."""
-        if self.checker is not None:
-            self.checker.close()
+    def _verify(self, folder: Path, load: bool) -> None:
+        started, state = time.monotonic(), self.trainer.state
+        problems, count = self._compare(folder)
+        distance = None
+        if load and not problems:
+            problems, distance = self._load(folder)
+        if problems:
+            raise WrongSave(message(problems, folder, state.global_step, state.global_step >= state.max_steps))
+        if distributed.is_first_rank():
+            self.run.update(save_checked={"tensors": count} | ({} if distance is None else {"logits_differ": distance}))
+            loaded = "" if distance is None else f", loaded again its logits differ by {distance:.1e} of their norm"
+            seconds = time.monotonic() - started
+            print(f"Save verified in {seconds:.1f} s: {count} tensors equal those in memory{loaded}.", flush=True)
+
+    def _compare(self, folder: Path) -> tuple[list[str], int]:
+        """What is wrong with the files, and how many tensors were compared."""
+        model, found = unwrapped(self.trainer), (list[str](), 0)
+        give_back(self.trainer.model)
+        with distributed.met_at_the_end():  # reading the files may take minutes on rank 0
+            live = live_tensors(model, self._dtype())
+            if distributed.is_first_rank():
+                found = compare_tensors(live, model, folder)
+            for _ in live:  # the other ranks only take part in gathering
+                pass
+        problems, count = distributed.from_first_rank(lambda: found)
+        trusts_code = self.job.recipe.model.trust_remote_code
+        return problems or distributed.from_first_rank(
+            lambda: compare_settings(folder, model, self.tokenizer, trusts_code)
+        ), count
+
+    def _load(self, folder: Path) -> tuple[list[str], float]:
+        recipe = self.job.recipe
+        rows = sample_rows(self.trainer.train_dataset, new_token_ids(self.tokenizer, recipe.model.new_tokens))
+        logits = live_logits(self.trainer, rows)
+        limit = LOGITS[coarser(arithmetic(self.trainer), self._dtype())]
+        trusts_code = recipe.model.trust_remote_code
+        return distributed.from_first_rank(lambda: load_and_compare(folder, rows, logits, limit, trusts_code))
 
     def _bytes(self) -> int:
         dtype = self._dtype()
@@ -117,33 +141,137 @@ class SaveCanary(TrainerCallback):  # type: ignore[misc]
         )
 
     def _dtype(self) -> torch.dtype | None:
-        """What final/ is written in, where that is not what the live weights are in."""
+        """What final/ is written in, where it is not the dtype of the live weights."""
         if self.job.recipe.model.lora is not None:
             return weights_dtype(self.job)
         return DTYPES[self.job.plan.precision.value] if self.job.fsdp else None
 
-    def _compare(self, folder: Path) -> Found:
-        started, model = time.monotonic(), unwrapped(self.trainer)
-        rows = sample_rows(self.trainer.train_dataset, new_token_ids(self.tokenizer, self.job.recipe.model.new_tokens))
-        first: Comparison | None = None
-        if self.checker is not None:
-            first = Comparison(self.checker, folder, rows, self.tokenizer, self.job.recipe.model.trust_remote_code)
-        logits = live_logits(self.trainer, rows)
-        # Loading may take minutes, in which nobody gathers.
-        if distributed.from_first_rank(lambda: first.loads(logits) if first else True):
-            for tensor in whole_tensors(model, self._dtype()):
-                if first is not None:
-                    first.send(tensor)
-        limit = LOGITS[coarser(arithmetic(self.trainer), self._dtype())]
-        found = distributed.from_first_rank(
-            lambda: first.result(facts(model, self.tokenizer, first.text, self._dtype()), limit) if first else Found([])
-        )
-        found.seconds = time.monotonic() - started
-        return found
+
+class SavedTensors:
+    """The tensors in a folder's safetensors files, by name; read one by one.
+
+    Raises:
+        OSError, SafetensorError: A file cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file_of: dict[str, Any] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            file: Any = safe_open(path, framework="pt")
+            self._file_of |= dict.fromkeys(file.keys(), file)
+        self.unread = set(self._file_of)
+        """Names that nothing has asked for."""
+
+    def read(self, name: str) -> torch.Tensor | None:
+        """The tensor; None where there is none of this name."""
+        self.unread.discard(name)
+        value: torch.Tensor | None = self._file_of[name].get_tensor(name) if name in self._file_of else None
+        return value
+
+
+def compare_tensors(live: Iterable[LiveTensor], model: Any, folder: Path) -> tuple[list[str], int]:
+    """Compare a folder's tensors with the live ones.
+
+    Args:
+        live: The model's tensors. Consumed as far as nothing keeps the folder from being read.
+        model: Tells how its names differ from those in files.
+        folder: Written by save_pretrained.
+
+    Returns:
+        What is wrong, and how many tensors were compared.
+    """
+    try:
+        saved = SavedTensors(folder)
+    except (OSError, SafetensorError) as error:
+        return [f"it cannot be read: {error}"], 0
+    if not saved.unread:
+        return ["it holds no model.safetensors"], 0
+    lines, count = list[str](), 0
+    for tensor in as_in_files(live, model):
+        count += 1
+        found = {name: saved.read(name) for name in tensor.names}
+        if all(value is None for value in found.values()):
+            lines.append(f"{tensor.names[0]}: is not in the saved model")
+        for name, value in found.items():
+            if value is not None and (line := difference(tensor.value, value, tensor.allowed)):
+                lines.append(f"{name}: {line}")
+    lines += [f"{name}: is in the saved model only" for name in sorted(saved.unread)]
+    return [*lines[:_SHOWN], *([f"and {len(lines) - _SHOWN} more tensors"] if len(lines) > _SHOWN else [])], count
+
+
+def as_in_files(live: Iterable[LiveTensor], model: Any) -> Iterable[LiveTensor]:
+    """The tensors under the names and in the shapes that transformers gives them in files.
+
+    Most models have the same in memory. Others merge experts or split projections when they are loaded; only they are held in memory
+    at once.
+    """
+    if not getattr(model, "_weight_conversions", None):
+        return live
+    tensors = list(live)
+    names = {one.names[0]: one.names for one in tensors}
+    # Where tensors are joined, so is what rounding may make of them.
+    allowed = sum(one.allowed for one in tensors)
+    files = revert_weight_conversion(model, {one.names[0]: one.value for one in tensors})
+    return [LiveTensor(names.get(name, (name,)), value, allowed) for name, value in files.items()]
+
+
+def difference(live: torch.Tensor, saved: torch.Tensor, allowed: float) -> str | None:
+    """How a saved tensor differs from the live one; None where it does not.
+
+    Args:
+        live: In memory.
+        saved: From the file.
+        allowed: Norm of the difference that passes; 0: every bit must be the same.
+    """
+    if saved.shape != live.shape:
+        return f"has shape {list(saved.shape)}, in memory {list(live.shape)}"
+    if saved.dtype != live.dtype:
+        return f"is {saved.dtype}, in memory {live.dtype}"
+    if torch.equal(saved.reshape(-1).view(torch.uint8), live.reshape(-1).contiguous().view(torch.uint8)):
+        return None
+    apart = (saved.float() - live.float()).abs()
+    if allowed and float(apart.norm()) <= allowed:
+        return None
+    return f"{int((apart != 0).sum())} of {live.numel()} elements differ, by {float(apart.max()):.3g} at most"
+
+
+def compare_settings(folder: Path, model: Any, tokenizer: Any, trust_remote_code: bool) -> list[str]:
+    """What differs in config.json, the generation config and the tokenizer, loaded from the folder."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        saved_tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        stops_at = GenerationConfig.from_pretrained(folder).eos_token_id
+    except Exception as error:  # whatever keeps a user from loading them
+        return [f"it cannot be loaded: {type(error).__name__}: {error}"]
+    pairs = [
+        ("generation_config.json: eos_token_id", stops_at, model.generation_config.eos_token_id),
+        ("the tokenizer: eos_token", saved_tokenizer.eos_token, tokenizer.eos_token),
+        ("the tokenizer: pad_token", saved_tokenizer.pad_token, tokenizer.pad_token),
+        ("the tokenizer: chat_template", saved_tokenizer.chat_template, tokenizer.chat_template),
+        ("the tokenizer: its tokens", saved_tokenizer.get_vocab() == tokenizer.get_vocab(), True),
+    ]
+    pairs += [(f"config.json: {name}", saved, live) for name, saved, live in config_differences(config, model.config)]
+    lines = [f"{name} is {_short(saved)}, in memory {_short(live)}" for name, saved, live in pairs if saved != live]
+    tokens, rows = max(saved_tokenizer.get_vocab().values()) + 1, config.get_text_config().vocab_size
+    return lines + ([f"the tokenizer has {tokens} tokens, and the embedding {rows} rows"] if tokens > rows else [])
+
+
+def config_differences(saved: Any, live: Any) -> list[tuple[str, Any, Any]]:
+    """The keys of two configurations whose values differ, with both values."""
+    one, other = (json.loads(config.to_json_string(use_diff=False)) for config in (saved, live))
+    return list(_differences(one, other, ""))
+
+
+def _differences(saved: Mapping[str, Any], live: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any, Any]]:
+    for name in sorted((saved.keys() & live.keys()) - _FREE_TO_DIFFER):
+        if isinstance(saved[name], dict) and isinstance(live[name], dict):
+            yield from _differences(saved[name], live[name], f"{path}{name}.")
+        elif saved[name] != live[name]:
+            yield f"{path}{name}", saved[name], live[name]
 
 
 def coarser(one: torch.dtype, other: torch.dtype | None) -> torch.dtype:
-    """The format with fewer digits.
+    """The dtype with fewer digits.
 
     >>> coarser(torch.float32, torch.bfloat16)
     torch.bfloat16
@@ -152,7 +280,7 @@ def coarser(one: torch.dtype, other: torch.dtype | None) -> torch.dtype:
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Refuse to go on where the model cannot be written.
+    """Refuse to continue where the model cannot be written.
 
     Args:
         folder: Of the run.
@@ -170,7 +298,7 @@ def check_room(folder: Path, needed: int) -> None:
 
 
 def sample_rows(sequences: Any, new: list[int]) -> list[list[int]]:
-    """ROWS pieces of the training's own tokens, LENGTH each, and one more in which every second token is a new one.
+    """ROWS rows of LENGTH tokens of the training data, and one more in which every second token is a new one.
 
     Args:
         sequences: The training's.
@@ -190,9 +318,9 @@ def sample_rows(sequences: Any, new: list[int]) -> list[list[int]]:
 
 
 def live_logits(trainer: Any, rows: list[list[int]]) -> torch.Tensor:
-    """The engine's logits of rows of one length, fp32, on the CPU; every rank takes part."""
+    """The engine's logits of rows of one length, fp32, on the CPU. Every rank takes part."""
     ids = torch.tensor(rows, device=trainer.accelerator.device)
-    # Compiled layers would be compiled once more, for a shape that the training never has.
+    # Compiled layers would be compiled again, for a shape that training never has.
     with evaluating(trainer), torch.compiler.set_stance("force_eager"):
         logits: torch.Tensor = trainer.model_wrapped(input_ids=ids, use_cache=False).logits
     give_back(trainer.model)
@@ -200,13 +328,30 @@ def live_logits(trainer: Any, rows: list[list[int]]) -> torch.Tensor:
 
 
 @contextmanager
-def untouched(trainer: Any) -> Iterator[None]:
-    """Random numbers go on as if nobody had drawn any."""
+def random_state_kept(trainer: Any) -> Iterator[None]:
+    """Restore torch's random state at the end: merging adapters builds layers, which draws numbers."""
     on_gpu = trainer.accelerator.device.type == "cuda"
-    of_python, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []):
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
+        yield
+
+
+def message(problems: Sequence[str], folder: Path, step: int, last: bool) -> str:
+    """What the user reads.
+
+    Args:
+        problems: What is wrong.
+        folder: Kept for inspection.
+        step: Optimizer steps trained.
+        last: Whether training is complete.
+    """
+    lines = "\n".join(f"  {problem}" for problem in problems)
+    stopped = "" if last else "Training stops, because final/ would be wrong too. The folder is kept.\n"
+    return (
+        f"What was saved after step {step} is not the model in memory. In {folder}:\n{lines}\n{stopped}"
+        "This is a bug of this project or of a library, not of the recipe: report it with plan.json and run.json."
+    )
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -25,8 +25,7 @@ from sft.parallel.lost_ranks import is_lost
 from sft.parallel.meetings import Meet, in_step, meetings
 from sft.parallel.process_group import is_first_rank, rank
 from sft.plan.disk import in_words
-from sft.run.directory import INCOMPLETE, Run
-from sft.run.lost_folder import folder_fault
+from sft.run.directory import INCOMPLETE, Run, folder_fault
 
 _REMOVED = ".removed-"
 

@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import torch
 
-from sft.checkpoint.load_saved import distance
 from sft.errors import ExportError
+from sft.model.live import logits_distance
 
 _LONGEST = 256
 _LIMITS = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -149,7 +149,7 @@ def judge(found: list[torch.Tensor], reference: Reference, dtype: torch.dtype) -
             f"The logits of {reference.of} are not all finite: the weights hold NaN or infinity, or overflow. It is not exported; export a "
             "checkpoint from before that: --checkpoint N."
         )
-    apart = max(distance(one, other) for one, other in zip(reference.logits, found, strict=True))
+    apart = max(logits_distance(one, other) for one, other in zip(reference.logits, found, strict=True))
     allowed = _allowed(reference, dtype)
     words = str(dtype).removeprefix("torch.")
     if not apart <= allowed:
@@ -167,7 +167,7 @@ def _allowed(reference: Reference, dtype: torch.dtype) -> float:
     limit = max(_LIMITS[reference.merged_in], _LIMITS[dtype])
     if reference.untrained is None:
         return limit
-    update = max(distance(one, other) for one, other in zip(reference.logits, reference.untrained, strict=True))
+    update = max(logits_distance(one, other) for one, other in zip(reference.logits, reference.untrained, strict=True))
     return min(limit, max(_OF_THE_UPDATE * update, _LIMITS[torch.float32]))
 
 

@@ -113,7 +113,7 @@ def make_folder(
 def _fill(source: Exported, folder: Path, finish: Callable[[Path, Any], None], link: bool) -> Any:
     from transformers.utils import logging
 
-    from sft.checkpoint.saved_config import complete_config
+    from sft.checkpoint.final import complete_config
     from sft.export.check import arithmetic_for, compare, probe_rows
     from sft.export.weights import saved_format, write_weights
 

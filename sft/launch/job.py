@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 
-from eval.models.backend_checks import check_backend
+from eval.models.backends import check_backend
 from eval.tasks.suites import check_tasks
 from sft.data.facts import inspect_data
 from sft.data.tokenizer import check_tokenizer_choice
@@ -24,7 +24,7 @@ from sft.plan.job import Job
 from sft.plan.plan import resolve_plan
 from sft.recipe.load import find_file, load_recipe
 from sft.recipe.schema import Recipe
-from sft.run.inside import check_names
+from sft.run.directory import check_names
 
 
 def check_output_dir(recipe: Recipe) -> None:

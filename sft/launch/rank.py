@@ -18,7 +18,6 @@ from typing import Any
 from eval.tasks.preflight import check_before_training
 from sft import signals as interruption
 from sft import terminal as rank_logs
-from sft.checkpoint.loader_process import Checker
 from sft.checkpoint.resume import changed_tokens
 from sft.data.show import summary_lines
 from sft.data.template_checks import note_on_headers
@@ -35,8 +34,7 @@ from sft.parallel import process_group as distributed
 from sft.parallel.lost_ranks import told_of_lost_ranks
 from sft.plan.job import Job
 from sft.plan.plan import plan_warnings, print_plan
-from sft.run.directory import Run
-from sft.run.lost_folder import told_of_a_lost_folder
+from sft.run.directory import Run, lost_folder_reported
 from sft.run.record import InterruptibleRun, close_session, record_end
 from sft.train.rollback import become_again
 from sft.train.tracking import finish_trackers, set_up_trackers
@@ -56,7 +54,6 @@ def train_job(job: Job) -> None:
     evaluate_what_is_trained(job)
     tasks = check_before_training(job.recipe) if distributed.is_first_rank() else None
     data = begin_data(job)
-    checker = Checker() if job.recipe.train.save_canary and distributed.is_first_rank() else None
     with uncollected(), told_of_lost_ranks(job.recipe, "the processes met"):
         enter(job)
         check_with_frameworks(job)
@@ -71,11 +68,11 @@ def train_job(job: Job) -> None:
     from sft.train.main import train
 
     run, planned = start.run, start.planned(job)
-    with recorded(run), told_of_a_lost_folder(run.checkpoints), going_back(run, job):
+    with recorded(run), lost_folder_reported(run.checkpoints), going_back(run, job):
         if distributed.is_first_rank():
             show_start(planned, start, tokenizer)
         during = evaluation_during(planned, run, tokenizer)
-        seconds = train(planned, run, start.prepared, tokenizer, start.choice, start.continuation, checker, during)
+        seconds = train(planned, run, start.prepared, tokenizer, start.choice, start.continuation, during)
         if distributed.is_first_rank():
             record_end(run, seconds, bool(programs(job.recipe.eval)))
     finish_trackers(job.recipe.tracking)

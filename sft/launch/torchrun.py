@@ -30,8 +30,8 @@ from sft.errors import EXIT_LOST_RANK, PlanError, PreflightError, UserError
 from sft.plan.topology import Layout, whole_number
 from sft.processes import end_with_parent
 from sft.program import run_main
-from sft.run.consent import OWN_RUN
 from sft.run.directory import Run
+from sft.run.trust import OWN_RUN
 from sft.terminal import ENDING, Ending, launched_folder, read_ending, seen_ending, written_run
 
 _START_TIMEOUT = 50
@@ -40,6 +40,8 @@ _SAVE_SECONDS = "3600"
 """After a signal, the ranks have so long to save; torchrun's default of 30 is less than a large checkpoint takes."""
 _KILL_SECONDS = 3.0
 """After a second signal, the ranks have so long to end."""
+RESTARTS = "SFT_RESTARTS"
+"""Environment variable: how often this job has restarted."""
 _ENDED_BY_A_SIGNAL = {*signals.EXITS, *(-number for number in signals.SIGNALS)}
 
 
@@ -180,7 +182,7 @@ def _record_interruption(number: signal.Signals) -> int:
     if run is not None and run.record["status"] == "running":
         error = f"Interrupted by {number.name}"
         run.update(status="interrupted", error=error)
-        print(f"\n{error}. {run.after_an_end}.", file=sys.stderr, flush=True)
+        print(f"\n{error}. {run.next_start}.", file=sys.stderr, flush=True)
     return signals.exit_status(number)
 
 
@@ -221,7 +223,7 @@ def _report_failures(failures: Mapping[int, Any], kills: int | None) -> tuple[in
         with suppress(OSError, UserError):
             run.update(status="failed", error=ending.text[-2000:])
         if run.last_checkpoint() is not None:
-            print(f"{run.after_an_end}.", file=sys.stderr)
+            print(f"{run.next_start}.", file=sys.stderr)
     # Any other status would be the same again: a mistake of the user's, a gate.
     return (code if code > 0 else EXIT_LOST_RANK), code < 0 or code == EXIT_LOST_RANK
 
@@ -236,6 +238,7 @@ def _restart(layout: Layout, program: Sequence[str], restarts: int, lost_after: 
     print(
         f"Restarting all processes; {restarts} restart{'s' if restarts != 1 else ''} left.", file=sys.stderr, flush=True
     )
+    os.environ[RESTARTS] = str(int(os.environ.get(RESTARTS, "0")) + 1)
     run = _run()
     if run is not None:  # another start may have made a newer one meanwhile
         os.environ[OWN_RUN] = str(run.path)

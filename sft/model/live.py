@@ -45,3 +45,20 @@ def evaluating(trainer: Any) -> Iterator[None]:
             yield
     finally:
         model.train(training)
+
+
+def logits_distance(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """Norm of the difference over the norm, of logits without the part that all tokens have in common.
+
+    Positions whose expected logits are not finite (training diverged) are left out.
+
+    >>> logits_distance(torch.tensor([[1.0, 3.0]]), torch.tensor([[2.0, 4.0]]))
+    0.0
+    """
+    if expected.shape != found.shape:
+        return float("inf")
+    numbers = expected.isfinite().all(-1)
+    if not found[numbers].isfinite().all():
+        return float("inf")
+    one, other = (logits[numbers] - logits[numbers].mean(-1, keepdim=True) for logits in (expected, found))
+    return float((one - other).norm() / one.norm().clamp(min=1e-12))

@@ -76,7 +76,7 @@ def told_of_lost_ranks(
         if not is_lost(error):
             raise
         phrase = doing if isinstance(doing, str) else doing()
-        remedy = run.after_an_end if run else "The same command starts it again"
+        remedy = run.next_start if run else "The same command starts it again"
         named = late()
         raise LostRank(
             lost_rank_message(error, phrase, recipe.train.ddp_timeout, remedy, named), bool(named)

@@ -8,11 +8,10 @@ from contextlib import suppress
 from typing import Any
 
 from sft import terminal as rank_logs
-from sft.checkpoint.loader_process import Checker
+from sft.checkpoint.final import write_model
 from sft.checkpoint.resume import Choice
 from sft.checkpoint.resume_plan import Continuation
-from sft.checkpoint.save_verification import SaveCanary
-from sft.checkpoint.saving import write_model
+from sft.checkpoint.save_verification import SaveVerification
 from sft.data.prepared import Prepared
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.errors import EXIT_CRASHED, Interrupted, RunError, WrongSave
@@ -24,7 +23,7 @@ from sft.parallel.lost_ranks import told_of_lost_ranks
 from sft.parallel.progress import Progress
 from sft.plan.job import Job
 from sft.run.directory import Run, read_lines
-from sft.run.unchanged import final_sums
+from sft.run.trust import final_checksums
 from sft.train.arguments import build_trainer, training_arguments
 from sft.train.batches import Sequences, StepOrder
 from sft.train.before_training import BeforeTraining
@@ -49,7 +48,6 @@ def train(
     tokenizer: Any,
     choice: Choice,
     continuation: Continuation | None,
-    checker: Checker | None,
     during: Any = None,
 ) -> float:
     """Train, and write final/.
@@ -61,7 +59,6 @@ def train(
         tokenizer: From load_tokenizer.
         choice: The checkpoint that it goes on from.
         continuation: How it does.
-        checker: Loads what is saved, to compare it; None where nothing is compared.
         during: The callback that evaluates during the training; its `take` gives metrics.jsonl the last figures, once.
 
     Returns:
@@ -85,7 +82,7 @@ def train(
     clock, measuring = measurements(job, run, work, held_out, fingerprint, during)
     progress, agreement, watching = watch(job, run)
     stopping = Stopping(run.path, recipe, progress, distributed.rank(), job.hardware.ranks)
-    canary = SaveCanary(job, run, tokenizer, checker) if recipe.train.save_canary else None
+    canary = SaveVerification(job, run, tokenizer) if recipe.train.save_canary else None
     checks = [BeforeTraining(job, run), *filter(None, [held_out, during, canary])]
     callbacks = [stopping, *watching, *checks, *measuring]
     trainer = build_trainer(job, arguments, model, tokenizer, sequences, order, callbacks, clock)
@@ -138,7 +135,7 @@ def write_final(trainer: Any, job: Job, run: Run, tokenizer: Any) -> None:
     write_model(trainer, job, tokenizer, work)
     if trainer.canary is not None:
         try:
-            trainer.canary.check(work)
+            trainer.canary.verify_final(work)
         except (RunError, WrongSave) as error:
             # The training is over: what it made must not be lost in a hidden folder.
             with distributed.met_at_the_end():
@@ -148,12 +145,11 @@ def write_final(trainer: Any, job: Job, run: Run, tokenizer: Any) -> None:
             kept = f"The training is complete, and its model is kept in {run.unverified}. There is no final/, and nothing is evaluated."
             error.args = (f"{str(error).replace(str(work), str(run.unverified))}\n{kept}",)
             raise
-        trainer.canary.close()
     with distributed.met_at_the_end():
         if distributed.is_first_rank():
             remove(run.unverified)  # of an earlier end of this run
             # Before final/ has its name: an export or an evaluation compares it with these.
-            run.update(final_files=final_sums(work))
+            run.update(final_files=final_checksums(work))
             remove(run.final)
             work.rename(run.final)
 
@@ -208,7 +204,7 @@ def watch(job: Job, run: Run) -> tuple[Any, Any, list[Any]]:
 
 def end_hanging(run: Run, message: str) -> None:
     """End this process in another thread than its main one, which hangs."""
-    text = f"{message}\n{run.after_an_end}."
+    text = f"{message}\n{run.next_start}."
     if distributed.is_first_rank():
         with suppress(OSError):
             run.update(status="failed", error=message[:2000])

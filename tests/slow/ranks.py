@@ -29,7 +29,6 @@ from typing import Any
 from sft.parallel.process_group import LAUNCHED
 from sft.processes import end_with_parent
 from sft.terminal import launched_folder
-from tests.slow.forked_checker import Forked
 
 IMPORTED = (
     "deepspeed trl trl.trainer.sft_trainer peft accelerate transformers.models.qwen2.modeling_qwen2 datasets eval.tasks.suites "
@@ -37,7 +36,7 @@ IMPORTED = (
     "deepspeed.runtime.zero.muon.muon_optimizer "
     "sft.launch.rank sft.train.main sft.train.arguments sft.train.before_training sft.model.load sft.train.step_work sft.data.store "
     "sft.train.eval_loss sft.train.metrics sft.train.profiling sft.model.compiled_layers sft.model.new_tokens "
-    "sft.checkpoint.save_verification sft.checkpoint.load_saved eval.harness.during_training eval.harness.data_parallel "
+    "sft.checkpoint.save_verification eval.harness.during_training eval.ranks "
     "lm_eval.evaluator "
     "lm_eval.models.huggingface"
 ).split()
@@ -153,7 +152,6 @@ def _become_rank(job: dict[str, Any], environment: dict[str, str], folder: Path,
     if not job["finish"]:
         for module in ("sft.launch.rank", "sft.launch.evaluation"):
             _replace(module, "become_evaluation", lambda run: None)
-    _replace("sft.checkpoint.loader_process", "start_process", Forked)
     program, *sys.argv[1:] = job["words"]
     sys.argv[0] = program
     if program.endswith(".py"):

@@ -1,14 +1,8 @@
-"""Law 9 at minute one: a save that loses weights stops the run after its first step, on every engine; one that does not is not noticed.
+"""Saved equals trained: a save that loses something stops the run after its first step, on every engine, and a good one goes unnoticed.
 
-Chosen are each fault, each engine with plain weights in fp32, and bf16, adapters and new tokens once where weights are whole and once
-where they are divided. That the check changes nothing is tried on one process and on two ranks. The rest is `extra`.
+Not `extra`: each fault, each engine with plain fp32 weights; bf16, adapters and new tokens once with full and once with sharded weights.
 """
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -56,21 +50,24 @@ CHOSEN = {
     "LoRA, ZeRO-3", "new tokens, ZeRO-3", "new tokens, LoRA, untied",
 }  # fmt: skip
 FAULTS = {
-    "zero3_without_gather": (2, [ZERO3], "cannot be loaded: OSError"),
-    "zero3_empty_shards": (2, [ZERO3], "it cannot be loaded"),
-    "fsdp_own_share": (2, [FSDP], "has shape [272, 128], by config.json [544, 128]"),
-    "head_dropped": (1, ["untied"], "lm_head.weight: from_pretrained did not find it, and made it up"),
-    "head_tied_by_mistake": (1, ["untied"], "lm_head.weight: is not in the saved model"),
-    "tie_broken": (1, [], "lm_head.weight: is in the saved model only"),
+    "zero3_without_gather": (2, [ZERO3], "it holds no model.safetensors"),
+    "zero3_empty_shards": (2, [ZERO3], "has shape [0], in memory ["),
+    "fsdp_own_share": (2, [FSDP], "has shape [272, 128], in memory [544, 128]"),
+    "head_dropped": (1, ["untied"], "lm_head.weight: is not in the saved model"),
+    "tie_broken": (1, [], "config.json: tie_word_embeddings is False"),
     "adapter_not_saved": (2, [LORA, ZERO3], "q_proj.weight: "),
     "adapter_scale_zero": (1, [LORA, BF16, "train.warmup_steps=100"], "q_proj.weight: "),
     "embeddings_not_resized": (1, [NEW], "has shape [544, 128], in memory [546, 128]"),
-    "norm_rounded": (1, [], "model.norm.weight: "),
-    "stale": (1, [], "model.embed_tokens.weight: "),
-    "other_theta": (1, [], "logits differ by"),
-    "no_stop_token": (1, [], "generation_config.json's eos_token_id is 0"),
-    "no_chat_template": (1, [], "the chat template is None"),
-}  # fmt: skip
+    "norm_rounded": (1, [], "model.norm.weight: is torch.bfloat16, in memory torch.float32"),
+    "stale": (1, [], "elements differ, by"),
+    "other_theta": (1, [], "config.json: rope_parameters.rope_theta is 500.0"),
+    "no_stop_token": (1, [], "generation_config.json: eos_token_id is 0"),
+    "no_chat_template": (1, [], "the tokenizer: chat_template is None"),
+}
+AT_THE_END = {
+    "no_stop_token": (1, "generation_config.json: eos_token_id is 0"),
+    "other_rotation": (2, "logits differ by"),  # neither tensors nor settings show it
+}
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +106,10 @@ def test_a_save_that_is_the_model_is_found_to_be_so(case: str, recipe: Path, unt
     count, overrides = CASES[case]
     overrides = words(overrides, untied, case)
     told = ranks.run(count, [PROGRAM, recipe, *overrides])
-    assert told["stdout"].count("Save checked in") == 2  # after the first step, and final/
+    assert told["stdout"].count("Save verified in") == 2  # after the first step, and final/
     run = run_of(recipe, overrides)
     assert run.record["save_checked"]["tensors"] >= 38
+    assert run.record["save_checked"]["logits_differ"] < 0.15
     assert run.final.is_dir()
     assert [path.name for path in run.path.iterdir() if path.name.startswith(".")] == [".lock"]
 
@@ -149,62 +147,18 @@ def test_a_save_that_is_not_the_model_stops_the_run(fault: str, recipe: Path, un
     assert run.record["status"] == "failed"
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.extra)])
+@pytest.mark.parametrize("fault", AT_THE_END)
 def test_a_wrong_save_at_the_end_keeps_the_model_and_the_same_command_ends_the_run(
-    processes: int, recipe: Path, untied: Path, ranks: Ranks
+    fault: str, recipe: Path, untied: Path, ranks: Ranks
 ) -> None:
-    overrides = words(["train.max_steps=1"], untied, f"at the end-{processes}")
-    told = ranks.run(processes, [PROGRAM, recipe, *overrides], expect=1, FAULT="no_stop_token")
+    processes, said = AT_THE_END[fault]
+    overrides = words(["train.max_steps=1"], untied, f"at the end-{fault}")
+    told = ranks.run(processes, [PROGRAM, recipe, *overrides], expect=1, FAULT=fault)
     run = run_of(recipe, overrides)
+    assert said in run.record["error"]
     assert (run.record["status"], run.final.exists(), (run.path / ".final").exists()) == ("failed", False, False)
     assert str(run.unverified) in run.record["error"]
     assert "Traceback" not in told["stderr"]
     AutoModelForCausalLM.from_pretrained(run.unverified)
     ranks.run(processes, [PROGRAM, recipe, *overrides])
     assert (run.record["status"], run.final.is_dir(), run.unverified.exists()) == ("finished", True, False)
-
-
-CHECKED = """
-import os, subprocess, sys
-from sft.checkpoint.loader_process import Checker
-
-checker = Checker()
-# Whoever inherits the pipe keeps it open when this process is gone.
-os.set_inheritable(checker.process.stdin.fileno(), True)
-beside = subprocess.Popen(["sleep", "300"], close_fds=False)
-print(checker.process.pid, beside.pid, flush=True)
-sys.stdin.readline()
-checker.tell(None, load="/nowhere", trust_remote_code=False, ids=[], text="")
-print(checker.answer(), flush=True)
-sys.stdin.readline()
-"""
-
-
-def test_the_checker_survives_what_a_job_is_sent_from_its_birth_on_and_ends_with_its_parent() -> None:
-    parent = subprocess.Popen(
-        [sys.executable, "-c", CHECKED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
-    )
-    assert parent.stdin is not None and parent.stdout is not None
-    checker, beside = map(int, parent.stdout.readline().split())
-    try:
-        sent = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-        for number in sent:
-            os.kill(checker, number)
-        assert os.getsid(checker) == checker
-        parent.stdin.write("\n")
-        parent.stdin.flush()
-        assert "error" in parent.stdout.readline()
-        for number in sent:
-            os.kill(checker, number)
-        os.kill(checker, 0)
-        parent.kill()
-        parent.wait()
-        for _ in range(1000):  # else until the test's time is up
-            if not Path(f"/proc/{checker}").exists():
-                break
-            time.sleep(0.01)
-        assert not Path(f"/proc/{checker}").exists()
-    finally:
-        for pid in (beside, parent.pid):
-            os.kill(pid, signal.SIGKILL) if Path(f"/proc/{pid}").exists() else None
-        parent.communicate()

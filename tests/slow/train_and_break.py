@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from sft.checkpoint import saving
+from sft.checkpoint import final
 from sft.launch import rank as train
 from sft.program import run_main
 from sft.train.trainer import RecipeTrainer
@@ -27,14 +27,14 @@ def rewrite(folder: Path, change: Callable[[State], object]) -> None:
 
 def after_saving(change: Callable[[Any, Path], None]) -> None:
     """Have the trained weights saved, and then changed on the first rank."""
-    save_final = saving.save_final
+    save_weights = final.save_weights
 
     def save_and_change(live: Any, job: Any, target: Path) -> None:
-        save_final(live, job, target)
+        save_weights(live, job, target)
         if live.is_world_process_zero():
             change(live, target)
 
-    saving.save_final = save_and_change
+    final.save_weights = save_and_change
 
 
 def zero3_without_gather() -> None:
@@ -46,28 +46,20 @@ def zero3_without_gather() -> None:
 
 def zero3_empty_shards() -> None:
     """The state_dict of the model itself, of which each rank has a part elsewhere."""
-    saving.save_final = lambda live, job, target: live.model.save_pretrained(
+    final.save_weights = lambda live, job, target: live.model.save_pretrained(
         target, state_dict={name: value.clone() for name, value in live.model.state_dict().items()}
     ) if live.is_world_process_zero() else None  # fmt: skip
 
 
 def fsdp_own_share() -> None:
     """A rank's share of each weight."""
-    saving.whole_state = lambda model, *_: {
+    final.whole_state = lambda model, *_: {
         name: value.to_local().clone() for name, value in model.named_parameters()
     }  # fmt: skip
 
 
 def head_dropped() -> None:
     after_saving(lambda live, folder: rewrite(folder, lambda state: state.pop("lm_head.weight")))
-
-
-def head_tied_by_mistake() -> None:
-    def tie(live: Any, folder: Path) -> None:
-        rewrite(folder, lambda state: state.pop("lm_head.weight"))
-        edit_config(folder, tie_word_embeddings=True)
-
-    after_saving(tie)
 
 
 def edit_config(folder: Path, **values: object) -> None:
@@ -140,6 +132,16 @@ def other_theta() -> None:
     )
 
 
+def other_rotation() -> None:
+    """The live model computes with frequencies that no file holds."""
+
+    def slow_down(live: Any, folder: Path) -> None:
+        model = live.accelerator.unwrap_model(live.model)
+        model.model.rotary_emb.inv_freq.mul_(0.3)
+
+    after_saving(slow_down)
+
+
 def no_stop_token() -> None:
     def remove(live: Any, folder: Path) -> None:
         file = folder / "generation_config.json"
@@ -149,13 +151,13 @@ def no_stop_token() -> None:
 
 
 def no_chat_template() -> None:
-    complete = saving._complete
+    complete = final._complete
 
     def complete_without(job: Any, tokenizer: Any, folder: Path) -> None:
         complete(job, tokenizer, folder)
         (folder / "chat_template.jinja").unlink()
 
-    saving._complete = complete_without
+    final._complete = complete_without
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
+from sft.checkpoint.final import complete_config
 from sft.checkpoint.manifest import write_manifest
-from sft.checkpoint.saved_config import complete_config
 from sft.errors import ExportError, UserError
 from sft.export.check import Reference, judge
 from sft.export.folder import check_output, check_private, check_room

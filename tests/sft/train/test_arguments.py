@@ -9,7 +9,7 @@ import torch
 from transformers import get_scheduler
 from trl import SFTConfig, SFTTrainer
 
-from sft.checkpoint.saving import save_final
+from sft.checkpoint.final import save_weights
 from sft.data.prepare import prepare
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.data.tokenizer import load_tokenizer
@@ -237,7 +237,7 @@ def test_a_few_steps_train_and_leave_whole_checkpoints_and_a_model(make_job: Mak
     assert losses[-1] < losses[0]
     assert [path.name for path in run.checkpoints.iterdir()] == ["checkpoint-5"]
     assert run.last_checkpoint() == run.checkpoints / "checkpoint-5"
-    save_final(trainer, job, run.final)
+    save_weights(trainer, job, run.final)
     assert_same_weights(run.final, trainer.model)
     assert not {path.name for path in run.final.iterdir()} & {"training_args.bin", "README.md"}
 

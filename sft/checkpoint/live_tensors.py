@@ -1,0 +1,106 @@
+"""Yields the full tensors of the live model one by one, whatever engine shards them. Reads the engine, not what the engine saves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from sft.parallel.process_group import is_first_rank
+
+# Merged adapters are summed in another order, maybe on another device: the norm of the difference may be this share of the update's norm.
+# In bf16 one element in hundreds of a small update is rounded the other way, up to 8% of its norm. A missing adapter makes 100%.
+_OF_AN_UPDATE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
+_OF_FP32 = 4 * torch.finfo(torch.float32).eps
+
+
+@dataclass(frozen=True)
+class LiveTensor:
+    """A tensor as the saved model should hold it."""
+
+    names: tuple[str, ...]
+    """In the model without engine and adapters; a tied weight has several."""
+
+    value: torch.Tensor
+    """On the CPU; empty on all ranks but rank 0."""
+
+    allowed: float
+    """Norm of the difference that rounding may make; 0 except for merged adapters."""
+
+
+def live_tensors(model: Any, dtype: torch.dtype | None) -> Iterator[LiveTensor]:
+    """Yield each parameter and persistent buffer once. Every rank takes part, to the end.
+
+    Args:
+        model: Without the engine's wrapper and PEFT's; its layers may hold adapters. Under FSDP2 it must be sharded.
+        dtype: What the weights are saved in; None: the dtype of each.
+    """
+    names: dict[int, list[str]] = {}
+    for path, module in _modules(model, ""):
+        for name, tensor in _tensors_of(module):
+            names.setdefault(id(tensor), []).append(path + name)
+    for _, module in _modules(model, ""):
+        for name, tensor in _tensors_of(module):
+            if id(tensor) in names:
+                yield LiveTensor(tuple(names.pop(id(tensor))), *_value(module, name, tensor, dtype))
+
+
+def _modules(module: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Like named_modules, but stops at layers with adapters: their parts are not the model's."""
+    yield path, module
+    if hasattr(module, "token_adapter") or hasattr(module, "get_delta_weight"):
+        return
+    for name, child in module.named_children():
+        yield from _modules(child, f"{path}{name}.")
+
+
+def _tensors_of(module: Any) -> list[tuple[str, torch.Tensor]]:
+    if hasattr(module, "token_adapter"):  # an embedding some of whose rows are trained beside it
+        return [("weight", module.token_adapter.base_layer.weight)]
+    owner = module.get_base_layer() if hasattr(module, "get_delta_weight") else module
+    saved = [(name, one) for name, one in owner._buffers.items() if name not in owner._non_persistent_buffers_set]
+    return [(name, one) for name, one in [*owner._parameters.items(), *saved] if one is not None]
+
+
+def _value(module: Any, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> tuple[torch.Tensor, float]:
+    """The full tensor on rank 0, and the difference that is allowed."""
+    if hasattr(module, "token_adapter"):
+        adapter = module.token_adapter
+        with torch.no_grad():
+            return _full(_as_saved(adapter.get_merged_weights(adapter.active_adapters), dtype)), 0.0
+    if not hasattr(module, "get_delta_weight") or name != "weight":
+        with gathered([tensor]), torch.no_grad():
+            return _full(_as_saved(tensor.detach(), dtype)), 0.0
+    # A layer's weight with its adapter added, in fp32 and rounded once.
+    base_parameters = {id(parameter) for parameter in module.get_base_layer().parameters()}
+    adapters = [parameter for parameter in module.parameters() if id(parameter) not in base_parameters]
+    with gathered([tensor, *adapters]), torch.no_grad():
+        base = _full(_as_saved(tensor.detach(), dtype))
+        delta = sum(_full(module.get_delta_weight(adapter)).float() for adapter in module.active_adapters)
+    merged = (base.float() + delta).to(base.dtype)
+    update = float((merged.float() - base.float()).norm())
+    return merged, _OF_AN_UPDATE[base.dtype] * update + _OF_FP32 * float(base.float().norm())
+
+
+def gathered(parameters: list[Any]) -> AbstractContextManager[Any]:
+    """Gather the parameters that ZeRO-3 shards, for as long as the context lasts."""
+    sharded = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    if not sharded:
+        return nullcontext()
+    import deepspeed
+
+    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(sharded)
+    return context
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.cpu() if is_first_rank() else torch.empty(0)
+
+
+def _as_saved(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor

@@ -1,0 +1,134 @@
+"""Loads a saved model as a user would, by `from_pretrained` in a fresh process on the CPU, and compares its logits with the live model's.
+
+The process is `python -m sft.checkpoint.load_again PARENT_PID FOLDER OUTPUT`. It reads request.json in OUTPUT, and writes result.json and
+logits.safetensors there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from sft.processes import end_with_parent
+
+if __name__ == "__main__":  # before the imports, which take seconds
+    end_with_parent(int(sys.argv[1]), signal.SIGKILL)
+    with suppress(OSError):  # where memory runs out, the kernel should kill this process and not the training
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, logging
+
+from sft.errors import RunError
+from sft.model.live import logits_distance
+from sft.parallel.process_group import LAUNCHED
+
+SECONDS = 1800
+"""How long loading may take."""
+
+
+def load_and_compare(
+    folder: Path, rows: list[list[int]], logits: torch.Tensor, limit: float, trust_remote_code: bool
+) -> tuple[list[str], float]:
+    """Load a folder in a fresh process on the CPU, and compare its logits.
+
+    Args:
+        folder: The saved model.
+        rows: Token ids, all rows of one length.
+        logits: Of the live model, fp32.
+        limit: Largest distance that passes.
+        trust_remote_code: The recipe's.
+
+    Returns:
+        What is wrong, and the distance of the logits.
+
+    Raises:
+        RunError: The process was killed or took too long.
+    """
+    with tempfile.TemporaryDirectory() as output:
+        request = {"ids": rows, "trust_remote_code": trust_remote_code}
+        Path(output, "request.json").write_text(json.dumps(request))
+        words = ["sft.checkpoint.load_again", str(os.getpid()), str(folder.resolve()), output]
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", *words],
+                env=users_environment(os.environ),
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=SECONDS,
+                start_new_session=True,  # a terminal's Ctrl-C is for the training
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise RunError(_not_loaded(folder, f"had not loaded it after {SECONDS} s")) from None
+        if done.returncode:
+            last = done.stderr.strip().splitlines()[-1:]
+            killed = "was killed, as Linux does where memory runs out"
+            how = killed if done.returncode == -9 else f"ended with status {done.returncode}: {''.join(last)}"
+            raise RunError(_not_loaded(folder, how))
+        result = json.loads(Path(output, "result.json").read_text())
+        found = load_file(Path(output, "logits.safetensors"))["logits"]
+    if "error" in result:
+        return [f"it cannot be loaded: {result['error']}"], float("inf")
+    lines = [
+        f"{name}: from_pretrained did not find it, and initialized it at random" for name in result["missing_keys"]
+    ]
+    lines += [f"{name}: from_pretrained does not use it" for name in result["unexpected_keys"]]
+    lines += [f"{name}: does not have the shape that config.json gives it" for name in result["mismatched_keys"]]
+    apart = logits_distance(logits, found)
+    if not apart <= limit:
+        lines.append(f"logits differ by {apart:.2%} of their norm; other kernels alone make less than {limit:.1%}")
+    return lines, apart
+
+
+def _not_loaded(folder: Path, how: str) -> str:
+    return (
+        f"{folder} could not be verified: the process that loads it on the CPU {how}. It needs the machine's memory for one copy of the "
+        "weights. Give the job more memory, or skip the verification: train.save_canary=false."
+    )
+
+
+def users_environment(own: Mapping[str, str]) -> dict[str, str]:
+    """A user's environment: without a launcher's or accelerate's variables, without GPUs, and without the hub."""
+    prefixes = ("TORCHELASTIC", "ACCELERATE_", "FSDP_")
+    kept = {name: value for name, value in own.items() if name not in LAUNCHED and not name.startswith(prefixes)}
+    return kept | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+
+
+def load_again(folder: Path, ids: list[list[int]], trust_remote_code: bool) -> tuple[dict[str, Any], torch.Tensor]:
+    """What `from_pretrained` reports, and the logits of the rows, in fp32."""
+    # Without ignore_mismatched_sizes, tensors of another shape raise an error that does not name them.
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=trust_remote_code, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    with torch.no_grad():
+        logits = model.eval()(input_ids=torch.tensor(ids), use_cache=False).logits.float()
+    keys = ("missing_keys", "unexpected_keys", "mismatched_keys")
+    return {key: sorted(map(str, info[key])) for key in keys}, logits
+
+
+def main(folder: Path, output: Path) -> None:
+    """Load, and write what came of it."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    request, logits = json.loads((output / "request.json").read_text()), torch.empty(0)
+    try:
+        result, logits = load_again(folder, **request)
+    except Exception as error:  # whatever keeps a user from loading it
+        result = {"error": f"{type(error).__name__}: {error}"}
+    save_file({"logits": logits}, output / "logits.safetensors")
+    (output / "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[2]), Path(sys.argv[3]))
