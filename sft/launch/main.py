@@ -23,7 +23,7 @@ from sft.launch.job import open_job, open_recipe
 from sft.launch.opening import check_start, unfinished_run
 from sft.launch.preflight import disk, refuse
 from sft.launch.prepare import prepared_data
-from sft.launch.rank import train_job
+from sft.launch.rank import PREFLIGHT, train_job
 from sft.launch.rerun import is_run, start_again, told_differences
 from sft.launch.torchrun import check_port, clear_environment
 from sft.launch.torchrun import start as start_ranks
@@ -101,7 +101,7 @@ def start(word: str, overrides: Sequence[str], preflight: bool = False, max_rest
         check_trainer_arguments(job)
         judged_data(job)
         with told_of_slurm(layout):
-            start_ranks(layout, ["-m", "sft.launch.preflight", *words])
+            start_ranks(layout, ["-m", "sft.train", *words, PREFLIGHT])
     if layout.nodes == 1:
         _prepare_and_tune(job, layout, words, wait=layout.ranks > 1 or max_restarts > 0)
     if layout.ranks == 1 and not max_restarts:

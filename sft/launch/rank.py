@@ -28,7 +28,7 @@ from sft.hub.pins import pin_lines, pinned
 from sft.launch.checks import check_installed, check_rank_variables
 from sft.launch.evaluation import become_evaluation, programs, unfinished_evaluation
 from sft.launch.job import open_job
-from sft.launch.preflight import check_ranks
+from sft.launch.preflight import check_ranks, preflight
 from sft.launch.start import Start, begin_data, start_run, wait_for_data
 from sft.parallel import process_group as distributed
 from sft.parallel.lost_ranks import told_of_lost_ranks
@@ -39,14 +39,29 @@ from sft.run.record import InterruptibleRun, close_session, record_end
 from sft.train.rollback import become_again
 from sft.train.tracking import finish_trackers, set_up_trackers
 
+PREFLIGHT = "--preflight"
+
 
 def main(argv: Sequence[str]) -> None:
-    """Train one recipe, as the only process or as one of those that a launcher has started."""
+    """Train one recipe, as the only process or as one of those that a launcher has started; with --preflight, only compare the ranks."""
     check_rank_variables()
     check_installed()
     rank_logs.begin()
-    recipe_path, overrides = parse_command_line(argv)
-    train_job(open_job(recipe_path, overrides, distributed.job_hardware()))
+    recipe_path, overrides = parse_command_line([word for word in argv if word != PREFLIGHT])
+    job = open_job(recipe_path, overrides, distributed.job_hardware())
+    if PREFLIGHT in argv:
+        show_preflight(job)
+    else:
+        train_job(job)
+
+
+def show_preflight(job: Job) -> None:
+    """Compare the ranks and show the table, as one of them; trains nothing."""
+    with told_of_lost_ranks(job.recipe, "the preflight ran"):
+        join(job)
+        check_with_frameworks(job)
+        preflight(job)
+    distributed.leave_group()
 
 
 def train_job(job: Job) -> None:
