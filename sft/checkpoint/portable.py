@@ -24,7 +24,7 @@ from sft.checkpoint.plain_data import load_mapped
 from sft.checkpoint.portable_zero import WEIGHT, open_zero
 from sft.checkpoint.resume_plan import Writer
 from sft.errors import RunError
-from sft.plan.fsdp import ENGINE as FSDP2
+from sft.plan.parallelism import FSDP2 as FSDP2
 
 
 @dataclass(frozen=True)

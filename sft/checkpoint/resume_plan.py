@@ -14,8 +14,8 @@ from typing import Any
 
 from sft.errors import RunError
 from sft.files import read_json
-from sft.plan.fsdp import ENGINE as FSDP2
 from sft.plan.job import Job
+from sft.plan.parallelism import FSDP2 as FSDP2
 from sft.run.directory import Run
 
 FILE = "written_by.json"

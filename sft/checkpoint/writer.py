@@ -20,11 +20,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from sft.checkpoint.manifest import Entry, entries, files_in, share, size, sync, write_manifest
 from sft.checkpoint.resume import step_of
 from sft.errors import RunError
-from sft.files import disk_was_full
+from sft.files import disk_was_full, in_words
 from sft.parallel.lost_ranks import is_lost
 from sft.parallel.meetings import Meet, in_step, meetings
 from sft.parallel.process_group import is_first_rank, rank
-from sft.plan.disk import in_words
 from sft.run.directory import INCOMPLETE, Run, folder_fault
 
 _REMOVED = ".removed-"

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from sft.data.prepared import Prepared
 from sft.errors import EXIT_USER_ERROR
-from sft.launch.checks import job_and_layout
+from sft.launch.checks import job_and_topology
 from sft.launch.job import open_job
 from sft.launch.prepare import prepared_data
 from sft.launch.tuning_result import (
@@ -38,10 +38,10 @@ from sft.launch.tuning_result import (
     write_answer,
 )
 from sft.parallel import process_group as distributed
-from sft.plan.decision import Resolved
+from sft.plan.decision import Decision
 from sft.plan.job import Job
-from sft.plan.topology import read_layout
-from sft.plan.weights import resolve_gradients
+from sft.plan.precision import resolve_gradients
+from sft.plan.topology import read_topology
 from sft.program import run_main
 
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
     arguments = parse_command_line(argv)
     hardware = distributed.job_hardware() if arguments.rank else None
     if hardware is None:
-        job, _ = job_and_layout(Path(arguments.recipe), arguments.overrides)
+        job, _ = job_and_topology(Path(arguments.recipe), arguments.overrides)
         prepared = prepared_data(job.recipe, job.model, [str(job.recipe_path), *job.overrides])
         if not is_searched(job):
             print("Nothing to search: the recipe or its DeepSpeed file gives micro-batch and checkpointing.")
@@ -117,8 +117,8 @@ def search(job: Job, prepared: Prepared, memory_gib: float | None = None) -> Non
 
 def _run(program: Sequence[str]) -> int:
     """Start the ranks as a training does, and wait for them; they end with this process."""
-    layout = json.dumps(asdict(read_layout()) | {"slurm": None})
-    command = [sys.executable, "-m", "sft.launch.torchrun", layout, "0", "0", *program]
+    topology = json.dumps(asdict(read_topology()) | {"slurm": None})
+    command = [sys.executable, "-m", "sft.launch.torchrun", topology, "0", "0", *program]
     with subprocess.Popen(command, env=os.environ | {"SFT_PARENT": str(os.getpid())}) as process:
         try:
             return process.wait()
@@ -155,14 +155,14 @@ def to_measure(job: Job) -> Job:
     tracking = job.recipe.tracking.model_copy(update={"report_to": ()})
     plan = replace(
         job.plan,
-        micro_batch_size=Resolved(1, "the search"),
-        gradient_accumulation_steps=Resolved(PASSES, "the search"),
+        micro_batch_size=Decision(1, "the search"),
+        gradient_accumulation_steps=Decision(PASSES, "the search"),
         # What gradients take where a step has several micro-batches; a step of one may take less.
         gradients=resolve_gradients(
             job.recipe, job.hardware, job.model, job.deepspeed, job.plan.precision.value, PASSES
         ),
-        gradient_checkpointing=Resolved(modes[0], "the search"),
-        max_steps=Resolved(10**6, "the search"),
+        gradient_checkpointing=Decision(modes[0], "the search"),
+        max_steps=Decision(10**6, "the search"),
     )
     deepspeed = job.deepspeed
     if deepspeed is not None:

@@ -17,7 +17,7 @@ from sft.data.findings import check_findings
 from sft.data.ledger import check_limits
 from sft.data.prepared import Prepared, entry_folder, find_prepared
 from sft.launch.auto_tune import search
-from sft.launch.checks import check_address, check_installed, check_started_once, job_and_layout, told_of_slurm
+from sft.launch.checks import check_address, check_installed, check_started_once, job_and_topology, told_of_slurm
 from sft.launch.evaluation import become_evaluation, unfinished_evaluation
 from sft.launch.job import open_job, open_recipe
 from sft.launch.opening import check_start, unfinished_run
@@ -30,8 +30,9 @@ from sft.launch.torchrun import start as start_ranks
 from sft.launch.tuning_result import find_answer, is_searched
 from sft.plan.hardware import Hardware, cpu_cores, described_hardware, detect_hardware
 from sft.plan.job import Job
-from sft.plan.plan import plan_warnings, print_plan
-from sft.plan.topology import Layout, read_layout
+from sft.plan.plan import print_plan
+from sft.plan.topology import Topology, read_topology
+from sft.plan.warnings import plan_warnings
 from sft.recipe.changes import check_allowed_changes
 from sft.visible import visible_line
 
@@ -81,30 +82,30 @@ def start(word: str, overrides: Sequence[str], preflight: bool = False, max_rest
     check_installed()
     recipe, overrides = _recipe_of(word, overrides)
     check_started_once()
-    job, layout = job_and_layout(recipe, overrides)
+    job, topology = job_and_topology(recipe, overrides)
     trained = None if preflight else unfinished_evaluation(job)
     if trained is not None:
         print(f"{trained.path} is trained, and its evaluation was interrupted.", flush=True)
-        if layout.node_rank == 0:
+        if topology.node_rank == 0:
             become_evaluation(trained)
         return
-    with told_of_slurm(layout):
-        check_address(layout)
-    check_port(layout)
+    with told_of_slurm(topology):
+        check_address(topology)
+    check_port(topology)
     check_start(job)
     for line in told_differences(job):
         print(visible_line(line), flush=True)
     refuse([disk(job)])
-    set_threads(layout)
+    set_threads(topology)
     words = [str(job.recipe_path), *overrides]
     if preflight:
         check_trainer_arguments(job)
         judged_data(job)
-        with told_of_slurm(layout):
-            start_ranks(layout, ["-m", "sft.train", *words, PREFLIGHT])
-    if layout.nodes == 1:
-        _prepare_and_tune(job, layout, words, wait=layout.ranks > 1 or max_restarts > 0)
-    if layout.ranks == 1 and not max_restarts:
+        with told_of_slurm(topology):
+            start_ranks(topology, ["-m", "sft.train", *words, PREFLIGHT])
+    if topology.nodes == 1:
+        _prepare_and_tune(job, topology, words, wait=topology.ranks > 1 or max_restarts > 0)
+    if topology.ranks == 1 and not max_restarts:
         print(
             f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} {join([sys.executable, '-m', 'sft.train', *words])}",
             flush=True,
@@ -112,11 +113,11 @@ def start(word: str, overrides: Sequence[str], preflight: bool = False, max_rest
         clear_environment()
         train_job(job)
         return
-    with told_of_slurm(layout):
-        start_ranks(layout, ["-m", "sft.train", *words], max_restarts, job.recipe.train.ddp_timeout)
+    with told_of_slurm(topology):
+        start_ranks(topology, ["-m", "sft.train", *words], max_restarts, job.recipe.train.ddp_timeout)
 
 
-def _prepare_and_tune(job: Job, layout: Layout, words: Sequence[str], wait: bool) -> None:
+def _prepare_and_tune(job: Job, topology: Topology, words: Sequence[str], wait: bool) -> None:
     """Prepare the data before any rank waits for it, and measure once what the recipe leaves `auto`.
 
     A single process has its data prepared while it imports. On several machines rank 0 prepares it, once they have met.
@@ -156,16 +157,16 @@ def judged_data(job: Job) -> Prepared | None:
     return prepared
 
 
-def set_threads(layout: Layout) -> None:
+def set_threads(topology: Topology) -> None:
     """Divide the cores among the processes of this machine; before torch is imported."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_cores() // layout.per_node)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_cores() // topology.per_node)))
     # A thread that waits spins for microseconds only: on cores that others use too, long spinning takes them from the work.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def _hardware_here() -> Hardware:
-    layout = read_layout()
-    return detect_hardware(layout.ranks, layout.per_node)
+    topology = read_topology()
+    return detect_hardware(topology.ranks, topology.per_node)
 
 
 def look_at_data(word: str, overrides: Sequence[str], count: int | None) -> None:

@@ -33,10 +33,10 @@ from sft.launch.start import Start, begin_data, start_run, wait_for_data
 from sft.parallel import process_group as distributed
 from sft.parallel.lost_ranks import told_of_lost_ranks
 from sft.plan.job import Job
-from sft.plan.plan import plan_warnings, print_plan
+from sft.plan.plan import print_plan
+from sft.plan.warnings import plan_warnings
 from sft.run.directory import Run, lost_folder_reported
 from sft.run.record import InterruptibleRun, close_session, record_end
-from sft.train.rollback import become_again
 from sft.train.tracking import finish_trackers, set_up_trackers
 
 PREFLIGHT = "--preflight"
@@ -83,7 +83,7 @@ def train_job(job: Job) -> None:
     from sft.train.main import train
 
     run, planned = start.run, start.planned(job)
-    with recorded(run), lost_folder_reported(run.checkpoints), going_back(run, job):
+    with recorded(run), lost_folder_reported(run.checkpoints):
         if distributed.is_first_rank():
             show_start(planned, start, tokenizer)
         during = evaluation_during(planned, run, tokenizer)
@@ -171,17 +171,6 @@ def recorded(run: Run) -> Iterator[None]:
                 close_session(run, "failed")
                 run.update(status="failed", error=f"{type(error).__name__}: {error}"[:2000])
         raise
-
-
-@contextmanager
-def going_back(run: Run, job: Job) -> Iterator[None]:
-    """Go back to the last checkpoint where a fault in the numbers asks for it."""
-    from sft.train.nonfinite import Rewind
-
-    try:
-        yield
-    except Rewind as fault:
-        become_again([str(job.recipe_path), *job.overrides], run, job.recipe.tracking, str(fault))
 
 
 def evaluate_what_is_trained(job: Job) -> None:

@@ -27,7 +27,7 @@ import psutil
 
 from sft import signals
 from sft.errors import EXIT_LOST_RANK, PlanError, PreflightError, UserError
-from sft.plan.topology import Layout, whole_number
+from sft.plan.topology import Topology, whole_number
 from sft.processes import end_with_parent
 from sft.program import run_main
 from sft.run.directory import Run
@@ -45,49 +45,49 @@ RESTARTS = "SFT_RESTARTS"
 _ENDED_BY_A_SIGNAL = {*signals.EXITS, *(-number for number in signals.SIGNALS)}
 
 
-def check_port(layout: Layout) -> None:
+def check_port(topology: Topology) -> None:
     """Refuse a port of the first machine that another program listens on: torchrun would wait, or end in a traceback.
 
     Raises:
         PlanError: It is taken.
     """
-    if layout.ranks == 1 or layout.node_rank != 0 or (layout.nodes == 1 and "MASTER_PORT" not in os.environ):
+    if topology.ranks == 1 or topology.node_rank != 0 or (topology.nodes == 1 and "MASTER_PORT" not in os.environ):
         return
     try:
-        with socket.create_server(("", layout.master_port)):
+        with socket.create_server(("", topology.master_port)):
             pass
     except OSError as error:
         raise PlanError(
-            f"MASTER_PORT={layout.master_port} cannot be listened on here ({os.strerror(error.errno or 0)}): another job uses it, or did "
-            f"until just now. Set another MASTER_PORT{' on every machine' if layout.nodes > 1 else ', or none: a free one is taken then'}."
+            f"MASTER_PORT={topology.master_port} cannot be listened on here ({os.strerror(error.errno or 0)}): another job uses it, or just "
+            f"did. Set another MASTER_PORT{' on every machine' if topology.nodes > 1 else ', or none: a free one is taken then'}."
         ) from None
 
 
-def torchrun_arguments(layout: Layout, program: Sequence[str], timeout: int = _START_TIMEOUT) -> list[str]:
+def torchrun_arguments(topology: Topology, program: Sequence[str], timeout: int = _START_TIMEOUT) -> list[str]:
     """What torchrun is called with.
 
     Args:
-        layout: The processes.
+        topology: The processes.
         program: What each of them runs, after the interpreter.
         timeout: Seconds to wait for the other machines.
     """
-    if layout.nodes == 1:
+    if topology.nodes == 1:
         # A free port of its own, so that two jobs on one machine do not meet.
-        place = ["--standalone"] if "MASTER_PORT" not in os.environ else ["--master-port", str(layout.master_port)]
+        place = ["--standalone"] if "MASTER_PORT" not in os.environ else ["--master-port", str(topology.master_port)]
     else:
-        place = ["--nnodes", str(layout.nodes), "--node-rank", str(layout.node_rank)]
-        place += ["--master-addr", layout.master_address, "--master-port", str(layout.master_port)]
+        place = ["--nnodes", str(topology.nodes), "--node-rank", str(topology.node_rank)]
+        place += ["--master-addr", topology.master_address, "--master-port", str(topology.master_port)]
         place += ["--rdzv-conf", f"timeout={timeout}"]
-    return [*place, "--nproc-per-node", str(layout.per_node), *program]
+    return [*place, "--nproc-per-node", str(topology.per_node), *program]
 
 
 def start(
-    layout: Layout, program: Sequence[str], restarts: int = 0, lost_after: int = 0, restarted: bool = False
+    topology: Topology, program: Sequence[str], restarts: int = 0, lost_after: int = 0, restarted: bool = False
 ) -> NoReturn:
     """Run the program in every process, and exit as it does.
 
     Args:
-        layout: The processes.
+        topology: The processes.
         program: What each of them runs, after the interpreter.
         restarts: How often all processes restart after one has failed.
         lost_after: Seconds after which the other machines notice a failure; a restart waits that much longer for them.
@@ -98,14 +98,14 @@ def start(
         PreflightError: The machines do not meet.
     """
     clear_environment()
-    check_port(layout)
+    check_port(topology)
     timeout = whole_number("START_TIMEOUT", _START_TIMEOUT, 1) + (lost_after if restarted else 0)
-    arguments = torchrun_arguments(layout, program, timeout)
+    arguments = torchrun_arguments(topology, program, timeout)
     threads = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} " if "OMP_NUM_THREADS" in os.environ else ""
     print(f"{threads}{join([str(Path(sys.executable).with_name('torchrun')), *arguments])}", flush=True)
-    status, may_restart = _run_ranks(arguments, layout, timeout)
+    status, may_restart = _run_ranks(arguments, topology, timeout)
     if status and may_restart and restarts:
-        _restart(layout, program, restarts - 1, lost_after)
+        _restart(topology, program, restarts - 1, lost_after)
     shutil.rmtree(launched_folder(os.getpid()), ignore_errors=True)
     sys.exit(status)
 
@@ -118,7 +118,7 @@ def clear_environment() -> None:
         del os.environ[name]
 
 
-def _run_ranks(arguments: list[str], layout: Layout, timeout: int) -> tuple[int, bool]:
+def _run_ranks(arguments: list[str], topology: Topology, timeout: int) -> tuple[int, bool]:
     """Run torchrun in this process; returns the exit status, and whether a restart may help.
 
     torchrun's own command line would turn every failure into a traceback and exit status 1.
@@ -149,9 +149,9 @@ def _run_ranks(arguments: list[str], layout: Layout, timeout: int) -> tuple[int,
         signals.ignore()
         reason = str(error).strip().splitlines()[0]
         raise PreflightError(
-            f"The {layout.nodes} machines of this job did not meet within START_TIMEOUT={timeout} s: {reason}. Start the same command on "
-            f"each with MASTER_ADDR={layout.master_address}, MASTER_PORT={layout.master_port} and a NODE_RANK of its own, from 0 to "
-            f"{layout.nodes - 1}. Check the address, a firewall, and START_TIMEOUT=600 for machines that start minutes apart."
+            f"The {topology.nodes} machines of this job did not meet within START_TIMEOUT={timeout} s: {reason}. Start the same command on "
+            f"each with MASTER_ADDR={topology.master_address}, MASTER_PORT={topology.master_port} and a NODE_RANK of its own, from 0 to "
+            f"{topology.nodes - 1}. Check the address, a firewall, and START_TIMEOUT=600 for machines that start minutes apart."
         ) from None
     return 0, False
 
@@ -233,7 +233,7 @@ def _run() -> Run | None:
     return Run(folder) if folder is not None else None
 
 
-def _restart(layout: Layout, program: Sequence[str], restarts: int, lost_after: int) -> NoReturn:
+def _restart(topology: Topology, program: Sequence[str], restarts: int, lost_after: int) -> NoReturn:
     """Become a new launcher: nothing of the failed start, such as addresses in its store, is left."""
     print(
         f"Restarting all processes; {restarts} restart{'s' if restarts != 1 else ''} left.", file=sys.stderr, flush=True
@@ -243,7 +243,7 @@ def _restart(layout: Layout, program: Sequence[str], restarts: int, lost_after: 
     if run is not None:  # another start may have made a newer one meanwhile
         os.environ[OWN_RUN] = str(run.path)
     shutil.rmtree(launched_folder(os.getpid()), ignore_errors=True)
-    words = [json.dumps(asdict(layout) | {"slurm": None}), str(restarts), str(lost_after), *program]
+    words = [json.dumps(asdict(topology) | {"slurm": None}), str(restarts), str(lost_after), *program]
     with signals.held_back():
         os.execv(sys.executable, [sys.executable, "-m", "sft.launch.torchrun", *words])
 
@@ -270,11 +270,11 @@ def _why_killed(before: int | None) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Start a program: the layout as JSON, how many restarts are left, how long a failure goes unnoticed, and the program."""
+    """Start a program: the topology as JSON, how many restarts are left, how long a failure goes unnoticed, and the program."""
     if os.environ.get("SFT_PARENT") == str(os.getppid()):
         end_with_parent(os.getppid(), signal.SIGTERM)
-    layout, restarts, lost_after, *program = argv
-    start(Layout(**json.loads(layout)), program, int(restarts), int(lost_after), restarted=True)
+    topology, restarts, lost_after, *program = argv
+    start(Topology(**json.loads(topology)), program, int(restarts), int(lost_after), restarted=True)
 
 
 if __name__ == "__main__":

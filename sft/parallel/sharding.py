@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sft.errors import PlanError
-from sft.plan.fsdp import mesh_shape
 from sft.plan.job import Job
+from sft.plan.parallelism import mesh_shape
 
 
 def sharded_units(model: Any) -> list[Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from sft.launch.torchrun import _report_failures, first_failure, torchrun_arguments
-from sft.plan.topology import Layout, read_layout
+from sft.plan.topology import Topology, read_topology
 
 PROGRAM = ["-m", "sft.train", "a.yaml", "train.seed=1"]
 
@@ -53,15 +53,15 @@ def test_the_exit_status_says_whether_a_restart_may_help(codes: list[int], statu
 
 
 def test_torchrun_on_one_machine_takes_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert torchrun_arguments(Layout(2), PROGRAM) == ["--standalone", "--nproc-per-node", "2", *PROGRAM]
+    assert torchrun_arguments(Topology(2), PROGRAM) == ["--standalone", "--nproc-per-node", "2", *PROGRAM]
     monkeypatch.setenv("MASTER_PORT", "4242")
-    assert torchrun_arguments(read_layout(), PROGRAM) == ["--master-port", "4242", "--nproc-per-node", "1", *PROGRAM]
+    assert torchrun_arguments(read_topology(), PROGRAM) == ["--master-port", "4242", "--nproc-per-node", "1", *PROGRAM]
 
 
 def test_torchrun_understands_what_it_is_called_with() -> None:
     from torch.distributed.run import parse_args
 
-    understood = parse_args(torchrun_arguments(Layout(8, 2, 1, "host0", 4242), PROGRAM, 600))
+    understood = parse_args(torchrun_arguments(Topology(8, 2, 1, "host0", 4242), PROGRAM, 600))
     assert (understood.nnodes, understood.node_rank, understood.nproc_per_node) == ("2", 1, "8")
     assert (understood.master_addr, understood.master_port) == ("host0", 4242)
     assert understood.rdzv_conf == "timeout=600"
