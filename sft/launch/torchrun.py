@@ -57,9 +57,10 @@ def check_port(topology: Topology) -> None:
         with socket.create_server(("", topology.master_port)):
             pass
     except OSError as error:
+        elsewhere = " on every machine" if topology.nodes > 1 else ", or none: a free one is taken then"
         raise PlanError(
-            f"MASTER_PORT={topology.master_port} cannot be listened on here ({os.strerror(error.errno or 0)}): another job uses it, or just "
-            f"did. Set another MASTER_PORT{' on every machine' if topology.nodes > 1 else ', or none: a free one is taken then'}."
+            f"MASTER_PORT={topology.master_port} cannot be listened on here ({os.strerror(error.errno or 0)}): another job uses it, or did "
+            f"until just now. Set another MASTER_PORT{elsewhere}."
         ) from None
 
 
