@@ -32,7 +32,7 @@ from sft.processes import end_with_parent
 from sft.program import run_main
 from sft.run.directory import Run
 from sft.run.trust import OWN_RUN
-from sft.terminal import ENDING, Ending, launched_folder, read_ending, seen_ending, written_run
+from sft.terminal import failure_text, launch_folder, run_of, show_first, shown_failure
 
 _START_TIMEOUT = 50
 """Seconds that the machines of a job wait for each other at the start; START_TIMEOUT changes it."""
@@ -107,7 +107,7 @@ def start(
     status, may_restart = _run_ranks(arguments, topology, timeout)
     if status and may_restart and restarts:
         _restart(topology, program, restarts - 1, lost_after)
-    shutil.rmtree(launched_folder(os.getpid()), ignore_errors=True)
+    shutil.rmtree(launch_folder(os.getpid()), ignore_errors=True)
     sys.exit(status)
 
 
@@ -213,16 +213,19 @@ def _report_failures(failures: Mapping[int, Any], kills: int | None) -> tuple[in
     run = _run()
     if code < 0:
         why = _why_killed(kills) if -code == signal.SIGKILL else ""
-        Ending.of(
-            rank, f"was ended by signal {-code} ({signal.Signals(-code).name}){why}; the others are stopped."
-        ).claim(os.getpid())
-    elif code == EXIT_LOST_RANK and seen_ending(os.getpid()) is None:
+        show_first(
+            failure_text(
+                rank, f"was ended by signal {-code} ({signal.Signals(-code).name}){why}; the others are stopped."
+            ),
+            os.getpid(),
+        )
+    elif code == EXIT_LOST_RANK and shown_failure(launcher=os.getpid()) is None:
         log = f" Its log: {run.path / 'logs' / f'rank-{rank}.log'}" if run and rank else ""
         print(f"\nRank {rank} on {socket.gethostname()} ended with exit status {code}.{log}", file=sys.stderr)
-    ending = read_ending(run.path / "logs" / ENDING) if run else None
-    if run is not None and ending is not None:
+    failure = shown_failure(run.path) if run else None
+    if run is not None and failure is not None:
         with suppress(OSError, UserError):
-            run.update(status="failed", error=ending.text[-2000:])
+            run.update(status="failed", error=failure[-2000:])
         if run.last_checkpoint() is not None:
             print(f"{run.next_start}.", file=sys.stderr)
     # Any other status would be the same again: a mistake of the user's, a gate.
@@ -230,7 +233,7 @@ def _report_failures(failures: Mapping[int, Any], kills: int | None) -> tuple[in
 
 
 def _run() -> Run | None:
-    folder = written_run(os.getpid())
+    folder = run_of(os.getpid())
     return Run(folder) if folder is not None else None
 
 
@@ -243,7 +246,7 @@ def _restart(topology: Topology, program: Sequence[str], restarts: int, lost_aft
     run = _run()
     if run is not None:  # another start may have made a newer one meanwhile
         os.environ[OWN_RUN] = str(run.path)
-    shutil.rmtree(launched_folder(os.getpid()), ignore_errors=True)
+    shutil.rmtree(launch_folder(os.getpid()), ignore_errors=True)
     words = [json.dumps(asdict(topology) | {"slurm": None}), str(restarts), str(lost_after), *program]
     with signals.held_back():
         os.execv(sys.executable, [sys.executable, "-m", "sft.launch.torchrun", *words])
