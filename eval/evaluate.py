@@ -9,8 +9,8 @@ from pathlib import Path
 from uuid import uuid4
 
 from eval import ranks
-from eval.compare.conclude import conclude
-from eval.compare.tables import scores_table
+from eval.compare.comparison import write_comparison
+from eval.compare.tables import score_lines
 from eval.harness.base_cache import measure_base
 from eval.harness.measure import Results, evaluate_model
 from eval.harness.processes import load_tasks_together, log_in, place
@@ -144,7 +144,7 @@ def other_than(recipe: Evaluation, asked: Evaluation) -> str:
 def _compare_and_report(run: Run, folder: Path, evaluation: Evaluation, reference: Reference) -> dict[str, str]:
     from eval.report.main import write_report
 
-    comparison = conclude(run, folder, evaluation, reference.tokenizer)
+    comparison = write_comparison(run, folder, evaluation, reference.tokenizer)
     not_measured: dict[str, str] = comparison["not_measured"]
     gate = comparison["gate"]
     report_result(folder / "comparison.json")
@@ -185,8 +185,6 @@ def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
     Raises:
         EvaluationError: Whatever the user can fix.
     """
-    from rich.console import Console
-
     if evaluation.gate is not None:
         raise EvaluationError("eval.gate compares a tuned model with its base: name a run, or leave the gate out.")
     outputs = Path("outputs")
@@ -216,7 +214,8 @@ def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
     if not ranks.is_first():
         return {}
     results: Results = read_json(output / "results.json")
-    Console().print(scores_table(results))
+    for line in score_lines(results):
+        print(visible_line(line))
     print(f"Results: {output}")
     report_result(output / "results.json")
     failed: dict[str, str] = results["failed"]

@@ -123,7 +123,7 @@ def test_a_perplexity_is_measured_where_the_task_file_of_the_recipe_is_gone(run:
     for row in read_json(path)["metrics"]:
         assert (row["test"], row["documents"]) == ("paired t", 60)
         assert row["interval_95"][0] < row["difference"] < row["interval_95"][1]
-        assert row["verdict"] in ("IMPROVED", "REGRESSED", "NO EVIDENCE")
+        assert row["verdict"] in ("IMPROVED", "REGRESSED", "NO SIGNIFICANT CHANGE")
 
 
 def test_the_base_is_measured_again_on_data_that_changed_in_between(
