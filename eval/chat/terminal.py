@@ -1,6 +1,4 @@
-"""Chats with a model in the terminal. Started by scripts/chat.sh:
-
-    python -m eval.chat.terminal outputs/tiny/latest
+"""Chats with a model in the terminal: `sft chat outputs/tiny/latest`.
 
 The answer is shown as it is generated. Ctrl-C stops an answer, Ctrl-D exits. From a pipe, each line is a turn.
 """
@@ -30,6 +28,14 @@ HELP = """\
 /undo         remove the last question and its answer
 /save FILE    append the conversation as a row of training data (`messages`)
 /exit         exit; so does Ctrl-D. Ctrl-C stops an answer"""
+
+EXAMPLES = """\
+  sft chat outputs/tiny/latest                   the tuned model, final/
+  sft chat outputs/tiny/latest --base            the model it was trained from, through the same template
+  sft chat outputs/tiny/latest --checkpoint 400
+  sft chat Qwen/Qwen2.5-0.5B-Instruct --system "Answer in French." --temperature 0.7 --max-new-tokens 256
+
+/help lists the commands. From a pipe, each line is a turn."""
 
 
 class Streamer:
@@ -217,7 +223,9 @@ def converse(conversation: Conversation) -> None:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line; a mistake in it exits with status 2."""
-    parser = argparse.ArgumentParser(prog="bash scripts/chat.sh", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="sft chat", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     option = parser.add_argument
     option("model", help="a run's folder, a model's, or an id on the hub")
     option("--base", action="store_true", help="the model that the run was trained from")
