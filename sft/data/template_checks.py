@@ -196,7 +196,7 @@ def _parts(message: Message, is_trained: bool) -> Iterator[str]:
         yield from sorted(re.findall("[A-Za-z0-9]+", message["content"]), key=len)[-1:]
         return
     parts = [message["reasoning_content"]] if is_trained and "reasoning_content" in message else []
-    content = re.split("</?think>", message["content"])
+    content = re.split("</?think>", message["content"]) if "think>" in message["content"] else [message["content"]]
     parts += content if is_trained else content[-1:]
     parts += [call["function"]["name"] for call in message.get("tool_calls") or []]
     yield from (part.strip() for part in parts if part.strip())
