@@ -15,7 +15,7 @@ from eval.report.html import as_html
 from eval.report.main import write_report
 from eval.report.markdown import as_markdown
 from eval.report.run_files import read_run
-from eval.report.speed import speed_facts
+from eval.report.training import speed_facts
 from sft.errors import RunError
 from sft.files import read_json, write_json
 from sft.run.directory import Run
