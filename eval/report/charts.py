@@ -258,7 +258,7 @@ def draw_curve(points: Sequence[Mapping[str, Any]], title: str, path: Path) -> N
         axes.spines[["top", "right"]].set_visible(False)
         axes.locator_params(axis="x", integer=True)
         axes.set_xlim(left=0)
-    upper.legend(frameon=False)
+    upper.legend(frameon=False, loc="upper right")
     upper.set_title(title, loc="left", parse_math=False)
     lower.set_xlabel("optimizer step")
     figure.savefig(path, format="png", dpi=120)
