@@ -82,8 +82,7 @@ def _batch_as_written(recipe: Recipe, sequences: int) -> tuple[str, int]:
 
 def _sharers(recipe: Recipe, hardware: Hardware) -> str:
     """What shares a batch, in words."""
-    noun = "GPUs" if hardware.gpu else "processes"
-    train = recipe.train
+    noun, train = "GPUs" if hardware.gpu else "processes", recipe.train
     sizes = {"tensor": train.tensor_parallel_size, "sequence": train.sequence_parallel_size}
     shared = " x ".join(f"train.{name}_parallel_size={size}" for name, size in sizes.items() if size > 1)
     return f"groups of {noun} ({shared})" if shared else noun

@@ -16,7 +16,7 @@ from eval.reference import Reference, load_reference
 from sft.errors import EvaluationError, RecipeError
 from sft.files import read_json
 from sft.hub.demo import TRAIN_ROWS, _rows
-from sft.launch.finish import programs
+from sft.launch.evaluation import programs
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Evaluation, Recipe
 from sft.run.directory import Run

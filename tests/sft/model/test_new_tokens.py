@@ -11,9 +11,8 @@ import torch
 from peft import get_peft_model
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from sft.data.documents import DOCUMENT
 from sft.data.prepare import prepare
-from sft.data.store import DocumentStore
+from sft.data.store import DOCUMENT, DocumentStore
 from sft.data.tokenizer import check_vocabulary, load_tokenizer, new_token_ids
 from sft.errors import ModelError, PlanError
 from sft.hub.demo import Demo
