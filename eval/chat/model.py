@@ -118,7 +118,7 @@ def load_weights(target: Target, reference: Reference, asker: Asker, evaluation:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from sft.model.load import check_weights
+    from sft.model.weight_checks import check_weights
 
     config = reference.config
     # None in a config is transformers' word for fp32.

@@ -188,7 +188,7 @@ def load_model(target: Target, tokenizer: PreTrainedTokenizerBase, settings: Set
 
         assert target.served is not None, "find_backend has found it"
         return load_served(target.served, tokenizer, settings)
-    from sft.model.load import check_weights
+    from sft.model.weight_checks import check_weights
 
     check_weights(target.model, target.revision, target.trust_remote_code, f"The {target.label} model {target.model}")
     try:

@@ -18,7 +18,7 @@ from sft.errors import ModelError, PlanError
 from sft.hub.demo import Demo
 from sft.launch.job import open_job
 from sft.launch.rank import check_with_frameworks
-from sft.model.load import lora_config
+from sft.model.adapters import lora_config
 from sft.model.new_tokens import check_untrained, embed_new_tokens, untrained_tokens
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
