@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sft.checkpoint.manifest import fault
-from sft.checkpoint.resume import checkpoints_of, step_of
-from sft.checkpoint.resume_plan import Writer, writer_of
+from sft.checkpoint.resume import Writer, checkpoints_of, step_of, writer_of
 from sft.errors import ExportError
 from sft.files import read_json
 from sft.recipe.schema import Model, Recipe
@@ -99,7 +98,7 @@ def find_exported(run: Run, step: int | None) -> Exported:
         recipe=recipe,
         folder=folder,
         step=step,
-        writer=None if step is None else writer_of(folder, run),
+        writer=None if step is None else writer_of(folder),
         base=model,
         base_path=str(base.get("path") or model.name_or_path),
         precision=str(decided.get("precision", "fp32")),

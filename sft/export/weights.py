@@ -3,7 +3,7 @@
 final/                              ready: the model, adapters merged
 checkpoint with model.safetensors   ready: one process, DDP, DeepSpeed
 checkpoint with adapters            base and adapter, merged as final/ is
-checkpoint in shares (FSDP2)        whole tensors, read one by one: sft/checkpoint/portable.py
+checkpoint in shares (FSDP2)        whole tensors, read one by one: sft/checkpoint/reshard.py
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from sft.checkpoint.portable import open_whole
-from sft.checkpoint.portable_zero import WEIGHT
+from sft.checkpoint.reshard import open_full
+from sft.checkpoint.zero import WEIGHT
 from sft.data.tokenizer import new_token_ids
 from sft.errors import ExportError
 from sft.export.check import Reference, arithmetic_for, load, logits_of, with_model
@@ -213,7 +213,7 @@ def _of_shares(source: Exported, tokenizer: Any, rows: list[list[int]], folder: 
 def _from_shares(source: Exported, tokenizer: Any) -> Any:
     from peft import get_peft_model
 
-    from sft.checkpoint.portable_live import adapter_names, source_names
+    from sft.checkpoint.reshard import adapter_names, source_names
 
     assert source.writer is not None
     model, lora = _base(source, tokenizer), source.recipe.model.lora
@@ -221,7 +221,7 @@ def _from_shares(source: Exported, tokenizer: Any) -> Any:
         model = get_peft_model(
             model, lora_config(lora, model, new_token_ids(tokenizer, source.recipe.model.new_tokens))
         )
-    whole = open_whole(source.folder, source.writer, adapter_names(model))
+    whole = open_full(source.folder, source.writer, adapter_names(model))
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, saved in source_names(model, whole).items():

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> None:
     if not argv:
         raise RecipeError("usage: python -m sft.launch.preflight RECIPE [key=value ...]")
     from sft.launch.rank import check_with_frameworks, join
-    from sft.parallel.lost_ranks import told_of_lost_ranks
+    from sft.parallel.process_group import told_of_lost_ranks
 
     job = open_job(Path(argv[0]), list(argv[1:]), distributed.job_hardware())
     with told_of_lost_ranks(job.recipe, "the preflight ran"):

@@ -12,8 +12,8 @@ from datasets import Dataset
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from trl import SFTConfig
 
-from sft.checkpoint.resume_plan import writer_here
-from sft.checkpoint.writer import CheckpointWriter
+from sft.checkpoint.resume import writer_here
+from sft.checkpoint.write import CheckpointWriter
 from sft.data.tokenizer import new_token_ids
 from sft.errors import ModelError, RecipeError, did_you_mean
 from sft.model.compiled_layers import compile_layers
@@ -21,9 +21,9 @@ from sft.model.gradient_checkpointing import CheckpointingAsPlanned
 from sft.model.load import DTYPES, lora_config
 from sft.model.new_tokens import check_untrained, named, show_head, trains_embedding, untrained_tokens
 from sft.parallel import process_group as distributed
-from sft.parallel.fsdp import PrefetchAsAsked, plugin_arguments, policies
-from sft.parallel.libraries import parallelism_config
+from sft.parallel.fsdp import Prefetch, plugin_arguments, policies
 from sft.parallel.optimizer import MasterAdamW
+from sft.parallel.tensor import parallelism_config
 from sft.plan.disk import checkpoint_bytes
 from sft.plan.fsdp import mesh_shape
 from sft.plan.job import Job
@@ -314,7 +314,7 @@ def _as_planned(job: Job) -> list[TrainerCallback]:
     ahead = job.fsdp.prefetch if job.fsdp else None
     checkpointing = CheckpointingAsPlanned(job.plan.gradient_checkpointing.value)
     always = [checkpointing, ChangesTakeEffect(job.plan.learning_rate.value)]
-    return [*always, PrefetchAsAsked(ahead)] if ahead else always
+    return [*always, Prefetch(ahead)] if ahead else always
 
 
 def _optimizer(job: Job) -> tuple[type[MasterAdamW], dict[str, Any]] | None:

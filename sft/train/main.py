@@ -9,8 +9,7 @@ from typing import Any
 
 from sft import terminal as rank_logs
 from sft.checkpoint.final import write_model
-from sft.checkpoint.resume import Choice
-from sft.checkpoint.resume_plan import Continuation
+from sft.checkpoint.resume import Choice, ResumePlan
 from sft.checkpoint.save_verification import SaveVerification
 from sft.data.prepared import Prepared
 from sft.data.store import DocumentStore, SequenceIndex
@@ -19,7 +18,7 @@ from sft.files import remove
 from sft.model.load import load_model
 from sft.parallel import process_group as distributed
 from sft.parallel.agreement import Agreement
-from sft.parallel.lost_ranks import told_of_lost_ranks
+from sft.parallel.process_group import told_of_lost_ranks
 from sft.parallel.progress import Progress
 from sft.plan.job import Job
 from sft.run.directory import Run, read_lines
@@ -47,7 +46,7 @@ def train(
     prepared: Prepared,
     tokenizer: Any,
     choice: Choice,
-    continuation: Continuation | None,
+    continuation: ResumePlan | None,
     during: Any = None,
 ) -> float:
     """Train, and write final/.

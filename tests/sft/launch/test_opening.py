@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sft.checkpoint.manifest import write_manifest
-from sft.checkpoint.resume_plan import write_writer, writer_here
+from sft.checkpoint.resume import write_writer, writer_here
 from sft.errors import RecipeError, RunError
 from sft.files import write_json
 from sft.launch.finish import evaluation_left

@@ -9,7 +9,8 @@ from torch import nn
 
 from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
-from sft.parallel.fsdp import cpu_ranks_may_shard, plugin_arguments, policies, size_units
+from sft.parallel.fsdp import plugin_arguments, policies, size_units
+from sft.parallel.patches import cpu_ranks_may_shard
 from sft.plan.fsdp import mesh_shape, resolve_fsdp
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.plan import Plan, resolve_plan

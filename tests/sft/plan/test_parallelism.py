@@ -14,8 +14,8 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from sft.data.formats import IGNORED
 from sft.errors import PlanError
 from sft.hub.model_facts import Architecture, ModelFacts
-from sft.parallel.sequence_parallel import PartOfSequences
-from sft.parallel.tensor_parallel import part_of, whole
+from sft.parallel.sequence import PartOfSequences
+from sft.parallel.tensor import full, shard_of
 from sft.plan.architecture import read_architecture
 from sft.plan.hardware import Hardware
 from sft.plan.parallelism import data_parallel_ranks, resolve_sequence_parallel, resolve_tensor_parallel
@@ -213,6 +213,6 @@ def test_the_parts_of_a_batch_are_the_batch(packed: bool, parts: int) -> None:
 
 def test_what_is_not_divided_stays_as_it_is() -> None:
     steps, weight = torch.tensor(3.0), torch.nn.Parameter(torch.ones(2, 2))
-    assert part_of(steps, weight) is steps
-    torch.testing.assert_close(whole(weight), weight)
-    assert whole("name") == "name"
+    assert shard_of(steps, weight) is steps
+    torch.testing.assert_close(full(weight), weight)
+    assert full("name") == "name"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.checkpoint.writer import CheckpointWriter
+from sft.checkpoint.write import CheckpointWriter
 from sft.errors import RunError
 from sft.files import read_json, write_json
 from sft.run.directory import Run, find_run

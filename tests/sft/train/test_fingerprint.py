@@ -10,7 +10,7 @@ import torch
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from sft.data.formats import IGNORED
-from sft.parallel.sequence_parallel import PartOfSequences
+from sft.parallel.sequence import PartOfSequences
 from sft.train.fingerprint import KEY, Fingerprint, Fingerprinted, batch_hash
 
 Document = tuple[list[int], list[int]]
