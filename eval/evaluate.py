@@ -29,7 +29,7 @@ from sft.processes import report_result
 from sft.recipe.changes import differences
 from sft.recipe.schema import Evaluation
 from sft.run.directory import Run
-from sft.run.unchanged import base_changes, check_final
+from sft.run.trust import base_changes, check_final
 from sft.visible import visible_line
 
 

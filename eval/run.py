@@ -36,9 +36,8 @@ from sft.errors import EvaluationError, RecipeError
 from sft.program import run_main
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Evaluation
-from sft.run.consent import TRUST, check_model_code, is_own
 from sft.run.directory import Run, find_run
-from sft.run.unchanged import ACCEPT
+from sft.run.trust import ACCEPT, TRUST, check_model_code, is_own
 
 EXIT_INCOMPLETE = 1
 SENDS = ("base_url", "base_url_of_base", "api_key_env")

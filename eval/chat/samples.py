@@ -24,8 +24,8 @@ from eval.reference import Reference, load_reference
 from sft.errors import EvaluationError
 from sft.files import read_json, write_json
 from sft.recipe.schema import Evaluation
-from sft.run.consent import TRUST, check_model_code
 from sft.run.directory import Run, find_run
+from sft.run.trust import TRUST, check_model_code
 
 AT_ONCE = 8
 """Prompts in a batch."""

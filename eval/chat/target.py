@@ -13,8 +13,8 @@ from eval.models.targets import check_folder, recorded_base
 from eval.reference import Reference, load_config, load_reference
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation
-from sft.run.consent import check_model_code
 from sft.run.directory import Run, find_run
+from sft.run.trust import check_model_code
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from eval.harness.prompting import Treatment
 from eval.models.backends import Target
 from eval.models.placement import Placement, gpu_name
 from eval.tasks.load import LoadedTasks
-from sft.run.unchanged import base_sums
+from sft.run.trust import base_checksums
 
 FOLDER = "eval-base"
 """In the recipe's output_dir."""
@@ -30,7 +30,7 @@ def model_identity(target: Target) -> str | None:
 
     Returns None where a name on the hub has no commit: it may be another model tomorrow.
     """
-    sums = base_sums(Path(target.model).expanduser())
+    sums = base_checksums(Path(target.model).expanduser())
     if sums is None:
         commit = target.revision or ""
         is_commit = len(commit) == 40 and set(commit) <= set("0123456789abcdef")

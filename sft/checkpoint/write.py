@@ -23,8 +23,7 @@ from sft.errors import RunError
 from sft.files import disk_was_full
 from sft.parallel.process_group import gather, is_first_rank, is_lost, met_at_the_end, rank
 from sft.plan.disk import in_words
-from sft.run.directory import INCOMPLETE, Run
-from sft.run.lost_folder import folder_fault
+from sft.run.directory import INCOMPLETE, Run, folder_fault
 
 _REMOVED = ".removed-"
 

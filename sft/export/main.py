@@ -14,8 +14,7 @@ from typing import Any, NoReturn
 from sft.errors import ExportError, did_you_mean
 from sft.export.folder import Made, check_output, make_folder
 from sft.export.source import Exported, check_unchanged, find_exported, find_run_to_export
-from sft.run.consent import check_model_code
-from sft.run.unchanged import ACCEPT
+from sft.run.trust import ACCEPT, check_model_code
 from sft.visible import visible_line
 
 EXAMPLES = """\

@@ -16,7 +16,7 @@ from sft.errors import ExportError
 from sft.files import read_json
 from sft.recipe.schema import Model, Recipe
 from sft.run.directory import Run, find_run
-from sft.run.unchanged import base_changes, check_final
+from sft.run.trust import base_changes, check_final
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """One of them is in every folder that holds a tokenizer."""

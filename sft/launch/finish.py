@@ -24,9 +24,9 @@ from sft.plan.job import Job
 from sft.processes import report_result
 from sft.program import run_main
 from sft.recipe.schema import Evaluation
-from sft.run.consent import OWN_RUN
 from sft.run.directory import EVALUATION_LEFT, Run, find_run
 from sft.run.record import InterruptibleRun
+from sft.run.trust import OWN_RUN
 from sft.signals import held_back
 from sft.train.request_files import began, forget_stale
 

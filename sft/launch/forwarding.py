@@ -96,5 +96,5 @@ def tell_interruption(forwarding: Forwarding, status: int) -> None:
             (folder / "logs" / ENDING).unlink(missing_ok=True)
             if run.record["status"] != "interrupted":
                 run.update(status="interrupted", error=error)
-            error, after = run.record["error"], run.after_an_end
+            error, after = run.record["error"], run.next_start
     print(f"\n{error}. {after}.", file=sys.stderr, flush=True)

@@ -24,7 +24,7 @@ from sft.plan.job import Job
 from sft.plan.plan import resolve_plan
 from sft.recipe.load import find_file, load_recipe
 from sft.recipe.schema import Recipe
-from sft.run.inside import check_names
+from sft.run.directory import check_names
 
 
 def check_output_dir(recipe: Recipe) -> None:

@@ -22,9 +22,8 @@ from sft.files import read_json, remove
 from sft.plan.job import Job
 from sft.recipe.changes import Change, check_allowed_changes, not_allowed, recipe_differences
 from sft.recipe.schema import Recipe
-from sft.run.consent import OWN_RUN
-from sft.run.directory import EVALUATION_LEFT, INCOMPLETE, Run
-from sft.run.inside import check_inside
+from sft.run.directory import EVALUATION_LEFT, INCOMPLETE, Run, check_inside
+from sft.run.trust import OWN_RUN
 
 _TAKEN = "exists already and is not written over. Choose another tracking.run_name, or remove the folder."
 _SHOWN = 5

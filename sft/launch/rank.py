@@ -34,8 +34,7 @@ from sft.parallel import process_group as distributed
 from sft.parallel.process_group import told_of_lost_ranks
 from sft.plan.job import Job
 from sft.plan.plan import plan_warnings, print_plan
-from sft.run.directory import Run
-from sft.run.lost_folder import told_of_a_lost_folder
+from sft.run.directory import Run, lost_folder_reported
 from sft.run.record import InterruptibleRun, close_session, record_end
 from sft.train.rollback import become_again
 from sft.train.tracking import finish_trackers, set_up_trackers
@@ -65,7 +64,7 @@ def main(argv: Sequence[str]) -> None:
     from sft.train.main import train
 
     run, planned = start.run, start.planned(job)
-    with recorded(run), told_of_a_lost_folder(run.checkpoints), going_back(argv, run, job):
+    with recorded(run), lost_folder_reported(run.checkpoints), going_back(argv, run, job):
         if distributed.is_first_rank():
             show_start(planned, start, tokenizer)
         during = evaluation_during(planned, run, tokenizer)

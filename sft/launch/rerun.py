@@ -18,9 +18,9 @@ import yaml
 from sft.errors import RunError
 from sft.plan.job import Job
 from sft.recipe.changes import Change, differences, recipe_differences
-from sft.run.consent import check_consents
 from sft.run.directory import EVALUATION_LEFT, Run, find_run
 from sft.run.record import git_state, installed_versions
+from sft.run.trust import check_consents
 
 _DECIDED_ANEW = ("tracking.run_name=", "train.resume=")
 

@@ -34,7 +34,7 @@ from sft.plan.resumed import as_started
 from sft.recipe.changes import Change, differences
 from sft.run.directory import Run
 from sft.run.record import InterruptibleRun, installed_versions, record_start
-from sft.run.unchanged import base_changes
+from sft.run.trust import base_changes
 from sft.signals import EXITS
 from sft.terminal import forget_ending
 

@@ -19,8 +19,8 @@ from sft.launch.forwarding import SAVING, Forwarding, tell_interruption
 from sft.launch.out_of_memory import OutOfMemoryKills
 from sft.launch.tuning_result import EXIT_DID_NOT_FIT
 from sft.plan.topology import Layout
-from sft.run.consent import OWN_RUN
 from sft.run.directory import Run
+from sft.run.trust import OWN_RUN
 from sft.signals import held_back, speaks_for_ranks
 from sft.terminal import ENDING, Ending, launched_folder, read_ending, seen_ending, written_run
 
@@ -215,7 +215,7 @@ def _record_failure() -> None:
     with suppress(OSError, UserError):
         run.update(status="failed", error=ending.text[-2000:])
     if run.last_checkpoint() is not None:
-        print(f"{run.after_an_end}.", file=sys.stderr)
+        print(f"{run.next_start}.", file=sys.stderr)
 
 
 def _watch_failures(kills: OutOfMemoryKills, forwarding: Forwarding) -> None:

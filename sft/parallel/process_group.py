@@ -391,7 +391,7 @@ def told_of_lost_ranks(
         if not is_lost(error):
             raise
         phrase = doing if isinstance(doing, str) else doing()
-        remedy = run.after_an_end if run else "The same command starts it again"
+        remedy = run.next_start if run else "The same command starts it again"
         reason = str(error).strip().splitlines()[0].rsplit("] ", maxsplit=1)[-1]
         known = late()
         known = known and f"\n{known}"

@@ -1,36 +1,40 @@
-"""The folder of one run: where each file is.
+"""Names the files of a run's folder, finds runs, and refuses to write outside of them.
 
-Only the first rank writes here; every other part of the program asks this module for a path. sft/run/record.py says what run.json
-holds, sft/launch/opening.py makes a folder or finds the one to go on in.
+Only rank 0 writes here; every other part of the program takes its paths from this module. sft/run/record.py says what run.json holds,
+sft/launch/opening.py makes a folder or finds the one to resume.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from shlex import join
 from typing import Any
 
-from sft.errors import RunError
-from sft.files import read_json, write_json
+from sft.errors import RecipeError, RunError
+from sft.files import disk_was_full, read_json, write_json
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Recipe
-from sft.run.inside import check_inside
 from sft.visible import is_plain_name, visible_line
 
 INCOMPLETE = ".incomplete"
-"""In <run>/checkpoints: one that is being written, or was when its process was killed."""
+"""In <run>/checkpoints: a checkpoint that is being written, or was when its process was killed."""
+
+LATEST = "latest"
+"""The link to the newest run, beside the runs."""
 
 EVALUATION_LEFT = ("running", "interrupted")
-"""What run.json says of an evaluation that did not come to its end: its process was killed, or asked to stop."""
+"""Values of `evaluation` in run.json where the evaluation did not finish: its process was killed or interrupted."""
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; what is no line of ours is passed over: the last may have been cut off."""
+    """The lines of metrics.jsonl, without any that is cut off."""
     lines = []
     for text in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []:
         with suppress(ValueError):
@@ -42,13 +46,13 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Run:
-    """One run's folder; DESIGN of the files: see the README."""
+    """One run's folder."""
 
     path: Path
 
     @property
     def output_dir(self) -> Path:
-        """The folder that this recipe's runs and others lie in, wherever one stands: the recipe's own may be relative."""
+        """The folder of all recipes' runs, absolute; the recipe's own may be relative."""
         return self.path.parent.parent
 
     @property
@@ -63,12 +67,12 @@ class Run:
 
     @property
     def ledger_file(self) -> Path:
-        """Where every token went."""
+        """The token ledger."""
         return self.path / "ledger.json"
 
     @property
     def metrics_file(self) -> Path:
-        """One JSON line a logging step."""
+        """One JSON line per logging step."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -83,7 +87,7 @@ class Run:
 
     @property
     def unverified(self) -> Path:
-        """The tuned model where the check of final/ failed."""
+        """The tuned model if the verification of final/ failed."""
         return self.path / "unverified"
 
     @property
@@ -103,26 +107,26 @@ class Run:
 
     @property
     def report_file(self) -> Path:
-        """What a person reads."""
+        """The report in Markdown."""
         return self.path / "report.md"
 
     @property
     def page_file(self) -> Path:
-        """The same for a browser: one file."""
+        """The report as one HTML file."""
         return self.path / "report.html"
 
     @property
     def recipe_name(self) -> str:
-        """Of the recipe that it came from: files and folders are named after it.
+        """The name of its recipe, which files and folders are named after.
 
         Raises:
-            RunError: run.json has one that cannot be the name of a recipe's file.
+            RunError: run.json holds a name that cannot be a file's.
         """
         name = self.record.get("recipe") or self.path.parent.name
         if not isinstance(name, str) or not is_plain_name(name):
             raise RunError(
                 f"{self.path / 'run.json'}: recipe: {name!r} cannot be the name of a recipe's file, which other files are named after. "
-                "Correct it, or take the line out."
+                "Correct it, or remove the line."
             )
         return name
 
@@ -138,11 +142,11 @@ class Run:
         write_json(self.path / "run.json", record | values)
 
     def warn(self, key: str, *messages: str | None) -> None:
-        """Keep warnings about this run in run.json; the last lines of the terminal and the report show them.
+        """Keep warnings about this run in run.json, for the end of the terminal output and the report.
 
         Args:
-            key: What they are about; earlier ones with this key are replaced.
-            messages: Sentences for the user, each with its remedy. None of them, or None: there is nothing to warn of.
+            key: What they are about. They replace earlier ones with this key.
+            messages: Sentences for the user, each with its remedy; none, or None, if there is nothing to warn about.
         """
         before: dict[str, list[str]] = self.record.get("warnings", {}) if (self.path / "run.json").exists() else {}
         kept = [message for message in messages if message]
@@ -157,10 +161,7 @@ class Run:
         )
 
     def last_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint. An incomplete one has another name until it is complete.
-
-        Reads none: one that the newest start found damaged and passed over counts again once it is written anew.
-        """
+        """The newest complete checkpoint, without those that the newest start could not use. Reads no checkpoint."""
         found = [path for path in self.checkpoints.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
         good = [path for path in found if not self.was_passed_over(path)]
         return max(good, key=lambda path: int(path.name.split("-")[1]), default=None)
@@ -170,7 +171,7 @@ class Run:
         return self.record.get("sessions", []) if (self.path / "run.json").exists() else []
 
     def was_passed_over(self, checkpoint: Path) -> bool:
-        """Whether the newest start could not use a checkpoint, and it is as it was then."""
+        """Whether the newest start could not use a checkpoint, which has not been written again since."""
         for session in self._sessions[-1:]:
             if checkpoint.name in session.get("passed_over", {}):
                 manifest = checkpoint / "manifest.json"
@@ -179,29 +180,27 @@ class Run:
         return False
 
     @property
-    def after_an_end(self) -> str:
+    def next_start(self) -> str:
         """What the next start does, as a sentence without its full stop."""
-        who, own = "The same command", join(["bash", "scripts/sft.sh", str(self.path)])
-        if not self._is_reached():
-            who = f"`{own}`"
-        if self._was_asked_to_start_anew():
-            who = f"The same command starts another run (train.resume=never); `{own}`"
-        elif "repeats" in self.record:  # the same command may repeat the first run once more
-            who = f"`{own}`"
+        own = f"`{join(['bash', 'scripts/sft.sh', str(self.path)])}`"
+        who = "The same command"
+        if self._starts_anew():
+            who = f"The same command starts another run (train.resume=never); {own}"
+        elif "repeats" in self.record or not self._is_found_again():
+            who = own
         if self.record.get("evaluation") in EVALUATION_LEFT:
-            return f"{who} goes on with the evaluation"
+            return f"{who} resumes the evaluation"
         checkpoint = self.last_checkpoint()
-        what = f"goes on from {checkpoint.name}" if checkpoint else "starts it again: there is no checkpoint yet"
-        return f"{who} {what}"
+        return f"{who} {f'resumes from {checkpoint.name}' if checkpoint else 'starts it again: there is no checkpoint yet'}"
 
-    def _is_reached(self) -> bool:
-        """Whether the command that started this run reaches it again: by its name, or since no other start has come after it."""
+    def _is_found_again(self) -> bool:
+        """Whether the command that started this run finds it again: by its name, or as the recipe's newest run."""
         named = self.record.get("recipe_values", {}).get("tracking", {}).get("run_name") is not None
-        latest = self.path.parent / "latest"
+        latest = self.path.parent / LATEST
         return named or not latest.exists() or latest.resolve() == self.path.resolve()
 
-    def _was_asked_to_start_anew(self) -> bool:
-        """Whether train.resume=never stands in a command of it; going back and going on from the folder have replaced it since."""
+    def _starts_anew(self) -> bool:
+        """Whether a command of this run said train.resume=never, which a rollback or a resume from its folder replaced since."""
         values = [self.record.get("recipe_values", {}).get("train", {}).get("resume")]
         for session in self._sessions:
             values += session.get("changes", {}).get("train.resume", [])
@@ -219,8 +218,105 @@ def find_run(path: Path) -> Run:
         raise RunError(f"{path} is not the folder of a run: it holds no run.json.")
     for name in (path.name, path.parent.name):
         if name and visible_line(name) != name:
-            raise RunError(
-                f"The folder {visible_line(str(path))} has characters in its name that nobody sees. Rename it."
-            )
+            raise RunError(f"The folder {visible_line(str(path))} has invisible characters in its name. Rename it.")
     check_inside(path)
     return Run(path)
+
+
+def check_names(recipe_path: Path, run_name: str | None) -> None:
+    """Refuse names that would not be folders of their own under output_dir.
+
+    Raises:
+        RecipeError: The recipe's file or the run has such a name.
+    """
+    if recipe_path.stem.startswith("."):
+        raise RecipeError(
+            f"{recipe_path.name}: runs go to a folder named after the recipe's file, and {recipe_path.stem!r} is hidden or leads "
+            "elsewhere. Give the file a name that does not begin with a dot."
+        )
+    if run_name == LATEST:
+        raise RecipeError(f"tracking.run_name={LATEST} is the name of the link to the newest run. Choose another name.")
+
+
+def check_inside(run: Path, parent: Path | None = None) -> None:
+    """Refuse to write to a run that lies, or leads, elsewhere: a folder packed by others may link to any place of this machine.
+
+    Args:
+        run: The run's folder, links resolved.
+        parent: The folder that it must be in; None where the user named the run itself.
+
+    Raises:
+        RunError: It lies elsewhere, or holds links out of it.
+    """
+    if parent is not None and run.parent != parent:
+        raise RunError(
+            f"{parent / LATEST} leads to {run}, which is not in {parent}: this start would write there. Remove the link, and name the "
+            "run's own place with output_dir."
+        )
+    leading_away = [link for link in _links(run) if not _is_in(link, run)]
+    if leading_away:
+        link = leading_away[0]
+        more = f" (and {len(leading_away) - 1} more links)" if len(leading_away) > 1 else ""
+        raise RunError(
+            f"{link} is a link to {link.readlink()}, outside of the run's folder, which would be written to{more}. Put what it leads to "
+            "in its place, or remove it; for another disk set output_dir."
+        )
+
+
+def _links(folder: Path) -> list[Path]:
+    found = []
+    for place, folders, files in os.walk(folder):  # follows none
+        found += [path for name in (*folders, *files) if (path := Path(place, name)).is_symlink()]
+        if Path(place) == folder and "wandb" in folders:
+            folders.remove("wandb")  # it links its logs to the user's cache, and each start writes to a new folder
+    return sorted(found)
+
+
+def _is_in(link: Path, folder: Path) -> bool:
+    try:
+        return link.resolve().is_relative_to(folder)
+    except (OSError, RuntimeError):  # a link to itself
+        return False
+
+
+def folder_fault(folder: Path) -> str | None:
+    """Why nothing can be written to a folder; None if it can, or if only the disk is full.
+
+    Args:
+        folder: <run>/checkpoints, which exists from the run's start.
+    """
+    if not folder.is_dir():
+        return (
+            f"{folder} is gone: it was moved or removed, or its disk is no longer mounted. Restore it, and start again."
+        )
+    probe = folder / ".probe"
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        if disk_was_full(error):
+            return None
+        return (
+            f"{folder} cannot be written: {error.strerror}. Make it writable, and start again: the run resumes from its newest "
+            "checkpoint."
+        )
+    return None
+
+
+@contextmanager
+def lost_folder_reported(folder: Path) -> Iterator[None]:
+    """Turn an error of writing any file of the run into one message, if its folder is to blame.
+
+    Args:
+        folder: <run>/checkpoints.
+
+    Raises:
+        RunError: It is gone, or cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        fault = folder_fault(folder)
+        if fault is None:
+            raise
+        raise RunError(fault) from error

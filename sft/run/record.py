@@ -1,6 +1,6 @@
-"""What run.json says: what was run, on what, and each session of it. Imports no torch.
+"""Writes run.json: what was run, on what, and its sessions.
 
-A session is one start of a run, from the first step or from a checkpoint, to its end, whichever way that came.
+A session is one start of a run, from step 1 or from a checkpoint, to its end, however that comes.
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from sft.credentials import redacted
+from sft.credentials import redact
 from sft.errors import Interrupted, UserError
 from sft.files import remove
+from sft.hub.model_facts import ModelFacts
 from sft.hub.pins import hub_revisions
 from sft.hub.remote_code import code_hash
 from sft.recipe.changes import Change
-from sft.recipe.schema import REPOSITORY
+from sft.recipe.schema import REPOSITORY, Recipe
 from sft.run.directory import INCOMPLETE, Run, read_lines
 from sft.run.training_warnings import eval_loss_course, loss_course
-from sft.run.unchanged import base_sums
-
-if TYPE_CHECKING:
-    from sft.plan.job import Job
+from sft.run.trust import base_checksums
 
 PACKAGES = (
     "torch",
@@ -56,7 +54,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def git_state() -> dict[str, Any]:
-    """The commit of this program, and whether files differ from it; None where there is no git."""
+    """The commit of this program, and whether files differ from it; None without git."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(
@@ -73,31 +71,59 @@ def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
+class StartedJob(Protocol):
+    """What run.json records of a job."""
+
+    @property
+    def name(self) -> str:
+        """Name of the recipe."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """As it runs."""
+
+    @property
+    def recipe_path(self) -> Path:
+        """Its file."""
+
+    @property
+    def overrides(self) -> Sequence[str]:
+        """`key=value` of the command line."""
+
+    @property
+    def model(self) -> ModelFacts:
+        """Facts of the base model."""
+
+    @property
+    def hardware(self) -> Any:
+        """sft.plan.hardware.Hardware, which this package does not import."""
+
+
 def record_start(
     run: Run,
-    job: Job,
-    timings: dict[str, float],
+    job: StartedJob,
+    timings: Mapping[str, float],
     data_fingerprint: str,
     checkpoint: str | None = None,
     passed_over: Mapping[str, str] | None = None,
     changes: Sequence[Change] = (),
 ) -> None:
-    """Write what is known before training into run.json. Arguments only, no environment: so no token and no key.
+    """Write what is known before training into run.json. It holds no environment, and so no token or key.
 
     Args:
-        run: New, or one that goes on.
-        job: What was asked for, on what.
+        run: New, or one that resumes.
+        job: What was requested, on what.
         timings: Seconds, by what took them.
         data_fingerprint: Of the prepared data.
-        checkpoint: Name of the one that it goes on from.
+        checkpoint: Name of the one to resume from.
         passed_over: Newer checkpoints that could not be used, and why.
-        changes: Of the recipe since the session before.
+        changes: Changes of the recipe since the last session.
     """
     earlier = run.record if (run.path / "run.json").exists() else {}
     status = earlier.get("status", "running")
     close_session(run, "killed" if status == "running" else status)
     earlier = run.record if earlier else {}
-    now = _now()
+    versions, git, now = installed_versions(), git_state(), _now()
     session = {
         "started": now,
         "ended": None,
@@ -107,8 +133,8 @@ def record_start(
         "changes": {change.key: [change.old, change.new] for change in changes},
         "ranks": job.hardware.ranks,
         "device": job.hardware.device,
-        "versions": installed_versions(),
-        "git": git_state(),
+        "versions": versions,
+        "git": git,
         "overrides": list(job.overrides),
         "last_step": None,
         "seconds": None,
@@ -117,11 +143,11 @@ def record_start(
         status="running",
         error=None,
         recipe=job.name,
-        **_origin(run, job, earlier),
+        **_origin(run, job.recipe_path.resolve(), earlier),
         recipe_version=job.recipe.version,
         # With all defaults: what the recipe means stays known when a default changes.
         recipe_values=job.recipe.model_dump(mode="json"),
-        command=redacted([Path(sys.executable).name, *sys.orig_argv[1:]]),
+        command=[redact(word) for word in (Path(sys.executable).name, *sys.orig_argv[1:])],
         overrides=list(job.overrides),
         # Relative paths in the recipe start here.
         working_directory=str(Path.cwd()),
@@ -133,12 +159,12 @@ def record_start(
             "path": job.model.path,
             "code_sha256": code_hash(job.recipe.model, job.model.path),
             # A run that resumes started from what was there then.
-            "files": earlier.get("base_model", {}).get("files") if checkpoint else base_sums(Path(job.model.path)),
+            "files": earlier.get("base_model", {}).get("files") if checkpoint else base_checksums(Path(job.model.path)),
         },
         hub_revisions=hub_revisions(job.recipe, job.model),
         data_fingerprint=data_fingerprint,
-        git=session["git"],
-        versions=session["versions"],
+        git=git,
+        versions=versions,
         hardware=asdict(job.hardware),
         timings=earlier.get("timings", {}) | timings,
         started=earlier.get("started", now),
@@ -146,23 +172,23 @@ def record_start(
     )
 
 
-def _origin(run: Run, job: Job, earlier: Mapping[str, Any]) -> dict[str, Any]:
-    """Where the recipe came from: a file of the user's, or another run that this one repeats."""
-    path = job.recipe_path.resolve()
-    if path == run.recipe_file.resolve():
-        return {"recipe_path": earlier.get("recipe_path", str(path))}
-    if (path.parent / "run.json").is_file():
-        return {"recipe_path": Run(path.parent).record.get("recipe_path", str(path)), "repeats": str(path.parent)}
-    return {"recipe_path": str(path)}
+def _origin(run: Run, recipe_path: Path, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the recipe came from: the user's file, or another run that this one repeats."""
+    if recipe_path == run.recipe_file.resolve():
+        return {"recipe_path": earlier.get("recipe_path", str(recipe_path))}
+    if (recipe_path.parent / "run.json").is_file():
+        original = Run(recipe_path.parent)
+        return {"recipe_path": original.record.get("recipe_path", str(recipe_path)), "repeats": str(original.path)}
+    return {"recipe_path": str(recipe_path)}
 
 
 def close_session(run: Run, status: str, seconds: float | None = None) -> None:
-    """Write how the newest session ended, if it has not been written; called again, it changes nothing.
+    """Write how the newest session ended, unless that is written already.
 
     Args:
         run: The run.
-        status: `finished`, `failed`, `interrupted`, or `killed` where the session itself could write nothing.
-        seconds: Time it has trained; None: up to its last line in metrics.jsonl.
+        status: `finished`, `failed`, `interrupted`, or `killed` if the session itself could write nothing.
+        seconds: Training time; None: up to its last line in metrics.jsonl.
     """
     record = run.record if (run.path / "run.json").exists() else {}
     sessions = record.get("sessions") or []
@@ -172,14 +198,14 @@ def close_session(run: Run, status: str, seconds: float | None = None) -> None:
     line = _last_line(run, session)
     session["status"], session["last_step"] = status, line.get("step")
     session["seconds"] = seconds if seconds is not None else line.get("seconds")
-    # One that is closed by the next start has ended at a time that nobody has written down.
+    # The next start closes a killed session, and nothing says when that ended.
     session["ended"] = _now() if record["status"] == "running" and status != "killed" else "unknown"
     total = sum(one["seconds"] or 0.0 for one in sessions)
     run.update(sessions=sessions, timings=record["timings"] | {"train_seconds": total})
 
 
 def _last_line(run: Run, session: dict[str, Any]) -> dict[str, Any]:
-    """The newest line of metrics.jsonl that a session has written; empty where it has written none."""
+    """The last line of metrics.jsonl that a session wrote; empty if it wrote none."""
     try:
         written = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(run.metrics_file.stat().st_mtime))
     except OSError:
@@ -194,11 +220,11 @@ def record_end(run: Run, seconds: float, evaluates: bool) -> None:
 
     Args:
         run: The run.
-        seconds: That this session has trained.
-        evaluates: An evaluation follows; until that is through, the same command goes on with it.
+        seconds: Training time of this session.
+        evaluates: An evaluation follows; until it is complete, the same command resumes it.
     """
     lines = read_lines(run.metrics_file)
-    # Each line is the mean since the one before, over the steps that were not skipped.
+    # Each line is the mean since the line before, over the steps that were not skipped.
     steps = [
         line["step"] - before - line.get("skipped_steps", 0)
         for line, before in zip(lines, [0, *(line["step"] for line in lines)], strict=False)
@@ -226,7 +252,7 @@ class InterruptibleRun:
             with suppress(OSError, UserError):
                 close_session(self.run, "interrupted")
                 self.run.update(status="interrupted", error=str(interrupted))
-        return f"{self.run.after_an_end}."
+        return f"{self.run.next_start}."
 
     def clean_up(self) -> None:
         """Remove the checkpoint that is half written: gigabytes that nothing would read."""

@@ -1,7 +1,6 @@
-"""Judges a training by its numbers, as a colleague would who looks at the curve. Imports no torch.
+"""Judges a training by its numbers, as a colleague who looks at the curve would.
 
-Each function returns a sentence, or None where nothing stands out. `Run.warn` keeps it: run.json, the end of the terminal's output, the
-report. docs/metrics.md explains the limits.
+Each function returns a sentence for `Run.warn`, or None if nothing stands out. docs/metrics.md explains the limits.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from statistics import fmean, stdev
 from typing import Any
 
 _ENOUGH_LINES = 8
-"""Lines of metrics.jsonl from which their scatter says how much of a difference is noise."""
+"""Lines of metrics.jsonl that are enough to estimate their noise."""
 
 _CLEAR = 0.2
-"""Share by which the loss must have risen where there are fewer lines than that."""
+"""Fraction by which the loss must rise if there are fewer lines."""
 
 
 def first_loss(loss: float | None, vocabulary: int, untrained: bool) -> str | None:
@@ -24,7 +23,7 @@ def first_loss(loss: float | None, vocabulary: int, untrained: bool) -> str | No
     Args:
         loss: Mean over the target tokens of step 1, nats.
         vocabulary: Tokens of the model.
-        untrained: Whether the model starts from random weights, whose loss is that of guessing or a little more.
+        untrained: Whether the weights are random, whose loss is about that of guessing.
     """
     guessing = math.log(vocabulary)
     if loss is None or untrained or loss < 0.98 * guessing:
@@ -37,16 +36,16 @@ def first_loss(loss: float | None, vocabulary: int, untrained: bool) -> str | No
 
 
 def weights_moved(change: float) -> str | None:
-    """Judge how far a whole training has moved the weights.
+    """Judge how far the training has moved the weights.
 
     Args:
-        change: Norm of the difference from the start over the norm of the weights, over a sample of what was trained.
+        change: Relative norm of the difference from the start, over a sample of the trained weights.
     """
     if change > 1e-8:
         return None
     return (
-        f"The training has not moved the weights: they differ from the start by {change:.0e} of their norm. final/ is the model that it "
-        "started from. Check train.learning_rate, train.warmup_steps, train.adam_epsilon and train.max_grad_norm, and that the weights are "
+        f"The training has not moved the weights: they differ from the start by {change:.0e} of their norm, so final/ is the base model. "
+        "Check train.learning_rate, train.warmup_steps, train.adam_epsilon and train.max_grad_norm, and that the weights are "
         "not all zero."
     )
 
@@ -55,7 +54,7 @@ def loss_course(lines: Sequence[Mapping[str, Any]]) -> str | None:
     """Compare the first and the last quarter of the training loss.
 
     Args:
-        lines: Of metrics.jsonl, by step.
+        lines: Lines of metrics.jsonl, by step.
     """
     points = [(line["step"], line["loss"]) for line in lines if line.get("loss") is not None]
     if len(points) < 2:
@@ -79,11 +78,11 @@ def loss_course(lines: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def eval_loss_course(before: float | None, losses: Sequence[float]) -> str | None:
-    """Compare the eval loss at the end with its start and its least.
+    """Compare the eval loss at the end with its start and its minimum.
 
     Args:
-        before: On the eval split before step 1.
-        losses: As measured on the way, the last at the end.
+        before: Eval loss before step 1.
+        losses: Eval losses during training, the last at the end.
     """
     known = [one for one in (before, *losses) if one is not None]
     if len(known) < 2:
@@ -91,9 +90,9 @@ def eval_loss_course(before: float | None, losses: Sequence[float]) -> str | Non
     end, least = known[-1], min(known)
     if before is not None and end > before * 1.01:
         return (
-            f"The eval loss ended above its start: {before:.4f} before step 1, {end:.4f} at the end. The model has become worse on rows "
-            "that it was not trained on. Lower train.learning_rate, or train for fewer epochs."
+            f"The eval loss ended above its start: {before:.4f} before step 1, {end:.4f} at the end. The model got worse on rows "
+            "it was not trained on. Lower train.learning_rate, or train for fewer epochs."
         )
     if end > least * 1.05:
-        return f"The eval loss rose again: {least:.4f} at its least, {end:.4f} at the end. The model overfits; train for fewer epochs."
+        return f"The eval loss rose again: minimum {least:.4f}, {end:.4f} at the end. The model overfits; train for fewer epochs."
     return None

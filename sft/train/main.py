@@ -22,7 +22,7 @@ from sft.parallel.process_group import told_of_lost_ranks
 from sft.parallel.progress import Progress
 from sft.plan.job import Job
 from sft.run.directory import Run, read_lines
-from sft.run.unchanged import final_sums
+from sft.run.trust import final_checksums
 from sft.train.arguments import build_trainer, training_arguments
 from sft.train.batches import Sequences, StepOrder
 from sft.train.before_training import BeforeTraining
@@ -148,7 +148,7 @@ def write_final(trainer: Any, job: Job, run: Run, tokenizer: Any) -> None:
         if distributed.is_first_rank():
             remove(run.unverified)  # of an earlier end of this run
             # Before final/ has its name: an export or an evaluation compares it with these.
-            run.update(final_files=final_sums(work))
+            run.update(final_files=final_checksums(work))
             remove(run.final)
             work.rename(run.final)
 
@@ -203,7 +203,7 @@ def watch(job: Job, run: Run) -> tuple[Any, Any, list[Any]]:
 
 def end_hanging(run: Run, message: str) -> None:
     """End this process in another thread than its main one, which hangs."""
-    text = f"{message}\n{run.after_an_end}."
+    text = f"{message}\n{run.next_start}."
     if distributed.is_first_rank():
         with suppress(OSError):
             run.update(status="failed", error=message[:2000])

@@ -21,8 +21,8 @@ from sft import terminal as rank_logs
 from sft.errors import Interrupted
 from sft.parallel import process_group as distributed
 from sft.recipe.schema import Tracking
-from sft.run.consent import OWN_RUN
 from sft.run.directory import Run
+from sft.run.trust import OWN_RUN
 from sft.train.tracking import finish_trackers
 
 

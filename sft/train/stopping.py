@@ -216,4 +216,4 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
     def _lost(self, interrupted: Interrupted, step: int, shortage: Shortage) -> str:
         steps = "1 step is" if step - shortage.kept == 1 else f"{step - shortage.kept} steps are"
         kept = f"checkpoint-{shortage.kept} stays" if shortage.kept else "There is no checkpoint"
-        return f"{interrupted}. {shortage.words}. {kept}: {steps} lost. Free some space. {Run(self.run).after_an_end}."
+        return f"{interrupted}. {shortage.words}. {kept}: {steps} lost. Free some space. {Run(self.run).next_start}."

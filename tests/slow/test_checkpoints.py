@@ -148,7 +148,7 @@ def test_a_stop_that_finds_the_disk_full_is_a_failure_that_no_queue_repeats(
     assert told.startswith("Interrupted by SIGTERM after step 3. The checkpoint of step 3 was not written: it takes ")
     assert "are missing, in " in told
     assert told.endswith(
-        "checkpoint-1 stays: 2 steps are lost. Free some space. The same command goes on from checkpoint-1."
+        "checkpoint-1 stays: 2 steps are lost. Free some space. The same command resumes from checkpoint-1."
     )
     assert run.record["status"] == run.record["sessions"][-1]["status"] == "failed"
     assert told in run.record["error"]

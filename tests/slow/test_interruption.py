@@ -165,12 +165,12 @@ def test_a_second_signal_and_a_hang_end_a_process_whose_main_thread_cannot(recip
     words = [SIGNALLED, recipe, "tracking.run_name=hangs", "train.save_steps=2", "train.ddp_timeout=4"]
     told = ranks.run(1, words, expect=143, AT=at, TWICE="1")
     assert (run.record["status"], run.record["error"]) == ("interrupted", "Interrupted by SIGTERM")
-    assert "Interrupted by SIGTERM. The same command goes on from checkpoint-4." in told["stderr"]
+    assert "Interrupted by SIGTERM. The same command resumes from checkpoint-4." in told["stderr"]
     told = ranks.run(1, words, expect=1, AT="step 7, micro-batch 1", SIGNAL="none")
     assert run.record["status"] == "failed"
     assert run.record["error"].startswith("The training has not moved for ")
     assert "step 7, data" not in told["stderr"] and "So it is ended." in told["stderr"]
-    assert told["stderr"].rstrip().endswith("The same command goes on from checkpoint-6.")
+    assert told["stderr"].rstrip().endswith("The same command resumes from checkpoint-6.")
     assert "in send" in (run.path / "logs" / "rank-0.stacks.txt").read_text()
 
 
@@ -178,12 +178,12 @@ def test_the_clock_and_a_file_stop_a_run_as_a_signal_does(recipe: Path, ranks: R
     run = Run(recipe.parent / "outputs" / "job" / "clock")
     words = ["sft.train", recipe, "tracking.run_name=clock"]
     told = ranks.run(1, [*words, "train.max_time=1s"], expect=143)
-    assert "Interrupted by train.max_time after step 1. The same command goes on from checkpoint-1." in told["stderr"]
+    assert "Interrupted by train.max_time after step 1. The same command resumes from checkpoint-1." in told["stderr"]
     for name in ("stop", "save"):  # as if made once the next start is on its way
         (run.path / name).touch()
         os.utime(run.path / name, (time.time() + 600,) * 2)
     told = ranks.run(1, words, expect=143)
-    assert "Interrupted by the file `stop` after step 2. The same command goes on from checkpoint-2." in told["stderr"]
+    assert "Interrupted by the file `stop` after step 2. The same command resumes from checkpoint-2." in told["stderr"]
     assert list(left(run)) == []
     (run.path / "stop").touch()
     os.utime(run.path / "stop", (time.time() - 60,) * 2)
@@ -253,7 +253,7 @@ def test_the_launcher_passes_signals_on_and_waits_for_the_checkpoint(
     launcher.send_signal(signal.SIGINT)
     told = ended(launcher, run, "SIGINT")
     step = lines(run)[-1]["step"]
-    assert f"Interrupted by SIGINT after step {step}. The same command goes on from checkpoint-{step}." in told
+    assert f"Interrupted by SIGINT after step {step}. The same command resumes from checkpoint-{step}." in told
 
     launcher = launch(*words)
     trained(launcher)
@@ -290,7 +290,7 @@ def test_an_evaluation_that_was_stopped_goes_on_alone(recipe: Path, ranks: Ranks
     process.terminate()
     told = process.communicate(timeout=30)[0]
     assert (process.returncode, run.record["status"], run.record["evaluation"]) == (143, "interrupted", "interrupted")
-    assert told.count("Interrupted by SIGTERM. The same command goes on with the evaluation.") == 1
+    assert told.count("Interrupted by SIGTERM. The same command resumes the evaluation.") == 1
     process = start("sft.launch", *words)
     told = process.communicate(timeout=200)[0]
     assert (process.returncode, run.record["status"], run.record["evaluation"]) == (0, "finished", "finished"), told

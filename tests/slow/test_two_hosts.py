@@ -135,7 +135,7 @@ def test_a_cut_link_ends_in_one_message_on_each_host_and_the_same_command_goes_o
         for done in finished(started, expect=1, seconds=TIMEOUT + 45):
             assert done.output.count("lost the other ranks while step") == 1
             assert f"train.ddp_timeout={TIMEOUT}" in done.output
-            assert "The same command goes on from checkpoint-" in done.output
+            assert "The same command resumes from checkpoint-" in done.output
             assert "Traceback" not in done.output
             assert done.ended - cut < TIMEOUT + 45  # the machine may be busy; the message came within the timeout
         assert not [pid for host in hosts for pid in host.processes()]

@@ -17,8 +17,8 @@ from sft.errors import EvaluationError, RunError, UserError
 from sft.export.main import main as export_main
 from sft.launch.rerun import start_again
 from sft.recipe.schema import REPOSITORY, Evaluation, Model
-from sft.run.consent import OWN_RUN
 from sft.run.directory import Run
+from sft.run.trust import OWN_RUN
 
 WriteTask = Callable[..., Path]
 KEY = "AWS_SECRET_ACCESS_KEY"

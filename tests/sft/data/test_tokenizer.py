@@ -262,3 +262,20 @@ def test_a_template_that_refuses_a_plain_question_is_one_message(make_recipe: Ma
     (tmp_path / "picky.jinja").write_text("{{ raise_exception('a system turn is needed') }}")
     with pytest.raises(ModelError, match="a system turn is needed"):
         load_tokenizer(make_recipe(f"model.chat_template={tmp_path / 'picky.jinja'}"))
+
+
+def test_a_tokenizers_templates_are_not_written_by_the_names_they_give_themselves(
+    make_recipe: MakeRecipe, demo: Demo, tmp_path: Path
+) -> None:
+    """transformers writes a template of the name `../../x` to that place; of ours there is one, without a name."""
+    model = tmp_path / "deep" / "model"
+    shutil.copytree(demo.model, model)
+    template = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").unlink()
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    named = [{"name": "default", "template": template}, {"name": "../../../evil", "template": template}]
+    (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named}))
+    tokenizer = load_tokenizer(make_recipe(f"model.name_or_path={model}"))
+    tokenizer.save_pretrained(tmp_path / "deep" / "final")
+    assert not list(tmp_path.rglob("evil*"))
+    assert (tmp_path / "deep" / "final" / "chat_template.jinja").read_text() == template

@@ -351,8 +351,8 @@ def test_every_run_that_is_left_is_named_with_its_command(left_behind: LeftBehin
         assert other_unfinished(newest) == [
             f"Also unfinished, at checkpoint-5: bash scripts/sft.sh {run.path}" for run in (killed, older)
         ]
-    assert newest.after_an_end == "The same command goes on from checkpoint-7"
-    assert older.after_an_end == f"`bash scripts/sft.sh {older.path}` goes on from checkpoint-5"
+    assert newest.next_start == "The same command resumes from checkpoint-7"
+    assert older.next_start == f"`bash scripts/sft.sh {older.path}` resumes from checkpoint-5"
 
 
 def test_what_an_end_has_left_of_a_checkpoint_is_removed(recipe_file: Path, left_behind: LeftBehind) -> None:

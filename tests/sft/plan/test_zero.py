@@ -243,3 +243,17 @@ def test_a_section_that_is_null_is_left_out(tmp_path: Path, make_recipe: MakeRec
     hardware = Hardware(None, 1, 1, 2, 16.0)
     assert resolve_plan(make_recipe(), hardware, ModelFacts("m"), None, file).engine.value == "ZeRO-2"
     assert file.offload is None
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        '"tensorboard": {"enabled": true, "output_path": "/"}',
+        '"csv_monitor": {"enabled": true}',
+        '"flops_profiler": {"output_file": "/x"}',
+    ],
+)
+def test_a_deepspeed_file_does_not_say_where_files_are_written(section: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text(f'{{"zero_optimization": {{"stage": 2}}, {section}}}')
+    with pytest.raises(PlanError, match=r"would write outside of the run's folder"):
+        load_deepspeed(str(tmp_path / "mine.json"))

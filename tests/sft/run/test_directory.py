@@ -1,16 +1,24 @@
-import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from sft.checkpoint.write import CheckpointWriter
-from sft.errors import RunError
-from sft.files import read_json, write_json
-from sft.run.directory import Run, find_run
+from sft.errors import RecipeError, RunError
+from sft.files import write_json
+from sft.hub.demo import Demo
+from sft.launch.job import open_job
+from sft.launch.opening import open_run, unfinished_run
+from sft.plan.hardware import Hardware
+from sft.plan.job import Job
+from sft.recipe.load import parse_recipe
+from sft.run.directory import Run, check_inside, check_names, find_run, folder_fault, lost_folder_reported
+from tests.conftest import DEMO_RECIPE
+
+ONE_CPU = Hardware(None, 1, 1, 2, 8.0)
 
 
-def test_the_newest_checkpoint_is_the_highest_and_a_half_one_is_none(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_the_highest_complete_one(tmp_path: Path) -> None:
     run = Run(tmp_path)
     assert run.last_checkpoint() is None
     for name in ("checkpoint-9", "checkpoint-10", "checkpoint-11.tmp", ".incomplete", "checkpoint-x"):
@@ -18,71 +26,53 @@ def test_the_newest_checkpoint_is_the_highest_and_a_half_one_is_none(tmp_path: P
     assert run.last_checkpoint() == run.checkpoints / "checkpoint-10"
 
 
-def test_a_checkpoint_that_was_passed_over_counts_again_once_it_is_written_anew(tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_passed_over_counts_again_once_it_is_rewritten(tmp_path: Path) -> None:
     run = Run(tmp_path)
     for name in ("checkpoint-26", "checkpoint-39", "checkpoint-52"):
         (run.checkpoints / name).mkdir(parents=True)
     (run.checkpoints / "checkpoint-39" / "manifest.json").touch()
     os.utime(run.checkpoints / "checkpoint-39" / "manifest.json", (0, 0))
-    over = {"checkpoint-39": "cut", "checkpoint-52": "it has no manifest.json"}
-    first, second = ({"started": "2026-11-21T09:00:00+0000", "passed_over": found} for found in ({}, over))
+    passed_over = {"checkpoint-39": "cut", "checkpoint-52": "it has no manifest.json"}
+    first, second = (
+        {"started": "2026-11-21T09:00:00+0000", "passed_over": found} for found in (dict[str, str](), passed_over)
+    )
     run.update(sessions=[first])
-    assert run.after_an_end == "The same command goes on from checkpoint-52"
+    assert run.next_start == "The same command resumes from checkpoint-52"
     run.update(sessions=[first, second])
-    assert run.after_an_end == "The same command goes on from checkpoint-26"
+    assert run.next_start == "The same command resumes from checkpoint-26"
     (run.checkpoints / "checkpoint-39" / "manifest.json").touch()
     assert run.last_checkpoint() == run.checkpoints / "checkpoint-39"
 
 
-def test_a_command_that_starts_anew_each_time_is_not_what_goes_on(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+def test_the_next_start_is_by_the_runs_folder_where_the_same_command_starts_another_run(tmp_path: Path) -> None:
+    run, own = Run(tmp_path), f"`bash scripts/sft.sh {tmp_path}`"
     (run.checkpoints / "checkpoint-3").mkdir(parents=True)
     session = {"started": "2026-11-21T09:00:00+0000"}
     run.update(recipe_values={"train": {"resume": "auto"}}, sessions=[session])
-    assert run.after_an_end == "The same command goes on from checkpoint-3"
-    other = "The same command starts another run (train.resume=never)"
+    assert run.next_start == "The same command resumes from checkpoint-3"
+    anew = f"The same command starts another run (train.resume=never); {own}"
     run.update(recipe_values={"train": {"resume": "never"}})
-    assert run.after_an_end == f"{other}; `bash scripts/sft.sh {tmp_path}` goes on from checkpoint-3"
-    # It went back to a checkpoint, which it does with train.resume=auto.
+    assert run.next_start == f"{anew} resumes from checkpoint-3"
+    # A rollback to a checkpoint, or a resume from its folder, replaces it by train.resume=auto.
     replaced = session | {"changes": {"train.resume": ["never", "auto"]}}
     run.update(recipe_values={"train": {"resume": "auto"}}, sessions=[session, replaced], evaluation="interrupted")
-    assert run.after_an_end == f"{other}; `bash scripts/sft.sh {tmp_path}` goes on with the evaluation"
+    assert run.next_start == f"{anew} resumes the evaluation"
+    run.update(recipe_values={}, sessions=[], evaluation=None, repeats="/outputs/tiny/first")
+    assert run.next_start == f"{own} resumes from checkpoint-3"
 
 
-def test_what_repeats_a_run_goes_on_by_its_own_folder(tmp_path: Path) -> None:
+def test_a_warning_is_kept_once_and_goes_when_it_no_longer_holds(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    (run.checkpoints / "checkpoint-3").mkdir(parents=True)
-    run.update(repeats="/outputs/tiny/first", sessions=[])
-    assert run.after_an_end == f"`bash scripts/sft.sh {tmp_path}` goes on from checkpoint-3"
+    run.warn("plan", "warmup too long", "few steps")
+    run.warn("first_loss", "far above guessing")
+    run.warn("plan", "few steps")
+    assert run.record["warnings"] == {"first_loss": ["far above guessing"], "plan": ["few steps"]}
+    run.warn("first_loss", None)
+    run.warn("never there")
+    assert run.record["warnings"] == {"plan": ["few steps"]}
 
 
-def test_every_file_of_a_run_is_in_its_folder(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    for path in (run.recipe_file, run.plan_file, run.ledger_file, run.metrics_file, run.checkpoints, run.final):
-        assert path.parent == tmp_path
-    names = {"recipe.yaml", "plan.json", "ledger.json", "metrics.jsonl", "checkpoints", "final", "report.md"}
-    assert {path.name for path in (run.recipe_file, run.plan_file, run.ledger_file, run.metrics_file)} < names
-    assert run.base_evaluation == tmp_path / "eval" / "base"
-    assert run.tuned_evaluation == tmp_path / "eval" / "tuned"
-    assert run.comparison_file == tmp_path / "eval" / "comparison.json"
-
-
-def test_a_json_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
-    file = tmp_path / "x.json"
-    write_json(file, {"a": "ünï", "path": tmp_path})
-    assert read_json(file) == {"a": "ünï", "path": str(tmp_path)}
-    with pytest.raises(TypeError):
-        write_json(file, {("no", "key"): 1})
-    assert read_json(file)["a"] == "ünï"
-    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
-
-
-def test_half_a_surrogate_pair_in_an_answer_is_written_and_read_again(tmp_path: Path) -> None:
-    write_json(tmp_path / "chat.json", {"text": "half \ud83d, whole \U0001f600"})
-    assert read_json(tmp_path / "chat.json") == {"text": "half \ud83d, whole \U0001f600"}
-
-
-def test_a_folder_that_is_no_run_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"is not the folder of a run: it holds no run.json"):
         find_run(tmp_path)
     with pytest.raises(RunError, match=r"run.json is missing"):
@@ -93,36 +83,81 @@ def test_a_folder_that_is_no_run_is_told(tmp_path: Path) -> None:
         _ = Run(tmp_path).record
 
 
-def test_where_a_checkpoint_has_no_room_the_one_that_stays_is_a_good_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = Run(tmp_path)
-    for name in ("checkpoint-2", "checkpoint-4"):
-        (run.checkpoints / name).mkdir(parents=True)
-    run.update(sessions=[{"started": "2026-11-21T09:00:00+0000", "passed_over": {"checkpoint-4": "cut"}}])
-
-    def write() -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    assert not CheckpointWriter(run.checkpoints, 2, {"ranks": 1}, 0).save(5, write)
-    assert "The run goes on, checkpoint-2 stays, and the next interval" in capsys.readouterr().err
+def test_names_do_not_lead_out_of_output_dir(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"run_name=latest is the name of the link"):
+        check_names(Path("mine.yaml"), "latest")
+    for name in ("..yaml", ".prepared.yaml"):
+        (tmp_path / name).write_text(DEMO_RECIPE)
+        with pytest.raises(RecipeError, match=r"Give the file a name that does not begin with a dot"):
+            open_job(tmp_path / name, [], ONE_CPU)
 
 
-def test_a_damaged_checkpoint_of_an_earlier_step_is_none_of_those_that_are_kept(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    for name in ("checkpoint-1", "checkpoint-2", "checkpoint-3"):
-        (run.checkpoints / name).mkdir(parents=True)
-    run.update(sessions=[{"started": "2026-11-21T09:00:00+0000", "passed_over": {"checkpoint-3": "cut"}}])
-    writer = CheckpointWriter(run.checkpoints, 2, {"ranks": 1}, 0)
-    for step, left in ((4, {"2", "3", "4"}), (5, {"4", "5"})):
-        assert writer.save(step, lambda: (run.checkpoints / ".incomplete" / f"checkpoint-{step}").mkdir(parents=True))  # noqa: B023
-        assert {path.name.removeprefix("checkpoint-") for path in run.checkpoints.glob("checkpoint-*")} == left
+@pytest.fixture
+def job(recipe_file: Path, demo: Demo, tmp_path: Path) -> Job:
+    words = [f"model.name_or_path={demo.model}", f"data.train={demo.train}", f"output_dir={tmp_path / 'outputs'}"]
+    return open_job(recipe_file, words, ONE_CPU)
 
 
-def test_the_new_checkpoint_is_kept_whatever_the_clocks_say(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.checkpoints.mkdir()
-    run.update(sessions=[{"started": "2999-01-01T00:00:00+0000", "passed_over": {"checkpoint-4": "cut"}}])
-    writer = CheckpointWriter(run.checkpoints, 2, {"ranks": 1}, 0)
-    assert writer.save(4, lambda: (run.checkpoints / ".incomplete" / "checkpoint-4").mkdir(parents=True))
-    assert (run.checkpoints / "checkpoint-4").is_dir()
+@pytest.fixture
+def run(job: Job) -> Run:
+    """A run that was interrupted."""
+    run = open_run(job)
+    write_json(run.path / "run.json", {"status": "interrupted", "overrides": list(job.overrides), "ranks": 1})
+    return run
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "final", "logs", "metrics.jsonl", "run.json"])
+def test_a_link_out_of_a_run_prevents_its_resume(name: str, job: Job, run: Run, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "home"
+    elsewhere.mkdir()
+    (elsewhere / "run.json").write_text((run.path / "run.json").read_text())
+    place = run.path / name
+    if place.is_dir():
+        place.rmdir()
+    place.unlink(missing_ok=True)
+    place.symlink_to(elsewhere / "run.json" if "." in name else elsewhere)
+    with pytest.raises(RunError, match=rf"{name} is a link to .*home.*outside of the run's folder"):
+        unfinished_run(job)
+    with pytest.raises(RunError, match=r"outside of the run's folder"):
+        find_run(run.path)
+
+
+def test_links_inside_a_run_and_those_of_wandb_are_allowed(run: Run, tmp_path: Path) -> None:
+    logs = run.path / "wandb" / "offline-run-1" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "debug-core.log").symlink_to(tmp_path / "cache.log")
+    (run.path / "wandb" / "latest-run").symlink_to("offline-run-1")
+    (run.path / "final").symlink_to("checkpoints")
+    check_inside(run.path)
+    (run.path / "wandb").rename(tmp_path / "wandb")
+    (run.path / "wandb").symlink_to(tmp_path / "wandb")
+    with pytest.raises(RunError, match=r"wandb is a link"):
+        check_inside(run.path)
+    (run.path / "wandb").unlink()
+    (run.checkpoints / "checkpoint-2").symlink_to(os.sep)
+    with pytest.raises(RunError, match=r"checkpoint-2 is a link to /"):
+        check_inside(run.path)
+
+
+def test_the_newest_run_lies_beside_its_link(job: Job, run: Run, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere"
+    run.path.rename(moved)
+    link = run.path.parent / "latest"
+    link.unlink()
+    link.symlink_to(moved)
+    before = sorted(path.name for path in moved.iterdir())
+    with pytest.raises(RunError, match=r"latest leads to .*elsewhere, which is not in"):
+        unfinished_run(job)
+    anew = open_run(replace(job, recipe=parse_recipe(DEMO_RECIPE, [*job.overrides, "train.resume=never"])))
+    assert anew.path.parent == run.path.parent
+    assert link.resolve() == anew.path
+    assert sorted(path.name for path in moved.iterdir()) == before
+
+
+def test_a_failed_write_is_one_message_if_the_folder_is_to_blame(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="is gone"), lost_folder_reported(tmp_path / "checkpoints"):
+        (tmp_path / "checkpoints" / "metrics.jsonl").write_text("")
+    with pytest.raises(FileNotFoundError), lost_folder_reported(tmp_path):
+        (tmp_path / "elsewhere" / "file").write_text("")
+    assert "cannot be written" in str(folder_fault(Path("/proc")))  # like a read-only disk, also to root
+    assert list(tmp_path.iterdir()) == []

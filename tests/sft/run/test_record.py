@@ -1,7 +1,6 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -41,19 +40,13 @@ def test_the_record_says_what_was_run_on_what(recipe_file: Path, folder: Path) -
     job = open_job(recipe_file, overrides, Hardware(None, 2, 2, 2, 16.0))
     run = open_run(job)
     record_start(run, job, {"prepare_seconds": 1.5}, "fingerprint-x")
-    record: dict[str, Any] = json.loads((run.path / "run.json").read_text())
-    assert record["status"] == "running"
-    assert (record["recipe"], record["recipe_version"], record["ranks"]) == ("mine", 1, 2)
-    assert record["overrides"] == overrides
-    assert record["data_fingerprint"] == "fingerprint-x"
-    assert record["timings"] == {"prepare_seconds": 1.5}
+    record = run.record
+    assert (record["status"], record["recipe"], record["recipe_version"], record["ranks"]) == ("running", "mine", 1, 2)
+    assert (record["overrides"], record["data_fingerprint"]) == (overrides, "fingerprint-x")
     assert record["hardware"]["cpu_cores"] == 2
     assert record["versions"] == installed_versions()
-    assert record["versions"]["trl"][0].isdigit()
     assert set(record["git"]) == {"commit", "dirty"}
     assert run.recipe() == job.recipe
-    run.update(status="finished")
-    assert run.record == record | {"status": "finished"}
 
 
 def test_every_session_is_kept_and_their_seconds_are_added_up(recipe_file: Path, folder: Path) -> None:
@@ -83,26 +76,6 @@ def test_every_session_is_kept_and_their_seconds_are_added_up(recipe_file: Path,
     assert record["train_loss"] == (5 * 4.0 + 15 * 2.0) / 20
     close_session(run, "failed")
     assert run.record == record
-
-
-def test_a_run_of_before_there_were_sessions_goes_on(recipe_file: Path, folder: Path) -> None:
-    job = open_job(recipe_file, ["tracking.run_name=first"], Hardware(None, 1, 1, 2, 16.0))
-    run = open_run(job)
-    run.update(status="interrupted", started="then", timings={"prepare_seconds": 1.0}, overrides=[])
-    record_start(run, job, {"prepare_seconds": 1.5}, "fingerprint-x", "checkpoint-5")
-    assert run.record["started"] == "then"
-    assert len(run.record["sessions"]) == 1
-
-
-def test_a_warning_is_kept_once_and_goes_when_it_no_longer_holds(recipe_file: Path, folder: Path) -> None:
-    run = open_run(open_job(recipe_file, ["tracking.run_name=first"], Hardware(None, 1, 1, 2, 16.0)))
-    run.warn("plan", "too long a warm-up", "few steps")
-    run.warn("first_loss", "far above guessing")
-    run.warn("plan", "few steps")
-    assert run.record["warnings"] == {"first_loss": ["far above guessing"], "plan": ["few steps"]}
-    run.warn("first_loss", None)
-    run.warn("never there")
-    assert run.record["warnings"] == {"plan": ["few steps"]}
 
 
 def test_a_finished_training_is_judged_by_its_lines(recipe_file: Path, folder: Path) -> None:

@@ -83,7 +83,7 @@ def test_a_stop_that_finds_no_room_is_one_message_that_tells_what_is_lost_and_wh
     )
     assert "are free now, in " in told
     assert told.endswith(
-        ". checkpoint-1 stays: 2 steps are lost. Free some space. The same command goes on from checkpoint-1."
+        ". checkpoint-1 stays: 2 steps are lost. Free some space. The same command resumes from checkpoint-1."
     )
     assert not (training.run.path / "stop").exists()
 

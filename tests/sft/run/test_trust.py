@@ -11,7 +11,7 @@ from sft.errors import RunError
 from sft.files import write_json
 from sft.hub.demo import Demo
 from sft.run.directory import Run
-from sft.run.unchanged import ACCEPT, base_changes, base_sums, check_final, final_sums
+from sft.run.trust import ACCEPT, base_changes, base_checksums, check_final, final_checksums
 
 
 @pytest.fixture
@@ -24,10 +24,10 @@ def run(tmp_path: Path, demo: Demo) -> Run:
     (run.final / "adapter" / "adapter_model.safetensors").write_bytes(b"weights")
     (run.final / "adapter" / "README.md").write_text("card")
     base = shutil.copytree(demo.model, tmp_path / "base")
-    files = base_sums(base)
+    files = base_checksums(base)
     write_json(
         run.path / "run.json",
-        {"final_files": final_sums(run.final), "base_model": {"path": str(base), "files": files}},
+        {"final_files": final_checksums(run.final), "base_model": {"path": str(base), "files": files}},
     )
     return run
 
@@ -86,4 +86,4 @@ def test_a_base_that_was_changed_in_place_is_named(run: Run, tmp_path: Path) -> 
     assert "model.safetensors has changed" in (base_changes(run) or "")
     shutil.rmtree(tmp_path / "base")  # which loading it tells of
     assert base_changes(run) is None
-    assert base_sums(Path("org/model")) is None
+    assert base_checksums(Path("org/model")) is None

@@ -58,7 +58,7 @@ def test_other_names_are_taken(name: str, run: Run) -> None:
 def test_a_runs_folder_has_no_hidden_characters_in_its_name(part: str, run: Run) -> None:
     folder = run.path if part == "run" else run.path.parent
     moved = folder.rename(folder.with_name(f"a{HOSTILE.replace('/', '')}"))
-    with pytest.raises(RunError, match=r"characters in its name that nobody sees") as told:
+    with pytest.raises(RunError, match=r"invisible characters in its name") as told:
         find_run(moved if part == "run" else moved / "first")
     assert visible_line(str(told.value)) == str(told.value)
 

@@ -1,0 +1,169 @@
+"""Decides what of a run's folder can be trusted, which somebody else may have made or edited.
+
+A recipe named on the command line is the user's choice, with everything it says. A run's folder brings its own recipe: what runs code
+counts only if this command line says so too. run.json holds checksums of final/ and of the base model; a run without them, written by an
+older version, is not checked.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sft.errors import RunError
+from sft.files import checksum
+from sft.run.directory import Run
+
+OWN_RUN = "SFT_OWN_RUN"
+"""Environment variable: the run that this job opened, for the processes it starts and for its launcher's restarts."""
+
+TRUST = "model.trust_remote_code=true"
+"""How a command line allows the code that a run's model ships."""
+
+ACCEPT = "--accept-edits"
+"""How a command line says, once, that final/ was edited on purpose."""
+
+
+def is_own(run: Path) -> bool:
+    """Whether this command has trained the run itself."""
+    return os.environ.get(OWN_RUN) == str(run.resolve())
+
+
+def check_model_code(run: Path, trust_remote_code: bool, allowed: bool, flag: str = TRUST) -> None:
+    """Refuse to run the Python files of a run's model.
+
+    Args:
+        run: The run's folder.
+        trust_remote_code: What the run's recipe says.
+        allowed: Whether the command line allows it.
+        flag: How it would.
+
+    Raises:
+        RunError: Only the run's recipe allows it.
+    """
+    if trust_remote_code and not allowed and not is_own(run):
+        raise RunError(
+            f"{run}: its recipe has model.trust_remote_code=true, which runs the Python files of its model. A run's folder may come from "
+            f"somebody else: read those files, and add {flag} to this command."
+        )
+
+
+def check_consents(run: Path, consents: Iterable[str], overrides: Iterable[str]) -> None:
+    """Refuse to start a run from its folder if only the folder allows code to run.
+
+    Args:
+        run: The run's folder.
+        consents: Keys that its recipe sets to true, such as `model.trust_remote_code`.
+        overrides: `key=value` of this command line.
+
+    Raises:
+        RunError: The command line does not repeat some of them.
+    """
+    given = {word.partition("=")[0] for word in overrides}
+    missing = [key for key in consents if key not in given]
+    if missing and not is_own(run):
+        raise RunError(
+            f"{run}: its recipe allows code to run ({', '.join(missing)}). A run's folder may come from somebody else: read what would "
+            f"run, and add {' '.join(f'{key}=true' for key in missing)} to this command."
+        )
+
+
+Checksums = dict[str, dict[str, Any]]
+"""Size and checksum (xxh3_128) of each file, by its path in the folder."""
+
+_LOADED = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt", ".py")
+"""What libraries load from a model's folder; a README beside it is the user's to edit."""
+
+_BASE_FILES = (
+    "config.json",
+    "adapter_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin",
+    "*.bin.index.json",
+    "*.py",
+)
+"""Files that a base model's answers depend on; the tokenizer is the tuned model's."""
+
+
+def base_checksums(folder: Path) -> Checksums | None:
+    """Checksums of a local model's weights and configuration; None for a hub model, which its commit identifies.
+
+    Reads all weights; loading them next then finds them in the page cache.
+    """
+    return _checksums(folder, *_BASE_FILES) if folder.is_dir() else None
+
+
+def final_checksums(folder: Path) -> Checksums:
+    """Checksums of everything that libraries load of a saved model."""
+    return _checksums(folder, *(f"**/*{suffix}" for suffix in _LOADED))
+
+
+def check_final(run: Run, accept: bool) -> None:
+    """Refuse a final/ that is not what the training wrote. Call it on one rank: it reads every byte.
+
+    Args:
+        run: A finished run.
+        accept: Keep the edits: their checksums replace the recorded ones, and the report names the files.
+
+    Raises:
+        RunError: Files have changed, are missing or were added.
+    """
+    recorded = run.record.get("final_files")
+    if not isinstance(recorded, dict):
+        return
+    found = final_checksums(run.final)
+    changes = _differences(recorded, found)
+    if not changes:
+        return
+    if not accept:
+        raise RunError(
+            f"{run.final} is not what the training wrote: {'; '.join(changes)}. Put the files back, or use a checkpoint. If you edited "
+            f"them on purpose, add {ACCEPT} to this command once."
+        )
+    day = time.strftime("%Y-%m-%d")
+    run.update(final_files=found)
+    run.warn("final", f"final/ was edited after the training, which was accepted on {day}: {'; '.join(changes)}.")
+
+
+def base_changes(run: Run) -> str | None:
+    """How the base model differs from the one the training started from; None if no difference is known."""
+    base = run.record.get("base_model") or {}
+    folder, recorded = Path(str(base.get("path"))), base.get("files")
+    if not isinstance(recorded, dict) or not folder.is_dir():
+        return None
+    changes = _differences(recorded, base_checksums(folder) or {})
+    return f"{folder} has changed since {run.path} was started from it: {'; '.join(changes)}" if changes else None
+
+
+def _differences(recorded: Checksums, found: Checksums) -> list[str]:
+    states = {
+        name: "is missing" if name not in found else "was added" if name not in recorded else "has changed"
+        for name in sorted({*recorded, *found})
+        if recorded.get(name) != found.get(name)
+    }
+    return [f"{name} {state}" for name, state in states.items()]
+
+
+def _checksums(folder: Path, *patterns: str) -> Checksums:
+    paths = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+    with ThreadPoolExecutor(4) as pool:
+        sums = pool.map(_checksum, paths)
+        return {path.relative_to(folder).as_posix(): found for path, found in zip(paths, sums, strict=True)}
+
+
+def _checksum(file: Path) -> dict[str, Any]:
+    state = file.stat()
+    size, found = _checksum_of_state(file, state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino)
+    return {"bytes": size, "xxh3_128": found}
+
+
+@cache
+def _checksum_of_state(file: Path, *state: int) -> tuple[int, str]:
+    """A file's size and checksum, computed once per process for each state of it."""
+    return checksum(file)
