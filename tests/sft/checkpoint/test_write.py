@@ -3,7 +3,7 @@ import os
 from pathlib import Path
 
 import pytest
-from sft.checkpoint.writer import CheckpointWriter
+from sft.checkpoint.write import CheckpointWriter
 
 from sft.run.directory import Run
 
