@@ -13,11 +13,11 @@ from eval.compare.conclude import conclude
 from eval.compare.tables import scores_table
 from eval.harness.base_cache import measure_base
 from eval.harness.measure import Results, evaluate_model
-from eval.harness.process_group import load_tasks_together, log_in, place
-from eval.harness.prompting import own_template, treat_base
-from eval.models.backends import Target, check_requests, find_backend
+from eval.harness.processes import load_tasks_together, log_in, place
+from eval.harness.prompting import own_template, prompt_base
+from eval.models.backends import check_requests, find_backend
 from eval.models.placement import Placement, on_gpu
-from eval.models.targets import base_target
+from eval.models.target import Target, base_target
 from eval.reference import Reference, check_vocabulary, load_reference
 from eval.tasks.facts import task_facts
 from eval.tasks.load import LoadedTasks
@@ -61,24 +61,27 @@ def evaluate_run(run: Run, evaluation: Evaluation, brought: bool = False, accept
     base = base_target(run, reference)
     tuned = Target("tuned", str(run.final), None, recipe.model.trust_remote_code)
     settings = resolve_settings(evaluation, selection, reference, on_gpu())
-    treatment = treat_base(settings, reference, own_template(base, settings.base_template == "own"))
+    prompting = prompt_base(settings, reference, own_template(base, settings.base_template == "own"))
     placement = place(evaluation, reference, settings, recipe.model.trust_remote_code)
     ranks.from_first(lambda: _check_models(run, accept_edits))
-    asked_base, asked_tuned = (treatment.settings, treatment.tokenizer), (settings, reference.tokenizer)
+    asked_base, asked_tuned = (prompting.settings, prompting.tokenizer), (settings, reference.tokenizer)
     base, tuned = find_backend(evaluation, reference.path, (base, *asked_base), (tuned, *asked_tuned))
     folder = _results_folder(run, evaluation, settings, reference)
     log = log_in(folder)
     tasks = load_tasks_together(selection, settings, evaluation, log)
     facts = ranks.from_first(lambda: task_facts(settings, tasks))
     check_requests(tasks, (base, *asked_base), (tuned, *asked_tuned))
-    settings, treatment = replace(settings, loaded=facts), treatment.with_facts(facts)
-    if treatment.told:
-        print(treatment.told, flush=True)
+    settings, prompting = (
+        replace(settings, loaded=facts),
+        replace(prompting, settings=replace(prompting.settings, loaded=facts)),
+    )
+    if prompting.note:
+        print(prompting.note, flush=True)
     # What a server has under a name may be another model tomorrow.
     keeps = evaluation.base_cache and settings.backend != "server"
     output_dir = run.output_dir if keeps else None
-    measure_base(base, treatment, tasks, folder / "base", log, placement, output_dir)
-    _measure_tuned(tuned, reference, tasks, settings, folder, log, placement, own_prompts=treatment.own_prompts)
+    measure_base(base, prompting, tasks, folder / "base", log, placement, output_dir)
+    _measure_tuned(tuned, reference, tasks, settings, folder, log, placement, own_prompts=prompting.own_prompts)
     return _compare_and_report(run, folder, evaluation, reference) if ranks.is_first() else {}
 
 

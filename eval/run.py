@@ -27,10 +27,9 @@ from pathlib import Path
 
 from eval import ranks
 from eval.evaluate import evaluate_one, evaluate_run
-from eval.harness.launch import become_launcher
-from eval.harness.process_group import NeedsProcesses
-from eval.models.backend_checks import check_backend
-from eval.models.targets import check_folder
+from eval.harness.processes import NeedsProcesses, become_launcher
+from eval.models.backends import check_backend
+from eval.models.target import check_folder
 from sft import terminal as rank_logs
 from sft.errors import EvaluationError, RecipeError
 from sft.program import run_main

@@ -79,3 +79,8 @@ def disk_was_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def in_words(count: float) -> str:
+    """Bytes, for a person."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -14,7 +14,7 @@ from sft.errors import EXIT_USER_ERROR, PlanError, RunError
 from sft.launch.checks import check_installed, check_rank_variables
 from sft.launch.job import check_output_dir
 from sft.launch.rank import main as train
-from sft.plan.topology import read_layout
+from sft.plan.topology import read_topology
 from sft.program import exit_on_error
 from sft.recipe.schema import Recipe
 
@@ -107,7 +107,7 @@ def test_tasks_that_only_srun_would_start_are_no_mistake(recipe_file: Path, monk
     """A batch script on one machine without srun."""
     monkeypatch.setenv("SLURM_NNODES", "1")
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "8")
-    assert read_layout().ranks == 1
+    assert read_topology().ranks == 1
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from eval.models.backends import Target
 from eval.models.placement import change_whole, check_placement, place_model
+from eval.models.target import Target
 from eval.quiet import first_line
 from eval.reference import Reference
 from eval.tasks.settings import LENGTH_KEYS

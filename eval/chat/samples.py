@@ -16,9 +16,8 @@ from eval.chat.checks import check, is_empty, loops, warning
 from eval.chat.model import Asker, load_asker, load_weights
 from eval.chat.prompts import Messages, prompts_of
 from eval.harness.prompting import own_template
-from eval.models.backends import Target
 from eval.models.placement import give_memory_back
-from eval.models.targets import base_target
+from eval.models.target import Target, base_target
 from eval.quiet import chatter_to
 from eval.reference import Reference, load_reference
 from sft.errors import EvaluationError

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.chat.model import Asker, load_asker, load_weights
-from eval.models.backends import Target
-from eval.models.targets import check_folder, recorded_base
+from eval.models.target import Target, check_folder, recorded_base
 from eval.reference import Reference, load_config, load_reference
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation

@@ -44,7 +44,7 @@ def check_alike(base: Results, tuned: Results, base_samples: Samples, tuned_samp
         EvaluationError: The settings, the documents or the prompts were not the same. The one difference that may be is the base
             model's own prompts, where the recipe asks for them.
     """
-    treatment: dict[str, Any] | None = base.get("treatment")
+    treatment: dict[str, Any] | None = base.get("prompting")
     own_prompts = bool(treatment and treatment["base_template"] == "own")
     _check_settings(base, tuned, OF_THE_TEMPLATE if own_prompts else frozenset())
     dtypes = [one.get("config", {}).get("model_dtype") for one in (base, tuned)]

@@ -1,7 +1,7 @@
-"""Results of base models, kept for all runs of an output_dir: ten runs from one base measure it once.
+"""Keep the results of base models for all runs of an output_dir: ten runs from one base measure it once.
 
-An entry is a folder named by what decided its numbers: the model's files and the settings, with the tasks' documents among them. What
-changes has another name. An entry is complete or not there, and is never changed.
+An entry is a folder named by what decides its numbers: the model's files and the settings, with the tasks' documents among them. It is
+complete or absent, and is never changed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from uuid import uuid4
 
 from eval import ranks
 from eval.harness.measure import evaluate_model
-from eval.harness.prompting import Treatment
-from eval.models.backends import Target
+from eval.harness.prompting import Prompting
 from eval.models.placement import Placement, gpu_name
+from eval.models.target import Target
 from eval.tasks.load import LoadedTasks
 from sft.run.trust import base_checksums
 
@@ -25,73 +25,97 @@ FOLDER = "eval-base"
 """In the recipe's output_dir."""
 
 
-def model_identity(target: Target) -> str | None:
-    """What tells a model from others, whatever its folder is called: the checksums of its files, or the commit on the hub.
+def measure_base(
+    target: Target,
+    prompting: Prompting,
+    tasks: LoadedTasks,
+    folder: Path,
+    log: Path,
+    placement: Placement,
+    output_dir: Path | None,
+) -> None:
+    """Put the base model's results in a folder: those already there, or another run's, or measured now.
 
-    Returns None where a name on the hub has no commit: it may be another model tomorrow.
+    Args:
+        target: The base model.
+        prompting: How it is prompted.
+        tasks: From `load_tasks`.
+        folder: For the results.
+        log: Where the libraries' output goes.
+        placement: From `place_model`.
+        output_dir: Where results are kept; None: measure in any case, and keep nothing.
+
+    Raises:
+        EvaluationError: As `evaluate_model`.
     """
-    sums = base_checksums(Path(target.model).expanduser())
-    if sums is None:
-        commit = target.revision or ""
-        is_commit = len(commit) == 40 and set(commit) <= set("0123456789abcdef")
-        return f"{target.model}@{commit}" if is_commit else None
-    return hashlib.sha256(json.dumps(sums).encode()).hexdigest()
+    key = ranks.from_first(lambda: base_key(target, prompting, placement, gpu_name()))
+    reuses = key is not None and output_dir is not None
+    found = ranks.from_first(lambda: reuse(folder, str(key), Path(str(output_dir))) if reuses else None)
+    if key is None and output_dir is not None:
+        print(f"base: not kept for other runs: {target.model} is a name without a commit.", flush=True)
+    if found is not None:
+        print(f"base: measured before under the same settings ({found}); not measured again.", flush=True)
+        return
+    more = {"base_key": key, "prompting": prompting.record}
+    evaluate_model(target, prompting.tokenizer, tasks, prompting.settings, folder, log, placement, more)
+    if key is not None and output_dir is not None and ranks.is_first() and _has(folder, key):
+        keep(output_dir, key, folder)
 
 
-def base_key(target: Target, treatment: Treatment, placement: Placement, gpu: str | None = None) -> str | None:
-    """The name of the results of a model that is asked so; None where the model cannot be told from others.
+def base_key(target: Target, prompting: Prompting, placement: Placement, gpu: str | None = None) -> str | None:
+    """The name of the results; None where the model cannot be told from others.
 
     Args:
         target: The model.
-        treatment: How it is asked.
-        placement: On how many processes.
-        gpu: What the GPU is called, which has kernels, memory and so batches of its own; None without one.
+        prompting: How it is prompted.
+        placement: In how many processes it is measured.
+        gpu: The GPU's name, which decides kernels, memory and so batches; None without one.
     """
     identity = model_identity(target)
     if identity is None:
         return None
     # Other documents share a batch on another number of processes, and in half precision that rounds differently.
-    batches = None if treatment.settings.dtype == "float32" else placement.processes
-    decides = [identity, list(target.new_tokens), treatment.settings.hash, treatment.told, batches, gpu]
+    batches = None if prompting.settings.dtype == "float32" else placement.processes
+    decides = [identity, list(target.new_tokens), prompting.settings.hash, prompting.note, batches, gpu]
     return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
 
 
-def find(output_dir: Path, key: str) -> Path | None:
-    """The folder of the results, where they are kept."""
-    folder = output_dir.expanduser() / FOLDER / key[:32]
-    return folder if (folder / "results.json").is_file() else None
+def model_identity(target: Target) -> str | None:
+    """The checksums of the model's files, or its commit on the hub; None for a name without a commit, which may move."""
+    sums = base_checksums(Path(target.model).expanduser())
+    if sums is not None:
+        return hashlib.sha256(json.dumps(sums).encode()).hexdigest()
+    commit = target.revision or ""
+    is_commit = len(commit) == 40 and set(commit) <= set("0123456789abcdef")
+    return f"{target.model}@{commit}" if is_commit else None
 
 
-def _work_folder(folder: Path) -> Path:
-    # Not by the process's number: containers that share a disk have the same ones.
-    return folder.with_name(f".{folder.name}.{uuid4().hex}")
-
-
-def place(source: Path, target: Path) -> None:
-    """Copy results to a folder, which is replaced where it exists: complete, or not there."""
-    work = _work_folder(target)
+def reuse(folder: Path, key: str, output_dir: Path) -> str | None:
+    """Put kept results in the folder; returns where they were, None where there are none."""
+    if _has(folder, key):
+        return str(folder)
+    kept = output_dir.expanduser() / FOLDER / key[:32]
+    if not (kept / "results.json").is_file():
+        return None
     try:
-        shutil.copytree(source, work)
-        shutil.rmtree(target, ignore_errors=True)
-        work.rename(target)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+        _copy(kept, folder)
+    except OSError as error:  # it may be deleted at any time
+        print(f"base: what is kept in {kept} cannot be copied ({error}).", flush=True)
+        return None
+    return str(kept)
 
 
 def keep(output_dir: Path, key: str, results: Path) -> None:
-    """Keep results for other runs; those of a run that was quicker stay. A folder that cannot be written to keeps nothing."""
+    """Keep results for other runs, unless another run was quicker. A folder that cannot be written keeps nothing."""
     kept = output_dir.expanduser() / FOLDER / key[:32]
-    work = _work_folder(kept)
-    with suppress(OSError):  # a full disk: the run itself has its results
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            shutil.copytree(results, work)
-            work.rename(kept)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+    if not kept.exists():
+        with suppress(OSError):  # a full disk: the run itself has its results
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            _copy(results, kept, replace=False)
 
 
-def _measured_here(folder: Path, key: str) -> bool:
+def _has(folder: Path, key: str) -> bool:
+    """Whether the folder holds complete results under the key."""
     try:
         results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
         return bool(results.get("base_key") == key and not results["failed"])
@@ -99,54 +123,14 @@ def _measured_here(folder: Path, key: str) -> bool:
         return False
 
 
-def _held(folder: Path, key: str | None, output_dir: Path | None) -> str | None:
-    """Where the results were, which are now in the folder; None where there are none."""
-    if key is None or output_dir is None:
-        return None
-    if _measured_here(folder, key):
-        return str(folder)
-    kept = find(output_dir, key)
-    if kept is None:
-        return None
+def _copy(source: Path, target: Path, replace: bool = True) -> None:
+    """Copy a folder: the copy is complete or absent."""
+    # Not named by the process id: containers that share a disk have the same ones.
+    work = target.with_name(f".{target.name}.{uuid4().hex}")
     try:
-        place(kept, folder)
-    except OSError as error:  # it may be deleted at any time, also now
-        print(f"base: what is kept in {kept} cannot be copied ({error}).", flush=True)
-        return None
-    return str(kept)
-
-
-def measure_base(
-    target: Target,
-    treatment: Treatment,
-    tasks: LoadedTasks,
-    folder: Path,
-    log: Path,
-    placement: Placement,
-    output_dir: Path | None,
-) -> None:
-    """Put the base model's results in a folder: those that are there, or kept from another run, or measured now.
-
-    Args:
-        target: The base model.
-        treatment: How it is asked.
-        tasks: From `load_tasks`.
-        folder: For the results.
-        log: Where the libraries' words go.
-        placement: From `place_model`.
-        output_dir: Where results are kept; None: measure it, whatever there is, and keep nothing.
-
-    Raises:
-        EvaluationError: As `evaluate_model`.
-    """
-    key = ranks.from_first(lambda: base_key(target, treatment, placement, gpu_name()))
-    held = ranks.from_first(lambda: _held(folder, key, output_dir))
-    if key is None and output_dir is not None:
-        print(f"base: not kept for other runs: {target.model} is a name without a commit.", flush=True)
-    if held is not None:
-        print(f"base: measured before under the same settings ({held}); not measured again.", flush=True)
-        return
-    more = {"base_key": key, "treatment": treatment.record}
-    evaluate_model(target, treatment.tokenizer, tasks, treatment.settings, folder, log, placement, more)
-    if output_dir is not None and key is not None and ranks.is_first() and _measured_here(folder, key):
-        keep(output_dir, key, folder)
+        shutil.copytree(source, work)
+        if replace:
+            shutil.rmtree(target, ignore_errors=True)
+        work.rename(target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

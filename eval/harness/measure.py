@@ -1,7 +1,4 @@
-"""One model measured through lm_eval.
-
-One call of lm_eval measures one task, so that a task that fails costs only itself.
-"""
+"""Measure one model through lm_eval, one task a call, so that a task that fails costs only itself."""
 
 from __future__ import annotations
 
@@ -18,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval import ranks
-from eval.harness.doubts import answer_doubts, document_doubts
-from eval.models.backends import Target, load_model
-from eval.models.batch_sizes import Found, Searches
-from eval.models.placement import Placement, check_placement, give_memory_back
+from eval.harness.doubts import doubts
+from eval.models.backends import load_model
+from eval.models.placement import BatchSizes, Found, Placement, check_placement, give_memory_back
+from eval.models.target import Target
 from eval.quiet import chatter_to, describe_environment_once, summary
 from eval.sandbox.metric import code_metric
-from eval.tasks.load import LoadedTasks, is_own, leaves
+from eval.tasks.load import LoadedTasks, leaves
 from eval.tasks.settings import Settings
 from sft.errors import EvaluationError, LostRank
 
@@ -86,27 +83,28 @@ def _measure_task(model: HFLM, name: str, tasks: LoadedTasks, settings: Settings
     return results
 
 
-def _measure_own_share(model: HFLM, name: str, tasks: LoadedTasks, settings: Settings) -> Results | None:
+def _measure_documents(model: HFLM, name: str, tasks: LoadedTasks, settings: Settings) -> Results | None:
+    """Measure this process's documents; results on rank 0, None elsewhere."""
     number = ranks.launched()
     if number == 1:
         return _measure_task(model, name, tasks, settings)
-    from eval.models.data_parallel import deal_out, fewest_documents
+    from eval.models.hf import fewest_documents, share_documents
 
     parts = leaves(tasks.by_name[name])
     # lm_eval takes a process without a document for an error.
-    share = fewest_documents(parts, settings.limit) >= number
-    model.share(share)
-    if not share:
+    shared = fewest_documents(parts, settings.limit) >= number
+    model.share(shared)
+    if not shared:
         return _measure_task(model, name, tasks, settings) if ranks.is_first() else None
     for task in parts:
-        deal_out(task)
+        share_documents(task)
     return _measure_task(model, name, tasks, settings)
 
 
-def _measure_together(
+def _measure_or_fail(
     model: HFLM, name: str, tasks: LoadedTasks, settings: Settings, log: Path
 ) -> tuple[Results | None, bool]:
-    """A task's results, on the first process; and whether prompts were cut on any.
+    """A task's results, on rank 0; and whether prompts were cut on any process.
 
     Raises:
         TaskFailed: It failed, on this process or on another.
@@ -115,7 +113,7 @@ def _measure_together(
     logged = log.stat().st_size
     try:
         with chatter_to(log):
-            measured = _measure_own_share(model, name, tasks, settings)
+            measured = _measure_documents(model, name, tasks, settings)
         cut = any(words.encode() in log.read_bytes()[logged:] for words in PROMPT_CUT)
         return measured, any(ranks.exchange(cut))
     except (ranks.TaskFailed, LostRank):
@@ -149,9 +147,9 @@ def _measure_all(
     results: Results = {"failed": dict(tasks.missing), "prompts_cut": [], "batch_sizes_found": {}, "doubts": []}
     for name in tasks.by_name:
         started = time.monotonic()
-        model.searches = searches = Searches(given.get(name, ()), strict)
+        model.sizes = searches = BatchSizes(given.get(name, ()), strict)
         try:
-            measured, cut = _measure_together(model, name, tasks, settings, log)
+            measured, cut = _measure_or_fail(model, name, tasks, settings, log)
         except ranks.TaskFailed as failure:
             results["failed"][name] = str(failure)
             print(f"{label}: {name} failed: {failure}", flush=True)
@@ -166,9 +164,8 @@ def _measure_all(
             print(f"{label}: prompts of {name} that are longer than {settings.max_length} tokens lost their beginning.")
         if searches.found:
             results["batch_sizes_found"][name] = searches.found
-        told = _doubts(label, name, tasks, measured["samples"], tokenizer, log)
-        results["doubts"] += told
-        for doubt in told:
+        for doubt in _doubts(label, name, tasks, measured["samples"], tokenizer, log):
+            results["doubts"].append(doubt)
             print(f"Warning: {doubt}", flush=True)
         results = _merge(results, measured)
     if len(results["failed"]) == len({*tasks.by_name, *tasks.missing}):
@@ -180,12 +177,9 @@ def _doubts(
     label: str, name: str, tasks: LoadedTasks, samples: dict[str, Any], tokenizer: PreTrainedTokenizerBase, log: Path
 ) -> list[str]:
     """What can hardly be meant in a task that was measured."""
-    measured = leaves(tasks.by_name[name])
-    own = [task for task in measured if is_own(task)]
     try:
-        told = [doubt for task in own for doubt in document_doubts(task, samples.get(str(task.task_name), []))]
-        return told + answer_doubts(measured, samples, tokenizer, label, name)
-    except Exception:  # a task's own code may give anything, and the scores are there
+        return doubts(leaves(tasks.by_name[name]), samples, tokenizer, label, name)
+    except Exception:  # a task's own code may return anything, and the scores are there
         with log.open("a", encoding="utf-8") as file:
             traceback.print_exc(file=file)
         return []
@@ -233,7 +227,7 @@ def _measured_with(target: Target, settings: Settings, placement: Placement, mod
     """What results.json says of the model and of how it was asked."""
     measured: Results = {"model": target.model, "revision": target.revision}
     if target.served is not None:
-        measured["served"] = target.served.record()
+        measured["served"] = asdict(target.served)
     return {
         "settings": asdict(settings),
         "settings_hash": settings.hash,

@@ -1,4 +1,4 @@
-"""How a base model is asked that has no chat template, or another one than the tuned model."""
+"""Decide how a base model is prompted that has no chat template, or another one than the tuned model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from eval.models.backends import Target
+from eval.models.target import Target
 from eval.quiet import first_line
 from eval.reference import Reference
 from eval.tasks.settings import Settings, template_sha256
@@ -17,31 +17,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Treatment:
-    """How the base model is asked."""
+class Prompting:
+    """How the base model is prompted."""
 
     settings: Settings
     tokenizer: PreTrainedTokenizerBase
-    told: str | None
+    note: str | None = None
     """A sentence for the terminal and the comparison; None where base and tuned have the same template, or none is applied."""
-
-    def with_facts(self, loaded: dict[str, dict[str, Any]]) -> Treatment:
-        """The same, with what the loaded tasks tell of themselves.
-
-        Args:
-            loaded: From `task_facts`.
-        """
-        return replace(self, settings=replace(self.settings, loaded=loaded))
 
     @property
     def own_prompts(self) -> bool:
-        """Whether it is asked with other prompts than the tuned model."""
-        return self.told is not None and self.settings.base_template == "own"
+        """Whether it gets other prompts than the tuned model."""
+        return self.note is not None and self.settings.base_template == "own"
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """What results.json and comparison.json say of it."""
-        return None if self.told is None else {"base_template": self.settings.base_template, "told": self.told}
+        """For results.json and comparison.json."""
+        return None if self.note is None else {"base_template": self.settings.base_template, "told": self.note}
 
 
 def own_template(base: Target, needed: bool = False) -> str | dict[str, str] | None:
@@ -49,10 +41,10 @@ def own_template(base: Target, needed: bool = False) -> str | dict[str, str] | N
 
     Args:
         base: The base model.
-        needed: Whether it is to be asked through it: eval.base_template=own.
+        needed: Whether it is prompted through it: eval.base_template=own.
 
     Raises:
-        EvaluationError: It is, and whether there is one cannot be told.
+        EvaluationError: It is, and its tokenizer cannot be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -66,58 +58,53 @@ def own_template(base: Target, needed: bool = False) -> str | dict[str, str] | N
                 f"eval.base_template=own, and the tokenizer of the base model {base.model} cannot be loaded, so that its chat template is "
                 f"not known: {first_line(error)} Put it beside the model, or leave eval.base_template out."
             ) from None
-        return None  # it is asked through the tuned model's tokenizer in any case
+        return None  # the tuned model's tokenizer makes the prompts in any case
     template: str | dict[str, str] | None = tokenizer.chat_template
     return template
 
 
-def treat_base(settings: Settings, reference: Reference, template: str | dict[str, str] | None) -> Treatment:
-    """Decide how the base model is asked.
+def prompt_base(settings: Settings, reference: Reference, template: str | dict[str, str] | None) -> Prompting:
+    """Decide how the base model is prompted.
 
     Args:
-        settings: How the tuned model is asked.
+        settings: Of the tuned model.
         reference: The tuned model.
         template: The base model's own chat template.
 
     Raises:
-        EvaluationError: It is to be asked with its own prompts, and so is the tuned model.
+        EvaluationError: eval.base_template=own where no chat template is applied.
     """
+    own = settings.base_template == "own"
     if not settings.apply_chat_template:
-        if settings.base_template == "own":
+        if own:
             raise EvaluationError(
                 "eval.base_template=own, and eval.apply_chat_template=false: neither model is asked through a chat template. Leave "
                 "eval.base_template out."
             )
-        return Treatment(settings, reference.tokenizer, None)
+        return Prompting(settings, reference.tokenizer)
     sha256 = None if template is None else template_sha256(template)
     if sha256 == settings.chat_template_sha256:
-        return Treatment(settings, reference.tokenizer, None)
-    has = "has no chat template" if template is None else "has another chat template"
-    if settings.base_template == "tuned":
-        told = f"The base model {has} and was asked through the tuned model's (eval.base_template: tuned)."
-        return Treatment(settings, reference.tokenizer, told)
+        return Prompting(settings, reference.tokenizer)
+    if not own:
+        has = "has no chat template" if template is None else "has another chat template"
+        note = f"The base model {has} and was asked through the tuned model's (eval.base_template: tuned)."
+        return Prompting(settings, reference.tokenizer, note)
+    caveat = "(eval.base_template: own). The comparison is of the two with these prompts, not of the weights alone."
     if template is None:
-        told = (
-            "The base model has no chat template and was asked with the tasks' plain prompts, the tuned model through its chat template "
-            "(eval.base_template: own). The comparison is of the two with these prompts, not of the weights alone."
+        note = "The base model has no chat template and was asked with the tasks' plain prompts, the tuned model through its chat template"
+        plain = replace(
+            settings,
+            apply_chat_template=False,
+            chat_template_sha256=None,
+            fewshot_as_multiturn=False,
+            enable_thinking=None,
+            add_bos_token=None,
         )
-        return Treatment(_without_template(settings), reference.tokenizer, told)
-    told = (
-        "The base model was asked through its own chat template, the tuned model through another (eval.base_template: own). The "
-        "comparison is of the two with these prompts, not of the weights alone."
-    )
+        return Prompting(plain, reference.tokenizer, f"{note} {caveat}")
+    note = "The base model was asked through its own chat template, the tuned model through another"
     tokenizer = copy.deepcopy(reference.tokenizer)
     tokenizer.chat_template = template
-    thinks = False if "enable_thinking" in str(template) else None
-    return Treatment(replace(settings, chat_template_sha256=sha256, enable_thinking=thinks), tokenizer, told)
-
-
-def _without_template(settings: Settings) -> Settings:
-    return replace(
-        settings,
-        apply_chat_template=False,
-        chat_template_sha256=None,
-        fewshot_as_multiturn=False,
-        enable_thinking=None,
-        add_bos_token=None,
+    reasons = False if "enable_thinking" in str(template) else None
+    return Prompting(
+        replace(settings, chat_template_sha256=sha256, enable_thinking=reasons), tokenizer, f"{note} {caveat}"
     )

@@ -1,7 +1,7 @@
-"""Where a model's layers are kept while it is measured: one GPU, or spread over those that are visible.
+"""Decide where a model's layers go, how many processes share the documents, and in which batches.
 
-Spread, the layers compute one after another on the same kinds of devices, so that no score depends on it: it is recorded with the
-results, and is no part of the settings that two evaluations must share.
+Layers on several GPUs compute one after another on the same kind of device, so that no score depends on it: it is recorded with the
+results, and is no part of the settings that two evaluations must share. Imports torch only where it looks at the GPUs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 ROOM = 0.2
-"""Share of a GPU's free memory that stays for activations, logits and the keys and values of what is being answered."""
+"""Fraction of a GPU's free memory that is kept for activations, logits and the KV cache."""
 
 Parallelize = bool | Literal["auto"]
+
+
+Found = dict[str, list[int]]
+"""Per task the batch sizes of its searches, in order: `batch_sizes_found` of results.json."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ def choose_placement(wanted: Parallelize, weights: int, free: Sequence[int]) -> 
 
     Args:
         wanted: eval.parallelize.
-        weights: Bytes of the weights in the evaluation's number format.
+        weights: Bytes of the weights in the evaluation's dtype.
         free: Free bytes of each visible GPU, the first one first; none without a GPU.
 
     Raises:
@@ -89,7 +93,7 @@ def choose_processes(
     Args:
         wanted: eval.processes.
         placement: From `choose_placement`.
-        weights: Bytes of the weights in the evaluation's number format.
+        weights: Bytes of the weights in the evaluation's dtype.
         free: Free bytes of each visible GPU, the first one first; none without a GPU.
         launched: How many a launcher of the user's has started; 1 for none.
 
@@ -123,6 +127,39 @@ def _gib(count: float) -> str:
     return f"{count / 2**30:.3g} GiB"
 
 
+class BatchSizes:
+    """The batch sizes of one task where lm_eval searches for them.
+
+    Args:
+        given: Those of the base model; empty where there is none to follow.
+        strict: Whether less memory than the base model had is a failure: in half precision another size moves answers.
+    """
+
+    def __init__(self, given: Sequence[int] = (), strict: bool = False) -> None:
+        self.given, self.strict = given, strict
+        self.found: list[int] = []
+
+    def decide(self, search: Callable[[], int]) -> int:
+        """The size of the next batches.
+
+        Args:
+            search: Finds the largest that fits.
+
+        Raises:
+            EvaluationError: The given one does not fit.
+        """
+        size, number = search(), len(self.found)
+        if number < len(self.given):
+            if size < self.given[number] and self.strict:
+                raise EvaluationError(
+                    f"the base model was asked in batches of {self.given[number]}, and there is memory for {size} now: in half precision "
+                    f"that moves answers. Set eval.batch_size={size}, or end what else uses the GPU."
+                )
+            size = min(size, self.given[number])
+        self.found.append(size)
+        return size
+
+
 def on_gpu() -> bool:
     """Whether models are measured on GPUs here."""
     import torch
@@ -145,10 +182,7 @@ def free_memory() -> list[int]:
 
 
 def give_memory_back() -> None:
-    """Give the memory of models that nothing holds any more back to the GPUs.
-
-    torch keeps it for itself, and whoever asks how much is free, to place the next model, is told of the rest alone.
-    """
+    """Free the GPU memory of models that nothing holds any more: torch caches it, and the next model is placed by what is free."""
     import torch
 
     gc.collect()
@@ -200,10 +234,7 @@ def place_model(
 
 
 def check_placement(model: Any, placement: Placement) -> dict[str, int]:
-    """What each device holds, read from the model that was loaded.
-
-    Returns:
-        Modules of the device map by the name of the device; empty where the model is on one device.
+    """Count the modules on each device of the loaded model; empty where it is on one device.
 
     Raises:
         EvaluationError: Part of the model is on a disk, or on the CPU beside GPUs, where it would take days.
@@ -219,12 +250,7 @@ def check_placement(model: Any, placement: Placement) -> dict[str, int]:
 
 
 def change_whole(model: Any, change: Callable[[], None]) -> None:
-    """Change a model's embeddings, also where its layers are spread: the hooks between devices are taken off and put back.
-
-    Args:
-        model: From lm_eval.
-        change: Replaces modules of it.
-    """
+    """Replace modules of a model, also where its layers are on several GPUs: the hooks between devices are removed and restored."""
     spread = getattr(model, "hf_device_map", None)
     if spread is None or len(spread) == 1:
         change()

@@ -1,134 +1,72 @@
-"""A server with an OpenAI-compatible API: is it there, which models has it, and does it answer as the evaluation needs.
+"""Find a model on an OpenAI-compatible server, and probe before any task loads that it reads, stops and scores as `hf` would.
 
-All of it is asked before tasks are loaded. Imports no torch.
+Imports no torch.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from eval.models.server_answers import shortened
+from eval.models.generation import carried_by_openai, make_request, render_chat
+from eval.tasks.settings import Settings
 from sft.errors import EvaluationError, did_you_mean
 from sft.recipe.eval import Server
 
 if TYPE_CHECKING:
-    from eval.tasks.settings import Settings
+    from lm_eval.api.task import ConfigurableTask
+    from transformers import PreTrainedTokenizerBase
 
 SECONDS_TO_CONNECT = 10
-Api = Literal["completions", "chat"]
-Dialect = Literal["vllm", "openai"]
+PROBE_TOKENS = 2
+WORDS = "The 3 quick brown foxes, née Müller, jump: 12 + 7 = 19.\n"
+"""Sent to compare tokenizers: letters, digits, accents, punctuation."""
+
+OLLAMA = "library"
+EXTENDED = ("vllm", "sglang")
+"""`owned_by` of servers that take vLLM's keys."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """A model on a server, as the server described it."""
+    """A model on a server, as the server described it; results.json records it."""
 
     base_url: str
     """Address with its /v1."""
 
     name: str
-    api: Api
+    api: Literal["completions", "chat"]
     num_concurrent: int
     timeout: int
     """Seconds."""
 
     api_key_env: str | None
     owner: str | None
-    """`owned_by` of the model: vLLM, SGLang and llama.cpp name themselves there, Ollama says `library`."""
+    """`owned_by` of the model: vLLM and SGLang name themselves there, Ollama says `library`."""
 
     root: str | None = None
     """What the model was loaded from, where the server says so."""
 
     max_model_len: int | None = None
-    dialect: Dialect = "openai"
-    """`vllm`: it follows stop_token_ids, repetition_penalty and the like, which OpenAI's own API does not have."""
+    dialect: Literal["vllm", "openai"] = "openai"
+    """`vllm`: it follows stop_token_ids, repetition_penalty and others that OpenAI's own API does not have."""
 
     no_likelihoods: str | None = None
     """Why it cannot score given answers; None: it can."""
 
     tokens_compared: bool = False
-    """Whether it has told how many tokens it makes of a text."""
+    """Whether it reported how many tokens it makes of a text."""
 
-    def record(self) -> dict[str, Any]:
-        """What results.json keeps; the key is not among it."""
-        return asdict(self)
+    @property
+    def place(self) -> str:
+        """For messages."""
+        return f"{self.name} at {self.base_url}"
 
-
-@dataclass(frozen=True)
-class Address:
-    """Where requests go and how."""
-
-    base_url: str
-    timeout: int
-    api_key_env: str | None = None
-    headers: dict[str, str] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "headers", authorization(self.api_key_env))
-
-    def ask(self, path: str, payload: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Send a request, and return what is answered.
-
-        Args:
-            path: After the /v1, such as `/models`.
-            payload: Sent by POST; None for GET.
-
-        Raises:
-            EvaluationError: There is no answer, or one that is an error or not JSON.
-        """
-        import requests
-
-        url = self.base_url + path
-        try:
-            answer = requests.request(
-                "GET" if payload is None else "POST",
-                url,
-                json=payload,
-                headers=self.headers,
-                timeout=(SECONDS_TO_CONNECT, SECONDS_TO_CONNECT if payload is None else self.timeout),
-            )
-        except requests.Timeout:
-            waited = SECONDS_TO_CONNECT if payload is None else self.timeout
-            raise EvaluationError(
-                f"{url} has not answered within {waited} s. Is the server still loading its model? "
-                + (
-                    "Wait until it serves."
-                    if payload is None
-                    else "Wait until it serves, or set eval.server.timeout to more seconds."
-                )
-            ) from None
-        except requests.RequestException as error:
-            raise EvaluationError(
-                f"No server can be reached at {url} ({reason_of(error)}). Start it, or set eval.server.base_url to its address."
-            ) from None
-        if not answer.ok:
-            raise EvaluationError(self._refused(url, answer.status_code, answer.text))
-        try:
-            value = answer.json()
-        except ValueError:
-            value = None
-        if not isinstance(value, dict):
-            raise EvaluationError(
-                f"{url} does not answer as an OpenAI-compatible server: {shortened(answer.text)!r} is no JSON object."
-            )
-        return value
-
-    def _refused(self, url: str, status: int, text: str) -> str:
-        told = f"{url} answers {status}: {shortened(text)!r}."
-        if status in (401, 403):
-            if self.api_key_env is None:
-                return (
-                    f"{told} The server wants a key: put it into an environment variable and name that one, "
-                    "server.api_key_env=MY_KEY."
-                )
-            return f"{told} It does not take the key in {self.api_key_env}."
-        if status == 404 and not self.base_url.endswith("/v1"):
-            return f"{told} Servers of this kind answer under /v1: set eval.server.base_url={self.base_url}/v1"
-        if status == 404:
-            return f"{told} The server has no such path: is eval.server.base_url right?"
-        return told + (" The server's own log says more." if status >= 500 else "")
+    def ask(self, path: str, payload: dict[str, Any]) -> dict[str, Any]:
+        """Send one request; see `ask`."""
+        return ask(self.base_url, path, self.timeout, self.api_key_env, payload)
 
 
 def authorization(api_key_env: str | None) -> dict[str, str]:
@@ -136,61 +74,118 @@ def authorization(api_key_env: str | None) -> dict[str, str]:
     return {} if api_key_env is None else {"Authorization": f"Bearer {os.environ[api_key_env]}"}
 
 
-def reason_of(error: BaseException) -> str:
-    """What lies under an error of a client, in a few words: refused, unknown host."""
-    inner: BaseException | None = error
-    while inner is not None:
-        if isinstance(inner, OSError) and inner.strerror:
-            return inner.strerror
-        if type(inner).__name__ == "NameResolutionError":
-            return "there is no host of that name"
-        reason = getattr(inner, "reason", None) or next(
-            (one for one in inner.args if isinstance(one, BaseException)), None
-        )
-        inner = reason if isinstance(reason, BaseException) else inner.__cause__
-    return type(error).__name__
+def ask(
+    base_url: str, path: str, timeout: int, api_key_env: str | None, payload: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Send a request, and return the answer.
 
+    Args:
+        base_url: Address with its /v1.
+        path: Such as `/models`.
+        timeout: Seconds.
+        api_key_env: Environment variable with the key.
+        payload: Sent by POST; None for GET.
 
-def _entries(address: Address) -> dict[str, dict[str, Any]]:
-    """What the server serves, by name."""
-    listed = address.ask("/models").get("data")
-    if not isinstance(listed, list):
+    Raises:
+        EvaluationError: There is no answer, or one that is an error or not a JSON object.
+    """
+    import requests
+
+    url, method = base_url + path, "GET" if payload is None else "POST"
+    seconds = SECONDS_TO_CONNECT if payload is None else timeout
+    limits = (SECONDS_TO_CONNECT, seconds)
+    try:
+        answer = requests.request(method, url, json=payload, headers=authorization(api_key_env), timeout=limits)
+    except requests.Timeout:
+        more = "" if payload is None else ", or set eval.server.timeout to more seconds"
         raise EvaluationError(
-            f"{address.base_url}/models does not answer as an OpenAI-compatible server: it lists no models."
+            f"{url} has not answered within {seconds} s. Is the server still loading its model? Wait until it serves{more}."
+        ) from None
+    except requests.RequestException as error:
+        raise EvaluationError(
+            f"No server can be reached at {url} ({innermost(error)}). Start it, or set eval.server.base_url to its address."
+        ) from None
+    if not answer.ok:
+        raise EvaluationError(_refused(base_url, url, answer.status_code, answer.text, api_key_env))
+    try:
+        value = answer.json()
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise EvaluationError(
+            f"{url} does not answer as an OpenAI-compatible server: {shortened(answer.text)!r} is no JSON object."
         )
-    entries = {str(one["id"]): one for one in listed if isinstance(one, dict) and "id" in one}
-    if not entries:
-        raise EvaluationError(f"The server at {address.base_url} serves no model.")
-    return entries
+    return value
 
 
-def find_served(server: Server, base_url: str, name: str, key: str) -> Served:
-    """A model by the name it is served under.
+def _refused(base_url: str, url: str, status: int, text: str, api_key_env: str | None) -> str:
+    told = f"{url} answers {status}: {shortened(text)!r}."
+    if status in (401, 403) and api_key_env is None:
+        return (
+            f"{told} The server wants a key: put it into an environment variable and name that one, "
+            "server.api_key_env=MY_KEY."
+        )
+    if status in (401, 403):
+        return f"{told} It does not take the key in {api_key_env}."
+    if status == 404 and not base_url.endswith("/v1"):
+        return f"{told} Servers of this kind answer under /v1: set eval.server.base_url={base_url}/v1"
+    return f"{told} Is eval.server.base_url right?" if status == 404 else told
+
+
+def innermost(error: BaseException) -> str:
+    """The error at the bottom of a client's error in a few words, such as `Connection refused`."""
+    while (below := error.__cause__ or error.__context__) is not None:
+        error = below
+    return str(getattr(error, "strerror", None) or type(error).__name__)
+
+
+def shortened(text: str, length: int = 200) -> str:
+    """The beginning of what a server said, on one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= length else f"{line[:length]}..."
+
+
+def find_served(server: Server, label: str, model: str, alone: bool) -> Served:
+    """A model of the evaluation on its server.
 
     Args:
         server: The recipe's section.
-        base_url: Address of the server that should have it.
-        name: The name.
-        key: The key of `eval.server` that names it, for the message.
+        label: base or tuned.
+        model: Its folder, or its id on the hub: what it is served as unless the recipe names it.
+        alone: Whether one model is measured, not a run's two.
 
     Raises:
-        EvaluationError: The server cannot be reached, or has no such model.
+        EvaluationError: The server cannot be reached or has no such model, or the keys name other models.
     """
-    address = Address(base_url.rstrip("/"), server.timeout, server.api_key_env)
-    entries = _entries(address)
+    key = "model" if alone else label
+    given = [one for one in ("model", "base", "tuned", "base_url_of_base") if getattr(server, one) is not None]
+    wrong = [one for one in given if (one == "model") != alone]
+    if wrong:
+        what = (
+            "one model is measured: server.model names it"
+            if alone
+            else "a run has two models: server.base and server.tuned name them"
+        )
+        raise EvaluationError(f"eval.server.{wrong[0]} is given, and {what}.")
+    assert server.base_url is not None, "check_backend refuses that"
+    base_url = ((server.base_url_of_base if key == "base" else None) or server.base_url).rstrip("/")
+    name = getattr(server, key) or model
+    listed = ask(base_url, "/models", server.timeout, server.api_key_env).get("data")
+    entries = {str(one["id"]): one for one in listed or () if isinstance(one, dict) and "id" in one}
+    if not entries:
+        raise EvaluationError(f"The server at {base_url} lists no models.")
     # Ollama lists `name:latest` and answers to `name`.
-    found = name if name in entries else f"{name}:latest"
-    if found not in entries:
+    entry = entries.get(name) or entries.get(f"{name}:latest")
+    if entry is None:
         known = ", ".join(f"`{one}`" for one in entries)
         raise EvaluationError(
-            f"The server at {address.base_url} serves no model `{name}`{did_you_mean(name, list(entries), '.')} It serves {known}. Set "
+            f"The server at {base_url} serves no model `{name}`{did_you_mean(name, list(entries), '.')} It serves {known}. Set "
             f"eval.server.{key} to one of them."
         )
-    entry = entries[found]
     length = entry.get("max_model_len")
     return Served(
-        base_url=address.base_url,
-        name=found,
+        base_url=base_url,
+        name=str(entry["id"]),
         api=server.api,
         num_concurrent=server.num_concurrent,
         timeout=server.timeout,
@@ -201,22 +196,33 @@ def find_served(server: Server, base_url: str, name: str, key: str) -> Served:
     )
 
 
-def is_ollama(served: Served) -> bool:
-    """Whether it is Ollama, which puts every prompt through a model's own template."""
-    if served.owner == "library":
-        return True
-    try:
-        answer = Address(served.base_url.removesuffix("/v1"), served.timeout, served.api_key_env).ask("/api/version")
-    except EvaluationError:
-        return False
-    return isinstance(answer.get("version"), str)
-
-
-def check_length(served: Served, settings: Settings) -> None:
-    """Refuse a server that takes less at once than the evaluation asks.
+def check_two(found: list[Served]) -> None:
+    """Refuse one served model as both base and tuned, and two servers of which one ends answers otherwise.
 
     Raises:
-        EvaluationError: Its context is shorter.
+        EvaluationError: They do not make a comparison.
+    """
+    if len({(one.base_url, one.name) for one in found}) < len(found):
+        raise EvaluationError(
+            f"The base and the tuned model would both be {found[0].name}: eval.server.base and eval.server.tuned name the same model."
+        )
+    if len({one.dialect for one in found}) > 1:
+        raise EvaluationError(
+            "One of the two servers takes stop_token_ids and the other does not: their answers would end at other tokens."
+        )
+
+
+def probe(served: Served, settings: Settings, tokenizer: PreTrainedTokenizerBase, path: str) -> Served:
+    """Ask a served model whether it can answer as the evaluation needs.
+
+    Args:
+        served: From `find_served`.
+        settings: Of the evaluation.
+        tokenizer: What makes the prompts.
+        path: The tuned model, whose tokenizer that is.
+
+    Raises:
+        EvaluationError: Its context is shorter, or it makes other tokens of a text.
     """
     wanted = settings.max_length
     if served.max_model_len is not None and wanted is not None and served.max_model_len < wanted:
@@ -224,3 +230,179 @@ def check_length(served: Served, settings: Settings) -> None:
             f"{served.name} is served with a context of {served.max_model_len} tokens, and the evaluation asks for up to {wanted}. Serve "
             f"it with more (vLLM: --max-model-len {wanted}), or set eval.max_length={served.max_model_len}."
         )
+    return (_probe_chat if served.api == "chat" else _probe_completions)(served, settings, tokenizer, path)
+
+
+def _probe_completions(served: Served, settings: Settings, tokenizer: PreTrainedTokenizerBase, path: str) -> Served:
+    if served.owner == OLLAMA:
+        raise EvaluationError(
+            f"{served.base_url} is Ollama, which puts every prompt into the model's template and takes no token ids. Ask it by "
+            "eval.server.api=chat; tasks that score given answers need another server, such as vLLM."
+        )
+    own, bare = (list(tokenizer.encode(WORDS, add_special_tokens=special)) for special in (True, False))
+    plain = {"model": served.name, "max_tokens": PROBE_TOKENS, "temperature": 0, "seed": settings.seed}
+    try:
+        answer = served.ask("/completions", plain | {"prompt": [bare]})
+    except EvaluationError as error:
+        raise EvaluationError(f"{error} (The prompts of eval.server.api=completions are token ids.)") from None
+    choices_of(answer, 1, served.place)
+    _check_count(served, answer, {len(bare)}, f"{len(bare)} token ids", "It does not take token ids as they are.")
+    words = served.ask("/completions", plain | {"prompt": WORDS})
+    another = f"It has another tokenizer than {path}: is it the right model?"
+    compared = _check_count(served, words, {len(own), len(bare)}, f"the text {WORDS.strip()!r}", another)
+    served = _find_dialect(replace(served, tokens_compared=compared), "/completions", plain | {"prompt": [bare]})
+    try:
+        scored = served.ask("/completions", likelihood_request(served.name, [bare], settings.seed))
+        score_choice(choices_of(scored, 1, served.place)[0], bare, slice(1, len(bare)), served.place)
+    except EvaluationError as error:
+        return replace(served, no_likelihoods=str(error))
+    return served
+
+
+def _probe_chat(served: Served, settings: Settings, tokenizer: PreTrainedTokenizerBase, path: str) -> Served:
+    chat = [{"role": "user", "content": WORDS.strip()}]
+    plain = {"model": served.name, "messages": chat, "max_tokens": PROBE_TOKENS, "temperature": 0}
+    plain |= {"seed": settings.seed} | chat_extras(served, settings)
+    answer = served.ask("/chat/completions", plain)
+    choices_of(answer, 1, served.place)
+    expected = tokenizer.encode(render_chat(tokenizer, settings, chat), add_special_tokens=False)
+    # The remedy is vLLM's; Ollama's is its Modelfile.
+    remedy = (
+        f"It has another tokenizer or chat template than {path}. Serve it with that template (vLLM: --chat-template; Ollama: "
+        "TEMPLATE in the Modelfile), or use eval.server.api=completions."
+    )
+    compared = _check_count(served, answer, {len(expected)}, "a chat of one message", remedy)
+    served = _find_dialect(replace(served, tokens_compared=compared), "/chat/completions", plain)
+    return replace(served, no_likelihoods="chat requests give no log probabilities of a prompt")
+
+
+def chat_extras(served: Served, settings: Settings) -> dict[str, Any]:
+    """What a chat request carries so that the server renders the chat as training did: without reasoning."""
+    if settings.enable_thinking is None:
+        return {}
+    if served.owner == OLLAMA:
+        return {"reasoning_effort": "none"}
+    return {"chat_template_kwargs": {"enable_thinking": settings.enable_thinking}}
+
+
+def _check_count(served: Served, answer: dict[str, Any], expected: set[int], what: str, remedy: str) -> bool:
+    """Whether the server has reported its count of the prompt's tokens, which must be one of those expected."""
+    usage = answer.get("usage")
+    count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    if not isinstance(count, int) or count <= 0:
+        return False
+    if count not in expected:
+        raise EvaluationError(
+            f"{served.place} reads {count} tokens in {what}, and the tokenizer of the evaluation makes "
+            f"{' or '.join(map(str, sorted(expected)))} of it. {remedy}"
+        )
+    return True
+
+
+def _find_dialect(served: Served, path: str, payload: dict[str, Any]) -> Served:
+    """Find out whether the server takes vLLM's keys, by ending an answer at its own first token."""
+
+    def generated(**more: Any) -> list[int]:
+        try:
+            answer = served.ask(path, payload | {"return_token_ids": True, "ignore_eos": True, **more})
+            ids = choices_of(answer, 1, served.place)[0].get("token_ids")
+        except EvaluationError:  # OpenAI's own server refuses unknown keys; it has answered the plain request
+            return []
+        return ids if isinstance(ids, list) else []
+
+    first = generated()
+    follows = len(generated(stop_token_ids=first[:1])) <= 1 < len(first) if first else served.owner in EXTENDED
+    return replace(served, dialect="vllm") if follows else served
+
+
+def choices_of(answer: object, count: int, place: str) -> list[dict[str, Any]]:
+    """The choices in an answer, in the order of the prompts.
+
+    Args:
+        answer: JSON.
+        count: Prompts that were sent.
+        place: The server, for the message.
+
+    Raises:
+        EvaluationError: There are not as many.
+    """
+    listed = answer.get("choices") if isinstance(answer, dict) else None
+    choices = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    if sorted(one.get("index", -1) for one in choices) != list(range(count)):
+        raise EvaluationError(
+            f"{place} was asked {count} prompts and answers {shortened(str(answer))!r}, which is not {count} choices."
+        )
+    return sorted(choices, key=lambda one: int(one["index"]))
+
+
+def likelihood_request(name: str, prompts: list[list[int]], seed: int) -> dict[str, Any]:
+    """A request for the log probabilities of prompts."""
+    return {
+        "model": name,
+        "prompt": prompts,
+        "temperature": 0,
+        "max_tokens": 1,
+        "logprobs": 1,
+        "echo": True,
+        "seed": seed,
+        # Two tokens that decode to the same text would be one key in what vLLM answers.
+        "return_tokens_as_token_ids": True,
+    }
+
+
+def score_choice(choice: dict[str, Any], prompt: Sequence[int], scored: slice, place: str) -> tuple[float, bool]:
+    """The log probability of an answer within an echoed prompt.
+
+    Args:
+        choice: With `logprobs`.
+        prompt: Token ids that were sent.
+        scored: The tokens of the answer, within the prompt.
+        place: The server, for the message.
+
+    Returns:
+        Sum of the log probabilities, and whether each was the likeliest token.
+
+    Raises:
+        EvaluationError: There is not one log probability for each token.
+    """
+    logprobs = choice.get("logprobs")
+    logprobs = logprobs if isinstance(logprobs, dict) else {}
+    values, tops = logprobs.get("token_logprobs"), logprobs.get("top_logprobs")
+    if not isinstance(values, list) or not isinstance(tops, list):
+        raise EvaluationError(f"{place} gives no log probabilities of the prompt (`echo` with `logprobs`)")
+    # The prompt comes with the one generated token, unless that ends the text.
+    if not len(prompt) <= len(values) <= len(prompt) + 1 or len(tops) != len(values):
+        raise EvaluationError(
+            f"{place} was sent {len(prompt)} tokens and one more to generate, and gives log probabilities of {len(values)}: it reads the "
+            "prompt as other tokens, or does not echo it"
+        )
+    own, likeliest = values[scored], tops[scored]
+    if not all(isinstance(value, (int, float)) for value in own) or not all(
+        isinstance(top, dict) and top for top in likeliest
+    ):
+        raise EvaluationError(f"{place} leaves out log probabilities of tokens in the prompt")
+    greedy = all(value == max(top.values()) for value, top in zip(own, likeliest, strict=True))
+    return float(sum(own)), greedy
+
+
+def served_problems(task: ConfigurableTask, settings: Settings, special: dict[str, int], served: Served) -> list[str]:
+    """What a task asks that this server cannot do."""
+    name = task.task_name
+    if task.get_config("output_type") != "generate_until":
+        if served.no_likelihoods is None:
+            return []
+        return [
+            f"{name} scores given answers, and {served.no_likelihoods}. Use eval.backend=hf or vllm, or leave the task out."
+        ]
+    problems = []
+    if served.api == "chat" and task.get_config("gen_prefix"):
+        problems.append(
+            f"{name} begins the answer itself, which a chat request cannot carry. Use eval.server.api=completions."
+        )
+    request = make_request(dict(task.get_config("generation_kwargs") or {}), settings, special)
+    lost = carried_by_openai(request) if served.dialect == "openai" else None
+    if lost is not None:
+        problems.append(
+            f"{name} is asked with {lost}, which {served.place} does not take: it follows none of vLLM's keys. Use eval.backend=hf or vllm."
+        )
+    return problems

@@ -1,42 +1,33 @@
-"""lm_eval's `vllm` model, made to ask what its `hf` model asks.
+"""Make lm_eval's `vllm` model ask what its `hf` model asks.
 
-Written against the sources of lm_eval and vLLM: vLLM needs a GPU, and this has never run with it. The tests put a stand-in, which
-answers with transformers, in its place.
+Written against the sources of lm_eval and vLLM, and never run with vLLM itself, which needs a GPU: the tests replace it with a stand-in
+that answers with transformers.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from eval.models.answering import encode_as_hf, extensions, make_request, render_chat, special_tokens
+from eval.models.generation import encode_as_hf, extensions, make_request, render_chat, special_tokens
+from eval.models.target import Target
 from eval.tasks.settings import Settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def vllm_arguments(
-    model: str,
-    revision: str | None,
-    trust_remote_code: bool,
-    tokenizer: str,
-    settings: Settings,
-    options: dict[str, Any],
-) -> dict[str, Any]:
-    """What lm_eval's `vllm` model is made with.
+def vllm_arguments(target: Target, tokenizer: str, settings: Settings) -> dict[str, Any]:
+    """The arguments of lm_eval's `vllm` model.
 
     Args:
-        model: A folder or an id on the hub.
-        revision: Of the hub.
-        trust_remote_code: The run's.
-        tokenizer: Folder of the tuned run's tokenizer.
+        target: The model.
+        tokenizer: Folder of the tuned model's tokenizer.
         settings: Of the evaluation.
-        options: What vLLM takes and decides no score, such as gpu_memory_utilization.
     """
     return {
-        "pretrained": model,
-        "revision": revision,
-        "trust_remote_code": trust_remote_code,
+        "pretrained": target.model,
+        "revision": target.revision,
+        "trust_remote_code": target.trust_remote_code,
         "tokenizer": tokenizer,
         "dtype": settings.dtype,
         "max_model_len": settings.max_length,
@@ -45,27 +36,20 @@ def vllm_arguments(
         "add_bos_token": settings.add_bos_token,
         "enable_thinking": settings.enable_thinking,
         **settings.backend_settings,
-        # Else the served model's own generation config would sample and repeat otherwise for the base than for the tuned model.
+        # Else each served model's own generation config would decide how it samples and repeats.
         "generation_config": "vllm",
-        **options,
+        **target.vllm,
     }
 
 
-def load_vllm(
-    model: str,
-    revision: str | None,
-    trust_remote_code: bool,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: Settings,
-    options: dict[str, Any],
-) -> Any:
+def load_vllm(target: Target, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> Any:
     """lm_eval's `vllm` model that begins, ends and samples its answers as `hf` does."""
     from lm_eval.models.vllm_causallms import VLLM
 
     special = special_tokens(tokenizer)
 
     class AsHf(VLLM):  # type: ignore[misc]  # lm_eval ships no types
-        """The differences from `hf` taken out."""
+        """Without the differences from `hf`."""
 
         def tok_encode(self, string: Any, add_special_tokens: bool | None = None, **_: Any) -> Any:
             if isinstance(string, str):
@@ -90,12 +74,12 @@ def load_vllm(
         ) -> Any:
             outputs = super()._model_generate(requests, generate, sampling_params)
             for output in outputs if generate else ():
-                # vLLM's own text goes on from the prompt's, with a space before the first word where `hf` has none.
+                # vLLM's own text continues the prompt's, with a space before the first word where `hf` has none.
                 answer = output.outputs[0]
                 answer.text = tokenizer.decode(list(answer.token_ids), skip_special_tokens=True)
             return outputs
 
-    return AsHf(**vllm_arguments(model, revision, trust_remote_code, tokenizer.name_or_path, settings, options))
+    return AsHf(**vllm_arguments(target, tokenizer.name_or_path, settings))
 
 
 def release(model: Any) -> None:

@@ -31,7 +31,7 @@ from sft.checkpoint.zero import MOMENTS, STEP, WEIGHT, Opened, load_zero, open_z
 from sft.errors import RunError
 from sft.parallel.optimizer import MasterAdamW
 from sft.parallel.tensor import shard_of
-from sft.plan.fsdp import ENGINE as FSDP2
+from sft.plan.parallelism import FSDP2
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 from sft.checkpoint.manifest import fault, read_manifest, size
 from sft.errors import RunError
 from sft.files import read_json
-from sft.plan.fsdp import ENGINE as FSDP2
+from sft.plan.parallelism import FSDP2
 from sft.plan.job import Job
 from sft.run.directory import Run, read_lines
 

@@ -20,9 +20,8 @@ from sft.checkpoint.manifest import Entry, entries, files_in, share, size, sync,
 from sft.checkpoint.patches import failed_saves_kept
 from sft.checkpoint.resume import step_of
 from sft.errors import RunError
-from sft.files import disk_was_full
+from sft.files import disk_was_full, in_words
 from sft.parallel.process_group import gather, is_first_rank, is_lost, met_at_the_end, rank
-from sft.plan.disk import in_words
 from sft.run.directory import INCOMPLETE, Run, folder_fault
 
 _REMOVED = ".removed-"

@@ -14,8 +14,7 @@ from sft.credentials import secrets_in
 from sft.data.tokenizer import load_tokenizer as settled_tokenizer
 from sft.errors import ExportError
 from sft.export.source import Exported, has_tokenizer, read_config
-from sft.files import disk_was_full, remove
-from sft.plan.disk import in_words
+from sft.files import disk_was_full, in_words, remove
 from sft.recipe.schema import Recipe
 
 _TEXT = (".json", ".md", ".jinja", ".sh", ".txt", ".yaml", ".py", "")

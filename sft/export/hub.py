@@ -20,7 +20,7 @@ from sft.credentials import redact
 from sft.errors import ExportError
 from sft.export.folder import Made, make_folder
 from sft.export.source import Exported, check_unchanged, find_exported, steps_of
-from sft.plan.disk import in_words
+from sft.files import in_words
 from sft.run.directory import Run
 
 MAIN = "main"

@@ -21,8 +21,8 @@ class Architecture:
     """Scores are squashed by tanh (Gemma 2)."""
 
     mask_only: bool = False
-    """What a token sees is said by a mask alone (chunks, chosen tokens, windows that the function is not told of), so that functions
-    that take no mask would compute something else."""
+    """Only a mask says what a token sees (chunks, chosen tokens, windows that the attention function is not given): functions that take
+    no mask would compute something else."""
 
     blind_mask: bool = False
     """Its masks are made without position ids, so that no mask keeps packed documents apart (OPT, Falcon, gpt-oss)."""
@@ -50,7 +50,7 @@ class Architecture:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The model's config.json, as far as the plan needs it; None where it could not be read before a download."""
+    """What the plan needs of a model; None where config.json could not be read before a download."""
 
     path: str
     """Local folder or hub id, `builtin:` names resolved."""
@@ -75,7 +75,15 @@ class ModelFacts:
     """Tokens that a query sees in layers with a window, where the model has such."""
 
     architecture: Architecture | None = None
-    """How it attends; None where that is not known."""
+    """None where the model's own code computes it."""
 
     commit: str | None = None
     """Of a hub model, what its revision stood for when it was looked up: all that is loaded of it is of this commit."""
+
+    @property
+    def layer_size(self) -> int:
+        """Weights of one layer: the model's without its embedding, shared evenly; 0 where its shape is not known."""
+        if not (self.parameters and self.hidden_size and self.num_hidden_layers):
+            return 0
+        embedding = (self.vocab_size or 0) * self.hidden_size
+        return max(self.parameters - embedding, 0) // self.num_hidden_layers or self.parameters

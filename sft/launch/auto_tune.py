@@ -37,9 +37,9 @@ from sft.launch.tuning_result import (
     write_answer,
 )
 from sft.parallel import process_group as distributed
-from sft.plan.decision import Resolved
+from sft.plan.decision import Decision
 from sft.plan.job import Job
-from sft.plan.weights import resolve_gradients
+from sft.plan.precision import resolve_gradients
 from sft.program import run_main
 
 
@@ -117,7 +117,7 @@ def _run(program: Sequence[str]) -> int:
     """Start the ranks as the launcher does, and wait for them; they end with this process."""
     code = (
         "import os, signal, sys; from sft.processes import end_with_parent; end_with_parent(int(sys.argv[1]), signal.SIGTERM); "
-        "from sft.plan.topology import read_layout; from sft.launch.torchrun import start; start(read_layout(), sys.argv[2:])"
+        "from sft.plan.topology import read_topology; from sft.launch.torchrun import start; start(read_topology(), sys.argv[2:])"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(os.getpid()), *program]) as process:
         try:
@@ -155,14 +155,14 @@ def to_measure(job: Job) -> Job:
     tracking = job.recipe.tracking.model_copy(update={"report_to": ()})
     plan = replace(
         job.plan,
-        micro_batch_size=Resolved(1, "the search"),
-        gradient_accumulation_steps=Resolved(PASSES, "the search"),
+        micro_batch_size=Decision(1, "the search"),
+        gradient_accumulation_steps=Decision(PASSES, "the search"),
         # What gradients take where a step has several micro-batches; a step of one may take less.
         gradients=resolve_gradients(
             job.recipe, job.hardware, job.model, job.deepspeed, job.plan.precision.value, PASSES
         ),
-        gradient_checkpointing=Resolved(modes[0], "the search"),
-        max_steps=Resolved(10**6, "the search"),
+        gradient_checkpointing=Decision(modes[0], "the search"),
+        max_steps=Decision(10**6, "the search"),
     )
     deepspeed = job.deepspeed
     if deepspeed is not None:

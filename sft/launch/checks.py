@@ -15,7 +15,7 @@ from sft.errors import PlanError, PreflightError
 from sft.launch.job import open_job
 from sft.plan.hardware import detect_hardware, unknown_gpus
 from sft.plan.job import Job
-from sft.plan.topology import Layout, read_layout, whole_number
+from sft.plan.topology import Topology, read_topology, whole_number
 from sft.recipe.schema import REPOSITORY
 
 _LAUNCHERS = {
@@ -80,14 +80,14 @@ def check_visible_gpus() -> None:
         )
 
 
-def job_and_layout(recipe: Path, overrides: Sequence[str]) -> tuple[Job, Layout]:
+def job_and_layout(recipe: Path, overrides: Sequence[str]) -> tuple[Job, Topology]:
     """The recipe on this machine, with as many processes as the environment asks for."""
     check_visible_gpus()
-    layout = read_layout()
+    layout = read_topology()
     return open_job(recipe, overrides, detect_hardware(layout.ranks, layout.per_node)), layout
 
 
-def check_address(layout: Layout) -> None:
+def check_address(layout: Topology) -> None:
     """Refuse a name of the first machine that nobody knows, at once. In Kubernetes such a name may take a minute to be known.
 
     Raises:
@@ -105,7 +105,7 @@ def check_address(layout: Layout) -> None:
 
 
 @contextmanager
-def told_of_slurm(layout: Layout) -> Iterator[None]:
+def told_of_slurm(layout: Topology) -> Iterator[None]:
     """Add to a refusal what Slurm has said of the machines, which the user did not set and may not know of."""
     try:
         yield

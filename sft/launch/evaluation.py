@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from eval.harness.launch import decided_placement
+from eval.harness.processes import decided_placement
 from sft.launch.torchrun import start
 from sft.plan.hardware import cpu_cores
-from sft.plan.topology import Layout
+from sft.plan.topology import Topology
 from sft.program import run_main
 
 
@@ -16,7 +16,7 @@ def main(arguments: list[str]) -> None:
     placement = decided_placement()
     assert placement is not None
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_cores() // placement.processes)))
-    start(Layout(placement.processes), ["-m", "eval.run", *arguments], stopping="stopping.")
+    start(Topology(placement.processes), ["-m", "eval.run", *arguments], stopping="stopping.")
 
 
 if __name__ == "__main__":

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 
-from eval.models.backend_checks import check_backend
+from eval.models.backends import check_backend
 from eval.tasks.suites import check_tasks
 from sft.data.facts import inspect_data
 from sft.data.tokenizer import check_tokenizer_choice
 from sft.errors import EvaluationError, ModelError, RunError
 from sft.hub.model_facts import ModelFacts
+from sft.hub.names import model_path
+from sft.plan.batch import check_batch
 from sft.plan.engine import open_deepspeed
 from sft.plan.facts import inspect_model
 from sft.plan.hardware import Hardware
@@ -62,18 +64,27 @@ def open_recipe(recipe_path: Path, overrides: Sequence[str], to_run: bool = True
     Raises:
         UserError: The recipe, its output_dir, chat template or model is wrong.
     """
+    recipe, path = _checked_recipe(recipe_path, overrides)
+    return recipe, path, _checked_model(recipe, to_run)
+
+
+def _checked_recipe(recipe_path: Path, overrides: Sequence[str]) -> tuple[Recipe, Path]:
     path = find_file(str(recipe_path))
     recipe = load_recipe(path, overrides)
     check_names(path, recipe.tracking.run_name)
     check_output_dir(recipe)
     check_tokenizer_choice(recipe)
+    return recipe, path
+
+
+def _checked_model(recipe: Recipe, to_run: bool) -> ModelFacts:
     model = inspect_model(recipe, download=to_run)
     if to_run and model.model_type is None:
         raise ModelError(
             f"model.name_or_path={recipe.model.name_or_path}: there is no such folder here, it is not in the hub's cache, and the "
             "hub does not answer. Download it where there is a network (hf download), or give a local folder."
         )
-    return recipe, path, model
+    return model
 
 
 def check_tasks_during(recipe: Recipe) -> None:
@@ -96,7 +107,9 @@ def check_tasks_during(recipe: Recipe) -> None:
 
 
 def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to_run: bool = True) -> Job:
-    """Check everything that can be checked without torch.
+    """Check everything that can be checked before the data is prepared, and plan.
+
+    What needs no import of torch comes first, so that most mistakes cost a second.
 
     Args:
         recipe_path: The YAML.
@@ -107,11 +120,14 @@ def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to
     Raises:
         UserError: The first mistake found, or all of the recipe's.
     """
-    recipe, path, model = open_recipe(recipe_path, overrides, to_run)
-    deepspeed = open_deepspeed(recipe, hardware, model)
-    plan = resolve_plan(recipe, hardware, model, inspect_data(recipe, model.path), deepspeed)
+    recipe, path = _checked_recipe(recipe_path, overrides)
+    check_batch(recipe, hardware)
+    data = inspect_data(recipe, model_path(recipe))
     if to_run:
         check_backend(recipe.eval, after_training=True)
     check_tasks(recipe.eval, Path(recipe.output_dir))
     check_tasks_during(recipe)
+    model = _checked_model(recipe, to_run)
+    deepspeed = open_deepspeed(recipe, hardware, model)
+    plan = resolve_plan(recipe, hardware, model, data, deepspeed)
     return Job(recipe, path, tuple(overrides), hardware, model, deepspeed, plan)

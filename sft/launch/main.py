@@ -31,7 +31,7 @@ from sft.launch.tuning_result import find_answer, is_searched
 from sft.plan.hardware import Hardware, described_hardware, detect_hardware
 from sft.plan.job import Job
 from sft.plan.plan import plan_warnings, print_plan
-from sft.plan.topology import Layout, read_layout, whole_number
+from sft.plan.topology import Topology, read_topology, whole_number
 from sft.recipe.changes import check_allowed_changes
 from sft.run.directory import Run
 from sft.visible import visible_line
@@ -142,21 +142,21 @@ def judged_data(job: Job) -> Prepared | None:
     return prepared
 
 
-def evaluate_only(run: Run, layout: Layout) -> None:
+def evaluate_only(run: Run, layout: Topology) -> None:
     """Go on with the evaluation of a run that is trained; the first machine does."""
     print(f"{run.path} is trained, and its evaluation was interrupted.", flush=True)
     if layout.node_rank == 0:
         become_finish(run)
 
 
-def set_threads(job: Job, layout: Layout) -> None:
+def set_threads(job: Job, layout: Topology) -> None:
     """Share the cores out among the processes of this machine."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, job.hardware.cpu_cores // layout.per_node)))
     # A thread that waits spins for microseconds only: on cores that others use too, long spinning takes them from the work.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
-def meet_machines(job: Job, layout: Layout) -> None:
+def meet_machines(job: Job, layout: Topology) -> None:
     """Wait for the launchers of the other machines, before data is prepared or processes are started.
 
     Raises:
@@ -173,7 +173,7 @@ def meet_machines(job: Job, layout: Layout) -> None:
 
 
 def _hardware_here() -> Hardware:
-    layout = read_layout()
+    layout = read_topology()
     return detect_hardware(layout.ranks, layout.per_node)
 
 

@@ -17,14 +17,14 @@ from uuid import uuid4
 
 from sft.data.prepared import data_key
 from sft.errors import PreflightError, RecipeError
+from sft.files import in_words
 from sft.launch.host_comparison import Check, check_clocks, compare
 from sft.launch.host_facts import HostFacts, host_facts, read_facts
 from sft.launch.interconnect import bus_bandwidth, check_bandwidth, expected_link
 from sft.launch.job import open_job
 from sft.launch.opening import unfinished_run
 from sft.parallel import process_group as distributed
-from sft.plan.disk import bytes_per_parameter, checkpoints_to_come, in_words, trained_parameters
-from sft.plan.job import Job
+from sft.plan.job import Job, bytes_per_parameter, checkpoints_to_come, trained_parameters
 from sft.program import run_main
 
 _MEASURED_BYTES = {True: 256 * 2**20, False: 16 * 2**20}

@@ -28,9 +28,8 @@ from sft.launch.prepare import begin_preparation, prepared_data
 from sft.launch.rerun import check_same_data, original_run
 from sft.launch.tuning_result import find_answer
 from sft.parallel import process_group as distributed
-from sft.plan.decision import Searched
-from sft.plan.job import Job
-from sft.plan.resumed import as_started
+from sft.plan.decision import TuningResult
+from sft.plan.job import Job, keep_decisions
 from sft.recipe.changes import Change, differences
 from sft.run.directory import Run
 from sft.run.record import InterruptibleRun, installed_versions, record_start
@@ -45,7 +44,7 @@ class Start:
 
     run: Run
     prepared: Prepared
-    searched: Searched | None
+    searched: TuningResult | None
     """What a search on this machine has found for the job."""
 
     choice: Choice
@@ -63,7 +62,7 @@ class Start:
     def planned(self, job: Job) -> Job:
         """The job with its data counted."""
         if self.earlier:
-            return as_started(job, self.prepared.facts(), self.earlier)
+            return keep_decisions(job, self.prepared.facts(), self.earlier)
         return job.with_data(self.prepared.facts(), self.searched)
 
 

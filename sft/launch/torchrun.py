@@ -18,7 +18,7 @@ from sft.errors import EXIT_GATE, EXIT_USER_ERROR, PlanError, UserError
 from sft.launch.forwarding import SAVING, Forwarding, tell_interruption
 from sft.launch.out_of_memory import OutOfMemoryKills
 from sft.launch.tuning_result import EXIT_DID_NOT_FIT
-from sft.plan.topology import Layout
+from sft.plan.topology import Topology
 from sft.run.directory import Run
 from sft.run.trust import OWN_RUN
 from sft.signals import held_back, speaks_for_ranks
@@ -29,7 +29,7 @@ FINAL = (EXIT_USER_ERROR, EXIT_GATE, EXIT_DID_NOT_FIT)
 
 
 def torchrun_arguments(
-    layout: Layout, program: Sequence[str], rendezvous: str = "static", restarts: int = 0
+    layout: Topology, program: Sequence[str], rendezvous: str = "static", restarts: int = 0
 ) -> list[str]:
     """What torchrun is called with.
 
@@ -55,7 +55,7 @@ def torchrun_arguments(
     return [*where, *again, "--nproc-per-node", str(layout.per_node), *program]
 
 
-def _own_address(layout: Layout) -> str:
+def _own_address(layout: Topology) -> str:
     """The address under which the others reach this machine: the one on the way to the first. Sends nothing."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(
@@ -71,7 +71,7 @@ def _own_address(layout: Layout) -> str:
         ) from None
 
 
-def choose_rendezvous(layout: Layout, asked: str | None, restarts: int) -> str:
+def choose_rendezvous(layout: Topology, asked: str | None, restarts: int) -> str:
     """static, or c10d where the machines start again together.
 
     Raises:
@@ -87,7 +87,7 @@ def choose_rendezvous(layout: Layout, asked: str | None, restarts: int) -> str:
     return asked or ("c10d" if restarts else "static")
 
 
-def check_port(layout: Layout) -> None:
+def check_port(layout: Topology) -> None:
     """Refuse a port of the first machine that somebody listens on: torchrun would wait, or end in a traceback.
 
     Raises:
@@ -106,7 +106,7 @@ def check_port(layout: Layout) -> None:
 
 
 def start(
-    layout: Layout,
+    layout: Topology,
     program: Sequence[str],
     rendezvous: str | None = None,
     restarts: int = 0,

@@ -20,8 +20,8 @@ import numpy as np
 from sft.data.prepared import Prepared
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.files import write_json
-from sft.plan.batch_size import divisors
-from sft.plan.decision import Searched
+from sft.plan.batch import divisors
+from sft.plan.decision import TuningResult
 from sft.plan.job import Job
 
 FORMAT = 1
@@ -277,7 +277,7 @@ def write_answer(file: Path, device: str, limit: float, measured: Sequence[Measu
     write_json(file, content | {"measured": [asdict(one) for one in measured]})
 
 
-def find_answer(job: Job, prepared: Prepared, memory_gib: float | None = None) -> Searched | None:
+def find_answer(job: Job, prepared: Prepared, memory_gib: float | None = None) -> TuningResult | None:
     """The answer for this job on this machine, or None where nobody has searched.
 
     Args:
@@ -291,12 +291,12 @@ def find_answer(job: Job, prepared: Prepared, memory_gib: float | None = None) -
         content: dict[str, Any] = json.loads(answer_file(job, prepared, memory_gib).read_text(encoding="utf-8"))
         chosen, tried = content["chosen"], len(content["measured"])
         if chosen is None:
-            return Searched(None, None, f"the search on this machine found no answer ({content['failed']})")
+            return TuningResult(None, None, f"the search on this machine found no answer ({content['failed']})")
         used, limit = chosen["used"] / 2**30, content["limit"] / 2**30
         speed = round(1 / chosen["seconds_per_token"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return Searched(
+    return TuningResult(
         chosen["candidate"]["gradient_checkpointing"],
         chosen["candidate"]["micro_batch_size"],
         f"auto: measured on this machine, the fastest of {tried} that were tried: {speed} tokens/s on the longest sequences, "

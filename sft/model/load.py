@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,12 +17,13 @@ from safetensors import SafetensorError
 from sft.errors import ModelError, did_you_mean
 from sft.hub.pins import pinned
 from sft.hub.remote_code import HOW_TO_ALLOW, is_refusal
+from sft.hub.weights import read_header, weight_files
 from sft.model import attention
 from sft.model.new_tokens import embed_new_tokens, trainable_rows
 from sft.model.tensor_parallel import loading_arguments, sum_norm_gradients_once
-from sft.plan.facts import read_header
+from sft.plan.facts import empty_model, load_config
 from sft.plan.job import Job
-from sft.plan.weights import MASTER
+from sft.plan.precision import MASTER
 from sft.recipe.schema import Lora, Model
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -64,60 +64,26 @@ _HARMLESS = re.compile(
 _NAMES_SHOWN = 6
 
 
-def _weight_files(folder: Path) -> tuple[Path, ...]:
-    """The files that from_pretrained reads a model's tensors from; none where they are not all there."""
-    for name in ("model.safetensors", "pytorch_model.bin"):  # transformers' order
-        index, files = folder / f"{name}.index.json", (folder / name,)
-        if not files[0].is_file() and index.is_file():
-            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            files = tuple(folder / file for file in sorted(named))
-        if all(file.is_file() for file in files):
-            return files
-    return ()
-
-
-def _empty_model(path: str, revision: str | None, trust_remote_code: bool) -> Any:
-    """A model of the class that a folder's config.json stands for, on the meta device."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-
-
-def _built_model(path: str, revision: str | None, trust_remote_code: bool) -> Any:
-    try:
-        return _empty_model(path, revision, trust_remote_code)
-    except (KeyError, AssertionError, TypeError, RuntimeError, ZeroDivisionError) as error:
-        if trust_remote_code:
-            raise  # its own code may need more than the meta device
-        from transformers import AutoConfig
-
-        config, reason = (
-            AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False),
-            f"{type(error).__name__}: {error}",
-        )
-        if (config.pad_token_id or 0) >= config.vocab_size:
-            reason = f"pad_token_id={config.pad_token_id} is not below vocab_size={config.vocab_size}; null is allowed"
-        raise ModelError(
-            f"model.name_or_path={path}: no model can be built from its config.json: {reason}. Correct it, or copy it again."
-        ) from None
-
-
 @cache
 def _compare_with_config(
     path: str, files: tuple[Path, ...], revision: str | None, trust_remote_code: bool
 ) -> str | None:
-    """Load a model's tensors without their values; returns what does not fit, None where nothing can be said."""
+    """Load a model's tensors without their values; returns what does not fit, None where all does or nothing can be said."""
     from transformers.modeling_utils import load_state_dict
     from transformers.utils import logging
 
+    config = load_config(path, revision, trust_remote_code)
+    try:
+        model = empty_model(config, trust_remote_code)
+    except ModelError:
+        if trust_remote_code:  # its own code may need more than the meta device
+            return None
+        raise
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity(logging.CRITICAL)
     try:
         tensors = {key: tensor for file in files for key, tensor in load_state_dict(file, "meta").items()}
-        model = _built_model(path, revision, trust_remote_code)
         _, info = type(model).from_pretrained(
             None,
             config=model.config,
@@ -126,9 +92,7 @@ def _compare_with_config(
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    except ModelError:
-        raise
-    except Exception:  # a configuration that is refused in words, or a class of the model's own: loading says why
+    except Exception:  # loading the weights says why
         return None
     finally:
         logging.set_verbosity(level)
@@ -225,12 +189,14 @@ def check_weights(path: str, revision: str | None, trust_remote_code: bool, name
         if not isinstance(cached, str):
             return
         folder = Path(cached).parent
-    files = _weight_files(folder)
+    try:
+        files = weight_files(folder)
+    except ModelError:
+        return  # not on this machine yet
     for file in files:
         read_header(file)
-    if files:
-        with _outside_zero_3():
-            _refuse_misfit(_compare_with_config(path, files, revision, trust_remote_code), name)
+    with _outside_zero_3():
+        _refuse_misfit(_compare_with_config(path, tuple(files), revision, trust_remote_code), name)
 
 
 def _refuse_misfit(misfit: str | None, name: str) -> None:
@@ -248,11 +214,10 @@ def check_base(job: Job) -> None:
     check_weights(job.model.path, model.revision, model.trust_remote_code, _key(model))
     if model.lora is None or model.lora.target_modules == "all-linear":
         return
-    try:
-        empty = _empty_model(job.model.path, model.revision, model.trust_remote_code)
-    except Exception:  # loading says why
-        return
-    check_targets(model.lora, empty)
+    check_targets(
+        model.lora,
+        empty_model(load_config(job.model.path, model.revision, model.trust_remote_code), model.trust_remote_code),
+    )
 
 
 def check_targets(lora: Lora, model: Any) -> None:
@@ -348,7 +313,6 @@ def load_base(model: Model, path: str, dtype: torch.dtype, tokenizer: Any, **arg
             # What upstream advises installs a package, for weights that cannot be trained.
             why = f"its weights are quantized, and only unquantized ones can be trained; give that model ({why})"
         raise ModelError(f"{model.name_or_path} cannot be loaded: {why}") from None
-    check_weights(*weights)
     _refuse_misfit(_misfit(loaded, info), weights[-1])
     check_values(loaded, weights[-1])
     embed_new_tokens(loaded, tokenizer, model.new_tokens, model.name_or_path)

@@ -18,8 +18,8 @@ from transformers.trainer_callback import TrainerCallback
 
 from sft.errors import ModelError, PlanError
 from sft.parallel.patches import only_these_are_wrapped
-from sft.plan.fsdp import mesh_shape
 from sft.plan.job import Job
+from sft.plan.parallelism import mesh_shape
 from sft.recipe.schema import Fsdp
 
 

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Resolved(Generic[T]):
+class Decision(Generic[T]):
     """A decision and why it was taken."""
 
     value: T
@@ -24,7 +24,7 @@ def stated(section: BaseModel, key: str) -> str:
 
 
 @dataclass(frozen=True)
-class Searched:
+class TuningResult:
     """What a search on the machine found for a job; sft/launch/auto_tune.py."""
 
     gradient_checkpointing: bool | int | str | None

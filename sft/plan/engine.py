@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
-from sft.plan.decision import Resolved
+from sft.plan.decision import Decision
+from sft.plan.deepspeed import DeepSpeedFile, load_deepspeed, size_buckets
 from sft.plan.hardware import Gpu, Hardware
-from sft.plan.memory import ENGINES, GIB, LARGEST_BUCKET, Need, engine_of, is_half, layer_size, needed
+from sft.plan.memory import ENGINES, GIB, MemoryEstimate, engine_of, estimate_memory, is_half
 from sft.plan.parallelism import data_parallel_ranks
-from sft.plan.zero import DeepSpeedFile, load_deepspeed
 from sft.recipe.schema import Lora, Recipe
 
 AUTO = "auto"
@@ -57,17 +57,19 @@ def order_of_engines(recipe: Recipe, hardware: Hardware) -> list[str]:
     return [name for name in order if name not in unfit]
 
 
-def first_that_fits(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> tuple[str | None, dict[str, Need]]:
+def first_that_fits(
+    recipe: Recipe, hardware: Hardware, model: ModelFacts
+) -> tuple[str | None, dict[str, MemoryEstimate]]:
     """The cheapest engine that fits, or None; and the needs of those that were looked at."""
-    needs: dict[str, Need] = {}
+    needs: dict[str, MemoryEstimate] = {}
     for name in order_of_engines(recipe, hardware):
-        needs[name] = needed(recipe, hardware, model, ENGINES[name])
+        needs[name] = estimate_memory(recipe, hardware, model, ENGINES[name])
         if needs[name].fits(hardware):
             return name, needs
     return None, needs
 
 
-def choose_engine(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Resolved[str | None]:
+def choose_engine(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Decision[str | None]:
     """The file under ds_configs/ that `train.parallel: auto` stands for here, or None for no DeepSpeed.
 
     Raises:
@@ -76,7 +78,7 @@ def choose_engine(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Reso
     if hardware.gpu is None or model.parameters is None:
         name = order_of_engines(recipe, hardware)[0]
         why = "on a CPU" if hardware.gpu is None else "the model's size is not known before it is downloaded"
-        return Resolved(_file(name), f"auto: {engine_words(name, recipe, hardware)}, the first that is tried ({why})")
+        return Decision(_file(name), f"auto: {engine_words(name, recipe, hardware)}, the first that is tried ({why})")
     found, needs = first_that_fits(recipe, hardware, model)
     if found is None:
         raise PlanError(_does_not_fit(recipe, hardware, model, needs))
@@ -86,7 +88,7 @@ def choose_engine(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Reso
         if name != found
     ]
     why = f"; {', '.join(others)}" if others else ""
-    return Resolved(_file(found), f"auto: {engine_words(found, recipe, hardware)} is the cheapest that fits{why}")
+    return Decision(_file(found), f"auto: {engine_words(found, recipe, hardware)} is the cheapest that fits{why}")
 
 
 def _file(name: str) -> str | None:
@@ -101,7 +103,7 @@ def engine_words(name: str, recipe: Recipe, hardware: Hardware) -> str:
     return "one process" if hardware.ranks == 1 else without
 
 
-def _lack(need: Need, hardware: Hardware) -> str:
+def _lack(need: MemoryEstimate, hardware: Hardware) -> str:
     """What there is too little of."""
     assert hardware.gpu is not None
     if need.gpu_bytes > hardware.gpu.memory_gib * GIB:
@@ -109,7 +111,7 @@ def _lack(need: Need, hardware: Hardware) -> str:
     return f"needs {need.cpu / GIB:.0f} of {hardware.cpu_memory_gib:.0f} GiB of the machine's memory"
 
 
-def _does_not_fit(recipe: Recipe, hardware: Hardware, model: ModelFacts, needs: dict[str, Need]) -> str:
+def _does_not_fit(recipe: Recipe, hardware: Hardware, model: ModelFacts, needs: dict[str, MemoryEstimate]) -> str:
     assert model.parameters is not None
     what = "adapters on a model" if recipe.model.lora is not None else "all weights of a model"
     lacks = ", ".join(f"{engine_words(name, recipe, hardware)} {_lack(need, hardware)}" for name, need in needs.items())
@@ -157,7 +159,7 @@ def machine(gpu: Gpu, nodes: int, gpus: int) -> Hardware:
     return Hardware(gpu, nodes * gpus, gpus, 8, memory, cpu_memory_assumed=True)
 
 
-def _machine_words(shape: tuple[int, int], memory: float, engine: str, need: Need) -> str:
+def _machine_words(shape: tuple[int, int], memory: float, engine: str, need: MemoryEstimate) -> str:
     nodes, gpus = shape
     cpu = f" and {need.cpu / GIB:.0f} GiB of the machine's memory" if need.cpu else ""
     return f"{f'{nodes} x ' if nodes > 1 else ''}{gpus} x {memory:.0f} GB with {engine}{cpu}"
@@ -165,19 +167,19 @@ def _machine_words(shape: tuple[int, int], memory: float, engine: str, need: Nee
 
 def resolve_memory(
     recipe: Recipe, hardware: Hardware, model: ModelFacts, file: DeepSpeedFile | None
-) -> Resolved[float | None]:
+) -> Decision[float | None]:
     """GiB that each GPU needs, by arithmetic, and the sum; with a warning where that is more than there is."""
     if hardware.gpu is None:
-        return Resolved(None, "on a CPU nothing is counted")
+        return Decision(None, "on a CPU nothing is counted")
     if model.parameters is None:
-        return Resolved(None, "the model's size is not known before it is downloaded")
+        return Decision(None, "the model's size is not known before it is downloaded")
     if recipe.train.fsdp is not None:
-        return Resolved(None, "not counted for FSDP")
-    need = needed(recipe, hardware, model, engine_of(file))
+        return Decision(None, "not counted for FSDP")
+    need = estimate_memory(recipe, hardware, model, engine_of(file))
     words = f"by arithmetic, for a micro-batch of 1: {need.words(hardware)}"
     if not need.fits(hardware):
         words = f"WARNING: does not fit, {words}. {smallest_that_fits(recipe, hardware, model)}"
-    return Resolved(round(need.gpu_bytes / GIB, 1), words)
+    return Decision(round(need.gpu_bytes / GIB, 1), words)
 
 
 def open_deepspeed(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> DeepSpeedFile | None:
@@ -193,27 +195,3 @@ def open_deepspeed(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Dee
         )  # ranks that do not divide into groups are told before any engine is looked for
         name = choose_engine(recipe, hardware, model).value
     return size_buckets(load_deepspeed(name), model) if name else None
-
-
-def size_buckets(file: DeepSpeedFile, model: ModelFacts) -> DeepSpeedFile:
-    """The file with numbers, in elements, where it says `"auto"` for the size of a buffer.
-
-    transformers would put in the square of hidden_size, which is less than one weight of an MLP.
-
-    Args:
-        file: From load_deepspeed; numbers that it holds stay.
-        model: Its size. What is not known gives DeepSpeed's own defaults.
-    """
-    parameters, hidden, layers = model.parameters, model.hidden_size, model.num_hidden_layers
-    # All of a small model in one reduction; never more than the model has.
-    bucket = min(LARGEST_BUCKET, parameters or LARGEST_BUCKET)
-    layer = layer_size(model) if parameters and hidden and layers else 50_000_000
-    sizes = {
-        "reduce_bucket_size": bucket,
-        "allgather_bucket_size": bucket,
-        "stage3_prefetch_bucket_size": min(LARGEST_BUCKET, layer),
-        "stage3_param_persistence_threshold": 10 * hidden if hidden else 100_000,
-    }
-    zero = file.config.get("zero_optimization", {})
-    sized = {key: sizes[key] if value == AUTO and key in sizes else value for key, value in zero.items()}
-    return replace(file, config=file.config | {"zero_optimization": sized}) if sized else file

@@ -1,29 +1,219 @@
-"""What can be known of the model before its weights load: its config.json, and which files hold its weights."""
+"""Inspects a model without its weights: its configuration, and an empty model of its class on torch's meta device."""
 
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
 
 from sft.errors import ModelError
-from sft.hub.model_facts import ModelFacts
+from sft.hub.model_facts import Architecture, ModelFacts
 from sft.hub.names import hub_answers, is_commit, model_path
 from sft.hub.remote_code import check_remote_code
-from sft.plan.architecture import read_architecture
+from sft.hub.weights import check_weight_files
 from sft.recipe.schema import Recipe
 
-_ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-
-_ENCODERS = frozenset(
+ENCODERS = frozenset(
     "bert big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta roberta-prelayernorm roc_bert roformer "
     "xlm-roberta xlm-roberta-xl xmod".split()
 )
 """Types that transformers loads as causal language models too, and whose tokens see those behind them unless is_decoder is set."""
 
-_ENCODER_DECODERS = frozenset(["t5", "mt5", "umt5", "bart", "mbart", "pegasus"])
+ENCODER_DECODERS = frozenset(["t5", "mt5", "umt5", "bart", "mbart", "pegasus"])
+
+# What no flag of transformers says; tests/upgrades compares these with its source. The isolation probe measures the live model.
+BLIND_MASKS = frozenset("afmoe biogpt bloom falcon gpt_oss granitemoehybrid mpt opt xglm".split())
+"""Types whose masks are made without position ids."""
+
+MASKS_ALONE = frozenset("blt doge phimoe qwen2_moe".split())
+"""Types whose attention function is not given the window that their mask has."""
+
+_ATTENTION_LAYERS = frozenset(f"{kind}_attention" for kind in ("full", "sliding", "chunked", "indexed")) | {"attention"}
+_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+
+
+def inspect_model(recipe: Recipe, download: bool = True) -> ModelFacts:
+    """Find out what the plan needs of the recipe's model.
+
+    Args:
+        recipe: Names the model.
+        download: Fetch config.json where the model is on the hub and not cached.
+
+    Raises:
+        ModelError: The model does not exist, is no decoder, its config.json is none, its files are not whole, or it has code that may
+            not be run.
+    """
+    path, model = model_path(recipe), recipe.model
+    local = Path(path).is_dir()
+    file = Path(path) / "config.json" if local else _hub_file(path, model.revision, "config.json") if download else None
+    if file is None:
+        check_remote_code(model, path, None, {}, {})  # for what the recipe alone shows
+        return ModelFacts(path)
+    settings = _read_config(file)
+    commit = file.parent.name if file.parent.parent.name == "snapshots" else None
+    revision = commit or model.revision
+    check_remote_code(model, path, commit, settings, _tokenizer_config(path, revision, download))
+    check_decoder(settings, model.name_or_path)
+    if local:
+        check_weight_files(Path(path), settings)
+    config = load_config(path, revision, model.trust_remote_code)
+    empty = None
+    try:
+        empty = empty_model(config, model.trust_remote_code)
+    except ModelError:
+        if not model.trust_remote_code:  # its own code may need more than the meta device
+            raise
+    return _facts(path, config.get_text_config(), empty, commit)
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        settings: Any = json.loads(file.read_text(encoding="utf-8"))
+        has_type = settings.get("model_type") or settings.get("text_config", {}).get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"{file} cannot be read: {error}.") from None
+    if not has_type:
+        raise ModelError(
+            f"{file} has no model_type, which says what kind of model it is. Copy the model's own config.json."
+        )
+    return dict(settings)
+
+
+def check_decoder(settings: dict[str, Any], name: str) -> None:
+    """Refuse a model that does not write from left to right, or of which only the decoder would load.
+
+    Raises:
+        ModelError: It is an encoder, or has one.
+    """
+    text = settings.get("text_config") or settings
+    kind = text.get("model_type")
+    pair = text.get("is_encoder_decoder") or kind in ENCODER_DECODERS
+    if pair or (kind in ENCODERS and not text.get("is_decoder")):
+        raise ModelError(
+            f"model.name_or_path={name} is an encoder{'-decoder' if pair else ''} ({kind}), and only decoders (causal language models) can "
+            "be trained here. Name one such as Qwen, Llama or Gemma."
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' remarks about a configuration to itself: the training that loads the weights makes them again."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def load_config(path: str, revision: str | None, trust_remote_code: bool) -> Any:
+    """The model's configuration as transformers reads it.
+
+    Raises:
+        ModelError: transformers does not know such a model, or refuses one of its values.
+    """
+    from transformers import AutoConfig
+
+    try:
+        with _quiet():
+            return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as error:  # a value of the wrong type fails in many ways
+        raise ModelError(
+            f"model.name_or_path={path}: transformers cannot read its config.json: {' '.join(str(error).split()[:40])} Correct it, "
+            "or copy it again."
+        ) from None
+
+
+def empty_model(config: Any, trust_remote_code: bool) -> Any:
+    """A model without values, of the class that loads with such a configuration.
+
+    Raises:
+        ModelError: None can be built.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with _quiet(), torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever a class makes of numbers that do not fit
+        text = config.get_text_config()
+        reason = f"{type(error).__name__}: {' '.join(str(error).split()[:40])}"
+        if (getattr(text, "pad_token_id", None) or 0) >= (getattr(text, "vocab_size", None) or 2**62):
+            reason = f"pad_token_id={text.pad_token_id} is not below vocab_size={text.vocab_size}; null is allowed"
+        raise ModelError(
+            f"model.name_or_path={config.name_or_path}: no model can be built from its config.json: {reason}. Correct it, or copy it again."
+        ) from None
+
+
+def _value(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # it differs from layer to layer
+        return None
+
+
+def _facts(path: str, config: Any, model: Any, commit: str | None) -> ModelFacts:
+    heads, layer_types = _value(config, "num_attention_heads"), _value(config, "layer_types")
+    has_window = _value(config, "use_sliding_window") is not False and "sliding_attention" in (
+        layer_types or ["sliding_attention"]
+    )
+    return ModelFacts(
+        path=path,
+        model_type=config.model_type,
+        dtype=str(_value(config, "dtype")).removeprefix("torch.") if _value(config, "dtype") else None,
+        max_position_embeddings=_value(config, "max_position_embeddings"),
+        parameters=model.num_parameters() if model else None,
+        vocab_size=_value(config, "vocab_size"),
+        hidden_size=_value(config, "hidden_size"),
+        num_hidden_layers=_value(config, "num_hidden_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=_value(config, "num_key_value_heads") or heads,
+        intermediate_size=_value(config, "intermediate_size"),
+        sliding_window=_value(config, "sliding_window") if has_window else None,
+        architecture=read_architecture(model, config) if model else None,
+        commit=commit,
+    )
+
+
+def read_architecture(model: Any, config: Any) -> Architecture | None:
+    """Find out how a model attends, from its class's flags, its configuration and its layers.
+
+    Args:
+        model: Empty.
+        config: The text model's.
+
+    Returns:
+        None for code of its own, which may do anything.
+    """
+    if not type(model).__module__.startswith("transformers."):
+        return None
+    heads, hidden = _value(config, "num_attention_heads"), _value(config, "hidden_size")
+    head_dim = _value(config, "head_dim") or (hidden // heads if heads and hidden else None)
+    latent = _value(config, "v_head_dim")
+    if latent is not None:
+        keys = (_value(config, "qk_nope_head_dim") or 0) + (_value(config, "qk_rope_head_dim") or 0)
+        head_dim = keys or head_dim
+    layers = set(_value(config, "layer_types") or [])
+    modules = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    return Architecture(
+        has_interface=model._supports_attention_backend,
+        has_sdpa=model._supports_sdpa,
+        has_flash=model._supports_flash_attn,
+        sinks=any(name.endswith(".sinks") for name, _ in model.named_parameters()),
+        softcap=_value(config, "attn_logit_softcapping") is not None,
+        mask_only=config.model_type in MASKS_ALONE or "indexer" in modules or "chunked_attention" in layers,
+        blind_mask=config.model_type in BLIND_MASKS,
+        recurrent=model._is_stateful or bool(layers - _ATTENTION_LAYERS),
+        head_dim=head_dim,
+        value_head_dim=latent,
+        dropout=max(float(_value(config, name) or 0.0) for name in _DROPOUT),
+        tensor_plan=frozenset((config.base_model_tp_plan or {}).values()),
+    )
 
 
 def _hub_file(name: str, revision: str | None, file: str) -> Path | None:
@@ -60,119 +250,8 @@ def _hub_file(name: str, revision: str | None, file: str) -> Path | None:
         return None
 
 
-def _hub_size(path: str, revision: str | None, download: bool) -> int:
-    """Bytes of the weights of a hub model: of its one file, or from the index of several; 0 where neither is to be had."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    if not download:
-        return 0
-    try:
-        cached = try_to_load_from_cache(path, _ONE_FILE, revision=revision)
-        if isinstance(cached, str):
-            return Path(cached).stat().st_size
-        index = _hub_file(path, revision, _INDEX)
-        if index:
-            return int(json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"])
-        return (get_hf_file_metadata(hf_hub_url(path, _ONE_FILE, revision=revision)).size or 0) if hub_answers() else 0
-    except (OSError, ValueError, KeyError, TypeError, HfHubHTTPError, HFValidationError, ModelError):
-        return 0
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that transformers loads of a local model: others, such as `consolidated.safetensors`, may lie beside them.
-
-    Raises:
-        ModelError: There is none, one that the index names is missing, or one holds no weights but a pointer to them.
-    """
-    index = folder / _INDEX
-    files = [folder / _ONE_FILE]
-    if not files[0].is_file() and index.is_file():
-        try:
-            files = [
-                folder / name
-                for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            ]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{index} cannot be read: {error}. Copy it again.") from None
-    elif not files[0].is_file():
-        files = sorted(folder.glob("pytorch_model*.bin"))
-    if not files:
-        raise ModelError(
-            f"model.name_or_path={folder}: the folder holds no weights ({_ONE_FILE}, or {_INDEX} and the files that it names). Copy the "
-            "model's files there."
-        )
-    missing = next((file.name for file in files if not file.is_file()), None)
-    if missing:
-        raise ModelError(
-            f"model.name_or_path={folder}: {missing} is missing. Copy or download the model's files again."
-        )
-    if files == [folder / _ONE_FILE] and index.is_file():
-        _refuse_two_models(files[0], index)
-    return files
-
-
-def _refuse_two_models(file: Path, index: Path) -> None:
-    """Refuse a whole model beside the shards that an index names: transformers loads the former, other tools the latter."""
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) - {file.name})
-        if any((file.parent / name).is_file() for name in named):
-            raise ModelError(
-                f"model.name_or_path={file.parent}: the folder holds two sets of weights: {file.name}, and {named[0]} and whatever else "
-                f"{index.name} names. Move the one that you do not mean out of the folder."
-            )
-
-
-def read_header(file: Path) -> dict[str, Any]:
-    """What a safetensors file says of its tensors, by name; empty for a .bin file, of which only the form is checked.
-
-    Raises:
-        ModelError: The file is cut off, or holds no weights.
-    """
-    tensors: dict[str, Any] = {}
-    size, problem = file.stat().st_size, None
-    with file.open("rb") as opened:
-        start = opened.read(60)
-        if start.startswith(b"version https://git-lfs"):
-            problem = "holds no weights, but a pointer of Git LFS to them (`git lfs pull` gets them)"
-        elif not size:
-            problem = "is empty"
-        elif file.suffix == ".safetensors" and start[8:9] == b"{":
-            length = int.from_bytes(start[:8], "little")
-            opened.seek(8)
-            try:
-                tensors = json.loads(opened.read(min(length, size)))
-                tensors.pop("__metadata__", None)
-                length += 8 + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
-            except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-                length = max(length, size + 1)
-            if size != length:
-                problem = f"was cut off, or is damaged: it has {size} bytes, and its header says {length}"
-        elif file.suffix == ".safetensors" or not start.startswith((b"PK", b"\x80")):
-            problem = f"holds no weights: it begins with {start[:40]!r}"
-        elif start.startswith(b"PK") and not is_zipfile(file):
-            problem = "was cut off"
-    if problem:
-        raise ModelError(f"{file} {problem}. Copy or download it again.")
-    return tensors
-
-
-def _check_headers(files: list[Path], config: dict[str, Any]) -> None:
-    """Refuse broken files, and tensors in float8 without the quantization_config that says where their scales are."""
-    for file in files:
-        for name, tensor in read_header(file).items():
-            if str(tensor.get("dtype")).startswith("F8_") and not config.keys() & {
-                "quantization_config",
-                "compression_config",
-            }:
-                raise ModelError(
-                    f"{file}: {name} is stored in {tensor['dtype']}, and config.json has no quantization_config, without which its "
-                    "scales are ignored. Get the model in bfloat16, or the config.json that belongs to these weights."
-                )
-
-
 def _tokenizer_config(path: str, revision: str | None, download: bool) -> dict[str, Any]:
-    """The model's tokenizer_config.json; empty where there is none to be read, which the tokenizer's loading tells."""
+    """The model's tokenizer_config.json; empty where there is none to be read: loading the tokenizer says why."""
     name, local = "tokenizer_config.json", Path(path).is_dir()
     file = Path(path) / name if local else _hub_file(path, revision, name) if download else None
     try:
@@ -180,74 +259,3 @@ def _tokenizer_config(path: str, revision: str | None, download: bool) -> dict[s
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _check_decoder(config: dict[str, Any], name: str) -> None:
-    """Refuse a model that does not write from left to right, or of which only the decoder would load.
-
-    Raises:
-        ModelError: It is an encoder, or has one.
-    """
-    kind = config.get("model_type")
-    pair = config.get("is_encoder_decoder") or kind in _ENCODER_DECODERS
-    if pair or (kind in _ENCODERS and not config.get("is_decoder")):
-        raise ModelError(
-            f"model.name_or_path={name} is an encoder{'-decoder' if pair else ''} ({kind}), and only decoders (causal language models) can "
-            "be trained here. Name one such as Qwen, Llama or Gemma."
-        )
-
-
-def inspect_model(recipe: Recipe, download: bool = True) -> ModelFacts:
-    """Read the model's config.json.
-
-    Args:
-        recipe: Names the model.
-        download: Fetch the file where the model is on the hub and not cached.
-
-    Raises:
-        ModelError: The model does not exist, is no decoder, its config.json is none, or it has code that may not be run.
-    """
-    path = model_path(recipe)
-    folder = Path(path)
-    if folder.is_dir():
-        config_file: Path | None = folder / "config.json"
-    else:
-        config_file = _hub_file(path, recipe.model.revision, "config.json") if download else None
-    if config_file is None:
-        check_remote_code(recipe.model, path, None, {}, {})  # for what the recipe alone shows
-        return ModelFacts(path)
-    try:
-        whole: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8"))
-        config = whole.get("text_config") or whole
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(f"{config_file} cannot be read: {error}.") from None
-    if not (config.get("model_type") or whole.get("model_type")):
-        raise ModelError(
-            f"{config_file} has no model_type, which says what kind of model it is. Copy the model's own config.json."
-        )
-    commit = config_file.parent.name if config_file.parent.parent.name == "snapshots" else None
-    revision = commit or recipe.model.revision
-    check_remote_code(recipe.model, path, commit, whole, _tokenizer_config(path, revision, download))
-    _check_decoder(config, recipe.model.name_or_path)
-    local = folder.is_dir()
-    dtype = config.get("dtype") or config.get("torch_dtype")
-    width = 4 if dtype == "float32" else 2
-    files = _weight_files(folder) if local else []
-    _check_headers(files, whole)
-    size = sum(file.stat().st_size for file in files) if local else _hub_size(path, revision, download)
-    return ModelFacts(
-        path=path,
-        model_type=config.get("model_type") or whole.get("model_type"),
-        dtype=dtype,
-        max_position_embeddings=config.get("max_position_embeddings"),
-        parameters=size // width or None,
-        vocab_size=config.get("vocab_size"),
-        hidden_size=config.get("hidden_size"),
-        num_hidden_layers=config.get("num_hidden_layers"),
-        num_attention_heads=config.get("num_attention_heads"),
-        num_key_value_heads=config.get("num_key_value_heads") or config.get("num_attention_heads"),
-        intermediate_size=config.get("intermediate_size"),
-        sliding_window=config.get("sliding_window") if config.get("use_sliding_window", True) else None,
-        architecture=read_architecture(config),
-        commit=commit,
-    )

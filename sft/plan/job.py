@@ -1,16 +1,21 @@
-"""One recipe on one machine, with its plan: what every stage is given."""
+"""Holds one recipe on one machine with its plan, which every stage is given; and says how large its checkpoints are."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
+from typing import Any
 
+from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
-from sft.plan.decision import Searched
-from sft.plan.fsdp import resolve_fsdp
+from sft.plan.decision import Decision, TuningResult
+from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Hardware
+from sft.plan.parallelism import resolve_fsdp
 from sft.plan.plan import DataSize, Plan, resolve_plan
-from sft.plan.zero import DeepSpeedFile
+from sft.plan.precision import MASTER
 from sft.recipe.schema import Fsdp, Recipe
 
 
@@ -37,7 +42,96 @@ class Job:
         """How FSDP2 shares the model out, where it is what runs."""
         return resolve_fsdp(self.recipe, self.hardware)
 
-    def with_data(self, data: DataSize, searched: Searched | None = None) -> Job:
+    def with_data(self, data: DataSize, tuned: TuningResult | None = None) -> Job:
         """The job with the data counted, and therefore the number of steps known; and with what a search has found."""
-        plan = resolve_plan(self.recipe, self.hardware, self.model, data, self.deepspeed, searched)
+        plan = resolve_plan(self.recipe, self.hardware, self.model, data, self.deepspeed, tuned)
         return replace(self, plan=plan)
+
+
+OPEN = {
+    "precision": ("train", "precision"),
+    "attention": ("model", "attn_implementation"),
+    "gradient_checkpointing": ("train", "gradient_checkpointing"),
+    "micro_batch_size": ("train", "micro_batch_size"),
+}
+"""Decisions of the plan, and the key of the recipe that leaves each open with `auto`."""
+
+REASON = "auto: as this run was started"
+
+
+def keep_decisions(job: Job, data: DataSize, earlier: Mapping[str, Any]) -> Job:
+    """The job with its data counted, and with the decisions that its run has trained with.
+
+    Args:
+        job: Planned for this machine alone.
+        data: The prepared data.
+        earlier: Values of the run's plan.json by name.
+
+    Raises:
+        PlanError: This machine cannot do what the run was started with.
+    """
+    kept = _left_open(job, earlier)
+    recipe = job.recipe
+    for name, value in kept.items():
+        section, key = OPEN[name]
+        recipe = recipe.model_copy(update={section: getattr(recipe, section).model_copy(update={key: value})})
+    try:
+        plan = resolve_plan(recipe, job.hardware, job.model, data, job.deepspeed)
+    except PlanError as error:
+        values = ", ".join(f"{'.'.join(OPEN[name])}={value}" for name, value in kept.items())
+        raise PlanError(
+            f"This run goes on as it was started, with {values} where the recipe says auto, and this machine cannot: {error} Go on on a "
+            "machine like the first, or start anew with train.resume=never."
+        ) from None
+    changed = {name: Decision(value, REASON) for name, value in kept.items()}
+    alike = all(getattr(plan, name).value == earlier.get(name) for name in ("weights", "gradient_accumulation_steps"))
+    if alike and job.deepspeed is None and job.fsdp is None and "gradients" in earlier:
+        # It also follows from the memory of the machine.
+        changed["gradients"] = Decision(earlier["gradients"], REASON)
+    return replace(job, plan=replace(plan, **changed))
+
+
+def _left_open(job: Job, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """The earlier decisions about what the recipe leaves open now; a micro-batch is one for as many ranks."""
+    names = [name for name, (section, key) in OPEN.items() if getattr(getattr(job.recipe, section), key) == "auto"]
+    if earlier.get("data_parallel_ranks") != job.plan.data_parallel_ranks.value:
+        names = [name for name in names if name != "micro_batch_size"]
+    return {name: earlier[name] for name in names if name in earlier}
+
+
+def bytes_per_parameter(job: Job) -> tuple[int, int]:
+    """What one trained parameter takes in a checkpoint, and in final/.
+
+    Adam keeps two moments of 4 bytes. DeepSpeed adds its fp32 copy, and below stage 3 writes the weights a second time in its
+    own format.
+    """
+    moments, stage = 8, job.deepspeed.stage if job.deepspeed else None
+    sixteen_bit = job.plan.weights.value == MASTER or (stage is not None and job.plan.precision.value != "fp32")
+    weights = 2 if sixteen_bit else 4
+    if stage is None:
+        return weights + moments + (4 if job.plan.weights.value == MASTER else 0), weights
+    return weights * (2 if stage < 3 else 1) + 4 + moments, weights
+
+
+def checkpoint_bytes(job: Job) -> int:
+    """Of a checkpoint that has not been written yet; 0 where it is not known."""
+    return (trained_parameters(job) or 0) * bytes_per_parameter(job)[0]
+
+
+def trained_parameters(job: Job) -> int | None:
+    """Parameters that a checkpoint holds; None where config.json does not tell, or adapters alone are trained."""
+    return None if job.recipe.model.lora is not None else job.model.parameters
+
+
+def checkpoints_to_come(recipe: Recipe, steps: int | None, there: int) -> int:
+    """Checkpoints for which there must be room: one more than are kept, since the oldest goes when the newest is complete.
+
+    Args:
+        recipe: Says how many are kept, and how often one is written.
+        steps: Optimizer steps; None: not known yet.
+        there: Checkpoints that the run has already.
+    """
+    written = recipe.train.save_total_limit + 1
+    if steps is not None:
+        written = min(written, ceil(steps / recipe.train.save_steps))
+    return max(1, written - there)

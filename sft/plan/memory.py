@@ -25,18 +25,15 @@ from dataclasses import dataclass
 from math import ceil
 
 from sft.hub.model_facts import ModelFacts
+from sft.plan.deepspeed import LARGEST_BUCKET, DeepSpeedFile
 from sft.plan.hardware import Gpu, Hardware
-from sft.plan.weights import gradient_bytes
-from sft.plan.zero import DeepSpeedFile
+from sft.plan.precision import gradient_bytes
 from sft.recipe.schema import Recipe
 
 GIB = 2**30
 RESERVE = 1.5 * GIB
 FRAGMENTS = 0.05
 """Share of a GPU's memory."""
-
-LARGEST_BUCKET = 500_000_000
-"""Elements, 1 GB in bf16: larger ones win nothing more."""
 
 LIVE = 1_000_000_000
 """Elements, DeepSpeed's stage3_max_live_parameters and sub_group_size."""
@@ -76,7 +73,7 @@ ENGINES: Mapping[str, Engine] = {
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryEstimate:
     """Bytes."""
 
     gpu: Mapping[str, float]
@@ -119,14 +116,6 @@ def is_half(recipe: Recipe, gpu: Gpu | None) -> bool:
     return wanted in ("bf16", "fp16") or (wanted == "auto" and gpu is not None and gpu.compute_capability >= 8.0)
 
 
-def layer_size(model: ModelFacts) -> int:
-    """Weights of one layer: those of the model but its embedding, shared evenly; 0 where its shape is not known."""
-    if not (model.parameters and model.hidden_size and model.num_hidden_layers):
-        return 0
-    embedding = (model.vocab_size or 0) * model.hidden_size
-    return max(model.parameters - embedding, 0) // model.num_hidden_layers or model.parameters
-
-
 def mlp_width(model: ModelFacts) -> float:
     """Width of a gated MLP in a layer of that size, whose attention is about 2.5 h squared.
 
@@ -135,7 +124,7 @@ def mlp_width(model: ModelFacts) -> float:
     15673
     """
     hidden = model.hidden_size or 0
-    return max((layer_size(model) - 2.5 * hidden**2) / (3 * hidden), hidden) if hidden else 0.0
+    return max((model.layer_size - 2.5 * hidden**2) / (3 * hidden), hidden) if hidden else 0.0
 
 
 def adapter_size(recipe: Recipe, model: ModelFacts) -> float:
@@ -147,7 +136,7 @@ def adapter_size(recipe: Recipe, model: ModelFacts) -> float:
     return lora.r * (model.num_hidden_layers or 0) * (8 * hidden + 3 * (hidden + mlp_width(model)))
 
 
-def needed(recipe: Recipe, hardware: Hardware, model: ModelFacts, engine: Engine) -> Need:
+def estimate_memory(recipe: Recipe, hardware: Hardware, model: ModelFacts, engine: Engine) -> MemoryEstimate:
     """What one GPU and one machine must hold.
 
     Args:
@@ -163,7 +152,7 @@ def needed(recipe: Recipe, hardware: Hardware, model: ModelFacts, engine: Engine
     peaks = {"activations": _pass(recipe, hardware, model, engine), "step": _step(recipe, hardware, model, engine)}
     peak = max(peaks, key=lambda name: peaks[name])
     reserve = RESERVE + FRAGMENTS * hardware.gpu.memory_gib * GIB
-    return Need(states | {"buffers": buffers, peak: peaks[peak], "reserve": reserve}, cpu)
+    return MemoryEstimate(states | {"buffers": buffers, peak: peaks[peak], "reserve": reserve}, cpu)
 
 
 def _width(recipe: Recipe, hardware: Hardware) -> int:
@@ -245,7 +234,7 @@ def _buffers(recipe: Recipe, hardware: Hardware, model: ModelFacts, engine: Engi
     if engine.stage < 3:
         # Under offload each gradient passes through a buffer as large as the largest weight.
         return width * (2 * bucket + (embedding if engine.optimizer_offload != "none" else 0))
-    return width * (bucket + min(parameters, LIVE + layer_size(model) + embedding))
+    return width * (bucket + min(parameters, LIVE + model.layer_size + embedding))
 
 
 def _pass(recipe: Recipe, hardware: Hardware, model: ModelFacts, engine: Engine) -> float:

@@ -13,21 +13,27 @@ from typing import Any, Protocol
 
 from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
-from sft.plan.attention_choice import choose_attention
-from sft.plan.batch_size import (
+from sft.plan.attention import choose_attention
+from sft.plan.batch import (
     resolve_data_parallel_ranks,
     resolve_empty,
     resolve_learning_rate,
     resolve_sequences,
     split_batch,
 )
-from sft.plan.decision import Resolved, Searched, stated
+from sft.plan.decision import Decision, TuningResult, stated
+from sft.plan.deepspeed import DeepSpeedFile, check_deepspeed
 from sft.plan.engine import AUTO, choose_engine, resolve_memory
-from sft.plan.fsdp import ENGINE, check_fsdp, describe_fsdp, resolve_fsdp
 from sft.plan.hardware import Hardware
-from sft.plan.parallelism import resolve_sequence_parallel, resolve_tensor_parallel
-from sft.plan.weights import resolve_gradients, resolve_weights
-from sft.plan.zero import DeepSpeedFile, check_deepspeed
+from sft.plan.parallelism import FSDP2 as ENGINE
+from sft.plan.parallelism import (
+    check_fsdp,
+    describe_fsdp,
+    resolve_fsdp,
+    resolve_sequence_parallel,
+    resolve_tensor_parallel,
+)
+from sft.plan.precision import resolve_gradients, resolve_precision, resolve_weights
 from sft.recipe.schema import Recipe
 from sft.visible import visible_line
 
@@ -60,47 +66,47 @@ class DataSize(Protocol):
 class Plan:
     """Every decision, in the order of the table."""
 
-    engine: Resolved[str]
+    engine: Decision[str]
     """`one process`, `DDP`, `ZeRO-<stage>`, or `FSDP2`."""
 
-    memory: Resolved[float | None]
+    memory: Decision[float | None]
     """GiB that each GPU needs, by arithmetic; None where nothing can be counted."""
 
-    precision: Resolved[str]
-    weights: Resolved[str]
+    precision: Decision[str]
+    weights: Decision[str]
     """What the trained weights are kept in; AdamW is always the fused one."""
 
-    gradients: Resolved[str]
+    gradients: Decision[str]
     """What gradients of a step's micro-batches are added up in."""
 
-    attention: Resolved[str]
-    kernels: Resolved[str]
+    attention: Decision[str]
+    kernels: Decision[str]
     """`liger` or `none`, as they will run."""
 
-    gradient_checkpointing: Resolved[bool | int | str]
+    gradient_checkpointing: Decision[bool | int | str]
     """False, True (in every layer), n (in every n-th), `selective` or `offload`."""
 
-    compile: Resolved[bool]
-    global_batch_size: Resolved[int]
+    compile: Decision[bool]
+    global_batch_size: Decision[int]
     """Sequences per optimizer step."""
 
-    tensor_parallel_size: Resolved[int]
-    sequence_parallel_size: Resolved[int]
-    data_parallel_ranks: Resolved[int]
+    tensor_parallel_size: Decision[int]
+    sequence_parallel_size: Decision[int]
+    data_parallel_ranks: Decision[int]
     """Ranks, or groups of ranks, that each see sequences of their own."""
 
-    micro_batch_size: Resolved[int]
-    gradient_accumulation_steps: Resolved[int]
-    empty_sequences_per_step: Resolved[int]
+    micro_batch_size: Decision[int]
+    gradient_accumulation_steps: Decision[int]
+    empty_sequences_per_step: Decision[int]
     """Places of a step that no sequence fills, so that the ranks share it evenly."""
 
-    learning_rate: Resolved[float]
+    learning_rate: Decision[float]
     """AdamW's peak."""
 
-    documents_per_step: Resolved[float | None]
-    trained_tokens_per_step: Resolved[int | None]
-    steps_per_epoch: Resolved[int | None]
-    max_steps: Resolved[int | None]
+    documents_per_step: Decision[float | None]
+    trained_tokens_per_step: Decision[int | None]
+    steps_per_epoch: Decision[int | None]
+    max_steps: Decision[int | None]
     """Optimizer steps; None until the data is counted."""
 
     def settings(self) -> dict[str, Any]:
@@ -116,50 +122,21 @@ class Plan:
         ]
 
 
-def _precision(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Resolved[str]:
-    wanted, gpu = recipe.train.precision, hardware.gpu
-    has_bf16 = gpu is not None and gpu.compute_capability >= 8.0
-    if wanted == "auto":
-        if gpu is None:
-            return Resolved("fp32", "auto: on a CPU bf16 is no faster")
-        if has_bf16:
-            stored = (
-                f"the weights are stored in {model.dtype}" if model.dtype else "the model's own format is not known yet"
-            )
-            return Resolved("bf16", f"auto: the GPU has it; {stored}")
-        return Resolved("fp32", f"auto: this GPU (compute capability {gpu.compute_capability}) has no bf16")
-    if wanted == "bf16" and gpu is not None and not has_bf16:
-        raise PlanError(
-            f"train.precision=bf16, and this GPU ({gpu.name}, compute capability {gpu.compute_capability}) has none. "
-            "Set train.precision=fp32."
-        )
-    if wanted == "fp16" and gpu is None:
-        raise PlanError(
-            "train.precision=fp16 needs a GPU: there is none here, and a CPU has no fp16 training. Set train.precision=fp32 or auto."
-        )
-    if wanted == "fp16" and model.dtype == "bfloat16":
-        raise PlanError(
-            f"train.precision=fp16, and {recipe.model.name_or_path} was trained in bfloat16, whose values overflow fp16. "
-            f"Set train.precision={'bf16' if has_bf16 else 'fp32'}."
-        )
-    return Resolved(wanted, "the recipe")
-
-
-def _kernels(recipe: Recipe, hardware: Hardware) -> Resolved[str]:
+def _kernels(recipe: Recipe, hardware: Hardware) -> Decision[str]:
     reason = stated(recipe.model, "kernels")
     if recipe.model.kernels == "none":
-        return Resolved("none", reason)
+        return Decision("none", reason)
     if hardware.gpu is None:
-        return Resolved(
+        return Decision(
             "none",
             f"{reason} asks for liger, whose kernels do not run on a CPU; plain layers give the same result",
         )
-    return Resolved("liger", f"{reason}: fused RMSNorm, RoPE and SwiGLU; the loss path is TRL's fused head")
+    return Decision("liger", f"{reason}: fused RMSNorm, RoPE and SwiGLU; the loss path is TRL's fused head")
 
 
-def _compile(recipe: Recipe, kernels: str, deepspeed: DeepSpeedFile | None) -> Resolved[bool]:
+def _compile(recipe: Recipe, kernels: str, deepspeed: DeepSpeedFile | None) -> Decision[bool]:
     if not recipe.model.compile:
-        return Resolved(False, stated(recipe.model, "compile"))
+        return Decision(False, stated(recipe.model, "compile"))
     if deepspeed is not None and deepspeed.stage == 3:
         raise PlanError(
             f"model.compile=true, and {deepspeed.path.name} is ZeRO-3, which gathers each weight by hooks inside the layers: they "
@@ -170,12 +147,12 @@ def _compile(recipe: Recipe, kernels: str, deepspeed: DeepSpeedFile | None) -> R
             "model.compile=true and model.kernels=liger: both fuse the layers' operations, and together they are untested. Set "
             "model.kernels=none, or model.compile=false."
         )
-    return Resolved(True, "the recipe: each decoder layer, for any number of tokens and documents")
+    return Decision(True, "the recipe: each decoder layer, for any number of tokens and documents")
 
 
 def _checkpointing(
-    recipe: Recipe, hardware: Hardware, attention: str, deepspeed: DeepSpeedFile | None, searched: Searched | None
-) -> Resolved[bool | int | str]:
+    recipe: Recipe, hardware: Hardware, attention: str, deepspeed: DeepSpeedFile | None, tuned: TuningResult | None
+) -> Decision[bool | int | str]:
     wanted = recipe.train.gradient_checkpointing
     adapters_sharded = recipe.model.lora is not None and deepspeed is not None and deepspeed.stage == 3
     kind = "reentrant, which TRL needs for adapters under ZeRO-3" if adapters_sharded else "non-reentrant"
@@ -192,47 +169,47 @@ def _checkpointing(
         )
     if wanted != "auto":
         every = f", every {wanted} layers" if isinstance(wanted, int) and wanted > 1 else ""
-        return Resolved(wanted, f"the recipe{every}; {kind}" if wanted else "the recipe")
-    found = searched.gradient_checkpointing if searched else None
-    if searched and found is not None:
-        return Resolved(found, f"{searched.reason}; {kind}" if found else searched.reason)
-    failed = f"; {searched.reason}" if searched else ""
+        return Decision(wanted, f"the recipe{every}; {kind}" if wanted else "the recipe")
+    found = tuned.gradient_checkpointing if tuned else None
+    if tuned and found is not None:
+        return Decision(found, f"{tuned.reason}; {kind}" if found else tuned.reason)
+    failed = f"; {tuned.reason}" if tuned else ""
     if hardware.gpu is None:
-        return Resolved(False, f"auto: off on a CPU, where time is what is short{failed}")
-    return Resolved(True, f"auto: on a GPU, {kind}{failed}")
+        return Decision(False, f"auto: off on a CPU, where time is what is short{failed}")
+    return Decision(True, f"auto: on a GPU, {kind}{failed}")
 
 
-def _engine(recipe: Recipe, hardware: Hardware, model: ModelFacts, deepspeed: DeepSpeedFile | None) -> Resolved[str]:
+def _engine(recipe: Recipe, hardware: Hardware, model: ModelFacts, deepspeed: DeepSpeedFile | None) -> Decision[str]:
     engine = _engine_at_hand(recipe, hardware, deepspeed)
     if recipe.train.parallel == AUTO:
-        return Resolved(engine.value, choose_engine(recipe, hardware, model).reason)
+        return Decision(engine.value, choose_engine(recipe, hardware, model).reason)
     return engine
 
 
-def _engine_at_hand(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None) -> Resolved[str]:
+def _engine_at_hand(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None) -> Decision[str]:
     if deepspeed is not None:
         where = f" with offload to {deepspeed.offload}" if deepspeed.offload else ""
-        return Resolved(
+        return Decision(
             f"ZeRO-{deepspeed.stage}",
             f"{deepspeed.path.name}{where}, {hardware.ranks} rank{'s' if hardware.ranks > 1 else ''}",
         )
     if (fsdp := resolve_fsdp(recipe, hardware)) is not None:
-        return Resolved(ENGINE, describe_fsdp(fsdp, hardware))
+        return Decision(ENGINE, describe_fsdp(fsdp, hardware))
     if hardware.ranks == 1 and recipe.train.fsdp is not None:
-        return Resolved("one process", "train.fsdp is set, and one process shares with nobody")
+        return Decision("one process", "train.fsdp is set, and one process shares with nobody")
     if hardware.ranks == 1:
-        return Resolved("one process", "train.deepspeed is not set, and there is one process")
+        return Decision("one process", "train.deepspeed is not set, and there is one process")
     if recipe.train.tensor_parallel_size > 1:
-        return Resolved("tensor parallel", f"train.tensor_parallel_size; {hardware.ranks} ranks share each layer")
-    return Resolved("DDP", f"train.deepspeed is not set; {hardware.ranks} ranks each hold the whole model")
+        return Decision("tensor parallel", f"train.tensor_parallel_size; {hardware.ranks} ranks share each layer")
+    return Decision("DDP", f"train.deepspeed is not set; {hardware.ranks} ranks each hold the whole model")
 
 
-def _expectations(recipe: Recipe, sequences: int, data: DataSize | None) -> dict[str, Resolved[Any]]:
+def _expectations(recipe: Recipe, sequences: int, data: DataSize | None) -> dict[str, Decision[Any]]:
     """Documents and trained tokens per step, and the number of steps."""
     steps, names = recipe.train.max_steps, ("documents_per_step", "trained_tokens_per_step", "steps_per_epoch")
     if data is None:
-        unknown = Resolved(None, "known when the data is prepared")
-        return dict.fromkeys(names, unknown) | {"max_steps": Resolved(steps, "the recipe") if steps else unknown}
+        unknown = Decision(None, "known when the data is prepared")
+        return dict.fromkeys(names, unknown) | {"max_steps": Decision(steps, "the recipe") if steps else unknown}
     how = "counted" if data.exact else "estimated from the first rows"
     per_epoch = data.sequences
     if per_epoch is None:
@@ -242,18 +219,18 @@ def _expectations(recipe: Recipe, sequences: int, data: DataSize | None) -> dict
     mean = data.tokens / data.documents
     about = "" if data.exact else "about "
     return {
-        "documents_per_step": Resolved(
+        "documents_per_step": Decision(
             round(data.documents * sequences / per_epoch, 1),
             f"{how}: {about}{data.documents} documents of {mean:.0f} tokens on average",
         ),
-        "trained_tokens_per_step": Resolved(
+        "trained_tokens_per_step": Decision(
             round(data.trained_tokens * sequences / per_epoch),
             f"{how}: {about}{data.trained_tokens} of {data.tokens} tokens are trained",
         ),
-        "steps_per_epoch": Resolved(epoch_steps, f"{how}: {about}{per_epoch} sequences / {sequences}, rounded up"),
-        "max_steps": Resolved(steps, "the recipe")
+        "steps_per_epoch": Decision(epoch_steps, f"{how}: {about}{per_epoch} sequences / {sequences}, rounded up"),
+        "max_steps": Decision(steps, "the recipe")
         if steps
-        else Resolved(
+        else Decision(
             ceil(epochs * epoch_steps), f"{epochs:g} epoch{'' if epochs == 1 else 's'} x {epoch_steps} steps"
         ),
     }
@@ -265,7 +242,7 @@ def resolve_plan(
     model: ModelFacts,
     data: DataSize | None = None,
     deepspeed: DeepSpeedFile | None = None,
-    searched: Searched | None = None,
+    tuned: TuningResult | None = None,
 ) -> Plan:
     """Decide everything the recipe left open.
 
@@ -275,7 +252,7 @@ def resolve_plan(
         model: What config.json says.
         data: How much data there is, estimated or counted; None where nothing is known before preparation.
         deepspeed: The file that train.deepspeed names or stands for, or None.
-        searched: What a search on this machine found for the values that are `auto`; None: they follow from arithmetic.
+        tuned: What a search on this machine found for the values that are `auto`; None: they follow from arithmetic.
 
     Raises:
         PlanError: What was asked for cannot be had here; the message names values that can.
@@ -298,9 +275,9 @@ def resolve_plan(
             "AdamW's weight decay is usually 0 to 0.1."
         )
     batch = resolve_sequences(recipe, hardware)
-    precision = _precision(recipe, hardware, model)
+    precision = resolve_precision(recipe, hardware, model)
     attention = choose_attention(recipe, hardware, precision.value, model.model_type, model.architecture)
-    micro, accumulation = split_batch(recipe, hardware, batch.value, attention.value, searched)
+    micro, accumulation = split_batch(recipe, hardware, batch.value, attention.value, tuned)
     ranks = resolve_data_parallel_ranks(recipe, hardware)
     empty = resolve_empty(recipe, batch.value, micro.value, accumulation.value, ranks.value)
     if deepspeed is not None:
@@ -318,7 +295,7 @@ def resolve_plan(
         attention=attention,
         kernels=kernels,
         compile=_compile(recipe, kernels.value, deepspeed),
-        gradient_checkpointing=_checkpointing(recipe, hardware, attention.value, deepspeed, searched),
+        gradient_checkpointing=_checkpointing(recipe, hardware, attention.value, deepspeed, tuned),
         global_batch_size=batch,
         tensor_parallel_size=tensor,
         sequence_parallel_size=sequence,

@@ -29,7 +29,7 @@ UNSET_SLURM = "unset ${!SLURM_*}"
 
 
 @dataclass(frozen=True)
-class Layout:
+class Topology:
     """The processes of the job."""
 
     per_node: int
@@ -64,7 +64,7 @@ _KUBERNETES = _Source("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MAS
 _SKYPILOT = _Source("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK")
 
 
-def read_layout() -> Layout:
+def read_topology() -> Topology:
     """The processes that the environment asks for: one for each visible GPU, or one where there is none.
 
     Raises:
@@ -77,7 +77,7 @@ def read_layout() -> Layout:
         _check_tasks(nodes)
     port = whole_number("MASTER_PORT", whole_number(source.port, _default_port(source), 1, 65535), 1, 65535)
     if nodes == 1:
-        return Layout(per_node, master_port=port)
+        return Topology(per_node, master_port=port)
     node_rank = whole_number(source.node_rank, -1, 0)
     if node_rank < 0:
         raise PlanError(
@@ -93,7 +93,7 @@ def read_layout() -> Layout:
             f"{source.nodes}={nodes}, and MASTER_ADDR is not set. Set it to the first machine's name or address, on every machine."
         )
     slurm = _slurm_words(source) if source in (_SLURM, _SLURM_STEP) else None
-    return Layout(per_node, nodes, node_rank, address, port, slurm)
+    return Topology(per_node, nodes, node_rank, address, port, slurm)
 
 
 def _slurm_words(source: _Source) -> str:

@@ -24,10 +24,9 @@ from sft.parallel import process_group as distributed
 from sft.parallel.fsdp import Prefetch, plugin_arguments, policies
 from sft.parallel.optimizer import MasterAdamW
 from sft.parallel.tensor import parallelism_config
-from sft.plan.disk import checkpoint_bytes
-from sft.plan.fsdp import mesh_shape
-from sft.plan.job import Job
-from sft.plan.weights import MASTER
+from sft.plan.job import Job, checkpoint_bytes
+from sft.plan.parallelism import mesh_shape
+from sft.plan.precision import MASTER
 from sft.run.directory import Run
 from sft.train.batches import Sequences, StepOrder
 from sft.train.changes_take_effect import ChangesTakeEffect

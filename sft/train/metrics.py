@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 from transformers.trainer_callback import TrainerCallback
 
-from sft.plan.flops import ModelFlops, model_flops
+from sft.model.flops import ModelFlops, model_flops
 from sft.plan.hardware import Hardware
 from sft.run.directory import read_lines
 from sft.run.training_warnings import first_loss, weights_moved

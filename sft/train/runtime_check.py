@@ -22,8 +22,8 @@ from sft.parallel.fsdp import reshard, sharded_units, sharding_readings, shards
 from sft.parallel.process_group import group_timeouts
 from sft.parallel.sequence import sequence_parallel_ranks
 from sft.parallel.tensor import is_tensor_parallel, tensor_parallel_ranks
-from sft.plan.fsdp import ENGINE
 from sft.plan.job import Job
+from sft.plan.parallelism import FSDP2 as ENGINE
 from sft.train.debugging import debug_level
 from sft.train.isolation_probe import Probe
 

@@ -12,11 +12,10 @@ import pytest
 import yaml
 
 from eval.evaluate import name_of
-from eval.models.targets import check_folder
+from eval.models.target import check_folder
 from eval.run import main, parse_evaluation
 from sft.errors import EvaluationError, UserError
 from sft.files import read_json, write_json
-from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
 from sft.signals import held_back
 
@@ -252,21 +251,6 @@ def test_a_mistake_ends_with_status_2_and_no_traceback(tmp_path: Path) -> None:
     assert done.stdout == ""
     assert "is not the folder of a run" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_the_launcher_shows_its_usage_and_works_from_anywhere(tmp_path: Path) -> None:
-    script = REPOSITORY / "scripts" / "eval.sh"
-    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "bash scripts/eval.sh outputs/tiny/latest" in done.stderr
-
-
-@pytest.mark.parametrize("name", ["eval", "chat", "export"])
-def test_help_is_shown_wherever_it_stands(name: str) -> None:
-    words = ["bash", str(REPOSITORY / "scripts" / f"{name}.sh"), "outputs/none", "--help"]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "")
-    assert f"bash scripts/{name}.sh outputs/tiny/latest" in done.stderr
 
 
 def test_another_evaluation_does_not_replace_the_recipes_own(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

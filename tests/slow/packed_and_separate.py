@@ -33,7 +33,7 @@ from trl import SFTConfig, SFTTrainer
 from sft.hub.demo import make_demo
 from sft.model import attention
 from sft.parallel import process_group as distributed
-from sft.plan.zero import load_deepspeed
+from sft.plan.deepspeed import load_deepspeed
 
 PACKS = [[5, 17, 1, 30, 8], [9, 2, 21]]  # one for each rank
 LENGTHS = [length for pack in PACKS for length in pack]

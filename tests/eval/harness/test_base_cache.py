@@ -7,10 +7,10 @@ from threading import Thread
 
 import pytest
 
-from eval.harness.base_cache import FOLDER, _held, base_key, find, keep, model_identity, place
-from eval.harness.prompting import Treatment
-from eval.models.backends import Target
+from eval.harness.base_cache import FOLDER, base_key, keep, model_identity, reuse
+from eval.harness.prompting import Prompting
 from eval.models.placement import Placement
+from eval.models.target import Target
 from eval.reference import Reference
 from eval.tasks.settings import Settings
 
@@ -24,13 +24,13 @@ def base(tuned_model: Path, tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def treatment(settings: Settings, reference: Reference) -> Treatment:
-    return Treatment(settings, reference.tokenizer, None)
+def prompting(settings: Settings, reference: Reference) -> Prompting:
+    return Prompting(settings, reference.tokenizer)
 
 
 def results(folder: Path, score: float = 0.5) -> Path:
     folder.mkdir(parents=True)
-    (folder / "results.json").write_text(json.dumps({"score": score}))
+    (folder / "results.json").write_text(json.dumps({"score": score, "base_key": "key", "failed": {}}))
     (folder / "samples_arc.jsonl").write_text("{}\n" * 1000)
     return folder
 
@@ -61,32 +61,31 @@ def test_what_moves_a_score_has_another_key(base: Path, settings: Resolve, refer
     two = replace(ALONE, processes=2)
     half = replace(plain, dtype="bfloat16")
     keys = [
-        base_key(target, treatment(plain, reference), ALONE),
-        base_key(target, treatment(settings("arc", limit=3), reference), ALONE),
-        base_key(target, treatment(replace(plain, loaded={"arc": {"documents_sha256": "0"}}), reference), ALONE),
-        base_key(replace(target, new_tokens=("<new>",)), treatment(plain, reference), ALONE),
-        base_key(target, treatment(half, reference), ALONE),
-        base_key(target, treatment(half, reference), two),  # other documents share a batch
-        base_key(target, treatment(plain, reference), ALONE, "NVIDIA H100 80GB HBM3"),
-        base_key(target, treatment(plain, reference), ALONE, "NVIDIA H200"),
+        base_key(target, prompting(plain, reference), ALONE),
+        base_key(target, prompting(settings("arc", limit=3), reference), ALONE),
+        base_key(target, prompting(replace(plain, loaded={"arc": {"documents_sha256": "0"}}), reference), ALONE),
+        base_key(replace(target, new_tokens=("<new>",)), prompting(plain, reference), ALONE),
+        base_key(target, prompting(half, reference), ALONE),
+        base_key(target, prompting(half, reference), two),  # other documents share a batch
+        base_key(target, prompting(plain, reference), ALONE, "NVIDIA H100 80GB HBM3"),
+        base_key(target, prompting(plain, reference), ALONE, "NVIDIA H200"),
     ]
     assert len({*keys}) == len(keys)
-    assert base_key(target, treatment(plain, reference), two) == keys[0]
-    assert base_key(replace(target, label="other"), treatment(plain, reference), ALONE) == keys[0]
+    assert base_key(target, prompting(plain, reference), two) == keys[0]
+    assert base_key(replace(target, label="other"), prompting(plain, reference), ALONE) == keys[0]
 
 
-def test_what_was_kept_is_found_and_copied_whole(tmp_path: Path) -> None:
-    assert find(tmp_path, "key") is None
-    keep(tmp_path, "key", results(tmp_path / "first"))
-    kept = find(tmp_path, "key")
-    assert kept is not None
+def test_kept_results_are_copied_whole_and_stay(tmp_path: Path) -> None:
     run = tmp_path / "run" / "base"
+    assert reuse(run, "key", tmp_path) is None
+    keep(tmp_path, "key", results(tmp_path / "first"))
     run.mkdir(parents=True)
     (run / "samples_old.jsonl").touch()
-    place(kept, run)
+    assert reuse(run, "key", tmp_path) == str(tmp_path / FOLDER / "key")
     assert {path.name for path in run.iterdir()} == {"results.json", "samples_arc.jsonl"}
+    assert reuse(run, "key", tmp_path) == str(run)  # what it has copied is its own
     (run / "results.json").write_text("changed in the run")
-    assert json.loads((kept / "results.json").read_text()) == {"score": 0.5}
+    assert json.loads((tmp_path / FOLDER / "key" / "results.json").read_text())["score"] == 0.5
 
 
 def test_the_first_of_two_runs_that_measure_at_once_is_kept_and_nothing_is_mixed(tmp_path: Path) -> None:
@@ -96,16 +95,14 @@ def test_the_first_of_two_runs_that_measure_at_once_is_kept_and_nothing_is_mixed
         thread.start()
     for thread in threads:
         thread.join()
-    kept = find(tmp_path, "key")
-    assert kept is not None
-    assert json.loads((kept / "results.json").read_text())["score"] in range(6)
+    assert json.loads((tmp_path / FOLDER / "key" / "results.json").read_text())["score"] in range(6)
     assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["key"]
 
 
 def test_a_folder_that_cannot_be_written_to_keeps_nothing_and_ends_nothing(tmp_path: Path) -> None:
     (tmp_path / FOLDER).write_text("a file where a folder should be")
     keep(tmp_path, "key", results(tmp_path / "first"))
-    assert find(tmp_path, "key") is None
+    assert reuse(tmp_path / "run", "key", tmp_path) is None
 
 
 def test_what_is_deleted_while_it_is_copied_is_measured_again(
@@ -113,6 +110,6 @@ def test_what_is_deleted_while_it_is_copied_is_measured_again(
 ) -> None:
     keep(tmp_path, "key", results(tmp_path / "first"))
     (tmp_path / FOLDER / "key" / "gone").symlink_to(tmp_path / "nothing")
-    assert _held(tmp_path / "run" / "base", "key", tmp_path) is None
+    assert reuse(tmp_path / "run" / "base", "key", tmp_path) is None
     assert "cannot be copied" in capsys.readouterr().out
     assert not list((tmp_path / "run").glob("*/results.json"))

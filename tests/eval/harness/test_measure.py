@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from eval.harness.measure import PROMPT_CUT, evaluate_model
-from eval.models.backends import Target
 from eval.models.placement import Placement, give_memory_back
+from eval.models.target import Target
 from eval.quiet import describe_environment_once
 from eval.reference import Reference, load_reference
 from eval.tasks.load import load_tasks

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from eval.compare.settings_match import OF_THE_TEMPLATE, check_alike, differing
-from eval.harness.prompting import Treatment, own_template, treat_base
-from eval.models.backends import Target
+from eval.harness.prompting import Prompting, own_template, prompt_base
+from eval.models.target import Target
 from eval.reference import Reference
 from eval.tasks.settings import Settings
 from sft.errors import EvaluationError
@@ -19,11 +19,11 @@ Resolve = Callable[..., Settings]
 OTHER = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
-def results(settings: Settings, treatment: Treatment | None = None) -> dict[str, Any]:
+def results(settings: Settings, treatment: Prompting | None = None) -> dict[str, Any]:
     written = {
         "settings": asdict(settings),
         "settings_hash": settings.hash,
-        "treatment": treatment.record if treatment else None,
+        "prompting": treatment.record if treatment else None,
     }
     read: dict[str, Any] = json.loads(json.dumps(written))
     return read
@@ -43,8 +43,8 @@ def test_a_template_is_read_from_the_model_and_is_none_where_there_is_none(
 
 def test_a_base_with_the_same_template_needs_no_treatment(settings: Resolve, reference: Reference) -> None:
     for asked in (settings("arc"), settings("arc", base_template="own")):
-        same = treat_base(asked, reference, reference.tokenizer.chat_template)
-        assert (same.settings, same.told, same.record) == (asked, None, None)
+        same = prompt_base(asked, reference, reference.tokenizer.chat_template)
+        assert (same.settings, same.note, same.record) == (asked, None, None)
 
 
 @pytest.mark.parametrize(("template", "has"), [(None, "has no chat template"), (OTHER, "has another chat template")])
@@ -52,11 +52,11 @@ def test_by_default_the_tuned_models_template_asks_both_and_that_is_said(
     template: str | None, has: str, settings: Resolve, reference: Reference
 ) -> None:
     asked = settings("arc")
-    treated = treat_base(asked, reference, template)
+    treated = prompt_base(asked, reference, template)
     assert treated.settings == asked
-    assert treated.told == f"The base model {has} and was asked through the tuned model's (eval.base_template: tuned)."
+    assert treated.note == f"The base model {has} and was asked through the tuned model's (eval.base_template: tuned)."
     treatment = check_alike(results(asked, treated), results(asked), {}, {})
-    assert treatment == {"base_template": "tuned", "told": treated.told}
+    assert treatment == {"base_template": "tuned", "told": treated.note}
 
 
 @pytest.mark.parametrize("template", [None, OTHER])
@@ -64,7 +64,7 @@ def test_own_prompts_differ_in_the_template_alone_and_are_compared(
     template: str | None, settings: Resolve, reference: Reference
 ) -> None:
     asked = settings("arc", base_template="own")
-    treated = treat_base(asked, reference, template)
+    treated = prompt_base(asked, reference, template)
     base, tuned = results(treated.settings, treated), results(asked)
     names = {line.split(":")[0].strip() for line in differing(base["settings"], tuned["settings"])}
     assert names
@@ -79,18 +79,18 @@ def test_own_prompts_differ_in_the_template_alone_and_are_compared(
 
 def test_own_prompts_excuse_nothing_else(settings: Resolve, reference: Reference) -> None:
     asked = settings("arc", base_template="own")
-    treated = treat_base(settings("arc", base_template="own", limit=3), reference, None)
+    treated = prompt_base(settings("arc", base_template="own", limit=3), reference, None)
     with pytest.raises(EvaluationError) as error:
         check_alike(results(treated.settings, treated), results(asked), {}, {})
     assert str(error.value).splitlines()[1:] == ["  limit: base 3, tuned None"]
     # Not asked for: the same difference is refused.
     with pytest.raises(EvaluationError, match="apply_chat_template: base False, tuned True"):
-        check_alike(results(treat_base(asked, reference, None).settings), results(asked), {}, {})
+        check_alike(results(prompt_base(asked, reference, None).settings), results(asked), {}, {})
 
 
 def test_own_prompts_where_nothing_is_asked_through_a_template_are_a_mistake(
     settings: Resolve, reference: Reference
 ) -> None:
     with pytest.raises(EvaluationError, match="neither model is asked through a chat template"):
-        treat_base(settings("arc", apply_chat_template=False, base_template="own"), reference, None)
-    assert treat_base(settings("arc", apply_chat_template=False), reference, None).told is None
+        prompt_base(settings("arc", apply_chat_template=False, base_template="own"), reference, None)
+    assert prompt_base(settings("arc", apply_chat_template=False), reference, None).note is None

@@ -4,15 +4,17 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from eval.models.server_answers import score_choice
+from eval.models.server import Served, score_choice
 from eval.reference import Reference
 from eval.run import main
+from eval.tasks.settings import Settings
 from sft.errors import EvaluationError, UserError
 from sft.run.directory import Run
 
@@ -131,7 +133,7 @@ def test_no_host_of_that_name(ask: Callable[..., str]) -> None:
 def test_an_address_without_its_v1(serve: Callable[[Canned], str], ask: Callable[..., str], fake: Fake) -> None:
     address = serve(fake)
     assert f"answer under /v1: set eval.server.base_url={address}/v1" in ask(address)
-    assert "has no such path: is eval.server.base_url right?" in ask(f"{address}/v2/v1")
+    assert "Is eval.server.base_url right?" in ask(f"{address}/v2/v1")
 
 
 def test_a_key_that_is_wanted_or_not_taken(
@@ -156,7 +158,7 @@ def test_no_key_of_another_service_is_sent(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """lm_eval's clients send OPENAI_API_KEY to whatever address they are given."""
-    monkeypatch.setattr("eval.models.server_requests.RETRIES", 1)
+    monkeypatch.setattr("eval.models.server_client.RETRIES", 1)
     monkeypatch.setenv("OPENAI_API_KEY", "sesame-0123456789")
     fake.fails_to_answer = True
     ask(serve(fake) + "/v1", f"server.num_concurrent={at_once}", "limit=1")
@@ -168,11 +170,11 @@ def test_no_key_of_another_service_is_sent(
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
-        (always(500, "Internal Server Error"), "answers 500: 'Internal Server Error'. The server's own log says more."),
+        (always(500, "Internal Server Error"), "answers 500: 'Internal Server Error'."),
         (always(200, "<html>welcome</html>"), "'<html>welcome</html>' is no JSON object"),
         (always(200, [1, 2]), "is no JSON object"),
-        (always(200, {"models": []}), "it lists no models"),
-        (always(200, {"data": []}), "serves no model."),
+        (always(200, {"models": []}), "lists no models"),
+        (always(200, {"data": []}), "lists no models"),
         (always(200, {"data": [{"id": "tunde"}]}), "serves no model `tuned`; did you mean `tunde`? It serves `tunde`."),
     ],
 )
@@ -297,7 +299,7 @@ def test_an_answer_that_is_none_fails_its_task(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """lm_eval's own client of chats would take an empty text for the answer."""
-    monkeypatch.setattr("eval.models.server_requests.RETRIES", 1)
+    monkeypatch.setattr("eval.models.server_client.RETRIES", 1)
 
     def answer(path: str, payload: dict[str, Any]) -> Answer:
         return (200, value) if "stop" in payload else fake(path, payload)
@@ -316,6 +318,30 @@ def test_base_and_tuned_are_two_models(run: Run, serve: Callable[[Canned], str],
         main([*asked, "server.base=tuned", "server.tuned=tuned"])
     with pytest.raises(EvaluationError, match=r"eval\.server\.model is given, and a run has two models"):
         main([*asked, "server.model=tuned"])
+
+
+def client(reference: Reference, settings: Settings, **keys: Any) -> Any:
+    from eval.models.server_client import load_served
+
+    served = Served("http://127.0.0.1:1/v1", "tuned", "chat", 1, 5, None, None)
+    return load_served(replace(served, **keys), reference.tokenizer, settings)
+
+
+def test_openais_api_gets_no_more_texts_that_end_an_answer_than_it_takes(
+    settings: Callable[..., Settings], reference: Reference
+) -> None:
+    ends = [f"end {number}" for number in range(6)]
+    keys = {"until": ends, "max_gen_toks": 9}
+    plain, vllm = client(reference, settings("mine")), client(reference, settings("mine"), dialect="vllm")
+    assert plain._create_payload([], generate=True, gen_kwargs=keys)["stop"] == ends[:4]
+    assert vllm._create_payload([], generate=True, gen_kwargs=keys)["stop"] == ends
+
+
+def test_an_answer_with_half_a_surrogate_pair_can_be_written(
+    settings: Callable[..., Settings], reference: Reference
+) -> None:
+    message = {"message": {"content": "half \ud83d, whole \ud83d\ude00"}}
+    assert client(reference, settings("mine")).text_of(message) == "half \ufffd, whole \U0001f600"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from eval.models.target import Target
 from eval.models.vllm import vllm_arguments
 from eval.run import main
 from eval.tasks.settings import Settings
@@ -118,9 +119,8 @@ def test_a_run_is_measured_with_one_engine_after_the_other(parallel: str, engine
 def test_lm_evals_model_takes_what_it_is_given(engine: Any, settings: Callable[..., Settings]) -> None:
     from lm_eval.models.vllm_causallms import VLLM
 
-    given = vllm_arguments(
-        "m", None, False, "t", settings(backend="vllm", tensor_parallel_size=2), {"gpu_memory_utilization": 0.5}
-    )
+    target = Target("tuned", "m", vllm={"gpu_memory_utilization": 0.5})
+    given = vllm_arguments(target, "t", settings(backend="vllm", tensor_parallel_size=2))
     parameters = inspect.signature(VLLM.__init__).parameters
     assert given.keys() - parameters.keys() == PASSED_ON
     assert given["tensor_parallel_size"] == 2

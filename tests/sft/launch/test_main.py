@@ -16,7 +16,7 @@ from sft.launch.start import begin_data, wait_for_data
 from sft.launch.torchrun import choose_rendezvous, first_failure, torchrun_arguments
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
-from sft.plan.topology import Layout, expanded, read_layout
+from sft.plan.topology import Topology, expanded, read_topology
 
 PROGRAM = ["-m", "sft.train", "a.yaml", "train.seed=1"]
 
@@ -39,38 +39,41 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("environment", "layout"),
     [
-        ("", Layout(1)),
-        ("NPROC=3", Layout(3)),
-        ("NPROC=2 NNODES=1", Layout(2)),
-        ("MASTER_PORT=4242", Layout(1, master_port=4242)),
-        ("NPROC=8 NNODES=2 NODE_RANK=1 MASTER_ADDR=host0", Layout(8, 2, 1, "host0")),
-        ("NPROC=8 NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MASTER_PORT=4242", Layout(8, 2, 0, "host0", 4242)),
-        ("NPROC=4 SLURM_NNODES=2 SLURM_NODEID=1 SLURM_JOB_NODELIST=node[07-08]", Layout(4, 2, 1, "node07")),
-        ("SLURM_NNODES=2 SLURM_NODEID=0 MASTER_ADDR=other SLURM_JOB_NODELIST=node[07-08]", Layout(1, 2, 0, "other")),
-        ("SLURM_NNODES=1 SLURM_NODEID=0 SLURM_JOB_NODELIST=node07", Layout(1)),
-        ("SLURM_NNODES=4 SLURM_STEP_NUM_NODES=1 SLURM_NODEID=0", Layout(1)),  # a step on one machine of four
+        ("", Topology(1)),
+        ("NPROC=3", Topology(3)),
+        ("NPROC=2 NNODES=1", Topology(2)),
+        ("MASTER_PORT=4242", Topology(1, master_port=4242)),
+        ("NPROC=8 NNODES=2 NODE_RANK=1 MASTER_ADDR=host0", Topology(8, 2, 1, "host0")),
+        ("NPROC=8 NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MASTER_PORT=4242", Topology(8, 2, 0, "host0", 4242)),
+        ("NPROC=4 SLURM_NNODES=2 SLURM_NODEID=1 SLURM_JOB_NODELIST=node[07-08]", Topology(4, 2, 1, "node07")),
+        ("SLURM_NNODES=2 SLURM_NODEID=0 MASTER_ADDR=other SLURM_JOB_NODELIST=node[07-08]", Topology(1, 2, 0, "other")),
+        ("SLURM_NNODES=1 SLURM_NODEID=0 SLURM_JOB_NODELIST=node07", Topology(1)),
+        ("SLURM_NNODES=4 SLURM_STEP_NUM_NODES=1 SLURM_NODEID=0", Topology(1)),  # a step on one machine of four
         (
             "SLURM_NNODES=2 SLURM_NODEID=0 SLURM_JOB_NODELIST=node[07-08] SLURM_JOB_ID=51234",
-            Layout(1, 2, 0, "node07", 21234),
+            Topology(1, 2, 0, "node07", 21234),
         ),
-        ("PET_NNODES=2 PET_NODE_RANK=1 MASTER_ADDR=m MASTER_PORT=23456", Layout(1, 2, 1, "m", 23456)),
+        ("PET_NNODES=2 PET_NODE_RANK=1 MASTER_ADDR=m MASTER_PORT=23456", Topology(1, 2, 1, "m", 23456)),
         (
             "PET_NNODES=2 PET_NODE_RANK=1 PET_MASTER_ADDR=m PET_MASTER_PORT=7 PET_NPROC_PER_NODE=4",
-            Layout(4, 2, 1, "m", 7),
+            Topology(4, 2, 1, "m", 7),
         ),
-        ("PET_NNODES=1 PET_NODE_RANK=0 PET_NPROC_PER_NODE=auto", Layout(1)),
-        ("SKYPILOT_NUM_NODES=2 SKYPILOT_NODE_RANK=1 SKYPILOT_NODE_IPS=10.0.0.1\n10.0.0.2", Layout(1, 2, 1, "10.0.0.1")),
-        ("SKYPILOT_NUM_NODES=1 SKYPILOT_NODE_RANK=0", Layout(1)),
-        ("NPROC=auto", Layout(1)),
-        ("NNODES=1 SLURM_NNODES=2 SLURM_NODEID=1", Layout(1)),  # what the user says counts before what Slurm says
+        ("PET_NNODES=1 PET_NODE_RANK=0 PET_NPROC_PER_NODE=auto", Topology(1)),
+        (
+            "SKYPILOT_NUM_NODES=2 SKYPILOT_NODE_RANK=1 SKYPILOT_NODE_IPS=10.0.0.1\n10.0.0.2",
+            Topology(1, 2, 1, "10.0.0.1"),
+        ),
+        ("SKYPILOT_NUM_NODES=1 SKYPILOT_NODE_RANK=0", Topology(1)),
+        ("NPROC=auto", Topology(1)),
+        ("NNODES=1 SLURM_NNODES=2 SLURM_NODEID=1", Topology(1)),  # what the user says counts before what Slurm says
     ],
 )
 @pytest.mark.usefixtures("scontrol")
 def test_the_processes_that_the_environment_asks_for(
-    environment: str, layout: Layout, monkeypatch: pytest.MonkeyPatch
+    environment: str, layout: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_all(monkeypatch, environment)
-    assert read_layout() == layout
+    assert read_topology() == layout
     assert layout.ranks == layout.per_node * layout.nodes
 
 
@@ -96,7 +99,7 @@ def test_a_number_of_processes_that_makes_no_sense_is_told(
 ) -> None:
     set_all(monkeypatch, environment)
     with pytest.raises(PlanError, match=told):
-        read_layout()
+        read_topology()
 
 
 @pytest.mark.parametrize(
@@ -119,13 +122,13 @@ def test_a_list_of_machines_is_read_as_slurm_writes_it(nodelist: str, hosts: lis
 def test_the_first_machine_is_known_without_slurms_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     set_all(monkeypatch, "SLURM_NNODES=3 SLURM_NODEID=2 SLURM_JOB_NODELIST=gpu[08-10]")
-    assert read_layout().master_address == "gpu08"
+    assert read_topology().master_address == "gpu08"
 
 
 def test_machines_that_start_again_meet_by_c10d() -> None:
-    assert choose_rendezvous(Layout(8, 2), None, 0) == "static"
-    assert choose_rendezvous(Layout(8, 2), None, 3) == "c10d"
-    assert choose_rendezvous(Layout(8, 2), "c10d", 0) == "c10d"
+    assert choose_rendezvous(Topology(8, 2), None, 0) == "static"
+    assert choose_rendezvous(Topology(8, 2), None, 3) == "c10d"
+    assert choose_rendezvous(Topology(8, 2), "c10d", 0) == "c10d"
 
 
 @dataclass
@@ -150,23 +153,23 @@ def test_of_all_that_failed_the_first_is_the_one_that_was_not_ended(failures: di
 
 
 def test_torchrun_on_one_machine_takes_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert torchrun_arguments(Layout(2), PROGRAM) == ["--standalone", "--nproc-per-node", "2", *PROGRAM]
+    assert torchrun_arguments(Topology(2), PROGRAM) == ["--standalone", "--nproc-per-node", "2", *PROGRAM]
     monkeypatch.setenv("MASTER_PORT", "4242")
-    assert torchrun_arguments(read_layout(), PROGRAM) == ["--master-port", "4242", "--nproc-per-node", "1", *PROGRAM]
+    assert torchrun_arguments(read_topology(), PROGRAM) == ["--master-port", "4242", "--nproc-per-node", "1", *PROGRAM]
 
 
 def test_torchrun_understands_what_it_is_called_with() -> None:
     from torch.distributed.run import parse_args
 
-    understood = parse_args(torchrun_arguments(Layout(8, 2, 1, "host0", 4242), PROGRAM))
+    understood = parse_args(torchrun_arguments(Topology(8, 2, 1, "host0", 4242), PROGRAM))
     assert (understood.nnodes, understood.node_rank, understood.nproc_per_node) == ("2", 1, "8")
     assert (understood.master_addr, understood.master_port) == ("host0", 4242)
     assert understood.module
     assert (understood.training_script, understood.training_script_args) == ("sft.train", ["a.yaml", "train.seed=1"])
-    again = parse_args(torchrun_arguments(Layout(8, 2, 1, "127.0.0.1", 4242), PROGRAM, "c10d", 3))
+    again = parse_args(torchrun_arguments(Topology(8, 2, 1, "127.0.0.1", 4242), PROGRAM, "c10d", 3))
     assert (again.rdzv_backend, again.rdzv_endpoint, again.max_restarts) == ("c10d", "127.0.0.1:4242", 3)
     assert (again.rdzv_conf, again.local_addr, again.training_script) == ("is_host=0", "127.0.0.1", "sft.train")
-    alone = parse_args(torchrun_arguments(Layout(2), PROGRAM))
+    alone = parse_args(torchrun_arguments(Topology(2), PROGRAM))
     assert (alone.standalone, alone.nproc_per_node, alone.training_script) == (True, "2", "sft.train")
 
 

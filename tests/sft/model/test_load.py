@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
-from eval.models.backends import Target
 from eval.models.backends import load_model as load_evaluated
+from eval.models.target import Target
 from sft.errors import ModelError
 from sft.hub.demo import Demo
 from sft.launch.job import open_job

@@ -9,10 +9,10 @@ from sft.files import write_json
 from sft.hub.model_facts import ModelFacts
 from sft.launch.job import open_job
 from sft.launch.opening import check_start, open_run
-from sft.plan.engine import choose_engine, open_deepspeed, size_buckets
+from sft.plan.deepspeed import DeepSpeedFile, load_deepspeed, size_buckets
+from sft.plan.engine import choose_engine, open_deepspeed
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.plan import resolve_plan
-from sft.plan.zero import DeepSpeedFile, load_deepspeed
 from sft.recipe.schema import Recipe
 from sft.run.directory import Run
 

@@ -7,11 +7,11 @@ import pytest
 
 from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
+from sft.plan.deepspeed import load_deepspeed
 from sft.plan.engine import MEMORIES, choose_engine, engine_words, first_that_fits, machine, resolve_memory
 from sft.plan.hardware import Gpu, Hardware, described_hardware
-from sft.plan.memory import CPU_FACTOR, ENGINES, GIB, LIVE, Engine, engine_of, needed
+from sft.plan.memory import CPU_FACTOR, ENGINES, GIB, LIVE, Engine, engine_of, estimate_memory
 from sft.plan.plan import resolve_plan
-from sft.plan.zero import load_deepspeed
 from sft.recipe.schema import Data, Model, Recipe, Train
 
 MakeRecipe = Callable[..., Recipe]
@@ -55,7 +55,7 @@ def on(words: str) -> Hardware:
 
 
 def states(recipe: Recipe, hardware: Hardware, model: ModelFacts, engine: Engine) -> float:
-    need = needed(recipe, hardware, model, engine)
+    need = estimate_memory(recipe, hardware, model, engine)
     return sum(need.gpu[name] for name in STATES)
 
 
@@ -77,7 +77,7 @@ def test_bytes_a_parameter_are_those_of_the_tables_of_the_documentation() -> Non
         assert states(recipe, eight, model, ENGINES[name]) == pytest.approx(bytes_each * 10**9), name
     assert states(recipe, alone, model, ENGINES["none"]) == 18e9
     # fp32 weights, gradients and moments, and autocast's copies; the buckets hold the gradients once more.
-    ddp = needed(recipe, eight, model, ENGINES["none"])
+    ddp = estimate_memory(recipe, eight, model, ENGINES["none"])
     assert (sum(ddp.gpu[name] for name in STATES), ddp.gpu["buffers"]) == (18e9, 4e9)
 
 
@@ -102,13 +102,13 @@ def test_model_states_agree_with_deepspeeds_own_estimates(name: str, nodes: int,
     assert states(recipe, hardware, model, ENGINES["zero3"]) + largest == pytest.approx(theirs, abs=2)
 
     cpu, theirs = zero2(size, gpus, nodes, cpu_offload=True, additional_buffer_factor=CPU_FACTOR)
-    ours = needed(recipe, hardware, model, ENGINES["zero2_offload"])
+    ours = estimate_memory(recipe, hardware, model, ENGINES["zero2_offload"])
     assert sum(ours.gpu[name] for name in STATES) == pytest.approx(theirs, abs=2)
     assert ours.cpu <= cpu + 2
     if ranks <= 4:
         assert ours.cpu == pytest.approx(cpu, abs=2)
     cpu, theirs, _ = zero3(size, 0, gpus, nodes, additional_buffer_factor=CPU_FACTOR)
-    ours = needed(recipe, hardware, model, ENGINES["zero3_offload"])
+    ours = estimate_memory(recipe, hardware, model, ENGINES["zero3_offload"])
     assert sum(ours.gpu[name] for name in STATES) == theirs == 0
     assert ours.cpu == pytest.approx(cpu, abs=2)
 
@@ -147,7 +147,7 @@ def test_every_cell_is_an_engine_that_fits_or_a_refusal_that_names_one_that_does
                 assert offer
                 check_offer(offer, recipe, model)
             continue
-        need = needed(recipe, hardware, model, ENGINES[found.value or "none"])
+        need = estimate_memory(recipe, hardware, model, ENGINES[found.value or "none"])
         assert need.gpu_bytes <= memory * GIB
         assert need.cpu <= hardware.cpu_memory_gib * GIB
         shown = resolve_memory(recipe, hardware, model, load_deepspeed(found.value) if found.value else None)
@@ -195,9 +195,11 @@ def test_more_ranks_or_shorter_sequences_never_need_more_of_a_gpu(name: str) -> 
     model = MODELS[name]
     for engine, memory in product(ENGINES.values(), MEMORIES):
         gpu = Gpu("GPU", float(memory), 8.0)
-        sums = [needed(example(name), machine(gpu, *shape), model, engine).gpu_bytes for shape in ROWS[1:]]
+        sums = [estimate_memory(example(name), machine(gpu, *shape), model, engine).gpu_bytes for shape in ROWS[1:]]
         assert all(later <= earlier for earlier, later in pairwise(sums))
-        lengths = [needed(example(name, n), machine(gpu, 1, 8), model, engine).gpu_bytes for n in (512, 4096, 32768)]
+        lengths = [
+            estimate_memory(example(name, n), machine(gpu, 1, 8), model, engine).gpu_bytes for n in (512, 4096, 32768)
+        ]
         assert lengths == sorted(lengths)
 
 
@@ -205,14 +207,14 @@ def test_more_ranks_or_shorter_sequences_never_need_more_of_a_gpu(name: str) -> 
 def test_checkpointing_that_keeps_less_needs_less(name: str, make_recipe: MakeRecipe) -> None:
     def of(mode: str) -> float:
         recipe = make_recipe(f"train.gradient_checkpointing={mode}", "data.max_length=8192")
-        return needed(recipe, on("8x80GB"), MODELS[name], ENGINES["zero3_offload"]).gpu["activations"]
+        return estimate_memory(recipe, on("8x80GB"), MODELS[name], ENGINES["zero3_offload"]).gpu["activations"]
 
     assert of("offload") < of("true") == of("auto") < of("selective") < of("2") < of("4") < of("false")
 
 
 def test_a_sum_is_that_of_its_parts_and_is_shown_with_them() -> None:
     hardware, model = on("2x8x80GB"), MODELS["Qwen/Qwen2.5-32B"]
-    need = needed(example("m"), hardware, model, ENGINES["zero3_offload"])
+    need = estimate_memory(example("m"), hardware, model, ENGINES["zero3_offload"])
     assert need.gpu_bytes == sum(need.gpu.values())
     words = need.words(hardware)
     assert (

@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from sft.data.formats import IGNORED
 from sft.errors import PlanError
 from sft.hub.model_facts import Architecture, ModelFacts
-from sft.parallel.sequence import PartOfSequences
-from sft.parallel.tensor import full, shard_of
-from sft.plan.architecture import read_architecture
-from sft.plan.hardware import Hardware
-from sft.plan.parallelism import data_parallel_ranks, resolve_sequence_parallel, resolve_tensor_parallel
-from sft.plan.zero import DeepSpeedFile
+from sft.plan.deepspeed import DeepSpeedFile
+from sft.plan.hardware import Gpu, Hardware
+from sft.plan.parallelism import (
+    data_parallel_ranks,
+    mesh_shape,
+    resolve_fsdp,
+    resolve_sequence_parallel,
+    resolve_tensor_parallel,
+)
+from sft.plan.plan import Plan, resolve_plan
 from sft.recipe.schema import Recipe
 
 LLAMA = ModelFacts(
@@ -28,7 +29,7 @@ LLAMA = ModelFacts(
     num_attention_heads=32,
     num_key_value_heads=8,
     intermediate_size=11008,
-    architecture=read_architecture({"model_type": "llama", "num_attention_heads": 32, "hidden_size": 4096}),
+    architecture=Architecture(head_dim=128, tensor_plan=frozenset({"colwise", "rowwise"})),
 )
 Make = Callable[..., Recipe]
 
@@ -174,45 +175,77 @@ def test_few_key_heads_may_be_repeated_over_ranks(make_recipe: Make) -> None:
     assert sequence(make_recipe(*sizes(1, 4)), cpu(4), replace(LLAMA, num_key_value_heads=2), attention="varlen") == 4
 
 
+QWEN = ModelFacts("some/model", "qwen2", "bfloat16", 32768)
+
+
+def gpus(ranks: int, per_node: int | None = None) -> Hardware:
+    return Hardware(Gpu("NVIDIA Test", 80.0, 9.0), ranks, per_node or min(ranks, 8), 16, 128.0)
+
+
+def plan_of(recipe: Recipe, hardware: Hardware) -> Plan:
+    return resolve_plan(recipe, hardware, QWEN)
+
+
+def test_the_engine_and_what_the_weights_are_kept_in_follow_from_the_section(make_recipe: Make) -> None:
+    recipe = make_recipe("train.fsdp={sharding_strategy: shard_grad_op, offload_params: true}")
+    plan = plan_of(recipe, gpus(4))
+    assert plan.engine.value == "FSDP2"
+    assert plan.engine.reason == (
+        "train.fsdp, shard_grad_op: shared by 4 ranks; wraps decoder layers, offloaded to the machine's memory"
+    )
+    assert (plan.precision.value, plan.weights.value, plan.gradients.value) == ("bf16", "fp32", "fp32")
+
+
+def test_one_process_trains_as_one_process_and_says_why(make_recipe: Make) -> None:
+    plan, plain = plan_of(make_recipe("train.fsdp={}"), gpus(1)), plan_of(make_recipe(), gpus(1))
+    assert plan.engine.value == "one process"
+    assert plan.engine.reason == "train.fsdp is set, and one process shares with nobody"
+    assert plan.settings() == plain.settings()
+
+
 @pytest.mark.parametrize(
-    ("kind", "divided"),
+    ("strategy", "ranks", "per_node", "mesh"),
     [
-        ("llama", {"colwise", "rowwise"}),
-        ("qwen2", {"colwise", "rowwise"}),
-        ("qwen3", {"colwise", "rowwise", "replicated_with_grad_allreduce"}),
-        ("phi3", {"colwise_gather_output", "rowwise_split_input"}),
-        ("gpt2", set()),
+        ("full_shard", 16, 8, (1, 16)),
+        ("shard_grad_op", 4, 4, (1, 4)),
+        ("hybrid_shard", 16, 8, (2, 8)),
+        ("hybrid_shard", 8, 8, (1, 8)),
+        ("hybrid_shard", 12, 4, (3, 4)),
     ],
 )
-def test_the_plan_of_a_model_is_read_without_importing_it(kind: str, divided: set[str]) -> None:
-    known = read_architecture({"model_type": kind})
-    assert known is not None and known.tensor_plan == divided
+def test_copies_times_shards_are_the_ranks_and_hybrid_shares_within_a_machine(
+    strategy: str, ranks: int, per_node: int, mesh: tuple[int, int], make_recipe: Make
+) -> None:
+    recipe = make_recipe(f"train.fsdp={{sharding_strategy: {strategy}}}", "train.global_batch_size=48")
+    hardware = gpus(ranks, per_node)
+    fsdp = resolve_fsdp(recipe, hardware)
+    assert fsdp is not None
+    assert mesh_shape(fsdp, hardware) == mesh
+    assert mesh[0] * mesh[1] == ranks
+    assert f"shared by {mesh[1]} ranks" in plan_of(recipe, hardware).engine.reason
 
 
-ROWS = [
-    {"input_ids": [1, 2, 3, 4, 5], "labels": [IGNORED, 2, 3, 4, 5]},
-    {"input_ids": [6, 7, 8], "labels": [IGNORED, IGNORED, 8]},
-]
+def test_hybrid_on_one_machine_is_said_to_be_full_shard(make_recipe: Make) -> None:
+    recipe = make_recipe("train.fsdp={sharding_strategy: hybrid_shard}")
+    assert "one machine, so one copy, as full_shard" in plan_of(recipe, gpus(8)).engine.reason
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("parts", [2, 3, 4])
-def test_the_parts_of_a_batch_are_the_batch(packed: bool, parts: int) -> None:
-    collator = DataCollatorForLanguageModeling(0, packed, return_position_ids=True, pad_to_multiple_of=parts)
-    batch, shared = collator(ROWS), [PartOfSequences(collator, part, parts)(ROWS) for part in range(parts)]
-    for name in ("input_ids", "position_ids"):
-        torch.testing.assert_close(torch.cat([part[name] for part in shared], dim=1), batch[name])
-    following = torch.cat([part["shift_labels"] for part in shared], dim=1)
-    torch.testing.assert_close(following[:, :-1], batch["labels"][:, 1:])
-    assert (following[:, -1] == IGNORED).all()
-    assert not any("attention_mask" in part for part in shared)
-    if packed:
-        for part in shared:
-            torch.testing.assert_close(part["cu_seq_lens_q"], batch["cu_seq_lens_q"])
+HYBRID = ["train.fsdp={sharding_strategy: hybrid_shard}", "train.global_batch_size=48"]
 
 
-def test_what_is_not_divided_stays_as_it_is() -> None:
-    steps, weight = torch.tensor(3.0), torch.nn.Parameter(torch.ones(2, 2))
-    assert shard_of(steps, weight) is steps
-    torch.testing.assert_close(full(weight), weight)
-    assert full("name") == "name"
+@pytest.mark.parametrize(
+    ("overrides", "hardware", "message"),
+    [
+        (HYBRID, gpus(6, 4), "6 processes are no multiple of the 4"),
+        (HYBRID, gpus(2, 1), "there is one process on each"),
+        (["train.fsdp={}", "train.precision=fp16"], gpus(2), "train.deepspeed=zero3"),
+        (["train.fsdp={}", "model.lora={}", "model.new_tokens=['<|a|>']"], gpus(2), "train.deepspeed=zero2"),
+        (["train.fsdp={}", "train.tensor_parallel_size=2"], gpus(4), "set both sizes to 1"),
+    ],
+)
+def test_what_it_cannot_do_here_is_refused_with_what_can(
+    overrides: list[str], hardware: Hardware, message: str, make_recipe: Make
+) -> None:
+    model = ModelFacts("some/model", "qwen2", "float16", 32768)
+    with pytest.raises(PlanError, match=message):
+        resolve_plan(make_recipe(*overrides), hardware, model)

@@ -9,9 +9,9 @@ import pytest
 from sft.data.facts import DataFacts
 from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
+from sft.plan.deepspeed import load_deepspeed
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.plan import Plan, plan_warnings, print_plan, resolve_plan
-from sft.plan.zero import load_deepspeed
 from sft.recipe.schema import Recipe
 
 MakeRecipe = Callable[..., Recipe]

@@ -22,10 +22,10 @@ from sft.data.tokenizer import load_tokenizer
 from sft.errors import PlanError
 from sft.launch.job import open_job
 from sft.model.load import load_model
-from sft.plan.decision import Resolved
+from sft.plan.decision import Decision
+from sft.plan.deepspeed import load_deepspeed
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
-from sft.plan.zero import load_deepspeed
 from sft.run.directory import Run
 from sft.train.arguments import build_trainer, training_arguments
 from sft.train.batches import Sequences, StepOrder
@@ -153,7 +153,7 @@ def wrong(found: dict[str, Reading]) -> dict[str, tuple[str, str]]:
 
 def as_planned(**decisions: object) -> Callable[[Job], Job]:
     def change(job: Job) -> Job:
-        values: Any = {name: Resolved(value, "the recipe") for name, value in decisions.items()}
+        values: Any = {name: Decision(value, "the recipe") for name, value in decisions.items()}
         return replace(job, plan=replace(job.plan, **values))
 
     return change

@@ -9,9 +9,8 @@ import pytest
 from sft.errors import PreflightError
 from sft.launch.job import open_job
 from sft.launch.preflight import check_disk, check_ranks
-from sft.plan.disk import bytes_per_parameter, checkpoints_to_come
 from sft.plan.hardware import Gpu, Hardware
-from sft.plan.job import Job
+from sft.plan.job import Job, bytes_per_parameter, checkpoints_to_come
 from sft.recipe.schema import REPOSITORY, Recipe
 
 CPU = Hardware(None, 2, 2, 2, 16.0)

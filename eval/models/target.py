@@ -1,18 +1,43 @@
-"""The models of a run that are measured or talked to, checked as far as that goes without their weights."""
+"""Name the models to measure, and check them as far as that goes without their weights."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from eval.models.backends import Target
+from eval.models.server import Served
 from eval.reference import Reference, check_vocabulary, load_config
 from sft.errors import EvaluationError, did_you_mean
 from sft.hub.remote_code import code_hash
 from sft.run.directory import Run
 
 
+@dataclass(frozen=True)
+class Target:
+    """A model to measure."""
+
+    label: str
+    """How lines on the terminal begin: base, tuned."""
+
+    model: str
+    """A folder or an id on the hub."""
+
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    new_tokens: tuple[str, ...] = ()
+    """Tokens that the tokenizer has beside the model's own: they get the embeddings that training started from."""
+
+    served: Served | None = None
+    """Where a server has it."""
+
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """Arguments of vLLM that move no score."""
+
+
 def check_folder(named: str) -> None:
-    """Refuse what can only have been meant as a folder, and is none: asking the hub for it would tell of something else.
+    """Refuse what can only be meant as a folder, and is none: the hub's answer would mislead.
 
     Args:
         named: A folder, or an id on the hub such as Qwen/Qwen2.5-0.5B.
@@ -28,44 +53,35 @@ def check_folder(named: str) -> None:
             f"{named} is a recipe, and a recipe is trained by scripts/sft.sh. Name its run: outputs/<run>/latest."
         )
     local = named.startswith((".", "~", "outputs/")) or path.is_absolute() or len(path.parts) > 2
-    # A folder named as a hub's organisation may well be here; one with runs in it is none.
+    # A folder named like a hub's organization may well be here, but one with runs in it is no organization.
     if local or path.is_file() or (len(path.parts) == 2 and (path.parent / "latest").is_symlink()):
         beside = [folder.name for folder in sorted(path.parent.glob("*/"))] if path.parent.is_dir() else []
         hint = did_you_mean(path.name, beside, ".")
         raise EvaluationError(f"There is no folder {path}{hint} Name a run's folder, a model's, or an id on the hub.")
 
 
-def _check_same_code(run: Run, record: dict[str, str]) -> None:
-    """Refuse to run code that has changed since it was trained with."""
+def recorded_base(run: Run) -> Target:
+    """The model that a run started from, as run.json records it.
+
+    Raises:
+        EvaluationError: Its code has changed since the training.
+    """
+    model, record = run.recipe().model, run.record["base_model"]
     trained = record.get("code_sha256")
-    if trained is not None and code_hash(run.recipe().model, record["path"]) != trained:
+    if trained is not None and code_hash(model, record["path"]) != trained:
         raise EvaluationError(
             f"The Python files of {record['path']} have changed since {run.path} was trained with them. Put them back: the base model must "
             "be the one that the training started from."
         )
-
-
-def recorded_base(run: Run) -> Target:
-    """The model that a run started from, as it is on record; nothing of it is read but its code.
-
-    Raises:
-        EvaluationError: Its code is not what the run was trained with.
-    """
-    model, record = run.recipe().model, run.record["base_model"]
-    _check_same_code(run, record)
     path = str(record.get("path") or record["name_or_path"])
     return Target("base", path, record["revision"], model.trust_remote_code, model.new_tokens)
 
 
 def base_target(run: Run, reference: Reference) -> Target:
-    """The model that a run started from.
-
-    Args:
-        run: The run.
-        reference: The tuned model, whose tokenizer asks it.
+    """The model that a run started from, checked against the tuned model's tokenizer.
 
     Raises:
-        EvaluationError: It cannot be loaded, is not the one that the run was trained from, or is too small for the tokenizer.
+        EvaluationError: It cannot be loaded, its code has changed, or it is too small for the tokenizer.
     """
     target = recorded_base(run)
     config = load_config(

@@ -3,10 +3,10 @@ from collections.abc import Callable
 import pytest
 
 from sft.hub.model_facts import ModelFacts
+from sft.plan.deepspeed import DeepSpeedFile, load_deepspeed
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.plan import Plan, resolve_plan
-from sft.plan.weights import MASTER
-from sft.plan.zero import DeepSpeedFile, load_deepspeed
+from sft.plan.precision import MASTER
 from sft.recipe.schema import Recipe
 
 MakeRecipe = Callable[..., Recipe]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import ceil, isqrt, sqrt
 
 from sft.errors import PlanError
-from sft.plan.decision import Resolved, Searched, stated
+from sft.plan.decision import Decision, TuningResult, stated
 from sft.plan.hardware import Hardware
 from sft.plan.parallelism import data_parallel_ranks
 from sft.recipe.schema import Recipe
@@ -25,7 +25,7 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // divisor for divisor in small)})
 
 
-def resolve_sequences(recipe: Recipe, hardware: Hardware) -> Resolved[int]:
+def resolve_sequences(recipe: Recipe, hardware: Hardware) -> Decision[int]:
     """Sequences per optimizer step.
 
     Raises:
@@ -34,7 +34,7 @@ def resolve_sequences(recipe: Recipe, hardware: Hardware) -> Resolved[int]:
     train, length = recipe.train, recipe.sequence_length
     unit = f"packs of {length} tokens" if recipe.data.packing else "documents"
     if train.global_batch_size is not None:
-        return Resolved(train.global_batch_size, f"the recipe, in {unit}")
+        return Decision(train.global_batch_size, f"the recipe, in {unit}")
     tokens = train.global_batch_tokens
     assert tokens is not None
     if tokens % length:
@@ -43,7 +43,18 @@ def resolve_sequences(recipe: Recipe, hardware: Hardware) -> Resolved[int]:
             f"train.global_batch_tokens={tokens} is not a multiple of data.{key}={length}. The nearest that can be used here: "
             f"{_nearest(tokens, length * _share_unit(recipe, hardware))}."
         )
-    return Resolved(tokens // length, f"{tokens} tokens = {tokens // length} x {length}, in {unit}")
+    return Decision(tokens // length, f"{tokens} tokens = {tokens // length} x {length}, in {unit}")
+
+
+def check_batch(recipe: Recipe, hardware: Hardware) -> None:
+    """Refuse a batch that the ranks cannot share, whatever the model.
+
+    Raises:
+        PlanError: The message names sizes that can be shared.
+    """
+    sequences, ranks = resolve_sequences(recipe, hardware).value, data_parallel_ranks(recipe, hardware)
+    if recipe.train.remainder == "refuse":
+        _check_share(recipe, hardware, sequences, ranks)
 
 
 def _share_unit(recipe: Recipe, hardware: Hardware) -> int:
@@ -78,7 +89,7 @@ def _sharers(recipe: Recipe, hardware: Hardware) -> str:
     return f"groups of {noun} ({shared})" if shared else noun
 
 
-def resolve_data_parallel_ranks(recipe: Recipe, hardware: Hardware) -> Resolved[int]:
+def resolve_data_parallel_ranks(recipe: Recipe, hardware: Hardware) -> Decision[int]:
     """Ranks, or groups of ranks, that each see a batch of their own.
 
     Raises:
@@ -88,14 +99,14 @@ def resolve_data_parallel_ranks(recipe: Recipe, hardware: Hardware) -> Resolved[
     groups = {"the matrices of a layer": train.tensor_parallel_size, "a sequence": train.sequence_parallel_size}
     shared = "".join(f" / {size} that share {what}" for what, size in groups.items() if size > 1)
     plural = "s" if hardware.ranks > 1 else ""
-    return Resolved(
+    return Decision(
         ranks, f"{hardware.ranks} rank{plural}{shared}" + ("" if shared else ", each with sequences of its own")
     )
 
 
 def split_batch(
-    recipe: Recipe, hardware: Hardware, sequences: int, attention: str, searched: Searched | None = None
-) -> tuple[Resolved[int], Resolved[int]]:
+    recipe: Recipe, hardware: Hardware, sequences: int, attention: str, tuned: TuningResult | None = None
+) -> tuple[Decision[int], Decision[int]]:
     """Micro-batch and accumulation, so that micro x accumulation x ranks is the batch, or with `fill` the next that it can be.
 
     Args:
@@ -103,7 +114,7 @@ def split_batch(
         hardware: The ranks, and the memory of each.
         sequences: From resolve_sequences.
         attention: The attention function, as planned.
-        searched: What a search on this machine found.
+        tuned: What a search on this machine found.
 
     Returns:
         Sequences per forward pass on one rank, and forward passes per optimizer step.
@@ -115,15 +126,15 @@ def split_batch(
     if recipe.train.remainder == "refuse":
         _check_share(recipe, hardware, sequences, ranks)
     share = ceil(sequences / ranks)
-    found = searched.micro_batch_size if searched else None
-    if wanted == "auto" and searched and found is not None and share % found == 0:
-        micro, reason = found, searched.reason
+    found = tuned.micro_batch_size if tuned else None
+    if wanted == "auto" and tuned and found is not None and share % found == 0:
+        micro, reason = found, tuned.reason
     elif wanted == "auto":
         budget, why = _token_budget(recipe, hardware, attention)
         fitting = [divisor for divisor in divisors(share) if divisor * recipe.sequence_length <= budget]
         micro = max(fitting, default=1)
         reason = f"auto: the largest divisor of {share} within {budget} tokens a forward pass ({why})"
-        reason += f"; {searched.reason}" if searched else ""
+        reason += f"; {tuned.reason}" if tuned else ""
     else:
         micro, reason = wanted, "the recipe"
     if recipe.train.remainder == "refuse":
@@ -134,10 +145,10 @@ def split_batch(
     empty = micro * accumulation * ranks - sequences
     filled = f" - {empty} empty" if empty else ""
     arithmetic = f"{sequences} = {micro} x {accumulation} x {ranks}{filled} (micro-batch x accumulation x {of})"
-    return Resolved(micro, reason), Resolved(accumulation, arithmetic)
+    return Decision(micro, reason), Decision(accumulation, arithmetic)
 
 
-def resolve_empty(recipe: Recipe, sequences: int, micro: int, accumulation: int, ranks: int) -> Resolved[int]:
+def resolve_empty(recipe: Recipe, sequences: int, micro: int, accumulation: int, ranks: int) -> Decision[int]:
     """Places of a step that hold no sequence of the data.
 
     Args:
@@ -149,22 +160,22 @@ def resolve_empty(recipe: Recipe, sequences: int, micro: int, accumulation: int,
     """
     places = micro * accumulation * ranks
     if places == sequences:
-        return Resolved(0, "the batch divides")
+        return Decision(0, "the batch divides")
     shared = f"train.remainder=fill: {places} places for {sequences} sequences"
-    return Resolved(places - sequences, f"{shared}; a filler is one token that trains nothing and counts for nothing")
+    return Decision(places - sequences, f"{shared}; a filler is one token that trains nothing and counts for nothing")
 
 
-def resolve_learning_rate(recipe: Recipe) -> Resolved[float]:
+def resolve_learning_rate(recipe: Recipe) -> Decision[float]:
     """The peak learning rate, scaled where the recipe has a base for it."""
     train = recipe.train
     if train.lr_scaling == "none" or train.base_batch_size is None:
-        return Resolved(train.learning_rate, stated(train, "learning_rate"))
+        return Decision(train.learning_rate, stated(train, "learning_rate"))
     batch = train.global_batch_size or train.global_batch_tokens
     assert batch is not None
     ratio = batch / train.base_batch_size
     factor = ratio if train.lr_scaling == "linear" else sqrt(ratio)
     how = f"{train.lr_scaling}: {batch} / base_batch_size {train.base_batch_size}"
-    return Resolved(train.learning_rate * factor, f"{_exponent(train.learning_rate)} x {factor:.6g} ({how})")
+    return Decision(train.learning_rate * factor, f"{_exponent(train.learning_rate)} x {factor:.6g} ({how})")
 
 
 def _exponent(number: float) -> str:

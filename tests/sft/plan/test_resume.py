@@ -8,9 +8,8 @@ from sft.data.facts import DataFacts
 from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
 from sft.plan.hardware import Gpu, Hardware
-from sft.plan.job import Job
+from sft.plan.job import REASON, Job, keep_decisions
 from sft.plan.plan import resolve_plan
-from sft.plan.resumed import REASON, as_started
 from sft.recipe.schema import Recipe
 
 MakeRecipe = Callable[..., Recipe]
@@ -34,7 +33,7 @@ def test_what_the_recipe_leaves_open_is_what_it_was(make_recipe: MakeRecipe) -> 
     job = job_of(make_recipe("train.global_batch_size=64"), gpus())
     here = decisions(job.with_data(DATA))
     then = here | {"attention": "eager", "precision": "fp32", "gradient_checkpointing": 2, "micro_batch_size": 2}
-    planned = as_started(job, DATA, then).plan
+    planned = keep_decisions(job, DATA, then).plan
     found = {name: getattr(planned, name).value for name in then}
     assert found["weights"] == "fp32"  # follows from the format
     assert {name: value for name, value in found.items() if value != here[name]}.keys() == {
@@ -55,7 +54,7 @@ def test_what_the_recipe_sets_it_sets(make_recipe: MakeRecipe) -> None:
     recipe = make_recipe("train.global_batch_size=64", "train.micro_batch_size=8", "train.gradient_checkpointing=false")
     job = job_of(recipe, gpus())
     then = decisions(job.with_data(DATA)) | {"micro_batch_size": 2, "gradient_checkpointing": True}
-    planned = as_started(job, DATA, then).plan
+    planned = keep_decisions(job, DATA, then).plan
     assert (planned.micro_batch_size.value, planned.gradient_checkpointing.value) == (8, False)
     assert planned.micro_batch_size.reason == "the recipe"
 
@@ -65,17 +64,17 @@ def test_gradients_are_added_up_as_before_on_a_machine_of_another_memory(make_re
     small, large = (job_of(recipe, gpus(memory=memory)) for memory in (56.0, 80.0))
     then = decisions(small.with_data(DATA))
     assert (then["gradients"], decisions(large.with_data(DATA))["gradients"]) == ("bf16", "fp32")
-    planned = as_started(large, DATA, then).plan
+    planned = keep_decisions(large, DATA, then).plan
     assert (planned.gradients.value, planned.gradients.reason) == ("bf16", REASON)
     # Another micro-batch, which the recipe sets now, is another question.
     other = job_of(make_recipe("train.global_batch_size=64", "train.micro_batch_size=4"), gpus(memory=80.0))
-    assert as_started(other, DATA, then).plan.gradients.value == "fp32"
+    assert keep_decisions(other, DATA, then).plan.gradients.value == "fp32"
 
 
 def test_another_number_of_ranks_has_its_own_micro_batch(make_recipe: MakeRecipe) -> None:
     then = decisions(job_of(make_recipe(), gpus(1)).with_data(DATA)) | {"micro_batch_size": 2}
     job = job_of(make_recipe(), gpus(4))
-    assert as_started(job, DATA, then).plan.micro_batch_size == job.plan.micro_batch_size
+    assert keep_decisions(job, DATA, then).plan.micro_batch_size == job.plan.micro_batch_size
     assert job.plan.micro_batch_size.value == 1
 
 
@@ -85,9 +84,9 @@ def test_a_machine_that_cannot_do_the_same_says_so(make_recipe: MakeRecipe) -> N
     with pytest.raises(
         PlanError, match=r"goes on as it was started, with .*model.attn_implementation=flash_attention_2"
     ):
-        as_started(job, DATA, then)
+        keep_decisions(job, DATA, then)
 
 
 def test_an_earlier_plan_of_another_program_is_followed_as_far_as_it_goes(make_recipe: MakeRecipe) -> None:
     job = job_of(make_recipe(), gpus())
-    assert as_started(job, DATA, {"no such decision": 1}).plan == job.with_data(DATA).plan
+    assert keep_decisions(job, DATA, {"no such decision": 1}).plan == job.with_data(DATA).plan

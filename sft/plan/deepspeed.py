@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON: found, read, and compared with the recipe before anything starts.
+"""Reads DeepSpeed's JSON, compares it with the recipe before anything starts, and sizes its buffers for the model.
 
 A value of the JSON that the recipe or the plan also decides must be `"auto"` or equal: DeepSpeed would follow the JSON and
 the trainer the recipe.
@@ -7,16 +7,20 @@ the trainer the recipe.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from sft.errors import PlanError, did_you_mean
+from sft.hub.model_facts import ModelFacts
 from sft.recipe.load import find_file
 from sft.recipe.schema import REPOSITORY, Recipe
 
 # The keys of deepspeed 0.19's configuration that a training run can use. It ignores what it does not know, so a typo
-# would silently do nothing.
+# would silently do nothing; it has no list of these keys itself.
 KNOWN_KEYS = (
     "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer scheduler fp16 bf16 "
     "amp gradient_clipping prescale_gradients gradient_predivide_factor sparse_gradients zero_optimization "
@@ -25,20 +29,6 @@ KNOWN_KEYS = (
     "flops_profiler tensorboard wandb csv_monitor comet steps_per_print wall_clock_breakdown "
     "dump_state memory_breakdown disable_allgather dataloader_drop_last timers compile "
     "use_data_before_expert_parallelism elasticity torch_autocast graph_harvesting use_node_local_storage"
-).split()
-
-
-ZERO_KEYS = (
-    "stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions "
-    "allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights elastic_checkpoint offload_param "
-    "offload_optimizer zenflow sub_group_size cpu_offload_param cpu_offload_use_pin_memory cpu_offload "
-    "stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold "
-    "stage3_max_live_parameters stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save "
-    "stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential "
-    "stage3_gather_fp16_weights_on_model_save ignore_unused_parameters legacy_stage1 round_robin_gradients "
-    "parameter_alignment zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights "
-    "zero_quantized_gradients memory_efficient_linear pipeline_loading_checkpoint override_module_apply "
-    "log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module"
 ).split()
 
 WRITING_KEYS = (
@@ -53,6 +43,9 @@ WRITING_KEYS = (
 _OWNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 """Keys that the recipe decides."""
 
+LARGEST_BUCKET = 500_000_000
+"""Elements, 1 GB in bf16: larger ones win nothing more."""
+
 
 @dataclass(frozen=True)
 class DeepSpeedFile:
@@ -62,15 +55,19 @@ class DeepSpeedFile:
     config: dict[str, Any]
 
     @property
+    def zero(self) -> dict[str, Any]:
+        """Its zero_optimization section."""
+        return dict(self.config.get("zero_optimization", {}))
+
+    @property
     def stage(self) -> int:
         """ZeRO stage, 0 to 3."""
-        return int(self.config.get("zero_optimization", {}).get("stage", 0))
+        return int(self.zero.get("stage", 0))
 
     @property
     def offload(self) -> str | None:
         """Where optimizer or parameters are kept besides the GPU: `cpu`, `nvme` or None."""
-        zero = self.config.get("zero_optimization", {})
-        devices = {str(zero.get(key, {}).get("device", "none")) for key in ("offload_optimizer", "offload_param")}
+        devices = {str(self.zero.get(key, {}).get("device")) for key in ("offload_optimizer", "offload_param")}
         return next((device for device in ("nvme", "cpu") if device in devices), None)
 
 
@@ -78,7 +75,7 @@ def load_deepspeed(name: str) -> DeepSpeedFile:
     """Read a DeepSpeed JSON by path or by the name of one in ds_configs/.
 
     Raises:
-        PlanError: There is none, it is no JSON, or it has a key that DeepSpeed does not know.
+        PlanError: There is none, it is no JSON, or DeepSpeed would not follow it.
     """
     shipped = REPOSITORY / "ds_configs" / f"{name}.json"
     path = shipped if shipped.is_file() else find_file(name)
@@ -95,7 +92,9 @@ def load_deepspeed(name: str) -> DeepSpeedFile:
         raise PlanError(f"train.deepspeed={name}: {path} holds no JSON object.")
     # DeepSpeed takes null for absent, in sections too.
     config = _without_nulls(config)
-    _check_shape(path, config)
+    problems = _problems(config, is_shipped=path.resolve().parent == REPOSITORY / "ds_configs")
+    if problems:
+        raise PlanError("\n  ".join([f"{path} is not a configuration that DeepSpeed would follow:", *problems]))
     # Left out, DeepSpeed would clip at 1.0 and count the batch its own way, whatever the recipe says.
     return DeepSpeedFile(path, dict.fromkeys(_OWNED, "auto") | config)
 
@@ -108,38 +107,44 @@ def _without_nulls(section: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_shape(path: Path, config: dict[str, Any]) -> None:
-    sections = (
-        "zero_optimization",
-        "bf16",
-        "fp16",
-        "zero_optimization.offload_optimizer",
-        "zero_optimization.offload_param",
-    )
-    wrong = [
-        f"  {key}: must be a section in braces, got {json.dumps(value)}"
-        for key in sections
-        if not isinstance(value := _at(config, key, {}), dict)
-    ]
-    zero = config.get("zero_optimization", {})
-    wrong += [
-        f"  {key}: would write outside of the run's folder; remove it, tracking.report_to and train.profile=true do the same inside"
+def _problems(config: dict[str, Any], is_shipped: bool) -> list[str]:
+    found = [f"{key}: unknown to DeepSpeed{did_you_mean(key, KNOWN_KEYS)}" for key in config if key not in KNOWN_KEYS]
+    found += [
+        f"{key}: would write outside of the run's folder; remove it, tracking.report_to and train.profile=true do the same inside"
         for key in WRITING_KEYS
         if _at(config, key, False)
     ]
-    wrong += [
-        f"  {key}: unknown to DeepSpeed{did_you_mean(key, KNOWN_KEYS)}" for key in config if key not in KNOWN_KEYS
-    ]
-    if isinstance(zero, dict):
-        wrong += [
-            f"  zero_optimization.{key}: unknown to DeepSpeed{did_you_mean(key, ZERO_KEYS)}"
-            for key in zero
-            if key not in ZERO_KEYS
+    for key in ("zero_optimization", "bf16", "fp16"):
+        if not isinstance(section := config.get(key, {}), dict):
+            found.append(f"{key}: must be a section in braces, got {json.dumps(section)}")
+    zero = config.get("zero_optimization", {})
+    return found + ([] if found or is_shipped else _zero_problems(zero))
+
+
+def _zero_problems(zero: dict[str, Any]) -> list[str]:
+    """What DeepSpeed's own model of the section refuses."""
+    logging.disable(logging.WARNING)  # its import says which accelerator it found
+    try:
+        # Seconds, and only for a file of the user's.
+        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    finally:
+        logging.disable(logging.NOTSET)
+    names = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
+    if type(zero.get("stage", 0)) is not int:
+        return [f"zero_optimization.stage must be 0, 1, 2 or 3, got {json.dumps(zero['stage'])}"]
+    try:
+        DeepSpeedZeroConfig(**{key: value for key, value in zero.items() if value != "auto"})
+    except ValidationError as error:
+        return [
+            f"zero_optimization.{'.'.join(map(str, one['loc']))}: "
+            + (
+                f"unknown to DeepSpeed{did_you_mean(str(one['loc'][-1]), names)}"
+                if one["type"] == "extra_forbidden"
+                else f"{one['msg']}, got {json.dumps(one['input'])}"
+            )
+            for one in error.errors()
         ]
-    if not isinstance(zero, dict) or type(zero.get("stage", 0)) is not int or zero.get("stage", 0) not in (0, 1, 2, 3):
-        wrong.append(f"  zero_optimization.stage must be 0, 1, 2 or 3, got {json.dumps(zero)}")
-    if wrong:
-        raise PlanError("\n".join([f"{path} is not a configuration that DeepSpeed would follow:", *wrong]))
+    return []
 
 
 def _at(config: dict[str, Any], dotted: str, absent: Any = "auto") -> Any:
@@ -149,11 +154,10 @@ def _at(config: dict[str, Any], dotted: str, absent: Any = "auto") -> Any:
     return value
 
 
-def _same(found: Any, wanted: Any) -> bool:
-    if isinstance(found, list) and isinstance(wanted, list):
-        return len(found) == len(wanted) and all(map(_same, found, wanted))
-    number = isinstance(found, int | float) and isinstance(wanted, int | float)
-    return bool(abs(found - wanted) <= 1e-12 * abs(wanted) if number else found == wanted)
+def _is_same(found: Any, expected: Any) -> bool:
+    if isinstance(found, int | float) and isinstance(expected, int | float):
+        return abs(found - expected) <= 1e-12 * abs(expected)
+    return bool(found == expected)
 
 
 def check_deepspeed(
@@ -187,7 +191,7 @@ def check_deepspeed(
     lines = [
         f"  {key} is {json.dumps(found)}, and {name} is {json.dumps(value)}"
         for key, (value, name) in wanted.items()
-        if (found := _at(file.config, key)) != "auto" and not _same(found, value)
+        if (found := _at(file.config, key)) != "auto" and not _is_same(found, value)
     ]
     if "scheduler" in file.config:
         lines.append(
@@ -205,11 +209,33 @@ def check_deepspeed(
             f"  bf16.check_grad_overflow is false, and train.on_nonfinite is {train.on_nonfinite}: a gradient that is not finite would be "
             "applied before it is found; remove the key"
         )
-    zero = file.config.get("zero_optimization", {})
-    if file.stage == 3 and not zero.get("stage3_gather_16bit_weights_on_model_save"):
+    if file.stage == 3 and not file.zero.get("stage3_gather_16bit_weights_on_model_save"):
         lines.append(
             "  zero_optimization.stage3_gather_16bit_weights_on_model_save is not true: the saved model would be empty"
         )
     if lines:
         remedy = 'Write "auto" in the JSON for what the recipe decides.'
         raise PlanError("\n".join([f"{file.path} contradicts the recipe:", *lines, remedy]))
+
+
+def size_buckets(file: DeepSpeedFile, model: ModelFacts) -> DeepSpeedFile:
+    """The file with numbers, in elements, where it says `"auto"` for the size of a buffer.
+
+    transformers would put in the square of hidden_size, which is less than one weight of an MLP.
+
+    Args:
+        file: From load_deepspeed; numbers that it holds stay.
+        model: Its size. What is not known gives DeepSpeed's own defaults.
+    """
+    parameters, hidden, layers = model.parameters, model.hidden_size, model.num_hidden_layers
+    # All of a small model in one reduction; never more than the model has.
+    bucket = min(LARGEST_BUCKET, parameters or LARGEST_BUCKET)
+    layer = model.layer_size if parameters and hidden and layers else 50_000_000
+    sizes = {
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+        "stage3_prefetch_bucket_size": min(LARGEST_BUCKET, layer),
+        "stage3_param_persistence_threshold": 10 * hidden if hidden else 100_000,
+    }
+    sized = {key: sizes[key] if value == "auto" and key in sizes else value for key, value in file.zero.items()}
+    return replace(file, config=file.config | {"zero_optimization": sized}) if sized else file

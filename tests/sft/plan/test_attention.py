@@ -11,8 +11,7 @@ import pytest
 
 from sft.errors import PlanError
 from sft.hub.model_facts import Architecture
-from sft.plan.architecture import read_architecture
-from sft.plan.attention_choice import FLASH, choose_attention
+from sft.plan.attention import FLASH, choose_attention
 from sft.plan.hardware import Gpu, Hardware
 from sft.recipe.schema import Recipe
 
@@ -194,25 +193,3 @@ def test_a_remedy_is_never_refused_itself(make_recipe: MakeRecipe) -> None:
             for remedy in remedies.groups():
                 choose_attention(asked[remedy], hardware, precision, "odd", architecture)
     assert refused > 1000
-
-
-@pytest.mark.slow
-def test_the_choice_for_every_type_is_one_that_its_class_supports(make_recipe: MakeRecipe) -> None:
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    declared = {
-        "varlen": "_supports_attention_backend", "sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"
-    }  # fmt: skip
-    for packing, hardware in product(("true", "false"), (CPU, V100, A100, with_flash(A100))):
-        recipe = make_recipe(f"data.packing={packing}")
-        for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-            if (architecture := read_architecture({"model_type": model_type})) is None:
-                continue  # it counts as a model with code of its own, and loading says what that does not support
-            try:
-                chosen = choose_attention(recipe, hardware, "bf16", model_type, architecture).value
-            except PlanError as error:
-                assert re.search("recurrent|do not follow", str(error))  # and nothing else is refused by auto
-                continue
-            kind = getattr(transformers, name if isinstance(name, str) else name[0])
-            assert chosen == "eager" or getattr(kind, declared[chosen]), (model_type, chosen)

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from sft.plan.flops import (
+from sft.model.flops import (
     AttentionLayers,
     Matmuls,
     ModelFlops,

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from eval.models.answering import (
+from eval.models.generation import (
     carried_by_openai,
     check_generation,
     cut,

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from math import ceil
 from pathlib import Path
 
@@ -94,3 +96,23 @@ def test_a_place_that_cannot_be_written_is_found_before_anything_heavy(
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match=r"output_dir=.*file.* is not a folder. Set output_dir to a place that can be"):
         open_job(recipe_file, [f"output_dir={tmp_path / place}"], CPU)
+
+
+@pytest.mark.parametrize("mistake", ["train.learning_rat=1", "data.train=gone.jsonl", "train.global_batch_size=9"])
+def test_a_mistake_is_found_before_torch_is_imported(mistake: str, outputs: Path) -> None:
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from sft.errors import UserError\n"
+        "from sft.plan.hardware import described_hardware\n"
+        "from sft.launch.job import open_job\n"
+        "try:\n"
+        f"    open_job(Path('recipes/tiny.yaml'), ['output_dir={outputs}', '{mistake}'], described_hardware('2x80GB'))\n"
+        "except UserError:\n"
+        "    heavy = {'torch', 'transformers', 'datasets', 'trl', 'deepspeed', 'accelerate', 'lm_eval', 'peft'}\n"
+        "    print(sorted(heavy & set(sys.modules)))\n"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=REPOSITORY
+    )
+    assert printed.stdout.strip() == "[]"

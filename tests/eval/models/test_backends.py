@@ -2,7 +2,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from eval.models.backend_checks import CLIENT_PACKAGES, check_backend, contradictions
+from eval.models.backends import CLIENT_PACKAGES, check_backend, contradictions
 from eval.run import parse_evaluation
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation
@@ -27,10 +27,13 @@ def test_the_defaults_contradict_nothing() -> None:
             {"server": {"base_url": "http://x/v1"}},
             "eval.server.base_url=http://x/v1 is of eval.backend=server, and eval.backend=hf",
         ),
-        ({"backend": "vllm", "parallelize": True}, "eval.parallelize=true places layers of eval.backend=hf"),
+        (
+            {"backend": "vllm", "parallelize": True},
+            "eval.parallelize=True is of eval.backend=hf, and eval.backend=vllm",
+        ),
         ({"backend": "vllm", "server": {"api": "chat"}}, "eval.server.api=chat is of eval.backend=server"),
         ({"backend": "server"}, "eval.server.base_url is not given"),
-        ({**SERVER, "parallelize": False}, "eval.parallelize=false places layers of eval.backend=hf"),
+        ({**SERVER, "processes": 2}, "eval.processes=2 is of eval.backend=hf"),
         (
             {**SERVER, "data_parallel_size": 2},
             "eval.data_parallel_size=2 is of eval.backend=vllm, and eval.backend=server",

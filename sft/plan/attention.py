@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sft.errors import PlanError
 from sft.hub.model_facts import Architecture
-from sft.plan.decision import Resolved
+from sft.plan.decision import Decision
 from sft.plan.hardware import Hardware
 from sft.recipe.schema import Recipe
 
@@ -13,7 +13,7 @@ FLASH = {"flash_attention_3": "flash-attn 3", "flash_attention_2": "flash-attn"}
 
 def choose_attention(
     recipe: Recipe, hardware: Hardware, precision: str, model_type: str | None, architecture: Architecture | None
-) -> Resolved[str]:
+) -> Decision[str]:
     """Decide the attention function.
 
     Args:
@@ -47,10 +47,10 @@ def choose_attention(
     if problem:
         others = "auto or eager" if _no_sdpa(known, kind) else "auto or sdpa"
         raise PlanError(f"model.attn_implementation={wanted}, and {problem}. Set it to {others}.")
-    return _kept_apart(recipe, Resolved(wanted, "the recipe"), known, kind)
+    return _kept_apart(recipe, Decision(wanted, "the recipe"), known, kind)
 
 
-def _kept_apart(recipe: Recipe, chosen: Resolved[str], known: Architecture, kind: str) -> Resolved[str]:
+def _kept_apart(recipe: Recipe, chosen: Decision[str], known: Architecture, kind: str) -> Decision[str]:
     if recipe.data.packing and known.blind_mask and chosen.value in ("sdpa", "eager"):
         raise PlanError(
             f"data.packing=true, and the masks of models of type {kind} do not follow documents: with {chosen.value} they would see each "
@@ -59,19 +59,19 @@ def _kept_apart(recipe: Recipe, chosen: Resolved[str], known: Architecture, kind
     return chosen
 
 
-def _automatic(recipe: Recipe, hardware: Hardware, precision: str, known: Architecture, kind: str) -> Resolved[str]:
+def _automatic(recipe: Recipe, hardware: Hardware, precision: str, known: Architecture, kind: str) -> Decision[str]:
     apart = "packed documents stay apart by their boundaries" if recipe.data.packing else "no packing"
     for name, package in FLASH.items():
         if _no_flash(name, hardware, precision, known, kind) is None:
-            return Resolved(name, f"auto: {package} is installed; {apart}")
+            return Decision(name, f"auto: {package} is installed; {apart}")
     no_varlen, no_sdpa = _no_varlen(hardware, precision, known, kind), _no_sdpa(known, kind)
     if recipe.data.packing and no_varlen is None:
         how = "FlashAttention inside torch" if hardware.gpu else "sdpa, document by document"
-        return Resolved("varlen", f"auto: {how}; {apart}")
+        return Decision("varlen", f"auto: {how}; {apart}")
     if no_sdpa is None:
         why = f"no varlen, {no_varlen}; packed documents stay apart by a block mask" if recipe.data.packing else apart
-        return Resolved("sdpa", f"auto: {why}")
-    return Resolved(
+        return Decision("sdpa", f"auto: {why}")
+    return Decision(
         "eager",
         f"auto: {no_sdpa}" + ("; packed documents stay apart by a block mask" if recipe.data.packing else ""),
     )

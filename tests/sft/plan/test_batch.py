@@ -8,10 +8,10 @@ import pytest
 
 from sft.errors import PlanError, RecipeError
 from sft.hub.model_facts import ModelFacts
-from sft.plan.batch_size import resolve_data_parallel_ranks, split_batch
+from sft.plan.batch import resolve_data_parallel_ranks, split_batch
+from sft.plan.deepspeed import load_deepspeed
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.plan import Plan, resolve_plan
-from sft.plan.zero import load_deepspeed
 from sft.recipe.schema import Recipe
 
 MakeRecipe = Callable[..., Recipe]

@@ -1,0 +1,37 @@
+"""A rank's part of a batch and of a tensor."""
+
+import pytest
+import torch
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from sft.data.formats import IGNORED
+from sft.parallel.sequence import PartOfSequences
+from sft.parallel.tensor import full, shard_of
+
+ROWS = [
+    {"input_ids": [1, 2, 3, 4, 5], "labels": [IGNORED, 2, 3, 4, 5]},
+    {"input_ids": [6, 7, 8], "labels": [IGNORED, IGNORED, 8]},
+]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_the_parts_of_a_batch_are_the_batch(packed: bool, parts: int) -> None:
+    collator = DataCollatorForLanguageModeling(0, packed, return_position_ids=True, pad_to_multiple_of=parts)
+    batch, shared = collator(ROWS), [PartOfSequences(collator, part, parts)(ROWS) for part in range(parts)]
+    for name in ("input_ids", "position_ids"):
+        torch.testing.assert_close(torch.cat([part[name] for part in shared], dim=1), batch[name])
+    following = torch.cat([part["shift_labels"] for part in shared], dim=1)
+    torch.testing.assert_close(following[:, :-1], batch["labels"][:, 1:])
+    assert (following[:, -1] == IGNORED).all()
+    assert not any("attention_mask" in part for part in shared)
+    if packed:
+        for part in shared:
+            torch.testing.assert_close(part["cu_seq_lens_q"], batch["cu_seq_lens_q"])
+
+
+def test_what_is_not_divided_stays_as_it_is() -> None:
+    steps, weight = torch.tensor(3.0), torch.nn.Parameter(torch.ones(2, 2))
+    assert shard_of(steps, weight) is steps
+    torch.testing.assert_close(full(weight), weight)
+    assert full("name") == "name"
