@@ -16,8 +16,8 @@ from typing import Any
 from sft.checkpoint.manifest import fault, read_manifest, size
 from sft.errors import RunError
 from sft.files import read_json
-from sft.plan.parallelism import FSDP2
 from sft.plan.job import Job
+from sft.plan.parallelism import FSDP2
 from sft.run.directory import Run, read_lines
 
 FILE = "written_by.json"

@@ -27,7 +27,9 @@ def test_accelerate_still_takes_cpu_ranks_for_ddp() -> None:
 
 def test_accelerate_still_refuses_parallel_configurations_over_cpu_ranks() -> None:
     """Else cpu_ranks_may_be_parallel can go."""
-    accelerator = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, num_processes=2, multi_device=False, is_fsdp2=False)
+    accelerator = SimpleNamespace(
+        distributed_type=DistributedType.MULTI_CPU, num_processes=2, multi_device=False, is_fsdp2=False
+    )
     with pytest.raises(ValueError, match="only compatible"):
         ParallelismConfig(tp_size=2)._validate_accelerator(accelerator)
 

@@ -3,8 +3,8 @@ import os
 from pathlib import Path
 
 import pytest
-from sft.checkpoint.write import CheckpointWriter
 
+from sft.checkpoint.write import CheckpointWriter
 from sft.run.directory import Run
 
 
