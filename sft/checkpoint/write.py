@@ -94,7 +94,7 @@ class CheckpointWriter:
                 self._write(step, write)
         except NotSaved as error:
             self._clear()
-            self.shortage = self._describe_shortage(step, error)
+            self.shortage = self._found_short(step, error)
             if goes_on and is_first_rank():
                 kept = f"checkpoint-{self.shortage.kept} stays" if self.shortage.kept else "there is none yet"
                 print(
@@ -213,7 +213,7 @@ class CheckpointWriter:
         found = (re.fullmatch(r"checkpoint-(\d+)", path.name) for path in self.folder.iterdir())
         return sorted(int(name[1]) for name in found if name)
 
-    def _describe_shortage(self, step: int, error: NotSaved) -> Shortage:
+    def _found_short(self, step: int, error: NotSaved) -> Shortage:
         words = str(error)
         if "missing" not in words:  # it became full while it was written
             free = shutil.disk_usage(self.folder).free

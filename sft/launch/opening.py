@@ -249,7 +249,7 @@ def check_start(job: Job) -> None:
     if checkpoints:
         _check_same_model(run, job)
         # One whose own words cannot be trusted is passed over later, when all of it is verified.
-        if not is_damaged(checkpoints[0], FILE):
+        if (checkpoints[0] / FILE).exists() and not is_damaged(checkpoints[0], FILE):
             resolve_resume(checkpoints[0], job)
     elif must:
         raise RunError(
