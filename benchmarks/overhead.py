@@ -229,12 +229,12 @@ def make_packs(work: Work, folder: Path) -> Path:
     from datasets import Dataset
 
     from sft.data.store import DocumentStore, SequenceIndex
-    from sft.train.batches import Sequences, StepOrder
+    from sft.train.batches import Sequences
 
     entry = next(folder.glob("start-0-0/.prepared/*/prepared.json")).parent
     index = SequenceIndex.load(entry / "train.npz")
     sequences = Sequences(DocumentStore.open(entry), index, work.micro_batch_size * work.accumulation, 0, packed=True)
-    order = StepOrder(len(index), sequences.fillers, seed=0)
+    order = sequences.order(seed=0)
     Dataset.from_list([sequences[number] for number in order]).save_to_disk(folder / "packs")
     return folder / "packs"
 

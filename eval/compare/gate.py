@@ -71,10 +71,10 @@ def _missed(row: Row, least: float) -> str | None:
     return f"{called}: the tuned model has {row['tuned']:.4f}; at {'most' if lower else 'least'} {least:g} is required."
 
 
-def gate_in_words(asked: object) -> str:
+def describe_gate(asked: object) -> str:
     """What a gate asks for, as it stands in comparison.json or a recipe.
 
-    >>> gate_in_words({"max_regression": {"ifeval": 0.02, "default": 0.05}, "require": {"gsm8k": 0.4}, "judge_by": "evidence"})
+    >>> describe_gate({"max_regression": {"ifeval": 0.02, "default": 0.05}, "require": {"gsm8k": 0.4}, "judge_by": "evidence"})
     'worse by at most 0.02 on ifeval, 0.05 on each other task; gsm8k must reach 0.4; a drop counts where its verdict is REGRESSED'
     """
     if not isinstance(asked, dict):

@@ -11,10 +11,21 @@ from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
 from eval.compare.pairs import Results, metric_keys, number
-from eval.report.blocks import score
 
 MOST_ROWS = 12
 """Of metrics that decide nothing: more are only in comparison.json, but for those that say something."""
+
+
+def format_score(value: float, sign: str = "") -> str:
+    """A score or a difference in about seven characters.
+
+    >>> format_score(0.5), format_score(0.125, "+"), format_score(123456.789), format_score(-24691.357, "+"), format_score(5e19)
+    ('0.5000', '+0.1250', '123457', '-24691.4', '5.00e+19')
+    """
+    for limit, form in ((100, ".4f"), (1e4, ".2f"), (1e5, ".1f"), (1e7, ".0f")):
+        if abs(value) < limit:
+            return format(value, sign + form)
+    return format(value, sign + ".2e")
 
 
 def _metric_name(metric: str, filter_name: str, higher_is_better: bool | None) -> str:
@@ -63,7 +74,7 @@ def _interval(row: dict[str, Any]) -> str:
 
 
 def _number(value: float, sign: str = "") -> str:
-    return format(value, f"{sign}.3f") if abs(value) < 100 else score(value, sign)
+    return format(value, f"{sign}.3f") if abs(value) < 100 else format_score(value, sign)
 
 
 def _shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

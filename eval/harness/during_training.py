@@ -116,11 +116,11 @@ class During(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure where it is time, and where it is not to stop."""
         stopping = self.trainer.stopping
-        if (control.should_training_stop and stopping.wish) or state.global_step % self.every:
+        if (control.should_training_stop and stopping.agreed) or state.global_step % self.every:
             return
         self._measure(state, control)
         control.should_log = True
-        stopping.act(stopping.wish, control)
+        stopping.act(stopping.agreed, control)
 
     def take(self) -> dict[str, float] | None:
         """The last figures, once."""

@@ -1,106 +1,29 @@
-"""report.md and report.html: what a person reads of a run. Everything in them is read from the run's folder.
+"""Writes report.md and report.html from what a run directory holds. Imports no torch.
 
-    python -m eval.report outputs/qwen3b/latest                   # write them again
-    python -m eval.report outputs/qwen3b/a outputs/qwen3b/b       # compare 2 to 10 runs in one page, compare.html
-    python -m eval.report outputs/a/1 outputs/b/1 --output x.html # the page somewhere else
-
-What the folder does not hold is said to be missing. Imports no torch.
+python -m eval.report outputs/qwen3b/latest                   # write them again
+python -m eval.report outputs/qwen3b/a outputs/qwen3b/b       # compare 2 to 10 runs on one page, compare.html
+python -m eval.report outputs/a/1 outputs/b/1 --output x.html # the page somewhere else
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+import os
 from pathlib import Path
 
-from eval.report.answers import chat_failed, chat_section, flips_section
-from eval.report.blocks import Block, Line, Notice, Page, Section, joined, number, words
-from eval.report.curve import draw_curve
-from eval.report.data import adds_up, balance_line, data_section
-from eval.report.environment import again_section, environment_section, hardware_line, plan_section
-from eval.report.evaluation import contaminated, evaluation_section, settings_section, verdict_head
+from eval.report.charts import draw_curve
+from eval.report.collect import collect_report
 from eval.report.html import as_html
 from eval.report.markdown import as_markdown
-from eval.report.results import Recorded, entries, get, is_number, listed, mapping, read_run
-from eval.report.training import data_line, during_section, model_line, training_section, what_section
-from eval.report.write import write_page
+from eval.report.run_files import read_run
+from sft.credentials import redact
 from sft.errors import RunError
+from sft.files import write_text
 from sft.run.directory import Run, find_run
-
-ENDINGS = {
-    "running": "has not finished; this is what it has recorded so far",
-    "failed": "failed; this is what it had recorded by then",
-    "interrupted": "was interrupted; this is what it had recorded by then",
-}
-
-SECTIONS: dict[str, Callable[[Recorded], list[Block]]] = {
-    "Evaluation": evaluation_section,
-    "What was trained": what_section,
-    "Chat samples": chat_section,
-    "Documents that flipped": flips_section,
-    "Training": training_section,
-    "Evaluation during training": during_section,
-    "Data": data_section,
-    "Plan": plan_section,
-    "Environment": environment_section,
-    "Settings of the evaluation": settings_section,
-    "To run it again": again_section,
-}
-"""A section without anything to say is left out."""
-
-
-def _ending(of: Recorded) -> list[Block]:
-    if of.record.get("status") == "finished":
-        return []
-    told = ENDINGS.get(str(of.record.get("status")), "has no status on record; this is what its folder holds")
-    return [Notice("bad", f"The run {told}.", [words(of.record["error"])] if of.record.get("error") else [])]
-
-
-def _attention(of: Recorded) -> list[Block]:
-    """What is easily overlooked further down, in one place; nothing where all is well."""
-    comparison, tokens = of.comparison, mapping(of.ledger, "total", "tokens")
-    lines: list[Line] = [
-        words(message) for key in mapping(of.record, "warnings") for message in listed(of.record, "warnings", key)
-    ]
-    if comparison and (mapping(comparison, "not_measured") or not comparison.get("complete")):
-        names = ", ".join(mapping(comparison, "not_measured")) or "not recorded"
-        lines.append(f"The evaluation is incomplete; not measured: {names}.")
-    cut = ", ".join(map(words, listed(comparison, "prompts_cut")))
-    if cut:
-        lines.append(f"Prompts lost their beginning, as they were longer than the context: {cut}.")
-    row = f"{number(get(comparison, 'contamination', 'ngram'))} words in a row"
-    found = {task: counts for task, counts in contaminated(comparison).items() if counts[0]}
-    lines += [
-        f"{found:,} of {documents:,} documents of {task} share {row} with the training data."
-        for task, (found, documents) in found.items()
-    ]
-    if chat_failed(of.chat):
-        lines.append(
-            "The tuned model's answers to the fixed prompts did not all end by themselves, or were empty, or looped."
-        )
-    faults = entries(of.record, "nonfinite")
-    if faults:
-        lines.append(f"The loss or gradient was not finite at {len(faults)} step{'s' if len(faults) > 1 else ''}.")
-    counts = [count for fate in ("in", "truncated", "dropped") if is_number(count := tokens.get(fate))]
-    if len(counts) == 3 and sum(counts[1:]) > 0.01 * counts[0]:
-        lines.append(f"{sum(counts[1:]):,} of {counts[0]:,} tokens were cut off or dropped: see Data.")
-    if adds_up(of.ledger) is False:
-        lines.append(balance_line(of.ledger))
-    passed_over = [name for one in entries(of.record, "sessions") for name in mapping(one, "passed_over")]
-    if passed_over:
-        lines.append(f"Checkpoints that were damaged and passed over: {', '.join(passed_over)}.")
-    return [Notice("warning", "Worth knowing", lines)] if lines else []
-
-
-def make_page(of: Recorded) -> Page:
-    """The whole report, in no format yet."""
-    started = words(of.record.get("started"))[:10]
-    under = joined([model_line(of), data_line(of), hardware_line(of.record.get("hardware")), started], " · ")
-    sections = [Section(title, blocks) for title, section in SECTIONS.items() if (blocks := section(of))]
-    return Page(of.name, [under], [*_ending(of), *verdict_head(of), *_attention(of)], sections)
 
 
 def write_report(run: Run) -> Path:
-    """Write report.md and report.html, and loss.png beside them where there are logged steps.
+    """Write report.md and report.html, and loss.png beside them where steps were logged.
 
     Args:
         run: Any run, finished or not.
@@ -109,26 +32,70 @@ def write_report(run: Run) -> Path:
         The path of report.md.
 
     Raises:
-        RunError: The folder cannot be written.
+        RunError: The directory cannot be written.
     """
-    of = read_run(run)
-    page = make_page(of)
+    files = read_run(run)
+    report = collect_report(files)
     try:
-        if of.metrics:
-            draw_curve(of.metrics, of.name, run.path / "loss.png")
+        if files.metrics:
+            draw_curve(files.metrics, files.name, run.path / "loss.png")
     except OSError as error:
         raise RunError(f"The report cannot be written: {error}.") from None
-    write_page(run.report_file, as_markdown(page))
-    write_page(run.page_file, as_html(page))
+    write_page(run.report_file, as_markdown(report))
+    write_page(run.page_file, as_html("report.html.jinja", report))
     return run.report_file
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page as a whole, without secrets.
+
+    Raises:
+        RunError: It cannot be written.
+    """
+    try:
+        write_text(path, redact(text))
+    except OSError as error:
+        raise RunError(f"The report cannot be written: {error}.") from None
+
+
+def compare_runs(names: list[str], output: Path | None = None) -> Path:
+    """Write the page that compares 2 to 10 runs.
+
+    Args:
+        names: Run directories; the others are compared with the first.
+        output: The page; None: compare.html in the directory that holds all runs.
+
+    Raises:
+        RunError: A name is no run or named twice, or the page cannot be written.
+    """
+    from eval.report.runs import LETTERS, collect_runs
+
+    if not 2 <= len(names) <= len(LETTERS):
+        raise RunError(f"{len(names)} runs were given. Give one for its report, or 2 to {len(LETTERS)} to compare.")
+    runs = [find_run(Path(name)) for name in names]
+    for place, run in enumerate(runs):
+        if run in runs[:place]:
+            raise RunError(
+                f"{names[runs.index(run)]} and {names[place]} are the same run, {run.path}. Name each run once."
+            )
+    common = Path(os.path.commonpath([run.path.parent for run in runs]))
+    page = (output or common / "compare.html").expanduser().absolute()
+    if page.suffix != ".html":
+        raise RunError(f"--output {page} does not end in .html.")
+    if not page.parent.is_dir():
+        raise RunError(f"--output {page}: there is no folder {page.parent}.")
+    write_page(page, as_html("runs.html.jinja", collect_runs([read_run(run) for run in runs], page.parent)))
+    return page
 
 
 def main(arguments: list[str]) -> None:
     """Write the report of one run, or the comparison of several."""
-    if len(arguments) != 1 or arguments[0].startswith("-"):
-        from eval.report.runs import compare_runs
-
-        print(compare_runs(arguments))
+    parser = argparse.ArgumentParser(prog="python -m eval.report", allow_abbrev=False)
+    parser.add_argument("runs", nargs="+", help="run directories: one for its report, 2 to 10 to compare")
+    parser.add_argument("--output", type=Path, metavar="FILE.html", help="where the comparison of several runs goes")
+    given = parser.parse_args(arguments)
+    if len(given.runs) > 1 or given.output is not None:
+        print(compare_runs(given.runs, given.output))
         return
-    run = find_run(Path(arguments[0]))
+    run = find_run(Path(given.runs[0]))
     print(write_report(run), run.page_file, sep="\n")

@@ -1,115 +1,80 @@
-"""A report as Markdown that shows values as they are."""
+"""Renders a report as Markdown. Text that others wrote stays text: it is escaped, and hidden characters are shown."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from eval.report.blocks import (
-    Block,
-    Bullets,
-    Charts,
-    Code,
-    Commands,
-    Exchanges,
-    Fold,
-    Inline,
-    Key,
-    Line,
-    Link,
-    Notice,
-    Page,
-    Paragraph,
-    Scores,
-    Strong,
-    Table,
-    Under,
-)
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from eval.report.formats import Code
 from sft.visible import visible
 
 
-def text(value: str) -> str:
-    r"""Words that are only words, also in a table.
+def text(value: object) -> Markup:
+    r"""A value that stays text in Markdown, also in a table: plain text, Code, or a list of both.
 
     >>> text("a|b, 2 * 3, gradient_accumulation_steps, <pad>")
-    'a\\|b, 2 \\* 3, gradient_accumulation_steps, \\<pad>'
+    Markup('a\\|b, 2 \\* 3, gradient_accumulation_steps, \\<pad>')
+    >>> text(["a", Code("b|c")])
+    Markup('a, `b\\|c`')
     """
-    escaped = re.sub(r"([\\`*\[\]<|$~])", r"\\\1", visible(" ".join(value.split())))
-    # Numbers in brackets are an interval, no link.
+    if isinstance(value, Markup):
+        return value
+    if isinstance(value, list):
+        return Markup(", ").join(map(text, value))
+    line = visible(" ".join(str(value).split()))
+    if isinstance(value, Code):
+        return Markup("`" + line.replace("`", "'").replace("|", r"\|") + "`")
+    escaped = re.sub(r"([\\`*\[\]<|$~])", r"\\\1", line)
+    # Numbers in brackets are an interval, not a link.
     escaped = re.sub(r"\\\[([-+0-9., ]+)\\\](?![(\[:])", r"[\1]", escaped)
     # An underscore inside a word is only an underscore.
-    return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", escaped)
+    return Markup(re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", escaped))
 
 
-def _code(value: str) -> str:
-    """Also in a table, where bars are escaped even in code."""
-    return "`" + visible(" ".join(value.split())).replace("`", "'").replace("|", r"\|") + "`"
+def table_lines(head: Sequence[object], rows: Iterable[Sequence[object]], numbers: Iterable[int] = ()) -> list[str]:
+    """A table, line by line.
+
+    Args:
+        head: Names of the columns.
+        rows: Cells, not escaped.
+        numbers: Columns that are aligned to the right.
+    """
+    right = set(numbers)
+    rule = ["---:" if column in right else "---" for column in range(len(head))]
+    shown = [[str(text(cell)) for cell in row] for row in (head, *rows)]
+    return [f"| {' | '.join(cells)} |" for cells in (shown[0], rule, *shown[1:])]
 
 
-def _inline(piece: Inline) -> str:
-    match piece:
-        case Code():
-            return _code(piece.text)
-        case Strong() | Key():
-            return f"**{text(piece.text)}**"
-        case Under():
-            return f" ({text(piece.text)})"
-        case Link():
-            return f"[{text(piece.text)}]({piece.target})"
-    # Between two pieces a space is a space.
-    before, after = (" " if piece[end : end + 1].isspace() else "" for end in (0, len(piece) - 1))
-    return before + text(piece) + after if piece.strip() else " " * bool(piece)
+def facts_lines(facts: Mapping[str, object]) -> list[str]:
+    """A table of names and values, line by line."""
+    return table_lines(("", ""), list(facts.items()))
 
 
-def line_of(line: Line) -> str:
-    """A line, escaped."""
-    return "".join(map(_inline, line)) if isinstance(line, tuple) else _inline(line)
+def _table(one: Mapping[str, Any]) -> Markup:
+    lines = table_lines(one["head"], one["rows"], one["numbers"])
+    if one["more"]:
+        lines += ["", f"{one['more']:,} more rows are not shown."]
+    return Markup("\n".join(lines))
 
 
-def _table(head: Sequence[Line], rows: Sequence[Sequence[Line]], numbers: Sequence[int]) -> list[str]:
-    rule = ["---:" if column in numbers else "---" for column in range(len(head))]
-    shown = [[line_of(cell) for cell in row] for row in rows]
-    return [f"| {' | '.join(cells)} |" for cells in ([line_of(name) for name in head], rule, *shown)]
+def _facts(facts: Mapping[str, object]) -> Markup:
+    return Markup("\n".join(facts_lines(facts)))
 
 
-def lines_of(block: Block) -> list[str]:
-    """A block's lines; none where it is for the other format."""
-    match block:
-        case Paragraph():
-            return [line_of(block.line)]
-        case Bullets():
-            return [f"- {line_of(line)}" for line in block.lines]
-        case Table():
-            return _table(block.head, block.rows, block.numbers)
-        case Commands():
-            return ["```bash", *(visible(line) for line in block.lines), "```"]
-        case Notice():
-            bullets = [f"- {line_of(line)}" for line in block.lines]
-            return [f"**{text(block.title)}**", *([""] if bullets else []), *bullets]
-        case Charts():
-            return [f"!{_inline(block.image)}"] if block.image else []
-        case Exchanges():
-            return [line_of(block.elsewhere)] if block.elsewhere else []
-        case Fold():
-            return [f"### {text(block.title)}", "", *_blocks(block.blocks)]
-        case Scores():
-            return []
-
-
-def _blocks(blocks: Sequence[Block]) -> list[str]:
-    lines: list[str] = []
-    for block in blocks:
-        shown = lines_of(block)
-        lines += [*([""] if lines and shown else []), *shown]
-    return lines
-
-
-def as_markdown(page: Page) -> str:
+def as_markdown(report: Mapping[str, Any]) -> str:
     """The text of report.md."""
-    lines = [f"# {text(page.title)}"]
-    for line in page.under:
-        lines += ["", line_of(line)]
-    lines += ["", *_blocks(page.head)] if page.head else []
-    for section in page.sections:
-        lines += ["", f"## {text(section.title)}", "", *_blocks(section.blocks)]
-    return "\n".join(lines) + "\n"
+    environment = Environment(
+        loader=PackageLoader("eval.report"),
+        autoescape=True,
+        finalize=text,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters |= {"table": _table, "facts": _facts, "visible": lambda line: Markup(visible(line))}
+    rendered = environment.get_template("report.md.jinja").render(report)
+    return re.sub(r"\n{3,}", "\n\n", rendered).strip() + "\n"

@@ -7,8 +7,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from eval.report.blocks import MISSING, number
-from eval.report.results import is_number
+from eval.report.formats import MISSING, is_number, number
 
 Line = Mapping[str, Any]
 

@@ -32,7 +32,7 @@ def find_converter() -> Path:
     if found is None:
         raise ExportError(
             f"--gguf needs llama.cpp's {CONVERTER}, which is neither on PATH nor in the folder that LLAMA_CPP names. "
-            "Get its source (git clone https://github.com/ggml-org/llama.cpp) and set LLAMA_CPP to that folder. It runs in this "
+            "Clone https://github.com/ggml-org/llama.cpp and set LLAMA_CPP to that folder. The converter runs in this "
             f"environment and needs one more package: {sys.executable} -m pip install sentencepiece. Do not install "
             "llama.cpp's own requirements here: they replace torch and transformers."
         )

@@ -1,8 +1,7 @@
-"""A chat template of Jinja as one of Go, which is what Ollama reads.
+"""Rewrites a Jinja chat template in Go, which Ollama reads.
 
-Jinja cannot be translated in general: a template is a program. What is taken over is what it writes around the messages of a conversation,
-found by having it render some. The result is compared with what the template itself renders, string for string, and refused where the two
-differ. Imports no torch.
+A Jinja template is a program and cannot be translated in general. So the template renders a few conversations, and what it writes around
+the messages is taken over. The result is compared with the template's own, string for string. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 Message = dict[str, str]
-Apply = Callable[[Sequence[Message], bool], str]
+Render = Callable[[Sequence[Message], bool], str]
 """Renders a conversation, with the generation prompt or without. Raises ValueError where the template refuses it."""
 
 _SYSTEM, _USER, _ANSWER, _AGAIN = "Sqaa", "Uqbb", "Aqcc", "Vqdd"
@@ -37,7 +36,7 @@ _MAY_DIFFER = {
 
 
 @dataclass(frozen=True)
-class Around:
+class Markup:
     """What a chat template writes around the messages."""
 
     first_user: str
@@ -81,11 +80,11 @@ class Around:
         return self.after_system if follows else self.user_open, self.user_close
 
 
-def read_around(apply: Apply, bos: str) -> Around:
+def read_markup(render: Render, bos: str) -> Markup:
     """What a template writes around the messages.
 
     Args:
-        apply: Renders it.
+        render: Renders it.
         bos: The token at the beginning of a text; empty for none.
 
     Raises:
@@ -93,10 +92,10 @@ def read_around(apply: Apply, bos: str) -> Around:
     """
     user, answer = {"role": "user", "content": _USER}, {"role": "assistant", "content": _ANSWER}
     again, system = {"role": "user", "content": _AGAIN}, {"role": "system", "content": _SYSTEM}
-    first_user, to_answer, to_user, end = _between(apply([user, answer, again], True), _USER, _ANSWER, _AGAIN)
-    user_close = _closing(apply, [user], _USER, [to_answer, end])
-    assistant_close = _closing(apply, [user, answer], _ANSWER, [to_user])
-    around = Around(
+    first_user, to_answer, to_user, end = _between(render([user, answer, again], True), _USER, _ANSWER, _AGAIN)
+    user_close = _closing(render, [user], _USER, [to_answer, end])
+    assistant_close = _closing(render, [user, answer], _ANSWER, [to_user])
+    markup = Markup(
         first_user=first_user,
         user_open=to_user.removeprefix(assistant_close),
         user_close=user_close,
@@ -105,15 +104,15 @@ def read_around(apply: Apply, bos: str) -> Around:
         prompt=end.removeprefix(user_close),
     )
     try:
-        told = apply([system, user], True)
+        both = render([system, user], True)
     except ValueError:
-        return replace(around, after_system=first_user)  # Ollama drops it, and the user's message is the first
-    if _SYSTEM not in told:
-        return replace(around, after_system=_between(told, _USER)[0])
-    first_system, to_first_user, _ = _between(told, _SYSTEM, _USER)
-    system_close = _closing(apply, [system], _SYSTEM, [to_first_user])
+        return replace(markup, after_system=first_user)  # Ollama drops it, and the user's message is the first
+    if _SYSTEM not in both:
+        return replace(markup, after_system=_between(both, _USER)[0])
+    first_system, to_first_user, _ = _between(both, _SYSTEM, _USER)
+    system_close = _closing(render, [system], _SYSTEM, [to_first_user])
     return replace(
-        around,
+        markup,
         first_system=first_system,
         system_open=first_system.removeprefix(bos),
         system_close=system_close,
@@ -132,85 +131,74 @@ def _between(text: str, *words: str) -> list[str]:
     return [*pieces, text]
 
 
-def _closing(apply: Apply, messages: Sequence[Message], last: str, follow: Sequence[str]) -> str:
+def _closing(render: Render, messages: Sequence[Message], last: str, follow: Sequence[str]) -> str:
     """What closes the last of the messages, where the same opens whatever follows it; else nothing."""
     try:
-        closing = apply(messages, False).partition(last)[2]
+        closing = render(messages, False).partition(last)[2]
     except ValueError:
         return ""
     return closing if all(text.startswith(closing) for text in follow) else ""
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """How a template of Go compares with the one of Jinja."""
+def compare(markup: Markup, render: Render) -> list[str]:
+    """Compare with the template itself, string for string.
 
-    conversations: int
-    """Rendered by both, and equal."""
-
-    differs: tuple[str, ...]
-    """What is not the same, for a person to know."""
-
-
-def agree(around: Around, apply: Apply) -> Agreement:
-    """Compare, string for string.
+    Returns:
+        Rare conversations that come out differently, in words.
 
     Raises:
-        ValueError: A plain conversation is rendered otherwise.
+        ValueError: A plain conversation comes out differently.
     """
-    count, differs = 0, []
+    differs = []
     for roles in (*_MUST_AGREE, *_MAY_DIFFER):
         messages = _turns(roles)
         try:
-            expected = apply(messages, True)
+            expected = render(messages, True)
         except ValueError:
-            if "s" in roles and (around.first_system is None or roles in _MAY_DIFFER):
+            if "s" in roles and (markup.first_system is None or roles in _MAY_DIFFER):
                 continue
             raise
-        if around.render(messages) == expected:
-            count += 1
-        elif roles in _MAY_DIFFER:
-            differs.append(_MAY_DIFFER[roles])
-        else:
-            raise ValueError(f"a conversation of {', '.join(one['role'] for one in messages)} comes out otherwise")
-    if around.first_system is None:
-        differs.append(
-            "system messages, for which the chat template has no place, and which Ollama drops without a word"
-        )
-    for name, content in (
-        ("space around a message", " x \n"),
-        ("thoughts (<think>) in earlier answers", "<think>\nx\n</think>\n\ny"),
+        if markup.render(messages) == expected:
+            continue
+        if roles not in _MAY_DIFFER:
+            raise ValueError(f"a conversation of {', '.join(one['role'] for one in messages)} comes out differently")
+        differs.append(_MAY_DIFFER[roles])
+    if markup.first_system is None:
+        differs.append("system messages, which it has no place for and Ollama drops")
+    for number, content, name in (
+        (0, " x \n", "white space around a message, which it strips"),
+        (1, "<think>\nx\n</think>\n\ny", "reasoning (<think>) in earlier answers, which it removes"),
     ):
         messages = _turns("uau")
-        messages[1 if "think" in content else 0]["content"] = content
-        if apply(messages, True) != around.render(messages):
-            differs.append(f"{name}, which the chat template takes away")
-    return Agreement(count, tuple(differs))
+        messages[number]["content"] = content
+        if render(messages, True) != markup.render(messages):
+            differs.append(name)
+    return differs
 
 
-def write_go(around: Around) -> str:
+def write_go(markup: Markup) -> str:
     """The template of Go: without the trim markers and line breaks that would make it prettier, since it writes each of its own."""
-    user = _branch(around)
+    user = _branch(markup)
     system = ""
-    if around.first_system is not None:
-        opening = _when("eq $i 0", around.first_system, around.system_open)
-        system = f'{{{{ if eq .Role "system" }}}}{opening}{{{{ .Content }}}}{literal(around.system_close)}{{{{ else if eq .Role "user" }}}}'
+    if markup.first_system is not None:
+        opening = _when("eq $i 0", markup.first_system, markup.system_open)
+        system = f'{{{{ if eq .Role "system" }}}}{opening}{{{{ .Content }}}}{literal(markup.system_close)}{{{{ else if eq .Role "user" }}}}'
     else:
         system = '{{ if eq .Role "user" }}'
     return (
-        f"{{{{ range $i, $message := .Messages }}}}{system}{user}{{{{ .Content }}}}{literal(around.user_close)}"
-        f'{{{{ else if eq .Role "assistant" }}}}{literal(around.assistant_open)}{{{{ .Content }}}}{literal(around.assistant_close)}'
-        f"{{{{ end }}}}{{{{ end }}}}{literal(around.prompt)}"
+        f"{{{{ range $i, $message := .Messages }}}}{system}{user}{{{{ .Content }}}}{literal(markup.user_close)}"
+        f'{{{{ else if eq .Role "assistant" }}}}{literal(markup.assistant_open)}{{{{ .Content }}}}{literal(markup.assistant_close)}'
+        f"{{{{ end }}}}{{{{ end }}}}{literal(markup.prompt)}"
     )
 
 
-def _branch(around: Around) -> str:
-    later = literal(around.user_open)
-    if around.after_system != around.user_open:
+def _branch(markup: Markup) -> str:
+    later = literal(markup.user_open)
+    if markup.after_system != markup.user_open:
         follows = 'and (eq $i 1) (eq (index $.Messages 0).Role "system")'
-        later = f"{{{{ else if {follows} }}}}{literal(around.after_system)}{{{{ else }}}}{later}"
-        return f"{{{{ if eq $i 0 }}}}{literal(around.first_user)}{later}{{{{ end }}}}"
-    return _when("eq $i 0", around.first_user, around.user_open)
+        later = f"{{{{ else if {follows} }}}}{literal(markup.after_system)}{{{{ else }}}}{later}"
+        return f"{{{{ if eq $i 0 }}}}{literal(markup.first_user)}{later}{{{{ end }}}}"
+    return _when("eq $i 0", markup.first_user, markup.user_open)
 
 
 def _when(condition: str, one: str, other: str) -> str:

@@ -1,23 +1,39 @@
-"""README.md of what is handed over: what was trained on what and how, what came of it, and how to load it. Read from the run's folder."""
+"""Writes README.md of an exported model: how to use it, how it was trained, on what, and its scores. Read from the run's folder."""
 
 from __future__ import annotations
 
+import html
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from eval.report.charts import draw_curve
+from eval.report.run_files import read_run
 from sft.credentials import redact
 from sft.errors import ExportError
-from sft.export.generation import sampling, stop_tokens, text_config
 from sft.export.gguf import GGUF
 from sft.export.public import is_hub_id, public_name, public_recipe
-from sft.export.source import Exported
+from sft.export.serving import sampling, stop_tokens
+from sft.export.source import Exported, text_config
 from sft.hub.names import is_on_hub
-from sft.visible import visible
+from sft.visible import visible, visible_line
 
-CARD = "README.md"
-CURVE = "loss.png"
+CARD, CURVE = "README.md", "loss.png"
+_USE = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}"{remote})
+tokenizer = AutoTokenizer.from_pretrained("{name}"{remote})
+{prompt}
+print(tokenizer.decode(model.generate(**ids, max_new_tokens=256)[0][ids["input_ids"].shape[1] :], skip_special_tokens=True))
+```"""
+_CHAT = """\
+messages = [{"role": "user", "content": "Who are you?"}]
+ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)"""
+_TEXT = 'ids = tokenizer("Once upon a time", return_tensors="pt")'
+_TOKENS = ("in", "trained", "masked", "truncated", "dropped")
 
 
 def write_card(
@@ -26,54 +42,60 @@ def write_card(
     """Write README.md, and the loss curve beside it.
 
     Args:
-        source: What is handed over.
-        folder: That holds the model.
-        tokenizer: Its own.
-        license_id: Of the base, where the user has said it.
-        repo_id: Where it goes on the hub.
+        source: The exported model.
+        folder: The folder that holds it.
+        tokenizer: Its tokenizer.
+        license_id: Of the base, as the user gave it.
+        repo_id: Its name on the hub.
 
     Raises:
-        ExportError: Its head is not valid.
+        ExportError: The metadata is not valid.
     """
     from huggingface_hub import ModelCard
-
-    from eval.report.curve import draw_curve
-    from eval.report.markdown import text
-    from eval.report.results import read_run
 
     of = read_run(source.run)
     points = [one for one in of.metrics if source.step is None or one["step"] <= source.step]
     if points:
         draw_curve(points, f"{source.title}, run {source.run.path.name}", folder / CURVE)
-    sections: dict[str, Callable[[], list[str]]] = {
-        "Use it": lambda: _use(source, folder, tokenizer, repo_id),
-        "Training": lambda: _training(source, of, points),
-        "Data": lambda: _data(source, of),
-        "Evaluation": lambda: _evaluation(source, of),
-        "Versions": lambda: _versions(of),
-    }
-    lines = [f"# {text(source.title)}", "", _summary(source)]
-    for name, section in sections.items():
-        lines += ["", f"## {name}", "", *section()]
-    head = metadata(source, license_id)
-    card = redact(f"---\n{head.to_yaml()}\n---\n\n" + "\n".join(lines) + "\n")
+    lines = [
+        f"# {_cell(source.title)}",
+        "",
+        _summary(source),
+        "",
+        "## Use",
+        "",
+        *_use(source, folder, tokenizer, repo_id),
+    ]
+    lines += [
+        "",
+        "## Training",
+        "",
+        *_training(source, of.record, points),
+        "",
+        "## Data",
+        "",
+        *_data(source, of.ledger),
+    ]
+    lines += ["", "## Evaluation", "", *_evaluation(source, of.comparison), "", "## Versions", ""]
+    versions = of.record.get("versions") or {}
+    lines += _table(["Package", "Version"], [[name, one] for name, one in versions.items() if one != "not installed"])
+    card = redact(f"---\n{metadata(source, license_id).to_yaml()}\n---\n\n" + "\n".join(lines) + "\n")
     try:
         ModelCard(card)
     except (ValueError, TypeError) as error:
-        raise ExportError(f"The card's head is not valid: {str(error).splitlines()[0]}") from None
+        raise ExportError(f"The card's metadata is not valid: {str(error).splitlines()[0]}") from None
     (folder / CARD).write_text(card, encoding="utf-8")
 
 
 def metadata(source: Exported, license_id: str | None) -> Any:
-    """The head of the card, in the hub's words: only what is known."""
+    """The card's metadata, as far as it is known."""
     from huggingface_hub import ModelCardData
 
-    base = source.base.name_or_path
-    recipe = source.recipe
-    datasets = [one.path for one in recipe.sources if is_on_hub(one) and is_hub_id(one.path)]
+    base, recipe = source.base.name_or_path, source.recipe
+    datasets = dict.fromkeys(one.path for one in recipe.sources if is_on_hub(one) and is_hub_id(one.path))
     return ModelCardData(
         base_model=base if is_hub_id(base) else None,
-        datasets=list(dict.fromkeys(datasets)) or None,
+        datasets=list(datasets) or None,
         library_name="transformers",
         license=license_id or base_license(source),
         model_name=source.title,
@@ -83,176 +105,133 @@ def metadata(source: Exported, license_id: str | None) -> Any:
 
 
 def base_license(source: Exported) -> str | None:
-    """What the base's own card says, where it is on this machine."""
+    """The license in the base's own card, where that is on this machine."""
     from huggingface_hub import ModelCard, try_to_load_from_cache
 
-    card: Path | None = Path(source.base_path) / CARD
+    card = Path(source.base_path) / CARD
     if is_hub_id(source.base.name_or_path) and not Path(source.base_path).is_dir():
         cached = try_to_load_from_cache(source.base.name_or_path, CARD, revision=source.base.revision)
-        card = Path(cached) if isinstance(cached, str) else None
-    if card is None or not card.is_file():
+        card = Path(str(cached))
+    if not card.is_file():
         return None
     try:
         found = ModelCard.load(card).data.license
-    except (ValueError, TypeError, OSError):  # a card that somebody has written by hand
+    except (ValueError, TypeError, OSError):  # somebody else's card
         return None
     return found if isinstance(found, str) else None
 
 
-def _summary(source: Exported) -> str:
-    method = (
-        "all weights"
-        if source.recipe.model.lora is None
-        else f"LoRA adapters of rank {source.recipe.model.lora.r}, merged"
-    )
-    from eval.report.blocks import code
-    from eval.report.markdown import line_of, text
+def _cell(value: object) -> str:
+    """A value as text in Markdown: neither markup nor a table's end."""
+    text = html.escape(visible_line(str(value)), quote=False)
+    return re.sub(r"([\\`*_{}\[\]#|])", r"\\\1", text)
 
+
+def _code(value: object) -> str:
+    return "`" + visible_line(str(value)).replace("`", "'").replace("|", "\\|") + "`"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    cells = [[one if isinstance(one, _Markdown) else _cell(one) for one in row] for row in rows]
+    return [f"| {' | '.join(row)} |" for row in ([*head], ["---"] * len(head), *cells)]
+
+
+def _number(value: object, spec: str) -> str:
+    return format(value, spec) if isinstance(value, int | float) else "not recorded"
+
+
+class _Markdown(str):
+    """Text that is Markdown already."""
+
+
+def _summary(source: Exported) -> str:
+    lora = source.recipe.model.lora
+    method = "all weights" if lora is None else f"LoRA adapters of rank {lora.r}, merged"
     base = public_name(source.base.name_or_path)
-    named = f"[{base}](https://huggingface.co/{base})" if is_hub_id(base) else text(base)
-    revision = f", revision {line_of(code(source.base.revision))}" if source.base.revision else ""
-    part = f" This is its checkpoint after {source.step} steps." if source.step is not None else ""
-    return f"{named}{revision}, fine-tuned ({method}) on conversations by supervised learning.{part}"
+    name = f"[{base}](https://huggingface.co/{base})" if is_hub_id(base) else _cell(base)
+    revision = f", revision {_code(source.base.revision)}" if source.base.revision else ""
+    checkpoint = f" This is its checkpoint after {source.step} steps." if source.step is not None else ""
+    return f"{name}{revision}, supervised fine-tuning ({method}).{checkpoint}"
 
 
 def _use(source: Exported, folder: Path, tokenizer: Any, repo_id: str | None) -> list[str]:
-    from eval.report.blocks import Line, code, facts, joined
-    from eval.report.markdown import lines_of
-
-    remote = ", trust_remote_code=True" if source.base.trust_remote_code else ""
-    asked = (
-        'messages = [{"role": "user", "content": "Who are you?"}]\n'
-        'ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)'
-        if tokenizer.chat_template
-        else 'ids = tokenizer("Once upon a time", return_tensors="pt")'
+    use = _USE.format(
+        name=repo_id or "path/to/this/folder",
+        remote=", trust_remote_code=True" if source.base.trust_remote_code else "",
+        prompt=_CHAT if tokenizer.chat_template else _TEXT,
     )
-    most = text_config(folder).get("max_position_embeddings")
-    rows: dict[str, Line] = {
-        "Ends an answer": joined(list(map(code, stop_tokens(folder, tokenizer)))),
-        "Sampling": ", ".join(f"{name} {value:g}" for name, value in sampling(folder).items()),
-        "Trained with documents of": f"up to {source.recipe.data.max_length:,} tokens",
-        "Context of the model": f"{most:,} tokens" if isinstance(most, int) else "not recorded",
-    }
-    name = repo_id or "path/to/this/folder"
-    code_block = [
-        "```python",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        f'model = AutoModelForCausalLM.from_pretrained("{name}"{remote})',
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}"{remote})',
-        asked,
-        'print(tokenizer.decode(model.generate(**ids, max_new_tokens=256)[0][ids["input_ids"].shape[1] :], skip_special_tokens=True))',
-        "```",
-    ]
     if (folder / GGUF).is_file():
-        code_block = ["```bash", "ollama create my-model -f Modelfile && ollama run my-model", "```"]
-    return [
-        *code_block,
-        "",
-        *lines_of(facts(rows)),
+        use = "```bash\nollama create my-model -f Modelfile && ollama run my-model\n```"
+    rows: list[list[object]] = [
+        ["Stop tokens", _Markdown(", ".join(map(_code, stop_tokens(folder, tokenizer))))],
+        ["Sampling", ", ".join(f"{name} {value:g}" for name, value in sampling(folder).items())],
+        ["Trained on documents of up to", f"{source.recipe.data.max_length:,} tokens"],
+        ["Context length", text_config(source).get("max_position_embeddings", "not recorded")],
     ]
+    return [*use.splitlines(), "", *_table(["", ""], rows)]
 
 
-def _training(source: Exported, of: Any, points: list[dict[str, Any]]) -> list[str]:
-    from eval.report.blocks import Line, facts, number
-    from eval.report.markdown import lines_of
-    from eval.report.results import get
-
+def _training(source: Exported, record: dict[str, Any], points: list[dict[str, Any]]) -> list[str]:
     recipe = visible(public_recipe(source.recipe))
-    # A text in the recipe may hold a fence, and end this one.
+    # Longer than any fence in the recipe, which would end this one.
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", recipe)), default=0))
-    record = of.record
-    gpu = get(record, "hardware", "gpu", "name")
-    rows: dict[str, Line] = {
-        "Recipe": f"{source.title}, version {source.recipe.version}",
-        "Steps": number(source.step or (points[-1]["step"] if points else None)),
-        "Loss at the last logged step": number(points[-1].get("loss") if points else None, ".4f"),
-        "Precision": source.precision,
-        "Machine": f"{number(record.get('ranks'))} x {gpu or 'CPU'}",
-    }
-    return [
-        *([f"![Loss and learning rate over optimizer steps]({CURVE})", ""] if points else []),
-        *lines_of(facts(rows)),
-        "",
-        f"{fence}yaml",
-        *recipe.splitlines(),
-        fence,
+    last = points[-1] if points else {}
+    gpu = ((record.get("hardware") or {}).get("gpu") or {}).get("name")
+    rows: list[list[object]] = [
+        ["Recipe", f"{source.title}, version {source.recipe.version}"],
+        ["Steps", source.step or last.get("step", "not recorded")],
+        ["Last logged loss", last.get("loss", "not recorded")],
+        ["Precision", source.precision],
+        ["Machine", f"{record.get('ranks')} x {gpu or 'CPU'}"],
     ]
+    curve = [f"![Loss and learning rate over optimizer steps]({CURVE})", ""] if points else []
+    return [*curve, *_table(["", ""], rows), "", f"{fence}yaml", *recipe.splitlines(), fence]
 
 
-def _data(source: Exported, of: Any) -> list[str]:
-    from eval.report.blocks import Line, Table, code, joined, number
-    from eval.report.markdown import line_of, lines_of
-    from eval.report.results import entries, get
-
-    accounts = entries(of.ledger, "sources")
+def _data(source: Exported, ledger: dict[str, Any]) -> list[str]:
+    accounts = ledger.get("sources") or []
     if not accounts:
-        named = joined([code(public_name(one.path)) for one in source.recipe.sources])
-        return [line_of(joined([named, "the token ledger is missing."], "; "))]
-    listed: list[tuple[Line, Any]] = [(code(public_name(str(one.get("source")))), one) for one in accounts]
-    listed += [("all", of.ledger.get("total") or {})] if len(accounts) > 1 else []
-    rows = [
-        [
-            name,
-            number(get(one, "rows", "in")),
-            number(get(one, "rows", "used")),
-            *(number(get(one, "tokens", fate)) for fate in ("in", "trained", "masked", "truncated", "dropped")),
+        return [", ".join(_code(public_name(one.path)) for one in source.recipe.sources) + "; no token ledger."]
+    rows = []
+    for name, one in [
+        *((_code(public_name(str(one.get("source")))), one) for one in accounts),
+        ("all", ledger.get("total")),
+    ]:
+        if one and (name != "all" or len(accounts) > 1):
+            tokens = one.get("tokens") or {}
+            counts = [(one.get("rows") or {}).get("in", 0), *(tokens.get(fate, 0) for fate in _TOKENS)]
+            rows.append([_Markdown(name), *(f"{count:,}" for count in counts)])
+    head = ["Source", "Rows", "Tokens", "Trained", "Masked", "Truncated", "Dropped"]
+    return [*_table(head, rows), "", "The loss is on the trained tokens."]
+
+
+def _evaluation(source: Exported, comparison: dict[str, Any]) -> list[str]:
+    metrics = comparison.get("metrics") or []
+    if source.step is not None or not metrics:
+        return [
+            "Not measured." if source.step is None else "The run's evaluation is of final/, not of this checkpoint."
         ]
-        for name, one in listed
-    ]
-    head = ["Source", "Rows", "Used", "Tokens", "Trained", "Masked", "Truncated", "Dropped"]
-    return [
-        *lines_of(Table(head, rows, numbers=range(1, 8))),
-        "",
-        "Trained are the tokens that the loss was on; masked those that it was not.",
-    ]
-
-
-def _evaluation(source: Exported, of: Any) -> list[str]:
-    from eval.report.blocks import MISSING, Table, number, words
-    from eval.report.markdown import lines_of, text
-    from eval.report.results import entries, get
-
-    comparison = of.comparison
-    metrics = entries(comparison, "metrics")
-    if source.step is not None:
-        return ["Not measured: the run's evaluation is of its end, not of this checkpoint."]
-    if not metrics:
-        return ["Not measured."]
-    rows = [
-        [
-            words(one.get("task")),
-            words(one.get("metric")) + (" (lower is better)" if one.get("higher_is_better") is False else ""),
-            number(one.get("documents")),
-            number(one.get("base"), ".4f"),
-            number(one.get("tuned"), ".4f"),
-            number(one.get("difference"), "+.4f"),
-            "[{:+.4f}, {:+.4f}]".format(*one["interval_95"]) if one.get("interval_95") else MISSING,
-            words(one.get("verdict")),
+    rows = []
+    for one in metrics:
+        lower = " (lower is better)" if one.get("higher_is_better") is False else ""
+        interval = "[{:+.4f}, {:+.4f}]".format(*one["interval_95"]) if one.get("interval_95") else ""
+        numbers = [
+            _number(one.get("base"), ".4f"),
+            _number(one.get("tuned"), ".4f"),
+            _number(one.get("difference"), "+.4f"),
         ]
-        for one in metrics
-    ]
+        cells = map(_Markdown, [*numbers, interval, _cell(one.get("verdict"))])
+        rows.append([one.get("task"), f"{one.get('metric')}{lower}", one.get("documents"), *cells])
     head = ["Task", "Metric", "Documents", "Base", "This model", "Difference", "95% interval", "Verdict"]
-    limit = get(comparison, "settings", "limit")
+    limit = (comparison.get("settings") or {}).get("limit")
     lines = [
-        *lines_of(Table(head, rows, numbers=range(2, 7))),
+        *_table(head, rows),
         "",
-        f"Base and this model were measured alike by lm-evaluation-harness ({f'at most {limit}' if limit else 'all'} documents of a task; "
-        f"settings `{str(comparison.get('settings_hash', ''))[:12]}`).",
+        f"Base and this model were evaluated with the same settings of lm-evaluation-harness, on {limit or 'all'} documents of each task "
+        f"(settings hash {_code(str(comparison.get('settings_hash', ''))[:12])}).",
     ]
     if comparison.get("note"):
-        lines += ["", text(str(comparison["note"]))]
-    missing = comparison.get("not_measured") or {}
-    return [*lines, "", f"Not measured: {', '.join(map(text, missing))}."] if missing else lines
-
-
-def _versions(of: Any) -> list[str]:
-    from eval.report.blocks import Table, code, words
-    from eval.report.markdown import line_of, lines_of
-    from eval.report.results import get
-
-    versions = of.record.get("versions") or {}
-    commit = get(of.record, "git", "commit")
-    rows = [[words(name), words(one)] for name, one in versions.items() if one != "not installed"]
-    told = ["", line_of(("Commit of the program: ", code(commit), "."))] if commit else []
-    return [*lines_of(Table(["Package", "Version"], rows)), *told]
+        lines += ["", _cell(comparison["note"])]
+    if missing := comparison.get("not_measured"):
+        lines += ["", f"Not measured: {', '.join(map(_cell, missing))}."]
+    return lines

@@ -1,178 +1,32 @@
-"""An Ollama model: the Modelfile, with the chat template in Go, compared with the one of Jinja. Ollama itself is not needed here.
+"""Writes an Ollama model: a Modelfile whose template in Go renders what the model's chat template renders. Ollama is not needed here.
 
-What Ollama imports is read off its source (convert/convert.go and convert/tokenizer.go on github.com/ollama/ollama, as of November 2026).
+What Ollama imports is read off its source (convert/convert.go and convert/tokenizer.go of github.com/ollama/ollama, November 2026).
 """
 
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from sft.data.chat import with_one_date
 from sft.errors import ExportError
-from sft.export.generation import Context, config_folder, resolve_context, sampling, stop_tokens
 from sft.export.gguf import CONVERTER, GGUF, check_convertible, convert, find_converter
-from sft.export.go_template import Agreement, Around, agree, read_around, write_go
-from sft.export.source import Exported, read_config
+from sft.export.go_template import Message, compare, read_markup, write_go
+from sft.export.serving import context_length, sampling, stop_tokens
+from sft.export.source import Exported, read_config, text_config
 
-ARCHITECTURES = tuple(
+ARCHITECTURES = (
     "LlamaForCausalLM MixtralForCausalLM GemmaForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM Phi3ForCausalLM Qwen2ForCausalLM "
     "Olmo3ForCausalLM CohereForCausalLM GptOssForCausalLM DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM Lfm2ForCausalLM "
-    "Ministral3ForCausalLM".split()
-)
-"""Of models of text alone, those that Ollama imports from safetensors."""
+    "Ministral3ForCausalLM"
+).split()
+"""Text models that Ollama imports from safetensors."""
 
-_ROTATIONS = {"LlamaForCausalLM": ("default", "linear", "llama3"), "Phi3ForCausalLM": ("default", "longrope")}
-"""Ways to rotate positions that Ollama's import takes over; elsewhere the plain one."""
-
-_WITH_GGUF = f"With llama.cpp installed its {CONVERTER} may know it: --gguf."
-_PARAMETERS = {"repetition_penalty": "repeat_penalty"}
-
-
-@dataclass(frozen=True)
-class Import:
-    """What Ollama is told, as far as it is known before the model is made."""
-
-    source: Exported
-    name: str
-    context: Context
-    converter: Path | None
-    """llama.cpp's program; None: Ollama imports the safetensors itself."""
-
-    def write(self, folder: Path, tokenizer: Any) -> None:
-        """Write the Modelfile into a folder that holds the model.
-
-        Raises:
-            ExportError: The chat template cannot be one of Go's, or the conversion failed.
-        """
-        if self.converter is not None:
-            convert(self.converter, folder, tokenizer)
-        else:
-            _check_vocabulary(folder)
-        around, agreement = translate(tokenizer, folder)
-        (folder / "Modelfile").write_text(self._modelfile(folder, tokenizer, around, agreement), encoding="utf-8")
-
-    def _modelfile(self, folder: Path, tokenizer: Any, around: Around, agreement: Agreement) -> str:
-        values = {_PARAMETERS.get(name, name): value for name, value in sampling(folder).items()}
-        values.setdefault("repeat_penalty", 1.0)
-        system = self.source.recipe.eval.system_instruction
-        if system is not None and around.first_system is None:
-            raise ExportError(
-                "eval.system_instruction is set, and the chat template has no place for a system message: Ollama "
-                "would drop it. Nothing was "
-                "exported."
-            )
-        lines = [
-            f"# ollama create {shlex.quote(self.name)} -f Modelfile",
-            f"# The template writes what the model's own chat template writes, compared on {agreement.conversations} "
-            f"kinds of conversations.",
-            *(f"# Not the same: {one}." for one in agreement.differs),
-            "# Tools are not in it: Ollama says so when they are asked for.",
-            f"FROM {'./' + GGUF if self.converter else '.'}",
-            f'TEMPLATE """{write_go(around)}"""',
-            *(f"PARAMETER stop {_quoted(token)}" for token in stop_tokens(folder, tokenizer)),
-            *(f"PARAMETER {name} {value:.12g}" for name, value in sorted(values.items())),
-            f"# num_ctx: {self.context.reason}",
-            f"PARAMETER num_ctx {self.context.length}",
-            *([f"SYSTEM {_quoted(system)}"] if system else []),
-        ]
-        return "\n".join(lines) + "\n"
-
-    def told(self, folder: Path) -> str:
-        """What the user reads."""
-        notes = [
-            line[2:]
-            for line in (folder / "Modelfile").read_text(encoding="utf-8").splitlines()
-            if line.startswith("# Not the same")
-        ]
-        warnings = [tokenizer_warning(folder), bos_warning(folder)] if self.converter is None else []
-        return "\n".join(
-            [
-                *notes,
-                *filter(None, warnings),
-                "To import it, on a machine with Ollama (it was not started here):",
-                f"  cd {shlex.quote(str(folder))} && ollama create {shlex.quote(self.name)} -f Modelfile && ollama "
-                f"run {shlex.quote(self.name)}",
-            ]
-        )
-
-
-def resolve_import(source: Exported, length: int | None, name: str | None, gguf: bool) -> Import:
-    """Decide what can be decided before the model is made.
-
-    Raises:
-        ExportError: Ollama imports no such model, or llama.cpp is not there.
-    """
-    converter = find_converter() if gguf else None
-    if converter is None:
-        _check_architecture(read_config(config_folder(source), "config.json"))
-    elif source.holds_model:
-        check_convertible(converter, source.folder)
-    called = (name or source.title).lower()
-    return Import(source, called, resolve_context(source, length), converter)
-
-
-def _check_architecture(config: dict[str, Any]) -> None:
-    named = (config.get("architectures") or ["none"])[0]
-    if named not in ARCHITECTURES:
-        raise ExportError(
-            f"Ollama imports no {named} from safetensors. It does {', '.join(ARCHITECTURES)} (its convert/convert.go). {_WITH_GGUF}"
-        )
-    rotation = (config.get("rope_parameters") or config.get("rope_scaling") or {}).get("rope_type", "default")
-    known = _ROTATIONS.get(named, ("default",))
-    if rotation not in known:
-        raise ExportError(
-            f"The model rotates positions by {rotation!r}, and Ollama's import of {named} takes over {' and '.join(known)} only, without a "
-            f"word. {_WITH_GGUF}"
-        )
-
-
-def _check_vocabulary(folder: Path) -> None:
-    """Refuse a vocabulary of SentencePiece without its own file: Ollama would read tokenizer.json as one of GPT-2's kind.
-
-    Raises:
-        ExportError: It is one.
-    """
-    if (folder / "tokenizer.model").is_file():
-        return
-    model = read_config(folder, "tokenizer.json").get("model") or {}
-    if model.get("type") != "BPE" or model.get("byte_fallback"):
-        kind = f"{model.get('type')}{' with byte_fallback' if model.get('byte_fallback') else ''}"
-        raise ExportError(
-            f"tokenizer.json holds a vocabulary of SentencePiece's kind ({kind}), which Ollama reads from "
-            f"tokenizer.model only, and there is "
-            f"none. {_WITH_GGUF}"
-        )
-
-
-def tokenizer_warning(folder: Path) -> str | None:
-    """What is not known about how Ollama cuts texts; None where it knows this tokenizer's way."""
-    from hashlib import sha256
-
-    steps = (read_config(folder, "tokenizer.json").get("pre_tokenizer") or {}).get("pretokenizers") or []
-    patterns = "".join((step.get("pattern") or {}).get("Regex", "") for step in steps if step.get("type") == "Split")
-    if sha256(patterns.encode()).hexdigest() in _KNOWN_PATTERNS:
-        return None
-    return (
-        "Warning: Ollama tells by a tokenizer's patterns how it cuts texts into words, and those of this one are not "
-        "among those of Llama 3, "
-        "Qwen 2 and DeepSeek: it takes its default, and rare texts may become other tokens."
-    )
-
-
-def bos_warning(folder: Path) -> str | None:
-    """What is not known about the beginning of a prompt; None where Ollama's import finds a BOS, and notes whether it is added."""
-    named = read_config(folder, "tokenizer_config.json").get("bos_token")
-    added = read_config(folder, "tokenizer.json").get("added_tokens") or []
-    if (named.get("content") if isinstance(named, dict) else named) in [one.get("content") for one in added]:
-        return None
-    return (
-        "Warning: the tokenizer has no BOS, and Ollama's import then notes nothing about one. Some of its engines take that "
-        "for yes, and put token 0 before each prompt (add_bos_token in its model/models). Compare prompt_eval_count of an "
-        "answer with the tokens that were sent."
-    )
-
+_ROPE_TYPES = {"LlamaForCausalLM": ("default", "linear", "llama3"), "Phi3ForCausalLM": ("default", "longrope")}
+"""Other than `default`, those that Ollama's import keeps."""
 
 _KNOWN_PATTERNS = (
     "d98f9631be1e9607a9848c26c1f9eac1aa9fc21ac6ba82a2fc0741af9780a48f",
@@ -180,65 +34,163 @@ _KNOWN_PATTERNS = (
     "21cde974d587f0d54dc8d56b183cc1e6239600172035c68fbd6d4b9f8da0576e",
     "1ff7f41064896984db5d1bb6ff64fa4bc29007d08c1b439e505b7392777a319e",
 )
-"""SHA-256 of the patterns of Llama 3, DeepSeek (two) and Qwen 2, by which Ollama's import knows them."""
+"""SHA-256 of the pre-tokenizer patterns of Llama 3, DeepSeek (two) and Qwen 2, by which Ollama's import recognizes them."""
+
+_USE_GGUF = f"llama.cpp's {CONVERTER} may know it: --gguf."
 
 
-def translate(tokenizer: Any, folder: Path) -> tuple[Around, Agreement]:
-    """The chat template as one of Go, compared.
-
-    Args:
-        tokenizer: Of the model.
-        folder: That Ollama imports.
+class OllamaModel:
+    """What is decided before the model is made.
 
     Raises:
-        ExportError: There is none, or it cannot be.
+        ExportError: Ollama imports no such model, or llama.cpp is missing.
+    """
+
+    def __init__(self, source: Exported, max_length: int | None, name: str | None, gguf: bool) -> None:
+        self.source, self.name = source, (name or source.title).lower()
+        self.length, self.length_reason = context_length(source, max_length)
+        self.converter = find_converter() if gguf else None
+        if self.converter is None:
+            check_architecture(text_config(source))
+        elif source.holds_model:
+            check_convertible(self.converter, source.folder)
+
+    def write(self, folder: Path, tokenizer: Any) -> None:
+        """Write the Modelfile, and with --gguf the GGUF file, into a folder that holds the model.
+
+        Raises:
+            ExportError: The chat template cannot be written in Go, or the conversion failed.
+        """
+        if self.converter is not None:
+            convert(self.converter, folder, tokenizer)
+        else:
+            check_vocabulary(folder)
+        template, notes, has_system = go_template(tokenizer, folder)
+        system = self.source.recipe.eval.system_instruction
+        if system is not None and not has_system:
+            raise ExportError(
+                "eval.system_instruction is set, and the chat template has no place for it: Ollama would drop it."
+            )
+        values = {
+            "repeat_penalty" if name == "repetition_penalty" else name: one for name, one in sampling(folder).items()
+        }
+        lines = [
+            f"# ollama create {shlex.quote(self.name)} -f Modelfile",
+            *(f"# Differs from the model's own chat template: {note}." for note in notes),
+            "# Tools are not in the template.",
+            f"FROM {'./' + GGUF if self.converter else '.'}",
+            f'TEMPLATE """{template}"""',
+            *(f"PARAMETER stop {_quoted(token)}" for token in stop_tokens(folder, tokenizer)),
+            *(f"PARAMETER {name} {value:.12g}" for name, value in sorted(values.items())),
+            f"# num_ctx: {self.length_reason}",
+            f"PARAMETER num_ctx {self.length}",
+            *([f"SYSTEM {_quoted(system)}"] if system else []),
+        ]
+        (folder / "Modelfile").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    def usage(self, folder: Path) -> str:
+        """What the user reads."""
+        lines = (folder / "Modelfile").read_text(encoding="utf-8").splitlines()
+        notes = [line[2:] for line in lines if line.startswith("# Differs")]
+        warnings = [] if self.converter else [tokenizer_warning(folder), bos_warning(folder)]
+        name = shlex.quote(self.name)
+        command = f"cd {shlex.quote(str(folder))} && ollama create {name} -f Modelfile && ollama run {name}"
+        import_it = "Import it on a machine with Ollama (it was not started here):"
+        return "\n".join([*notes, *filter(None, warnings), import_it, f"  {command}"])
+
+
+def check_architecture(config: dict[str, Any]) -> None:
+    """Refuse what Ollama does not import from safetensors, or imports with other positions.
+
+    Raises:
+        ExportError: It is such a model.
+    """
+    name = (config.get("architectures") or ["none"])[0]
+    if name not in ARCHITECTURES:
+        raise ExportError(
+            f"Ollama does not import {name} from safetensors, but {', '.join(ARCHITECTURES)}. {_USE_GGUF}"
+        )
+    rope = (config.get("rope_parameters") or config.get("rope_scaling") or {}).get("rope_type", "default")
+    if rope not in (known := _ROPE_TYPES.get(name, ("default",))):
+        raise ExportError(
+            f"The model's rope_type is {rope!r}, and Ollama's import of {name} silently keeps {' and '.join(known)} only. {_USE_GGUF}"
+        )
+
+
+def check_vocabulary(folder: Path) -> None:
+    """Refuse a SentencePiece vocabulary without tokenizer.model: Ollama would read tokenizer.json as one of GPT-2's kind.
+
+    Raises:
+        ExportError: It is one.
+    """
+    model = read_config(folder, "tokenizer.json").get("model") or {}
+    if not (folder / "tokenizer.model").is_file() and (model.get("type") != "BPE" or model.get("byte_fallback")):
+        raise ExportError(
+            f"tokenizer.json holds a SentencePiece vocabulary ({model.get('type')}), which Ollama reads from tokenizer.model only, and "
+            f"there is none. {_USE_GGUF}"
+        )
+
+
+def tokenizer_warning(folder: Path) -> str | None:
+    """Warns where Ollama does not recognize how the tokenizer splits text."""
+    steps = (read_config(folder, "tokenizer.json").get("pre_tokenizer") or {}).get("pretokenizers") or []
+    patterns = "".join((step.get("pattern") or {}).get("Regex", "") for step in steps if step.get("type") == "Split")
+    if sha256(patterns.encode()).hexdigest() in _KNOWN_PATTERNS:
+        return None
+    return (
+        "Warning: Ollama recognizes the pre-tokenizers of Llama 3, Qwen 2 and DeepSeek, and this is none of them. It uses its default, so "
+        "rare texts may become other tokens."
+    )
+
+
+def bos_warning(folder: Path) -> str | None:
+    """Warns where Ollama's import finds no BOS and may put token 0 before each prompt."""
+    named = read_config(folder, "tokenizer_config.json").get("bos_token")
+    added = read_config(folder, "tokenizer.json").get("added_tokens") or []
+    if (named.get("content") if isinstance(named, dict) else named) in [one.get("content") for one in added]:
+        return None
+    return (
+        "Warning: the tokenizer has no BOS, and some of Ollama's engines then put token 0 before each prompt. Compare prompt_eval_count of "
+        "an answer with the number of tokens that you sent."
+    )
+
+
+def go_template(tokenizer: Any, folder: Path) -> tuple[str, list[str], bool]:
+    """The chat template in Go, what differs from the original, and whether it has a place for a system message.
+
+    Raises:
+        ExportError: There is no chat template, or Go's would render another prompt.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    from sft.data.chat import with_one_date
-    from sft.data.processor_time import limited_time
-
     if not tokenizer.chat_template:
-        raise ExportError(
-            "The model has no chat template, and Ollama would have nothing to translate. Nothing was exported."
-        )
-    template = with_one_date(tokenizer.chat_template)
-    bos = tokenizer.bos_token or ""
+        raise ExportError("The model has no chat template, so there is none to write for Ollama. Use --to merged.")
+    template, bos = with_one_date(tokenizer.chat_template), tokenizer.bos_token or ""
     adds_bos = bool(bos) and read_config(folder, "tokenizer_config.json").get("add_bos_token") is True
 
-    def apply(messages: Any, prompt: bool) -> str:
+    def render(messages: Sequence[Message], prompt: bool) -> str:
         try:
-            with limited_time(10.0):
-                text: str = render_jinja_template(
-                    [list(messages)],
-                    chat_template=template,
-                    add_generation_prompt=prompt,
-                    **tokenizer.special_tokens_map,
-                )[0][0]
-        except Exception as error:  # a template is a program of somebody else's
-            raise ValueError(f"it refuses one: {error}") from None
+            variables = {"chat_template": template, "add_generation_prompt": prompt, **tokenizer.special_tokens_map}
+            text: str = render_jinja_template([list(messages)], **variables)[0][0]
+        except Exception as error:  # a template is somebody else's program
+            raise ValueError(f"it refuses a conversation: {error}") from None
         if adds_bos and not text.startswith(bos):
-            raise ValueError(f"Ollama begins each prompt with {bos} (add_bos_token), which it does not write")
+            raise ValueError(f"Ollama begins each prompt with {bos} (add_bos_token), and it does not")
         return text.removeprefix(bos) if adds_bos else text
 
     try:
-        around = read_around(apply, "" if adds_bos else bos)
-        agreement = agree(around, apply)
+        markup = read_markup(render, "" if adds_bos else bos)
+        notes = compare(markup, render)
     except ValueError as error:
         raise ExportError(
-            f"The chat template cannot be written for Ollama: {error}. A wrong one would be worse than none: nothing "
-            f"was exported. Use --to vllm, "
-            "which reads the template itself."
+            f"The chat template cannot be written for Ollama: {error}. Use --to vllm, which reads it itself."
         ) from None
     if template != tokenizer.chat_template:
-        dated = "the date of today, for which it writes the 26th of July 2024, as in the training"
-        agreement = Agreement(agreement.conversations, (*agreement.differs, dated))
-    return around, agreement
+        notes.append("today's date, for which it writes the 26th of July 2024, as in the training")
+    return write_go(markup), notes, markup.first_system is not None
 
 
 def _quoted(text: str) -> str:
     if '"""' in text:
-        raise ExportError(
-            f"A Modelfile cannot hold three quotes in a row, and {text[:60]!r} does. Nothing was exported."
-        )
+        raise ExportError(f"A Modelfile cannot hold three quotes in a row, and {text[:60]!r} does.")
     return f'"""{text}"""'

@@ -1,7 +1,4 @@
-"""What is handed over: final/ of a run, or one of its checkpoints. Whether it is there and whole is asked before anything loads.
-
-Imports no torch.
-"""
+"""Finds what a run exports: final/ or one of its checkpoints, checked before anything loads. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from sft.run.directory import Run, find_run
 from sft.run.trust import base_changes, check_final
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-"""One of them is in every folder that holds a tokenizer."""
+"""Every folder with a tokenizer holds one of them."""
 
 
 @dataclass(frozen=True)
@@ -32,19 +29,21 @@ class Exported:
     """final/, or the checkpoint."""
 
     step: int | None
-    """Of the checkpoint; None for final/."""
-
-    writer: Writer | None
-    """What wrote the checkpoint; None for final/."""
+    """The checkpoint's; None for final/."""
 
     base: Model
-    """The recipe's section, with the commit that was trained."""
+    """The recipe's section `model`, with the commit that was trained."""
 
     base_path: str
-    """Folder or id on the hub of the model that training started from."""
+    """Folder, or id on the hub, of the model that training started from."""
 
     precision: str
     """The plan's: bf16, fp16, fp32."""
+
+    @property
+    def title(self) -> str:
+        """The recipe's name."""
+        return self.run.recipe_name
 
     @property
     def name(self) -> str:
@@ -53,157 +52,116 @@ class Exported:
         return f"{self.title}-{self.run.path.name}{step}"
 
     @property
-    def title(self) -> str:
-        """The recipe's name."""
-        return self.run.recipe_name
-
-    @property
-    def adapter(self) -> Path | None:
-        """The folder of the adapters; None where all weights were trained."""
-        if self.recipe.model.lora is None:
-            return None
-        return self.folder / "adapter" if self.step is None else self.folder
-
-    @property
     def holds_model(self) -> bool:
         """Whether the folder loads by from_pretrained alone."""
         return (self.folder / "config.json").is_file() and any(self.folder.glob("model*.safetensors"))
 
+    @property
+    def writer(self) -> Writer:
+        """The engine that wrote the checkpoint."""
+        return writer_of(self.folder, self.run)
 
-def find_exported(run: Run, step: int | None) -> Exported:
-    """What is handed over of a run.
 
-    Args:
-        run: From find_run.
-        step: Of a checkpoint; None for final/.
+def find_run_to_export(name: str) -> Run:
+    """The run that the user named.
 
     Raises:
-        ExportError: It is not there, not finished, or damaged.
+        ExportError: There is no such folder, or it is a part of a run.
+        RunError: It is not a run's folder.
+    """
+    path = Path(name).expanduser()
+    if not path.exists():
+        raise ExportError(f"{name} does not exist. Name a run's folder, such as outputs/tiny/latest.")
+    if path.is_dir() and not (path / "run.json").is_file() and (path.parent / "run.json").is_file():
+        raise ExportError(
+            f"{name} is part of a run. Name the run, {path.parent}, and a checkpoint with --checkpoint N."
+        )
+    return find_run(path)
+
+
+def find_exported(run: Run, step: int | None) -> Exported:
+    """Find a model of a run.
+
+    Args:
+        run: From find_run_to_export.
+        step: The checkpoint's; None for final/.
+
+    Raises:
+        ExportError: It is missing, unfinished or damaged.
     """
     recipe, record = run.recipe(), run.record
-    folder = _final(run, record) if step is None else _checkpoint(run, step)
-    in_shares = step is not None and not any(folder.glob("*.safetensors"))
-    if not in_shares and not has_tokenizer(folder):
+    folder = _final(run) if step is None else _checkpoint(run, step)
+    sharded = step is not None and not any(folder.glob("*.safetensors"))
+    if not sharded and not has_tokenizer(folder):
         raise ExportError(
-            f"{folder} holds no tokenizer ({', '.join(TOKENIZER_FILES)}): it was saved with one, so a file was removed. Put it back, or "
-            "export a checkpoint: --checkpoint N."
+            f"{folder} holds no tokenizer ({', '.join(TOKENIZER_FILES)}), and it was saved with one. Put the file back, or export a "
+            "checkpoint: --checkpoint N."
         )
-    decided = {row["name"]: row["value"] for row in read_json(run.plan_file).get("decisions", [])}
     base = record.get("base_model") or {}
-    model = recipe.model
-    if model.revision != base.get("revision"):
-        model = model.model_copy(update={"revision": base.get("revision")})
-    found = Exported(
+    decided = {row["name"]: row["value"] for row in read_json(run.plan_file).get("decisions", [])}
+    return Exported(
         run=run,
         recipe=recipe,
         folder=folder,
         step=step,
-        writer=None if step is None else writer_of(folder),
-        base=model,
-        base_path=str(base.get("path") or model.name_or_path),
+        base=recipe.model.model_copy(update={"revision": base.get("revision")}),
+        base_path=str(base.get("path") or recipe.model.name_or_path),
         precision=str(decided.get("precision", "fp32")),
     )
-    if step is None and (found.adapter is not None and not (found.adapter / "adapter_config.json").is_file()):
-        raise ExportError(
-            f"{found.adapter} is missing: final/ cannot be compared with the base and its adapter without it. Export a checkpoint: "
-            "--checkpoint N."
-        )
-    return found
 
 
 def check_unchanged(source: Exported, accept: bool) -> None:
     """Refuse a model that is no longer what the training wrote. Reads every byte of it.
 
     Args:
-        source: A checkpoint among them has been compared with its manifest already.
-        accept: Whether edits of final/ are meant.
+        source: A checkpoint has been compared with its manifest already.
+        accept: Export the user's edits of final/.
 
     Raises:
         RunError: final/ has changed.
-        ExportError: Adapters would be merged into a base that has changed, or is gone.
+        ExportError: Adapters would be merged into a base that has changed.
     """
     if source.step is None:
         check_final(source.run, accept)
-    if source.adapter is None:
-        return
-    if source.base_path.startswith("/") and not Path(source.base_path, "config.json").is_file():
-        raise ExportError(
-            f"The base model {source.base_path}, which {source.run.path} has trained adapters for, is gone. Put it back: the export is "
-            "compared with the base and its adapters."
-        )
-    changes = base_changes(source.run)
-    if changes:
-        raise ExportError(f"The base model {changes}. The adapters fit the old weights. Put the base back.")
+    elif not source.holds_model and (changes := base_changes(source.run)):
+        raise ExportError(f"The base model {changes}. The adapters fit the old weights: put the base back.")
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a tokenizer loads from a folder; transformers would make one up where none is."""
+    """Whether a folder holds a tokenizer; transformers would make one up."""
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def steps_of(run: Run) -> list[int]:
-    """Of the checkpoints that are there, rising."""
+    """Steps of the run's checkpoints, rising."""
     return sorted(step_of(path) for path in checkpoints_of(run))
 
 
-def _final(run: Run, record: dict[str, Any]) -> Path:
+def _final(run: Run) -> Path:
     if (run.final / "config.json").is_file() and any(run.final.glob("*.safetensors")):
         return run.final
     steps = steps_of(run)
-    status = record.get("status", "unknown")
-    if status == "finished":
-        raise ExportError(
-            f"{run.final} holds no model, and the run is finished: it was removed. {_or_checkpoint(steps)}"
-        )
-    raise ExportError(
-        f"{run.path} has no final/ yet (status: {status}). Go on with it: bash scripts/sft.sh {run.path}. {_or_checkpoint(steps)}"
-    )
-
-
-def _or_checkpoint(steps: list[int]) -> str:
-    if not steps:
-        return "It has no checkpoint either."
-    return f"Or export a checkpoint: --checkpoint {steps[-1]} (there {'are' if len(steps) > 1 else 'is'}: {_listed(steps)})."
-
-
-def _listed(steps: list[int]) -> str:
-    return ", ".join(map(str, steps))
+    remedy = f"Resume it with bash scripts/sft.sh {run.path}"
+    remedy += f", or export a checkpoint: --checkpoint {steps[-1]}." if steps else "."
+    raise ExportError(f"{run.path} has no final/ (status: {run.record.get('status', 'unknown')}). {remedy}")
 
 
 def _checkpoint(run: Run, step: int) -> Path:
     folder = run.checkpoints / f"checkpoint-{step}"
     if not folder.is_dir():
-        steps = steps_of(run)
-        there = f"There are: {_listed(steps)}." if steps else "The run has none."
-        raise ExportError(f"--checkpoint {step}: {folder} does not exist. {there}")
-    why = fault(folder)
-    if why is not None:
-        raise ExportError(f"{folder} is not what was written: {why}. Export another checkpoint, or final/.")
+        raise ExportError(
+            f"--checkpoint {step}: {folder} does not exist. There are: {', '.join(map(str, steps_of(run))) or 'none'}."
+        )
+    if why := fault(folder):
+        raise ExportError(f"{folder} is damaged: {why}. Export another checkpoint, or final/.")
     return folder
 
 
-def find_run_to_export(word: str) -> Run:
-    """The run that the user named.
-
-    Raises:
-        ExportError: There is no such folder, or it is the export of a run.
-        RunError: It is not a run's folder.
-    """
-    path = Path(word).expanduser()
-    if not path.exists():
-        raise ExportError(f"{word} does not exist. Name a run's folder, such as outputs/tiny/latest.")
-    if path.is_dir() and not (path / "run.json").is_file() and (path.parent / "run.json").is_file():
-        raise ExportError(
-            f"{word} is a part of a run. Name the run: {path.parent}; a checkpoint of it by --checkpoint N."
-        )
-    return find_run(path)
-
-
 def read_config(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON file of a model's folder; empty where it is not there.
+    """A JSON file of a model's folder; empty if there is none.
 
     Raises:
-        ExportError: It is no JSON object.
+        ExportError: It holds no JSON object.
     """
     path = folder / name
     try:
@@ -215,3 +173,24 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ExportError(f"{path} cannot be read: it holds no JSON object.")
     return values
+
+
+def text_config(source: Exported) -> dict[str, Any]:
+    """config.json of the model, or of its text part; a checkpoint of adapters or shards has that of final/ or of the base.
+
+    Raises:
+        ExportError: It is nowhere on this machine.
+    """
+    folders = [source.folder, source.run.final, Path(source.base_path)]
+    config = next((config for folder in folders if (config := read_config(folder, "config.json"))), None)
+    if config is None:
+        from transformers import PretrainedConfig
+
+        try:
+            config = PretrainedConfig.get_config_dict(source.base_path, revision=source.base.revision)[0]
+        except OSError:
+            raise ExportError(
+                f"The config.json of {source.base_path} is not on this machine. Download the model (hf download) and export again."
+            ) from None
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, dict) else config

@@ -26,9 +26,9 @@ from sft.program import run_main
 from sft.recipe.schema import Evaluation
 from sft.run.directory import EVALUATION_LEFT, Run, find_run
 from sft.run.record import InterruptibleRun
+from sft.run.requests import began, forget_stale
 from sft.run.trust import OWN_RUN
 from sft.signals import held_back
-from sft.train.request_files import began, forget_stale
 
 
 def become_finish(run: Run) -> NoReturn:

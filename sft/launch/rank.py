@@ -36,7 +36,6 @@ from sft.plan.job import Job
 from sft.plan.plan import plan_warnings, print_plan
 from sft.run.directory import Run, lost_folder_reported
 from sft.run.record import InterruptibleRun, close_session, record_end
-from sft.train.rollback import become_again
 from sft.train.tracking import finish_trackers, set_up_trackers
 
 
@@ -64,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
     from sft.train.main import train
 
     run, planned = start.run, start.planned(job)
-    with recorded(run), lost_folder_reported(run.checkpoints), going_back(argv, run, job):
+    with recorded(run), lost_folder_reported(run.checkpoints):
         if distributed.is_first_rank():
             show_start(planned, start, tokenizer)
         during = evaluation_during(planned, run, tokenizer)
@@ -152,17 +151,6 @@ def recorded(run: Run) -> Iterator[None]:
                 close_session(run, "failed")
                 run.update(status="failed", error=f"{type(error).__name__}: {error}"[:2000])
         raise
-
-
-@contextmanager
-def going_back(argv: Sequence[str], run: Run, job: Job) -> Iterator[None]:
-    """Go back to the last checkpoint where a fault in the numbers asks for it."""
-    from sft.train.nonfinite import Rewind
-
-    try:
-        yield
-    except Rewind as fault:
-        become_again(argv, run, job.recipe.tracking, str(fault))
 
 
 def evaluate_what_is_trained(job: Job) -> None:

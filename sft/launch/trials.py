@@ -34,9 +34,9 @@ from sft.model.load import load_model
 from sft.parallel import process_group as distributed
 from sft.plan.job import Job
 from sft.run.directory import Run
-from sft.train.arguments import build_trainer, training_arguments
-from sft.train.batches import Sequences, StepOrder
-from sft.train.step_clock import StepClock
+from sft.train.arguments import build_trainer, engine_callbacks, training_arguments
+from sft.train.batches import Sequences
+from sft.train.metrics import StepClock
 
 
 def did_not_fit(error: BaseException) -> bool:
@@ -154,9 +154,16 @@ class Steps(TrainerCallback):  # type: ignore[misc]
             arguments = training_arguments(self.job, Run(Path(folder) / "search" / "run"))
             model = load_model(self.job, self.tokenizer)
             clock = StepClock(self.memory.on_gpu)
-            order = StepOrder(len(self.sequences.index), self.sequences.fillers, 0)
+            order = self.sequences.order(seed=0)
             self.trainer = build_trainer(
-                self.job, arguments, model, self.tokenizer, self.sequences, order, [self], clock
+                self.job,
+                arguments,
+                model,
+                self.tokenizer,
+                self.sequences,
+                order,
+                [clock, *engine_callbacks(self.job), self],
+                clock,
             )
             if not has_layers_of_their_own(model):
                 modes, sizes = self.wanted

@@ -151,11 +151,11 @@ class Train(Section):
     """Save and stop before this much time has passed since the command started, such as `23h30m`. The same command resumes. None: no
     limit."""
 
-    on_nonfinite: Annotated[Literal["stop", "skip", "rewind"], FREE] = "stop"
-    """When a loss or gradient is NaN or infinite: stop; skip the step; or return to the last checkpoint and leave out its rows."""
+    on_nonfinite: Annotated[Literal["stop", "skip"], FREE] = "stop"
+    """When a loss or gradient is NaN or infinite: stop before the step, or skip it."""
 
     max_nonfinite_steps: Annotated[int, FREE] = Field(default=10, gt=0)
-    """Steps to skip, or to return from, before the run stops anyway."""
+    """Steps to skip over the whole run before it stops."""
 
     save_canary: Annotated[bool, UNRELATED] = True
     """Verify saves: after step 1 save the model as at the end and compare it with the model in memory, so that a save that loses weights
@@ -163,6 +163,15 @@ class Train(Section):
 
     trainer_args: Annotated[dict[str, JsonValue], _UNKNOWN] = Field(default_factory=dict)
     """Any other field of the installed trl.SFTConfig, validated against it. Fields that the plan decides are refused."""
+
+    @field_validator("on_nonfinite", mode="before")
+    @classmethod
+    def _without_rewind(cls, value: object) -> object:
+        if value == "rewind":
+            raise ValueError(
+                "rewind was removed: use skip to train on without the step, or stop to look at its samples first"
+            )
+        return value
 
     @field_validator("max_time", mode="before")
     @classmethod

@@ -9,10 +9,10 @@ from typing import Any, get_type_hints
 
 from accelerate import ParallelismConfig
 from datasets import Dataset
-from transformers.trainer_callback import PrinterCallback, TrainerCallback
+from transformers.trainer_callback import TrainerCallback
 from trl import SFTConfig
 
-from sft.checkpoint.resume import writer_here
+from sft.checkpoint.resume import ResumePlan, writer_here
 from sft.checkpoint.write import CheckpointWriter
 from sft.data.tokenizer import new_token_ids
 from sft.errors import ModelError, RecipeError, did_you_mean
@@ -23,14 +23,16 @@ from sft.model.new_tokens import check_untrained, named, show_head, trains_embed
 from sft.parallel import process_group as distributed
 from sft.parallel.fsdp import Prefetch, plugin_arguments, policies
 from sft.parallel.optimizer import MasterAdamW
+from sft.parallel.progress import Progress
 from sft.parallel.tensor import parallelism_config
 from sft.plan.job import Job, checkpoint_bytes
 from sft.plan.parallelism import mesh_shape
 from sft.plan.precision import MASTER
 from sft.run.directory import Run
-from sft.train.batches import Sequences, StepOrder
-from sft.train.changes_take_effect import ChangesTakeEffect
-from sft.train.step_clock import StepClock
+from sft.train.batches import Fingerprint, Sequences, StepOrder
+from sft.train.faults import Faults
+from sft.train.metrics import StepClock
+from sft.train.stopping import Stopping
 from sft.train.trainer import RecipeTrainer
 
 SCHEDULES = {"cosine": "cosine_with_min_lr", "linear": "linear", "constant": "constant_with_warmup"}
@@ -219,7 +221,7 @@ def check_trainer_args(job: Job) -> None:
         raise RecipeError("\n".join(["train.trainer_args:", *lines]))
 
 
-def training_arguments(job: Job, run: Run) -> Any:
+def training_arguments(job: Job, run: Run) -> SFTConfig:
     """TRL's configuration of the job. Must exist before the model loads: ZeRO-3 shards it while loading.
 
     Raises:
@@ -239,13 +241,18 @@ def training_arguments(job: Job, run: Run) -> Any:
 
 def build_trainer(
     job: Job,
-    arguments: Any,
+    arguments: SFTConfig,
     model: Any,
     tokenizer: Any,
     sequences: Sequences,
     order: StepOrder,
     callbacks: list[TrainerCallback],
     clock: StepClock,
+    progress: Progress | None = None,
+    fingerprint: Fingerprint | None = None,
+    stopping: Stopping | None = None,
+    faults: Faults | None = None,
+    continuation: ResumePlan | None = None,
 ) -> RecipeTrainer:
     """The trainer, ready to train.
 
@@ -254,66 +261,120 @@ def build_trainer(
         arguments: From training_arguments.
         model: From load_model.
         tokenizer: From load_tokenizer.
-        sequences: Of `input_ids`, `labels` and, packed, `seq_lengths`; whole steps.
-        order: Their order.
-        callbacks: Measure and write the metrics.
+        sequences: The prepared data, in whole steps.
+        order: Of the sequences.
+        callbacks: In the order in which they are called; the clock and engine_callbacks among them.
         clock: Times the steps.
+        progress: How far this rank is.
+        fingerprint: Of the batches.
+        stopping: Agrees on stop requests.
+        faults: Watches for what is not finite.
+        continuation: How the run resumes from its checkpoint.
+
+    Raises:
+        ModelError: There are no layers named in model.lora.target_modules.
     """
     lora = job.recipe.model.lora
-    new = new_token_ids(tokenizer, job.recipe.model.new_tokens)
-    if lora is not None and not trains_embedding(model, lora.target_modules):
-        untrained = untrained_tokens(model, tokenizer, sequences.store, job.recipe.model.new_tokens)
-        check_untrained(job, tokenizer, untrained)
-        if untrained and distributed.is_first_rank():
-            print(
-                f"The base never trained the embeddings of {named(tokenizer, untrained)}: they are trained beside the adapters.",
-                flush=True,
-            )
-        new += untrained
+    trained_tokens = _trained_tokens(job, model, tokenizer, sequences) if lora else []
+    facts = {
+        "ranks": job.hardware.ranks,
+        "engine": job.plan.engine.value,
+        "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True),
+    }
     try:
         trainer = RecipeTrainer(
+            sequences=sequences,
+            order=order,
+            plan=job.plan,
+            fsdp=job.fsdp,
+            writer=writer_here(job),
+            checkpoints=CheckpointWriter(
+                Path(arguments.output_dir), job.recipe.train.save_total_limit, facts, checkpoint_bytes(job)
+            ),
+            clock=clock,
+            progress=progress or Progress(),
+            fingerprint=fingerprint or Fingerprint(),
+            stopping=stopping,
+            faults=faults,
+            continuation=continuation,
             model=model,
             args=arguments,
-            # It takes none but its own library's kind; what it is given is never read.
+            # SFTTrainer takes a dataset of its own library only, and never reads this one.
             train_dataset=Dataset.from_list([{name: list(value) for name, value in sequences[0].items()}]),
             processing_class=tokenizer,
-            peft_config=lora_config(lora, model, new) if lora else None,
-            # The clock before the others: what they do at the end of a step is not part of it.
-            callbacks=[clock, *_as_planned(job), *callbacks],
+            peft_config=lora_config(lora, model, trained_tokens) if lora else None,
+            callbacks=callbacks,
             optimizer_cls_and_kwargs=_optimizer(job),
         )
     except ValueError as error:
         if lora is None or "target" not in str(error).lower():
             raise
         raise ModelError(f"model.lora.target_modules={lora.target_modules}: {str(error).splitlines()[0]}") from None
-    if new:
+    if trained_tokens:
         show_head(trainer.model)
-    trainer.args.save_only_model = False
-    trainer.remove_callback(PrinterCallback)
-    trainer.train_dataset = sequences
-    trainer.step_order, trainer.step_clock, trainer.plan = order, clock, job.plan
-    trainer.fsdp, trainer.writer = job.fsdp, writer_here(job)
-    trainer.checkpoints = _checkpoint_writer(job, arguments)
     if job.plan.compile.value:
         compile_layers(trainer.model, job.plan.attention.value)
     return trainer
 
 
-def _checkpoint_writer(job: Job, arguments: Any) -> CheckpointWriter:
-    facts = {
-        "ranks": job.hardware.ranks,
-        "engine": job.plan.engine.value,
-        "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True),
-    }
-    return CheckpointWriter(Path(arguments.output_dir), job.recipe.train.save_total_limit, facts, checkpoint_bytes(job))
+def _trained_tokens(job: Job, model: Any, tokenizer: Any, sequences: Sequences) -> list[int]:
+    """Tokens whose embeddings are trained beside the adapters: new ones, and those in the data that the base never trained."""
+    lora, new = job.recipe.model.lora, job.recipe.model.new_tokens
+    ids = new_token_ids(tokenizer, new)
+    if lora is None or trains_embedding(model, lora.target_modules):
+        return ids
+    untrained = untrained_tokens(model, tokenizer, sequences.store, new)
+    check_untrained(job, tokenizer, untrained)
+    if untrained and distributed.is_first_rank():
+        names = named(tokenizer, untrained)
+        print(f"The base never trained the embeddings of {names}: they are trained beside the adapters.", flush=True)
+    return ids + untrained
 
 
-def _as_planned(job: Job) -> list[TrainerCallback]:
-    """What completes the engine when the training begins, before anything is measured or trained."""
+class ResumedSettings(TrainerCallback):  # type: ignore[misc]
+    """Applies the current recipe's values over those that transformers loads from the checkpoint.
+
+    Args:
+        learning_rate: The peak, as planned.
+    """
+
+    def __init__(self, learning_rate: float) -> None:
+        self.learning_rate = learning_rate
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        """After the checkpoint is loaded, before the first step."""
+        if state.global_step == 0:
+            return
+        # Steps between lines and between saves come from trainer_state.json.
+        state.compute_steps(args, state.max_steps)
+        set_peak(getattr(lr_scheduler, "scheduler", lr_scheduler), optimizer, self.learning_rate)
+
+
+def set_peak(scheduler: Any, optimizer: Any, peak: float) -> None:
+    """Have a loaded schedule follow the recipe's peak, and its shape over the new number of steps.
+
+    Args:
+        scheduler: torch's LambdaLR. Its state holds the peaks, but not the shape.
+        optimizer: Whose groups get the rates.
+        peak: Learning rate.
+    """
+    scheduler.base_lrs = [peak] * len(scheduler.base_lrs)
+    rates = [peak * shape(scheduler.last_epoch) for shape in scheduler.lr_lambdas]
+    scheduler._last_lr = rates
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["initial_lr"], group["lr"] = peak, rate
+
+
+def engine_callbacks(job: Job) -> list[TrainerCallback]:
+    """Complete the engine when the training begins; they come before anything that measures or trains."""
+    callbacks = [
+        CheckpointingAsPlanned(job.plan.gradient_checkpointing.value),
+        ResumedSettings(job.plan.learning_rate.value),
+    ]
     ahead = job.fsdp.prefetch if job.fsdp else None
-    checkpointing = CheckpointingAsPlanned(job.plan.gradient_checkpointing.value)
-    always = [checkpointing, ChangesTakeEffect(job.plan.learning_rate.value)]
-    return [*always, Prefetch(ahead)] if ahead else always
+    return [*callbacks, Prefetch(ahead)] if ahead else callbacks
 
 
 def _optimizer(job: Job) -> tuple[type[MasterAdamW], dict[str, Any]] | None:

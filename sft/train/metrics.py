@@ -1,7 +1,6 @@
-"""What is measured while training: metrics.jsonl, the line on the terminal, and the bar. docs/metrics.md explains each figure.
+"""Measures the training: metrics.jsonl, the line on the terminal and the progress bar. docs/metrics.md
 
-Tokens and FLOPs of a step are known from the prepared data (sft/train/step_work.py), over all ranks; only its time is measured
-(sft/train/step_clock.py).
+The tokens and FLOPs of a step are known from the prepared data (sft/train/batches.py), over all ranks; only its time is measured.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,13 +22,9 @@ from transformers.trainer_callback import TrainerCallback
 
 from sft.model.flops import ModelFlops, model_flops
 from sft.plan.hardware import Hardware
-from sft.run.directory import read_lines
+from sft.run.directory import Run, read_lines
 from sft.run.training_warnings import first_loss, weights_moved
-from sft.train.eval_loss import HeldOutLoss
-from sft.train.fingerprint import Fingerprint
-from sft.train.spikes import Spikes
-from sft.train.step_clock import StepClock
-from sft.train.step_work import StepWork
+from sft.train.batches import Fingerprint, StepWork
 
 # Dense bf16 peak of one GPU, FLOP/s, by the first part of its name that fits: NVIDIA's data sheets.
 PEAK_FLOPS = {
@@ -43,47 +38,106 @@ PEAK_FLOPS = {
     "A10G": 70e12,
 }
 
+_FASTEST, _SLOWEST = 1.0, 60.0
+"""Seconds between lines on the terminal. Faster logging steps are only in metrics.jsonl; a slower step gets a line without a loss, which
+would have to be read from all ranks."""
 
-FASTEST, SLOWEST = 1.0, 60.0
-"""Seconds between lines on the terminal: logging steps that follow faster are only in metrics.jsonl, and a step that ends later than
-that after the last line gets one without a loss, which would have to be read from all ranks."""
+_SAMPLE = 1000
+"""Elements of each parameter that are compared with the start."""
 
 
 def peak_flops(hardware: Hardware) -> float | None:
-    """Dense bf16 peak of all GPUs of the job, FLOP/s, or None where it is not known."""
+    """Dense bf16 peak of all GPUs of the job, FLOP/s; None where unknown."""
     name = hardware.gpu.name if hardware.gpu else ""
     of_one = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
     return of_one * hardware.ranks if of_one is not None else None
 
 
 def peak_memory_gib() -> float:
-    """The most memory this rank has used: on its GPU, or of the process."""
+    """The most memory this rank has used: of its GPU, or of the process without one."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "darwin" else 1)
     return kibibytes / 2**20
 
 
-def _number(value: float | None) -> float | None:
-    """What JSON has a word for."""
-    return value if value is not None and math.isfinite(value) else None
+@dataclass(frozen=True)
+class StepTimes:
+    """The steps since the last line."""
+
+    seconds: list[float] = field(default_factory=list)
+    """Of each step."""
+
+    data_seconds: float = 0.0
+    """Of all of them, inside the data loader's `next`."""
 
 
-def _replace(file: Path, text: str) -> None:
-    """A kill in between leaves the old lines, never a part of them."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(file)
+class StepClock(TrainerCallback):  # type: ignore[misc]
+    """Times the steps of rank 0; does nothing on other ranks.
 
+    A step lasts from the request for its first batch until its update is done. What happens between steps does not count: eval loss,
+    checkpoints, logging. On a GPU the CPU's clock would time the launching of kernels. There an event is recorded in the stream at both
+    ends of a step, without waiting, and read when a line is logged: the trainer has then read the loss, so all events have happened.
 
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"
+    Args:
+        on_gpu: Whether the steps run on a GPU.
+    """
 
+    def __init__(self, on_gpu: bool) -> None:
+        self.on_gpu, self.running = on_gpu, False
+        self._began: Any = None
+        self._steps: list[tuple[Any, Any]] = []
+        self._data_seconds = 0.0
 
-_SAMPLE = 1000
-"""Elements of each parameter that are compared with the start."""
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start with nothing measured."""
+        self.running = state.is_world_process_zero
+        self._began, self._steps, self._data_seconds = None, [], 0.0
+
+    def start(self) -> None:
+        """A step begins."""
+        self._began = self._mark() if self.running else None
+
+    def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches, with the wait for each counted. The iterator can be continued afterwards."""
+        return self._timed(batches) if self.running else batches
+
+    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        # Not `yield from`: it would close the epoch's batches together with this generator, after one step.
+        while True:
+            asked = time.monotonic()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                self._data_seconds += time.monotonic() - asked
+            yield batch
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A step is done."""
+        if self._began is not None:
+            self._steps.append((self._began, self._mark()))
+            self._began = None
+
+    def take(self) -> StepTimes:
+        """The steps since the last call."""
+        if self.on_gpu and self._steps:
+            self._steps[-1][1].synchronize()
+        seconds = [
+            begin.elapsed_time(end) / 1000 if self.on_gpu else end - begin  # an event counts in milliseconds
+            for begin, end in self._steps
+        ]
+        times = StepTimes(seconds, self._data_seconds)
+        self._steps, self._data_seconds = [], 0.0
+        return times
+
+    def _mark(self) -> Any:
+        if not self.on_gpu:
+            return time.monotonic()
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
 
 def _local(parameter: Any) -> Any:
@@ -93,7 +147,7 @@ def _local(parameter: Any) -> Any:
 
 
 def sample_trained(model: Any) -> list[torch.Tensor]:
-    """A few elements of each parameter that is trained, of this rank's shard."""
+    """A few elements of each trained parameter, from this rank's shard."""
     trained = (_local(parameter).flatten() for parameter in model.parameters() if parameter.requires_grad)
     return [flat[:: max(1, len(flat) // _SAMPLE)].to("cpu", torch.float64, copy=True) for flat in trained]
 
@@ -117,39 +171,40 @@ def is_untrained(model: Any) -> bool:
     return True
 
 
+class Measures(Protocol):
+    """A callback that measures at some steps, before the line of the step is written."""
+
+    def take(self) -> Any:
+        """The last figure, once; None where nothing was measured since."""
+
+
 class Metrics(TrainerCallback):  # type: ignore[misc]
-    """Writes a line each logging step; on the first rank only.
+    """Writes a line each logging step, on rank 0.
 
     Args:
-        file: metrics.jsonl; lines after the step that training starts from are removed.
-        hardware: For the share of the peak.
+        run: Lines of metrics.jsonl after the step that training starts from are removed.
+        hardware: For MFU.
         work: What each step holds.
-        clock: What each step takes; a callback too, called before this one.
-        fingerprint: Of the batches; the trainer's.
-        held_out: Measures the held-out loss, where rows are held out.
-        during: Measures tasks, where the recipe asks for that.
-        warn: Keeps a warning: Run.warn.
+        clock: Times the steps; must be called before this callback.
+        fingerprint: The trainer's.
+        measured: Further figures by their key in the line; must be called before this callback.
     """
 
     def __init__(
         self,
-        file: Path,
+        run: Run,
         hardware: Hardware,
         work: StepWork,
         clock: StepClock,
         fingerprint: Fingerprint,
-        held_out: HeldOutLoss | None = None,
-        during: Any = None,
-        warn: Callable[..., None] = lambda key, *messages: None,
+        measured: Mapping[str, Measures],
     ) -> None:
-        self.warn, self.vocabulary, self.untrained = warn, 0, False
-        self.file, self.work, self.clock, self.held_out = file, work, clock, held_out
-        self.during = during
-        self.fingerprint = fingerprint
+        self.run, self.work, self.clock, self.fingerprint, self.measured = run, work, clock, fingerprint, measured
         self.peak = peak_flops(hardware)
         self.flops: ModelFlops | None = None
         self.bar: tqdm[Any] | None = None
         self.start: list[torch.Tensor] | None = None
+        self.vocabulary, self.untrained = 0, False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Keep the lines up to the step that training starts from, and start the clock."""
@@ -158,38 +213,43 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         self.shown_at, self.shown_any = self.started, False
         if not state.is_world_process_zero:
             return
-        kept = [line for line in read_lines(self.file) if line["step"] <= state.global_step]
-        held_out_loss = self.held_out.take() if self.held_out else None
-        if held_out_loss is not None and kept and kept[-1]["step"] == state.global_step:
-            kept[-1]["held_out_loss"] = held_out_loss
-        evaluation = self.during.take() if self.during else None
-        if evaluation is not None and kept and kept[-1]["step"] == state.global_step:
-            kept[-1]["eval"] = evaluation
-        self.spikes = Spikes()
-        for line in kept:
-            self.spikes.sees(line.get("loss"))
-        # Of the steps between the last line and a checkpoint, only what the ranks were given knew the fingerprint.
-        self.told_all = state.global_step == (kept[-1]["step"] if kept else 0)
+        kept = [line for line in read_lines(self.run.metrics_file) if line["step"] <= state.global_step]
+        figures = self._figures()
+        if kept and kept[-1]["step"] == state.global_step:
+            kept[-1] |= figures
+        # Of the steps between the last line and a checkpoint, only the process that trained them knew the fingerprint.
+        self.knows_batches = state.global_step == (kept[-1]["step"] if kept else 0)
         self.tokens_seen = self.work.tokens_before(state.global_step)
         self.flops = model_flops(model) if self.peak is not None else None
         if state.global_step == 0:
             self.vocabulary, self.untrained = model.config.get_text_config().vocab_size, is_untrained(model)
             self.start = sample_trained(model)
-        _replace(self.file, "".join(json.dumps(line) + "\n" for line in kept))
+        self._rewrite(kept)
         if sys.stderr.isatty():
             form = "{percentage:3.0f}% |{bar}| step {n_fmt}/{total_fmt} [{elapsed} < {remaining}, {rate_fmt}]"
             self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", bar_format=form, leave=False)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Move the bar. The last step is logged wherever it falls, and so is each that is saved.
+    def _rewrite(self, lines: list[dict[str, Any]]) -> None:
+        """A kill in between leaves the old lines, never a part of them."""
+        file = self.run.metrics_file
+        temporary = file.with_name(f".{file.name}.{os.getpid()}")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        temporary.replace(file)
 
-        A run that goes on from a checkpoint begins to average there; it must not matter whether one did.
+    def _figures(self) -> dict[str, Any]:
+        taken = {key: callback.take() for key, callback in self.measured.items()}
+        return {key: figure for key, figure in taken.items() if figure is not None}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Move the bar. The last step is always logged, and so is each that is saved.
+
+        A resumed run begins to average at its checkpoint; its lines must be those of a run that was never interrupted.
         """
         if state.global_step >= state.max_steps or (state.save_steps and state.global_step % state.save_steps == 0):
             control.should_log = True
         if self.bar is not None:
             self.bar.update(1)
-        elif state.is_world_process_zero and not control.should_log and time.monotonic() - self.shown_at >= SLOWEST:
+        elif state.is_world_process_zero and not control.should_log and time.monotonic() - self.shown_at >= _SLOWEST:
             left = self._left(time.monotonic() - self.started, state)
             self._say(f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}  ETA {_clock(left)}")
 
@@ -203,23 +263,16 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
             "loss": _number(logs["loss"]),
             "grad_norm": _number(logs.get("grad_norm")),
             "learning_rate": logs.get("learning_rate"),
-            "batch": self.fingerprint.line if self.told_all else None,
+            "batch": self.fingerprint.line if self.knows_batches else None,
             **self._speed(state.global_step),
             "peak_memory_gib": peak_memory_gib(),
             "seconds": time.monotonic() - self.started,
         }
-        self.told_all = True
+        self.knows_batches = True
         if "skipped_steps" in logs:
             line["skipped_steps"] = logs["skipped_steps"]
-        if self.spikes.sees(line["loss"]):
-            line["spike"] = True
-        held_out_loss = self.held_out.take() if self.held_out else None
-        if held_out_loss is not None:
-            line["held_out_loss"] = held_out_loss
-        evaluation = self.during.take() if self.during else None
-        if evaluation is not None:
-            line["eval"] = evaluation
-        with self.file.open("a") as file:
+        line |= self._figures()
+        with self.run.metrics_file.open("a") as file:
             file.write(json.dumps(line) + "\n")
         self._show(line, state)
         if state.global_step == 1 and self.vocabulary:
@@ -231,15 +284,15 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         self.last_step = step
         self.tokens_seen += work.tokens
         seconds = sum(times.seconds)
-        share = None
+        mfu = None
         if self.flops is not None and self.peak is not None:
-            share = self.flops.of(work.lengths, work.labelled_tokens) / seconds / self.peak
+            mfu = self.flops.of(work.lengths, work.target_tokens) / seconds / self.peak
         p50, p90 = np.percentile(times.seconds, [50, 90]).tolist()
         return {
             "tokens_seen": self.tokens_seen,
             "tokens_per_second": work.tokens / seconds,
-            "labelled_tokens_per_second": work.labelled_tokens / seconds,
-            "mfu": share,
+            "labelled_tokens_per_second": work.target_tokens / seconds,
+            "mfu": mfu,
             "step_seconds_p50": p50,
             "step_seconds_p90": p90,
             "data_seconds": times.data_seconds,
@@ -252,25 +305,22 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         return seconds / done * left
 
     def _show(self, line: dict[str, Any], state: Any) -> None:
-        told = {"spike", "held_out_loss", "eval", "skipped_steps"} & line.keys() or line["loss"] is None
+        notable = {*self.measured, "skipped_steps"} & line.keys() or line["loss"] is None
         last = state.global_step >= state.max_steps
-        if self.shown_any and not told and not last and time.monotonic() - self.shown_at < FASTEST:
+        if self.shown_any and not notable and not last and time.monotonic() - self.shown_at < _FASTEST:
             return
         self.shown_any = True
-        held_out = f"held out {line['held_out_loss']:.4f}  " if "held_out_loss" in line else ""
+        eval_loss = f"eval loss {line['held_out_loss']:.4f}  " if "held_out_loss" in line else ""
         loss = f"{line['loss']:.4f}" if line["loss"] is not None else "none"
-        utilization = f"  MFU {line['mfu']:.1%}" if line["mfu"] is not None else ""
-        text = (
-            f"step {line['step']:>{len(str(state.max_steps))}}/{state.max_steps}  loss {loss}  {held_out}"
-            f"lr {line['learning_rate']:.2e}  {line['tokens_per_second']:,.0f} tokens/s{utilization}  "
+        mfu = f"  MFU {line['mfu']:.1%}" if line["mfu"] is not None else ""
+        self._say(
+            f"step {line['step']:>{len(str(state.max_steps))}}/{state.max_steps}  loss {loss}  {eval_loss}"
+            f"lr {line['learning_rate']:.2e}  {line['tokens_per_second']:,.0f} tokens/s{mfu}  "
             f"ETA {_clock(self._left(line['seconds'], state))}"
         )
-        self._say(text)
-        if "spike" in line:
-            self._say(f"step {line['step']}: a spike, the loss before was {self.spikes.usual:.4f} in the median")
 
     def _warn(self, key: str, warning: str | None) -> None:
-        self.warn(key, warning)
+        self.run.warn(key, warning)
         if warning is not None:
             self._say(f"Warning: {warning}")
 
@@ -282,7 +332,7 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
             print(text, flush=True)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Take the bar away, and compare the weights with the start, where this session has trained all steps.
+        """Remove the bar, and compare the weights with the start where this session trained all steps.
 
         The last steps alone may move too little: the schedule ends near 0.
         """
@@ -292,3 +342,14 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         if self.bar is not None:
             self.bar.close()
             self.bar = None
+
+
+def _number(value: float | None) -> float | None:
+    """None for what JSON cannot express."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"

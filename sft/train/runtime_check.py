@@ -1,17 +1,22 @@
-"""Law 3: what really runs, read from the live objects before step 1 and compared with the plan.
+"""Reads what really runs from the live objects before step 1, and compares it with the plan.
 
-Called once the engine is there: what was asked for and what a library made of it can be told apart only then.
+Only once the engine has begun can what was asked for be told from what a library made of it.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
 
 from sft.errors import PlanError
 from sft.model.compiled_layers import are_compiled
@@ -24,8 +29,9 @@ from sft.parallel.sequence import sequence_parallel_ranks
 from sft.parallel.tensor import is_tensor_parallel, tensor_parallel_ranks
 from sft.plan.job import Job
 from sft.plan.parallelism import FSDP2 as ENGINE
-from sft.train.debugging import debug_level
-from sft.train.isolation_probe import Probe
+from sft.run.directory import Run
+from sft.train.isolation_probe import Probe, check_probe, probe, sample_documents
+from sft.train.trainer import NeedsTrainer
 
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SHARDED = {0: "nothing", 1: "optimizer", 2: "optimizer, gradients", 3: "optimizer, gradients, parameters"}
@@ -48,6 +54,60 @@ class Reading:
 
 def _word(value: object) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+class RuntimeCheck(NeedsTrainer):
+    """Stops the run where documents of a batch see each other, or where something else runs than was planned.
+
+    Must be called after engine_callbacks, and before what measures or trains.
+
+    Args:
+        job: The plan.
+        run: Where the findings are recorded.
+    """
+
+    def __init__(self, job: Job, run: Run) -> None:
+        self.job, self.run = job, run
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Run the isolation probe, read everything, record, compare.
+
+        Raises:
+            PlanError: Something differs.
+        """
+        started, packed = time.monotonic(), self.job.recipe.data.packing
+        documents = sample_documents(self.trainer.train_dataset)
+        found = probe(self.trainer, documents, packed) if documents else None
+        readings = read_back(self.trainer, self.job, found)
+        if state.is_world_process_zero:
+            self.run.update(
+                running={reading.name: reading.running for reading in readings},
+                probe={"moved": found.moved, "differ": found.differ} if found else None,
+            )
+            if self.job.recipe.debug:
+                print_table(readings)
+        check_readings(readings)
+        if found is not None:
+            check_probe(found, self.job.plan.attention.value, packed)
+        if state.is_world_process_zero:
+            isolated = (
+                f"{len(documents)} documents in one batch do not see each other"
+                if documents
+                else "no two documents to probe"
+            )
+            count, seconds = len(readings), time.monotonic() - started
+            print(f"Runtime check: {count} of {count} settings as planned; {isolated} ({seconds:.1f} s).", flush=True)
+
+
+def print_table(readings: list[Reading]) -> None:
+    """Print each setting as planned and as it runs."""
+    table = Table(box=SIMPLE, title="Runtime check", title_justify="left", title_style="bold")
+    for column in ("", "planned", "running"):
+        table.add_column(column, overflow="fold")
+    for reading in readings:
+        table.add_row(reading.name, reading.planned, reading.running, style="red" if reading.wrong else None)
+    # A file or a pipe has no width of its own, and rich would take 80.
+    (Console() if sys.stdout.isatty() else Console(width=140)).print(table)
 
 
 def read_back(trainer: Any, job: Job, probe: Probe | None) -> list[Reading]:
@@ -96,7 +156,8 @@ def read_back(trainer: Any, job: Job, probe: Probe | None) -> list[Reading]:
         readings.append(Reading.equal("timeout", f"{job.recipe.train.ddp_timeout} s", timeouts))
     if job.recipe.debug:
         asked = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper()
-        readings.append(Reading.equal("TORCH_DISTRIBUTED_DEBUG", asked, debug_level()))
+        group: Any = torch.distributed  # torch reads the variable when it is imported
+        readings.append(Reading.equal("TORCH_DISTRIBUTED_DEBUG", asked, group.get_debug_level().name))
     if probe is not None:
         readings.append(Reading.equal("use_cache", False, probe.use_cache))
         paths = {False: "TRL's fused head", True: "all logits, then cross-entropy"}

@@ -1,17 +1,17 @@
 """Stops or saves at the end of a step, on all ranks at the same one.
 
-| asks                                    | hears it         | then                                     |
-|-----------------------------------------|------------------|------------------------------------------|
-| a signal (sft/signals.py)          | whichever rank   | finish the step, save, stop              |
-| the file <run>/stop                     | the first rank   | the same                                 |
-| train.max_time                          | the first rank   | the same, in time to save                |
-| the file <run>/save                     | the first rank   | finish the step, save, remove it, go on  |
+| request                        | noticed by     | effect                                       |
+|--------------------------------|----------------|----------------------------------------------|
+| a signal (sft/signals.py)      | any rank       | finish the step, save, stop                  |
+| the file <run>/stop            | rank 0         | the same                                     |
+| train.max_time                 | rank 0         | the same, early enough to save in time       |
+| the file <run>/save            | rank 0         | finish the step, save, remove it, continue   |
 
-A file that is older than the start of the job asked an earlier one, and is removed. Where the step that a job was to end with could not be
-saved, it ends by a RunError instead: nobody should start it again before somebody has made room.
+A file older than the start of the job was meant for an earlier one and is removed. Where the step to stop at cannot be saved, the job
+ends by a RunError: starting it again is useless before there is room on the disk.
 
-Each rank says what it was asked in one sum over a gloo group of its own, which begins with the last micro-batch of a step and is
-read at the step's end: nothing waits for it, and a rank that is gone is noticed as in any other sum.
+The ranks agree through one reduction per step over a gloo group of its own, which begins with the last micro-batch and is read at the
+end of the step. Nothing waits for it, and a rank that is gone is noticed as in any other collective.
 """
 
 from __future__ import annotations
@@ -19,30 +19,32 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from transformers.trainer_callback import TrainerCallback
 
-from sft import signals as interruption
+from sft import signals
 from sft.checkpoint.write import Shortage
 from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted, RunError
 from sft.parallel.progress import Progress
 from sft.recipe.schema import Recipe
 from sft.recipe.train import parse_duration
 from sft.run.directory import Run
+from sft.run.requests import SAVE, STOP, began, forget_stale
 from sft.terminal import is_rank
-from sft.train.max_time import TimeLimit, assumed_save_seconds
-from sft.train.request_files import SAVE, STOP, began, forget_stale
 
 
-class Wish(IntEnum):
-    """What a rank was asked; of all ranks' the greatest counts."""
+class StopRequest(IntEnum):
+    """What a rank was asked to do; the greatest value of all ranks counts."""
 
     NOTHING = 0
     SAVE = 1
@@ -54,11 +56,53 @@ class Wish(IntEnum):
     SIGINT = 7
 
 
-SAID = {Wish.MAX_TIME: "train.max_time", Wish.STOP_FILE: "the file `stop`"}
+_NAMES = {StopRequest.MAX_TIME: "train.max_time", StopRequest.STOP_FILE: "the file `stop`"}
+
+
+_BYTES_A_PARAMETER = 16
+_BYTES_A_SECOND = 0.5e9
+_SAVE_FACTOR, _MARGIN = 1.5, 5.0
+
+
+def assumed_save_seconds(parameters: int) -> float:
+    """How long the first save may take: weights, fp32 copies and two moments of the trained parameters, to a disk of 0.5 GB/s."""
+    return parameters * _BYTES_A_PARAMETER / _BYTES_A_SECOND
+
+
+@dataclass
+class TimeLimit:
+    """Decides, before the end of each step, whether another one may begin."""
+
+    deadline: float
+    """Of the clock that `is_due` is given."""
+
+    save_seconds: float
+    """Of the last save, or what is assumed."""
+
+    _began: float | None = None
+    _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+    """From each step's beginning to the next one's, with all that is between."""
+
+    def begin(self, now: float) -> None:
+        """A step begins."""
+        if self._began is not None:
+            self._seconds.append(now - self._began)
+        self._began = now
+
+    def needed(self, now: float) -> float:
+        """What the rest of this step, one more, and a save take. The longest of the last steps counts, not the usual one."""
+        if not self._seconds or self._began is None:
+            return _SAVE_FACTOR * self.save_seconds + _MARGIN
+        left = max(0.0, median(self._seconds) - (now - self._began))
+        return left + max(self._seconds) + _SAVE_FACTOR * self.save_seconds + _MARGIN
+
+    def is_due(self, now: float) -> bool:
+        """Whether to stop at the end of this step."""
+        return now + self.needed(now) > self.deadline
 
 
 class Stopping(TrainerCallback):  # type: ignore[misc]
-    """Asks all ranks in each step, and acts at its end. Must come before the callbacks that measure.
+    """Agrees on requests in each step, and acts at its end. Must come before the callbacks that measure.
 
     Args:
         run: The run's folder.
@@ -70,103 +114,101 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, run: Path, recipe: Recipe, progress: Progress, rank: int, ranks: int) -> None:
         self.run, self.progress, self.rank = run, progress, rank
-        self.wish = Wish.NOTHING
-        """What all ranks have agreed on, once it is to stop."""
+        self.agreed = StopRequest.NOTHING
+        """Why the training stops, once all ranks have agreed that it does."""
         self.shortage: Shortage | None = None
-        """Why the last save is not there."""
+        """Why the last save was not written."""
         self.limit: TimeLimit | None = None
         self._max_time = parse_duration(recipe.train.max_time) if recipe.train.max_time else None
         self._group: Any = None
         if ranks > 1:
-            self._group = torch.distributed.new_group(
-                backend="gloo", timeout=timedelta(seconds=recipe.train.ddp_timeout)
-            )
-        self._asked: torch.Tensor | None = None
-        self._work: Any = None
+            timeout = timedelta(seconds=recipe.train.ddp_timeout)
+            self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+        self._reduced: torch.Tensor | None = None
+        self._reduction: Any = None
         self._step = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Forget what an earlier start was asked, and know how long a save may take."""
+        """Remove what an earlier start was asked, and estimate how long a save may take."""
         if self.rank == 0:
             for name in forget_stale(self.run, began()):
-                print(f"The file `{name}` is older than this start, and asks nothing of it: removed.", flush=True)
+                print(f"Removed the file `{name}`: it is older than this start.", flush=True)
         if self._max_time is not None:
             trained = [weight for weight in model.parameters() if weight.requires_grad]
             count = sum(getattr(weight, "ds_numel", weight.numel()) for weight in trained)
             self.limit = TimeLimit(began() + self._max_time, assumed_save_seconds(count))
 
     def begin(self, step: int) -> None:
-        """A step begins: from the first one on there is something to save."""
+        """A step begins: from the first one on there is something to save, so signals wait for its end."""
         if not self._step:
-            interruption.hold()
+            signals.hold()
         self._step = step
         if self.limit is not None:
             self.limit.begin(time.time())
 
-    def ask(self) -> None:
-        """Begin to ask all ranks; each must."""
-        self._asked = torch.tensor(int(self._own_wish()))
+    def reduce(self) -> None:
+        """Start the reduction over all ranks; every rank must."""
+        self._reduced = torch.tensor(int(self._own_request()))
         if self._group is not None:
-            self._work = torch.distributed.all_reduce(
-                self._asked, op=torch.distributed.ReduceOp.MAX, group=self._group, async_op=True
+            self._reduction = torch.distributed.all_reduce(
+                self._reduced, op=torch.distributed.ReduceOp.MAX, group=self._group, async_op=True
             )
 
-    def answer(self) -> Wish:
+    def agree(self) -> StopRequest:
         """What all ranks were asked.
 
         Raises:
-            RuntimeError: gloo's, where a rank is gone.
+            RuntimeError: From gloo, where a rank is gone.
         """
-        if self._asked is None:
-            self.ask()
-        if self._work is not None:
-            self._work.wait()
-        assert self._asked is not None
-        wish = Wish(int(self._asked))
-        self._asked = self._work = None
-        if wish > Wish.SAVE:
-            self.wish = wish
-        return wish
+        if self._reduced is None:
+            self.reduce()
+        if self._reduction is not None:
+            self._reduction.wait()
+        assert self._reduced is not None
+        request = StopRequest(int(self._reduced))
+        self._reduced = self._reduction = None
+        if request > StopRequest.SAVE:
+            self.agreed = request
+        return request
 
     def stops(self) -> bool:
-        """Ask in the midst of something that may be left off, such as a measurement; each rank must."""
-        return bool(self._step) and self.answer() > Wish.SAVE
+        """Agree in the middle of something that can be broken off, such as an evaluation; every rank must."""
+        return bool(self._step) and self.agree() > StopRequest.SAVE
 
-    def _own_wish(self) -> Wish:
-        asked = interruption.asked()
-        if asked is not None:
-            return Wish[signal.Signals(asked).name]
+    def _own_request(self) -> StopRequest:
+        received = signals.asked()
+        if received is not None:
+            return StopRequest[signal.Signals(received).name]
         if self.rank:
-            return Wish.NOTHING
+            return StopRequest.NOTHING
         if (self.run / STOP).exists():
-            return Wish.STOP_FILE
+            return StopRequest.STOP_FILE
         if self.limit is not None and self.limit.is_due(time.time()):
-            return Wish.MAX_TIME
-        return Wish.SAVE if (self.run / SAVE).exists() else Wish.NOTHING
+            return StopRequest.MAX_TIME
+        return StopRequest.SAVE if (self.run / SAVE).exists() else StopRequest.NOTHING
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save, or save and stop, where it was asked for."""
-        self.act(self.answer(), control)
+        """Save, or save and stop, where it was requested."""
+        self.act(self.agree(), control)
 
-    def act(self, wish: Wish, control: Any) -> None:
+    def act(self, request: StopRequest, control: Any) -> None:
         """Have the trainer do it at the end of this step."""
-        if wish == Wish.NOTHING:
+        if request == StopRequest.NOTHING:
             return
-        # The mean of a line begins where a run goes on: what is since the last line would be in none.
+        # A resumed run starts a new mean: without a line here, the steps since the last one would be in none.
         control.should_save = control.should_log = True
-        if wish > Wish.SAVE:
+        if request > StopRequest.SAVE:
             control.should_training_stop = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A checkpoint is complete, or there was no room. Who has asked meanwhile need not wait for another step."""
-        asked = self.rank == 0 and (self.run / SAVE).exists()
-        if asked:
+        """A checkpoint is complete, or there was no room. A request that came meanwhile need not wait for another step."""
+        requested = self.rank == 0 and (self.run / SAVE).exists()
+        if requested:
             (self.run / SAVE).unlink(missing_ok=True)
         if self.shortage is not None:
-            # Each step would try again and say so. Who asks to stop is heard at the end of the next one, which is saved if it can be.
-            if asked and not self.wish:
-                words = "The file `save` is removed: make it again once there is room."
-                print(words, file=sys.stderr, flush=True)
+            # Otherwise each step would try again. A stop request takes effect after the next step, which is saved if it can be.
+            if requested and not self.agreed:
+                print("Removed the file `save`: create it again once there is room.", file=sys.stderr, flush=True)
             return
         if self.limit is not None:
             self.limit.save_seconds = time.monotonic() - self.progress.save_began
@@ -185,32 +227,33 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         Raises:
             Interrupted: A signal came after the last step.
         """
-        if self.wish == Wish.NOTHING:
-            interruption.release()
+        if self.agreed == StopRequest.NOTHING:
+            signals.release()
             return None
-        if is_rank():  # the launcher sends SIGTERM to all when the first of them has ended
-            interruption.ignore()
+        if is_rank():  # the launcher sends SIGTERM to all ranks when the first one has ended
+            signals.ignore()
         if self.rank == 0:
             (self.run / STOP).unlink(missing_ok=True)
-        status = EXIT_INTERRUPTED if self.wish == Wish.SIGINT else EXIT_TERMINATED
-        return Interrupted(SAID.get(self.wish, self.wish.name), status, f" after step {step}", agreed=True)
+        status = EXIT_INTERRUPTED if self.agreed == StopRequest.SIGINT else EXIT_TERMINATED
+        name = _NAMES.get(self.agreed, self.agreed.name)
+        return Interrupted(name, status, f" after step {step}", agreed=True)
 
     @contextmanager
-    def losses_told(self, step: int) -> Iterator[None]:
-        """Training has returned. What interrupts the job from here on loses the steps that were not saved, and that is told.
+    def reporting_lost_steps(self, step: int) -> Iterator[None]:
+        """Training has returned. An interruption from here on says which steps it loses.
 
         Args:
             step: The last one.
 
         Raises:
-            RunError: The job was interrupted, and the last save had no room.
+            RunError: The job was interrupted, and there was no room for the last save.
         """
         try:
             yield
         except Interrupted as interrupted:
             if self.shortage is None:
                 raise
-            interruption.ignore()  # it ends by itself
+            signals.ignore()  # it ends by itself
             raise RunError(self._lost(interrupted, step, self.shortage)) from None
 
     def _lost(self, interrupted: Interrupted, step: int, shortage: Shortage) -> str:

@@ -1,4 +1,4 @@
-"""Trackers: where wandb and tensorboard write, and wandb offline where nobody is logged in."""
+"""Points wandb and tensorboard at the run's folder. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,52 @@ from sft.recipe.schema import Tracking
 from sft.run.directory import Run
 
 
+def set_up_trackers(tracking: Tracking, run: Run) -> list[str]:
+    """Have the trackers write into the run's folder, and wandb offline where nobody is logged in.
+
+    Returns:
+        Lines for the user.
+
+    Raises:
+        RunError: The key for wandb is cut off, or the run's folder contains settings of wandb.
+    """
+    notes = []
+    if "tensorboard" in tracking.report_to:
+        os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.path / "tensorboard")
+        notes.append(f"tensorboard: tensorboard --logdir {run.path / 'tensorboard'}")
+    if "wandb" in tracking.report_to:
+        _check_wandb(run)
+        # All sessions of a run write to one run of wandb.
+        record = run.record if (run.path / "run.json").exists() else {}
+        name = record.get("wandb_id") or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
+        run.update(wandb_id=name)
+        os.environ |= {"WANDB_RUN_ID": name, "WANDB_RESUME": "allow"}
+        os.environ |= {"WANDB_PROJECT": tracking.project, "WANDB_DIR": str(run.path)}
+        os.environ.setdefault("WANDB_SILENT", "true")
+        if "WANDB_MODE" not in os.environ and not _logged_in_to_wandb():
+            os.environ["WANDB_MODE"] = "offline"
+            notes.append(
+                f"wandb: nobody is logged in, so the run stays offline; later: wandb sync {run.path}/wandb/offline-run-*"
+            )
+    return notes
+
+
+def _check_wandb(run: Run) -> None:
+    """Refuse what wandb would refuse after the model is loaded, or obey without a word."""
+    key = os.environ.get("WANDB_API_KEY", "")
+    if key and len(key) < 40 and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
+        raise RunError(
+            f"WANDB_API_KEY has {len(key)} characters, and wandb's keys have at least 40. Copy all of it, unset it to use that of `wandb "
+            "login`, or keep the run here: WANDB_MODE=offline."
+        )
+    settings = run.path / "wandb" / "settings"
+    if settings.exists():
+        raise RunError(
+            f"{settings} would decide where wandb sends this run and its key. Neither this program nor wandb wrote it, and a run's folder "
+            "may come from somebody else. Remove it; your own settings are in ~/.config/wandb."
+        )
+
+
 def _logged_in_to_wandb() -> bool:
     if os.environ.get("WANDB_API_KEY"):
         return True
@@ -24,38 +70,8 @@ def _logged_in_to_wandb() -> bool:
     return any("wandb" in host for host in hosts)
 
 
-def _check_wandb_key() -> None:
-    """Refuse a key that wandb would refuse after the model is loaded.
-
-    Raises:
-        RunError: It is too short: cut off, or a placeholder.
-    """
-    key = os.environ.get("WANDB_API_KEY", "")
-    if key and len(key) < 40 and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
-        raise RunError(
-            f"WANDB_API_KEY has {len(key)} characters, and keys of wandb have at least 40. Copy all of it, unset it to use that of `wandb "
-            "login`, or keep the run here: WANDB_MODE=offline."
-        )
-
-
-def finish_trackers(tracking: Tracking) -> None:
-    """Let wandb write what it still holds: what follows replaces the process, and nothing runs at its exit."""
-    if "wandb" in tracking.report_to:
-        import wandb
-
-        wandb.finish()
-
-
-def _name_wandb_run(run: Run) -> None:
-    """Have every session of a run write to one run of wandb."""
-    record = run.record if (run.path / "run.json").exists() else {}
-    name = record.get("wandb_id") or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
-    run.update(wandb_id=name)
-    os.environ |= {"WANDB_RUN_ID": name, "WANDB_RESUME": "allow"}
-
-
-def continue_trackers(trainer: Any, run: Run, step: int) -> None:
-    """Have tensorboard forget what was logged after the step that training goes on from, which comes a second time.
+def resume_trackers(trainer: Any, run: Run, step: int) -> None:
+    """Remove from tensorboard what was logged after the step that training resumes from; it comes a second time.
 
     Args:
         trainer: With its callbacks.
@@ -72,34 +88,9 @@ def continue_trackers(trainer: Any, run: Run, step: int) -> None:
             callback.tb_writer = SummaryWriter(log_dir=str(folder), purge_step=step + 1)
 
 
-def set_up_trackers(tracking: Tracking, run: Run) -> list[str]:
-    """Point the trackers at the run's folder.
-
-    Returns:
-        Lines to tell the user.
-
-    Raises:
-        RunError: The run's folder brings settings of wandb's along.
-    """
-    notes = []
-    if "tensorboard" in tracking.report_to:
-        os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.path / "tensorboard")
-        notes.append(f"tensorboard: tensorboard --logdir {run.path / 'tensorboard'}")
+def finish_trackers(tracking: Tracking) -> None:
+    """Let wandb write what it still holds: this process is about to be replaced, and nothing runs at its exit."""
     if "wandb" in tracking.report_to:
-        _check_wandb_key()
-        settings = run.path / "wandb" / "settings"
-        if settings.exists():
-            raise RunError(
-                f"{settings} would decide where wandb sends this run and its key, and a run's folder may be somebody else's: neither this "
-                "program nor wandb has written it in a training. Remove it; your own settings are in ~/.config/wandb."
-            )
-        os.environ["WANDB_PROJECT"] = tracking.project
-        os.environ["WANDB_DIR"] = str(run.path)
-        _name_wandb_run(run)
-        os.environ.setdefault("WANDB_SILENT", "true")
-        if "WANDB_MODE" not in os.environ and not _logged_in_to_wandb():
-            os.environ["WANDB_MODE"] = "offline"
-            notes.append(
-                f"wandb: nobody is logged in, so the run stays offline; later: wandb sync {run.path}/wandb/offline-run-*"
-            )
-    return notes
+        import wandb
+
+        wandb.finish()

@@ -1,104 +1,91 @@
-"""Tells which rank a job waits for when it stands still, and ends it when it has for too long.
+"""Ends a rank that hangs, with one message and the stacks of its threads. docs/debugging.md
 
-Always on: a thread a rank that compares a number every few seconds.
-
-| file in <run>/logs   | content                                                                                           |
-|----------------------|---------------------------------------------------------------------------------------------------|
-| rank-N.json          | the last thing that the rank said of itself: host, process, and once it is stalled where it stands |
-| rank-N.stacks.txt    | Python stacks of all its threads: at a stall, a crash (SIGSEGV and the like), or a SIGUSR2         |
-
-A rank that stands still dumps its stacks and says so in its file. A moment later the first rank that has said so reads the files
-of all and prints one message. Files, not the job's store: a file can be written and read while any other rank is stopped or gone,
-also the one that holds the store; it costs nothing while the job moves; and it is there afterwards. A rank that is stopped, or
-hangs where Python cannot run, writes nothing, and is known by that.
+A thread on each rank compares every few seconds how far the main thread is. Where that has not moved for half of train.ddp_timeout, it
+writes the stacks of all threads to <run>/logs/rank-N.stacks.txt. Ranks that wait for another one give up after train.ddp_timeout; a rank
+that waits for nobody is ended here, by `end_limit`.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
-from sft.files import write_json
-from sft.parallel.progress import Place, Progress
-from sft.parallel.stall import ALWAYS, DEBUG, Report, about, behind, end_limit, message
-from sft.recipe.schema import REPOSITORY
+from sft import terminal
+from sft.errors import EXIT_CRASHED
+from sft.parallel.progress import CHECKPOINT, START, Place, Progress
+from sft.run.directory import Run
 from sft.signals import on_signal
-from sft.terminal import to_terminal
 
-FRAMES = 4
-"""Innermost frames of a stack that are printed."""
+ENDS_AFTER = 20
+"""Median steps in one place after which a job is ended; train.ddp_timeout where that is longer."""
+
+FIRST_STEPS = 10
+"""Times longer for the first steps, which compile, and for what comes before them."""
+
+
+def end_limit(phase: str, step_seconds: float | None, timeout: float, ranks: int) -> float | None:
+    """Seconds in one place after which a rank is ended; None where it may take as long as it needs.
+
+    Args:
+        phase: From sft/parallel/progress.py.
+        step_seconds: The median step; None during the first steps.
+        timeout: train.ddp_timeout: how long a rank waits for the others.
+        ranks: Of the job. With several, those that wait give up first.
+
+    >>> end_limit("forward", 2.0, 600, 1), end_limit("forward", 60.0, 600, 1), end_limit("checkpoint", 2.0, 600, 1)
+    (600, 1200.0, None)
+    """
+    if phase == CHECKPOINT:
+        return None
+    first = phase == START or step_seconds is None
+    limit = FIRST_STEPS * timeout if first else max(timeout, ENDS_AFTER * (step_seconds or 0))
+    return limit if ranks == 1 else 1.1 * limit + 10
 
 
 class Watchdog(TrainerCallback):  # type: ignore[misc]
-    """Watches this rank; the trainer's callback only starts and ends it, and counts steps.
+    """Watches the main thread of this rank.
 
     Args:
         progress: Moved on by the main thread.
-        folder: <run>/logs, which all ranks share.
+        run: Stacks are written to its logs/.
         rank: Of this process.
         ranks: Of the job.
-        timeout: Of the process group, seconds: it ends a job that stands still.
-        debug: Tell sooner, and add native stacks where py-spy is installed.
-        tell: Shows a message to the user.
-        end: Ends this process with a message, which is the job's last.
+        timeout: train.ddp_timeout, seconds.
     """
 
-    def __init__(
-        self,
-        progress: Progress,
-        folder: Path,
-        rank: int,
-        ranks: int,
-        timeout: float,
-        debug: bool,
-        tell: Callable[[str], None] = to_terminal,
-        end: Callable[[str], None] | None = None,
-    ) -> None:
-        self.progress, self.folder, self.rank, self.ranks, self.tell = progress, folder, rank, ranks, tell
-        self.timeout, self.debug, self.end = timeout, debug, end
-        self.patience = DEBUG if debug else ALWAYS
-        self.every = min(1.0 if debug else 5.0, timeout / 20)
+    def __init__(self, progress: Progress, run: Run, rank: int, ranks: int, timeout: float) -> None:
+        self.progress, self.run, self.rank, self.ranks, self.timeout = progress, run, rank, ranks, timeout
+        self.folder = run.path / "logs"
+        self.every = min(5.0, timeout / 20)
         """Seconds between two looks."""
-        self._host, self._pid = socket.gethostname(), os.getpid()
-        self._ended = threading.Event()
-        self._stacks: Any = None
         self._seen, self._since, self._looked = progress.place, time.monotonic(), time.monotonic()
-        self._tell_at: float | None = None
-        self._stalled = self._told = False
+        self._dumped = False
+        self._stacks: Any = None
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin to watch."""
+        """Start to watch."""
         self.open(time.monotonic())
         faulthandler.enable(self._stacks)
-        # SIGUSR1 is Slurm's. Not faulthandler.register: it dumps without Python's lock, and crashed on a thread that was running.
+        # SIGUSR1 is Slurm's. Not faulthandler.register: it dumps without Python's lock, and crashed on a running thread.
         on_signal(signal.SIGUSR2, self._dump)
         self._thread.start()
 
     def open(self, now: float) -> None:
-        """Begin the files.
-
-        Args:
-            now: Seconds of the clock that `look` is given.
-        """
+        """Open the file for stacks, and start to count at this time of a monotonic clock."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._stacks = (self.folder / f"rank-{self.rank}.stacks.txt").open("a")
-        self._write(Report(self.rank, self._host, self._pid))
+        self._stacks = self._file(self.rank).open("a")
         self._since = self._looked = now
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -106,7 +93,7 @@ class Watchdog(TrainerCallback):  # type: ignore[misc]
         self.progress.end()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._ended.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
@@ -115,122 +102,94 @@ class Watchdog(TrainerCallback):  # type: ignore[misc]
         self.close()
 
     def close(self) -> None:
-        """End the files, and remove those that say nothing."""
+        """Close the file for stacks, and remove it where nothing was written."""
         self._stacks.close()
-        for file in (self._file(self.rank), Path(self._stacks.name)):
-            with suppress(OSError):
-                if file.suffix == ".json" or not file.stat().st_size:
-                    file.unlink()
-        with suppress(OSError):  # others write here too
+        with suppress(OSError):  # an empty file says nothing, and other ranks may have removed the folder
+            if not self._file(self.rank).stat().st_size:
+                self._file(self.rank).unlink()
             self.folder.rmdir()
 
     def _watch(self) -> None:
         while not self._ended.wait(self.every):
-            # Where the main thread holds Python's lock this thread no longer runs; then this clock, which needs no lock, dumps.
+            # Where the main thread keeps Python's lock, this thread stands too. This timer needs no lock.
             faulthandler.dump_traceback_later(self.timeout / 2, file=self._stacks)
-            # A full disk, or a folder that is gone for a while, must not end the watch.
-            with suppress(OSError):
-                self.look(time.monotonic())
+            with suppress(OSError):  # a full disk must not end the watch
+                text = self.look(time.monotonic())
+                if text is not None:
+                    self._end(text)
 
-    def look(self, now: float) -> None:
+    def look(self, now: float) -> str | None:
         """Compare this rank's place with the one seen last.
 
         Args:
-            now: Seconds of a clock that only goes forward.
+            now: Seconds of a monotonic clock.
+
+        Returns:
+            Why this rank must be ended, where it must.
         """
         pause, self._looked = now - self._looked, now
-        if pause > 5 * self.every + 1:  # this process itself was stopped, or starved: that is not its place's time
+        if pause > 5 * self.every + 1:  # this process itself was stopped, or starved: that time is not the place's
             self._since += pause
         place = self.progress.place
         if place != self._seen:
-            stood, self._seen, self._since = now - self._since, place, now
-            self._moves_again(stood)
-            return
-        limit = self.patience.limit(place.phase, self.progress.step_seconds(), self.timeout)
-        if not self._stalled and now - self._since > limit:
-            self._stalled = True
-            # The others notice a little sooner or later; the first rank, if it can, before another speaks for it.
-            self._tell_at = now + (2 * self.every + limit / 10) * (2 if self.rank else 1)
-            self._report(place, now - self._since)
-        if self._tell_at is not None and now >= self._tell_at:
-            self._tell_at = None
-            self._speak()
-        longest = end_limit(place.phase, self.progress.step_seconds(), self.timeout, self.ranks)
-        if self._stalled and longest is not None and now - self._since > longest and self.end is not None:
-            self._report(place, now - self._since)
-            self.end(self._message("So it is ended."))
-
-    def _moves_again(self, seconds: float) -> None:
-        if self._stalled:
-            self._write(Report(self.rank, self._host, self._pid))
-        if self._told:
-            self.tell(f"The training moves again, after {seconds:.0f} s.")
-        self._stalled, self._told, self._tell_at = False, False, None
+            self._seen, self._since, self._dumped = place, now, False
+            return None
+        stood = now - self._since
+        if stood > self.timeout / 2 and not self._dumped:
+            self._dumped = True
+            self._report(place, stood)
+        limit = end_limit(place.phase, self.progress.step_seconds(), self.timeout, self.ranks)
+        if limit is None or stood <= limit:
+            return None
+        self._report(place, stood)
+        seconds = self.progress.step_seconds()
+        usual = f" A step takes {seconds:.2g} s." if seconds is not None else ""
+        return (
+            f"Rank {self.rank} ({socket.gethostname()}, pid {os.getpid()}) has not moved for {stood:.0f} s, so it is ended: {place}."
+            f"{usual} Stacks: {self._file(self.rank)}"
+        )
 
     def _report(self, place: Place, seconds: float) -> None:
-        self._write(Report(self.rank, self._host, self._pid, True, place, seconds, main_frames()))
         self._stacks.write(f"\n=== {time.strftime('%Y-%m-%dT%H:%M:%S%z')} rank {self.rank}: {place}, {seconds:.0f} s\n")
         self._stacks.flush()
         self._dump()
-        if self.debug and shutil.which("py-spy"):
-            with suppress(subprocess.SubprocessError):
-                command = ["py-spy", "dump", "--native", "--pid", str(self._pid)]
-                subprocess.run(command, stdout=self._stacks, stderr=self._stacks, timeout=30, check=False)
 
     def _dump(self) -> None:
         with suppress(OSError, ValueError):  # a full disk, or a file that was closed meanwhile
             faulthandler.dump_traceback(self._stacks, all_threads=True)
 
-    def _speak(self) -> None:
-        """Print the message, unless a rank before this one does."""
-        if any(self._read(rank).stalled for rank in range(self.rank)):
-            return
-        self._told = True
-        outcome = f"After train.ddp_timeout={self.timeout:.0f} s of waiting the ranks give up."
-        if self.ranks == 1:
-            longest = end_limit(self._seen.phase, self.progress.step_seconds(), self.timeout, 1)
-            outcome = f"After {longest:.0f} s it is ended." if longest is not None else "Nothing ends a save but you."
-        self.tell(self._message(outcome))
+    def _end(self, message: str) -> None:
+        """End the process from this thread: the main one hangs."""
+        if self.rank == 0:
+            with suppress(OSError):
+                self.run.update(status="failed", error=message[:2000])
+        terminal.tell_message(f"{message}\n{self.run.next_start}.")
+        os._exit(EXIT_CRASHED)
 
-    def _message(self, outcome: str) -> str:
-        reports = [self._read(rank) for rank in range(self.ranks)]
-        return message(reports, self.progress.step_seconds(), str(self.folder / "rank-*.stacks.txt"), outcome)
-
-    def late(self) -> str:
-        """The ranks that this one has waited for, in words; empty where it moves, or where none is behind."""
-        if not self._stalled:
+    def stacks(self) -> str:
+        """Where to look for the rank that this one has waited for; empty where nothing stands still."""
+        if not self._dumped:
             return ""
-        return "\n".join(about(report) for report in behind([self._read(rank) for rank in range(self.ranks)])[:4])
+        silent = [rank for rank in range(self.ranks) if not _size(self._file(rank))]
+        names = ", ".join(map(str, silent[:8])) + (", ..." if len(silent) > 8 else "")
+        stopped = f" None from rank {names}: stopped (SIGSTOP, a debugger), or its machine is gone." if silent else ""
+        return f"Stacks: {self.folder}/rank-*.stacks.txt.{stopped}"
 
     def _file(self, rank: int) -> Path:
-        return self.folder / f"rank-{rank}.json"
-
-    def _write(self, report: Report) -> None:
-        write_json(self._file(self.rank), report.as_json())
-
-    def _read(self, rank: int) -> Report:
-        try:
-            return Report.from_json(json.loads(self._file(rank).read_text()))
-        except (OSError, ValueError, KeyError, TypeError):
-            return Report(rank, "which has written no file", 0)
+        return self.folder / f"rank-{rank}.stacks.txt"
 
 
-def main_frames() -> tuple[str, ...]:
-    """Where the main thread is: its innermost frames, and the innermost one of this project."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None:
-        return ()
-    stack = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
-    stack.reverse()
-    chosen = list(stack[-FRAMES:])
-    ours = [summary for summary in stack[:-FRAMES] if str(REPOSITORY / "sft") in summary.filename]
-    if ours and not any(str(REPOSITORY / "sft") in summary.filename for summary in chosen):
-        chosen.insert(0, ours[-1])
-    return tuple(f"{_short(summary.filename)}:{summary.lineno} {summary.name}" for summary in chosen)
+def name_debug_files(run: Run, rank: int) -> None:
+    """Set where NCCL and torch's flight recorder write, before NCCL starts with the first collective on a GPU."""
+    folder = run.path / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("NCCL_DEBUG_FILE", str(folder / f"rank-{rank}.nccl.log"))
+    # torch appends the rank.
+    os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(folder / "flight-recorder-"))
 
 
-def _short(file: str) -> str:
-    for root in (*sorted(sys.path, key=len, reverse=True), str(REPOSITORY)):
-        if root and file.startswith(f"{root.rstrip('/')}/"):
-            return file[len(root.rstrip("/")) + 1 :]
-    return file
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0

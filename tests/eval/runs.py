@@ -31,7 +31,7 @@ METRIC: dict[str, Any] = {
     "difference_stderr": 0.02,
     "stderr_method": "paired",
     "interval_95": [0.0858, 0.1642],
-    "verdict": "better",
+    "verdict": "IMPROVED",
 }
 COMPARISON: dict[str, Any] = {
     "complete": True,

@@ -34,7 +34,7 @@ IMPORTED = (
     "deepspeed trl trl.trainer.sft_trainer peft accelerate transformers.models.qwen2.modeling_qwen2 datasets eval.tasks.suites "
     # DeepSpeed imports it, and with it torch's compiler, where it looks at its optimizer: more than half of a short ZeRO-2 training.
     "deepspeed.runtime.zero.muon.muon_optimizer "
-    "sft.launch.rank sft.train.main sft.train.arguments sft.train.before_training sft.model.load sft.train.step_work sft.data.store "
+    "sft.launch.rank sft.train.main sft.train.arguments sft.train.runtime_check sft.model.load sft.train.batches sft.data.store "
     "sft.train.eval_loss sft.train.metrics sft.train.profiling sft.model.compiled_layers sft.model.new_tokens "
     "sft.checkpoint.save_verification eval.harness.during_training eval.ranks "
     "lm_eval.evaluator "

@@ -14,8 +14,7 @@ from sft.data.store import DocumentStore, SequenceIndex
 from sft.launch.job import open_recipe
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
-from sft.train.batches import Sequences, StepOrder
-from sft.train.fingerprint import batch_hash
+from sft.train.batches import Sequences, batch_hash
 from tests.slow.conftest import latest, write_recipe
 from tests.slow.ranks import Ranks
 
@@ -66,7 +65,7 @@ def expected(recipe: Path, packed: bool) -> dict[int, str]:
     prepared = entry_folder(opened, facts) / "train.npz"
     index, store = SequenceIndex.load(prepared), DocumentStore.open(prepared.parent)
     sequences = Sequences(store, index, 8, 0, packed)
-    order, collate = StepOrder(len(index), sequences.fillers, 0), DataCollatorForLanguageModeling(0, packed)
+    order, collate = sequences.order(0), DataCollatorForLanguageModeling(0, packed)
     prints: dict[int, str] = {}
     while len(prints) < STEPS:
         places = list(order)

@@ -57,7 +57,7 @@ def test_the_held_out_loss_is_that_of_each_row_alone(engine: str, recipe: Path, 
     assert list(measured) == [3, 6]
     assert measured[6] < measured[3] < before
     assert measured[6] == pytest.approx(mean_loss(run.final, prepared), abs=2e-4)
-    assert count > 1 or "Loss on held-out rows, after the last" in run.report_file.read_text()
+    assert count > 1 or "Eval loss at the end" in run.report_file.read_text()
 
 
 def test_measuring_the_held_out_loss_does_not_change_the_training(recipe: Path, ranks: Ranks) -> None:

@@ -10,8 +10,7 @@ from sft.data.store import DocumentStore, SequenceIndex
 from sft.recipe.load import load_recipe
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
-from sft.train.batches import Sequences, StepOrder
-from sft.train.step_work import StepWork
+from sft.train.batches import Sequences, StepWork
 from tests.slow.conftest import write_recipe
 from tests.slow.ranks import Ranks
 
@@ -60,12 +59,14 @@ def test_the_counts_are_of_what_two_ranks_were_given(packing: bool, recipe: Path
     (prepared,) = (tmp_path / "outputs").glob("**/train.npz")
     index, store = SequenceIndex.load(prepared), DocumentStore.open(prepared.parent)
     sequences = Sequences(store, index, 32, 0, packing)
-    work = StepWork(store, index, StepOrder(len(index), sequences.fillers, load_recipe(recipe, []).train.seed), 32)
+    work = StepWork(sequences, sequences.order(load_recipe(recipe, []).train.seed))
     if packing:
-        assert work.steps_per_epoch < len(steps)
-        assert sequences.fillers > 0
+        assert work.order.steps_per_epoch < len(steps)
+        assert sequences.dummies > 0
     found = [work.between(step, step + 1) for step in range(len(steps))]
-    assert steps == [{"tokens": one.tokens, "labelled": one.labelled_tokens, "squares": one.squares} for one in found]
+    assert steps == [
+        {"tokens": one.tokens, "labelled": one.target_tokens, "squares": int((one.lengths**2).sum())} for one in found
+    ]
     lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
     seen = 0
     for before, line in zip([{"step": 0}, *lines], lines, strict=False):

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.report.main import write_report
-from eval.report.runs import compare_runs
+from eval.report.main import compare_runs, write_report
 from sft.files import write_json
 from tests.eval.runs import COMPARISON, METRIC, add_answers, answer, flip, full_run, point, prompt
 

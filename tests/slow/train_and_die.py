@@ -31,13 +31,14 @@ class Death(TrainerCallback):  # type: ignore[misc]
 
 
 def main() -> None:
-    measurements = training.measurements
+    build_trainer = training.build_trainer
 
-    def dying(*args: Any) -> tuple[Any, list[Any]]:
-        clock, callbacks = measurements(*args)
-        return clock, [Death(), *callbacks]
+    def dying(*arguments: Any) -> Any:
+        trainer = build_trainer(*arguments)
+        trainer.add_callback(Death())
+        return trainer
 
-    training.measurements = dying
+    training.build_trainer = dying
     run_main(train.main)
 
 

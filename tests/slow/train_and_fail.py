@@ -36,15 +36,15 @@ def main() -> None:
     """Take what is ours off the command line, plant the failure, and train."""
     words = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]  # the deepspeed launcher's
     rank, step, how, starts, *sys.argv[1:] = words
-    measurements = training.measurements
+    build_trainer = training.build_trainer
 
-    def failing(*arguments: Any) -> tuple[Any, list[Any]]:
-        clock, callbacks = measurements(*arguments)
+    def failing(*arguments: Any) -> Any:
+        trainer = build_trainer(*arguments)
         if os.environ.get("RANK", "0") == rank and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) < int(starts):
-            callbacks.append(Failure(int(step), how))
-        return clock, callbacks
+            trainer.add_callback(Failure(int(step), how))
+        return trainer
 
-    training.measurements = failing
+    training.build_trainer = failing
     run_main(train.main)
 
 

@@ -24,13 +24,14 @@ class Leave(TrainerCallback):  # type: ignore[misc]
 
 def main() -> None:
     step = int(sys.argv.pop(1))
-    measurements = training.measurements
+    build_trainer = training.build_trainer
 
-    def leaving(*arguments: Any) -> tuple[Any, list[Any]]:
-        clock, callbacks = measurements(*arguments)
-        return clock, [*callbacks, Leave(step)]
+    def leaving(*arguments: Any) -> Any:
+        trainer = build_trainer(*arguments)
+        trainer.add_callback(Leave(step))
+        return trainer
 
-    training.measurements = leaving
+    training.build_trainer = leaving
     run_main(train.main)
 
 

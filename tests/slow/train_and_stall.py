@@ -11,7 +11,7 @@ from sft.launch import rank as train
 from sft.program import run_main
 from sft.train.trainer import RecipeTrainer
 
-AT_STEP, SLEEP = 6, 10
+AT_STEP, SLEEP = 6, 60
 
 
 def data_that_sleeps(seconds: int) -> None:
@@ -37,27 +37,6 @@ def in_data(fault: Callable[[], None]) -> None:
     RecipeTrainer.get_batch_samples = read_late  # type: ignore[method-assign]
 
 
-def skip_a_micro_batch() -> None:
-    step = RecipeTrainer.training_step
-
-    def skip(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.state.global_step + 1 == AT_STEP and self.progress.passes == 1:
-            self.progress.passes += 1  # as a loop does that has gone on
-            return self._tr_loss * 0
-        return step(self, model, *args, **kwargs)
-
-    RecipeTrainer.training_step = skip  # type: ignore[method-assign]
-
-
-def a_batch_fewer() -> None:
-    read = RecipeTrainer.get_batch_samples
-
-    def read_fewer(self: Any, epoch_iterator: Any, count: int, device: Any) -> Any:
-        return read(self, epoch_iterator, count - (self.state.global_step + 1 == AT_STEP), device)
-
-    RecipeTrainer.get_batch_samples = read_fewer  # type: ignore[method-assign]
-
-
 def main() -> None:
     fault = os.environ["FAULT"] if os.environ.get("RANK", "0") == "1" else "none"
     if fault == "sleep":
@@ -66,10 +45,6 @@ def main() -> None:
         in_data(lambda: os.kill(os.getpid(), signal.SIGSTOP))
     if fault == "lock":  # a call that does not let go of Python's lock
         in_data(lambda: print(ctypes.PyDLL(None).sleep(SLEEP)))
-    if fault == "skip":
-        skip_a_micro_batch()
-    if fault == "fewer":
-        a_batch_fewer()
     run_main(train.main)
 
 

@@ -13,7 +13,7 @@ from sft.train import main as training
 def main() -> None:
     write_final = training.write_final
 
-    def tell_and_write(trainer: Any, job: Job, run: Run, tokenizer: Any) -> None:
+    def tell_and_write(trainer: Any, job: Job, run: Run, *rest: Any) -> None:
         engine = trainer.model_wrapped
         told = {
             "stage": engine.zero_optimization_stage(),
@@ -25,7 +25,7 @@ def main() -> None:
         }
         if trainer.is_world_process_zero():
             (run.path / "told.json").write_text(json.dumps(told))
-        write_final(trainer, job, run, tokenizer)
+        write_final(trainer, job, run, *rest)
 
     training.write_final = tell_and_write
     train.main(sys.argv[1:])

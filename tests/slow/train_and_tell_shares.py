@@ -47,11 +47,11 @@ def tell(trainer: Any) -> dict[str, Any]:
 def main() -> None:
     write_final = training.write_final
 
-    def tell_and_write(trainer: Any, job: Job, run: Run, tokenizer: Any) -> None:
+    def tell_and_write(trainer: Any, job: Job, run: Run, *rest: Any) -> None:
         told = tell(trainer)
         if trainer.is_world_process_zero():
             (run.path / "told.json").write_text(json.dumps(told))
-        write_final(trainer, job, run, tokenizer)
+        write_final(trainer, job, run, *rest)
 
     training.write_final = tell_and_write
     run_main(train.main)

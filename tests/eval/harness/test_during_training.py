@@ -14,8 +14,6 @@ from eval.harness.during_training import During, scores
 from eval.models.live_model import undisturbed
 from sft.errors import EvaluationError, RecipeError
 from sft.launch.job import check_tasks_during
-from sft.parallel.progress import EVALUATION
-from sft.parallel.stall import ALWAYS
 from sft.recipe.schema import Recipe
 
 
@@ -101,15 +99,9 @@ def test_a_measurement_leaves_random_numbers_and_modes_as_they_were() -> None:
     assert model(torch.ones(1, 2)).requires_grad
 
 
-def test_a_measurement_may_take_as_long_as_a_rank_waits_for_it() -> None:
-    assert (
-        ALWAYS.limit(EVALUATION, 0.1, 600) == ALWAYS.limit("checkpoint", 0.1, 600) > ALWAYS.limit("forward", 0.1, 600)
-    )
-
-
 def test_a_step_that_is_to_be_the_last_one_is_not_measured() -> None:
     during = During(None, None, None, 2, Path("none"), Path("none"))  # type: ignore[arg-type]
-    during.trainer = SimpleNamespace(stopping=SimpleNamespace(wish=1))
+    during.trainer = SimpleNamespace(stopping=SimpleNamespace(agreed=1))
     state, control = SimpleNamespace(global_step=4), SimpleNamespace(should_training_stop=True)
     during.on_step_end(None, state, control)  # it would fail without a model
     assert during.take() is None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sft.export.go_template import Around, Message, agree, literal, read_around, write_go
+from sft.export.go_template import Markup, Message, compare, literal, read_markup, write_go
 from sft.recipe.schema import REPOSITORY
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -131,14 +131,14 @@ MUST = (
 def test_what_go_writes_is_what_jinja_writes(name: str) -> None:
     apply = apply_of(TEMPLATES[name])
     try:
-        around = read_around(apply, TOKENS["bos_token"])
-        agree(around, apply)
+        markup = read_markup(apply, TOKENS["bos_token"])
+        compare(markup, apply)
     except ValueError:
         assert name not in MUST, "a family that recipes name cannot be written"
         return  # refused, which is no wrong template
-    written = write_go(around)
+    written = write_go(markup)
     for roles in CONVERSATIONS:
-        if around.first_system is None and "s" in roles:
+        if markup.first_system is None and "s" in roles:
             continue
         assert go(written, conversation(roles)) == apply(conversation(roles), True)
 
@@ -149,11 +149,14 @@ def test_what_go_writes_is_what_jinja_writes(name: str) -> None:
         ("{{ messages[-1].content }}", "each message once"),
         ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "each message once"),
         ("{% for m in messages %}[{{ m.content | upper }}]{% endfor %}", "each message once"),
-        ("{% for m in messages %}{{ loop.index }}{{ m.content }}{% endfor %}", "comes out otherwise"),
-        ("{% for m in messages %}{{ m.role }}({{ m.content | replace('{', '[') }}){% endfor %}", "comes out otherwise"),
+        ("{% for m in messages %}{{ loop.index }}{{ m.content }}{% endfor %}", "comes out differently"),
+        (
+            "{% for m in messages %}{{ m.role }}({{ m.content | replace('{', '[') }}){% endfor %}",
+            "comes out differently",
+        ),
         (
             "{{ messages | length }}{% for m in messages %}{{ m.role }}({{ m.content }}){% endfor %}",
-            "comes out otherwise",
+            "comes out differently",
         ),
         ("{{ raise_exception('no') }}", "no"),
     ],
@@ -161,14 +164,14 @@ def test_what_go_writes_is_what_jinja_writes(name: str) -> None:
 def test_a_template_that_writes_anything_else_is_refused(template: str, why: str) -> None:
     apply = apply_of(template)
     with pytest.raises(ValueError, match=why):
-        agree(read_around(apply, ""), apply)
+        compare(read_markup(apply, ""), apply)
 
 
 def test_what_a_template_takes_away_is_told() -> None:
-    assert any("<think>" in one for one in agree(*_both("qwen3")).differs)
-    assert any("space around" in one for one in agree(*_both("llama3")).differs)
-    assert any("no place" in one for one in agree(*_both("gemma")).differs)
-    assert agree(*_both("chatml")).differs == ()
+    assert any("<think>" in one for one in compare(*_both("qwen3")))
+    assert any("white space" in one for one in compare(*_both("llama3")))
+    assert any("no place" in one for one in compare(*_both("gemma")))
+    assert compare(*_both("chatml")) == []
 
 
 @pytest.mark.parametrize("name", ["raises", "drops"])
@@ -176,14 +179,14 @@ def test_the_first_user_is_the_first_where_a_system_message_before_him_is_droppe
     turns = "{{ bos_token }}{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
     apply = apply_of(refuses + turns if name == "raises" else turns)
-    around = read_around(apply, TOKENS["bos_token"])
-    assert any(one.startswith("system messages, for which") for one in agree(around, apply).differs)
-    assert go(write_go(around), conversation("suau")) == apply_of(turns)(conversation("suau"), True)
+    markup = read_markup(apply, TOKENS["bos_token"])
+    assert any(one.startswith("system messages, which") for one in compare(markup, apply))
+    assert go(write_go(markup), conversation("suau")) == apply_of(turns)(conversation("suau"), True)
 
 
-def _both(name: str) -> tuple[Around, Any]:
+def _both(name: str) -> tuple[Markup, Any]:
     apply = apply_of(TEMPLATES[name])
-    return read_around(apply, TOKENS["bos_token"]), apply
+    return read_markup(apply, TOKENS["bos_token"]), apply
 
 
 @pytest.mark.parametrize(

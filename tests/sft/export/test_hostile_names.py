@@ -95,12 +95,12 @@ def test_a_card_holds_its_own_headings_fences_and_links_alone(run: Run, demo: De
         elif fence is None:
             outside.append(line)
     headings = [line for line in outside if line.startswith("#")]
-    assert [line.lstrip("# ") for line in headings[1:]] == ["Use it", "Training", "Data", "Evaluation", "Versions"]
+    assert [line.lstrip("# ") for line in headings[1:]] == ["Use", "Training", "Data", "Evaluation", "Versions"]
     assert fence is None
     shown = re.sub(r"(?<!\\)`[^`]*`", "", "\n".join(outside))
     assert not re.search(r"(?<!\\)<script|(?<!\\)\]\(https://bad|\u202e|(?<![\\\w])\*\*a", shown)
 
 
 def test_a_models_name_for_a_server_is_one_line(run: Run) -> None:
-    with pytest.raises(ExportError, match=r"--name a⟨U\+000A⟩FROM /etc/passwd has characters that nobody sees"):
+    with pytest.raises(ExportError, match=r"--name a⟨U\+000A⟩FROM /etc/passwd has invisible characters"):
         main([str(run.path), "--to", "ollama", "--name", "a\nFROM /etc/passwd"])

@@ -19,9 +19,9 @@ from sft.model.gradient_checkpointing import check_checkpointing, checkpointed_l
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
 from sft.run.directory import Run
-from sft.train.arguments import build_trainer, training_arguments
-from sft.train.batches import Sequences, StepOrder
-from sft.train.step_clock import StepClock
+from sft.train.arguments import build_trainer, engine_callbacks, training_arguments
+from sft.train.batches import Sequences
+from sft.train.metrics import StepClock
 
 # transformers 5.23 renames the gradient checkpointing arguments; the range of versions knows only the old names.
 pytestmark = pytest.mark.filterwarnings(
@@ -91,9 +91,10 @@ def trained(job: Job, folder: Path) -> tuple[Gradients, Operators]:
     tokenizer, prepared = load_tokenizer(job.recipe), prepare(job.recipe, job.model).folder
     index, store = SequenceIndex.load(prepared / "train.npz"), DocumentStore.open(prepared)
     sequences = Sequences(store, index, 2, tokenizer.pad_token_id, packed=True)
-    order, seen, operators = StepOrder(len(index), sequences.fillers, 0), Gradients(), Operators()
+    seen, operators, clock = Gradients(), Operators(), StepClock(on_gpu=False)
     arguments = training_arguments(job, Run(folder / "mine" / "run"))
-    trainer = build_trainer(job, arguments, qwen(len(tokenizer)), tokenizer, sequences, order, [seen], StepClock(False))
+    callbacks, order = [clock, *engine_callbacks(job), seen], sequences.order(0)
+    trainer = build_trainer(job, arguments, qwen(len(tokenizer)), tokenizer, sequences, order, callbacks, clock)
     with operators:
         trainer.train()
     return seen, operators

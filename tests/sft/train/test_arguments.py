@@ -24,13 +24,11 @@ from sft.train.arguments import (
     _planned_arguments,
     build_trainer,
     check_trainer_args,
+    engine_callbacks,
     training_arguments,
 )
-from sft.train.batches import Sequences, StepOrder
-from sft.train.fingerprint import Fingerprint
-from sft.train.metrics import Metrics
-from sft.train.step_clock import StepClock
-from sft.train.step_work import StepWork
+from sft.train.batches import Fingerprint, Sequences, StepWork
+from sft.train.metrics import Metrics, StepClock
 
 # transformers 5.23 renames the gradient checkpointing arguments; the range of versions knows only the old names.
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
@@ -218,8 +216,8 @@ def test_a_few_steps_train_and_leave_whole_checkpoints_and_a_model(make_job: Mak
     folder = prepare(job.recipe, job.model).folder
     index = SequenceIndex.load(folder / "train.npz")
     sequences = Sequences(DocumentStore.open(folder), index, 8, tokenizer.pad_token_id, packed=True)
-    order, clock = StepOrder(len(index), sequences.fillers, 0), StepClock(on_gpu=False)
-    work, fingerprint = StepWork(sequences.store, index, order, 8), Fingerprint()
+    order, clock, fingerprint = sequences.order(0), StepClock(on_gpu=False), Fingerprint()
+    metrics = Metrics(run, job.hardware, StepWork(sequences, order), clock, fingerprint, {})
     trainer = build_trainer(
         job,
         training_arguments(job, run),
@@ -227,10 +225,10 @@ def test_a_few_steps_train_and_leave_whole_checkpoints_and_a_model(make_job: Mak
         tokenizer,
         sequences,
         order,
-        [Metrics(run.metrics_file, job.hardware, work, clock, fingerprint)],
+        [clock, *engine_callbacks(job), metrics],
         clock,
+        fingerprint=fingerprint,
     )
-    trainer.fingerprint = fingerprint
     trainer.train()
     losses = [json.loads(line)["loss"] for line in run.metrics_file.read_text().splitlines()]
     assert len(losses) == 5

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from sft.data.prepare import prepare
 from sft.data.store import DocumentStore, SequenceIndex
@@ -27,12 +26,12 @@ from sft.plan.deepspeed import load_deepspeed
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
 from sft.run.directory import Run
-from sft.train.arguments import build_trainer, training_arguments
-from sft.train.batches import Sequences, StepOrder
-from sft.train.before_training import print_table
+from sft.train.arguments import build_trainer, engine_callbacks, training_arguments
+from sft.train.batches import Sequences
 from sft.train.isolation_probe import probe, sample_documents
-from sft.train.runtime_check import Reading, _offloaded, check_readings, read_back
-from sft.train.step_clock import StepClock
+from sft.train.metrics import StepClock
+from sft.train.runtime_check import Reading, _offloaded, check_readings, print_table, read_back
+from sft.train.trainer import NeedsTrainer
 
 # transformers 5.23 renames the gradient checkpointing arguments; the range of versions knows only the old names.
 pytestmark = [
@@ -82,10 +81,8 @@ class _Seen(Exception):
     """Everything was read; nothing is to be trained."""
 
 
-class _Look(TrainerCallback):  # type: ignore[misc]
-    """Alters the live objects where the audit looks at them, and reads them back."""
-
-    trainer: Any
+class _Look(NeedsTrainer):
+    """Alters the live objects where the check looks at them, and reads them."""
 
     def __init__(self, planned: Job, before: Alter, after: Alter) -> None:
         self.planned, self.before, self.after = planned, before, after
@@ -123,12 +120,9 @@ def read(make_job: MakeJob, tmp_path: Path) -> Read:
         store, packed = DocumentStore.open(folder), job.recipe.data.packing
         sequences = Sequences(store, index, 4, tokenizer.pad_token_id, packed)
         look = _Look(planned(job), before, after)
-        order = StepOrder(len(index), sequences.fillers, 0)
-        arguments = training_arguments(job, run)
-        trainer = build_trainer(
-            job, arguments, load_model(job, tokenizer), tokenizer, sequences, order, [look], StepClock(False)
-        )
-        look.trainer = trainer
+        order, clock = sequences.order(0), StepClock(on_gpu=False)
+        model, callbacks = load_model(job, tokenizer), [clock, *engine_callbacks(job), look]
+        trainer = build_trainer(job, training_arguments(job, run), model, tokenizer, sequences, order, callbacks, clock)
         with pytest.raises(_Seen):
             trainer.train()
         return look.found

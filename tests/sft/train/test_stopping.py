@@ -8,18 +8,17 @@ from types import SimpleNamespace
 import pytest
 
 from sft.checkpoint.write import CheckpointWriter
-from sft.errors import Interrupted, RunError
+from sft.errors import Interrupted, RecipeError, RunError
 from sft.files import write_json
 from sft.parallel.progress import CHECKPOINT, Progress
 from sft.recipe.schema import Recipe
+from sft.recipe.train import parse_duration
 from sft.run.directory import Run
-from sft.train.max_time import TimeLimit
-from sft.train.request_files import forget_stale
-from sft.train.stopping import Stopping, Wish
+from sft.train.stopping import Stopping, StopRequest, TimeLimit
 
 
 class Training:
-    """The steps of a process by itself; its checkpoints have room, or none."""
+    """The steps of a single process; its checkpoints have room, or none."""
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
         (folder / "checkpoints").mkdir()
@@ -43,12 +42,12 @@ class Training:
             (made / "weights").write_text("1")
 
         # As RecipeTrainer does.
-        self.writer.save(number, write, goes_on=not self.stopping.wish)
+        self.writer.save(number, write, goes_on=not self.stopping.agreed)
         self.stopping.shortage = self.writer.shortage
         self.stopping.on_save(None, None, self.control)
 
     def end(self, step: int) -> None:
-        with self.stopping.losses_told(step):
+        with self.stopping.reporting_lost_steps(step):
             interrupted = self.stopping.end(step)
             if interrupted is not None:
                 raise interrupted
@@ -65,41 +64,31 @@ def test_a_stop_with_its_checkpoint_is_an_interruption(training: Training) -> No
     assert training.control.should_training_stop
     with pytest.raises(Interrupted, match="the file `stop` after step 3"):
         training.end(3)
+    assert not (training.run.path / "stop").exists()
 
 
-def test_a_stop_that_finds_no_room_is_one_message_that_tells_what_is_lost_and_what_to_do(
+def test_a_stop_that_finds_no_room_says_what_is_lost_and_what_to_do(
     training: Training, capsys: pytest.CaptureFixture[str]
 ) -> None:
     training.step(1)
     (training.run.path / "stop").touch()
     training.step(3, room=False)
     assert training.control.should_training_stop
-    with pytest.raises(RunError) as ended:
+    with pytest.raises(RunError, match=r"step 3 was not written.* checkpoint-1 stays: 2 steps are lost\. Free some"):
         training.end(3)
     assert capsys.readouterr().err == ""  # not that the run goes on
-    told = str(ended.value)
-    assert told.startswith(
-        "Interrupted by the file `stop` after step 3. The checkpoint of step 3 was not written: the disk is full; "
-    )
-    assert "are free now, in " in told
-    assert told.endswith(
-        ". checkpoint-1 stays: 2 steps are lost. Free some space. The same command resumes from checkpoint-1."
-    )
-    assert not (training.run.path / "stop").exists()
 
 
 def test_an_interruption_after_the_last_step_says_that_the_step_was_not_saved(training: Training) -> None:
     training.step(1, room=False)
     with (
-        pytest.raises(
-            RunError, match=r"by SIGTERM\. The checkpoint of step 1 .* There is no checkpoint: 1 step is lost\."
-        ),
-        training.stopping.losses_told(1),
+        pytest.raises(RunError, match=r"by SIGTERM\..* There is no checkpoint: 1 step is lost\."),
+        training.stopping.reporting_lost_steps(1),
     ):
         raise Interrupted("SIGTERM", 143)
 
 
-def test_who_asks_while_a_save_fails_is_heard_after_a_step_that_can_be_saved(training: Training) -> None:
+def test_a_request_during_a_failed_save_takes_effect_after_the_next_step(training: Training) -> None:
     training.stopping.begin(1)
     (training.run.path / "stop").touch()
     training.stopping.shortage = training.writer._found_short(1, ValueError("full"))  # type: ignore[arg-type]
@@ -111,38 +100,62 @@ def test_who_asks_while_a_save_fails_is_heard_after_a_step_that_can_be_saved(tra
         training.end(2)
 
 
-def test_a_save_that_was_asked_for_is_timed_where_it_is_written_and_given_up_where_it_is_not(
+def test_a_requested_save_is_timed_and_removed_also_where_there_is_no_room(
     training: Training, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked, limit = training.run.path / "save", training.stopping.limit
+    file, limit = training.run.path / "save", training.stopping.limit
     assert limit is not None
-    asked.touch()
+    file.touch()
     training.step(1, room=False)
-    assert not asked.exists() and limit.save_seconds == 7.0
-    said = capsys.readouterr().err
-    assert "The run goes on, there is none yet" in said
-    assert said.endswith("The file `save` is removed: make it again once there is room.\n")
-    asked.touch()
+    assert not file.exists() and limit.save_seconds == 7.0
+    assert "Removed the file `save`" in capsys.readouterr().err
+    file.touch()
     training.step(2)
-    assert not asked.exists() and limit.save_seconds < 7.0
-    assert training.stopping.wish == Wish.NOTHING and not training.control.should_training_stop
-    assert capsys.readouterr().err == ""
+    assert not file.exists() and limit.save_seconds < 7.0
+    assert training.stopping.agreed == StopRequest.NOTHING and not training.control.should_training_stop
 
 
-def test_a_file_that_asked_an_earlier_start_is_removed_and_one_that_asks_this_one_stays(tmp_path: Path) -> None:
-    for name, made in {"stop": 99.0, "save": 101.0}.items():
-        (tmp_path / name).touch()
-        os.utime(tmp_path / name, (made, made))
-    assert forget_stale(tmp_path, 100.0) == ["stop"]
-    assert [path.name for path in tmp_path.iterdir()] == ["save"]
-
-
-def test_a_training_begins_without_what_earlier_ones_were_asked(
-    training: Training, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (training.run.path / "stop").touch()
-    os.utime(training.run.path / "stop", (1.0, 1.0))
+def test_a_file_meant_for_an_earlier_start_is_removed(training: Training) -> None:
+    for name, made in {"stop": 1.0, "save": time.time() + 60}.items():
+        (training.run.path / name).touch()
+        os.utime(training.run.path / name, (made, made))
     training.stopping.on_train_begin(None, None, training.control)
-    assert capsys.readouterr().out == "The file `stop` is older than this start, and asks nothing of it: removed.\n"
-    training.step(1)
-    assert not training.control.should_training_stop
+    assert [name for name in ("stop", "save") if (training.run.path / name).exists()] == ["save"]
+
+
+def test_a_duration_is_the_sum_of_its_parts() -> None:
+    assert [parse_duration(text) for text in ("1d", "23h30m", "90m", "1d2h3m4s")] == [86400, 84600, 5400, 93784]
+
+
+@pytest.mark.parametrize("text", ["", "5", "h", "30m1h", "1.5h", "-1h", "0m", "00h0s"])
+def test_what_is_no_duration_is_refused(text: str, make_recipe: Callable[..., Recipe]) -> None:
+    with pytest.raises(RecipeError, match=r"train.max_time: .*such as 23h30m"):
+        make_recipe(f'train.max_time="{text}"')
+
+
+def run_until_due(deadline: float, step: float, save: float) -> tuple[int, float]:
+    """Train steps that take as long as each other: how many are done, and when the save is."""
+    limit, now, done = TimeLimit(deadline, save), 0.0, 0
+    while True:
+        limit.begin(now)
+        due = limit.is_due(now)
+        now += step
+        done += 1
+        if due:
+            return done, now + save
+
+
+@pytest.mark.parametrize("step", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize("save", [0.5, 30.0])
+def test_the_save_is_done_in_time_and_little_time_is_lost(step: float, save: float) -> None:
+    done, end = run_until_due(1000, step, save)
+    assert 1000 - 2 * step - save / 2 - 6 <= end <= 1000
+    assert done > 90
+    assert run_until_due(1, 10, 1)[0] == 1  # too short a limit still trains a step
+
+
+def test_the_limit_allows_for_a_slow_step_now_and_then() -> None:
+    limit = TimeLimit(100, 0)
+    for began in (0.0, 1.0, 2.0, 22.0, 23.0):
+        limit.begin(began)
+    assert limit.needed(23.0) == 1 + 20 + 5

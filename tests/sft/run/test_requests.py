@@ -3,7 +3,7 @@ import os
 import psutil
 import pytest
 
-from sft.train.request_files import began
+from sft.run.requests import began
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The files by which a training is asked from anywhere: <run>/stop and <run>/save. Imports no torch."""
+"""Reads the files by which anyone requests something of a running job: <run>/stop and <run>/save. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ STOP, SAVE = "stop", "save"
 
 def began() -> float:
     """When this start of the job began: its launcher, or this process. Seconds since 1970, up to one too few."""
-    # A single process under torchrun is no rank, and one without a launcher is told LOCAL_RANK for DeepSpeed.
+    # A single process under torchrun is no rank; one without a launcher has LOCAL_RANK set for DeepSpeed.
     launched = os.environ.get("WORLD_SIZE", "1") != "1" or "TORCHELASTIC_RUN_ID" in os.environ
     process = psutil.Process(os.getppid() if launched else os.getpid())
     return float(process.create_time())
 
 
 def forget_stale(run: Path, since: float) -> list[str]:
-    """Remove the files that were left for an earlier start, which ended before it acted.
+    """Remove the files meant for an earlier start, which ended before it acted on them.
 
     Args:
         run: The run's folder.
         since: When this start began, in seconds since 1970.
 
     Returns:
-        Names of the removed.
+        Names of the removed files.
     """
     removed = []
     for name in (STOP, SAVE):
