@@ -59,7 +59,7 @@ class Exported:
     @property
     def writer(self) -> Writer:
         """The engine that wrote the checkpoint."""
-        return writer_of(self.folder, self.run)
+        return writer_of(self.folder)
 
 
 def find_run_to_export(name: str) -> Run:
