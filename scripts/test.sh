@@ -28,6 +28,7 @@ fi
 ruff format --check .
 ruff check .
 mypy
+NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
 lint-imports --no-cache >/dev/null || { lint-imports --no-cache; exit 1; }
 python -m pytest -q -n auto --maxprocesses 4 --dist loadscope
 # Two at a time: each starts processes of its own, which mostly import.

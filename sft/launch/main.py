@@ -30,8 +30,9 @@ from sft.launch.torchrun import start as start_ranks
 from sft.launch.tuning_result import find_answer, is_searched
 from sft.plan.hardware import Hardware, described_hardware, detect_hardware
 from sft.plan.job import Job
-from sft.plan.plan import plan_warnings, print_plan
+from sft.plan.plan import print_plan
 from sft.plan.topology import Topology, read_topology, whole_number
+from sft.plan.warnings import plan_warnings
 from sft.recipe.changes import check_allowed_changes
 from sft.run.directory import Run
 from sft.visible import visible_line

@@ -33,7 +33,8 @@ from sft.launch.start import Start, begin_data, start_run, wait_for_data
 from sft.parallel import process_group as distributed
 from sft.parallel.process_group import told_of_lost_ranks
 from sft.plan.job import Job
-from sft.plan.plan import plan_warnings, print_plan
+from sft.plan.plan import print_plan
+from sft.plan.warnings import plan_warnings
 from sft.run.directory import Run, lost_folder_reported
 from sft.run.record import InterruptibleRun, close_session, record_end
 from sft.train.tracking import finish_trackers, set_up_trackers

@@ -14,7 +14,7 @@ from sft.plan.decision import Decision
 from sft.plan.deepspeed import DeepSpeedFile, load_deepspeed, size_buckets
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.memory import ENGINES, GIB, MemoryEstimate, engine_of, estimate_memory, is_half
-from sft.plan.parallelism import data_parallel_ranks
+from sft.plan.parallelism import FSDP2, data_parallel_ranks, describe_fsdp, resolve_fsdp
 from sft.recipe.schema import Lora, Recipe
 
 AUTO = "auto"
@@ -195,3 +195,31 @@ def open_deepspeed(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Dee
         )  # ranks that do not divide into groups are told before any engine is looked for
         name = choose_engine(recipe, hardware, model).value
     return size_buckets(load_deepspeed(name), model) if name else None
+
+
+def resolve_engine(
+    recipe: Recipe, hardware: Hardware, model: ModelFacts, deepspeed: DeepSpeedFile | None
+) -> Decision[str]:
+    """`one process`, `DDP`, `ZeRO-<stage>`, `FSDP2` or `tensor parallel`, as it will run."""
+    engine = _engine_at_hand(recipe, hardware, deepspeed)
+    if recipe.train.parallel == AUTO:
+        return Decision(engine.value, choose_engine(recipe, hardware, model).reason)
+    return engine
+
+
+def _engine_at_hand(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None) -> Decision[str]:
+    if deepspeed is not None:
+        where = f" with offload to {deepspeed.offload}" if deepspeed.offload else ""
+        return Decision(
+            f"ZeRO-{deepspeed.stage}",
+            f"{deepspeed.path.name}{where}, {hardware.ranks} rank{'s' if hardware.ranks > 1 else ''}",
+        )
+    if (fsdp := resolve_fsdp(recipe, hardware)) is not None:
+        return Decision(FSDP2, describe_fsdp(fsdp, hardware))
+    if hardware.ranks == 1 and recipe.train.fsdp is not None:
+        return Decision("one process", "train.fsdp is set, and one process shares with nobody")
+    if hardware.ranks == 1:
+        return Decision("one process", "train.deepspeed is not set, and there is one process")
+    if recipe.train.tensor_parallel_size > 1:
+        return Decision("tensor parallel", f"train.tensor_parallel_size; {hardware.ranks} ranks share each layer")
+    return Decision("DDP", f"train.deepspeed is not set; {hardware.ranks} ranks each hold the whole model")

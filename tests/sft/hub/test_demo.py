@@ -4,10 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import yaml
 
-from sft.hub.demo import CITIES, NAMES, SENTENCES, TEST_ROWS, TRAIN_ROWS, VERSION, Demo, make_demo
+from sft.hub.demo import CITIES, NAMES, TEST_ROWS, TRAIN_ROWS, VERSION, Demo, make_demo
 from sft.recipe.schema import REPOSITORY
 
 FOLDER = Path(".builtin") / f"demo-{VERSION}"
@@ -72,14 +71,6 @@ def test_what_is_tested_was_not_trained(demo: Demo) -> None:
     assert not {turns[0]["content"] for turns in trained} & {row["question"] for row in tested}
 
 
-def test_the_answer_can_be_found_in_the_question(demo: Demo) -> None:
-    for line in (demo.task.parent / "test.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        for value in json.loads(row["answer"]).values():
-            assert str(value) in row["question"]
-    assert len(SENTENCES) == 8
-
-
 def test_the_tokenizer_gives_back_what_it_was_given(demo: Demo) -> None:
     from transformers import AutoTokenizer
 
@@ -89,15 +80,3 @@ def test_the_tokenizer_gives_back_what_it_was_given(demo: Demo) -> None:
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (config["pad_token_id"], config["eos_token_id"])
     for text in ('{"name":"Rita","count":4}', "On Friday, ünï 数 \n\t  two  spaces"):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_the_weights_are_the_models_and_all_of_them(demo: Demo) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model, loading = AutoModelForCausalLM.from_pretrained(demo.model, output_loading_info=True, dtype=torch.float32)
-    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    # Random, and therefore without a preference: the loss of a guess among the vocabulary.
-    ids = torch.arange(4, 200).unsqueeze(0)
-    loss = model(input_ids=ids, labels=ids).loss.item()
-    assert loss == pytest.approx(torch.tensor(float(model.config.vocab_size)).log().item(), rel=0.15)

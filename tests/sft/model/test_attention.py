@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
 from functools import cache
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -23,7 +18,6 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
-from transformers.masking_utils import AttentionMaskInterface
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from sft.model import attention
@@ -158,16 +152,6 @@ def test_position_ids_that_restart_are_boundaries_enough(family: str) -> None:
     assert_equal(measure(model, [batch], TRAINED), expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_pack_of_one_document_longer_than_the_window_is_that_document(family: str) -> None:
-    longest = max(documents(), key=len)
-    model = model_of(family)
-    model.set_attn_implementation("eager")
-    alone = measure(model, [{"input_ids": longest[None], "labels": longest[None]}], len(longest) - 1)
-    model.set_attn_implementation("varlen")
-    assert_equal(measure(model, [packed_batch((longest,))], len(longest) - 1), alone)
-
-
 def test_documents_joined_without_boundaries_would_fail_this_test() -> None:
     """So that the ones above can fail."""
     expected, model = separate("qwen2"), model_of("qwen2")
@@ -243,28 +227,6 @@ def test_windows_and_grouped_heads_are_what_the_formula_says(window: int | None,
     torch.testing.assert_close(output.double(), by_hand(tensors, LENGTHS, window, 0.3), rtol=1e-5, atol=1e-5)
 
 
-def test_documents_of_one_token_attend_to_themselves() -> None:
-    query, key, value = states([1, 1, 1], 2, 2)
-    output, _ = attention.document_attention(LAYER, query, key, value, None, cu_seq_lens_q=boundaries_of([1, 1, 1]))
-    assert torch.equal(output, value.transpose(1, 2))
-
-
-def test_one_document_needs_no_boundaries() -> None:
-    tensors = states([12])
-    without, _ = attention.document_attention(LAYER, *tensors, None, position_ids=torch.arange(12)[None])
-    given, _ = attention.document_attention(LAYER, *tensors, None, cu_seq_lens_q=boundaries_of([12]))
-    torch.testing.assert_close(without, given)
-    torch.testing.assert_close(given.double(), by_hand(tensors, [12], None, 8**-0.5), rtol=1e-5, atol=1e-5)
-
-
-def test_positions_of_several_axes_are_not_read_as_documents() -> None:
-    """Multimodal rotary embeddings count time, height and width: [3, 1, T]."""
-    tensors = states([12])
-    positions = torch.arange(12).expand(3, 1, 12)
-    output, _ = attention.document_attention(LAYER, *tensors, None, position_ids=positions)
-    torch.testing.assert_close(output.double(), by_hand(tensors, [12], None, 8**-0.5), rtol=1e-5, atol=1e-5)
-
-
 def test_a_value_in_bf16_decides_the_format() -> None:
     """Autocast leaves what rotary embeddings made in fp32 beside it."""
     query, key, value = states(LENGTHS)
@@ -274,15 +236,6 @@ def test_a_value_in_bf16_decides_the_format() -> None:
     assert output.dtype == torch.bfloat16
     expected = by_hand([query, key, value], LENGTHS, None, 8**-0.5)
     torch.testing.assert_close(output.double(), expected, rtol=3e-2, atol=3e-2)
-
-
-def test_bf16_training_under_autocast_runs() -> None:
-    model = model_of("qwen3")
-    model.set_attn_implementation("varlen")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = model(**packed_batch()).loss
-    loss.backward()
-    assert loss.item() == pytest.approx(separate("qwen3")[0], rel=0.02)
 
 
 REFUSED = {
@@ -302,124 +255,10 @@ def test_what_it_cannot_compute_is_refused_with_the_remedy(what: str) -> None:
     assert "Set model.attn_implementation to sdpa or eager" in str(error.value)
 
 
-def test_a_layer_that_sees_later_tokens_is_refused() -> None:
-    layer: Any = SimpleNamespace(is_causal=False)
-    with pytest.raises(ValueError, match="causal attention"):
-        attention.document_attention(layer, *states([4, 5]), None, cu_seq_lens_q=boundaries_of([4, 5]))
-
-
 def test_boundaries_beside_several_rows_are_refused() -> None:
     tensors = [one.expand(2, -1, -1, -1) for one in states([4, 5])]
     with pytest.raises(ValueError, match="one flattened row"):
         attention.document_attention(LAYER, *tensors, None, cu_seq_lens_q=boundaries_of([4, 5]))
-
-
-def test_a_mask_of_ones_beside_boundaries_is_refused_or_right() -> None:
-    """With it transformers makes a causal mask over all documents."""
-    model = model_of("qwen2")
-    model.set_attn_implementation("varlen")
-    batch = packed_batch()
-    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-    try:
-        found = measure(model, [batch], TRAINED)
-    except ValueError as error:
-        assert "no mask besides" in str(error)
-    else:
-        assert_equal(found, separate("qwen2"))
-
-
-@pytest.fixture
-def masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bool, Any]]]:
-    """What transformers asked our mask function, and what it got."""
-    seen: list[tuple[bool, Any]] = []
-
-    def recorded(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-        mask = attention.document_mask(*args, **kwargs)
-        seen.append((kwargs["allow_is_causal_skip"], mask))
-        return mask
-
-    AttentionMaskInterface.register(attention.NAME, recorded)
-    yield seen
-    attention.register()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_nothing_of_tokens_squared_is_made_for_packed_documents(family: str, masks: list[tuple[bool, Any]]) -> None:
-    """transformers calls with `allow_is_causal_skip` off where position ids restart, and the mask function relies on it."""
-    model = model_of(family)
-    model.set_attn_implementation("varlen")
-    with torch.no_grad():
-        model(**packed_batch())
-    assert masks
-    assert all(mask is None and not may_skip for may_skip, mask in masks)
-
-
-def test_one_document_may_do_without_a_mask_and_padding_may_not(masks: list[tuple[bool, Any]]) -> None:
-    model = model_of("qwen2")
-    model.set_attn_implementation("varlen")
-    rows = torch.stack([documents()[3], documents()[3]])
-    mask = torch.ones_like(rows)
-    mask[0, 20:] = 0
-    with torch.no_grad():
-        model(input_ids=rows, position_ids=torch.arange(30)[None])
-        model(input_ids=rows, attention_mask=mask)
-    assert [may_skip for may_skip, _ in masks] == [True, True]
-    assert masks[0][1] is None
-    assert masks[1][1].shape == (2, 1, 30, 30)
-
-
-def test_several_rows_of_packed_documents_stay_apart() -> None:
-    """As collators pack that do not flatten a batch; their rows have masks, since boundaries are of one row."""
-    model = model_of("qwen2")
-    rows = [torch.cat(documents()[:3]), torch.cat(documents()[:3]).flip(0)]
-    positions = torch.cat([torch.arange(length) for length in LENGTHS[:3]]).expand(2, -1)
-    outputs = {}
-    for function in ("varlen", "eager"):
-        model.set_attn_implementation(function)
-        with torch.no_grad():
-            outputs[function] = model(input_ids=torch.stack(rows), position_ids=positions).logits
-    torch.testing.assert_close(outputs["varlen"], outputs["eager"], rtol=1e-4, atol=1e-4)
-
-
-def plain_kernel(query: Any, key: Any, value: Any, starts: Any, _: Any, longest: int, __: int, **options: Any) -> Any:
-    """What varlen_attn computes, by sdpa and its documented arguments: [T, heads, head_dim], tokens to the left and right."""
-    left, right = options["window_size"]
-    assert right == 0
-    outputs = []
-    for start, end in pairwise(starts.tolist()):
-        assert end - start <= longest
-        token = torch.arange(end - start)
-        distance = token[:, None] - token
-        seen = (distance >= 0) & ((distance <= left) | (left < 0))
-        document = [one[start:end].transpose(0, 1)[None] for one in (query, key, value)]
-        outputs.append(scaled_dot_product_attention(*document, attn_mask=seen, scale=options["scale"], enable_gqa=True))
-    return torch.cat(outputs, 2)[0].transpose(0, 1)
-
-
-@pytest.mark.parametrize("window", [None, 1, 8])
-def test_the_gpus_kernel_gets_what_it_documents(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It cannot run here: a stand-in by its documentation takes its arguments."""
-    given: list[tuple[Any, ...]] = []
-
-    def recording(*args: Any, **options: Any) -> torch.Tensor:
-        given.append((args, options))
-        output: torch.Tensor = plain_kernel(*args, **options)
-        return output
-
-    monkeypatch.setattr(attention, "_KERNEL", recording)
-    tensors, boundaries = states(LENGTHS), boundaries_of(LENGTHS)
-    output = attention._in_one_kernel(*tensors, boundaries, 30, 0.3, window)
-    torch.testing.assert_close(output.double(), by_hand(tensors, LENGTHS, window, 0.3), rtol=1e-5, atol=1e-5)
-    ((query, key, value, *rest), options) = given[0]
-    assert query.shape == (sum(LENGTHS), 4, 8)
-    assert key.shape == value.shape == (sum(LENGTHS), 2, 8)
-    assert rest[0] is rest[1] is boundaries
-    assert rest[2:] == [30, 30]
-    assert options["window_size"] == ((window - 1, 0) if window else (-1, 0))
-    assert options["scale"] == 0.3
-    knows = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    assert ("enable_gqa" in options) == knows
-    assert options.get("enable_gqa", True) is True
 
 
 @pytest.mark.parametrize("window", [None, 8])
@@ -437,22 +276,6 @@ def test_on_a_gpu_it_is_torchs_kernel_and_never_waits_for_the_gpu(
         )
     assert output.shape == (1, sum(LENGTHS), 4, 8)
     assert (output.dtype, output.device.type) == (dtype, "cuda")
-
-
-@pytest.mark.parametrize("window", [None, 8])
-def test_the_gpus_kernel_has_a_gradient_for_grouped_heads(window: int | None) -> None:
-    tensors = states(LENGTHS, device="meta", dtype=torch.bfloat16, requires_grad=True)
-    output = attention._in_one_kernel(*tensors, boundaries_of(LENGTHS).to("meta"), 30, None, window)
-    output.sum().backward()
-    assert [one.grad is not None and one.grad.shape for one in tensors] == [one.shape for one in tensors]
-
-
-def test_registering_again_changes_nothing() -> None:
-    attention.register()
-    attention.register()
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    assert ALL_ATTENTION_FUNCTIONS[attention.NAME] is attention.document_attention
 
 
 def test_no_mask_is_made_for_a_row_without_padding_whatever_the_window(monkeypatch: pytest.MonkeyPatch) -> None:

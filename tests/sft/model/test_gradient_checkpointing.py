@@ -138,12 +138,3 @@ def test_what_was_switched_behind_the_plans_back_is_refused() -> None:
     check_checkpointing(model, "selective")
     with pytest.raises(PlanError, match=r"and 4 do \(selective\)"):
         check_checkpointing(model, True)
-
-
-def test_a_model_with_one_flag_for_all_layers_cannot_take_every_second() -> None:
-    class Shipped(torch.nn.Module):
-        gradient_checkpointing = True
-
-    check_checkpointing(Shipped(), True)
-    with pytest.raises(PlanError, match="gradient_checkpointing=2"):
-        check_checkpointing(Shipped(), 2)

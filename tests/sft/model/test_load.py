@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
-from eval.models.backends import load_model as load_evaluated
-from eval.models.target import Target
 from sft.errors import ModelError
 from sft.hub.demo import Demo
 from sft.launch.job import open_job
@@ -22,7 +19,6 @@ from sft.launch.rank import check_with_frameworks
 from sft.model.load import check_weights, load_base, load_model
 from sft.plan.hardware import Hardware
 from sft.recipe.schema import Model
-from tests.sft.conftest import SHARED
 
 Tensors = dict[str, torch.Tensor]
 SIZES = {
@@ -85,22 +81,6 @@ def test_weights_that_do_not_fit_are_refused_by_name(
     assert named in str(refused.value)
 
 
-@pytest.mark.parametrize("form", ["shards", "bin"])
-def test_weights_in_other_files_are_checked_too(form: str, tmp_path: Path) -> None:
-    change(save(tmp_path), without("lm_head"))
-    found = load_file(tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    if form == "bin":
-        torch.save(found, tmp_path / "pytorch_model.bin")
-    else:
-        shards = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(found)}
-        for file in set(shards.values()):
-            save_file({name: found[name] for name in found if shards[name] == file}, tmp_path / file)
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    with pytest.raises(ModelError, match=r"missing from the weights: lm_head.weight"):
-        check(tmp_path)
-
-
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "gpt_oss", "qwen3_moe"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_transformers_saves_fits(kind: str, tied: bool, tmp_path: Path) -> None:
@@ -130,14 +110,6 @@ def test_what_is_harmless_is_not_refused(tied: bool, tensors: Callable[[Tensors]
     check(change(save(tmp_path, tie_word_embeddings=tied), tensors))
 
 
-def test_the_demo_and_a_real_model_fit(demo: Demo) -> None:
-    check(demo.model)
-    real = SHARED / "models" / "stories260k_hf"
-    if not real.is_dir():
-        pytest.skip(f"real data is not at {real}")
-    check(real)
-
-
 def test_a_job_with_such_weights_ends_before_its_data_is_read(
     recipe_file: Path, outputs: Path, demo: Demo, tmp_path: Path
 ) -> None:
@@ -149,21 +121,6 @@ def test_a_job_with_such_weights_ends_before_its_data_is_read(
             ModelError, match=r"(?s)model.name_or_path=.*missing from the weights: model.layers.{.*, 8}"
         ):
             refuse(job)
-
-
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        ({"hidden_act": "swiglu"}, "'swiglu'"),
-        ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}, "'ntk'"),
-        ({"pad_token_id": 64}, "pad_token_id=64 is not below vocab_size=64"),
-    ],
-)
-def test_a_config_that_no_model_can_be_built_from_is_one_message(
-    config: dict[str, Any], named: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ModelError, match=rf"config.json: .*{named}"):
-        check(change(save(tmp_path), **config))
 
 
 def filled(name: str, value: float, row: Any = slice(None)) -> Callable[[Tensors], Tensors]:
@@ -226,18 +183,3 @@ def test_a_generation_config_can_be_saved_and_stops_at_special_tokens(
     model.save_pretrained(tmp_path / "saved")
     saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
     assert {key: saved.get(key) for key in kept} == kept
-
-
-def test_a_generation_config_that_cannot_be_meant_is_one_message(demo: Demo, tmp_path: Path) -> None:
-    folder = shutil.copytree(demo.model, tmp_path / "model")
-    (folder / "generation_config.json").write_text(json.dumps({"num_beams": 1, "length_penalty": 2.0}))
-    with pytest.raises(ModelError, match=r"(?s)generation_config.json.*length_penalty"):
-        load_base(Model(name_or_path=str(folder)), str(folder), torch.float32, AutoTokenizer.from_pretrained(folder))
-
-
-def test_a_model_that_is_evaluated_or_chatted_with_is_checked(tmp_path: Path) -> None:
-    folder = str(change(save(tmp_path), without("lm_head")))
-    placement: Any = None
-    settings: Any = SimpleNamespace(backend="hf")
-    with pytest.raises(ModelError, match=r"(?s)The tuned model .*lm_head.weight"):
-        load_evaluated(Target("tuned", folder), placement, settings, placement)

@@ -6,7 +6,7 @@ from math import sqrt
 
 import pytest
 
-from sft.errors import PlanError, RecipeError
+from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
 from sft.plan.batch import resolve_data_parallel_ranks, split_batch
 from sft.plan.deepspeed import load_deepspeed
@@ -50,18 +50,6 @@ def test_eight_sequences_on_three_ranks_are_nine_places(make_recipe: MakeRecipe)
     assert (places(plan), plan.empty_sequences_per_step.value) == (9, 1)
     assert "9 places for 8 sequences" in plan.empty_sequences_per_step.reason
     assert "8 = 1 x 3 x 3 - 1 empty" in plan.gradient_accumulation_steps.reason
-
-
-def test_a_batch_that_divides_is_the_same_plan_with_either_rule(make_recipe: MakeRecipe) -> None:
-    for ranks, micro in product((1, 2, 4, 8), ("auto", 1)):
-        words = [f"train.micro_batch_size={micro}"]
-        assert plan_of(make_recipe(*words), ranks) == plan_of(make_recipe(*words, "train.remainder=fill"), ranks)
-
-
-def test_a_refused_batch_names_fill_and_fill_then_works(make_recipe: MakeRecipe) -> None:
-    with pytest.raises(PlanError, match=r"cannot be shared by 3 GPUs: .* train.remainder=fill"):
-        plan_of(make_recipe(), 3)
-    assert places(plan_of(make_recipe("train.remainder=fill"), 3)) == 9
 
 
 @pytest.mark.parametrize(("tensor", "sequence"), [(2, 1), (1, 2), (2, 2), (1, 4)])
@@ -120,25 +108,3 @@ def test_the_learning_rate_scales_in_tokens_where_the_batch_is_in_tokens(make_re
     recipe = make_recipe(*words, "train.lr_scaling=linear", "train.base_batch_size=512")
     assert plan_of(recipe, 2).learning_rate.value == 2e-5
     assert plan_of(make_recipe(), 2).learning_rate.value == 1e-5
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["lr_scaling=linear"], "lr_scaling=linear needs base_batch_size"),
-        (["base_batch_size=8"], "base_batch_size=8 does nothing while lr_scaling is none"),
-        (["deepspeed=auto"], "leave deepspeed out, and write train.parallel: auto"),
-        (["parallel=auto", "deepspeed=zero2"], "parallel and deepspeed each name the engine"),
-        (["parallel=auto", "fsdp={}"], "parallel and fsdp each name the engine"),
-        (["fsdp={}", "deepspeed=zero2"], "deepspeed and fsdp each name the engine"),
-        (["tensor_parallel_size=2", "deepspeed=zero2"], "tensor_parallel_size=2 does not work with deepspeed=zero2"),
-        (["sequence_parallel_size=2"], "sequence_parallel_size=2 is DeepSpeed's"),
-        (["sequence_parallel_size=2", "fsdp={}"], "sequence_parallel_size=2 is DeepSpeed's"),
-    ],
-)
-def test_keys_that_contradict_each_other_are_one_message(
-    words: list[str], message: str, make_recipe: MakeRecipe
-) -> None:
-    with pytest.raises(RecipeError, match=message) as error:
-        make_recipe(*(f"train.{word}" for word in words))
-    assert len(str(error.value).splitlines()) == 2

@@ -9,7 +9,6 @@ from sft.errors import PlanError
 from sft.launch.prepare import worker_count
 from sft.plan.hardware import (
     Gpu,
-    Hardware,
     cpu_cores,
     cpu_memory_gib,
     described_hardware,
@@ -39,18 +38,6 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
             program.chmod(program.stat().st_mode | stat.S_IXUSR)
 
     return build
-
-
-def test_a_machine_without_driver_has_no_gpu(machine: Machine) -> None:
-    machine()
-    assert visible_gpus() == []
-    assert detect_hardware().gpu is None
-    assert detect_hardware().ranks == 1
-
-
-def test_a_driver_that_fails_is_a_machine_without_gpu(machine: Machine) -> None:
-    machine("No devices were found", status=6)
-    assert visible_gpus() == []
 
 
 def test_a_gpu_is_read_as_the_driver_tells_it(machine: Machine) -> None:
@@ -94,23 +81,6 @@ def test_more_processes_than_gpus_are_refused(machine: Machine) -> None:
     assert detect_hardware(8, 2).ranks == 8  # four such machines
 
 
-def test_a_cpu_takes_as_many_processes_as_asked(machine: Machine) -> None:
-    machine()
-    hardware = detect_hardware(4, 4)
-    assert (hardware.ranks, hardware.ranks_per_node) == (4, 4)
-    assert hardware.device.endswith("4 processes")
-    assert hardware.cpu_cores >= 1
-    assert hardware.cpu_memory_gib > 0.5
-
-
-def test_what_a_launcher_has_set_is_taken(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine()
-    monkeypatch.setenv("WORLD_SIZE", "16")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    hardware = detect_hardware()
-    assert (hardware.ranks, hardware.ranks_per_node) == (16, 8)
-
-
 @pytest.mark.parametrize(
     ("words", "ranks", "memory", "per_node"),
     [
@@ -142,22 +112,6 @@ def test_machines_and_their_memory_in_words(words: str) -> None:
 def test_words_that_are_no_machine_are_quoted_back(words: str) -> None:
     with pytest.raises(PlanError, match=rf"--on {re.escape(words)}: .* for example 8x80GB"):
         described_hardware(words)
-
-
-def test_a_cpu_with_one_process_is_said_in_the_singular() -> None:
-    assert Hardware(None, 1, 1, 2, 16.0).device == "CPU, 2 cores, 1 process"
-
-
-@pytest.mark.parametrize(("distribution", "found"), [("flash-attn-4", False), ("flash_attn", True)])
-def test_flash_attn_4_is_not_taken_for_flash_attn_2(
-    distribution: str, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
-    information = tmp_path / f"{distribution.replace('-', '_')}-2.8.3.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 2.8.3\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert detect_hardware().has_flash_attention is found
 
 
 GIB = 2**30

@@ -14,7 +14,6 @@ from sft.hub.model_facts import Architecture, ModelFacts
 from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.parallelism import (
-    data_parallel_ranks,
     mesh_shape,
     resolve_fsdp,
     resolve_sequence_parallel,
@@ -65,32 +64,9 @@ def sequence(
     return resolve_sequence_parallel(recipe, hardware, model, deepspeed, attention, micro).value
 
 
-@pytest.mark.parametrize(("tensor", "sequence", "ranks", "groups"), [(1, 1, 4, 4), (2, 1, 2, 1), (1, 2, 4, 2)])
-def test_ranks_that_share_a_batch_count_once(
-    tensor: int, sequence: int, ranks: int, groups: int, make_recipe: Make
-) -> None:
-    recipe = make_recipe(*sizes(tensor, sequence))
-    assert data_parallel_ranks(recipe, cpu(ranks)) == groups
-
-
 def sizes(tensor: int = 1, sequence: int = 1) -> list[str]:
     engine = ["train.deepspeed=zero2"] if sequence > 1 else []
     return [f"train.tensor_parallel_size={tensor}", f"train.sequence_parallel_size={sequence}", *engine]
-
-
-def test_an_incomplete_group_is_refused(make_recipe: Make) -> None:
-    with pytest.raises(PlanError, match="groups of 2 ranks, and 3 is no multiple"):
-        data_parallel_ranks(make_recipe(*sizes(2)), cpu(3))
-
-
-def test_a_size_of_one_is_always_allowed(make_recipe: Make) -> None:
-    recipe = make_recipe("model.compile=true", "data.packing=true")
-    assert tensor(recipe, cpu(3), replace(LLAMA, architecture=None), zero(3), "liger", "fp16") == 1
-    assert sequence(recipe, cpu(3), replace(LLAMA, architecture=None), None, "eager", 4) == 1
-
-
-def test_layers_are_shared_by_all_ranks(make_recipe: Make) -> None:
-    assert tensor(make_recipe(*sizes(4)), cpu(4)) == 4
 
 
 @pytest.mark.parametrize(
@@ -155,12 +131,6 @@ def test_what_sequence_parallelism_cannot_do_is_refused(
         sequence(recipe, cpu(6), **changes)
 
 
-def test_gradients_that_are_not_scattered_are_refused(make_recipe: Make) -> None:
-    whole_gradients = DeepSpeedFile(Path("mine.json"), {"zero_optimization": {"stage": 3, "reduce_scatter": False}})
-    with pytest.raises(PlanError, match=r"remove reduce_scatter from mine\.json"):
-        resolve_sequence_parallel(make_recipe(*sizes(1, 2)), cpu(2), LLAMA, whole_gradients, "varlen", 1)
-
-
 def test_packs_are_shared_one_at_a_time_and_never_through_a_mask(make_recipe: Make) -> None:
     recipe = make_recipe(*sizes(1, 2), "data.packing=true")
     assert sequence(recipe, cpu(2), attention="varlen") == 2
@@ -169,10 +139,6 @@ def test_packs_are_shared_one_at_a_time_and_never_through_a_mask(make_recipe: Ma
         sequence(recipe, cpu(2), attention="varlen", micro=2)
     with pytest.raises(PlanError, match="sdpa keeps packed documents apart by a mask"):
         sequence(recipe, cpu(2), attention="sdpa")
-
-
-def test_few_key_heads_may_be_repeated_over_ranks(make_recipe: Make) -> None:
-    assert sequence(make_recipe(*sizes(1, 4)), cpu(4), replace(LLAMA, num_key_value_heads=2), attention="varlen") == 4
 
 
 QWEN = ModelFacts("some/model", "qwen2", "bfloat16", 32768)
@@ -196,13 +162,6 @@ def test_the_engine_and_what_the_weights_are_kept_in_follow_from_the_section(mak
     assert (plan.precision.value, plan.weights.value, plan.gradients.value) == ("bf16", "fp32", "fp32")
 
 
-def test_one_process_trains_as_one_process_and_says_why(make_recipe: Make) -> None:
-    plan, plain = plan_of(make_recipe("train.fsdp={}"), gpus(1)), plan_of(make_recipe(), gpus(1))
-    assert plan.engine.value == "one process"
-    assert plan.engine.reason == "train.fsdp is set, and one process shares with nobody"
-    assert plan.settings() == plain.settings()
-
-
 @pytest.mark.parametrize(
     ("strategy", "ranks", "per_node", "mesh"),
     [
@@ -223,11 +182,6 @@ def test_copies_times_shards_are_the_ranks_and_hybrid_shares_within_a_machine(
     assert mesh_shape(fsdp, hardware) == mesh
     assert mesh[0] * mesh[1] == ranks
     assert f"shared by {mesh[1]} ranks" in plan_of(recipe, hardware).engine.reason
-
-
-def test_hybrid_on_one_machine_is_said_to_be_full_shard(make_recipe: Make) -> None:
-    recipe = make_recipe("train.fsdp={sharding_strategy: hybrid_shard}")
-    assert "one machine, so one copy, as full_shard" in plan_of(recipe, gpus(8)).engine.reason
 
 
 HYBRID = ["train.fsdp={sharding_strategy: hybrid_shard}", "train.global_batch_size=48"]

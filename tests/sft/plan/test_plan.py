@@ -1,4 +1,3 @@
-import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +10,8 @@ from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
 from sft.plan.deepspeed import load_deepspeed
 from sft.plan.hardware import Gpu, Hardware
-from sft.plan.plan import Plan, plan_warnings, print_plan, resolve_plan
+from sft.plan.plan import Plan, print_plan, resolve_plan
+from sft.plan.warnings import plan_warnings
 from sft.recipe.schema import Recipe
 
 MakeRecipe = Callable[..., Recipe]
@@ -71,30 +71,6 @@ def test_the_parts_of_a_batch_give_it_exactly_or_the_message_names_values_that_d
     assert planned > 100
 
 
-def test_what_is_offered_for_a_batch_also_fits_the_micro_batch_of_the_recipe(make_recipe: MakeRecipe) -> None:
-    recipe = make_recipe()
-    with pytest.raises(PlanError) as error:
-        resolve_plan(with_batch(recipe, 10, micro=3), gpus(4), QWEN)
-    offered = re.search(r"Set train\.global_batch_size to (.*), or", str(error.value))
-    assert offered
-    for batch in numbers(offered[1]):
-        assert 4 * 3 * arithmetic(resolve_plan(with_batch(recipe, batch, micro=3), gpus(4), QWEN))[1] == batch
-
-
-@pytest.mark.parametrize("hardware", [cpu(), gpus(memory=24), gpus(memory=40), gpus(memory=80), gpus(memory=140)])
-@pytest.mark.parametrize("length", [64, 512, 4096, 32768])
-def test_auto_takes_the_largest_micro_batch_within_the_budget_that_it_prints(
-    hardware: Hardware, length: int, make_recipe: MakeRecipe
-) -> None:
-    for batch in (1, 7, 48, 528):
-        plan = resolve_plan(
-            make_recipe(f"train.global_batch_size={batch}", f"data.max_length={length}"), hardware, QWEN
-        )
-        budget = int(re.search(r"within (\d+) tokens", plan.micro_batch_size.reason)[1])  # type: ignore[index]
-        fitting = [n for n in range(1, batch + 1) if batch % n == 0 and n * length <= budget]
-        assert plan.micro_batch_size.value == max(fitting, default=1)
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_a_step_and_the_number_of_steps_are_the_same_on_any_number_of_gpus(ranks: int, make_recipe: MakeRecipe) -> None:
     data = DataFacts(documents=1000, tokens=64_000, trained_tokens=20_000)
@@ -102,37 +78,6 @@ def test_a_step_and_the_number_of_steps_are_the_same_on_any_number_of_gpus(ranks
     alone = resolve_plan(make_recipe("train.global_batch_size=64"), gpus(1), QWEN, data)
     for name in ("global_batch_size", "documents_per_step", "trained_tokens_per_step", "steps_per_epoch", "max_steps"):
         assert getattr(plan, name) == getattr(alone, name)
-
-
-def test_a_batch_in_tokens_is_a_number_of_sequences(make_recipe: MakeRecipe) -> None:
-    recipe = with_batch(make_recipe(), None, tokens=12 * 128)
-    plan = resolve_plan(recipe, gpus(4), QWEN)
-    assert plan.global_batch_size.value == 12
-    assert plan.micro_batch_size.value * plan.gradient_accumulation_steps.value * 4 * 128 == 12 * 128
-
-
-def test_the_batch_and_the_number_of_steps_are_counted_in_packs_of_their_own_length(make_recipe: MakeRecipe) -> None:
-    recipe = with_batch(make_recipe("data.pack_length=512"), None, tokens=8 * 512)
-    plan = resolve_plan(recipe, gpus(4), QWEN, DataFacts(documents=1000, tokens=64 * 512, trained_tokens=20_000))
-    assert (plan.global_batch_size.value, plan.steps_per_epoch.value) == (8, 8)
-    assert recipe.sequences_per_step == 8
-    assert "packs of 512 tokens" in plan.global_batch_size.reason
-    with pytest.raises(PlanError, match=r"not a multiple of data.pack_length=512. .*: 4096 or 6144"):
-        resolve_plan(with_batch(recipe, None, tokens=5 * 1024 - 1), gpus(4), QWEN)
-
-
-@pytest.mark.parametrize("memory", [24, 80])
-def test_auto_holds_a_pack_and_not_a_document_against_the_budget(memory: int, make_recipe: MakeRecipe) -> None:
-    short = resolve_plan(make_recipe("train.global_batch_size=64"), gpus(1, memory=memory, flash=True), QWEN)
-    long = resolve_plan(
-        make_recipe("train.global_batch_size=64", "data.pack_length=16384"), gpus(1, memory=memory, flash=True), QWEN
-    )
-    assert short.micro_batch_size.value > long.micro_batch_size.value == 1
-
-
-def test_a_pack_may_be_longer_than_the_models_positions_which_restart_at_each_document(make_recipe: MakeRecipe) -> None:
-    model = ModelFacts("m", max_position_embeddings=128)
-    resolve_plan(make_recipe("data.max_length=128", "data.pack_length=16384"), cpu(), model)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -147,15 +92,6 @@ def test_a_batch_in_tokens_that_does_not_divide_names_ones_that_do(
     for better in offered:
         plan = resolve_plan(with_batch(make_recipe(), None, tokens=better), gpus(ranks), QWEN)
         assert plan.global_batch_size.value * 128 == better
-
-
-def test_a_batch_in_tokens_that_the_gpus_cannot_share_is_told_in_the_key_that_was_written(
-    make_recipe: MakeRecipe,
-) -> None:
-    with pytest.raises(PlanError) as error:
-        resolve_plan(with_batch(make_recipe(), None, tokens=8 * 128), gpus(3), QWEN)
-    assert "train.global_batch_tokens=1024" in str(error.value)
-    assert "global_batch_size" not in str(error.value)
 
 
 VOLTA, AMPERE = 7.0, 8.0
@@ -205,70 +141,6 @@ def test_a_precision_that_cannot_be_had_names_one_that_can(
     assert resolve_plan(make_recipe(f"train.precision={better}"), hardware, model).precision.value == better
 
 
-def test_a_model_trained_in_bf16_is_never_trained_in_fp16(make_recipe: MakeRecipe) -> None:
-    for wanted, hardware in product(("auto", "bf16", "fp16", "fp32"), (cpu(), gpus(), gpus(capability=VOLTA))):
-        try:
-            plan = resolve_plan(make_recipe(f"train.precision={wanted}"), hardware, QWEN)
-        except PlanError:
-            continue
-        assert plan.precision.value != "fp16"
-
-
-@pytest.mark.parametrize(
-    ("wanted", "precision", "hardware", "attention"),
-    [
-        ("auto", "auto", cpu(), "sdpa"),
-        ("auto", "auto", gpus(), "sdpa"),
-        ("auto", "auto", gpus(flash=True), "flash_attention_2"),
-        ("auto", "fp32", gpus(flash=True), "sdpa"),
-        ("eager", "auto", gpus(flash=True), "eager"),
-        ("sdpa", "auto", gpus(flash=True), "sdpa"),
-        ("flash_attention_2", "auto", gpus(flash=True), "flash_attention_2"),
-        ("flash_attention_2", "auto", gpus(), "the flash-attn package is not installed"),
-        ("flash_attention_3", "auto", cpu(), "there is no GPU here"),
-        ("flash_attention_2", "fp32", gpus(flash=True), "it does not run in fp32"),
-    ],
-)
-def test_attention(wanted: str, precision: str, hardware: Hardware, attention: str, make_recipe: MakeRecipe) -> None:
-    recipe = make_recipe(f"model.attn_implementation={wanted}", f"train.precision={precision}")
-    if " " in attention:
-        with pytest.raises(
-            PlanError, match=f"model.attn_implementation={wanted}, and {attention}. Set it to auto or sdpa"
-        ):
-            resolve_plan(recipe, hardware, QWEN)
-    else:
-        assert resolve_plan(recipe, hardware, QWEN).attention.value == attention
-
-
-@pytest.mark.parametrize(
-    ("wanted", "hardware", "kernels"),
-    [("liger", gpus(), "liger"), ("liger", cpu(), "none"), ("none", gpus(), "none"), ("none", cpu(), "none")],
-)
-def test_kernels_run_on_a_gpu_and_the_plan_says_where_they_do_not(
-    wanted: str, hardware: Hardware, kernels: str, make_recipe: MakeRecipe
-) -> None:
-    plan = resolve_plan(make_recipe(f"model.kernels={wanted}"), hardware, QWEN)
-    assert plan.kernels.value == kernels
-    assert ("do not run on a CPU" in plan.kernels.reason) == (wanted != kernels)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "hardware", "on"),
-    [
-        ("auto", gpus(), True),
-        ("auto", cpu(), False),
-        ("true", cpu(), True),
-        ("false", gpus(), False),
-        ("selective", cpu(), "selective"),
-        ("offload", gpus(), "offload"),
-        ("2", cpu(), 2),
-    ],
-)
-def test_gradient_checkpointing(wanted: str, hardware: Hardware, on: bool | int | str, make_recipe: MakeRecipe) -> None:
-    plan = resolve_plan(make_recipe(f"train.gradient_checkpointing={wanted}"), hardware, QWEN)
-    assert (type(plan.gradient_checkpointing.value), plan.gradient_checkpointing.value) == (type(on), on)
-
-
 def test_checkpointing_that_cannot_be_had_here_is_refused(make_recipe: MakeRecipe) -> None:
     selective = "train.gradient_checkpointing=selective"
     with pytest.raises(
@@ -283,29 +155,6 @@ def test_checkpointing_that_cannot_be_had_here_is_refused(make_recipe: MakeRecip
         resolve_plan(make_recipe(selective, "model.attn_implementation=eager"), gpus(), QWEN)
     with pytest.raises(PlanError, match=r"there is no GPU here. Set it to true or auto"):
         resolve_plan(make_recipe("train.gradient_checkpointing=offload"), cpu(), QWEN)
-
-
-@pytest.mark.parametrize(
-    ("file", "ranks", "engine"),
-    [
-        (None, 1, "one process"),
-        (None, 2, "DDP"),
-        ("zero1", 2, "ZeRO-1"),
-        ("zero2", 1, "ZeRO-2"),
-        ("zero3", 8, "ZeRO-3"),
-    ],
-)
-def test_the_engine(file: str | None, ranks: int, engine: str, make_recipe: MakeRecipe) -> None:
-    recipe = make_recipe(f"train.deepspeed={file}") if file else make_recipe()
-    plan = resolve_plan(recipe, gpus(ranks), QWEN, deepspeed=load_deepspeed(file) if file else None)
-    assert plan.engine.value == engine
-
-
-def test_the_json_is_compared_with_the_plan_and_not_only_with_the_recipe(make_recipe: MakeRecipe) -> None:
-    file = load_deepspeed("zero2")
-    file.config["gradient_accumulation_steps"] = 5
-    with pytest.raises(PlanError, match="gradient_accumulation_steps is 5, and accumulation in the plan is 2"):
-        resolve_plan(make_recipe("train.micro_batch_size=4"), gpus(1), QWEN, deepspeed=file)
 
 
 def test_expectations_are_arithmetic(make_recipe: MakeRecipe) -> None:
@@ -338,13 +187,6 @@ def test_a_document_is_no_longer_than_the_model_can_read(make_recipe: MakeRecipe
         resolve_plan(make_recipe("data.max_length=1025"), cpu(), model)
 
 
-def test_every_decision_has_its_reason_and_goes_into_json(make_recipe: MakeRecipe) -> None:
-    for hardware in (cpu(), gpus(8), gpus(2, capability=VOLTA)):
-        decisions = resolve_plan(make_recipe(), hardware, QWEN).decisions()
-        assert json.loads(json.dumps(decisions)) == decisions
-        assert all(decision["reason"] for decision in decisions)
-
-
 def test_the_table_shows_every_decision(make_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str]) -> None:
     plan = resolve_plan(make_recipe("train.global_batch_size=1", "train.max_steps=1"), cpu(), QWEN)
     print_plan(plan, "a title with [brackets]", ["and a note"])
@@ -357,23 +199,6 @@ def test_the_table_shows_every_decision(make_recipe: MakeRecipe, capsys: pytest.
     assert (rows["global_batch_size"], rows["max_steps"], rows["gradient_checkpointing"]) == ("1", "1", "off")
     assert "[brackets]" in shown
     assert "and a note" in shown
-
-
-def test_a_start_shows_the_plan_in_a_line_and_what_is_not_as_asked(
-    make_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for hardware, words, different in (
-        (cpu(), ["model.kernels=liger"], ["kernels"]),
-        (cpu(), [], []),
-        (gpus(8), [], []),
-    ):
-        plan = resolve_plan(make_recipe(*words), hardware, QWEN)
-        print_plan(plan, "a title with [brackets]", ["and a note"], every=False)
-        title, line, *notes = capsys.readouterr().out.splitlines()
-        assert title == "a title with [brackets]"
-        assert plan.engine.value in line and plan.attention.value in line
-        assert [note.split()[1] for note in notes[:-1]] == different
-        assert notes[-1] == "and a note"
 
 
 def test_planning_changes_nothing_and_asks_nobody(make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,10 +268,3 @@ def test_a_number_that_can_only_be_a_mistake_is_refused(overrides: str, told: st
 def test_a_large_model_on_a_cpu_is_warned_of(parameters: float | None, count: int, make_recipe: MakeRecipe) -> None:
     model, recipe = replace(QWEN, parameters=parameters), make_recipe()
     assert len(plan_warnings(recipe, resolve_plan(recipe, cpu(), model), cpu(), model)) == count
-
-
-def test_a_value_that_the_recipe_does_not_state_is_not_said_to_be_its(make_recipe: MakeRecipe) -> None:
-    plan = resolve_plan(make_recipe("train.tensor_parallel_size=1"), cpu(), QWEN)
-    unstated = (plan.learning_rate, plan.compile, plan.kernels, plan.sequence_parallel_size)
-    assert all(decision.reason.startswith("the default") for decision in unstated)
-    assert plan.tensor_parallel_size.reason == "the recipe"

@@ -71,13 +71,6 @@ def test_gradients_are_added_up_as_before_on_a_machine_of_another_memory(make_re
     assert keep_decisions(other, DATA, then).plan.gradients.value == "fp32"
 
 
-def test_another_number_of_ranks_has_its_own_micro_batch(make_recipe: MakeRecipe) -> None:
-    then = decisions(job_of(make_recipe(), gpus(1)).with_data(DATA)) | {"micro_batch_size": 2}
-    job = job_of(make_recipe(), gpus(4))
-    assert keep_decisions(job, DATA, then).plan.micro_batch_size == job.plan.micro_batch_size
-    assert job.plan.micro_batch_size.value == 1
-
-
 def test_a_machine_that_cannot_do_the_same_says_so(make_recipe: MakeRecipe) -> None:
     job = job_of(make_recipe(), gpus())
     then = decisions(job.with_data(DATA)) | {"attention": "flash_attention_2"}
@@ -85,8 +78,3 @@ def test_a_machine_that_cannot_do_the_same_says_so(make_recipe: MakeRecipe) -> N
         PlanError, match=r"goes on as it was started, with .*model.attn_implementation=flash_attention_2"
     ):
         keep_decisions(job, DATA, then)
-
-
-def test_an_earlier_plan_of_another_program_is_followed_as_far_as_it_goes(make_recipe: MakeRecipe) -> None:
-    job = job_of(make_recipe(), gpus())
-    assert keep_decisions(job, DATA, {"no such decision": 1}).plan == job.with_data(DATA).plan

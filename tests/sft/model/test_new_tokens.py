@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from peft import get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, PhiConfig, PhiForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from sft.data.documents import DOCUMENT
 from sft.data.prepare import prepare
@@ -19,12 +19,11 @@ from sft.errors import ModelError, PlanError
 from sft.hub.demo import Demo
 from sft.launch.job import open_job
 from sft.launch.rank import check_with_frameworks
-from sft.model.load import load_model, lora_config
-from sft.model.new_tokens import check_untrained, embed_new_tokens, show_head, untrained_tokens
+from sft.model.load import lora_config
+from sft.model.new_tokens import check_untrained, embed_new_tokens, untrained_tokens
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
 from sft.recipe.schema import Lora
-from tests.sft.conftest import SHARED
 
 # transformers 5.23 renames what peft 0.21 still asks for.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")
@@ -63,14 +62,6 @@ def qwen(rows: int, tied: bool, dtype: torch.dtype = torch.float32) -> Any:
     return model.to(dtype)
 
 
-def phi(rows: int) -> Any:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = PhiForCausalLM(PhiConfig(vocab_size=rows, **sizes)).eval()
-    with torch.no_grad():
-        model.lm_head.bias.normal_()
-    return model
-
-
 def weights(model: Any) -> list[torch.Tensor]:
     """Input and output embedding, as they are now."""
     return [layer.weight.detach().clone() for layer in (model.get_input_embeddings(), model.get_output_embeddings())]
@@ -104,36 +95,6 @@ def test_new_rows_are_the_mean_of_the_tokens_rows_and_nothing_else_changes(
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     assert torch.equal(logits(model, old_ids)[..., :OWN], logits_before[..., :OWN])
     assert logits(model, torch.tensor([new_token_ids(tokenizer, NEW)])).shape == (1, 2, expected_rows)
-
-
-@pytest.mark.parametrize("rows", [NO_ROWS, MANY_ROWS])
-def test_the_bias_of_an_output_embedding_starts_as_the_mean_too(rows: int, tokenizer: Any) -> None:
-    model = phi(rows)
-    before = model.lm_head.bias.detach().clone()
-    embed_new_tokens(model, tokenizer, NEW, "tiny")
-    mean = before[:OWN].double().mean().float()
-    assert torch.equal(model.lm_head.bias.detach()[OWN : OWN + 2], mean.expand(2))
-    assert torch.equal(model.lm_head.bias.detach()[:OWN], before[:OWN])
-
-
-def test_without_new_tokens_nothing_is_touched(demo: Demo) -> None:
-    model = qwen(MANY_ROWS, tied=False)
-    before = weights(model)
-    embed_new_tokens(model, AutoTokenizer.from_pretrained(demo.model), (), "tiny")
-    assert all(torch.equal(old, now) for old, now in zip(before, weights(model), strict=True))
-
-
-@pytest.mark.parametrize("new", ["[<|begin|>]", "[<|begin|>, <|a|>, <|b|>, <|c|>, <|d|>]"])
-def test_every_start_has_the_same_rows(new: str, make_job: MakeJob) -> None:
-    job = make_job(f"model.new_tokens={new}")
-    tokenizer = load_tokenizer(job.recipe)
-    models = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        models.append(load_model(job, tokenizer))
-    first, second = (model.state_dict() for model in models)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert models[0].config.vocab_size == max(544, len(tokenizer))
 
 
 def test_only_a_tokenizer_that_is_larger_by_itself_is_refused(make_job: MakeJob) -> None:
@@ -194,32 +155,10 @@ def test_merged_rows_give_the_logits_of_the_trained_ones(tied: bool, tokenizer: 
         assert not torch.isclose(now[OWN:], old[OWN:]).all()
 
 
-def test_trl_can_read_a_head_whose_rows_are_trained(tokenizer: Any) -> None:
-    """Its fused head asks for weight and bias; when peft's wrapper has a bias by itself, show_head can go."""
-    model = with_adapters(qwen(NO_ROWS, tied=True), tokenizer)
-    head = model.get_base_model().get_output_embeddings()
-    assert not hasattr(head, "bias")
-    show_head(model)
-    assert head.bias is None
-    assert head.weight.requires_grad
-
-
 @pytest.mark.parametrize("target_modules", [("q_proj", "embed_tokens"), ("lm_head",), r".*(q_proj|embed_tokens)"])
 def test_an_embedding_is_not_trained_in_two_ways(target_modules: Any, tokenizer: Any) -> None:
     with pytest.raises(ModelError, match=r"target_modules names .*(embed_tokens|lm_head).*Leave it out"):
         with_adapters(qwen(NO_ROWS, tied=False), tokenizer, target_modules=target_modules)
-
-
-def test_a_head_with_a_bias_is_refused_beside_adapters(tokenizer: Any) -> None:
-    with pytest.raises(ModelError, match=r"has a bias, .* Train all weights: model.lora=null"):
-        with_adapters(phi(NO_ROWS), tokenizer)
-
-
-def test_tying_that_peft_would_not_see_is_refused_beside_adapters(tokenizer: Any) -> None:
-    model = qwen(NO_ROWS, tied=True)
-    model.config.tie_word_embeddings = False
-    with pytest.raises(ModelError, match=r"tied otherwise than its config.json says"):
-        with_adapters(model, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -236,11 +175,6 @@ def test_a_layer_that_the_model_does_not_have_gets_no_adapter_in_silence(
 ) -> None:
     with pytest.raises(ModelError, match=rf"model.lora.target_modules: .*{named}"):
         check_with_frameworks(make_job(f"model.lora.target_modules={target_modules}"))
-
-
-@pytest.mark.parametrize("target_modules", ["[q_proj, self_attn.v_proj]", "all-linear", ".*_proj"])
-def test_layers_that_the_model_has_are_taken(target_modules: str, make_job: MakeJob) -> None:
-    check_with_frameworks(make_job(f"model.lora.target_modules={target_modules}"))
 
 
 def documents(*tokens: int, trained: int = 0) -> DocumentStore:
@@ -270,16 +204,6 @@ def test_special_tokens_whose_rows_were_never_trained_are_found(tied: bool, made
         model.get_input_embeddings().weight[[start, end]] = torch.randn(2, 32)
     # What is only read needs no row in the output embedding.
     assert untrained_tokens(model, tokenizer, conversation, ()) == ([] if tied else [end])
-
-
-def test_only_rows_that_were_never_trained_are_found_in_real_models(demo: Demo) -> None:
-    """stories260k was trained on stories that begin with <s>, and none ends with </s>: its row is that of <unk>."""
-    for folder, expected in ((demo.model, []), (SHARED / "models" / "stories260k_hf", ["</s>"])):
-        if folder.is_dir():
-            model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-            ids = [token for token in tokenizer.added_tokens_decoder if token != tokenizer.unk_token_id]
-            found = untrained_tokens(model, tokenizer, documents(*ids, trained=len(ids)), ())
-            assert tokenizer.convert_ids_to_tokens(found) == expected
 
 
 @pytest.mark.parametrize(

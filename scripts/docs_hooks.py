@@ -1,0 +1,107 @@
+"""What mkdocs runs while it builds the site: writes the reference of recipe keys, and unlinks files of the repository.
+
+mkdocs build --strict checks every link between pages. Links to code lead somewhere on a code host only, and stay as plain text here.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterator
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from pydantic_core import PydanticUndefined
+
+from sft.recipe.schema import Recipe, Section
+
+REFERENCE = "reference/recipe.md"
+_INTRODUCTION = """\
+# Recipe keys
+
+A recipe is a YAML file with the sections below. Write only what differs from the defaults; an unknown key is an error. On the command line
+`section.key=value` overrides a key. Every key's type and default stand beside its name; `required` keys have none.
+"""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated page."""
+    files.append(File.generated(config, REFERENCE, content=reference()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turn links that lead out of docs/ into their text."""
+    return re.sub(r"\[([^\]]+)\]\((?:\.\./)+(?!docs/)[^)]*\)", r"\1", markdown)
+
+
+def reference() -> str:
+    """Every key of a recipe with its type, default and description."""
+    keys = Recipe.model_fields
+    top = [name for name in keys if not list(_sections(keys[name].annotation))]
+    lines = [_INTRODUCTION, *_keys(Recipe, only=top)]
+    for name in keys:
+        for schema in _sections(keys[name].annotation):
+            lines += [f"## {name}", "", (schema.__doc__ or "").strip(), "", *_keys(schema), *_nested(schema, name)]
+    return "\n".join(lines) + "\n"
+
+
+def _nested(schema: type[Section], prefix: str) -> Iterator[str]:
+    for name, field in schema.model_fields.items():
+        for inner in _sections(field.annotation):
+            yield from [f"### {prefix}.{name}", "", (inner.__doc__ or "").strip(), "", *_keys(inner)]
+            yield from _nested(inner, f"{prefix}.{name}")
+
+
+def _keys(schema: type[Section], only: list[str] | None = None) -> Iterator[str]:
+    for name, field in schema.model_fields.items():
+        if only is not None and name not in only:
+            continue
+        default = (
+            "required" if field.default is PydanticUndefined and field.default_factory is None else _default(field)
+        )
+        yield f"`{name}` ({_type(field.annotation)}; {default})"
+        yield f":   {_escaped(field.description or '')}"
+        yield ""
+
+
+def _escaped(text: str) -> str:
+    """On one line, with angle brackets outside code as text."""
+    parts = " ".join(text.split()).split("`")
+    return "`".join(part if number % 2 else html.escape(part, quote=False) for number, part in enumerate(parts))
+
+
+def _default(field: Any) -> str:
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, Section):
+        value = value.model_dump(mode="json")
+    words = {None: "null", True: "true", False: "false"}.get(value) if isinstance(value, bool | NoneType) else None
+    return f"default `{words or value}`"
+
+
+def _sections(annotation: Any) -> Iterator[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _sections(argument)
+
+
+def _type(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type(arguments[0])
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in arguments) if len(arguments) < 9 else "one of a list of names"
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(_type(one) for one in arguments if one is not NoneType))
+    if origin in (list, tuple, frozenset):
+        return f"list of {_type(arguments[0])}"
+    if origin is dict:
+        return f"mapping of {_type(arguments[0])} to {_type(arguments[1])}"
+    if isinstance(annotation, type):
+        names = {str: "text", int: "integer", float: "number", bool: "true or false"}
+        return names.get(annotation, annotation.__name__)
+    return "text"
