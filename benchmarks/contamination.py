@@ -23,8 +23,7 @@ from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eval.compare.contamination import NGRAM, training_texts
-from eval.compare.ngrams import Search, words
+from eval.compare.contamination import NGRAM, Search, training_texts, words
 from sft.data.documents import DOCUMENT, Chunk, Counts
 from sft.data.findings import Findings
 from sft.data.store import DocumentWriter, SequenceIndex

@@ -9,18 +9,17 @@ from pathlib import Path
 from uuid import uuid4
 
 from eval import ranks
-from eval.compare.conclude import conclude
-from eval.compare.tables import scores_table
+from eval.compare.comparison import write_comparison
+from eval.compare.tables import score_lines
 from eval.harness.base_cache import measure_base
 from eval.harness.measure import Results, evaluate_model
 from eval.harness.processes import load_tasks_together, log_in, place
 from eval.harness.prompting import own_template, prompt_base
 from eval.models.backends import check_requests, find_backend
-from eval.models.placement import Placement, on_gpu
+from eval.models.placement import on_gpu
 from eval.models.target import Target, base_target
 from eval.reference import Reference, check_vocabulary, load_reference
 from eval.tasks.facts import task_facts
-from eval.tasks.load import LoadedTasks
 from eval.tasks.settings import Settings, resolve_settings
 from eval.tasks.suites import check_tasks
 from sft.errors import EvaluationError, GateFailed
@@ -39,8 +38,8 @@ def evaluate_run(run: Run, evaluation: Evaluation, brought: bool = False, accept
     Args:
         run: A run that has its final model.
         evaluation: The recipe's `eval` section, changed on the command line or not.
-        brought: Whether the tasks came with the run: they read nothing outside of it and of their own folders.
-        accept_edits: Whether edits of final/ are meant.
+        brought: Whether the tasks came with the run: they read nothing outside it and their own folders.
+        accept_edits: Whether final/ may differ from what training wrote.
 
     Returns:
         Tasks that could not be measured, and why: empty where the comparison is complete.
@@ -48,45 +47,45 @@ def evaluate_run(run: Run, evaluation: Evaluation, brought: bool = False, accept
     Raises:
         EvaluationError: Whatever the user can fix.
         RunError: final/ is not what the training wrote.
-        GateFailed: The tuned model does not hold what eval.gate asks for.
+        GateFailed: The tuned model does not pass eval.gate.
     """
-    recipe = run.recipe()
+    model_code = run.recipe().model.trust_remote_code
     selection = check_tasks(evaluation, run.output_dir, run.path if brought else None)
     if not selection.tasks:
         raise EvaluationError("There is nothing to measure: eval.tasks is empty. Name tasks: tasks=gsm8k,arc_easy")
     if not (run.final / "config.json").is_file():
         status = run.record.get("status")
         raise EvaluationError(f"{run.path} has no final model (status: {status}). Finish its training first.")
-    reference = load_reference(str(run.final), None, recipe.model.trust_remote_code)
-    base = base_target(run, reference)
-    tuned = Target("tuned", str(run.final), None, recipe.model.trust_remote_code)
+    reference = load_reference(str(run.final), None, model_code)
+    base, tuned = base_target(run, reference), Target("tuned", str(run.final), None, model_code)
     settings = resolve_settings(evaluation, selection, reference, on_gpu())
     prompting = prompt_base(settings, reference, own_template(base, settings.base_template == "own"))
-    placement = place(evaluation, reference, settings, recipe.model.trust_remote_code)
+    placement = place(evaluation, reference, settings, model_code)
     ranks.from_first(lambda: _check_models(run, accept_edits))
     asked_base, asked_tuned = (prompting.settings, prompting.tokenizer), (settings, reference.tokenizer)
     base, tuned = find_backend(evaluation, reference.path, (base, *asked_base), (tuned, *asked_tuned))
     folder = _results_folder(run, evaluation, settings, reference)
     log = log_in(folder)
     tasks = load_tasks_together(selection, settings, evaluation, log)
-    facts = ranks.from_first(lambda: task_facts(settings, tasks))
     check_requests(tasks, (base, *asked_base), (tuned, *asked_tuned))
-    settings, prompting = (
-        replace(settings, loaded=facts),
-        replace(prompting, settings=replace(prompting.settings, loaded=facts)),
-    )
+    loaded = ranks.from_first(lambda: task_facts(settings, tasks))
+    prompting = replace(prompting, settings=replace(prompting.settings, loaded=loaded))
     if prompting.note:
         print(prompting.note, flush=True)
     # What a server has under a name may be another model tomorrow.
     keeps = evaluation.base_cache and settings.backend != "server"
-    output_dir = run.output_dir if keeps else None
-    measure_base(base, prompting, tasks, folder / "base", log, placement, output_dir)
-    _measure_tuned(tuned, reference, tasks, settings, folder, log, placement, own_prompts=prompting.own_prompts)
+    measure_base(base, prompting, tasks, folder / "base", log, placement, run.output_dir if keeps else None)
+    # The tuned model follows the base model's batches, unless prompts of other lengths leave room for others.
+    given = ranks.from_first(lambda: read_json(folder / "base" / "results.json").get("batch_sizes_found", {}))
+    strict = settings.dtype != "float32" and not prompting.own_prompts
+    settings = replace(settings, loaded=loaded)
+    output = folder / "tuned"
+    evaluate_model(tuned, reference.tokenizer, tasks, settings, output, log, placement, given=given, strict=strict)
     return _compare_and_report(run, folder, evaluation, reference) if ranks.is_first() else {}
 
 
 def _check_models(run: Run, accept_edits: bool) -> None:
-    """Whether the models are those of the run: another final/ is refused, another base is warned of."""
+    """Refuse another final/ than the run's, and warn of another base model."""
     check_final(run, accept_edits)
     changes = base_changes(run)
     told = changes and f"The base model {changes}. The comparison is with another model than the training started from."
@@ -95,26 +94,8 @@ def _check_models(run: Run, accept_edits: bool) -> None:
         print(f"Warning: {visible_line(told)}", flush=True)
 
 
-def _measure_tuned(
-    tuned: Target,
-    reference: Reference,
-    tasks: LoadedTasks,
-    settings: Settings,
-    folder: Path,
-    log: Path,
-    placement: Placement,
-    own_prompts: bool,
-) -> None:
-    """As the base model was, whose results are there: also in its batches, where their size was searched for."""
-    found = ranks.from_first(lambda: read_json(folder / "base" / "results.json").get("batch_sizes_found", {}))
-    # Prompts of other lengths leave room for other batches.
-    strict = settings.dtype != "float32" and not own_prompts
-    output = folder / "tuned"
-    evaluate_model(tuned, reference.tokenizer, tasks, settings, output, log, placement, given=found, strict=strict)
-
-
 def _results_folder(run: Run, evaluation: Evaluation, settings: Settings, reference: Reference) -> Path:
-    """eval/ for the recipe's own evaluation; a folder in it for another, which must not replace those results."""
+    """eval/ for the recipe's own evaluation; a folder in it for any other, which must not replace those results."""
     recipe, folder = run.recipe(), run.comparison_file.parent
     try:
         selection = check_tasks(recipe.eval, run.output_dir)
@@ -132,7 +113,7 @@ def _results_folder(run: Run, evaluation: Evaluation, settings: Settings, refere
 
 
 def other_than(recipe: Evaluation, asked: Evaluation) -> str:
-    """What of an evaluation is not as the recipe has it; a gate or prompts for a chat measure nothing.
+    """How an evaluation differs from the recipe's; a gate or chat prompts measure nothing.
 
     >>> other_than(Evaluation(tasks=("a",)), Evaluation(tasks=("a",), limit=5))
     'other than in the recipe are limit: null -> 5'
@@ -144,7 +125,7 @@ def other_than(recipe: Evaluation, asked: Evaluation) -> str:
 def _compare_and_report(run: Run, folder: Path, evaluation: Evaluation, reference: Reference) -> dict[str, str]:
     from eval.report.main import write_report
 
-    comparison = conclude(run, folder, evaluation, reference.tokenizer)
+    comparison = write_comparison(run, folder, evaluation, reference.tokenizer)
     not_measured: dict[str, str] = comparison["not_measured"]
     gate = comparison["gate"]
     report_result(folder / "comparison.json")
@@ -164,7 +145,7 @@ def _compare_and_report(run: Run, folder: Path, evaluation: Evaluation, referenc
 
 
 def name_of(folder: Path) -> str:
-    """What the results of a model are kept under; each run has a `final`, so the run's name goes before it."""
+    """The folder of a model's results; each run has a `final`, so the run's name goes before it."""
     folder = folder.resolve()
     for run in folder.parents[:2]:  # final/, checkpoints/checkpoint-N/
         if (run / "run.json").is_file():
@@ -185,8 +166,6 @@ def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
     Raises:
         EvaluationError: Whatever the user can fix.
     """
-    from rich.console import Console
-
     if evaluation.gate is not None:
         raise EvaluationError("eval.gate compares a tuned model with its base: name a run, or leave the gate out.")
     outputs = Path("outputs")
@@ -216,7 +195,8 @@ def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
     if not ranks.is_first():
         return {}
     results: Results = read_json(output / "results.json")
-    Console().print(scores_table(results))
+    for line in score_lines(results):
+        print(visible_line(line))
     print(f"Results: {output}")
     report_result(output / "results.json")
     failed: dict[str, str] = results["failed"]

@@ -1,4 +1,4 @@
-"""What the libraries print while an evaluation runs, kept off the terminal."""
+"""Keep what the libraries print off the terminal, and put their errors into one line."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ LOG = "lm_eval.log"
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, on one line."""
+    """The first line of an error."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def summary(error: BaseException) -> str:
-    """An error's kind and what it says, on one line.
+    """An error's type and first line.
 
     >>> summary(KeyError("answer")), summary(StopIteration())
     ("KeyError: 'answer'", 'StopIteration')
@@ -30,7 +30,7 @@ def summary(error: BaseException) -> str:
 
 
 def describe_environment_once() -> None:
-    """Have lm_eval, which asks pip, lscpu and others about the machine after each task, for seconds, ask them once a process."""
+    """Have lm_eval describe the machine once a process: it runs pip, lscpu and others after each task, for seconds."""
     from torch.utils import collect_env
 
     if not hasattr(collect_env.get_pretty_env_info, "cache_info"):
@@ -39,11 +39,7 @@ def describe_environment_once() -> None:
 
 @contextmanager
 def _descriptor_to(descriptor: int, log: TextIO) -> Iterator[TextIO]:
-    """Send a file descriptor to the log: also what C code and started programs (git, lscpu) write.
-
-    Yields:
-        Where the descriptor went before.
-    """
+    """Redirect a file descriptor to the log, with what C code and started programs write; yields where it went before."""
     with os.fdopen(os.dup(descriptor), "w", encoding="utf-8") as before:
         os.dup2(log.fileno(), descriptor)
         try:
@@ -54,7 +50,7 @@ def _descriptor_to(descriptor: int, log: TextIO) -> Iterator[TextIO]:
 
 @contextmanager
 def chatter_to(path: Path) -> Iterator[None]:
-    """Keep what the libraries say off the terminal, in a file. lm_eval's progress bars stay on a terminal."""
+    """Redirect the libraries' output to a file. lm_eval's progress bars stay on a terminal."""
     import datasets
     import transformers
 

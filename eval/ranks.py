@@ -1,7 +1,7 @@
-"""The processes that share an evaluation's documents: how they meet, and how all hear of an error on one of them.
+"""Connect the processes that share an evaluation's documents, and have all of them learn of an error on one.
 
-Each has the whole model and every n-th document. All of them meet the same number of times (`exchange`), unless one fails: what it
-sends then instead ends the same task on all. A process by itself meets nobody.
+Each has the whole model and every n-th document. All communicate equally often (`exchange`), unless one fails: what it sends then
+ends the same task on all. A single process communicates with nobody.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sft.terminal import is_rank
 
 Value = TypeVar("Value")
 
-# One process may have an hour of long answers left when another is done; one that is gone is noticed by its launcher.
+# One process may have an hour of long answers left when another is done; the launcher notices one that is gone.
 _TIMEOUT = timedelta(weeks=52)
 _OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -29,10 +29,10 @@ class TaskFailed(Exception):
 
 
 def launched() -> int:
-    """How many processes a launcher has started, this one among them; 1 where it is by itself.
+    """How many processes a launcher has started, this one among them; 1 without a launcher.
 
     Raises:
-        EvaluationError: They are on several machines.
+        EvaluationError: They are on several nodes.
     """
     if not is_rank():
         return 1
@@ -46,17 +46,17 @@ def launched() -> int:
 
 
 def rank() -> int:
-    """The number of this process among those that share the documents."""
+    """This process's rank among those that share the documents."""
     return int(os.environ.get("RANK", "0")) if is_rank() else 0
 
 
 def is_first() -> bool:
-    """Whether this process is the one that speaks and writes."""
+    """Whether this is rank 0, which prints and writes."""
     return rank() == 0
 
 
 def join() -> None:
-    """Meet the others, over gloo: what is said between them is said in the machine's memory, also where the models are on GPUs.
+    """Connect to the others over gloo, on GPUs too: the messages are small and stay in the machine's memory.
 
     Raises:
         EvaluationError: There are more of them than GPUs.
@@ -73,20 +73,16 @@ def join() -> None:
         os.environ.setdefault("NCCL_P2P_DISABLE", "1")
         os.environ.setdefault("NCCL_IB_DISABLE", "1")
     else:
-        os.environ["ACCELERATE_USE_CPU"] = "true"  # else accelerate takes each for a process by itself
-    with _told_of_lost_ranks():
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # else accelerate takes each for a single process
+    with _lost_ranks_named():
         torch.distributed.init_process_group("gloo", timeout=_TIMEOUT)
 
 
 def gpu_of(local_rank: int, visible: int) -> int:
     """The GPU of a process.
 
-    Args:
-        local_rank: Its number on this machine.
-        visible: GPUs.
-
     Raises:
-        EvaluationError: There is none left for it.
+        EvaluationError: There are fewer visible GPUs than processes.
     """
     if local_rank >= visible:
         raise EvaluationError(
@@ -97,8 +93,8 @@ def gpu_of(local_rank: int, visible: int) -> int:
 
 
 def leave() -> None:
-    """Be a process by itself from here on."""
-    if _have_met():
+    """Be a single process from here on."""
+    if _connected():
         import torch
 
         torch.distributed.destroy_process_group()
@@ -106,14 +102,71 @@ def leave() -> None:
         os.environ.pop(name, None)
 
 
-def _have_met() -> bool:
-    # A process by itself does not wait for torch's import to be told of a mistake.
+def exchange(value: Value, failure: str | None = None) -> list[Value]:
+    """The value of each process, by rank, on every process.
+
+    Args:
+        value: This one's; small once pickled.
+        failure: Why this process cannot go on with the task.
+
+    Raises:
+        TaskFailed: One of them cannot go on.
+        LostRank: One of them is gone.
+    """
+    values: list[Any] = [(failure, value)]
+    if _connected():
+        import torch
+
+        values *= torch.distributed.get_world_size()
+        with _lost_ranks_named():
+            torch.distributed.all_gather_object(values, (failure, value))
+    failures = [text for text, _ in values if text is not None]
+    if failures:
+        raise TaskFailed(failures[0])
+    return [one for _, one in values]
+
+
+def collect(value: Value) -> list[Value]:
+    """The value of each process, however large, on rank 0; elsewhere none.
+
+    Raises:
+        TaskFailed: One of them cannot go on.
+        LostRank: One of them is gone.
+    """
+    number = len(exchange(None))
+    if number == 1:
+        return [value]
+    import torch
+
+    values: list[Any] | None = [None] * number if is_first() else None
+    with _lost_ranks_named():
+        torch.distributed.gather_object(value, values, dst=0)
+    return values or []
+
+
+def from_first(work: Callable[[], Value]) -> Value:
+    """What the work gives on rank 0, on all. An error of it ends rank 0, and the launcher ends the others."""
+    return exchange(work() if is_first() else None)[0]  # type: ignore[return-value]
+
+
+def first_then_others(work: Callable[[], Value]) -> Value:
+    """Do work that fills a cache on the disk: on rank 0, and then on the others, which find it filled."""
+    if is_first():
+        value = work()
+        exchange(None)
+        return value
+    exchange(None)
+    return work()
+
+
+def _connected() -> bool:
+    # A single process must not wait for torch's import to report a mistake.
     torch = sys.modules.get("torch")
     return torch is not None and torch.distributed.is_initialized()
 
 
 @contextmanager
-def _told_of_lost_ranks() -> Iterator[None]:
+def _lost_ranks_named() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
@@ -122,64 +175,3 @@ def _told_of_lost_ranks() -> Iterator[None]:
         raise LostRank(
             f"Process {rank()} of the evaluation has lost the others: one has ended. The same command starts it again."
         ) from error
-
-
-def exchange(value: Value, failure: str | None = None) -> list[Value]:
-    """The value of each process, by rank, on every process.
-
-    Args:
-        value: This one's; what it pickles to is small.
-        failure: Why this process cannot go on with the task.
-
-    Raises:
-        TaskFailed: One of them could not go on.
-        LostRank: One of them is gone.
-    """
-    met: list[Any] = [(failure, value)]
-    if _have_met():
-        import torch
-
-        met *= torch.distributed.get_world_size()
-        with _told_of_lost_ranks():
-            torch.distributed.all_gather_object(met, (failure, value))
-    failures = [text for text, _ in met if text is not None]
-    if failures:
-        raise TaskFailed(failures[0])
-    return [one for _, one in met]
-
-
-def collect(value: Value) -> list[Value]:
-    """The value of each process, however large, on the first one; elsewhere none.
-
-    Raises:
-        TaskFailed: One of them could not go on.
-        LostRank: One of them is gone.
-    """
-    import torch
-
-    number = len(exchange(None))
-    if number == 1:
-        return [value]
-    box: list[Any] | None = [None] * number if is_first() else None
-    with _told_of_lost_ranks():
-        torch.distributed.gather_object(value, box, dst=0)
-    return box or []
-
-
-def from_first(work: Callable[[], Value]) -> Value:
-    """What the first process's work gives, on all.
-
-    Args:
-        work: Called on the first process alone; an error of it ends that process, and the launcher ends the others.
-    """
-    return exchange(work() if is_first() else None)[0]  # type: ignore[return-value]
-
-
-def first_then_others(work: Callable[[], Value]) -> Value:
-    """Work that fills a cache on the disk: the first process does it, and then the others find it done."""
-    if is_first():
-        value = work()
-        exchange(None)
-        return value
-    exchange(None)
-    return work()

@@ -1,4 +1,4 @@
-"""The model whose tokenizer, template and generation config decide how base and tuned are asked: read without its weights."""
+"""Read the tuned model's config, tokenizer and generation config, which decide how base and tuned are prompted; no weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reference:
-    """The model that decides how both are asked: the tuned one."""
+    """The model that decides how both are prompted: the tuned one."""
 
     path: str
     config: PreTrainedConfig
@@ -35,7 +35,7 @@ def _refuse_code(error: Exception, model: str) -> None:
 def load_config(
     model: str, revision: str | None, trust_remote_code: bool, called: str = "The model"
 ) -> PreTrainedConfig:
-    """A model's config, which costs little: what is wrong with the model shows before its weights load.
+    """A model's config: what is wrong with the model shows before its weights load.
 
     Raises:
         EvaluationError: There is no such model.
@@ -87,7 +87,7 @@ def check_vocabulary(
         reference: Has the tokenizer.
         config: The model's.
         model: Its name, for the message.
-        new_tokens: Tokens that the model is given embeddings for before it is asked.
+        new_tokens: Tokens that get embeddings before the model is measured.
 
     Raises:
         EvaluationError: A token id of the reference's tokenizer has no row in the model's embedding.
@@ -96,13 +96,13 @@ def check_vocabulary(
     largest, rows = max(ids[token] for token in ids if token not in new_tokens), config.get_text_config().vocab_size
     if largest >= rows:
         raise EvaluationError(
-            f"{model} cannot be asked with the tokenizer of {reference.path}: its largest token id is {largest}, and "
+            f"{model} cannot be measured with the tokenizer of {reference.path}: its largest token id is {largest}, and "
             f"the model embeds {rows} tokens. The two do not belong together."
         )
 
 
 def context_of(config: PreTrainedConfig) -> int | None:
-    """Tokens of prompt and answer that a model takes together; None where its config does not say."""
+    """The model's context: tokens of prompt and answer together; None where its config does not say."""
     text = config.get_text_config()
     # The names and their order are lm_eval's: resolve_max_length.
     found = (getattr(text, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))

@@ -30,7 +30,7 @@ from eval.evaluate import evaluate_one, evaluate_run
 from eval.harness.processes import NeedsProcesses, become_launcher
 from eval.models.backends import check_backend
 from eval.models.target import check_folder
-from sft import terminal as rank_logs
+from sft import terminal
 from sft.errors import EvaluationError, RecipeError
 from sft.program import run_main
 from sft.recipe.load import parse_recipe
@@ -127,7 +127,7 @@ def main(arguments: list[str]) -> None:
     """Measure what the first argument names."""
     if not arguments or "=" in arguments[0]:
         raise EvaluationError(f"Name a run's folder or a model first.\n\n{__doc__}")
-    rank_logs.begin()
+    terminal.start_rank_log()
     ranks.join()
     try:
         not_measured = _evaluate(arguments)
@@ -135,9 +135,9 @@ def main(arguments: list[str]) -> None:
         become_launcher(more.placement, arguments)
     if not_measured:
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in not_measured.items())
-        rank_logs.tell_message(f"The evaluation is incomplete. Not measured:{reasons}")
+        terminal.show_message(f"The evaluation is incomplete. Not measured:{reasons}")
     else:
-        rank_logs.end()
+        terminal.remove_launch_folder()
     ranks.leave()
     if not_measured:
         sys.exit(EXIT_INCOMPLETE)

@@ -1,7 +1,7 @@
-"""Tokens and keys: refused where they are written into a recipe, and taken out of what is printed and recorded.
+"""Finds tokens and keys, to refuse them in recipes and to hide them in what is printed and recorded.
 
-Known by their shape (those of Hugging Face, OpenAI, AWS, GitHub and others), by standing in an URL before the host, and by being the
-value of an environment variable that is named like one. Imports nothing of ours and no torch.
+It knows them by their shape (those of Hugging Face, OpenAI, AWS, GitHub and others), as a login in a URL, and as the value of an
+environment variable whose name says so.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _SHAPES = re.compile(
     r")"
 )
 _LOGIN = re.compile(r"(?<=://)(?:[^\s/@:'\"]+:[^\s/@'\"]+|[^\s/@:'\"]{16,})(?=@)")
-"""`user:password` or a long token before the host of an URL; `ssh://git@host` has neither."""
+"""`user:password` or a long token before the host of a URL; `ssh://git@host` has neither."""
 
 _NAMED = re.compile(r"(?:^|_)(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?:_|$)")
 _SHORTEST = 16
-"""Characters of an environment variable's value below which it is not looked for: such words occur by themselves."""
+"""Shorter values of environment variables are not searched for: such words occur by themselves."""
 
 HIDDEN = "[hidden]"
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Names of the variables that hold a secret, by its value; not those that say where a file with one is."""
+    """Names of the variables that hold a secret, by its value; not those that name a file with one."""
     return {
         value: name
         for name, value in environment.items()
@@ -42,7 +42,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def redact(text: str) -> str:
-    """A text without the secrets in it.
+    """Hide the secrets in a text.
 
     >>> redact("GET https://me:pass@host/x and AKIA0123456789ABCDEF")
     'GET https://[hidden]@host/x and [hidden]'
@@ -53,32 +53,29 @@ def redact(text: str) -> str:
     return _LOGIN.sub(HIDDEN, _SHAPES.sub(HIDDEN, text))
 
 
-def redacted(words: Sequence[str]) -> list[str]:
-    """A command line without the secrets in it."""
-    return [redact(word) for word in words]
-
-
-def _told(text: str) -> str | None:
-    """What kind of secret is in a text, without its value; None where there is none."""
+def _describe(text: str) -> str | None:
+    """What kind of secret is in a text, without its value; None if there is none."""
     for value, name in _from_environment(os.environ).items():
         if value in text:
             return f"the value of the environment variable {name}"
     shape = _SHAPES.search(text)
     if shape:
         return f"{shape[0][:3]}..., {len(shape[0])} characters"
-    return "a login in an URL, before its host" if _LOGIN.search(text) else None
+    return "a login in a URL, before its host" if _LOGIN.search(text) else None
 
 
 def secrets_in(text: str, overrides: Sequence[str]) -> list[str]:
-    """Where a recipe or its overrides hold what looks like a secret.
+    """Find what looks like a secret in a recipe or its overrides.
 
     Args:
-        text: The recipe, its comments included: the run's folder holds a copy of all of it.
+        text: The recipe with its comments: the run's folder holds a copy of all of it.
         overrides: `key=value`.
 
     Returns:
         One line for each place, without the secret.
     """
-    found = [f"line {number}: {told}" for number, line in enumerate(text.splitlines(), 1) if (told := _told(line))]
-    # Of a word that is no `key=value` nothing is shown: all of it may be the secret.
-    return found + [f"override {redact(word.partition('=')[0])}: {told}" for word in overrides if (told := _told(word))]
+    found = [f"line {number}: {kind}" for number, line in enumerate(text.splitlines(), 1) if (kind := _describe(line))]
+    # redact: a word that is no `key=value` may be a secret as a whole.
+    return found + [
+        f"override {redact(word.partition('=')[0])}: {kind}" for word in overrides if (kind := _describe(word))
+    ]

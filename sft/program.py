@@ -26,7 +26,7 @@ from sft.errors import (
     WrongSave,
 )
 from sft.files import disk_was_full
-from sft.terminal import is_rank, tell_crash, tell_message
+from sft.terminal import is_rank, show_crash, show_message
 from sft.visible import visible
 
 
@@ -47,20 +47,20 @@ def exit_on_error() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        tell_message(str(error))
+        show_message(str(error))
         exit_process(EXIT_USER_ERROR)
     except Interrupted as interrupted:
         signals.report(interrupted)
         exit_process(interrupted.status)
     except LostRank as error:
         signals.give_up()
-        tell_message(str(error), lost=not error.named)
+        show_message(str(error), lost=not error.named)
         exit_process(EXIT_LOST_RANK)
     except GateFailed as error:
-        tell_message(str(error))
+        show_message(str(error))
         exit_process(EXIT_GATE)
     except WrongSave as error:
-        tell_message(str(error))
+        show_message(str(error))
         exit_process(EXIT_WRONG_SAVE)
     except BrokenPipeError:
         # `--show 100 | head`: the reader has seen enough. Discard what is still in the buffer.
@@ -70,10 +70,10 @@ def exit_on_error() -> Iterator[None]:
         signals.give_up()
         mistake = _known_mistake(error)
         if mistake is not None:
-            tell_message(mistake)
+            show_message(mistake)
             exit_process(EXIT_USER_ERROR)
         if is_rank():
-            tell_crash(error)
+            show_crash(error)
             exit_process(EXIT_CRASHED)
         shown = "".join(traceback.format_exception(error))
         if visible(redact(shown)) == shown:

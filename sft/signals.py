@@ -1,17 +1,17 @@
-"""Signals that ask this process to stop: what hears them, and when it acts.
+"""Hears signals that ask this process to stop, and decides when it acts on them.
 
-| signal                   | exit status | who sends it                                            |
-|--------------------------|-------------|---------------------------------------------------------|
-| SIGTERM                  | 143         | a scheduler, `kill`, Kubernetes                         |
-| SIGUSR1                  | 143         | Slurm, before the time is up (`--signal`)               |
-| SIGHUP                   | 143         | a terminal that is closed; not under nohup              |
-| SIGINT                   | 130         | Ctrl-C                                                  |
+| signal  | exit status | sent by                                     |
+|---------|-------------|---------------------------------------------|
+| SIGTERM | 143         | a scheduler, `kill`, Kubernetes             |
+| SIGUSR1 | 143         | Slurm, before the time is up (`--signal`)   |
+| SIGHUP  | 143         | a terminal that closes; not under nohup     |
+| SIGINT  | 130         | Ctrl-C                                      |
 
-Before the first step and after the last there is nothing to save: the main thread ends by `Interrupted` where it stands. While
-steps are trained it goes on, and sft/train/stopping.py asks at the end of each. A second signal ends the process at once.
+Before step 1 and after the last step there is nothing to save: the main thread raises `Interrupted` where it is. During training it holds
+the signal, and sft/train/stopping.py asks for it at the end of each step. A second signal ends the process at once.
 
-A thread hears the signals (through Python's wake-up file descriptor), so that a second one is heard while the main thread waits
-in C++ for a GPU or for another rank. docs/interruptions.md is for users. Imports no torch.
+A thread hears the signals through Python's wake-up file descriptor, also while the main thread waits in C++ for a GPU or another rank.
+docs/interruptions.md is for users.
 """
 
 from __future__ import annotations
@@ -26,43 +26,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
-from sft import terminal as rank_logs
+from sft import terminal
 from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 EXITS = (EXIT_INTERRUPTED, EXIT_TERMINATED)
 """Exit statuses of a process that was asked to stop."""
+
 _TIDY_SECONDS = 10.0
-"""After the first signal, where there is nothing to save: what swallows the exception, or hangs in C++, has so long."""
-_APART, _APART_LAUNCHED = 0.5, 2.0
-"""Seconds within which a second signal is the first one again. `timeout` and Slurm signal a process and its group; a launcher
-passes on what its ranks may have heard themselves."""
-_ONCE_MORE = 0.1
-"""Seconds after which a signal is heard again whose exception was dropped; within those in which it is the first one."""
+"""How long the main thread may take to end after a first signal, should it swallow the exception or hang in C++."""
+_SAME_SECONDS, _SAME_SECONDS_OF_A_RANK = 0.5, 2.0
+"""A second signal within this time is the first one again: `timeout` and Slurm signal a process and its group, and a launcher passes on
+what its ranks may have heard themselves."""
+_REPEAT_SECONDS = 0.1
+"""When to send a signal again whose exception Python dropped; less than _SAME_SECONDS."""
 
-_LAUNCHER = "SFT_LAUNCHER"
-"""The process id of our launcher, which speaks for its ranks."""
 _STARTED_BY = "SFT_PARENT"
-"""The process id of the process of ours that this one works for, and that says how it ended."""
+"""Environment variable: process id of the process of ours that started this one and reports how it ended."""
 
-
-def exit_status(number: int) -> int:
-    """The exit status of a process that a signal has asked to stop.
-
-    >>> exit_status(signal.SIGINT), exit_status(signal.SIGUSR1)
-    (130, 143)
-    """
-    return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED
-
-
-def speaks_for_ranks() -> None:
-    """Say that this process is a launcher that tells how its ranks were stopped."""
-    os.environ[_LAUNCHER] = str(os.getpid())
-
-
-def others_speak() -> bool:
-    """Whether the process that started this one tells how it ended."""
-    return os.environ.get(_LAUNCHER) == str(os.getppid()) or os.environ.get(_STARTED_BY) == str(os.getppid())
+Act = Callable[[signal.Signals, bool], None]
+"""Called in another thread with a signal, and whether it is the second one."""
 
 
 class Interruptible(Protocol):
@@ -75,165 +58,18 @@ class Interruptible(Protocol):
         """Remove what is half written, just before the process ends."""
 
 
-class _Listener:
-    """Hears the signals of this process, in a thread of its own."""
+def exit_status(number: int) -> int:
+    """The exit status of a process that a signal has asked to stop.
 
-    def __init__(self) -> None:
-        self.asked: signal.Signals | None = None
-        self.interruptible: Interruptible | None = None
-        self._at = 0.0
-        self._holds = self._raised = self._deaf = False
-        self._act: Callable[[signal.Signals, bool], None] = lambda number, again: None
-        self.others: dict[int, Callable[[], None]] = {}
-        """Signals that do not ask to stop, and what this thread then does."""
-        self._apart = _APART_LAUNCHED if "LOCAL_RANK" in os.environ else _APART
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
-        # What is ignored stays so: nohup, and a shell's `&`.
-        self._before = {
-            number: signal.signal(number, self._in_main_thread)
-            for number in SIGNALS
-            if signal.getsignal(number) is not signal.SIG_IGN
-        }
-        self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._hook_before, sys.unraisablehook = sys.unraisablehook, self._dropped
-        self._thread = threading.Thread(target=self._hear, name="signals", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Hear no longer; as it was before."""
-        sys.unraisablehook = self._hook_before
-        signal.set_wakeup_fd(self._wakeup_before)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        os.write(self._write, b"\0")
-        self._thread.join()
-        os.close(self._read)
-        os.close(self._write)
-
-    def _in_main_thread(self, number: int, frame: object) -> None:
-        if not (self._holds or self._deaf or self._raised):
-            self._raised = True
-            raise Interrupted(signal.Signals(number).name, exit_status(number))
-
-    def _dropped(self, dropped: Any) -> None:
-        """An exception that Python drops, since it came in a destructor or in a callback of a weak reference."""
-        if not isinstance(dropped.exc_value, Interrupted):
-            self._hook_before(dropped)
-            return
-        self._raised = False
-        number = signal.SIGINT if dropped.exc_value.status == EXIT_INTERRUPTED else self.asked or signal.SIGTERM
-        with suppress(RuntimeError):  # the interpreter is ending
-            threading.Timer(_ONCE_MORE, os.kill, (os.getpid(), number)).start()
-
-    def _hear(self) -> None:
-        while True:
-            waits = self.asked is not None and not self._holds and not self._deaf
-            left = max(0.0, self._at + _TIDY_SECONDS - time.monotonic()) if waits else None
-            if not select.select([self._read], [], [], left)[0]:
-                self.end_now()
-            for byte in os.read(self._read, 64):
-                if byte == 0:
-                    return
-                if byte in SIGNALS:
-                    self._arrived(signal.Signals(byte))
-                elif byte in self.others:
-                    self.others[byte]()
-
-    def _arrived(self, number: signal.Signals) -> None:
-        rank_logs.asked_to_end()
-        now = time.monotonic()
-        if self._deaf:
-            return
-        if self.asked is None:
-            self.asked, self._at = number, now
-            if self._holds:
-                self._act(number, False)
-        elif now - self._at > self._apart:
-            self._act(number, True) if self._holds else self.end_now()
-
-    def hold(self, act: Callable[[signal.Signals, bool], None]) -> None:
-        self._act, self._holds = act, True
-        if self.asked is not None:
-            act(self.asked, False)
-
-    def take_over(self) -> None:
-        for number in SIGNALS:
-            signal.signal(number, self._in_main_thread if number in self._before else signal.SIG_IGN)
-
-    def release(self) -> None:
-        self._holds = False
-        if self.asked is not None:
-            raise Interrupted(self.asked.name, exit_status(self.asked))
-
-    def ignore(self) -> None:
-        self._deaf = True
-
-    def end_now(self) -> None:
-        """End this process, whatever its main thread does."""
-        asked = self.asked or signal.SIGTERM
-        report(Interrupted(asked.name, exit_status(asked)))
-        if self.interruptible is not None:
-            self.interruptible.clean_up()
-        os._exit(exit_status(asked))
-
-
-_listener: _Listener | None = None
-
-
-@contextmanager
-def listening() -> Iterator[None]:
-    """Hear signals; `Interrupted` is raised in the main thread while nothing else was agreed by `hold`."""
-    global _listener
-    if _listener is not None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    _listener = _Listener()
-    try:
-        yield
-    finally:
-        _listener.close()
-        _listener = None
-
-
-def on_signal(number: signal.Signals, act: Callable[[], None] | None) -> None:
-    """Call `act` in the listening thread whenever the signal arrives; None: no longer. Only while signals are listened to."""
-    if _listener is None:
-        return
-    if act is None:
-        _listener.others.pop(number, None)
-        return
-    _listener.others[number] = act
-    # The wake-up file descriptor is written only for a signal that Python handles.
-    signal.signal(number, lambda number, frame: None)
-
-
-def hear_held_back() -> None:
-    """Hear what whoever started this process has held back until it hears: `held_back`.
-
-    Raises:
-        Interrupted: There was something.
+    >>> exit_status(signal.SIGINT), exit_status(signal.SIGUSR1)
+    (130, 143)
     """
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-
-
-def _as_a_child() -> None:
-    """A process forked from this one ends by itself: while steps are trained, when its parent does."""
-    global _listener
-    if _listener is None:
-        return
-    signal.set_wakeup_fd(-1)
-    for number in _listener._before:
-        signal.signal(number, signal.SIG_IGN if _listener._holds else signal.SIG_DFL)
-    _listener = None
-
-
-os.register_at_fork(after_in_child=_as_a_child)
+    return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED
 
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Processes that are started meanwhile hear of signals once they listen, and not before: they would die of them."""
+    """Have processes that are started meanwhile hear of signals once they listen; they would die of them before."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -241,82 +77,209 @@ def held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def close() -> None:
-    """Hear no longer: this process becomes another program, which hears what comes from now on."""
-    global _listener
-    if _listener is not None:
-        _listener.close()
-        _listener = None
-
-
-def asked() -> signal.Signals | None:
-    """The first signal that this process was sent."""
-    return _listener.asked if _listener else None
-
-
-def hold(act: Callable[[signal.Signals, bool], None] | None = None) -> None:
-    """From here on a signal does not end the main thread, which asks for it instead.
-
-    Args:
-        act: Called in another thread with a signal, and whether it is the second.
-    """
-    if _listener is not None:
-        _listener.hold(act or _wait_for_the_step)
-
-
-def take_over() -> None:
-    """Hear again what a library has set handlers for."""
-    if _listener is not None:
-        _listener.take_over()
-
-
-def _wait_for_the_step(number: signal.Signals, again: bool) -> None:
-    if again and _listener is not None:
-        _listener.end_now()
-    if not again and not rank_logs.is_rank():  # else the launcher may say so, or has another reason to end the ranks
-        rank_logs.to_terminal(f"{number.name}: saving after this step, then stopping. A second signal ends it at once.")
-
-
-def release() -> None:
-    """A signal ends the main thread again.
+def hear_held_back() -> None:
+    """Hear what the process that started this one has `held_back`.
 
     Raises:
-        Interrupted: One has come meanwhile.
+        Interrupted: There was something.
     """
-    if _listener is not None:
-        _listener.release()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-def ignore() -> None:
-    """This process is ending by itself, and signals change nothing any more."""
-    if _listener is not None:
-        _listener.ignore()
+class _Listener:
+    """The signals of this process. Without `listening`, no method has an effect."""
+
+    def __init__(self) -> None:
+        self._listens = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._first: signal.Signals | None = None
+        self._first_at = 0.0
+        self._holds = self._ignores = self._raised = False
+        self._act: Act = self._stop_after_the_step
+        self._others: dict[int, Callable[[], None]] = {}
+        self._interruptible: Interruptible | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Hear signals: the main thread raises `Interrupted`, unless `hold` or `ignore` says otherwise."""
+        if self._listens or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._begin()
+        try:
+            yield
+        finally:
+            self.close()
+
+    def _begin(self) -> None:
+        self._forget()
+        self._listens = True
+        self._same_seconds = _SAME_SECONDS_OF_A_RANK if "LOCAL_RANK" in os.environ else _SAME_SECONDS
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        # What is ignored stays so: under nohup, and after a shell's `&`.
+        self._handlers_before = {
+            number: signal.signal(number, self._in_main_thread)
+            for number in SIGNALS
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
+        self._descriptor_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._hook_before, sys.unraisablehook = sys.unraisablehook, self._dropped
+        self._thread = threading.Thread(target=self._hear, name="signals", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening: this process ends, or becomes another program, which hears what comes from now on."""
+        if not self._listens:
+            return
+        self._listens = False
+        sys.unraisablehook = self._hook_before
+        signal.set_wakeup_fd(self._descriptor_before)
+        for number, handler in self._handlers_before.items():
+            signal.signal(number, handler)
+        os.write(self._write, b"\0")
+        self._thread.join()
+        os.close(self._read)
+        os.close(self._write)
+        self._forget()
+
+    def after_fork(self) -> None:
+        """In a forked child: it ends by itself, during training when its parent does."""
+        if self._listens:
+            self._listens = False
+            signal.set_wakeup_fd(-1)
+            for number in self._handlers_before:
+                signal.signal(number, signal.SIG_IGN if self._holds else signal.SIG_DFL)
+            self._forget()
+
+    def _in_main_thread(self, number: int, frame: object) -> None:
+        if not (self._holds or self._ignores or self._raised):
+            self._raised = True
+            raise Interrupted(signal.Signals(number).name, exit_status(number))
+
+    def _dropped(self, dropped: Any) -> None:
+        # Python drops an exception that is raised in a destructor or in the callback of a weak reference.
+        if not isinstance(dropped.exc_value, Interrupted):
+            self._hook_before(dropped)
+            return
+        self._raised = False
+        number = signal.SIGINT if dropped.exc_value.status == EXIT_INTERRUPTED else self._first or signal.SIGTERM
+        with suppress(RuntimeError):  # the interpreter is ending
+            threading.Timer(_REPEAT_SECONDS, os.kill, (os.getpid(), number)).start()
+
+    def _hear(self) -> None:
+        while True:
+            tidies_up = self._first is not None and not self._holds and not self._ignores
+            left = max(0.0, self._first_at + _TIDY_SECONDS - time.monotonic()) if tidies_up else None
+            if not select.select([self._read], [], [], left)[0]:
+                self._end_now()
+            for number in os.read(self._read, 64):
+                if number == 0:
+                    return
+                if number in SIGNALS:
+                    self._arrived(signal.Signals(number))
+                elif number in self._others:
+                    self._others[number]()
+
+    def _arrived(self, number: signal.Signals) -> None:
+        terminal.signal_arrived()
+        now = time.monotonic()
+        if self._ignores:
+            return
+        if self._first is None:
+            self._first, self._first_at = number, now
+            if self._holds:
+                self._act(number, False)
+        elif now - self._first_at > self._same_seconds:
+            self._act(number, True) if self._holds else self._end_now()
+
+    def _stop_after_the_step(self, number: signal.Signals, again: bool) -> None:
+        if again:
+            self._end_now()
+        if not terminal.is_rank():  # else the launcher says so, or has another reason to end the ranks
+            terminal.to_terminal(
+                f"{number.name}: saving after this step, then stopping. A second signal ends it at once."
+            )
+
+    def _end_now(self) -> None:
+        first = self._first or signal.SIGTERM
+        self.report(Interrupted(first.name, exit_status(first)))
+        if self._interruptible is not None:
+            self._interruptible.clean_up()
+        os._exit(exit_status(first))
+
+    def on_signal(self, number: signal.Signals, act: Callable[[], None] | None) -> None:
+        """Call `act` in the listening thread whenever this signal arrives; None: no longer."""
+        if not self._listens:
+            return
+        if act is None:
+            self._others.pop(number, None)
+            return
+        self._others[number] = act
+        # The wake-up file descriptor is written only for a signal that Python handles.
+        signal.signal(number, lambda number, frame: None)
+
+    def asked(self) -> signal.Signals | None:
+        """The first signal that asked this process to stop."""
+        return self._first
+
+    def hold(self, act: Act | None = None) -> None:
+        """From here on a signal does not end the main thread, which asks for it instead.
+
+        Args:
+            act: What to do when one arrives; None: announce the stop after the current step, and end at a second one.
+        """
+        self._holds, self._act = True, act or self._stop_after_the_step
+        if self._first is not None:
+            self._act(self._first, False)
+
+    def release(self) -> None:
+        """From here on a signal ends the main thread again.
+
+        Raises:
+            Interrupted: One has arrived meanwhile.
+        """
+        self._holds = False
+        if self._first is not None:
+            raise Interrupted(self._first.name, exit_status(self._first))
+
+    def ignore(self) -> None:
+        """This process is ending by itself: signals change nothing any more."""
+        self._ignores = True
+
+    def give_up(self) -> None:
+        """This process ends by an error: signals do what they do to any process."""
+        if self._listens:
+            self._ignores = True
+            for number in self._handlers_before:
+                signal.signal(number, signal.SIG_DFL)
+
+    def interrupts(self, interruptible: Interruptible) -> None:
+        """Name what records an interruption from here on."""
+        if self._listens:
+            self._interruptible = interruptible
+
+    def report(self, interrupted: Interrupted) -> None:
+        """Record the interruption, and print one line: what happened, and what the next start does."""
+        next_start = "The same command starts again, or resumes."
+        if self._interruptible is not None:
+            next_start = self._interruptible.record(interrupted)
+        parent_reports = os.environ.get(_STARTED_BY) == str(os.getppid())
+        if parent_reports or (interrupted.agreed and os.environ.get("RANK", "0") != "0"):
+            return
+        message = f"{interrupted}. {next_start}"
+        if interrupted.agreed:  # rank 0 speaks for all
+            terminal.to_terminal(f"\n{message}")
+        else:
+            terminal.show_message(message)
 
 
-def give_up() -> None:
-    """This process ends by an error, and signals do what they do to any process."""
-    if _listener is not None:
-        _listener.ignore()
-        for number in _listener._before:
-            signal.signal(number, signal.SIG_DFL)
+_listener = _Listener()
+os.register_at_fork(after_in_child=_listener.after_fork)
 
-
-def interrupts(interruptible: Interruptible) -> None:
-    """Name what records an interruption from here on."""
-    if _listener is not None:
-        _listener.interruptible = interruptible
-
-
-def report(interrupted: Interrupted) -> None:
-    """Record the interruption, and print one line: what happened, and how to resume."""
-    interruptible = _listener.interruptible if _listener else None
-    resume = "The same command starts again, or resumes."
-    if interruptible is not None:
-        resume = interruptible.record(interrupted)
-    if others_speak() or (interrupted.agreed and os.environ.get("RANK", "0") != "0"):
-        return
-    text = f"{interrupted}. {resume}"
-    if interrupted.agreed or not rank_logs.is_rank():
-        print(f"\n{text}", file=sys.stderr, flush=True)
-    else:
-        rank_logs.tell_message(text)
+listening, close = _listener.listening, _listener.close
+hold, release, ignore, give_up = _listener.hold, _listener.release, _listener.ignore, _listener.give_up
+asked, on_signal = _listener.asked, _listener.on_signal
+interrupts, report = _listener.interrupts, _listener.report

@@ -1,6 +1,6 @@
-"""Text of others made safe to show: characters that a terminal would obey, that nobody sees, or that turn the words around them about.
+"""Makes the text of others safe to show: characters that a terminal obeys, that are invisible, or that reverse the text around them.
 
-What is printed, and what goes into Markdown, HTML or a script, passes through here. Imports nothing of ours.
+What is printed, and what goes into Markdown, HTML or a script, passes through here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Callable
 
 _KEPT = {"\n", "\t", "\u200c", "\u200d", "\u200e", "\u200f", "\u061c"}
-"""Line breaks and tabs; the joiners that emoji, Persian and Indic scripts are written with; marks that turn nothing about."""
+"""Line breaks and tabs; the joiners of emoji, Persian and Indic scripts; direction marks that reverse no text."""
 
 _DRAWN = {*map(chr, range(0x600, 0x606)), "\u06dd", "\u070f", "\u0890", "\u0891", "\u08e2", "\U000110bd", "\U000110cd"}
 """Format characters that a font draws."""
@@ -19,13 +19,13 @@ _NOT_PLAIN = re.compile(r"[^ -~\n\t]")
 
 
 def is_hidden(character: str) -> bool:
-    """Whether it is a control character, an override of the direction, invisible, or half a surrogate pair."""
+    """Whether a character is a control character, overrides the direction, is invisible, or is half a surrogate pair."""
     seen = character in _KEPT or character in _DRAWN
     return not seen and unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def name_of(character: str) -> str:
-    r"""A character that cannot be seen, as its number.
+    r"""The code point of a character that cannot be seen.
 
     >>> name_of("\u202e")
     '⟨U+202E⟩'
@@ -34,11 +34,11 @@ def name_of(character: str) -> str:
 
 
 def visible(text: str, mark: Callable[[str], str] = name_of) -> str:
-    r"""A text that shows every character it has.
+    r"""Show every character of a text.
 
     Args:
-        text: Of others.
-        mark: How a hidden character is shown.
+        text: Text of others.
+        mark: How to show a hidden character.
 
     >>> visible("a\u202eb\x00"), visible("é 👩‍👩‍👧 سلام")
     ('a⟨U+202E⟩b⟨U+0000⟩', 'é 👩\u200d👩\u200d👧 سلام')
@@ -47,7 +47,7 @@ def visible(text: str, mark: Callable[[str], str] = name_of) -> str:
 
 
 def visible_line(text: str) -> str:
-    r"""A name or another short text of others for one line: a line break would begin a line that looks like ours.
+    r"""Show a name or another short text on one line: after a line break it could imitate a line of ours.
 
     >>> visible_line("rows\n\x1b[2Jdone.jsonl")
     'rows⟨U+000A⟩⟨U+001B⟩[2Jdone.jsonl'

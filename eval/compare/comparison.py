@@ -1,4 +1,4 @@
-"""Base against tuned: what changed, and whether that is more than chance. Imports no torch and no lm_eval.
+"""Compares the base model with the tuned one: what changed, and whether that is more than chance. Imports no torch and no lm_eval.
 
 docs/comparison.md says what each word of the outcome means.
 """
@@ -7,12 +7,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import exp, isfinite
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from eval.compare.pairs import Results, Samples, leaves, metric_keys, number, pair_task
-from eval.compare.settings_match import check_alike
+from eval.compare.contamination import check_contamination
+from eval.compare.flips import find_flips, write_flips
+from eval.compare.gate import judge_gate
+from eval.compare.pairs import pair_task
+from eval.compare.results import Results, Samples, finite, leaves, metric_keys, number, read_samples, top_level
+from eval.compare.settings_match import check_settings_match
 from eval.compare.statistics import independent, paired
-from eval.compare.verdicts import Entry, decide, judge, note, overall, top_level
+from eval.compare.tables import comparison_lines
+from eval.compare.verdicts import Entry, decide, judge, note, overall
+from sft.files import read_json, write_json
+from sft.recipe.schema import Evaluation
+from sft.run.directory import Run
+from sft.visible import visible_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def _compare_metric(
@@ -80,7 +93,7 @@ def compare(base: Results, tuned: Results, base_samples: Samples, tuned_samples:
     Raises:
         EvaluationError: The settings, the documents or the prompts were not the same.
     """
-    treatment = check_alike(base, tuned, base_samples, tuned_samples)
+    prompting = check_settings_match(base, tuned, base_samples, tuned_samples)
     compared = [
         _compare_metric(task, key, base, tuned, (base_samples, tuned_samples))
         for task, scores in tuned["results"].items()
@@ -99,7 +112,7 @@ def compare(base: Results, tuned: Results, base_samples: Samples, tuned_samples:
         "not_measured": not_measured,
         "settings_hash": tuned["settings_hash"],
         "settings": tuned["settings"],
-        "base_treatment": treatment,
+        "base_treatment": prompting,
         "base": base["measured_model"],
         "tuned": tuned["measured_model"],
         "versions": tuned["versions"],
@@ -112,3 +125,35 @@ def compare(base: Results, tuned: Results, base_samples: Samples, tuned_samples:
         "contamination": None,
         "gate": None,
     }
+
+
+def write_comparison(
+    run: Run, folder: Path, evaluation: Evaluation, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """Compare two evaluations, write comparison.json and flips.jsonl, and print the comparison.
+
+    Args:
+        run: The run, for the data that it was trained on.
+        folder: Holds base/ and tuned/.
+        evaluation: The recipe's `eval` section: its gate and contamination.
+        tokenizer: The run's.
+
+    Returns:
+        What comparison.json holds.
+
+    Raises:
+        EvaluationError: The two were not measured under the same settings.
+    """
+    base, tuned = (read_json(folder / side / "results.json") for side in ("base", "tuned"))
+    samples = read_samples(folder / "base"), read_samples(folder / "tuned")
+    comparison = compare(base, tuned, *samples)
+    flips, comparison["flips"] = find_flips(comparison["metrics"], base, tuned, *samples)
+    comparison["contamination"] = check_contamination(
+        evaluation.contamination, run, tokenizer, comparison["metrics"], (base, tuned), samples
+    )
+    comparison["gate"] = judge_gate(evaluation.gate, comparison)
+    write_flips(flips, folder / "flips.jsonl")
+    write_json(folder / run.comparison_file.name, finite(comparison))
+    for line in comparison_lines(comparison):
+        print(visible_line(line))
+    return comparison

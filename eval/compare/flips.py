@@ -1,4 +1,4 @@
-"""Documents that only one of the two models has right, with both answers, to be read: eval/flips.jsonl, a line each."""
+"""Finds the documents that only one of the two models answers right, for reading: eval/flips.jsonl, one per line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from eval.compare.pairs import Results, Samples, leaves, metric_keys, pair
+from eval.compare.contamination import texts_in
+from eval.compare.pairs import pair
+from eval.compare.results import Results, Samples, leaves, metric_keys
+from sft.files import write_text
 
 MOST_CHARACTERS = 4_000
 """Of a question or an answer; what is cut is said in it."""
@@ -44,21 +47,10 @@ def _options(sample: Sample) -> list[str]:
     return endings if len(set(endings)) > 1 else [request[0][-200:] for request in requests]
 
 
-def _strings(value: object) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _strings(one)
-    elif isinstance(value, list):
-        for one in value:
-            yield from _strings(one)
-
-
 def question(sample: Sample) -> str:
     """The document's own words in the prompt, in their order there, without template and examples; else the prompt's end."""
     prompt = _arguments(sample)[0][0] if sample["arguments"] else ""
-    found = {text.strip(): prompt.rfind(text.strip()) for text in _strings(sample["doc"]) if len(text.split()) > 2}
+    found = {text.strip(): prompt.rfind(text.strip()) for text in texts_in(sample["doc"]) if len(text.split()) > 2}
     places = {text: place for text, place in found.items() if place >= 0}
     whole = [text for text in places if not any(text != other and text in other for other in places)]
     if whole:
@@ -184,8 +176,5 @@ def find_flips(
 
 
 def write_flips(lines: list[Results], path: Path) -> None:
-    """Write flips.jsonl; an empty file says that nothing flipped."""
-    work = path.with_name(f".{path.name}")
-    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    work.write_text(text, encoding="utf-8", errors="backslashreplace")  # half a surrogate pair is JSON's own \udXXX
-    work.replace(path)
+    """Write flips.jsonl; it is empty where nothing flipped."""
+    write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

@@ -1,4 +1,4 @@
-"""`eval.gate`: whether a tuned model may pass, for the exit status of a script or of CI. Imports nothing heavy."""
+"""Judges `eval.gate`: whether the tuned model passes, which decides the exit status."""
 
 from __future__ import annotations
 

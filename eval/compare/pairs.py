@@ -1,20 +1,16 @@
-"""The scores of base and tuned side by side, document by document: what a comparison is made of."""
+"""Pairs the scores of base and tuned by document."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
-from math import exp, isclose, isfinite, isnan, log
+from math import exp, isclose, isnan, log
 from typing import Any
 
 import numpy as np
 
+from eval.compare.results import Results, Samples, leaves, number
 from eval.compare.statistics import Sample, influence
-
-Results = dict[str, Any]
-Samples = dict[str, list[dict[str, Any]]]
-Sides = tuple[Results, Results]
-"""Of base and tuned."""
 
 
 @dataclass(frozen=True)
@@ -95,37 +91,8 @@ class Paired:
         return sum(len(part.documents if part.passages is None else set(part.passages)) for part in self.strata)
 
 
-def number(value: object) -> float | None:
-    """A score; lm_eval writes "N/A" where it has none."""
-    return float(value) if isinstance(value, (int, float)) else None
-
-
-def finite(value: Any) -> Any:
-    """The same with null for what is infinite or not a number, which JSON does not know."""
-    if isinstance(value, dict):
-        return {key: finite(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [finite(one) for one in value]
-    return None if isinstance(value, float) and not isfinite(value) else value
-
-
-def metric_keys(scores: dict[str, Any]) -> list[str]:
-    """The metrics among a task's results, as lm_eval spells them: metric,filter.
-
-    >>> metric_keys({"alias": "arc", "sample_len": 9, "acc,none": 0.5, "acc_stderr,none": 0.1})
-    ['acc,none']
-    """
-    return [key for key in scores if "," in key and not key.partition(",")[0].endswith("_stderr")]
-
-
-def leaves(results: Results, task: str) -> list[str]:
-    """The tasks in a group, and in groups in it; a task itself."""
-    inside = results.get("group_subtasks", {}).get(task) or []
-    return [leaf for name in inside for leaf in leaves(results, name)] if inside else [task]
-
-
 def _values(samples: list[dict[str, Any]], key: str) -> dict[int, list[Any]]:
-    """What each document got, of one metric after one filter."""
+    """Each document's values of one metric after one filter."""
     metric, _, filter_name = key.partition(",")
     found: dict[int, list[Any]] = defaultdict(list)
     for sample in samples:
@@ -135,7 +102,7 @@ def _values(samples: list[dict[str, Any]], key: str) -> dict[int, list[Any]]:
 
 
 def _numbers(values: list[Any]) -> list[float]:
-    """A document's values one by one: IFEval has one for each instruction. NaN is no value, as in lm_eval's nanmean.
+    """A document's values one by one: IFEval has one per instruction. NaN is no value, as in lm_eval's nanmean.
 
     Raises:
         TypeError: One is no number.
@@ -146,35 +113,29 @@ def _numbers(values: list[Any]) -> list[float]:
     return [float(one) for one in flat if not isnan(one)]
 
 
-def _as_mean(values: list[Any]) -> tuple[float, float]:
+def _mean(values: list[Any]) -> tuple[float, float]:
     numbers = _numbers(values)
     return sum(numbers), len(numbers)
 
 
-def _as_perplexity(values: list[Any]) -> tuple[float, float]:
-    total, count = _as_mean(values)
+def _perplexity(values: list[Any]) -> tuple[float, float]:
+    total, count = _mean(values)
     return -total, count
 
 
-def _as_weighted(values: list[Any]) -> tuple[float, float]:
-    """Of log-likelihood and number of words or bytes."""
-    (value,) = values
-    log_likelihood, count = map(float, value)
-    return -log_likelihood, count
+def _per_word(values: list[Any]) -> tuple[float, float]:
+    """From a log-likelihood and the number of words or bytes that it is of."""
+    ((log_likelihood, count),) = values
+    return -float(log_likelihood), float(count)
 
 
-def _as_bits(values: list[Any]) -> tuple[float, float]:
-    total, count = _as_weighted(values)
+def _bits(values: list[Any]) -> tuple[float, float]:
+    total, count = _per_word(values)
     return total / log(2), count
 
 
-def _as_brier(values: list[Any]) -> tuple[float, float]:
-    ((right, probabilities),) = values
-    return sum((one - (index == right)) ** 2 for index, one in enumerate(probabilities)), 1.0
-
-
-_READINGS = ((_as_mean, False), (_as_perplexity, True), (_as_weighted, True), (_as_bits, False), (_as_brier, False))
-"""From a document's values to their sum and weight, and whether e to the power of the ratio is the score."""
+_READINGS = ((_mean, False), (_perplexity, True), (_per_word, True), (_bits, False))
+"""From a document's values to their sum and weight, and whether the score is e to the power of the ratio."""
 
 LONG_TEXT = 100
 """Characters: a field of a document that is as long is a passage where other documents have the same."""
@@ -206,7 +167,9 @@ def _passages(samples: list[dict[str, Any]], documents: list[int]) -> np.ndarray
     return found
 
 
-def pair(base: list[dict[str, Any]], tuned: list[dict[str, Any]], key: str, scores: Sides) -> Pairs | None:
+def pair(
+    base: list[dict[str, Any]], tuned: list[dict[str, Any]], key: str, scores: tuple[Results, Results]
+) -> Pairs | None:
     """A task's documents side by side; None where the score cannot be computed from theirs, as an F1 over a corpus cannot.
 
     Args:
@@ -228,9 +191,7 @@ def pair(base: list[dict[str, Any]], tuned: list[dict[str, Any]], key: str, scor
         sums, weights = (np.array([[side[one][part] for one in documents] for side in read]) for part in (0, 1))
         if len(documents) < 2 or (weights[0] != weights[1]).any() or not np.isfinite(sums).all():
             continue
-        flat = (
-            [one for side in sides for document in documents for one in side[document]] if reading is _as_mean else []
-        )
+        flat = [one for side in sides for document in documents for one in side[document]] if reading is _mean else []
         bounded = bool(flat) and all(0 <= one <= 1 for one in _numbers(flat))
         pairs = Pairs(tuple(documents), sums[0], sums[1], weights[0], perplexity, bounded)
         if all(

@@ -1,15 +1,13 @@
-"""Were base and tuned measured alike? What differs is named, and the comparison refused. Imports no torch and no lm_eval."""
+"""Refuses to compare models that were measured under different settings, and names what differs."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from eval.compare.results import Results, Samples
 from sft.errors import EvaluationError
 
-Results = dict[str, Any]
-Samples = dict[str, list[dict[str, Any]]]
-
-OF_THE_TEMPLATE = frozenset(
+OF_THE_PROMPTS = frozenset(
     {"apply_chat_template", "chat_template_sha256", "fewshot_as_multiturn", "enable_thinking", "add_bos_token"}
 )
 """Settings in which a base model that is asked with its own prompts (eval.base_template=own) differs from the tuned one."""
@@ -28,8 +26,10 @@ def differing(base: object, tuned: object, where: str = "") -> list[str]:
     return [] if base == tuned else [f"  {where}: base {base}, tuned {tuned}"]
 
 
-def check_alike(base: Results, tuned: Results, base_samples: Samples, tuned_samples: Samples) -> dict[str, Any] | None:
-    """Refuse to compare what was not measured alike.
+def check_settings_match(
+    base: Results, tuned: Results, base_samples: Samples, tuned_samples: Samples
+) -> dict[str, Any] | None:
+    """Refuse a comparison where settings, documents or prompts differ.
 
     Args:
         base: results.json of the base model.
@@ -44,9 +44,9 @@ def check_alike(base: Results, tuned: Results, base_samples: Samples, tuned_samp
         EvaluationError: The settings, the documents or the prompts were not the same. The one difference that may be is the base
             model's own prompts, where the recipe asks for them.
     """
-    treatment: dict[str, Any] | None = base.get("prompting")
-    own_prompts = bool(treatment and treatment["base_template"] == "own")
-    _check_settings(base, tuned, OF_THE_TEMPLATE if own_prompts else frozenset())
+    prompting: dict[str, Any] | None = base.get("prompting")
+    own_prompts = bool(prompting and prompting["base_template"] == "own")
+    _check_settings(base, tuned, OF_THE_PROMPTS if own_prompts else frozenset())
     dtypes = [one.get("config", {}).get("model_dtype") for one in (base, tuned)]
     if dtypes[0] != dtypes[1]:
         raise EvaluationError(
@@ -71,10 +71,10 @@ def check_alike(base: Results, tuned: Results, base_samples: Samples, tuned_samp
         )
     for task in sorted(base_samples.keys() & tuned_samples.keys()):
         _check_documents(task, base_samples[task], tuned_samples[task], prompts=not own_prompts)
-    if treatment is not None and sizes:  # prompts of other lengths leave room for other batches
+    if prompting is not None and sizes:  # prompts of other lengths leave room for other batches
         also = "; ".join(line.strip() for line in sizes)
-        return treatment | {"told": f"{treatment['told']} Batch sizes were searched for and differ: {also}."}
-    return treatment
+        return prompting | {"told": f"{prompting['told']} Batch sizes were searched for and differ: {also}."}
+    return prompting
 
 
 def differing_sizes(base: Results, tuned: Results) -> list[str]:

@@ -1,19 +1,13 @@
-"""What scores and comparisons look like on a terminal, however narrow."""
+"""Formats scores and comparisons for a terminal: the name of each metric on one line, its numbers below."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions
-from rich.text import Text
-
-from eval.compare.pairs import Results, metric_keys, number
+from eval.compare.results import Results, metric_keys, number
 
 MOST_ROWS = 12
-"""Of metrics that decide nothing: more are only in comparison.json, but for those that say something."""
+"""Of metrics that do not decide; of more, only the significant ones are shown."""
 
 
 def format_score(value: float, sign: str = "") -> str:
@@ -33,84 +27,44 @@ def _metric_name(metric: str, filter_name: str, higher_is_better: bool | None) -
     return f"{name} (lower is better)" if higher_is_better is False else name
 
 
-@dataclass(frozen=True)
-class Aligned:
-    """Rows of cells in columns; where they do not fit side by side, each row's name stands above its other cells.
+def _numbers(row: dict[str, Any]) -> str:
+    """Both scores, the difference with its interval, and the verdict.
 
-    No name is cut inside a word, and no number is left out: a rich table does both where it runs out of room.
+    >>> _numbers({"base": 0.5, "tuned": 0.6, "difference": 0.1, "interval_95": [0.00004, 0.2], "verdict": "IMPROVED"})
+    '    0.5000 -> 0.6000  +0.1000 [+4e-05, +0.2000]  IMPROVED'
     """
-
-    title: str
-    rows: Sequence[tuple[str, ...]]
-    """The head first; a name, then the other cells."""
-
-    words: tuple[int, ...] = (0,)
-    """Columns that are aligned to the left."""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        widths = [max(map(cell_len, column)) for column in zip(*self.rows, strict=True)]
-        stacked = sum(widths) + 2 * (len(widths) - 1) > options.max_width
-        yield Text(self.title, style="italic")
-        for row in self.rows:
-            style = "bold" if row is self.rows[0] else ""
-            cells = [
-                cell + " " * (width - cell_len(cell)) if column in self.words else " " * (width - cell_len(cell)) + cell
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            if stacked:
-                yield Text(row[0], style=style)
-                cells[0] = ""
-            yield Text("  ".join(cells).rstrip(), style=style)
-
-
-def _interval(row: dict[str, Any]) -> str:
-    difference = _number(row["difference"], "+")
-    if row["interval_95"] is None:
-        return difference
-    low, high = row["interval_95"]
-    # The last digit of an end must not tell another story than the verdict.
-    ends = [_number(end, "+") if abs(end) >= 0.0005 or end == 0 else f"{end:+.1g}" for end in (low, high)]
-    return f"{difference} [{', '.join(ends)}]"
-
-
-def _number(value: float, sign: str = "") -> str:
-    return format(value, f"{sign}.3f") if abs(value) < 100 else format_score(value, sign)
-
-
-def _shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    others = sum(not row["decides"] for row in rows)
-    if others <= MOST_ROWS:
-        return rows
-    return [row for row in rows if row["decides"] or row["verdict"] in ("IMPROVED", "REGRESSED")]
-
-
-def comparison_table(comparison: dict[str, Any]) -> Aligned:
-    """The comparison for a terminal: a row for each metric, with a star at those that decide."""
-    title = "Base and tuned" + ("" if comparison["complete"] else " (incomplete)")
-    lines = [("task: metric", "base", "tuned", "difference [95 %]", "verdict")]
-    rows = _shown(comparison["metrics"])
-    several = any(not row["decides"] for row in rows)
-    for row in rows:
-        metric = _metric_name(row["metric"], row["filter"], row["higher_is_better"])
-        star = "*" if several and row["decides"] else ""
-        scores = (_number(row["base"]), _number(row["tuned"]), _interval(row))
-        lines.append((f"{row['task']}: {metric}{star}", *scores, row["verdict"]))
-    overall = comparison["overall"]
-    if overall is not None:
-        scores = (_number(overall["base"]), _number(overall["tuned"]), _interval(overall))
-        lines.append((f"mean of {len(overall['tasks'])} tasks", *scores, overall["verdict"]))
-    return Aligned(title, lines, words=(0, 4))
+    scores = f"{format_score(row['base'])} -> {format_score(row['tuned'])}"
+    interval = ""
+    if row["interval_95"] is not None:
+        # An end that is not 0 must not look like 0, which would contradict the verdict.
+        ends = [
+            format_score(end, "+") if abs(end) >= 0.00005 or end == 0 else f"{end:+.0e}" for end in row["interval_95"]
+        ]
+        interval = f" [{', '.join(ends)}]"
+    return f"    {scores}  {format_score(row['difference'], '+')}{interval}  {row['verdict']}"
 
 
 def comparison_lines(comparison: dict[str, Any]) -> list[str]:
-    """What is to be said under the table: which metrics decide, what flipped, what was trained on, and the gate."""
-    rows = comparison["metrics"]
-    lines = [comparison["note"]]
-    hidden = len(rows) - len(_shown(rows))
-    if any(not row["decides"] for row in _shown(rows)):
-        lines.append("* decides; the others weigh little in the correction.")
-    if hidden:
-        lines.append(f"{hidden} more metrics are in comparison.json: parts of groups, and metrics that do not decide.")
+    """The comparison for a terminal: metrics, then flips, contamination and gate."""
+    rows, overall = comparison["metrics"], comparison["overall"]
+    others = sum(not row["decides"] for row in rows)
+    shown = [
+        row for row in rows if others <= MOST_ROWS or row["decides"] or row["verdict"] in ("IMPROVED", "REGRESSED")
+    ]
+    lines = [
+        "Base -> tuned, difference [95% confidence interval]" + ("" if comparison["complete"] else " (incomplete)")
+    ]
+    for row in shown:
+        star = "" if row["decides"] else " (does not decide)"
+        lines += [
+            f"{row['task']}: {_metric_name(row['metric'], row['filter'], row['higher_is_better'])}{star}",
+            _numbers(row),
+        ]
+    if overall is not None:
+        lines += [f"mean of {len(overall['tasks'])} tasks", _numbers(overall)]
+    lines.append(comparison["note"])
+    if len(shown) < len(rows):
+        lines.append(f"{len(rows) - len(shown)} more metrics, which do not decide, are in comparison.json.")
     for task, counts in comparison["flips"].items():
         lines.append(f"{task}: {counts['gained']} documents gained, {counts['lost']} lost ({counts['metric']}).")
     return (
@@ -124,19 +78,18 @@ def _contamination_lines(contamination: dict[str, Any] | None) -> list[str]:
     if contamination is None:
         return []
     if contamination.get("reason"):
-        return [f"Not searched for documents that were trained on: {contamination['reason']}"]
-    tasks, shared = contamination["tasks"], f"{contamination['ngram']} words in a row with the training data"
+        return [f"Not searched for contamination: {contamination['reason']}"]
+    tasks, shared = contamination["tasks"], f"a {contamination['ngram']}-gram with the training data"
     lines = []
     for task, counts in tasks.items():
-        if not counts["found"]:
-            continue
-        line = f"{task}: {counts['found']} of {counts['documents']} documents share {shared}"
-        if counts.get("difference_without") is not None:
-            line += f"; without them {counts['base_without']:.3f} -> {counts['tuned_without']:.3f}"
-        lines.append(f"{line}.")
+        if counts["found"]:
+            line = f"{task}: {counts['found']} of {counts['documents']} documents share {shared}"
+            if counts.get("difference_without") is not None:
+                line += f"; without them {counts['base_without']:.3f} -> {counts['tuned_without']:.3f}"
+            lines.append(f"{line}.")
     lines = lines or [f"No document of the tasks shares {shared}."]
     short, documents = (sum(counts[key] for counts in tasks.values()) for key in ("too_short", "documents"))
-    return [*lines, *([f"{short} of {documents} documents are too short to be looked for there."] if short else [])]
+    return [*lines, *([f"{short} of {documents} documents are too short to search for."] if short else [])]
 
 
 def _gate_lines(gate: dict[str, Any] | None, complete: bool) -> list[str]:
@@ -144,21 +97,21 @@ def _gate_lines(gate: dict[str, Any] | None, complete: bool) -> list[str]:
         return []
     if gate["passed"]:
         return ["Gate: passed."]
-    # Of a complete evaluation they are the last thing that is said: eval/run.py ends with them.
+    # After a complete evaluation, eval/run.py ends with the failures.
     return ["Gate: failed.", *([] if complete else [f"  {failure}" for failure in gate["failures"]])]
 
 
-def scores_table(results: Results) -> Aligned:
+def score_lines(results: Results) -> list[str]:
     """One model's scores for a terminal."""
-    lines = [("task: metric", "documents", "score")]
+    lines = [str(results["measured_model"]["model"])]
     for task, scores in results["results"].items():
         for key in metric_keys(scores):
             metric, _, filter_name = key.partition(",")
             value, stderr = number(scores[key]), number(scores.get(f"{metric}_stderr,{filter_name}"))
-            if value is None:
-                continue
-            higher_is_better = results["higher_is_better"].get(task, {}).get(metric)
-            shown = _number(value) if stderr is None else f"{_number(value)} ± {_number(stderr)}"
-            name = f"{task}: {_metric_name(metric, filter_name, higher_is_better)}"
-            lines.append((name, str(scores.get("sample_len", "")), shown))
-    return Aligned(str(results["measured_model"]["model"]), lines)
+            if value is not None:
+                higher_is_better = results["higher_is_better"].get(task, {}).get(metric)
+                error = "" if stderr is None else f" ± {format_score(stderr)}"
+                documents = f", {scores['sample_len']} documents" if "sample_len" in scores else ""
+                lines.append(f"{task}: {_metric_name(metric, filter_name, higher_is_better)}{documents}")
+                lines.append(f"    {format_score(value)}{error}")
+    return lines

@@ -7,10 +7,11 @@ from math import isfinite
 from statistics import fmean
 from typing import Any
 
-from eval.compare.pairs import Paired, Results, metric_keys
+from eval.compare.pairs import Paired
+from eval.compare.results import Results, top_level
 from eval.compare.statistics import ALPHA, Evidence, Sample, holm, paired
 
-IMPROVED, REGRESSED, NO_EVIDENCE = "IMPROVED", "REGRESSED", "NO EVIDENCE"
+IMPROVED, REGRESSED, NO_CHANGE = "IMPROVED", "REGRESSED", "NO SIGNIFICANT CHANGE"
 TOO_FEW, UNKNOWN = "TOO FEW DOCUMENTS", "UNKNOWN"
 
 OTHERS = 0.25
@@ -31,34 +32,26 @@ class Entry:
         """Whether a verdict can be given."""
         return self.evidence is not None and self.row["higher_is_better"] is not None and not self.evidence.too_few
 
+    @property
+    def significant_alone(self) -> bool:
+        """Whether its p-value is small before the correction."""
+        return self.can_be_judged and self.evidence is not None and self.evidence.p_value <= ALPHA
+
 
 def _verdict(evidence: Evidence | None, p_value: float | None, higher_is_better: bool | None) -> str:
     """What may be said of a difference.
 
     >>> gain = Evidence("paired t", 0.01, 0.1, (0.1, 0.3))
     >>> [_verdict(gain, p, better) for p, better in ((0.01, True), (0.01, False), (0.2, True), (0.01, None))]
-    ['IMPROVED', 'REGRESSED', 'NO EVIDENCE', 'UNKNOWN']
+    ['IMPROVED', 'REGRESSED', 'NO SIGNIFICANT CHANGE', 'UNKNOWN']
     """
     if evidence is None or higher_is_better is None:
         return UNKNOWN
     if evidence.too_few:
         return TOO_FEW
     if p_value is None or p_value > ALPHA:
-        return NO_EVIDENCE
+        return NO_CHANGE
     return IMPROVED if (sum(evidence.interval) > 0) == higher_is_better else REGRESSED
-
-
-def top_level(results: Results) -> list[str]:
-    """The tasks and groups that stand for themselves: no part of a group that has a score of its own."""
-    inside = results.get("group_subtasks", {})
-
-    def standing(name: str) -> list[str]:
-        if metric_keys(results["results"].get(name, {})) or not inside.get(name):
-            return [name]
-        return [found for part in inside[name] for found in standing(part)]
-
-    parts = {part for names in inside.values() for part in names}
-    return [found for name in results["results"] if name not in parts for found in standing(name)]
 
 
 def decide(entries: list[Entry], results: Results) -> None:
@@ -144,55 +137,46 @@ def note(entries: list[Entry], mean: Entry | None) -> str:
         entries: All metrics, judged.
         mean: Over tasks, judged.
     """
-    deciding = [entry for entry in entries if entry.row["decides"] and entry.can_be_judged]
-    few = [entry.row["task"] for entry in entries if entry.row["decides"] and entry.row["verdict"] == TOO_FEW]
     judged = sum(entry.can_be_judged for entry in [*entries, *([mean] if mean else [])])
-    told = []
+    deciding = [entry for entry in entries if entry.row["decides"]]
+    sentences = []
     if judged > 1:
-        told.append(
-            f"{judged} verdicts are corrected together (Holm): where nothing has changed, even one wrong verdict among them comes up in at "
-            "most 5 % of evaluations. Each interval stands for itself."
+        sentences.append(
+            f"{judged} verdicts are corrected together (Holm): where nothing has changed, at most 5 % of evaluations have a wrong verdict. "
+            "Confidence intervals are not corrected."
         )
     elif judged:
-        told.append(
-            "One metric is judged, so no correction for several is needed: chance alone gives it a verdict in 5 % of cases."
+        sentences.append(
+            "One metric is judged and needs no correction: chance alone gives it a verdict in 5 % of evaluations."
         )
-    alone = [
-        entry.row["task"]
-        for entry in deciding
-        if entry.evidence is not None and entry.evidence.p_value <= ALPHA and entry.row["verdict"] == NO_EVIDENCE
-    ]
+    alone = [entry.row["task"] for entry in deciding if entry.significant_alone and entry.row["verdict"] == NO_CHANGE]
     if alone:
-        told.append(f"By itself {', '.join(alone)} would be more than chance; among so many it is not.")
+        sentences.append(f"Significant alone, but not among so many verdicts: {', '.join(alone)}.")
+    few = [entry.row["task"] for entry in deciding if entry.row["verdict"] == TOO_FEW]
     if few:
-        told.append(f"Too few documents for a verdict: {', '.join(few)}.")
-    for entry in entries:
-        if entry.row["decides"]:
-            told += _sentences(entry, [one for one in entries if one.row["task"] == entry.row["task"]])
-    return " ".join(told) or "No metric can be judged."
+        sentences.append(f"Too few documents for a verdict: {', '.join(few)}.")
+    for entry in deciding:
+        sentences += _about(entry, entries)
+    return " ".join(sentences) or "No metric can be judged."
 
 
-def _sentences(entry: Entry, of_task: list[Entry]) -> list[str]:
+def _about(entry: Entry, entries: list[Entry]) -> list[str]:
     """What to know of one metric that decides."""
-    row, told = entry.row, []
-    for other in (one.row for one in of_task if one.row["metric"] == row["metric"]):
-        if other["verdict"] in (IMPROVED, REGRESSED) and other["verdict"] != row["verdict"] and _is_flexible(row):
-            told.append(
-                f"{row['task']}: {other['verdict']} by {other['filter']}, {row['verdict']} by {row['filter']}: the answers are written "
-                "differently, which is not the same as right or wrong."
+    row, sentences = entry.row, []
+    task, metric = row["task"], row["metric"]
+    for other in (one.row for one in entries if _is_flexible(row)):
+        same_metric = (other["task"], other["metric"]) == (task, metric)
+        if same_metric and other["verdict"] in (IMPROVED, REGRESSED) and other["verdict"] != row["verdict"]:
+            sentences.append(
+                f"{task}: {other['verdict']} by {other['filter']}, {row['verdict']} by {row['filter']}: the format of the answers changed, "
+                "which does not make them right or wrong."
             )
-    if (
-        row["passages"] is not None and row["passages"] < 0.9 * row["documents"]
-    ):  # a few copies are not worth a sentence
-        told.append(f"{row['task']}: {row['documents']} documents share {row['passages']} texts, and count by text.")
+    if row["passages"] is not None and row["passages"] < 0.9 * row["documents"]:  # a few copies do not matter
+        sentences.append(f"{task}: {row['documents']} documents share {row['passages']} texts, and count by text.")
     if not isfinite(row["difference"]):
-        told.append(f"{row['task']}: {row['metric']} is not finite (base {row['base']}, tuned {row['tuned']}).")
+        sentences.append(f"{task}: {metric} is not finite (base {row['base']}, tuned {row['tuned']}).")
     elif entry.evidence is None:
-        told.append(
-            f"{row['task']}: {row['metric']} is no sum over documents, and lm_eval gives no standard error for it."
-        )
+        sentences.append(f"{task}: {metric} is not a sum over documents, and lm_eval gives no standard error for it.")
     elif row["higher_is_better"] is None:
-        told.append(
-            f"{row['task']}: the task does not say whether a higher {row['metric']} is better (`higher_is_better:`)."
-        )
-    return told
+        sentences.append(f"{task}: the task does not say whether a higher {metric} is better (`higher_is_better:`).")
+    return sentences

@@ -1,6 +1,6 @@
-"""Evaluation during training: a small suite every so many steps, on the live model, on any engine.
+"""Evaluate during training: a small suite every so many steps, on the live model, on any engine, without effect on what is trained.
 
-eval/during.jsonl has a line a measurement; metrics.jsonl and the trackers have the same figures. What is trained does not depend on it.
+eval/during.jsonl has a line per evaluation; metrics.jsonl and the trackers have the same scores.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import traceback
 from contextlib import redirect_stderr
 from dataclasses import replace
 from math import isfinite
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
+from eval.harness.measure import Scores, scores
 from eval.models.live_model import LeftOff, Live, language_model, undisturbed
 from eval.quiet import chatter_to, summary
 from eval.reference import load_reference
@@ -32,56 +32,53 @@ from sft.plan.job import Job
 from sft.run.directory import Run
 
 BATCH_SIZE = 8
-"""Documents per forward pass on a GPU, where the recipe names no number: what is free beside a training is not searched for."""
-
-Scores = dict[str, dict[str, float]]
+"""Documents per forward pass on a GPU, unless the recipe sets a number: memory beside a training is not searched."""
 
 
-def scores(results: dict[str, Any]) -> Scores:
-    """Of lm_eval's results the figures, by task and by metric with its filter.
+def evaluation_during(job: Job, run: Run, tokenizer: Any) -> During | None:
+    """The callback that evaluates during training, its documents loaded; None where the recipe asks for none.
 
-    >>> scores({"arc": {"alias": "arc", "acc,none": 0.25, "acc_stderr,none": 0.1, "sample_len": 3}})
-    {'arc': {'acc,none': 0.25}}
+    Raises:
+        EvaluationError: A task cannot be measured, or its documents are out of reach.
     """
-    found = {
-        task: {
-            key: float(value)
-            for key, value in figures.items()
-            if "," in key and "_stderr," not in key and isinstance(value, Real)  # NumPy's too
-        }
-        for task, figures in results.items()
-    }
-    return {task: figures for task, figures in found.items() if figures}
-
-
-def flat(found: Scores, prefix: str = "", between: str = "/") -> dict[str, float]:
-    """As single figures for a tracker; lm_eval's filter `none` is left out.
-
-    >>> flat({"arc": {"acc,none": 0.25, "acc,strict": 0.5}}, prefix="eval_")
-    {'eval_arc/acc': 0.25, 'eval_arc/acc,strict': 0.5}
-    """
-    return {
-        f"{prefix}{task}{between}{metric.removesuffix(',none')}": value
-        for task, figures in found.items()
-        for metric, value in figures.items()
-    }
+    evaluation, model = job.recipe.eval.during, job.recipe.model
+    if evaluation is None:
+        return None
+    folder = run.comparison_file.parent
+    log = folder / "during.log" if distributed.is_first_rank() else Path(os.devnull)
+    if distributed.is_first_rank():
+        folder.mkdir(exist_ok=True)
+    revision = pinned(job.recipe, job.model).model.revision
+    reference = replace(load_reference(job.model.path, revision, model.trust_remote_code), tokenizer=tokenizer)
+    selection = check_tasks(evaluation, Path(job.recipe.output_dir))
+    settings = resolve_settings(evaluation, selection, reference, on_gpu=job.hardware.gpu is not None)
+    if not isinstance(settings.batch_size, int):
+        settings = replace(settings, batch_size=BATCH_SIZE)
+    tasks = load_tasks(selection, settings, evaluation.confirm_run_unsafe_code, log)
+    if tasks.missing:
+        raise EvaluationError(
+            f"eval.every_steps: documents are out of reach that are needed now:{_listed(tasks.missing)}"
+        )
+    every = job.recipe.eval.every_steps
+    assert every is not None
+    return During(tasks, settings, tokenizer, every, folder / "during.jsonl", log)
 
 
 class During(TrainerCallback):  # type: ignore[misc]
-    """Measures, and hands the figures to the line of metrics.jsonl that is written at the same step.
+    """Evaluates, and hands the scores to the line of metrics.jsonl of the same step.
 
     Must be called before the callback that writes the line. Every rank takes part.
 
     Args:
         tasks: With their documents.
-        settings: The same for each measurement.
+        settings: The same for each evaluation.
         tokenizer: The run's.
-        every: Optimizer steps between measurements; one comes before the first step.
+        every: Optimizer steps between evaluations; the first is before the first step.
         file: during.jsonl.
-        log: Where the libraries' words go; of the first rank.
+        log: Where the libraries' output goes; of rank 0.
 
     Raises:
-        EvaluationError: In the measurement before the first step: a task fails. Later the training goes on without it.
+        EvaluationError: A task fails before the first step. Later, training goes on without it.
     """
 
     def __init__(
@@ -93,10 +90,24 @@ class During(TrainerCallback):  # type: ignore[misc]
         self.latest: Scores | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep the lines up to the step that training starts from, and measure where one is missing."""
+        """Keep the lines up to the step that training starts from, and evaluate where that one is missing."""
         steps = distributed.from_first_rank(lambda: self._keep(state.global_step))
         if state.global_step % self.every == 0 and state.global_step not in steps:
-            self._measure(state, control)
+            self._evaluate(state, control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Evaluate every so many steps, unless training stops now."""
+        stopping = self.trainer.stopping
+        if (control.should_training_stop and stopping.agreed) or state.global_step % self.every:
+            return
+        self._evaluate(state, control)
+        control.should_log = True
+        stopping.act(stopping.agreed, control)
+
+    def take(self) -> dict[str, float] | None:
+        """The latest scores, once."""
+        latest, self.latest = self.latest, None
+        return flat(latest) if latest is not None else None
 
     def _keep(self, step: int) -> list[int]:
         """Remove the lines of later steps, which come again; returns the steps of the others."""
@@ -104,7 +115,7 @@ class During(TrainerCallback):  # type: ignore[misc]
         for text in self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []:
             try:
                 line = json.loads(text)
-            except ValueError:  # the last may have been cut off
+            except ValueError:  # the last may be cut off
                 continue
             kept += [line] if line["step"] <= step else []
         self.file.parent.mkdir(exist_ok=True)
@@ -113,64 +124,51 @@ class During(TrainerCallback):  # type: ignore[misc]
         temporary.replace(self.file)
         return [line["step"] for line in kept]
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Measure where it is time, and where it is not to stop."""
-        stopping = self.trainer.stopping
-        if (control.should_training_stop and stopping.agreed) or state.global_step % self.every:
-            return
-        self._measure(state, control)
-        control.should_log = True
-        stopping.act(stopping.agreed, control)
-
-    def take(self) -> dict[str, float] | None:
-        """The last figures, once."""
-        latest, self.latest = self.latest, None
-        return flat(latest) if latest is not None else None
-
-    def _measure(self, state: Any, control: Any) -> None:
+    def _evaluate(self, state: Any, control: Any) -> None:
+        """Measure all tasks, and record the scores."""
         started = time.monotonic()
-        measured = self.measure()
+        measured = self._measure_all()
         if measured is None:
             return
         found, failed = measured
         if failed and not state.global_step:
-            raise EvaluationError(_told_before_training(failed, self.log))
+            raise EvaluationError(
+                f"eval.every_steps: these cannot be measured; nothing is trained yet.{_listed(failed)}\nFix them, or leave them out of "
+                f"eval.every_tasks. {self.log} says more."
+            )
         self.latest = found or None
         # The trackers alone: without a loss it is no line of metrics.jsonl, and the trainer's own log goes into checkpoints.
         self.trainer.callback_handler.on_log(self.trainer.args, state, control, flat(found, "eval_"))
-        if not state.is_world_process_zero:
-            return
-        finite = {  # JSON has no infinity
-            task: {metric: value if isfinite(value) else None for metric, value in figures.items()}
-            for task, figures in found.items()
-        }
-        line = {"step": state.global_step, "seconds": time.monotonic() - started, "results": finite}
-        with self.file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line | ({"failed": failed} if failed else {})) + "\n")
-        if found:
-            figures = ", ".join(f"{name} {value:.3f}" for name, value in flat(found, between=" ").items())
-            self._say(f"step {state.global_step}: {figures} ({line['seconds']:.0f} s)")
-        for name, reason in failed.items():
-            self._say(
-                f"step {state.global_step}: {name} was not measured ({reason}). The training goes on; {self.log} says more."
-            )
+        if state.is_world_process_zero:
+            self._record(state.global_step, time.monotonic() - started, found, failed)
 
-    def _say(self, text: str) -> None:
+    def _record(self, step: int, seconds: float, found: Scores, failed: dict[str, str]) -> None:
         from tqdm import tqdm
 
-        tqdm.write(text)  # above the bar, where there is one
+        results = {  # JSON has no infinity
+            task: {metric: value if isfinite(value) else None for metric, value in values.items()}
+            for task, values in found.items()
+        }
+        line = {"step": step, "seconds": seconds, "results": results} | ({"failed": failed} if failed else {})
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in flat(found, between=" ").items())
+        if shown:
+            tqdm.write(f"step {step}: {shown} ({seconds:.0f} s)")  # above the bar, where there is one
+        for name, reason in failed.items():
+            tqdm.write(f"step {step}: {name} was not measured ({reason}). The training goes on; {self.log} says more.")
 
-    def measure(self) -> tuple[Scores, dict[str, str]] | None:
-        """The figures, and why which task failed, alike on all ranks; None where the training is to stop."""
+    def _measure_all(self) -> tuple[Scores, dict[str, str]] | None:
+        """The scores, and why which task failed, identical on all ranks; None where training is to stop."""
         found: Scores = {}
         failed: dict[str, str] = {}
-        # Also its bars: the training has one.
+        # Progress bars go to the log too: the training has one.
         with undisturbed(self.trainer.model), chatter_to(self.log), redirect_stderr(sys.stdout):
             live = Live(self.trainer, self.settings, self.tokenizer.pad_token_id)
             model = language_model(live, self.tokenizer, self.settings)
             for name in self.tasks.by_name:
                 try:
-                    measured, failure = self._measure_task(live, model, name)
+                    measured, failure = self._measure(live, model, name)
                 except LeftOff:
                     return None
                 failures = [one for one in distributed.gather(failure) if one is not None]
@@ -180,32 +178,41 @@ class During(TrainerCallback):  # type: ignore[misc]
                     found |= measured
         return found, failed
 
-    def _measure_task(self, live: Live, model: Any, name: str) -> tuple[Scores, str | None]:
-        """A task's figures; or why its code failed, which must not cost the hours of training. An error of the model is raised."""
+    def _measure(self, live: Live, model: Any, name: str) -> tuple[Scores, str | None]:
+        """A task's scores; or why its code failed, which must not cost the hours of training. An error of the model is raised."""
         import torch
 
         try:
-            return scores(_ask(model, self.tasks, name, self.settings)["results"]), None
+            return scores(_ask_lm_eval(model, self.tasks, name, self.settings)["results"]), None
         except LeftOff:
             raise
         except Exception as error:
-            # It may be this rank's alone, which is then no longer in step.
+            # A failed batch may be this rank's alone, which is then out of step.
             if live.answering or isinstance(error, torch.OutOfMemoryError):
                 raise
             traceback.print_exc()  # to the log
             return {}, summary(error)
 
 
-def _told_before_training(failed: dict[str, str], log: Path) -> str:
-    reasons = "".join(f"\n  {name}: {reason}" for name, reason in failed.items())
-    return (
-        f"eval.every_steps: these cannot be measured; nothing is trained yet.{reasons}\nMend them, or leave them out of eval.every_tasks. "
-        f"{log} says more."
-    )
+def flat(found: Scores, prefix: str = "", between: str = "/") -> dict[str, float]:
+    """Scores under one name each, for a tracker; lm_eval's filter `none` is left out.
+
+    >>> flat({"arc": {"acc,none": 0.25, "acc,strict": 0.5}}, prefix="eval_")
+    {'eval_arc/acc': 0.25, 'eval_arc/acc,strict': 0.5}
+    """
+    return {
+        f"{prefix}{task}{between}{metric.removesuffix(',none')}": value
+        for task, values in found.items()
+        for metric, value in values.items()
+    }
 
 
-def _ask(model: Any, tasks: LoadedTasks, name: str, settings: Settings) -> dict[str, Any]:
-    """lm_eval's results of a task: as its simple_evaluate makes them, without the seconds that it takes to describe the machine."""
+def _listed(reasons: dict[str, str]) -> str:
+    return "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
+
+
+def _ask_lm_eval(model: Any, tasks: LoadedTasks, name: str, settings: Settings) -> dict[str, Any]:
+    """Do what lm_eval's simple_evaluate does, without the seconds that it takes to describe the machine."""
     import random
 
     import numpy as np
@@ -218,10 +225,10 @@ def _ask(model: Any, tasks: LoadedTasks, name: str, settings: Settings) -> dict[
     torch.manual_seed(settings.seed)
     loaded = TaskManager(include_defaults=False).load(tasks.by_name[name])
     for task in loaded["tasks"].values():
-        few = task.get_config("num_fewshot")
-        if settings.num_fewshot is not None and few != 0:
+        own = task.get_config("num_fewshot")
+        if settings.num_fewshot is not None and own != 0:
             task.set_config("num_fewshot", settings.num_fewshot)
-        elif few is None:
+        elif own is None:
             task.set_config("num_fewshot", 0)
         task.set_fewshot_seed(seed=settings.seed)
     results: dict[str, Any] = evaluate(
@@ -236,33 +243,3 @@ def _ask(model: Any, tasks: LoadedTasks, name: str, settings: Settings) -> dict[
         confirm_run_unsafe_code=tasks.run_code,
     )
     return results
-
-
-def evaluation_during(job: Job, run: Run, tokenizer: Any) -> During | None:
-    """What measures during the training, its documents loaded; None where the recipe asks for none.
-
-    Raises:
-        EvaluationError: A task cannot be measured.
-    """
-    evaluation, model = job.recipe.eval.during, job.recipe.model
-    if evaluation is None:
-        return None
-    folder = run.comparison_file.parent
-    log = folder / "during.log" if distributed.is_first_rank() else Path(os.devnull)
-    if distributed.is_first_rank():
-        folder.mkdir(exist_ok=True)
-    reference = replace(
-        load_reference(job.model.path, pinned(job.recipe, job.model).model.revision, model.trust_remote_code),
-        tokenizer=tokenizer,
-    )
-    selection = check_tasks(evaluation, Path(job.recipe.output_dir))
-    settings = resolve_settings(evaluation, selection, reference, on_gpu=job.hardware.gpu is not None)
-    if not isinstance(settings.batch_size, int):
-        settings = replace(settings, batch_size=BATCH_SIZE)
-    tasks = load_tasks(selection, settings, evaluation.confirm_run_unsafe_code, log)
-    if tasks.missing:
-        reasons = "".join(f"\n  {name}: {reason}" for name, reason in tasks.missing.items())
-        raise EvaluationError(f"eval.every_steps: the documents cannot be reached, and they are needed now:{reasons}")
-    every = job.recipe.eval.every_steps
-    assert every is not None
-    return During(tasks, settings, tokenizer, every, folder / "during.jsonl", log)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Results = dict[str, Any]
-# What lm_eval logs when a prompt is longer than the context and loses its beginning.
+Scores = dict[str, dict[str, float]]
+"""By task, then by metric with its filter."""
+
+# lm_eval logs one of these when a prompt is longer than the context and loses its beginning.
 PROMPT_CUT = (
     "Left truncation applied",
     "exceeds model's maximum length",
@@ -39,155 +43,244 @@ PROMPT_CUT = (
 )
 
 
-def scores_of(results: Results, name: str) -> str:
-    """A task's scores in a few words.
+def scores(results: Results) -> Scores:
+    """The scores among lm_eval's results.
 
-    >>> scores_of({"results": {"arc": {"alias": "arc", "acc,none": 0.25, "acc_stderr,none": 0.1}}}, "arc")
-    'acc 0.250'
+    >>> scores({"arc": {"alias": "arc", "acc,none": 0.25, "acc_stderr,none": 0.1, "sample_len": 3}})
+    {'arc': {'acc,none': 0.25}}
     """
-    scores = {
-        key.split(",")[0]: value
-        for key, value in results["results"].get(name, {}).items()
-        if "," in key and "_stderr," not in key and isinstance(value, (int, float))
+    found = {
+        task: {
+            key: float(value)
+            for key, value in values.items()
+            if "," in key and "_stderr," not in key and isinstance(value, Real)  # NumPy's too
+        }
+        for task, values in results.items()
     }
-    if not scores:
-        return f"{len(results['results'])} results"
-    return ", ".join(f"{metric} {value:.3f}" for metric, value in scores.items())
+    return {task: values for task, values in found.items() if values}
 
 
-def _measure_task(model: HFLM, name: str, tasks: LoadedTasks, settings: Settings) -> Results | None:
-    """lm_eval's results; None where another process has them."""
-    import lm_eval
-    from lm_eval.tasks import TaskManager
-
-    describe_environment_once()
-    if "langdetect" in sys.modules:  # IFEval's; it would judge one answer now so and now otherwise
-        sys.modules["langdetect"].DetectorFactory.seed = settings.seed
-    results: Results | None = lm_eval.simple_evaluate(
-        model=model,
-        tasks=tasks.by_name[name],
-        task_manager=TaskManager(include_defaults=False),  # it would index its 14,000 files for tasks that are loaded
-        num_fewshot=settings.num_fewshot,
-        batch_size=settings.batch_size,
-        limit=settings.limit,
-        system_instruction=settings.system_instruction,
-        apply_chat_template=settings.apply_chat_template,
-        fewshot_as_multiturn=settings.fewshot_as_multiturn,
-        random_seed=settings.seed,
-        numpy_random_seed=settings.seed,
-        torch_random_seed=settings.seed,
-        fewshot_random_seed=settings.seed,
-        confirm_run_unsafe_code=tasks.run_code,
-        log_samples=True,
-    )
-    return results
-
-
-def _measure_documents(model: HFLM, name: str, tasks: LoadedTasks, settings: Settings) -> Results | None:
-    """Measure this process's documents; results on rank 0, None elsewhere."""
-    number = ranks.launched()
-    if number == 1:
-        return _measure_task(model, name, tasks, settings)
-    from eval.models.hf import fewest_documents, share_documents
-
-    parts = leaves(tasks.by_name[name])
-    # lm_eval takes a process without a document for an error.
-    shared = fewest_documents(parts, settings.limit) >= number
-    model.share(shared)
-    if not shared:
-        return _measure_task(model, name, tasks, settings) if ranks.is_first() else None
-    for task in parts:
-        share_documents(task)
-    return _measure_task(model, name, tasks, settings)
-
-
-def _measure_or_fail(
-    model: HFLM, name: str, tasks: LoadedTasks, settings: Settings, log: Path
-) -> tuple[Results | None, bool]:
-    """A task's results, on rank 0; and whether prompts were cut on any process.
-
-    Raises:
-        TaskFailed: It failed, on this process or on another.
-        LostRank: Another process is gone.
-    """
-    logged = log.stat().st_size
-    try:
-        with chatter_to(log):
-            measured = _measure_documents(model, name, tasks, settings)
-        cut = any(words.encode() in log.read_bytes()[logged:] for words in PROMPT_CUT)
-        return measured, any(ranks.exchange(cut))
-    except (ranks.TaskFailed, LostRank):
-        raise
-    except Exception as error:  # one task's code must not cost the hours that the others took
-        with log.open("a", encoding="utf-8") as file:
-            traceback.print_exc(file=file)
-        ranks.exchange(False, failure=summary(error))
-        raise  # not reached
-
-
-def _merge(results: Results, more: Results) -> Results:
-    """The results of two calls as those of one."""
-    merged = dict(results)
-    for key, value in more.items():
-        merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) and key != "config" else value
-    return merged
-
-
-def _measure_all(
-    model: HFLM,
+def evaluate_model(
+    target: Target,
     tokenizer: PreTrainedTokenizerBase,
-    label: str,
     tasks: LoadedTasks,
     settings: Settings,
+    output: Path,
     log: Path,
-    given: Found,
-    strict: bool,
-) -> Results:
-    """All tasks' results, on the first process."""
-    results: Results = {"failed": dict(tasks.missing), "prompts_cut": [], "batch_sizes_found": {}, "doubts": []}
-    for name in tasks.by_name:
-        started = time.monotonic()
-        model.sizes = searches = BatchSizes(given.get(name, ()), strict)
+    placement: Placement,
+    more: dict[str, Any] | None = None,
+    given: Found | None = None,
+    strict: bool = False,
+) -> None:
+    """Measure one model on every task, and write lm_eval's output to a folder: complete or absent.
+
+    Where several processes share the documents each of them calls this, and rank 0 writes.
+
+    Args:
+        target: The model.
+        tokenizer: The one that makes the prompts of every model in the comparison.
+        tasks: From `load_tasks`.
+        settings: The same for every model in the comparison.
+        output: The folder, which is replaced. Its results.json has `settings`, `settings_hash`, `measured_model`,
+            `failed`, `prompts_cut`, `batch_sizes_found`, `doubts` and `placement` beside lm_eval's own keys.
+        log: Where the libraries' output goes.
+        placement: The same for every model in the comparison.
+        more: Further keys of results.json.
+        given: The batch sizes that were found for the base model.
+        strict: Whether a task fails that has no memory for them.
+
+    Raises:
+        EvaluationError: The model cannot be loaded, no task can be measured, or the results cannot be written.
+    """
+    started = time.monotonic()
+    with chatter_to(log):
+        model = load_model(target, tokenizer, settings, placement)
+    # lm_eval's vLLM has no model of its own where ray starts several.
+    modules = check_placement(getattr(model, "model", None), placement)
+    results = Measurement(model, target.label, tokenizer, tasks, settings, log).run(given or {}, strict)
+    # Each process has run the programs of its own documents.
+    endings = ranks.collect(code_metric().take_endings() if tasks.generated_code else {})
+    if ranks.is_first():
+        measured: Results = {"model": target.model, "revision": target.revision}
+        if target.served is not None:
+            measured["served"] = asdict(target.served)
+        results |= {
+            "settings": asdict(settings),
+            "settings_hash": settings.hash,
+            "placement": asdict(placement) | {"modules": modules},
+            "measured_model": measured,
+            "seconds": time.monotonic() - started,
+        }
+        if tasks.generated_code:
+            results["generated_code"] = tasks.generated_code | {"endings": dict(sum(map(Counter, endings), Counter()))}
+        results |= more or {}
+        template = model.chat_template(True) if settings.apply_chat_template else None
+        if settings.backend == "vllm":
+            from eval.models.vllm import release
+
+            release(model)
+        with chatter_to(log), _complete_or_absent(output) as work:
+            _write(results, target, settings, template, work)
+    del model
+    give_memory_back()  # the next model needs it
+
+
+class Measurement:
+    """One loaded model, measured on all tasks.
+
+    Args:
+        model: lm_eval's.
+        label: How lines on the terminal begin: base, tuned.
+        tokenizer: What makes the prompts.
+        tasks: From `load_tasks`.
+        settings: Of the evaluation.
+        log: Where the libraries' output goes.
+    """
+
+    def __init__(
+        self,
+        model: HFLM,
+        label: str,
+        tokenizer: PreTrainedTokenizerBase,
+        tasks: LoadedTasks,
+        settings: Settings,
+        log: Path,
+    ) -> None:
+        self.model, self.label, self.tokenizer = model, label, tokenizer
+        self.tasks, self.settings, self.log = tasks, settings, log
+
+    def run(self, given: Found, strict: bool) -> Results:
+        """All tasks' results, on rank 0.
+
+        Args:
+            given: The batch sizes to follow, by task.
+            strict: Whether a task fails that has no memory for them.
+
+        Raises:
+            EvaluationError: No task could be measured.
+        """
+        missing = self.tasks.missing
+        results: Results = {"failed": dict(missing), "prompts_cut": [], "batch_sizes_found": {}, "doubts": []}
+        for name in self.tasks.by_name:
+            started = time.monotonic()
+            self.model.sizes = sizes = BatchSizes(given.get(name, ()), strict)
+            try:
+                measured, cut = self._measure(name)
+            except ranks.TaskFailed as failure:
+                results["failed"][name] = str(failure)
+                self._say(f"{name} failed: {failure}")
+                continue
+            if measured is None:
+                continue
+            documents = sum(count["effective"] for count in measured["n-samples"].values())
+            seconds = time.monotonic() - started
+            self._say(f"{documents} documents of {name} ... {_shown(measured, name)} ({seconds:.0f} s)")
+            if cut:
+                results["prompts_cut"].append(name)
+                self._say(
+                    f"prompts of {name} that are longer than {self.settings.max_length} tokens lost their beginning."
+                )
+            if sizes.found:
+                results["batch_sizes_found"][name] = sizes.found
+            for doubt in self._doubts(name, measured["samples"]):
+                results["doubts"].append(doubt)
+                print(f"Warning: {doubt}", flush=True)
+            for key, value in measured.items():  # the results of two calls as those of one
+                merges = isinstance(value, dict) and key != "config"
+                results[key] = {**results.get(key, {}), **value} if merges else value
+        if len(results["failed"]) == len({*self.tasks.by_name, *missing}):
+            raise EvaluationError(f"The {self.label} model could not be measured on any task; {self.log} says more.")
+        return results
+
+    def _say(self, text: str) -> None:
+        print(f"{self.label}: {text}", flush=True)
+
+    def _measure(self, name: str) -> tuple[Results | None, bool]:
+        """A task's results, on rank 0; and whether prompts were cut on any process.
+
+        Raises:
+            TaskFailed: It failed, on this process or on another.
+            LostRank: Another process is gone.
+        """
+        logged = self.log.stat().st_size
         try:
-            measured, cut = _measure_or_fail(model, name, tasks, settings, log)
-        except ranks.TaskFailed as failure:
-            results["failed"][name] = str(failure)
-            print(f"{label}: {name} failed: {failure}", flush=True)
-            continue
-        if measured is None:
-            continue
-        documents = sum(count["effective"] for count in measured["n-samples"].values())
-        seconds = time.monotonic() - started
-        print(f"{label}: {documents} documents of {name} ... {scores_of(measured, name)} ({seconds:.0f} s)", flush=True)
-        if cut:
-            results["prompts_cut"].append(name)
-            print(f"{label}: prompts of {name} that are longer than {settings.max_length} tokens lost their beginning.")
-        if searches.found:
-            results["batch_sizes_found"][name] = searches.found
-        for doubt in _doubts(label, name, tasks, measured["samples"], tokenizer, log):
-            results["doubts"].append(doubt)
-            print(f"Warning: {doubt}", flush=True)
-        results = _merge(results, measured)
-    if len(results["failed"]) == len({*tasks.by_name, *tasks.missing}):
-        raise EvaluationError(f"The {label} model could not be measured on any task; {log} says more.")
-    return results
+            with chatter_to(self.log):
+                measured = self._measure_documents(name)
+            cut = any(words.encode() in self.log.read_bytes()[logged:] for words in PROMPT_CUT)
+            return measured, any(ranks.exchange(cut))
+        except (ranks.TaskFailed, LostRank):
+            raise
+        except Exception as error:  # one task's code must not cost the hours that the others took
+            self._log_traceback()
+            ranks.exchange(False, failure=summary(error))
+            raise  # not reached
 
+    def _measure_documents(self, name: str) -> Results | None:
+        """Measure this process's documents; results on rank 0, None elsewhere."""
+        number = ranks.launched()
+        if number > 1:
+            from eval.models.hf import fewest_documents, share_documents
 
-def _doubts(
-    label: str, name: str, tasks: LoadedTasks, samples: dict[str, Any], tokenizer: PreTrainedTokenizerBase, log: Path
-) -> list[str]:
-    """What can hardly be meant in a task that was measured."""
-    try:
-        return doubts(leaves(tasks.by_name[name]), samples, tokenizer, label, name)
-    except Exception:  # a task's own code may return anything, and the scores are there
-        with log.open("a", encoding="utf-8") as file:
+            parts = leaves(self.tasks.by_name[name])
+            # lm_eval takes a process without a document for an error.
+            shared = fewest_documents(parts, self.settings.limit) >= number
+            self.model.share(shared)
+            if not shared and not ranks.is_first():
+                return None
+            for task in parts if shared else ():
+                share_documents(task)
+        return self._ask_lm_eval(name)
+
+    def _ask_lm_eval(self, name: str) -> Results | None:
+        import lm_eval
+        from lm_eval.tasks import TaskManager
+
+        describe_environment_once()
+        settings = self.settings
+        if "langdetect" in sys.modules:  # IFEval's; it would judge one answer differently from run to run
+            sys.modules["langdetect"].DetectorFactory.seed = settings.seed
+        results: Results | None = lm_eval.simple_evaluate(
+            model=self.model,
+            tasks=self.tasks.by_name[name],
+            task_manager=TaskManager(include_defaults=False),  # it would index its 14,000 files for loaded tasks
+            num_fewshot=settings.num_fewshot,
+            batch_size=settings.batch_size,
+            limit=settings.limit,
+            system_instruction=settings.system_instruction,
+            apply_chat_template=settings.apply_chat_template,
+            fewshot_as_multiturn=settings.fewshot_as_multiturn,
+            random_seed=settings.seed,
+            numpy_random_seed=settings.seed,
+            torch_random_seed=settings.seed,
+            fewshot_random_seed=settings.seed,
+            confirm_run_unsafe_code=self.tasks.run_code,
+            log_samples=True,
+        )
+        return results
+
+    def _doubts(self, name: str, samples: dict[str, Any]) -> list[str]:
+        """What can hardly be meant in a task that was measured."""
+        try:
+            return doubts(leaves(self.tasks.by_name[name]), samples, self.tokenizer, self.label, name)
+        except Exception:  # a task's own code may return anything, and the scores are there
+            self._log_traceback()
+            return []
+
+    def _log_traceback(self) -> None:
+        with self.log.open("a", encoding="utf-8") as file:
             traceback.print_exc(file=file)
-        return []
+
+
+def _shown(results: Results, name: str) -> str:
+    """A task's scores in a few words."""
+    found = scores(results["results"]).get(name, {})
+    figures = ", ".join(f"{metric.split(',')[0]} {value:.3f}" for metric, value in found.items())
+    return figures or f"{len(results['results'])} results"
 
 
 @contextmanager
 def _complete_or_absent(folder: Path) -> Iterator[Path]:
-    """A folder to write to, which takes the other's place when all is written."""
+    """A folder to write to, which replaces the other when everything is written."""
     work = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -221,75 +314,3 @@ def _write(results: Results, target: Target, settings: Settings, chat_template: 
         raise EvaluationError(f"The results of the {target.label} model cannot be written to {folder.parent}.")
     for path in written:
         path.rename(path.with_name(path.name.replace(f"_{tracker.date_id}", "")))
-
-
-def _measured_with(target: Target, settings: Settings, placement: Placement, modules: dict[str, int]) -> Results:
-    """What results.json says of the model and of how it was asked."""
-    measured: Results = {"model": target.model, "revision": target.revision}
-    if target.served is not None:
-        measured["served"] = asdict(target.served)
-    return {
-        "settings": asdict(settings),
-        "settings_hash": settings.hash,
-        "placement": asdict(placement) | {"modules": modules},
-        "measured_model": measured,
-    }
-
-
-def evaluate_model(
-    target: Target,
-    tokenizer: PreTrainedTokenizerBase,
-    tasks: LoadedTasks,
-    settings: Settings,
-    output: Path,
-    log: Path,
-    placement: Placement,
-    more: dict[str, Any] | None = None,
-    given: Found | None = None,
-    strict: bool = False,
-) -> None:
-    """Measure one model on every task, and put lm_eval's output in a folder: complete, or not there.
-
-    Where several processes share the documents each of them calls this, and the first one writes.
-
-    Args:
-        target: The model.
-        tokenizer: The one that every model to be compared is asked with.
-        tasks: From `load_tasks`.
-        settings: The same for every model to be compared.
-        output: The folder; replaced where it exists. results.json has `settings`, `settings_hash`, `measured_model`,
-            `failed`, `prompts_cut`, `batch_sizes_found`, `doubts` and `placement` beside lm_eval's own keys.
-        log: Where the libraries' words go.
-        placement: The same for every model to be compared.
-        more: Further keys of results.json.
-        given: Batch sizes that were found for the model to be compared with, where they are searched for.
-        strict: Whether a task fails that has no memory for them.
-
-    Raises:
-        EvaluationError: The model cannot be loaded, no task can be measured, or the results cannot be written.
-    """
-    started = time.monotonic()
-    with chatter_to(log):
-        model = load_model(target, tokenizer, settings, placement)
-    # lm_eval's vLLM has no model of its own where ray starts several.
-    modules = check_placement(getattr(model, "model", None), placement)
-    results = _measure_all(model, tokenizer, target.label, tasks, settings, log, given or {}, strict)
-    # Each process has run the programs of its own documents.
-    endings = ranks.collect(code_metric().take_endings() if tasks.generated_code else {})
-    if not ranks.is_first():
-        del model
-        give_memory_back()
-        return
-    results |= _measured_with(target, settings, placement, modules) | {"seconds": time.monotonic() - started}
-    if tasks.generated_code:
-        results["generated_code"] = tasks.generated_code | {"endings": dict(sum(map(Counter, endings), Counter()))}
-    results |= more or {}
-    template = model.chat_template(True) if settings.apply_chat_template else None
-    if settings.backend == "vllm":
-        from eval.models.vllm import release
-
-        release(model)
-    del model
-    give_memory_back()  # the next model needs it
-    with chatter_to(log), _complete_or_absent(output) as work:
-        _write(results, target, settings, template, work)

@@ -1,7 +1,7 @@
-"""How an answer is asked of an engine that is not transformers, so that it is the one transformers would give.
+"""Ask vLLM and servers for the answer that transformers would generate.
 
-lm_eval's clients for vLLM and for servers take other defaults than its `hf` model: of sampling, of what ends an answer, and of how a
-chat is put into a prompt. Here each of these is decided once, from the settings that base and tuned share. Imports no torch.
+lm_eval's clients for them have other defaults than its `hf` model, for sampling, for what ends an answer, and for how a chat becomes a
+prompt. Here each is decided once, from the settings that base and tuned share. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
     from transformers import PreTrainedTokenizerBase
 
-# What transformers' generate takes where neither the task nor the generation config says: top_k cuts where it samples.
+# transformers' own defaults where neither the task nor the generation config sets one; with top_k=50 sampling is cut.
 SAMPLING_DEFAULTS = {"top_p": 1.0, "top_k": 50, "min_p": 0.0}
 CARRIED = {"do_sample", "temperature", "repetition_penalty", *SAMPLING_DEFAULTS}
 """Keys of a generation config that a request can carry."""
@@ -37,11 +37,11 @@ OF_A_TASK = {*CARRIED, "until", "max_gen_toks"}
 
 @dataclass(frozen=True)
 class Request:
-    """What one answer is asked with."""
+    """The generation arguments of one answer."""
 
     max_tokens: int
     until: list[str]
-    """Texts that end the answer, the special tokens among them left out."""
+    """Texts that end the answer, without special tokens."""
 
     stop_token_ids: list[int]
     sampling: dict[str, Any]
@@ -51,12 +51,12 @@ class Request:
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Id of each token that is left out of an answer's text."""
+    """The ids of the tokens that are left out of an answer's text."""
     return {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def make_request(gen_kwargs: dict[str, Any], settings: Settings, special: dict[str, int]) -> Request:
-    """A task's generation_kwargs as transformers would understand them beside the tuned model's generation config.
+    """Read a task's generation_kwargs as transformers would beside the tuned model's generation config.
 
     Args:
         gen_kwargs: The task's.
@@ -83,17 +83,17 @@ def make_request(gen_kwargs: dict[str, Any], settings: Settings, special: dict[s
 
 
 def extensions(request: Request) -> dict[str, Any]:
-    """What vLLM takes beside OpenAI's own keys, so that the served model's own generation config decides nothing."""
+    """vLLM's keys beside OpenAI's, so that the served model's own generation config decides nothing."""
     return {
         "stop_token_ids": request.stop_token_ids,
-        # The served model's own end of text is not among them where the tuned model's generation config leaves it out.
+        # The stop tokens above are all that ends an answer, also where the served model has others.
         "ignore_eos": True,
         "repetition_penalty": request.repetition_penalty,
     }
 
 
 def carried_by_openai(request: Request) -> str | None:
-    """What a server without vLLM's keys cannot be told; None: nothing."""
+    """The argument that a server without vLLM's keys cannot be given; None where there is none."""
     if request.repetition_penalty != 1.0:
         return f"repetition_penalty={request.repetition_penalty:g}"
     if request.sampling.get("top_k") or request.sampling.get("min_p"):
@@ -102,7 +102,7 @@ def carried_by_openai(request: Request) -> str | None:
 
 
 def cut(text: str, until: Iterable[str]) -> str:
-    """An answer up to the first of the texts that end it.
+    """Cut an answer at the first of the texts that end it.
 
     >>> cut("4. Next: 5", ["Next", "."])
     '4'
@@ -111,7 +111,7 @@ def cut(text: str, until: Iterable[str]) -> str:
 
 
 def strips_leading_space(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether an answer decoded by itself loses its leading space, as those of SentencePiece tokenizers do."""
+    """Whether an answer that is decoded alone loses its leading space, as with SentencePiece."""
     ids = tokenizer.encode("a a", add_special_tokens=False)
     return not str(tokenizer.decode(ids[-1:])).startswith(" ")
 
@@ -122,11 +122,7 @@ def render_chat(
     chat: list[dict[str, str]],
     add_generation_prompt: bool = True,
 ) -> str:
-    """A chat as a prompt, as lm_eval's `hf` model renders it.
-
-    Raises:
-        EvaluationError: The template takes no such chat.
-    """
+    """A chat as a prompt, as lm_eval's `hf` model renders it."""
     thinking = {} if settings.enable_thinking is None else {"enable_thinking": settings.enable_thinking}
     import jinja2
 
@@ -144,20 +140,20 @@ def render_chat(
     try:
         return render(chat)
     except jinja2.exceptions.TemplateError:
-        # That a system prompt of the recipe's is taken was asked before; a task's own is dropped by `hf` as well.
+        # resolve_settings has checked that the recipe's system prompt is rendered; `hf` too drops a task's own.
         return render([turn for turn in chat if turn["role"] != "system"])
 
 
 def encode_as_hf(
     tokenizer: PreTrainedTokenizerBase, text: str, add_bos_token: bool | None, bos: str | None
 ) -> list[int]:
-    """A prompt's token ids, beginning as lm_eval's `hf` model would have it begin.
+    """A prompt's token ids, with the beginning that lm_eval's `hf` model gives it.
 
     Args:
-        tokenizer: The tuned run's.
+        tokenizer: The tuned model's.
         text: The prompt.
-        add_bos_token: Of the settings; None: the tokenizer's own way.
-        bos: The beginning that a prompt may already have.
+        add_bos_token: Of the settings; None: the tokenizer's default.
+        bos: The beginning-of-text token, which the prompt may already have.
     """
     if bos and text.startswith(bos):
         own: dict[str, bool] = {"add_special_tokens": False}
@@ -180,7 +176,7 @@ def check_generation(settings: Settings) -> None:
     unknown = _unknown(settings.generation, CARRIED | NO_EFFECT)
     if unknown:
         raise EvaluationError(
-            f"The tuned model's generation config has {unknown}, which eval.backend={settings.backend} cannot be told. Use eval.backend=hf."
+            f"The tuned model's generation config has {unknown}, which eval.backend={settings.backend} cannot follow. Use eval.backend=hf."
         )
 
 
@@ -194,7 +190,7 @@ def task_problems(task: ConfigurableTask, settings: Settings, special: dict[str,
     unknown = _unknown(given, OF_A_TASK)
     if unknown:
         problems.append(
-            f"{name} generates with {unknown}, which {backend} cannot be told. Use eval.backend=hf, or leave the task out."
+            f"{name} generates with {unknown}, which {backend} cannot follow. Use eval.backend=hf, or leave the task out."
         )
     until = given.get("until") or []
     for text in [until] if isinstance(until, str) else until:

@@ -1,7 +1,7 @@
-"""The model that is being trained, as lm_eval asks it: every rank the same questions, in step.
+"""Give lm_eval the model that is being trained.
 
-Under ZeRO-3 and FSDP2 a rank holds a share of each weight, and each forward pass is a meeting of all ranks. So all ranks measure the
-same documents in the same order: as many passes on each, whatever comes out of them.
+Under ZeRO-3 and FSDP2 a rank holds a shard of each weight, and each forward pass is a collective of all ranks. So all ranks measure the
+same documents in the same order, with the same number of passes, whatever the answers are.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class LeftOff(Exception):
-    """The training is to stop, and the measurement with it."""
+    """Training is to stop, and the measurement with it."""
 
 
 class Live:
-    """A model of a training, for lm_eval: no module, or it would put it into another mode and tie its weights anew.
+    """Wraps the trainer's model for lm_eval. It is no module: lm_eval would change a module's mode and tie its weights again.
 
     Args:
-        trainer: Has the model, whatever engine shares it out.
+        trainer: Has the model, on any engine.
         settings: Of the evaluation.
         pad_token_id: Of the tokenizer.
     """
@@ -40,16 +40,16 @@ class Live:
         self.generation = GenerationConfig(
             **settings.generation, eos_token_id=list(settings.stop_token_ids), pad_token_id=pad_token_id
         )
-        self.shared = is_shared(trainer)
+        self.sharded = is_sharded(trainer)
         self.answering = False
-        """In a batch; it stays so where that failed."""
+        """Whether it is in a batch; stays true where the batch failed."""
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
-        """A batch, which each rank comes to.
+        """Around a batch, which all ranks run.
 
         Raises:
-            LeftOff: On all of them, before it.
+            LeftOff: On all ranks, before it.
         """
         from sft.parallel.progress import EVALUATION
 
@@ -67,7 +67,7 @@ class Live:
             return self.trainer.model(ids)
 
     def generate(self, **arguments: Any) -> Any:
-        """Answers; where weights are shared, as many passes on each rank as the longest on any takes."""
+        """Answers; where weights are sharded, each rank runs as many passes as the longest answer on any rank takes."""
         from transformers import StoppingCriteria
 
         from sft.parallel.progress import EVALUATION
@@ -75,7 +75,7 @@ class Live:
         progress = self.trainer.progress
 
         class Moves(StoppingCriteria):  # type: ignore[misc]
-            """Stops nothing: says that this rank moves."""
+            """Stops nothing: reports that this rank makes progress."""
 
             def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
                 import torch
@@ -85,7 +85,7 @@ class Live:
 
         arguments["stopping_criteria"].append(Moves())
         with self._in_step():
-            return self._generate(**arguments, generation_config=self.generation, synced_gpus=self.shared)
+            return self._generate(**arguments, generation_config=self.generation, synced_gpus=self.sharded)
 
     def _generate(self, **arguments: Any) -> Any:
         whole = self.trainer.model
@@ -96,7 +96,7 @@ class Live:
             return below.generate(**arguments)
         from torch.distributed.fsdp import register_fsdp_forward_method
 
-        # What belongs to no layer is gathered when the outermost module is entered, which is peft's.
+        # Weights that belong to no layer are gathered when the outermost module, which is peft's, is called.
         whole.generate_below = below.generate
         register_fsdp_forward_method(whole, "generate_below")
         try:
@@ -105,14 +105,14 @@ class Live:
             del whole.generate_below
 
 
-def is_shared(trainer: Any) -> bool:
-    """Whether each rank holds a share of the weights only."""
+def is_sharded(trainer: Any) -> bool:
+    """Whether each rank holds only a shard of the weights."""
     stage = trainer.model_wrapped.zero_optimization_stage() if trainer.is_deepspeed_enabled else 0
     return trainer.accelerator.num_processes > 1 and (stage == 3 or trainer.is_fsdp_enabled)
 
 
 def language_model(live: Live, tokenizer: Any, settings: Settings) -> HFLM:
-    """lm_eval's model over it."""
+    """lm_eval's model around it."""
     from lm_eval.models.huggingface import HFLM
 
     return HFLM(
@@ -129,7 +129,7 @@ def language_model(live: Live, tokenizer: Any, settings: Settings) -> HFLM:
 
 @contextmanager
 def undisturbed(model: Any) -> Iterator[None]:
-    """Put back what a measurement changes of a training: random numbers of this rank, and the mode of each module."""
+    """Restore what a measurement changes: the random state of this rank, and the mode of each module."""
     import numpy as np
     import torch
 

@@ -56,32 +56,32 @@ def choose_placement(wanted: Parallelize, weights: int, free: Sequence[int]) -> 
     Args:
         wanted: eval.parallelize.
         weights: Bytes of the weights in the evaluation's dtype.
-        free: Free bytes of each visible GPU, the first one first; none without a GPU.
+        free: Free bytes of each visible GPU; none without a GPU.
 
     Raises:
-        EvaluationError: What was asked for cannot be had, or the weights fit nowhere.
+        EvaluationError: There is only one GPU to spread layers over, or the weights do not fit.
     """
+    if wanted is True and len(free) < 2:
+        raise EvaluationError(
+            f"eval.parallelize=true spreads layers over GPUs, and {len(free)} are visible. Leave it out."
+        )
     if not free:
-        if wanted is True:
-            raise EvaluationError("eval.parallelize=true, and there is no GPU to put layers on. Leave it out.")
         return Placement(0, "there is no GPU")
-    first, together = (1 - ROOM) * free[0], (1 - ROOM) * sum(free)
-    size = f"{_gib(weights)} of weights"
-    if wanted is True and len(free) == 1:
-        raise EvaluationError("eval.parallelize=true, and one GPU is visible: there is no other to put layers on.")
-    if wanted is not True and weights <= first:
-        return Placement(1, f"{size} fit into {_gib(first)}, which is {1 - ROOM:.0%} of what is free")
-    if wanted is False:
-        raise EvaluationError(
-            f"eval.parallelize=false, and {size} do not fit on one GPU: {_gib(free[0])} are free, and {ROOM:.0%} of that stays for "
-            "activations. Leave eval.parallelize out to spread the layers over all visible GPUs."
+    size, room = f"{_gib(weights)} of weights", (1 - ROOM) * free[0]
+    if wanted is not True and weights <= room:
+        return Placement(1, f"{size} fit into {_gib(room)}, which is {1 - ROOM:.0%} of what is free")
+    allowed = free[:1] if wanted is False else free
+    if weights > (1 - ROOM) * sum(allowed):
+        remedy = (
+            "Leave eval.parallelize=false out to spread the layers over all visible GPUs."
+            if wanted is False
+            else "Make more GPUs visible, end what else uses them, or set eval.dtype=bfloat16."
         )
-    if weights > together:
         raise EvaluationError(
-            f"{size} do not fit on {len(free)} GPU{'s' if len(free) > 1 else ''}: {_gib(sum(free))} are free, and {ROOM:.0%} of that "
-            "stays for activations. Make more GPUs visible, end what else uses them, or set eval.dtype=bfloat16."
+            f"{size} do not fit on {len(allowed)} GPU{'s' if len(allowed) > 1 else ''}: {_gib(sum(allowed))} are free, and {ROOM:.0%} of "
+            f"that stays for activations. {remedy}"
         )
-    why = "eval.parallelize=true" if wanted is True else f"{size}, and one GPU has room for {_gib(first)}"
+    why = "eval.parallelize=true" if wanted is True else f"{size}, and one GPU has room for {_gib(room)}"
     return Placement(len(free), why)
 
 

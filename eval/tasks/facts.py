@@ -1,4 +1,4 @@
-"""What only the loaded tasks tell of themselves and decides a score: definitions, versions, documents, examples, answer lengths."""
+"""Describe the loaded tasks by what decides a score: definition, version, documents, examples, answer length."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from inspect import getsource, getsourcefile
 from itertools import islice
 from pathlib import Path
@@ -34,17 +35,15 @@ def documents_hash(documents: Iterable[Any]) -> str:
 
 def _functions(value: object) -> Iterator[Callable[..., Any]]:
     """The functions in a task's configuration, wherever they stand."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for one in value:
+    if isinstance(value, (dict, list, tuple)):
+        for one in value.values() if isinstance(value, dict) else value:
             yield from _functions(one)
     elif callable(value):
         yield value
 
 
 def _source(value: object) -> str:
-    """What a function does; of any other object its type, since its text may name an address in memory."""
+    """A function's source; of any other object its type, since its text may name an address in memory."""
     try:
         return getsource(value)  # type: ignore[arg-type]
     except (TypeError, OSError):
@@ -52,27 +51,22 @@ def _source(value: object) -> str:
 
 
 def _code_files(task: ConfigurableTask, folder: Path | None) -> dict[str, bytes]:
-    """The Python files that a task's functions come from, and what of its folder they import, subfolders included."""
-    named: list[Callable[..., Any]] = [type(task), *_functions(task.config.to_dict(keep_callable=True))]
-    files = {Path(file) for one in named if (file := _file_of(one)) is not None}
+    """The Python files of a task's functions, and those of its folder that they import."""
+    files = set()
+    for one in (type(task), *_functions(task.config.to_dict(keep_callable=True))):
+        with suppress(TypeError):
+            files.add(Path(str(getsourcefile(one))))  # type: ignore[arg-type]
     if folder is not None:
         loaded = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
         files |= {Path(file) for file in loaded if file is not None and Path(file).is_relative_to(folder)}
     # Where the task's folder lies is no part of what it does.
     return {
-        str(file.relative_to(folder))
-        if folder is not None and file.is_relative_to(folder)
-        else file.name: file.read_bytes()
+        str(file.relative_to(folder)) if folder is not None and file.is_relative_to(folder) else file.name: (
+            file.read_bytes()
+        )
         for file in sorted(files)
         if file.suffix == ".py" and file.is_file() and "site-packages" not in file.parts
     }
-
-
-def _file_of(function: Callable[..., Any]) -> str | None:
-    try:
-        return getsourcefile(function)
-    except TypeError:
-        return None
 
 
 def definition_hash(task: ConfigurableTask) -> str:
@@ -103,12 +97,7 @@ def _facts(task: ConfigurableTask, settings: Settings) -> dict[str, Any]:
 
 
 def task_facts(settings: Settings, tasks: LoadedTasks) -> dict[str, dict[str, Any]]:
-    """What the loaded tasks add to the settings: the value of `Settings.loaded`.
-
-    Args:
-        settings: From `resolve_settings`.
-        tasks: From `load_tasks`.
-    """
+    """The value of `Settings.loaded`."""
     from lm_eval.api.group import Group
 
     items = [item for loaded in tasks.by_name.values() for item in loaded]

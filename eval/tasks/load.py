@@ -168,10 +168,8 @@ def _load_task(manager: TaskManager, task: Task, tasks: LoadedTasks, documents: 
         traceback.print_exc()
         if not _is_unreachable(error):
             return [_why_not_loaded(task.name, error)]
-        parts = _parts(manager, task.given)
-        beside = " The rest of the group is measured, without the group's own score." if parts else ""
-        tasks.missing[task.name] = summary(error) + beside
-        return [problem for part in parts for problem in _load_task(manager, Task(part, part), tasks, documents)]
+        tasks.missing[task.name] = summary(error)
+        return []
     found = list(loaded["tasks"].values())
     unloaded = [reason for part in found for reason in _metrics_not_loaded(part)]
     if unloaded:
@@ -188,24 +186,6 @@ def _is_unreachable(error: BaseException) -> bool:
         return True
     # A metric's script, which `evaluate` downloads.
     return isinstance(error, FileNotFoundError) and "Couldn't find a module script" in str(error)
-
-
-def _parts(manager: TaskManager, name: str) -> list[str]:
-    """What a group or tag contains, where its parts may be reachable one by one.
-
-    Empty where all need one dataset, and where the group changes its parts.
-    """
-    from lm_eval.tasks._index import Kind
-
-    entry = manager.task_index.get(name)
-    if entry is None or entry.kind not in (Kind.GROUP, Kind.TAG):
-        return []
-    listed = sorted(entry.tags) if entry.kind is Kind.TAG else (entry.cfg or {}).get("task")
-    parts = [part for part in listed or () if isinstance(part, str)]
-    known = [manager.task_index.get(part) for part in parts]
-    datasets = {(part.cfg or {}).get("dataset_path") for part in known if part is not None}
-    nested = any(part is not None and part.kind in (Kind.GROUP, Kind.TAG) for part in known)
-    return parts if len(parts) == len(listed or ()) and (len(datasets) > 1 or nested) else []
 
 
 def _why_not_loaded(name: str, error: BaseException) -> str:

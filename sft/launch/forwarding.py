@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from sft import signals as interruption
+from sft import signals
 from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
 from sft.run.directory import Run
-from sft.terminal import ENDING, written_run
+from sft.terminal import FAILURE, run_of
 
-_ENDED = {*interruption.EXITS, *(-number for number in interruption.SIGNALS)}
+_ENDED = {*signals.EXITS, *(-number for number in signals.SIGNALS)}
 _TIDY_SECONDS = 3.0
 """From the second signal to SIGKILL."""
 SAVING = "saving after this step, then stopping. A second signal ends it at once."
@@ -41,8 +41,10 @@ class Forwarding:
     def begin(self, pids: Sequence[int]) -> None:
         """Ranks are there, which hear of what has come before them too."""
         self._pids = pids
-        interruption.take_over()
-        interruption.hold(self._act)
+        for asking in signals.SIGNALS:  # torchrun has set handlers of its own
+            if signal.getsignal(asking) is not signal.SIG_IGN:
+                signal.signal(asking, lambda *_: None)
+        signals.hold(self._act)
 
     def end(self) -> None:
         """They end.
@@ -51,7 +53,7 @@ class Forwarding:
             Interrupted: A signal came, which ended them.
         """
         self._pids = ()
-        interruption.release()
+        signals.release()
 
     def _act(self, number: signal.Signals, again: bool) -> None:
         self.asked = self.asked or number
@@ -79,21 +81,21 @@ class Forwarding:
         if not ended <= (_ENDED | {-signal.SIGKILL} if self._killed else _ENDED):
             return None
         if self.asked is not None:
-            return interruption.exit_status(self.asked)
+            return signals.exit_status(self.asked)
         return EXIT_INTERRUPTED if EXIT_INTERRUPTED in ended else EXIT_TERMINATED
 
 
 def tell_interruption(forwarding: Forwarding, status: int) -> None:
     """Say in one line what happened and how it goes on, for all ranks; and have run.json say it where they could not."""
     by = forwarding.asked or (signal.SIGINT if status == EXIT_INTERRUPTED else signal.SIGTERM)
-    folder = written_run(os.getpid())
-    if folder is None and interruption.others_speak():
+    folder = run_of(os.getpid())
+    if folder is None and os.environ.get("SFT_PARENT") == str(os.getppid()):
         return
     error, after = f"Interrupted by {by.name}", "The same command starts again, or resumes"
     if folder is not None:
         run = Run(folder)
         with suppress(OSError, UserError):
-            (folder / "logs" / ENDING).unlink(missing_ok=True)
+            (folder / "logs" / FAILURE).unlink(missing_ok=True)
             if run.record["status"] != "interrupted":
                 run.update(status="interrupted", error=error)
             error, after = run.record["error"], run.next_start

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.tasks.preflight import check_before_training
-from sft import signals as interruption
-from sft import terminal as rank_logs
+from sft import signals, terminal
 from sft.checkpoint.resume import changed_tokens
 from sft.data.show import summary_lines
 from sft.data.template_checks import note_on_headers
@@ -44,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
     """Train one recipe: the table of contents."""
     check_rank_variables()
     check_installed()
-    rank_logs.begin()
+    terminal.start_rank_log()
     recipe_path, overrides = parse_command_line(argv)
     job = open_job(recipe_path, overrides, distributed.job_hardware())
     evaluate_what_is_trained(job)
@@ -59,8 +58,8 @@ def main(argv: Sequence[str]) -> None:
     tokenizer = load_tokenizer(pinned(job.recipe, job.model))
     with told_of_lost_ranks(job.recipe, "the first one prepared the data"):
         start = start_run(job)
-    interruption.interrupts(InterruptibleRun(start.run))
-    rank_logs.move_to(start.run.path)
+    signals.interrupts(InterruptibleRun(start.run))
+    terminal.move_rank_log(start.run.path)
     from sft.train.main import train
 
     run, planned = start.run, start.planned(job)
@@ -73,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
             record_end(run, seconds, bool(programs(job.recipe.eval)))
     finish_trackers(job.recipe.tracking)
     distributed.leave_group()
-    rank_logs.end()
+    terminal.remove_launch_folder()
     if distributed.is_first_rank():
         become_finish(start.run)
 

@@ -9,7 +9,7 @@ from subprocess import Popen
 from threading import Thread
 from typing import Any
 
-from sft import signals as interruption
+from sft import signals
 from sft.checkpoint.resume import Choice, ResumePlan, choose_checkpoint, lost_lines, resolve_resume
 from sft.data.prepared import Prepared
 from sft.errors import RunError
@@ -35,7 +35,7 @@ from sft.run.directory import Run
 from sft.run.record import InterruptibleRun, installed_versions, record_start
 from sft.run.trust import base_changes
 from sft.signals import EXITS
-from sft.terminal import forget_ending
+from sft.terminal import forget_failure
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def begin_data(job: Job) -> Popen[bytes] | None:
 def _end_as_it_ends(process: Popen[bytes]) -> None:
     status = process.wait()
     if status in EXITS:  # somebody has stopped it alone, or this process too
-        if interruption.asked() is None:
+        if signals.asked() is None:
             os.kill(os.getpid(), status - 128)
     elif status > 0:  # it has said why; an import cannot be interrupted otherwise
         os._exit(status)
@@ -129,7 +129,7 @@ def _start(job: Job) -> Start:
         check_same_data(original, job, prepared.fingerprint)
     unfinished, lost = unfinished_run(job), lost_latest(job)
     run = open_run(job)
-    interruption.interrupts(InterruptibleRun(run))
+    signals.interrupts(InterruptibleRun(run))
     beside = (
         [f"Another process is training {unfinished.path}: this is a run beside it."]
         if unfinished not in (None, run)
@@ -153,7 +153,7 @@ def _start(job: Job) -> Start:
     changes = recipe_changes(run, job.recipe) if goes_on else []
     versions = installed_versions()
     updated = differences(run.record.get("versions", versions), versions, "versions") if goes_on else []
-    forget_ending(run.path)
+    forget_failure(run.path)
     if goes_on:
         keep_recipe(run, job)
     checkpoint = choice.checkpoint.name if choice.checkpoint else None

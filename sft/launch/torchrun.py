@@ -21,8 +21,8 @@ from sft.launch.tuning_result import EXIT_DID_NOT_FIT
 from sft.plan.topology import Topology
 from sft.run.directory import Run
 from sft.run.trust import OWN_RUN
-from sft.signals import held_back, speaks_for_ranks
-from sft.terminal import ENDING, Ending, launched_folder, read_ending, seen_ending, written_run
+from sft.signals import held_back
+from sft.terminal import failure_text, launch_folder, run_of, show_first, shown_failure
 
 FINAL = (EXIT_USER_ERROR, EXIT_GATE, EXIT_DID_NOT_FIT)
 """Exit statuses that starting again would not change."""
@@ -162,8 +162,8 @@ def _torchrun(arguments: list[str], stopping: str) -> NoReturn:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "15")
     kills, forwarding = OutOfMemoryKills(), Forwarding(stopping)
     _watch_failures(kills, forwarding)
-    speaks_for_ranks()
-    folder = launched_folder(os.getpid())
+    os.environ["SFT_LAUNCHER"] = str(os.getpid())
+    folder = launch_folder(os.getpid())
     try:
         run(parse_args(arguments))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
@@ -207,13 +207,13 @@ def first_failure(failures: Mapping[int, Any]) -> int:
 
 def _record_failure() -> None:
     """Have run.json tell the first failure, where the first rank knew only that it lost another; and say how to go on."""
-    folder = written_run(os.getpid())
-    ending = read_ending(folder / "logs" / ENDING) if folder else None
-    if folder is None or ending is None:
+    folder = run_of(os.getpid())
+    failure = shown_failure(folder) if folder else None
+    if folder is None or failure is None:
         return
     run = Run(folder)
     with suppress(OSError, UserError):
-        run.update(status="failed", error=ending.text[-2000:])
+        run.update(status="failed", error=failure[-2000:])
     if run.last_checkpoint() is not None:
         print(f"{run.next_start}.", file=sys.stderr)
 
@@ -266,7 +266,7 @@ def _watch_failures(kills: OutOfMemoryKills, forwarding: Forwarding) -> None:
             if not self.has_failed:
                 tell_of_another_machine()
             go_on_in_the_run()
-            shutil.rmtree(launched_folder(os.getpid()), ignore_errors=True)
+            shutil.rmtree(launch_folder(os.getpid()), ignore_errors=True)
             forwarding.end()
             super()._restart_workers(worker_group)
 
@@ -275,7 +275,7 @@ def _watch_failures(kills: OutOfMemoryKills, forwarding: Forwarding) -> None:
 
 def go_on_in_the_run() -> None:
     """Tell the processes that are started next which run is this job's: another start may have made a newer one meanwhile."""
-    run = written_run(os.getpid())
+    run = run_of(os.getpid())
     if run is not None:
         os.environ[OWN_RUN] = str(run)
 
@@ -288,21 +288,21 @@ def tell_failure(rank: int, exitcode: int, kills: OutOfMemoryKills) -> None:
         exitcode: Its status; negative is a signal.
         kills: Counts the kernel's kills since the start.
     """
-    run = written_run(os.getpid())
+    run = run_of(os.getpid())
     if exitcode >= 0:
-        if exitcode not in FINAL and seen_ending(os.getpid()) is None:
+        if exitcode not in FINAL and shown_failure(launcher=os.getpid()) is None:
             log = f" Its log: {run / 'logs' / f'rank-{rank}.log'}" if run and rank else ""
             print(f"\nRank {rank} on {socket.gethostname()} ended with exit status {exitcode}.{log}", file=sys.stderr)
         return
     number = -exitcode
     name = signal.Signals(number).name if number in list(signal.Signals) else "unknown"
     text = f"was ended by signal {number} ({name}){kills.explanation() if number == signal.SIGKILL else ''}; the others are stopped."
-    Ending.of(rank, text).claim(os.getpid())
+    show_first(failure_text(rank, text), os.getpid())
 
 
 def tell_of_another_machine() -> None:
     """Say why all processes start again though none of this machine has failed."""
-    run = written_run(os.getpid())
-    ending = read_ending(run / "logs" / ENDING) if run else None
-    text = f"\n{ending.text}" if ending else ""
+    run = run_of(os.getpid())
+    failure = shown_failure(run) if run else None
+    text = f"\n{failure}" if failure else ""
     print(f"{text}\nAnother machine of the job starts its processes again, and this one does too.", file=sys.stderr)

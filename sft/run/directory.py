@@ -184,7 +184,7 @@ class Run:
         """What the next start does, as a sentence without its full stop."""
         own = f"`{join(['bash', 'scripts/sft.sh', str(self.path)])}`"
         who = "The same command"
-        if self._starts_anew():
+        if self.record.get("recipe_values", {}).get("train", {}).get("resume") == "never":
             who = f"The same command starts another run (train.resume=never); {own}"
         elif "repeats" in self.record or not self._is_found_again():
             who = own
@@ -198,13 +198,6 @@ class Run:
         named = self.record.get("recipe_values", {}).get("tracking", {}).get("run_name") is not None
         latest = self.path.parent / LATEST
         return named or not latest.exists() or latest.resolve() == self.path.resolve()
-
-    def _starts_anew(self) -> bool:
-        """Whether a command of this run said train.resume=never, which a rollback or a resume from its folder replaced since."""
-        values = [self.record.get("recipe_values", {}).get("train", {}).get("resume")]
-        for session in self._sessions:
-            values += session.get("changes", {}).get("train.resume", [])
-        return "never" in values
 
 
 def find_run(path: Path) -> Run:

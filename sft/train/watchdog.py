@@ -163,7 +163,7 @@ class Watchdog(TrainerCallback):  # type: ignore[misc]
         if self.rank == 0:
             with suppress(OSError):
                 self.run.update(status="failed", error=message[:2000])
-        terminal.tell_message(f"{message}\n{self.run.next_start}.")
+        terminal.show_message(f"{message}\n{self.run.next_start}.")
         os._exit(EXIT_CRASHED)
 
     def stacks(self) -> str:

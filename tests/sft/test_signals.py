@@ -5,19 +5,17 @@ import time
 
 import pytest
 
-from sft import signals as interruption
+from sft import signals
 from sft.errors import Interrupted
-from sft.launch.forwarding import Forwarding
 from sft.program import exit_on_error, run_main
 from sft.signals import held_back
-from tests.sft.launch.test_main import Failed
 
 
 def send(number: signal.Signals) -> None:
     """To this process, and wait until its thread has heard."""
     os.kill(os.getpid(), number)
     for _ in range(1000):
-        if interruption.asked() is not None:
+        if signals.asked() is not None:
             return
         time.sleep(0.001)
 
@@ -26,7 +24,7 @@ def send(number: signal.Signals) -> None:
 def test_where_there_is_nothing_to_save_a_signal_ends_the_program_in_one_line(
     number: signal.Signals, status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended, interruption.listening(), exit_on_error():
+    with pytest.raises(SystemExit) as ended, signals.listening(), exit_on_error():
         send(number)
         raise AssertionError("it went on")
     assert ended.value.code == status
@@ -42,7 +40,7 @@ class Dropping:
 
 
 def test_a_signal_whose_exception_python_drops_is_heard_once_more(capsys: pytest.CaptureFixture[str]) -> None:
-    with interruption.listening():
+    with signals.listening():
         with pytest.raises(Interrupted, match="Interrupted by SIGTERM"):
             Dropping()
             time.sleep(5)
@@ -51,19 +49,19 @@ def test_a_signal_whose_exception_python_drops_is_heard_once_more(capsys: pytest
 
 
 def test_while_steps_are_trained_a_signal_is_only_remembered() -> None:
-    with interruption.listening():
-        interruption.hold(lambda number, again: None)
-        assert interruption.asked() is None
+    with signals.listening():
+        signals.hold(lambda number, again: None)
+        assert signals.asked() is None
         send(signal.SIGTERM)
-        assert interruption.asked() == signal.SIGTERM
+        assert signals.asked() == signal.SIGTERM
         with pytest.raises(Interrupted, match="Interrupted by SIGTERM"):
-            interruption.release()
+            signals.release()
 
 
 def test_the_same_signal_told_twice_by_a_launcher_is_one() -> None:
     heard: list[bool] = []
-    with interruption.listening():
-        interruption.hold(lambda number, again: heard.append(again))
+    with signals.listening():
+        signals.hold(lambda number, again: heard.append(again))
         send(signal.SIGTERM)
         send(signal.SIGTERM)
         time.sleep(0.05)
@@ -71,42 +69,21 @@ def test_the_same_signal_told_twice_by_a_launcher_is_one() -> None:
 
 
 def test_signals_are_afterwards_as_they_were() -> None:
-    before = [signal.getsignal(number) for number in interruption.SIGNALS]
-    with interruption.listening():
-        assert [signal.getsignal(number) for number in interruption.SIGNALS] != before
-    assert [signal.getsignal(number) for number in interruption.SIGNALS] == before
-    assert interruption.asked() is None
+    before = [signal.getsignal(number) for number in signals.SIGNALS]
+    with signals.listening():
+        assert [signal.getsignal(number) for number in signals.SIGNALS] != before
+    assert [signal.getsignal(number) for number in signals.SIGNALS] == before
+    assert signals.asked() is None
 
 
 def test_what_a_shell_has_set_to_be_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with interruption.listening():
+        with signals.listening():
             os.kill(os.getpid(), signal.SIGHUP)
-            interruption.take_over()  # torch's launcher sets a handler of its own
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.parametrize(
-    ("ended", "asked", "status"),
-    [
-        ({0: 143, 1: 143}, None, 143),
-        ({0: 130, 1: 143}, None, 130),  # torchrun ends with SIGTERM who has not ended yet
-        ({0: 143, 1: -15}, signal.SIGINT, 130),
-        ({0: 143, 1: -11}, None, None),
-        ({0: 143, 1: 1}, signal.SIGTERM, None),
-        ({0: 143, 1: -9}, signal.SIGTERM, None),  # memory ran out
-        ({1: 2}, signal.SIGTERM, None),
-    ],
-)
-def test_a_job_was_interrupted_where_no_rank_has_failed(
-    ended: dict[int, int], asked: signal.Signals | None, status: int | None
-) -> None:
-    forwarding = Forwarding()
-    forwarding.asked = asked
-    assert forwarding.exit_status({rank: Failed(code) for rank, code in ended.items()}) == status
 
 
 def test_a_signal_that_was_held_back_until_a_program_hears_ends_it_in_one_line(
@@ -119,3 +96,40 @@ def test_a_signal_that_was_held_back_until_a_program_hears_ends_it_in_one_line(
             run_main(lambda words: pytest.fail("it began"))
     assert ended.value.code == 143
     assert capsys.readouterr().err == "\nInterrupted by SIGTERM. The same command starts again, or resumes.\n"
+
+
+class Recorder:
+    """What a signal interrupts."""
+
+    def __init__(self) -> None:
+        self.recorded: list[str] = []
+
+    def record(self, interrupted: Interrupted) -> str:
+        self.recorded.append(str(interrupted))
+        return "It resumes from checkpoint-4."
+
+    def clean_up(self) -> None:
+        self.recorded.append("cleaned up")
+
+
+def test_an_interruption_is_recorded_and_says_what_the_next_start_does(capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = Recorder()
+    with pytest.raises(SystemExit), signals.listening(), exit_on_error():
+        signals.interrupts(recorder)
+        send(signal.SIGTERM)
+    assert recorder.recorded == ["Interrupted by SIGTERM"]
+    assert capsys.readouterr().err == "\nInterrupted by SIGTERM. It resumes from checkpoint-4.\n"
+
+
+def test_a_second_signal_ends_the_process_at_once_and_cleans_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, ended = Recorder(), threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda status: ended.set())
+    monkeypatch.setattr(signals, "_SAME_SECONDS", 0.0)
+    with signals.listening():
+        signals.interrupts(recorder)
+        signals.hold()
+        send(signal.SIGTERM)
+        time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended.wait(5)
+    assert recorder.recorded[:2] == ["Interrupted by SIGTERM", "cleaned up"]

@@ -1,4 +1,3 @@
-import json
 import os
 import subprocess
 import sys
@@ -7,28 +6,26 @@ from pathlib import Path
 
 import pytest
 
-from sft import terminal as rank_logs
-from sft.errors import DataError
-from sft.launch.opening import OWN_RUN
-from sft.launch.torchrun import go_on_in_the_run
+from sft import terminal
+from sft.errors import DataError, LostRank
 from sft.program import exit_on_error
 from sft.recipe.schema import REPOSITORY
-from sft.terminal import ENDING, Ending, forget_ending, is_echo, launched_folder, read_ending, seen_ending, written_run
+from sft.terminal import FAILURE, failure_text, forget_failure, launch_folder, only_lost_others, run_of, shown_failure
 
 Become = Callable[[int], None]
 
 
 @pytest.fixture
 def become(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Become:
-    """Be a rank of two that this process's parent has started; nothing ends for real."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    """Be one of two ranks that this process's parent has started; nothing ends for real."""
 
-    def stop(status: int) -> None:
+    def exit_now(status: int) -> None:
         raise SystemExit(status)
 
-    monkeypatch.setattr(os, "_exit", stop)
-    monkeypatch.setattr(rank_logs, "_voice", rank_logs._Voice(2))
-    monkeypatch.setattr(rank_logs, "_PATIENCE", 0.0)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "_exit", exit_now)
+    monkeypatch.setattr(terminal, "_output", terminal._Output())
+    monkeypatch.setattr(terminal, "_WAIT_SECONDS", 0.0)
 
     def rank(number: int) -> None:
         for name, value in {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2}.items():
@@ -38,9 +35,9 @@ def become(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Become:
 
 
 def fail(error: Exception) -> object:
-    with pytest.raises(SystemExit) as stop, exit_on_error():
+    with pytest.raises(SystemExit) as ended, exit_on_error():
         raise error
-    return stop.value.code
+    return ended.value.code
 
 
 def test_of_two_ranks_that_fail_the_first_is_shown(become: Become, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,13 +50,11 @@ def test_of_two_ranks_that_fail_the_first_is_shown(become: Become, capsys: pytes
     become(0)
     assert fail(ValueError("a consequence")) == 1
     assert capsys.readouterr().err == ""
-    first = seen_ending(os.getppid())
-    assert first is not None
-    assert first.rank == 1
+    assert (shown_failure() or "").startswith("Rank 1 on ")
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_mistake_that_all_ranks_have_made_is_shown_once(
+def test_a_mistake_that_all_ranks_make_is_shown_once(
     order: tuple[int, int], become: Become, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for rank in order:
@@ -68,119 +63,93 @@ def test_a_mistake_that_all_ranks_have_made_is_shown_once(
     assert capsys.readouterr().err.strip() == "the data is wrong"
 
 
-def test_every_machine_shows_the_first_ending_of_the_job(
+def test_a_process_that_a_signal_ended_is_named_once(become: Become, capsys: pytest.CaptureFixture[str]) -> None:
+    become(1)
+    for _ in range(2):
+        terminal.show_first(failure_text(1, "was ended by signal 9"), os.getppid())
+    assert capsys.readouterr().err.count("was ended by signal 9") == 1
+
+
+def test_every_node_shows_the_first_failure_of_the_job(
     become: Become, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     (run / "logs").mkdir(parents=True)
     become(0)
-    rank_logs.move_to(run)
-    assert written_run(os.getppid()) == run
-    other = Ending(9, "host1", "2026-01-01T00:00:00+0000", "Rank 9 on host1 failed")
-    (run / "logs" / ENDING).write_text(json.dumps(vars(other)))
+    terminal.move_rank_log(run)
+    assert run_of(os.getppid()) == run
+    (run / "logs" / FAILURE).write_text("Rank 9 on node1 failed")
     fail(RuntimeError("Connection closed by peer [10.0.0.9]:1"))
-    assert capsys.readouterr().err.strip() == "Rank 9 on host1 failed"
+    assert capsys.readouterr().err.strip() == "Rank 9 on node1 failed"
     assert "Connection closed by peer" in (run / "logs" / "rank-0.log").read_text()  # kept, though not shown
-    forget_ending(run)
-    assert read_ending(run / "logs" / ENDING) is None
-
-
-def test_a_process_that_a_signal_ended_is_told_once(become: Become, capsys: pytest.CaptureFixture[str]) -> None:
-    become(1)
-    for _ in range(2):
-        Ending.of(1, "was ended by signal 9").claim(os.getppid())
-    assert capsys.readouterr().err.count("was ended by signal 9") == 1
-
-
-class LostRank(Exception):
-    """As another part of the program raises it."""
+    forget_failure(run)
+    assert shown_failure(run) is None
 
 
 @pytest.mark.parametrize(
-    ("error", "echo"),
+    ("error", "lost"),
     [
         (RuntimeError("[gloo/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:423."), True),
-        (RuntimeError("Read error [::1]:3255: Connection reset by peer"), True),
         (RuntimeError("NCCL error: remote process exited or there was a network error"), True),
         (LostRank("rank 0 lost the others"), True),
         (RuntimeError("CUDA out of memory"), False),
         (ValueError("Connection closed by peer"), False),
     ],
 )
-def test_who_only_lost_another_rank_is_not_the_reason(error: Exception, echo: bool) -> None:
-    assert is_echo(error) == echo
+def test_a_rank_that_only_lost_another_is_not_the_cause(error: Exception, lost: bool) -> None:
+    assert only_lost_others(error) == lost
 
 
 def test_torchs_own_error_of_a_lost_rank_is_known() -> None:
     from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
     for kind in (DistBackendError, DistNetworkError, DistStoreError):
-        assert is_echo(kind("gone"))
+        assert only_lost_others(kind("gone"))
 
 
 PROGRAM = """
 import os, sys
 from pathlib import Path
-from sft import rank_logs
-rank_logs.begin()
+from sft import terminal
+terminal.start_rank_log()
 print("before", flush=True)
-rank_logs.move_to(Path(sys.argv[1]))
+terminal.move_rank_log(Path(sys.argv[1]))
 print("after", flush=True)
 os.system("echo from another language >&2")
 """
 
 
-def run_as(rank: int, run: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank - 8),
-        "WORLD_SIZE": "16",
-        "TMPDIR": str(run),
-        "PYTHONPATH": str(REPOSITORY),
-    }
-    program = run / "program.py"
-    program.write_text(PROGRAM)
-    words = [sys.executable, str(program), str(run)]
-    return subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+def run_as(run: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    own = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    own |= {"TMPDIR": str(run), "PYTHONPATH": str(REPOSITORY)}
+    (run / "program.py").write_text(PROGRAM)
+    words = [sys.executable, str(run / "program.py"), str(run)]
+    return subprocess.run(words, env=own | environment, capture_output=True, text=True, check=True)
 
 
-@pytest.mark.slow
-def test_what_a_rank_prints_is_in_its_log_from_the_beginning_and_start_after_start(tmp_path: Path) -> None:
+def test_the_output_of_other_ranks_is_in_their_logs_from_the_beginning(tmp_path: Path) -> None:
     for start in (1, 2):
-        assert run_as(9, tmp_path).stdout == ""
+        assert run_as(tmp_path, RANK="9", LOCAL_RANK="1", WORLD_SIZE="16").stdout == ""
         lines = (tmp_path / "logs" / "rank-9.log").read_text().splitlines()
-        assert [line for line in lines if not line.startswith("[")] == [
-            "before",
-            "after",
-            "from another language",
-        ] * start
-    told = run_as(8, tmp_path)
-    assert told.stdout == ""
-    assert told.stderr.startswith("Rank 8 on ")  # the only sign of life on its machine
-    assert str(tmp_path / "logs") in told.stderr
-    assert not list(launched_folder(os.getpid()).glob("rank-*"))
+        own = [line for line in lines if not line.startswith("[")]
+        assert own == ["before", "after", "from another language"] * start
+    first_of_its_node = run_as(tmp_path, RANK="8", LOCAL_RANK="0", WORLD_SIZE="16")
+    assert first_of_its_node.stdout == ""
+    assert first_of_its_node.stderr.startswith("Rank 8 on ")  # the only sign of life on its node
+    assert str(tmp_path / "logs") in first_of_its_node.stderr
 
 
-@pytest.mark.slow
-def test_the_first_rank_and_a_single_process_speak(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    words = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    for ranks in ({}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}):
-        done = subprocess.run(words, env=environment | ranks, capture_output=True, text=True, check=True)
-        assert done.stdout == "before\nafter\n"
+@pytest.mark.parametrize("environment", [{}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}])
+def test_rank_0_and_a_single_process_print_to_the_terminal(environment: dict[str, str], tmp_path: Path) -> None:
+    assert run_as(tmp_path, **environment).stdout == "before\nafter\n"
 
 
-def test_a_single_process_tells_our_launcher_its_run_and_what_starts_again_goes_on_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_single_process_tells_only_our_launcher_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(rank_logs, "_voice", rank_logs._Voice(2))
-    monkeypatch.setenv(OWN_RUN, "")
-    rank_logs.move_to(tmp_path / "run")
-    assert written_run(os.getppid()) is None
+    monkeypatch.setattr(terminal, "_output", terminal._Output())
+    terminal.move_rank_log(tmp_path / "run")
+    assert run_of(os.getppid()) is None
     monkeypatch.setenv("SFT_LAUNCHER", str(os.getppid()))
-    rank_logs.move_to(tmp_path / "run")
-    assert written_run(os.getppid()) == tmp_path / "run"
-    launched_folder(os.getppid()).rename(launched_folder(os.getpid()))  # as the launcher, which this process is now
-    go_on_in_the_run()
-    assert os.environ[OWN_RUN] == str(tmp_path / "run")
+    terminal.move_rank_log(tmp_path / "run")
+    assert run_of(os.getppid()) == tmp_path / "run"
+    assert launch_folder(os.getppid()).parent == tmp_path

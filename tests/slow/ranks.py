@@ -28,7 +28,7 @@ from typing import Any
 
 from sft.parallel.process_group import LAUNCHED
 from sft.processes import end_with_parent
-from sft.terminal import launched_folder
+from sft.terminal import launch_folder
 
 IMPORTED = (
     "deepspeed trl trl.trainer.sft_trainer peft accelerate transformers.models.qwen2.modeling_qwen2 datasets eval.tasks.suites "
@@ -207,7 +207,7 @@ def _run(job: dict[str, Any]) -> int:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)  # what it still writes must not silence the next job
             children.clear()
-    shutil.rmtree(launched_folder(os.getpid()), ignore_errors=True)  # as our launcher does
+    shutil.rmtree(launch_folder(os.getpid()), ignore_errors=True)  # as our launcher does
     return first
 
 

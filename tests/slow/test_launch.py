@@ -22,7 +22,7 @@ import yaml
 from sft.parallel.process_group import free_port
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
-from sft.terminal import ENDING
+from sft.terminal import FAILURE
 from tests.slow.conftest import BIN, decisions, latest, lines_of, rows, until, write_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -95,7 +95,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(recipe: Path, start: Start) -> 
     run = latest(recipe)
     assert f"The same command goes on from {run.last_checkpoint().name}." in told  # type: ignore[union-attr]
     assert (run.record["status"], "Rank 2 on" in run.record["error"]) == ("failed", True)
-    assert json.loads((run.path / "logs" / ENDING).read_text())["rank"] == 2
+    assert json.loads((run.path / "logs" / FAILURE).read_text())["rank"] == 2
 
 
 def test_eight_ranks_train_and_start_again_after_one_was_killed(recipe: Path, start: Start) -> None:

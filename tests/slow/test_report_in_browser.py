@@ -66,7 +66,7 @@ def pages(tmp_path: Path) -> list[Path]:
         "p_adjusted": 1.23e-16,
         "test": "bootstrap",
         "decides": False,
-        "verdict": "NO EVIDENCE",
+        "verdict": "NO SIGNIFICANT CHANGE",
     }
     metrics = [
         METRIC

@@ -2,8 +2,7 @@ from typing import Any
 
 import numpy as np
 
-from eval.compare.contamination import check_contamination
-from eval.compare.ngrams import Search, hash_words, ngrams, words
+from eval.compare.contamination import Search, check_contamination
 from sft.data.documents import DOCUMENT, Chunk, Counts
 from sft.data.findings import Findings
 from sft.data.store import DocumentWriter, SequenceIndex
@@ -53,22 +52,6 @@ def test_the_words_of_the_task_itself_are_no_finding() -> None:
     assert not any(found(documents, [introduction]))
     assert found(documents, [f"{introduction} take 4 steps"]).count(True) == 1
     assert all(found(documents[:10], [introduction]))
-
-
-def test_a_document_with_the_same_words_in_many_fields_is_found() -> None:
-    assert found([[f"{LONG} {number}" for number in range(12)]], [LONG]) == [True]
-
-
-def test_signs_are_words() -> None:
-    assert words("我们 go 学习。") == ["我", "们", "go", "学", "习"]
-
-
-def test_the_hash_of_words_in_a_row_is_that_of_these_words_alone() -> None:
-    hashed = hash_words(["a b c d"])[:-1]
-    every = ngrams(hashed, [2, 3])
-    assert every[2].tolist() == [ngrams(hashed[n : n + 2], [2])[2][0] for n in range(3)]
-    assert len({*every[2].tolist(), *every[3].tolist()}) == 5
-    assert len(ngrams(hashed, [9])[9]) == 0
 
 
 class Words:

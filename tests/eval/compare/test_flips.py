@@ -3,7 +3,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.compare.comparison import compare
-from eval.compare.flips import MOST_CHARACTERS, answer, find_flips, question, shorten, target, write_flips
+from eval.compare.flips import answer, find_flips, question, target, write_flips
 
 
 def generated(doc_id: int, said: str, score: int, taken: str | None = None, **more: object) -> dict[str, Any]:
@@ -85,14 +85,6 @@ def test_a_choice_is_shown_by_its_text() -> None:
     assert question(sample) == "Which animal barks at night?"
 
 
-def test_what_was_taken_of_an_answer_is_shown_beside_it() -> None:
-    assert answer(generated(0, "So 1+1 is 2. #### 2", 1, taken="2"), "exact_match") == (
-        "So 1+1 is 2. #### 2\n[taken as the answer: 2]"
-    )
-    repeated = generated(0, "2", 1, resps=[["2", "3"]])
-    assert "[the first of 2 answers]" in answer(repeated, "exact_match")
-
-
 def test_a_question_that_is_not_in_the_document_is_the_end_of_the_prompt() -> None:
     sample = generated(0, "2", 1, doc={"id": "x"})
     assert question(sample).endswith("What is 0 plus 2?<|assistant|>")
@@ -104,16 +96,3 @@ def test_passage_and_question_stay_in_the_order_of_the_prompt() -> None:
     assert question(generated(0, "", 1, doc=doc, arguments=prompt)) == (
         "The sky is blue today, they say.\nis the sky blue"
     )
-
-
-def test_what_is_cut_is_said() -> None:
-    text = "a" + "b" * MOST_CHARACTERS
-    assert shorten(text).endswith("b\n[1 characters are not shown]")
-    assert shorten(text, keep_end=True).startswith("[1 characters are not shown]\nb")
-    assert shorten("short") == "short"
-
-
-def test_half_a_surrogate_pair_in_an_answer_is_written_and_read_again(tmp_path: Path) -> None:
-    write_flips([{"tuned": "half \ud83d, whole \U0001f600"}], tmp_path / "flips.jsonl")
-    (line,) = (tmp_path / "flips.jsonl").read_text(encoding="utf-8").splitlines()
-    assert json.loads(line) == {"tuned": "half \ud83d, whole \U0001f600"}

@@ -3,13 +3,12 @@ from typing import Any
 import pytest
 
 from eval.compare.gate import judge_gate
-from eval.tasks.suites import check_gate, check_tasks
-from sft.errors import EXIT_GATE, EvaluationError, GateFailed
+from eval.tasks.suites import check_gate
+from sft.errors import EvaluationError
 from sft.recipe.eval import Gate
-from sft.recipe.schema import Evaluation
 
 
-def row(task: str, base: float, tuned: float, verdict: str = "NO EVIDENCE", **more: object) -> dict[str, Any]:
+def row(task: str, base: float, tuned: float, verdict: str = "NO SIGNIFICANT CHANGE", **more: object) -> dict[str, Any]:
     return {
         "task": task,
         "metric": "acc",
@@ -39,22 +38,28 @@ def test_a_drop_may_be_as_large_as_allowed_and_no_larger() -> None:
     assert failed["asked"] == {"max_regression": {"arc": 0.02}, "require": {}, "judge_by": "score"}
 
 
+def test_for_a_metric_that_should_be_low_a_rise_is_the_drop() -> None:
+    rose = row("wiki", 9.0, 9.5, higher_is_better=False)
+    assert not judged({"max_regression": {"wiki": 0.1}}, rose)["passed"]
+    assert not judged({"require": {"wiki": 9}}, rose)["passed"]
+    assert judged({"max_regression": {"wiki": 0}}, row("wiki", 9.5, 9.0, higher_is_better=False))["passed"]
+
+
 def test_default_is_for_each_task_that_is_not_named() -> None:
     rows = row("ifeval", 0.5, 0.4), row("arc", 0.5, 0.4), row("part", 0.5, 0.1, decides=False)
     failures = judged({"max_regression": {"ifeval": 0.2, "default": 0.05}}, *rows)["failures"]
     assert [failure.split()[0] for failure in failures] == ["arc"]
 
 
-def test_of_a_metric_that_should_be_low_a_rise_is_the_drop() -> None:
-    rose = row("wiki", 9.0, 9.5, higher_is_better=False)
-    assert "worse by 0.5" in judged({"max_regression": {"wiki": 0.1}}, rose)["failures"][0]
-    assert judged({"max_regression": {"wiki": 0}}, row("wiki", 9.5, 9.0, higher_is_better=False))["passed"]
-    assert "at most 9 is required" in judged({"require": {"wiki": 9}}, rose)["failures"][0]
-
-
 @pytest.mark.parametrize(
     ("verdict", "passed"),
-    [("REGRESSED", False), ("NO EVIDENCE", True), ("IMPROVED", True), ("TOO FEW DOCUMENTS", False), ("UNKNOWN", False)],
+    [
+        ("REGRESSED", False),
+        ("NO SIGNIFICANT CHANGE", True),
+        ("IMPROVED", True),
+        ("TOO FEW DOCUMENTS", False),
+        ("UNKNOWN", False),
+    ],
 )
 def test_by_evidence_only_what_is_shown_fails_and_what_cannot_be_shown(verdict: str, passed: bool) -> None:
     gate = {"max_regression": {"default": 0.0}, "judge_by": "evidence"}
@@ -78,7 +83,7 @@ def test_another_metric_than_the_one_that_decides_can_be_named() -> None:
 
 
 def test_the_mean_over_tasks_can_be_gated_where_there_is_one() -> None:
-    overall = {"base": 0.5, "tuned": 0.45, "difference": -0.05, "verdict": "NO EVIDENCE"}
+    overall = {"base": 0.5, "tuned": 0.45, "difference": -0.05, "verdict": "NO SIGNIFICANT CHANGE"}
     gate = {"max_regression": {"overall": 0.02}}
     assert judged(gate, overall=overall)["failures"] == [
         "overall: 0.5000 -> 0.4500, worse by 0.0500; at most 0.02 is allowed."
@@ -94,33 +99,9 @@ def test_what_is_incomplete_never_passes() -> None:
     assert judged({"require": {"gsm8k": 0.1}})["failures"] == ["gsm8k has no score."]
 
 
-def test_without_a_gate_nothing_is_judged() -> None:
-    assert judge_gate(None, {}) is None
-
-
 def test_a_gate_over_what_is_not_measured_is_refused() -> None:
     with pytest.raises(EvaluationError) as error:
         check_gate(Gate(max_regression={"ifevall": 0.1, "default": 0.1}, require={"arc": 1}), ["ifeval", "mine"], ())
     assert "`ifevall` is not measured; did you mean `ifeval`? Measured: ifeval, mine." in str(error.value)
     assert "`arc` is not measured. Measured: ifeval, mine." in str(error.value)
     check_gate(Gate(max_regression={"ifeval/acc": 0.1, "overall": 0.1}), ["ifeval"], ())
-
-
-def test_it_is_refused_with_the_tasks_of_the_recipe(tmp_path: Any) -> None:
-    gate = Gate(require={"gsm8k": 0.1})
-    with pytest.raises(EvaluationError, match=r"`gsm8k` is not measured. Measured: demo_extraction"):
-        check_tasks(Evaluation(tasks=("builtin:demo",), gate=gate), tmp_path)
-
-
-def test_a_part_of_a_group_may_be_named(tmp_path: Any) -> None:
-    def check(name: str) -> None:
-        check_tasks(Evaluation(tasks=("leaderboard_bbh",), gate=Gate(require={name: 0.1})), tmp_path)
-
-    check("leaderboard_bbh_navigate")
-    with pytest.raises(EvaluationError, match="`leaderboard_ifeval` is not measured"):
-        check("leaderboard_ifeval")
-
-
-def test_a_gate_that_failed_ends_with_a_status_of_its_own() -> None:
-    assert EXIT_GATE not in (0, 1, 2, 75, 130, 143)
-    assert str(GateFailed(["a", "b"])) == "The gate has failed:\n  a\n  b"

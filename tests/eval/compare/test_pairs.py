@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from eval.compare.comparison import compare
-from eval.compare.pairs import leaves, pair, pair_task
+from eval.compare.pairs import pair, pair_task
+from eval.compare.results import leaves
 from eval.compare.statistics import holm
 
 Rows = list[dict[str, Any]]
@@ -66,16 +67,6 @@ def test_a_score_that_is_no_mean_of_its_documents_has_no_pairs() -> None:
     assert pair(sampled([None, 1.0]), rows, "acc,none", ({"acc,none": 1.0}, {"acc,none": 0.5})) is None
 
 
-def test_documents_without_the_metric_are_left_out_of_both() -> None:
-    base, tuned = (
-        [*sampled([0, 1]), {"doc_id": 2, "filter": "none"}],
-        [*sampled([1, 1]), {"doc_id": 2, "filter": "none"}],
-    )
-    pairs = pair(base, tuned, "acc,none", ({"acc,none": 0.5}, {"acc,none": 1.0}))
-    assert pairs is not None
-    assert pairs.documents == (0, 1)
-
-
 @pytest.mark.parametrize(("by_size", "weights"), [(True, (0.8, 0.2)), (False, (0.5, 0.5))])
 def test_a_group_is_paired_with_the_weights_that_give_its_score(by_size: bool, weights: tuple[float, float]) -> None:
     (base, base_samples), (tuned, tuned_samples) = (
@@ -126,31 +117,9 @@ def test_the_note_names_the_task_that_is_judged_and_those_with_too_few_documents
     for one in (base, tuned):
         one["results"]["both"] = {"alias": "both"}
     compared = compare(base, tuned, base_samples, tuned_samples)
-    assert compared["note"].startswith("One metric is judged, so no correction")
+    assert compared["note"].startswith("One metric is judged and needs no correction")
     assert compared["note"].endswith("Too few documents for a verdict: two.")
     assert compared["overall"]["verdict"] == "TOO FEW DOCUMENTS"
-
-
-def test_a_perplexity_decides_but_is_no_part_of_the_mean() -> None:
-    base, tuned = (
-        results({"wiki": {"ppl,none": ppl, "ppl_stderr,none": 0.5}, "arc": {"acc,none": 0.5}}) for ppl in (9.0, 6.0)
-    )
-    for one in (base, tuned):
-        one["higher_is_better"]["wiki"] = {"ppl": False}
-        one["results"]["wiki"]["sample_len"] = 100
-    compared = compare(base, tuned, {"arc": sampled([0, 1])}, {"arc": sampled([1, 0])})
-    rows = {row["task"]: row for row in compared["metrics"]}
-    assert rows["wiki"]["decides"]
-    assert rows["wiki"]["verdict"] == "IMPROVED"
-    assert rows["arc"]["verdict"] == "TOO FEW DOCUMENTS"
-    assert compared["overall"] is None
-
-
-def test_acc_norm_decides_where_there_is_one() -> None:
-    base, tuned = (results({"arc": {"acc,none": 0.5, "acc_norm,none": 0.5}}) for _ in range(2))
-    samples = {"arc": [row | {"acc_norm": row["acc"]} for row in sampled([0, 1])]}
-    compared = compare(base, tuned, samples, samples)
-    assert [row["metric"] for row in compared["metrics"] if row["decides"]] == ["acc_norm"]
 
 
 def test_a_verdict_among_many_takes_more_than_one_alone() -> None:
@@ -175,9 +144,9 @@ def test_a_verdict_among_many_takes_more_than_one_alone() -> None:
     row = among["metrics"][0]
     assert row["p_adjusted"] == pytest.approx(11 * row["p_value"])  # with the mean over tasks
     assert among["overall"]["p_adjusted"] >= among["overall"]["p_value"]
-    assert row["verdict"] == "NO EVIDENCE"
+    assert row["verdict"] == "NO SIGNIFICANT CHANGE"
     assert row["interval_95"][0] > 0
-    assert "By itself arc would be more than chance" in among["note"]
+    assert "Significant alone, but not among so many verdicts: arc" in among["note"]
 
 
 def rolling(log_likelihoods: list[float], words: list[int]) -> tuple[dict[str, Any], dict[str, Rows]]:
@@ -213,13 +182,6 @@ def test_a_perplexity_is_paired_by_its_log_likelihoods() -> None:
     assert pairs.perplexity
 
 
-def test_a_brier_score_is_a_mean_over_documents() -> None:
-    rows = sampled([[1, [0.2, 0.8]], [0, [0.5, 0.5]]], "brier")
-    pairs = pair(rows, rows, "brier,none", ({"brier,none": 0.29}, {"brier,none": 0.29}))
-    assert pairs is not None
-    assert pairs.base == pytest.approx([0.08, 0.5])
-
-
 def test_values_that_are_not_a_number_are_left_out_where_the_score_leaves_them_out() -> None:
     rows = sampled([0.5, math.nan, 1.0])
     assert pair(rows, rows, "acc,none", ({"acc,none": math.nan},) * 2) is None
@@ -251,13 +213,6 @@ def test_documents_that_share_a_passage_count_as_one(texts: list[str], passages:
     assert row["passages"] == passages
 
 
-def test_copies_of_a_document_count_as_one() -> None:
-    rows = [row | {"doc": {"question": f"{row['doc_id'] // 2}?"}} for row in sampled([0, 1] * 20)]
-    pairs = pair(rows, rows, "acc,none", ({"acc,none": 0.5},) * 2)
-    assert pairs is not None
-    assert len(pairs.sample().values) == 20
-
-
 def test_how_an_answer_is_written_is_no_verdict_on_whether_it_is_right() -> None:
     # A chat model that writes the right numbers and drops the `####` before them.
     def side(strict: int, flexible: int) -> tuple[dict[str, Any], dict[str, Rows]]:
@@ -276,23 +231,5 @@ def test_how_an_answer_is_written_is_no_verdict_on_whether_it_is_right() -> None
     base, tuned = side(60, 62), side(5, 64)
     compared = compare(base[0], tuned[0], base[1], tuned[1])
     rows = {row["filter"]: (row["decides"], row["verdict"]) for row in compared["metrics"]}
-    assert rows == {"strict-match": (False, "REGRESSED"), "flexible-extract": (True, "NO EVIDENCE")}
-    assert "gsm8k: REGRESSED by strict-match, NO EVIDENCE by flexible-extract" in compared["note"]
-
-
-def test_the_mean_is_corrected_together_with_its_tasks() -> None:
-    gains = ("arc", "boolq", "copa")
-    before = {task: sampled([0] * 100) for task in gains}
-    after = {task: sampled([1] * 6 + [0] * 94) if task == "arc" else sampled([0] * 100) for task in gains}
-    base, tuned = (
-        results(
-            {
-                task: {"acc,none": float(np.mean([row["acc"] for row in rows])), "sample_len": 100}
-                for task, rows in one.items()
-            }
-        )
-        for one in (before, after)
-    )
-    compared = compare(base, tuned, before, after)
-    adjusted = holm([row["p_value"] for row in [*compared["metrics"], compared["overall"]]])
-    assert [row["p_adjusted"] for row in [*compared["metrics"], compared["overall"]]] == adjusted
+    assert rows == {"strict-match": (False, "REGRESSED"), "flexible-extract": (True, "NO SIGNIFICANT CHANGE")}
+    assert "gsm8k: REGRESSED by strict-match, NO SIGNIFICANT CHANGE by flexible-extract" in compared["note"]

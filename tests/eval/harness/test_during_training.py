@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from eval.harness.during_training import During, scores
+from eval.harness.during_training import During
+from eval.harness.measure import scores
 from eval.models.live_model import undisturbed
 from sft.errors import EvaluationError, RecipeError
 from sft.launch.job import check_tasks_during

@@ -1,19 +1,15 @@
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from eval.harness.measure import PROMPT_CUT, evaluate_model
-from eval.models.placement import Placement, give_memory_back
+from eval.harness.measure import evaluate_model
+from eval.models.placement import Placement
 from eval.models.target import Target
-from eval.quiet import describe_environment_once
 from eval.reference import Reference, load_reference
 from eval.tasks.load import load_tasks
 from eval.tasks.settings import Settings, resolve_settings
@@ -239,7 +235,6 @@ def test_a_prompt_that_is_cut_is_told(
     results = measure(tuned_model, reference, tmp_path / "out", generate, choose, write_task("short"))
     assert results["prompts_cut"] == ["generate", "choose"]
     assert "prompts of choose that are longer than 1024 tokens" in capsys.readouterr().out
-    assert len(PROMPT_CUT) == 2 + 2  # the others are what lm_eval's clients of vLLM and of servers say
 
 
 @pytest.mark.parametrize("weights", [None, b"", b"not weights at all"])
@@ -255,87 +250,14 @@ def test_weights_that_cannot_be_loaded_are_one_message(
         measure(folder, reference, tmp_path / "out", write_task("mine"))
 
 
-@pytest.mark.slow
-@pytest.mark.extra  # tests/slow/test_evaluation_equals_lm_eval.py compares these tasks through the whole evaluation
-def test_real_tasks_score_what_lm_evals_own_command_line_says(
-    shared: Path, tmp_path: Path, write_task: WriteTask
-) -> None:
-    """ARC and HellaSwag by likelihood, GSM8K by generation, on a really pretrained model."""
-
-    def rows(name: str, count: int) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (shared / "eval" / name).read_text().splitlines()[:count]]
-
-    choice = {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{query}}\nAnswer:",
-        "doc_to_choice": "choices",
-        "doc_to_target": "gold",
-        "generation_kwargs": None,
-        "metric_list": [
-            {"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in ("acc", "acc_norm")
-        ],
-    }
-    arc, hellaswag = rows("arc_challenge_200.jsonl", 40), rows("hellaswag_200.jsonl", 20)
-    gsm8k = {
-        "doc_to_text": "Question: {{question}}\nAnswer:",
-        "doc_to_target": "{{answer.split('####')[-1].strip()}}",
-        "generation_kwargs": {"until": ["Question:"], "max_gen_toks": 40},
-    }
-    tasks = [
-        write_task("arc_local", arc, **choice),
-        write_task("hellaswag_local", hellaswag, **choice),
-        write_task("gsm8k_local", rows("gsm8k_train.jsonl", 10), **gsm8k),
-    ]
-    model = shared / "models" / "stories260k_hf"
-    reference = load_reference(str(model), None, False)
-    ours = measure(model, reference, tmp_path / "ours", *tasks, apply_chat_template=False)
-    assert set(ours["results"]) == {yaml.safe_load(task.read_text())["task"] for task in tasks}
-    command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--tasks", ",".join(map(str, tasks))]
-    command += ["--model_args", f"pretrained={model},dtype=float32", "--device", "cpu", "--batch_size", "32"]
-    command += ["--output_path", str(tmp_path / "theirs"), "--log_samples", "--seed", "0"]
-    subprocess.run(command, check=True, capture_output=True)
-    (written,) = (tmp_path / "theirs").rglob("results_*.json")
-    theirs = json.loads(written.read_text())
-    assert ours["results"] == theirs["results"]
-    assert ours["task_hashes"] == theirs["task_hashes"]
-    for name in theirs["results"]:
-        (path,) = written.parent.glob(f"samples_{name}_*.jsonl")
-        for our_sample, their_sample in zip(samples(tmp_path / "ours", name), read_lines(path), strict=True):
-            if name == "gsm8k_local":
-                assert our_sample["resps"] == their_sample["resps"]
-            else:  # lm_eval's batches hold both tasks, so the last digits move
-                likelihoods = [[float(one[0][0]) for one in sample["resps"]] for sample in (our_sample, their_sample)]
-                assert likelihoods[0] == pytest.approx(likelihoods[1], rel=1e-5)
-
-
 def test_nothing_holds_a_model_that_was_measured(
-    tuned_model: Path, reference: Reference, tmp_path: Path, write_task: WriteTask, monkeypatch: pytest.MonkeyPatch
+    tuned_model: Path, reference: Reference, tmp_path: Path, write_task: WriteTask
 ) -> None:
-    """Else its memory is not there for the next one, also where torch would give it back."""
+    """Else its memory is not there for the next one."""
     import gc
 
-    import torch
     from lm_eval.models.huggingface import HFLM
 
     measure(tuned_model, reference, tmp_path / "out", write_task("mine"))
     # By the type: to ask torch's deprecated names for their class is a warning.
     assert not [one for one in gc.get_objects() if issubclass(type(one), HFLM)]
-    given: list[int] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(1))
-    give_memory_back()
-    assert given == [1]
-
-
-def test_lm_eval_asks_about_the_machine_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lm_eval.loggers.utils import add_env_info
-    from torch.utils import collect_env
-
-    asked: list[int] = []
-    monkeypatch.setattr(collect_env, "get_pretty_env_info", lambda: asked.append(1) or "a machine")
-    told: list[dict[str, Any]] = [{}, {}]
-    for storage in told:
-        describe_environment_once()
-        add_env_info(storage)
-    assert [storage["pretty_env_info"] for storage in told] == ["a machine"] * 2
-    assert len(asked) == 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from eval.compare.settings_match import OF_THE_TEMPLATE, check_alike, differing
+from eval.compare.settings_match import OF_THE_PROMPTS, check_settings_match, differing
 from eval.harness.prompting import Prompting, own_template, prompt_base
 from eval.models.target import Target
 from eval.reference import Reference
@@ -55,7 +55,7 @@ def test_by_default_the_tuned_models_template_asks_both_and_that_is_said(
     treated = prompt_base(asked, reference, template)
     assert treated.settings == asked
     assert treated.note == f"The base model {has} and was asked through the tuned model's (eval.base_template: tuned)."
-    treatment = check_alike(results(asked, treated), results(asked), {}, {})
+    treatment = check_settings_match(results(asked, treated), results(asked), {}, {})
     assert treatment == {"base_template": "tuned", "told": treated.note}
 
 
@@ -68,8 +68,8 @@ def test_own_prompts_differ_in_the_template_alone_and_are_compared(
     base, tuned = results(treated.settings, treated), results(asked)
     names = {line.split(":")[0].strip() for line in differing(base["settings"], tuned["settings"])}
     assert names
-    assert names <= OF_THE_TEMPLATE
-    treatment = check_alike(base, tuned, {}, {})
+    assert names <= OF_THE_PROMPTS
+    treatment = check_settings_match(base, tuned, {}, {})
     assert treatment is not None
     assert "not of the weights alone" in treatment["told"]
     assert treated.tokenizer.chat_template == (template or reference.tokenizer.chat_template)
@@ -81,11 +81,11 @@ def test_own_prompts_excuse_nothing_else(settings: Resolve, reference: Reference
     asked = settings("arc", base_template="own")
     treated = prompt_base(settings("arc", base_template="own", limit=3), reference, None)
     with pytest.raises(EvaluationError) as error:
-        check_alike(results(treated.settings, treated), results(asked), {}, {})
+        check_settings_match(results(treated.settings, treated), results(asked), {}, {})
     assert str(error.value).splitlines()[1:] == ["  limit: base 3, tuned None"]
     # Not asked for: the same difference is refused.
     with pytest.raises(EvaluationError, match="apply_chat_template: base False, tuned True"):
-        check_alike(results(prompt_base(asked, reference, None).settings), results(asked), {}, {})
+        check_settings_match(results(prompt_base(asked, reference, None).settings), results(asked), {}, {})
 
 
 def test_own_prompts_where_nothing_is_asked_through_a_template_are_a_mistake(

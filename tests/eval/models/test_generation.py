@@ -83,7 +83,7 @@ def test_a_prompt_is_tokens_as_lm_evals_hf_model_makes_them(
 def test_a_generation_config_that_only_transformers_follows_is_refused(settings: Resolve) -> None:
     own = replace(settings(backend="server"), generation={"num_beams": 4, "temperature": 0.5, "use_cache": True})
     with pytest.raises(
-        EvaluationError, match=r"generation config has num_beams, which eval\.backend=server cannot be told"
+        EvaluationError, match=r"generation config has num_beams, which eval\.backend=server cannot follow"
     ):
         check_generation(own)
 

@@ -124,12 +124,6 @@ def test_nobody_at_the_port(serve: Callable[[Canned], str], ask: Callable[..., s
     assert "No server can be reached at http://127.0.0.1:9/v1/models (Connection refused). Start it, or set" in told
 
 
-def test_no_host_of_that_name(ask: Callable[..., str]) -> None:
-    assert "No server can be reached at http://no-such-host.invalid/v1/models (" in ask(
-        "http://no-such-host.invalid/v1"
-    )
-
-
 def test_an_address_without_its_v1(serve: Callable[[Canned], str], ask: Callable[..., str], fake: Fake) -> None:
     address = serve(fake)
     assert f"answer under /v1: set eval.server.base_url={address}/v1" in ask(address)
@@ -212,11 +206,6 @@ def test_token_ids_that_are_not_taken_as_they_are(
     assert "are token ids" in told
     fake.extra_tokens = 1
     assert "does not take token ids as they are" in ask(serve(fake) + "/v1")
-
-
-def test_ollama_is_asked_by_chat(serve: Callable[[Canned], str], ask: Callable[..., str], fake: Fake) -> None:
-    fake.owner = "library"
-    assert "is Ollama, which puts every prompt into the model's template" in ask(serve(fake) + "/v1")
 
 
 def test_a_chat_template_that_is_not_the_tuned_models(

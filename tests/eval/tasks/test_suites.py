@@ -30,10 +30,6 @@ def settings_of(reference: Reference, tmp_path: Path) -> Callable[..., Settings]
     return resolve
 
 
-def test_no_tasks_are_no_mistake_here(tmp_path: Path) -> None:
-    assert check(tmp_path) == []
-
-
 def test_the_suites_exist_in_the_installed_lm_eval(tmp_path: Path) -> None:
     for suite in SUITES.values():
         assert suite.tasks
@@ -134,12 +130,6 @@ def test_a_broken_file_is_told_where_its_task_is_missing(tmp_path: Path) -> None
         EvaluationError, match=r"`mine` is not a task(.|\n)*mine.yaml is not a valid task file(.|\n)*line 2"
     ):
         check(tmp_path, tasks=["mine"], include_path=str(tmp_path))
-
-
-def test_the_demo_has_its_own_task(demo_outputs: Path) -> None:
-    selection = check_tasks(Evaluation(tasks=("builtin:demo",)), demo_outputs)
-    assert [task.name for task in selection.tasks] == ["demo_extraction"]
-    assert selection.all_local
 
 
 def test_a_check_takes_well_under_a_second(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from sft.export.source import find_exported
 from sft.files import write_json
 from sft.hub.demo import Demo
 from sft.run.directory import Run, find_run
-from sft.terminal import tell_message
+from sft.terminal import show_message
 from sft.visible import visible_line
 from tests.conftest import DEMO_RECIPE
 
@@ -64,7 +64,7 @@ def test_a_runs_folder_has_no_hidden_characters_in_its_name(part: str, run: Run)
 
 
 def test_a_message_shows_every_character(capsys: pytest.CaptureFixture[str]) -> None:
-    tell_message(f"{HOSTILE}: there is no such file")
+    show_message(f"{HOSTILE}: there is no such file")
     assert capsys.readouterr().err == "\nrows\n⟨U+001B⟩[2J⟨U+202E⟩gnp.sh⟨U+2028⟩⟨U+009B⟩: there is no such file\n"
 
 

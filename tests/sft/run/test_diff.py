@@ -79,11 +79,11 @@ def test_each_difference_is_told_and_counts(
 def test_runs_part_at_a_step(runs: tuple[Run, Run]) -> None:
     a, b = runs
     write_lines(b, [*lines_of([1, 2]), *lines_of([3], batch="x"), *lines_of([4], loss=2.0)])
-    assert batches(a, b).lines == ("part at step 3", "the same again at step 4")
+    assert batches(a, b).lines == ("differ from step 3", "the same again at step 4")
     found = losses(a, b)
     assert found.differs
     assert found.lines == (
-        "part at step 4: 2.500000 -> 2.000000",
+        "differ from step 4: 2.500000 -> 2.000000",
         "largest difference: 5.00e-01, at step 4",
         "last common line, step 4: 2.500000 -> 2.000000",
     )
@@ -96,7 +96,7 @@ def test_only_lines_about_the_same_steps_are_compared(runs: tuple[Run, Run]) -> 
     assert "not compared" in losses(a, b).summary
     write_lines(b, [*lines_of([1, 2]), *lines_of([4], loss=0.0)])
     assert not batches(a, b).differs
-    left = "2 are about other steps than in the other run, and are not compared"
+    left = "2 cover other steps than in the other run, and are not compared"
     assert (losses(a, b).differs, losses(a, b).summary) == (False, f"same, in 2 lines to step 2; {left}")
     write_lines(b, lines_of([1, 2, 3]))
     assert losses(a, b).lines == ("A ends at step 4, B at step 3",)

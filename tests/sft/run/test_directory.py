@@ -47,17 +47,14 @@ def test_a_checkpoint_that_was_passed_over_counts_again_once_it_is_rewritten(tmp
 def test_the_next_start_is_by_the_runs_folder_where_the_same_command_starts_another_run(tmp_path: Path) -> None:
     run, own = Run(tmp_path), f"`bash scripts/sft.sh {tmp_path}`"
     (run.checkpoints / "checkpoint-3").mkdir(parents=True)
-    session = {"started": "2026-11-21T09:00:00+0000"}
-    run.update(recipe_values={"train": {"resume": "auto"}}, sessions=[session])
+    run.update(recipe_values={"train": {"resume": "auto"}})
     assert run.next_start == "The same command resumes from checkpoint-3"
     anew = f"The same command starts another run (train.resume=never); {own}"
     run.update(recipe_values={"train": {"resume": "never"}})
     assert run.next_start == f"{anew} resumes from checkpoint-3"
-    # A rollback to a checkpoint, or a resume from its folder, replaces it by train.resume=auto.
-    replaced = session | {"changes": {"train.resume": ["never", "auto"]}}
-    run.update(recipe_values={"train": {"resume": "auto"}}, sessions=[session, replaced], evaluation="interrupted")
+    run.update(evaluation="interrupted")
     assert run.next_start == f"{anew} resumes the evaluation"
-    run.update(recipe_values={}, sessions=[], evaluation=None, repeats="/outputs/tiny/first")
+    run.update(recipe_values={}, evaluation=None, repeats="/outputs/tiny/first")
     assert run.next_start == f"{own} resumes from checkpoint-3"
 
 
