@@ -135,7 +135,7 @@ def _compare_and_report(run: Run, folder: Path, evaluation: Evaluation, referenc
         passed = None if gate is None else "passed" if gate["passed"] else "failed"
         run.update(evaluation="failed" if not_measured else "finished", gate=passed)
         write_report(run)
-        if "SFT_PARENT" not in os.environ:  # after a training, sft/launch/finish.py says so at its end
+        if "SFT_PARENT" not in os.environ:  # after a training, sft/launch/evaluation.py says so at its end
             print(f"Report: {run.page_file}")
     else:
         print(f"Results: {folder} (the report keeps those of the recipe's own evaluation)")

@@ -18,6 +18,7 @@ from eval.tasks.load import LoadedTasks, load_tasks
 from eval.tasks.settings import Settings
 from eval.tasks.suites import TaskSelection, describe_suite
 from sft.errors import EvaluationError
+from sft.plan.hardware import cpu_cores
 from sft.recipe.schema import Evaluation
 from sft.signals import held_back
 
@@ -39,11 +40,16 @@ def become_launcher(placement: Placement, arguments: list[str]) -> NoReturn:
         placement: How many there are.
         arguments: Of eval/run.py.
     """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_cores() // placement.processes)))
+    layout = json.dumps({"per_node": placement.processes})
     os.environ[PLACEMENT] = json.dumps(asdict(placement))
     sys.stdout.flush()
     sys.stderr.flush()
     with held_back():
-        os.execv(sys.executable, [sys.executable, "-m", "sft.launch.evaluation", *arguments])
+        os.execv(
+            sys.executable,
+            [sys.executable, "-m", "sft.launch.torchrun", layout, "0", "0", "-m", "eval.run", *arguments],
+        )
 
 
 def decided_placement() -> Placement | None:

@@ -12,17 +12,18 @@ one that will not come. The next process goes on behind it.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from sft.data.prepared import Prepared
 from sft.errors import EXIT_USER_ERROR
-from sft.launch.checks import job_and_layout
+from sft.launch.checks import job_and_topology
 from sft.launch.job import open_job
 from sft.launch.prepare import prepared_data
 from sft.launch.tuning_result import (
@@ -40,6 +41,7 @@ from sft.parallel import process_group as distributed
 from sft.plan.decision import Decision
 from sft.plan.job import Job
 from sft.plan.precision import resolve_gradients
+from sft.plan.topology import read_topology
 from sft.program import run_main
 
 
@@ -48,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
     arguments = parse_command_line(argv)
     hardware = distributed.job_hardware() if arguments.rank else None
     if hardware is None:
-        job, _ = job_and_layout(Path(arguments.recipe), arguments.overrides)
+        job, _ = job_and_topology(Path(arguments.recipe), arguments.overrides)
         prepared = prepared_data(job.recipe, job.model, [str(job.recipe_path), *job.overrides])
         if not is_searched(job):
             print("Nothing to search: the recipe or its DeepSpeed file gives micro-batch and checkpointing.")
@@ -114,12 +116,10 @@ def search(job: Job, prepared: Prepared, memory_gib: float | None = None) -> Non
 
 
 def _run(program: Sequence[str]) -> int:
-    """Start the ranks as the launcher does, and wait for them; they end with this process."""
-    code = (
-        "import os, signal, sys; from sft.processes import end_with_parent; end_with_parent(int(sys.argv[1]), signal.SIGTERM); "
-        "from sft.plan.topology import read_topology; from sft.launch.torchrun import start; start(read_topology(), sys.argv[2:])"
-    )
-    with subprocess.Popen([sys.executable, "-c", code, str(os.getpid()), *program]) as process:
+    """Start the ranks as a training does, and wait for them; they end with this process."""
+    topology = json.dumps(asdict(read_topology()) | {"slurm": None})
+    command = [sys.executable, "-m", "sft.launch.torchrun", topology, "0", "0", *program]
+    with subprocess.Popen(command, env=os.environ | {"SFT_PARENT": str(os.getpid())}) as process:
         try:
             return process.wait()
         except BaseException:

@@ -80,37 +80,37 @@ def check_visible_gpus() -> None:
         )
 
 
-def job_and_layout(recipe: Path, overrides: Sequence[str]) -> tuple[Job, Topology]:
+def job_and_topology(recipe: Path, overrides: Sequence[str]) -> tuple[Job, Topology]:
     """The recipe on this machine, with as many processes as the environment asks for."""
     check_visible_gpus()
-    layout = read_topology()
-    return open_job(recipe, overrides, detect_hardware(layout.ranks, layout.per_node)), layout
+    topology = read_topology()
+    return open_job(recipe, overrides, detect_hardware(topology.ranks, topology.per_node)), topology
 
 
-def check_address(layout: Topology) -> None:
+def check_address(topology: Topology) -> None:
     """Refuse a name of the first machine that nobody knows, at once. In Kubernetes such a name may take a minute to be known.
 
     Raises:
         PlanError: It has no address.
     """
-    if layout.nodes == 1 or "KUBERNETES_SERVICE_HOST" in os.environ or "PET_NNODES" in os.environ:
+    if topology.nodes == 1 or "KUBERNETES_SERVICE_HOST" in os.environ or "PET_NNODES" in os.environ:
         return
     try:
-        socket.getaddrinfo(layout.master_address, layout.master_port)
+        socket.getaddrinfo(topology.master_address, topology.master_port)
     except OSError as error:
         raise PlanError(
-            f"MASTER_ADDR={layout.master_address}: no address is known for that name here ({error.strerror}). Set it to the first "
+            f"MASTER_ADDR={topology.master_address}: no address is known for that name here ({error.strerror}). Set it to the first "
             "machine's name or address, as this machine sees it (on the first: hostname -I)."
         ) from None
 
 
 @contextmanager
-def told_of_slurm(layout: Topology) -> Iterator[None]:
+def told_of_slurm(topology: Topology) -> Iterator[None]:
     """Add to a refusal what Slurm has said of the machines, which the user did not set and may not know of."""
     try:
         yield
     except (PlanError, PreflightError) as error:
-        raise type(error)(f"{error}\n{layout.slurm}") if layout.slurm else error from None
+        raise type(error)(f"{error}\n{topology.slurm}") if topology.slurm else error from None
 
 
 def check_rank_variables() -> None:

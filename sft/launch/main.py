@@ -7,38 +7,34 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Sequence
 from io import TextIOWrapper
 from pathlib import Path
+from shlex import join
 
 from sft.checkpoint.resume import checkpoints_of
 from sft.data.findings import check_findings
 from sft.data.ledger import check_limits
-from sft.data.prepared import Prepared, data_key, entry_folder, find_prepared
+from sft.data.prepared import Prepared, entry_folder, find_prepared
 from sft.launch.auto_tune import search
-from sft.launch.checks import check_address, check_installed, check_started_once, job_and_layout, told_of_slurm
-from sft.launch.finish import become_finish, evaluation_left
-from sft.launch.host_facts import host_facts
+from sft.launch.checks import check_address, check_installed, check_started_once, job_and_topology, told_of_slurm
+from sft.launch.evaluation import become_evaluation, unfinished_evaluation
 from sft.launch.job import open_job, open_recipe
 from sft.launch.opening import check_start, unfinished_run
 from sft.launch.preflight import disk, refuse
 from sft.launch.prepare import prepared_data
+from sft.launch.rank import PREFLIGHT, train_job
 from sft.launch.rerun import is_run, start_again, told_differences
-from sft.launch.torchrun import check_port
+from sft.launch.torchrun import check_port, clear_environment
 from sft.launch.torchrun import start as start_ranks
 from sft.launch.tuning_result import find_answer, is_searched
-from sft.plan.hardware import Hardware, described_hardware, detect_hardware
+from sft.plan.hardware import Hardware, cpu_cores, described_hardware, detect_hardware
 from sft.plan.job import Job
 from sft.plan.plan import print_plan
-from sft.plan.topology import Topology, read_topology, whole_number
+from sft.plan.topology import Topology, read_topology
 from sft.plan.warnings import plan_warnings
 from sft.recipe.changes import check_allowed_changes
-from sft.run.directory import Run
 from sft.visible import visible_line
-
-DEFAULT_START_TIMEOUT = 50
-"""Seconds that the machines of a job wait for each other at the start."""
 
 
 def planned_job(recipe: Path, overrides: Sequence[str], on: str | None = None) -> tuple[Job, Prepared | None]:
@@ -75,48 +71,66 @@ def _recipe_of(word: str, overrides: Sequence[str]) -> tuple[Path, list[str]]:
 
 
 def start(word: str, overrides: Sequence[str], preflight: bool = False, max_restarts: int = 0) -> None:
-    """Check, print, start.
+    """Check a recipe, and train it: here where it is one process, else in one process for each GPU.
 
     Args:
         word: A recipe, or a run's folder.
         overrides: `key=value` with dots.
         preflight: Check all machines and processes, and stop.
-        max_restarts: How often all processes are started again after one has failed.
+        max_restarts: How often all processes restart after one has failed.
     """
     check_installed()
     recipe, overrides = _recipe_of(word, overrides)
     check_started_once()
-    job, layout = job_and_layout(recipe, overrides)
-    trained = None if preflight else evaluation_left(job)
+    job, topology = job_and_topology(recipe, overrides)
+    trained = None if preflight else unfinished_evaluation(job)
     if trained is not None:
-        evaluate_only(trained, layout)
+        print(f"{trained.path} is trained, and its evaluation was interrupted.", flush=True)
+        if topology.node_rank == 0:
+            become_evaluation(trained)
         return
-    with told_of_slurm(layout):
-        check_address(layout)
-    check_port(layout)
+    with told_of_slurm(topology):
+        check_address(topology)
+    check_port(topology)
     check_start(job)
     for line in told_differences(job):
         print(visible_line(line), flush=True)
-    if layout.nodes > 1:
-        meet_machines(job, layout)
-    else:
-        refuse([disk(job)])
+    refuse([disk(job)])
+    set_threads(topology)
+    words = [str(job.recipe_path), *overrides]
     if preflight:
         check_trainer_arguments(job)
         judged_data(job)
-        set_threads(job, layout)
-        start_ranks(layout, ["-m", "sft.launch.preflight", str(job.recipe_path), *overrides])
-    # What goes on keeps what was found when it was started.
-    goes_on = (run := unfinished_run(job)) is not None and bool(checkpoints_of(run))
-    searched = job.hardware.gpu is not None and layout.nodes == 1 and is_searched(job) and not goes_on
-    if layout.ranks > 1 or searched or max_restarts:
-        # Before any rank is there to wait. On another machine that shares the folder, this waits for the first. A single
-        # process has the data prepared while it imports.
-        prepared = prepared_data(job.recipe, job.model, [str(job.recipe_path), *job.overrides])
-        if searched:
-            search_once(job, prepared)
-    set_threads(job, layout)
-    start_ranks(layout, ["-m", "sft.train", str(job.recipe_path), *overrides], restarts=max_restarts)
+        with told_of_slurm(topology):
+            start_ranks(topology, ["-m", "sft.train", *words, PREFLIGHT])
+    if topology.nodes == 1:
+        _prepare_and_tune(job, topology, words, wait=topology.ranks > 1 or max_restarts > 0)
+    if topology.ranks == 1 and not max_restarts:
+        print(
+            f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} {join([sys.executable, '-m', 'sft.train', *words])}",
+            flush=True,
+        )
+        clear_environment()
+        train_job(job)
+        return
+    with told_of_slurm(topology):
+        start_ranks(topology, ["-m", "sft.train", *words], max_restarts, job.recipe.train.ddp_timeout)
+
+
+def _prepare_and_tune(job: Job, topology: Topology, words: Sequence[str], wait: bool) -> None:
+    """Prepare the data before any rank waits for it, and measure once what the recipe leaves `auto`.
+
+    A single process has its data prepared while it imports. On several machines rank 0 prepares it, once they have met.
+    """
+    # A run that resumes keeps what was found when it was started.
+    resumes = (run := unfinished_run(job)) is not None and bool(checkpoints_of(run))
+    tunes = job.hardware.gpu is not None and is_searched(job) and not resumes
+    if not (wait or tunes):
+        return
+    prepared = prepared_data(job.recipe, job.model, words)
+    found = find_answer(job, prepared) if tunes else None
+    if tunes and (found is None or found.micro_batch_size is None):
+        search(job, prepared)
 
 
 def check_trainer_arguments(job: Job) -> None:
@@ -143,46 +157,16 @@ def judged_data(job: Job) -> Prepared | None:
     return prepared
 
 
-def evaluate_only(run: Run, layout: Topology) -> None:
-    """Go on with the evaluation of a run that is trained; the first machine does."""
-    print(f"{run.path} is trained, and its evaluation was interrupted.", flush=True)
-    if layout.node_rank == 0:
-        become_finish(run)
-
-
-def set_threads(job: Job, layout: Topology) -> None:
-    """Share the cores out among the processes of this machine."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, job.hardware.cpu_cores // layout.per_node)))
+def set_threads(topology: Topology) -> None:
+    """Divide the cores among the processes of this machine; before torch is imported."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_cores() // topology.per_node)))
     # A thread that waits spins for microseconds only: on cores that others use too, long spinning takes them from the work.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
-def meet_machines(job: Job, layout: Topology) -> None:
-    """Wait for the launchers of the other machines, before data is prepared or processes are started.
-
-    Raises:
-        PreflightError: One is missing, cannot be reached, or does not fit.
-    """
-    from sft.launch.rendezvous import Machine, meet
-
-    timeout = whole_number("START_TIMEOUT", DEFAULT_START_TIMEOUT, 1)
-    facts = host_facts(job, layout.node_rank, data_key(job.recipe, job.model))
-    machine = Machine(layout.node_rank, layout.nodes, layout.per_node, facts, time.time())
-    output_dir = Path(job.recipe.output_dir).expanduser().resolve()
-    with told_of_slurm(layout):
-        meet(machine, layout.master_address, layout.master_port, output_dir, timeout, [disk(job)])
-
-
 def _hardware_here() -> Hardware:
-    layout = read_topology()
-    return detect_hardware(layout.ranks, layout.per_node)
-
-
-def search_once(job: Job, prepared: Prepared) -> None:
-    """Measure, once for a recipe and a machine, what the recipe leaves `auto`."""
-    found = find_answer(job, prepared)
-    if found is None or found.micro_batch_size is None:
-        search(job, prepared)
+    topology = read_topology()
+    return detect_hardware(topology.ranks, topology.per_node)
 
 
 def look_at_data(word: str, overrides: Sequence[str], count: int | None) -> None:

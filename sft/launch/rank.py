@@ -25,9 +25,9 @@ from sft.errors import RecipeError
 from sft.files import write_json
 from sft.hub.pins import pin_lines, pinned
 from sft.launch.checks import check_installed, check_rank_variables
-from sft.launch.finish import become_finish, evaluation_left, programs
+from sft.launch.evaluation import become_evaluation, programs, unfinished_evaluation
 from sft.launch.job import open_job
-from sft.launch.preflight import check_ranks
+from sft.launch.preflight import check_ranks, preflight
 from sft.launch.start import Start, begin_data, start_run, wait_for_data
 from sft.parallel import process_group as distributed
 from sft.parallel.process_group import told_of_lost_ranks
@@ -38,14 +38,33 @@ from sft.run.directory import Run, lost_folder_reported
 from sft.run.record import InterruptibleRun, close_session, record_end
 from sft.train.tracking import finish_trackers, set_up_trackers
 
+PREFLIGHT = "--preflight"
+
 
 def main(argv: Sequence[str]) -> None:
-    """Train one recipe: the table of contents."""
+    """Train one recipe, as the only process or as one of those that a launcher has started; with --preflight, only compare the ranks."""
     check_rank_variables()
     check_installed()
     terminal.start_rank_log()
-    recipe_path, overrides = parse_command_line(argv)
+    recipe_path, overrides = parse_command_line([word for word in argv if word != PREFLIGHT])
     job = open_job(recipe_path, overrides, distributed.job_hardware())
+    if PREFLIGHT in argv:
+        show_preflight(job)
+    else:
+        train_job(job)
+
+
+def show_preflight(job: Job) -> None:
+    """Compare the ranks and show the table, as one of them; trains nothing."""
+    with told_of_lost_ranks(job.recipe, "the preflight ran"):
+        join(job)
+        check_with_frameworks(job)
+        preflight(job)
+    distributed.leave_group()
+
+
+def train_job(job: Job) -> None:
+    """Train, then evaluate: the table of contents."""
     evaluate_what_is_trained(job)
     tasks = check_before_training(job.recipe) if distributed.is_first_rank() else None
     data = begin_data(job)
@@ -74,7 +93,7 @@ def main(argv: Sequence[str]) -> None:
     distributed.leave_group()
     terminal.remove_launch_folder()
     if distributed.is_first_rank():
-        become_finish(start.run)
+        become_evaluation(start.run)
 
 
 def parse_command_line(argv: Sequence[str]) -> tuple[Path, list[str]]:
@@ -155,10 +174,10 @@ def recorded(run: Run) -> Iterator[None]:
 
 def evaluate_what_is_trained(job: Job) -> None:
     """Go on with the evaluation where it was interrupted; the first rank does, and the others have nothing to do."""
-    run = evaluation_left(job)
+    run = unfinished_evaluation(job)
     if run is not None:
         if distributed.is_first_rank():
-            become_finish(run)
+            become_evaluation(run)
         raise SystemExit(0)
 
 

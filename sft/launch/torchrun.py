@@ -1,196 +1,194 @@
-"""Start the processes of this machine with torchrun, in this process, and say in one message how they ended."""
+"""Start the ranks of this machine with torchrun, in this process, and report in one message how they ended.
+
+    python -m sft.launch.torchrun '{"per_node": 2}' 0 -m sft.train recipes/tiny.yaml
+
+torchrun brings the machines together, passes signals on, and ends all ranks when one fails. Ours: the first failure is named once, a
+job that failed restarts (unless it would fail again), and the exit status says how the ranks ended.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from shlex import join
 from typing import Any, NoReturn
 
-from sft.errors import EXIT_GATE, EXIT_USER_ERROR, PlanError, UserError
-from sft.launch.forwarding import SAVING, Forwarding, tell_interruption
-from sft.launch.out_of_memory import OutOfMemoryKills
-from sft.launch.tuning_result import EXIT_DID_NOT_FIT
-from sft.plan.topology import Topology
+import psutil
+
+from sft import signals
+from sft.errors import EXIT_LOST_RANK, PlanError, PreflightError, UserError
+from sft.plan.topology import Topology, whole_number
+from sft.processes import end_with_parent
+from sft.program import run_main
 from sft.run.directory import Run
 from sft.run.trust import OWN_RUN
-from sft.signals import held_back
 from sft.terminal import failure_text, launch_folder, run_of, show_first, shown_failure
 
-FINAL = (EXIT_USER_ERROR, EXIT_GATE, EXIT_DID_NOT_FIT)
-"""Exit statuses that starting again would not change."""
+_START_TIMEOUT = 50
+"""Seconds that the machines of a job wait for each other at the start; START_TIMEOUT changes it."""
+_SAVE_SECONDS = "3600"
+"""After a signal, the ranks have so long to save; torchrun's default of 30 is less than a large checkpoint takes."""
+_KILL_SECONDS = 3.0
+"""After a second signal, the ranks have so long to end."""
+RESTARTS = "SFT_RESTARTS"
+"""Environment variable: how often this job has restarted."""
+_ENDED_BY_A_SIGNAL = {*signals.EXITS, *(-number for number in signals.SIGNALS)}
 
 
-def torchrun_arguments(
-    layout: Topology, program: Sequence[str], rendezvous: str = "static", restarts: int = 0
-) -> list[str]:
-    """What torchrun is called with.
-
-    Args:
-        layout: The processes.
-        program: After torchrun's own arguments.
-        rendezvous: How several machines find each other: static or c10d.
-        restarts: How often all processes are started again after one has failed.
-    """
-    again = ["--max-restarts", str(restarts)] if restarts else []
-    if layout.nodes == 1:
-        # A free port of its own, so that two jobs on one machine do not meet.
-        where = ["--standalone"] if "MASTER_PORT" not in os.environ else ["--master-port", str(layout.master_port)]
-    elif rendezvous == "static":
-        where = ["--nnodes", str(layout.nodes), "--node-rank", str(layout.node_rank)]
-        where += ["--master-addr", layout.master_address, "--master-port", str(layout.master_port)]
-    else:
-        where = ["--nnodes", str(layout.nodes), "--rdzv-backend", "c10d", "--rdzv-id", f"sft-{layout.master_port}"]
-        where += ["--rdzv-endpoint", f"{layout.master_address}:{layout.master_port}"]
-        # Guessed from names otherwise, which fails where the first machine goes by another one.
-        where += ["--rdzv-conf", f"is_host={int(layout.node_rank == 0)}"]
-        where += ["--local-addr", _own_address(layout)]
-    return [*where, *again, "--nproc-per-node", str(layout.per_node), *program]
-
-
-def _own_address(layout: Topology) -> str:
-    """The address under which the others reach this machine: the one on the way to the first. Sends nothing."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(
-            layout.master_address, layout.master_port, type=socket.SOCK_DGRAM
-        )[0]
-        with socket.socket(family, kind) as asked:
-            asked.connect(address)
-            return str(asked.getsockname()[0])
-    except OSError as error:
-        raise PlanError(
-            f"MASTER_ADDR={layout.master_address}: this machine knows no way to it ({error.strerror}). Set it to the first machine's name "
-            "or address, as the other machines see it."
-        ) from None
-
-
-def choose_rendezvous(layout: Topology, asked: str | None, restarts: int) -> str:
-    """static, or c10d where the machines start again together.
-
-    Raises:
-        PlanError: static was asked for, with restarts of several machines.
-    """
-    if layout.nodes == 1:
-        return "c10d"
-    if restarts and asked == "static":
-        raise PlanError(
-            f"--max-restarts {restarts} on {layout.nodes} machines needs --rdzv c10d: with a static one a machine starts its own processes "
-            "again and does not hear of the others'. Leave --rdzv out, or set it to c10d on every machine."
-        )
-    return asked or ("c10d" if restarts else "static")
-
-
-def check_port(layout: Topology) -> None:
-    """Refuse a port of the first machine that somebody listens on: torchrun would wait, or end in a traceback.
+def check_port(topology: Topology) -> None:
+    """Refuse a port of the first machine that another program listens on: torchrun would wait, or end in a traceback.
 
     Raises:
         PlanError: It is taken.
     """
-    if layout.ranks == 1 or layout.node_rank != 0 or (layout.nodes == 1 and "MASTER_PORT" not in os.environ):
+    if topology.ranks == 1 or topology.node_rank != 0 or (topology.nodes == 1 and "MASTER_PORT" not in os.environ):
         return
     try:
-        with socket.create_server(("", layout.master_port)):
+        with socket.create_server(("", topology.master_port)):
             pass
     except OSError as error:
+        elsewhere = " on every machine" if topology.nodes > 1 else ", or none: a free one is taken then"
         raise PlanError(
-            f"MASTER_PORT={layout.master_port} cannot be listened on here ({os.strerror(error.errno or 0)}): another job uses it, or did "
-            f"until just now. Set another MASTER_PORT{' on every machine' if layout.nodes > 1 else ', or none: a free one is taken then'}."
+            f"MASTER_PORT={topology.master_port} cannot be listened on here ({os.strerror(error.errno or 0)}): another job uses it, or did "
+            f"until just now. Set another MASTER_PORT{elsewhere}."
         ) from None
 
 
+def torchrun_arguments(topology: Topology, program: Sequence[str], timeout: int = _START_TIMEOUT) -> list[str]:
+    """What torchrun is called with.
+
+    Args:
+        topology: The processes.
+        program: What each of them runs, after the interpreter.
+        timeout: Seconds to wait for the other machines.
+    """
+    if topology.nodes == 1:
+        # A free port of its own, so that two jobs on one machine do not meet.
+        place = ["--standalone"] if "MASTER_PORT" not in os.environ else ["--master-port", str(topology.master_port)]
+    else:
+        place = ["--nnodes", str(topology.nodes), "--node-rank", str(topology.node_rank)]
+        place += ["--master-addr", topology.master_address, "--master-port", str(topology.master_port)]
+        place += ["--rdzv-conf", f"timeout={timeout}"]
+    return [*place, "--nproc-per-node", str(topology.per_node), *program]
+
+
 def start(
-    layout: Topology,
-    program: Sequence[str],
-    rendezvous: str | None = None,
-    restarts: int = 0,
-    stopping: str = SAVING,
+    topology: Topology, program: Sequence[str], restarts: int = 0, lost_after: int = 0, restarted: bool = False
 ) -> NoReturn:
     """Run the program in every process, and exit as it does.
 
     Args:
-        layout: The processes.
+        topology: The processes.
         program: What each of them runs, after the interpreter.
-        rendezvous: static, c10d, or None for what fits.
-        restarts: How often all processes are started again after one has failed.
-        stopping: What they do when they are asked to stop, for the terminal.
+        restarts: How often all processes restart after one has failed.
+        lost_after: Seconds after which the other machines notice a failure; a restart waits that much longer for them.
+        restarted: This is a restart.
 
     Raises:
-        PlanError: The port is taken, or the machines cannot meet like this.
+        PlanError: The port is taken.
+        PreflightError: The machines do not meet.
     """
-    _clear_environment()
-    threads = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"
-    if layout.ranks == 1 and not restarts:
-        command = [sys.executable, *program]
-        print(f"{threads} {join(command)}", flush=True)
-        with held_back():
-            os.execv(sys.executable, command)
-    check_port(layout)
-    arguments = torchrun_arguments(layout, program, choose_rendezvous(layout, rendezvous, restarts), restarts)
-    print(f"{threads} {join([str(Path(sys.executable).with_name('torchrun')), *arguments])}", flush=True)
-    _torchrun(arguments, stopping)
+    clear_environment()
+    check_port(topology)
+    timeout = whole_number("START_TIMEOUT", _START_TIMEOUT, 1) + (lost_after if restarted else 0)
+    arguments = torchrun_arguments(topology, program, timeout)
+    threads = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} " if "OMP_NUM_THREADS" in os.environ else ""
+    print(f"{threads}{join([str(Path(sys.executable).with_name('torchrun')), *arguments])}", flush=True)
+    status, may_restart = _run_ranks(arguments, topology, timeout)
+    if status and may_restart and restarts:
+        _restart(topology, program, restarts - 1, lost_after)
+    shutil.rmtree(launch_folder(os.getpid()), ignore_errors=True)
+    sys.exit(status)
 
 
-def _clear_environment() -> None:
-    # Left by a cluster or an outer launcher, they would have each process wait for ranks that nobody starts; torchrun reads
-    # PET_* as arguments.
+def clear_environment() -> None:
+    """Remove what a cluster or an outer launcher has left: ranks would wait for others, and torchrun reads PET_* as arguments."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
         os.environ.pop(name, None)
     for name in [name for name in os.environ if name.startswith("PET_")]:
         del os.environ[name]
 
 
-def _torchrun(arguments: list[str], stopping: str) -> NoReturn:
-    """torchrun in this process: its own command line would turn every failure into a traceback and exit status 1."""
+def _run_ranks(arguments: list[str], topology: Topology, timeout: int) -> tuple[int, bool]:
+    """Run torchrun in this process; returns the exit status, and whether a restart may help.
+
+    torchrun's own command line would turn every failure into a traceback and exit status 1.
+    """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import parse_args, run
 
-    # The failed rank has said what is wrong; torchrun would say again that it failed.
+    # The failed rank reports what is wrong; torchrun would repeat that it failed.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    # The ranks of a second start would otherwise meet in the store of the first, with the addresses of those that ended.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    # A rank that waits in C++ for one that is gone does not hear SIGTERM; torchrun sends SIGKILL then.
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "15")
-    kills, forwarding = OutOfMemoryKills(), Forwarding(stopping)
-    _watch_failures(kills, forwarding)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SAVE_SECONDS)
     os.environ["SFT_LAUNCHER"] = str(os.getpid())
-    folder = launch_folder(os.getpid())
+    # What is ignored stays so: nohup.
+    heard = [number.name for number in signals.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    kills = _out_of_memory_kills()
+    signals.hold(_on_signal)
     try:
-        run(parse_args(arguments))  # type: ignore[no-untyped-call]
+        run(parse_args(["--signals-to-handle", ",".join(heard), *arguments]))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
-        status = forwarding.exit_status(error.failures)
-        if status is not None:
-            tell_interruption(forwarding, status)
-            sys.exit(status)
-        _record_failure()
-        sys.exit(_status(error.failures[first_failure(error.failures)].exitcode))
-    except SignalException as signal_:
-        sys.exit(128 + int(signal_.sigval))
-    except (RendezvousError, DistError) as error:
-        print(f"\nThe machines of the job have lost each other: {error}. Look at what the others say.", file=sys.stderr)
-        sys.exit(1)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    sys.exit(0)
+        signals.ignore()
+        return _report_failures(error.failures, kills)
+    except SignalException as stopped:
+        signals.ignore()
+        return _record_interruption(stopped.sigval), False
+    except (DistError, RendezvousError) as error:
+        signals.ignore()
+        reason = str(error).strip().splitlines()[0]
+        raise PreflightError(
+            f"The {topology.nodes} machines of this job did not meet within START_TIMEOUT={timeout} s: {reason}. Start the same command on "
+            f"each with MASTER_ADDR={topology.master_address}, MASTER_PORT={topology.master_port} and a NODE_RANK of its own, from 0 to "
+            f"{topology.nodes - 1}. Check the address, a firewall, and START_TIMEOUT=600 for machines that start minutes apart."
+        ) from None
+    return 0, False
 
 
-def _status(exitcode: int) -> int:
-    if exitcode in (-signal.SIGTERM, -signal.SIGINT):
-        return 128 - exitcode
-    return exitcode if exitcode > 0 else 1  # a rank that the system or a crash has ended is a lost one
+def _on_signal(number: signal.Signals, again: bool) -> None:
+    """Answer a signal, in another thread; torchrun passes it on to the ranks."""
+    ranks = psutil.Process().children()
+    if not ranks:  # still waiting for the other machines
+        print(f"\nInterrupted by {number.name}. The same command starts again.", file=sys.stderr, flush=True)
+        os._exit(signals.exit_status(number))
+    if not again:
+        print(
+            f"\n{number.name}: stopping after the current step, with a checkpoint. A second signal ends it at once.",
+            file=sys.stderr,
+        )
+        return
+    time.sleep(_KILL_SECONDS)
+    for rank in ranks:
+        with suppress(psutil.NoSuchProcess):
+            rank.kill()
+
+
+def _record_interruption(number: signal.Signals) -> int:
+    """The exit status after a signal; where no rank could say that it was interrupted, say it."""
+    run = _run()
+    if run is not None and run.record["status"] == "failed":
+        return EXIT_LOST_RANK
+    if run is not None and run.record["status"] == "running":
+        error = f"Interrupted by {number.name}"
+        run.update(status="interrupted", error=error)
+        print(f"\n{error}. {run.next_start}.", file=sys.stderr, flush=True)
+    return signals.exit_status(number)
 
 
 def first_failure(failures: Mapping[int, Any]) -> int:
-    """The rank that failed first: torchrun ends the others, and counts those that are quick to go among the failed.
+    """The rank that failed first: torchrun ends the others, and counts them among the failed.
 
     Args:
         failures: torchrun's, by rank.
@@ -200,109 +198,88 @@ def first_failure(failures: Mapping[int, Any]) -> int:
         failure = failures[rank]
         ended = failure.exitcode in (-signal.SIGTERM, 128 + signal.SIGTERM)
         # A rank that lost another ends with status 1, of which torchrun may hear in the same moment.
-        return ended, failure.exitcode not in FINAL, failure.exitcode >= 0, failure.timestamp, rank
+        return ended, failure.exitcode == EXIT_LOST_RANK, failure.exitcode >= 0, failure.timestamp, rank
 
     return min(failures, key=order)
 
 
-def _record_failure() -> None:
-    """Have run.json tell the first failure, where the first rank knew only that it lost another; and say how to go on."""
+def _report_failures(failures: Mapping[int, Any], kills: int | None) -> tuple[int, bool]:
+    """Name the first failure, where the rank could not do so itself; returns the exit status, and whether a restart may help."""
+    codes = {failure.exitcode for failure in failures.values()}
+    if codes <= _ENDED_BY_A_SIGNAL:  # the ranks agreed to stop, and have said so
+        return (130 if 130 in codes else 143), False
+    rank = first_failure(failures)
+    code = failures[rank].exitcode
+    run = _run()
+    if code < 0:
+        why = _why_killed(kills) if -code == signal.SIGKILL else ""
+        show_first(
+            failure_text(
+                rank, f"was ended by signal {-code} ({signal.Signals(-code).name}){why}; the others are stopped."
+            ),
+            os.getpid(),
+        )
+    elif code == EXIT_LOST_RANK and shown_failure(launcher=os.getpid()) is None:
+        log = f" Its log: {run.path / 'logs' / f'rank-{rank}.log'}" if run and rank else ""
+        print(f"\nRank {rank} on {socket.gethostname()} ended with exit status {code}.{log}", file=sys.stderr)
+    failure = shown_failure(run.path) if run else None
+    if run is not None and failure is not None:
+        with suppress(OSError, UserError):
+            run.update(status="failed", error=failure[-2000:])
+        if run.last_checkpoint() is not None:
+            print(f"{run.next_start}.", file=sys.stderr)
+    # Any other status would be the same again: a mistake of the user's, a gate.
+    return (code if code > 0 else EXIT_LOST_RANK), code < 0 or code == EXIT_LOST_RANK
+
+
+def _run() -> Run | None:
     folder = run_of(os.getpid())
-    failure = shown_failure(folder) if folder else None
-    if folder is None or failure is None:
-        return
-    run = Run(folder)
-    with suppress(OSError, UserError):
-        run.update(status="failed", error=failure[-2000:])
-    if run.last_checkpoint() is not None:
-        print(f"{run.next_start}.", file=sys.stderr)
+    return Run(folder) if folder is not None else None
 
 
-def _watch_failures(kills: OutOfMemoryKills, forwarding: Forwarding) -> None:
-    """Have torchrun's agent say at once who failed, and not start again what would fail again.
-
-    torchrun decides by nothing but the count of restarts, and offers no place to ask: so the class that it makes is replaced.
-    """
-    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
-    from torch.distributed.launcher import api
-
-    agent: Any = vars(api)["LocalElasticAgent"]
-
-    class Agent(agent):  # type: ignore[misc]
-        def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-            with held_back():
-                started: dict[int, Any] = super()._start_workers(worker_group)
-                # torchrun's own way is to wait for half a minute, and to kill then.
-                forwarding.begin(list(self._pcontext.pids().values()))
-            close = self._pcontext.close
-
-            def continue_and_close(*arguments: Any, **named: Any) -> None:
-                # torchrun closes the rest when one has failed. A stopped rank does not react to its SIGTERM, and costs half a minute.
-                for pid in self._pcontext.pids().values():
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGCONT)
-                close(*arguments, **named)
-
-            self._pcontext.close = continue_and_close
-            return started
-
-        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-            result: RunResult = super()._monitor_workers(worker_group)
-            self.has_failed = result.is_failed()
-            if result.is_failed() and forwarding.exit_status(result.failures) is not None:
-                self._remaining_restarts = 0
-            elif result.is_failed():
-                first = first_failure(result.failures)
-                if any(failure.exitcode in FINAL for failure in result.failures.values()):
-                    self._remaining_restarts = 0
-                tell_failure(first, result.failures[first].exitcode, kills)
-                if self._remaining_restarts > 0:
-                    most = worker_group.spec.max_restarts
-                    number = most - self._remaining_restarts + 1
-                    print(f"Starting all processes again, {number} of {most}.", file=sys.stderr)
-            return result
-
-        def _restart_workers(self, worker_group: WorkerGroup) -> None:
-            if not self.has_failed:
-                tell_of_another_machine()
-            go_on_in_the_run()
-            shutil.rmtree(launch_folder(os.getpid()), ignore_errors=True)
-            forwarding.end()
-            super()._restart_workers(worker_group)
-
-    vars(api)["LocalElasticAgent"] = Agent
+def _restart(topology: Topology, program: Sequence[str], restarts: int, lost_after: int) -> NoReturn:
+    """Become a new launcher: nothing of the failed start, such as addresses in its store, is left."""
+    print(
+        f"Restarting all processes; {restarts} restart{'s' if restarts != 1 else ''} left.", file=sys.stderr, flush=True
+    )
+    os.environ[RESTARTS] = str(int(os.environ.get(RESTARTS, "0")) + 1)
+    run = _run()
+    if run is not None:  # another start may have made a newer one meanwhile
+        os.environ[OWN_RUN] = str(run.path)
+    shutil.rmtree(launch_folder(os.getpid()), ignore_errors=True)
+    words = [json.dumps(asdict(topology) | {"slurm": None}), str(restarts), str(lost_after), *program]
+    with signals.held_back():
+        os.execv(sys.executable, [sys.executable, "-m", "sft.launch.torchrun", *words])
 
 
-def go_on_in_the_run() -> None:
-    """Tell the processes that are started next which run is this job's: another start may have made a newer one meanwhile."""
-    run = run_of(os.getpid())
-    if run is not None:
-        os.environ[OWN_RUN] = str(run)
+def _out_of_memory_kills() -> int | None:
+    """The kernel's count of processes killed for memory, in this container and on the machine; None where it does not tell."""
+    counts = []
+    for path in (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat")):
+        with suppress(OSError):
+            counts += [int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith("oom_kill ")]
+    return sum(counts) if counts else None
 
 
-def tell_failure(rank: int, exitcode: int, kills: OutOfMemoryKills) -> None:
-    """Name the process that failed, where it could not do so itself.
-
-    Args:
-        rank: Of the process, in the job.
-        exitcode: Its status; negative is a signal.
-        kills: Counts the kernel's kills since the start.
-    """
-    run = run_of(os.getpid())
-    if exitcode >= 0:
-        if exitcode not in FINAL and shown_failure(launcher=os.getpid()) is None:
-            log = f" Its log: {run / 'logs' / f'rank-{rank}.log'}" if run and rank else ""
-            print(f"\nRank {rank} on {socket.gethostname()} ended with exit status {exitcode}.{log}", file=sys.stderr)
-        return
-    number = -exitcode
-    name = signal.Signals(number).name if number in list(signal.Signals) else "unknown"
-    text = f"was ended by signal {number} ({name}){kills.explanation() if number == signal.SIGKILL else ''}; the others are stopped."
-    show_first(failure_text(rank, text), os.getpid())
+def _why_killed(before: int | None) -> str:
+    now = _out_of_memory_kills()
+    if before is None or now is None:
+        return ", by the kernel when memory runs out (see dmesg), or by a scheduler when a limit is exceeded"
+    if now > before:
+        return (
+            ": the machine ran out of memory. Start fewer processes (NPROC), or have each need less (train.micro_batch_size, a DeepSpeed "
+            "file with a higher stage, docs/memory.md)"
+        )
+    return ", by a user or scheduler (no out-of-memory kill in the kernel log)"
 
 
-def tell_of_another_machine() -> None:
-    """Say why all processes start again though none of this machine has failed."""
-    run = run_of(os.getpid())
-    failure = shown_failure(run) if run else None
-    text = f"\n{failure}" if failure else ""
-    print(f"{text}\nAnother machine of the job starts its processes again, and this one does too.", file=sys.stderr)
+def main(argv: Sequence[str]) -> None:
+    """Start a program: the topology as JSON, how many restarts are left, how long a failure goes unnoticed, and the program."""
+    if os.environ.get("SFT_PARENT") == str(os.getppid()):
+        end_with_parent(os.getppid(), signal.SIGTERM)
+    topology, restarts, lost_after, *program = argv
+    start(Topology(**json.loads(topology)), program, int(restarts), int(lost_after), restarted=True)
+
+
+if __name__ == "__main__":
+    run_main(main)

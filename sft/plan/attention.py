@@ -1,6 +1,8 @@
-"""Which attention function runs, and why. Imports no torch; sft/model/attention.py is the function of our own."""
+"""Decides which attention function runs; `varlen` is our own, sft/model/attention.py."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from sft.errors import PlanError
 from sft.hub.model_facts import Architecture
@@ -21,37 +23,31 @@ def choose_attention(
         hardware: The GPU, and which flash-attn is installed.
         precision: bf16, fp16 or fp32, as planned.
         model_type: Of config.json; None before a download.
-        architecture: How the model attends; None where transformers does not have it.
+        architecture: How the model attends; None where its own code computes it.
 
     Raises:
         PlanError: What was asked for does not run here or not on this model; or the model cannot be packed.
     """
     known = architecture or (Architecture() if model_type is None else Architecture(has_interface=False))
-    wanted, kind = recipe.model.attn_implementation, model_type or "this kind"
-    if recipe.data.packing and known.recurrent:
+    wanted, kind, packing = recipe.model.attn_implementation, model_type or "this kind", recipe.data.packing
+    if packing and known.recurrent:
         raise PlanError(
             f"data.packing=true, and models of type {kind} have recurrent layers, which carry their state from one packed document into "
             "the next. Set data.packing=false."
         )
+    # Why each function would not run here, or not compute what the model means; in the order in which `auto` tries them.
+    problems = {name: _no_flash(name, hardware, precision, known, kind) for name in FLASH}
+    problems |= {"varlen": _no_varlen(hardware, precision, known, kind), "sdpa": _no_sdpa(known, kind), "eager": None}
     if wanted == "auto":
-        return _kept_apart(recipe, _automatic(recipe, hardware, precision, known, kind), known, kind)
-    problem = (
-        _no_flash(wanted, hardware, precision, known, kind)
-        if wanted in FLASH
-        else _no_varlen(hardware, precision, known, kind)
-        if wanted == "varlen"
-        else _no_sdpa(known, kind)
-        if wanted == "sdpa"
-        else None
-    )
-    if problem:
-        others = "auto or eager" if _no_sdpa(known, kind) else "auto or sdpa"
+        skipped = () if packing else ("varlen",)
+        name = next(name for name, problem in problems.items() if problem is None and name not in skipped)
+        chosen = Decision(name, f"auto: {_reason(name, hardware, packing, problems)}")
+    elif problem := problems[wanted]:
+        others = "auto or eager" if problems["sdpa"] else "auto or sdpa"
         raise PlanError(f"model.attn_implementation={wanted}, and {problem}. Set it to {others}.")
-    return _kept_apart(recipe, Decision(wanted, "the recipe"), known, kind)
-
-
-def _kept_apart(recipe: Recipe, chosen: Decision[str], known: Architecture, kind: str) -> Decision[str]:
-    if recipe.data.packing and known.blind_mask and chosen.value in ("sdpa", "eager"):
+    else:
+        chosen = Decision(wanted, "the recipe")
+    if packing and known.blind_mask and chosen.value in ("sdpa", "eager"):
         raise PlanError(
             f"data.packing=true, and the masks of models of type {kind} do not follow documents: with {chosen.value} they would see each "
             "other. Set data.packing=false."
@@ -59,22 +55,17 @@ def _kept_apart(recipe: Recipe, chosen: Decision[str], known: Architecture, kind
     return chosen
 
 
-def _automatic(recipe: Recipe, hardware: Hardware, precision: str, known: Architecture, kind: str) -> Decision[str]:
-    apart = "packed documents stay apart by their boundaries" if recipe.data.packing else "no packing"
-    for name, package in FLASH.items():
-        if _no_flash(name, hardware, precision, known, kind) is None:
-            return Decision(name, f"auto: {package} is installed; {apart}")
-    no_varlen, no_sdpa = _no_varlen(hardware, precision, known, kind), _no_sdpa(known, kind)
-    if recipe.data.packing and no_varlen is None:
+def _reason(name: str, hardware: Hardware, packing: bool, problems: Mapping[str, str | None]) -> str:
+    apart = "packed documents stay apart by their boundaries" if packing else "no packing"
+    masked = "; packed documents stay apart by a block mask" if packing else ""
+    if name in FLASH:
+        return f"{FLASH[name]} is installed; {apart}"
+    if name == "varlen":
         how = "FlashAttention inside torch" if hardware.gpu else "sdpa, document by document"
-        return Decision("varlen", f"auto: {how}; {apart}")
-    if no_sdpa is None:
-        why = f"no varlen, {no_varlen}; packed documents stay apart by a block mask" if recipe.data.packing else apart
-        return Decision("sdpa", f"auto: {why}")
-    return Decision(
-        "eager",
-        f"auto: {no_sdpa}" + ("; packed documents stay apart by a block mask" if recipe.data.packing else ""),
-    )
+        return f"{how}; {apart}"
+    if name == "sdpa":
+        return f"no varlen, {problems['varlen']}{masked}" if packing else apart
+    return f"{problems['sdpa']}{masked}"
 
 
 def _no_sdpa(known: Architecture, kind: str) -> str | None:

@@ -1,7 +1,7 @@
-"""The arithmetic of a step: sequences = micro-batch x accumulation x data-parallel ranks, or a refusal with sizes that work.
+"""Divides a step over the ranks: sequences = micro-batch x accumulation x data-parallel ranks, or a refusal with sizes that work.
 
 A step holds what the recipe says on any number of ranks; only who computes what follows from the machine. Where the ranks cannot
-share it evenly, train.remainder=fill gives them more places than there are sequences, and leaves the last ones empty.
+share it evenly, train.remainder=fill gives them more slots than there are sequences, and leaves the last ones empty.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ def _batch_as_written(recipe: Recipe, sequences: int) -> tuple[str, int]:
 
 def _sharers(recipe: Recipe, hardware: Hardware) -> str:
     """What shares a batch, in words."""
-    noun = "GPUs" if hardware.gpu else "processes"
-    train = recipe.train
+    noun, train = "GPUs" if hardware.gpu else "processes", recipe.train
     sizes = {"tensor": train.tensor_parallel_size, "sequence": train.sequence_parallel_size}
     shared = " x ".join(f"train.{name}_parallel_size={size}" for name, size in sizes.items() if size > 1)
     return f"groups of {noun} ({shared})" if shared else noun
@@ -114,7 +113,7 @@ def split_batch(
         hardware: The ranks, and the memory of each.
         sequences: From resolve_sequences.
         attention: The attention function, as planned.
-        tuned: What a search on this machine found.
+        tuned: What auto-tuning found.
 
     Returns:
         Sequences per forward pass on one rank, and forward passes per optimizer step.

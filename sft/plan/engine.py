@@ -1,6 +1,6 @@
-"""What carries the training out: the cheapest engine that fits, and DeepSpeed's buckets in the model's size.
+"""Chooses what carries the training out: one process, DDP, DeepSpeed or FSDP2; by arithmetic the cheapest engine that fits.
 
-Pure arithmetic over the recipe, the machine and config.json: no torch. The sums are in sft/plan/memory.py.
+The sums are in sft/plan/memory.py.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from sft.hub.model_facts import ModelFacts
 from sft.plan.decision import Decision
 from sft.plan.deepspeed import DeepSpeedFile, load_deepspeed, size_buckets
 from sft.plan.hardware import Gpu, Hardware
-from sft.plan.memory import ENGINES, GIB, MemoryEstimate, engine_of, estimate_memory, is_half
+from sft.plan.memory import ENGINES, GIB, MemoryEstimate, engine_of, estimate_memory
 from sft.plan.parallelism import FSDP2, data_parallel_ranks, describe_fsdp, resolve_fsdp
+from sft.plan.precision import computes_in_half
 from sft.recipe.schema import Lora, Recipe
 
 AUTO = "auto"
 
-SHAPES = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8))
-"""Machines and GPUs of each, from the smallest."""
+SHAPES: tuple[tuple[int, int], ...] = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8))
+"""Nodes and GPUs of each, from the smallest."""
 
 MEMORIES = (24, 40, 80, 141)
 """GB of the GPUs that are sold."""
@@ -40,33 +41,33 @@ def order_of_engines(recipe: Recipe, hardware: Hardware) -> list[str]:
     train.deepspeed.
     """
     train, adapters = recipe.train, recipe.model.lora is not None
+    sharded = ["zero2", "zero3", "zero2_offload", "zero3_offload"]
     if train.tensor_parallel_size > 1:
         return ["none"]
     if train.sequence_parallel_size > 1:
-        return ["zero2", "zero3", "zero2_offload", "zero3_offload"]
+        return sharded
     if hardware.ranks == 1:
         order = ["none", "zero2_offload", "zero3_offload"]
     elif adapters:
         order = ["none", "zero3", "zero3_offload"]
     else:
-        order = [] if is_half(recipe, hardware.gpu) else ["none"]
-        order += ["zero2", "zero3", "zero2_offload", "zero3_offload"]
+        order = sharded if computes_in_half(recipe, hardware.gpu) else ["none", *sharded]
     # Adapters leave no optimizer to speak of on the GPU, and ZeRO-3 does not compile.
     unfit = {"zero2_offload"} if adapters else set()
-    unfit |= {name for name in order if name.startswith("zero3")} if recipe.model.compile else set()
+    unfit |= {"zero3", "zero3_offload"} if recipe.model.compile else set()
     return [name for name in order if name not in unfit]
 
 
 def first_that_fits(
     recipe: Recipe, hardware: Hardware, model: ModelFacts
 ) -> tuple[str | None, dict[str, MemoryEstimate]]:
-    """The cheapest engine that fits, or None; and the needs of those that were looked at."""
-    needs: dict[str, MemoryEstimate] = {}
+    """The cheapest engine that fits, or None; and the estimates of those that were looked at."""
+    estimates: dict[str, MemoryEstimate] = {}
     for name in order_of_engines(recipe, hardware):
-        needs[name] = estimate_memory(recipe, hardware, model, ENGINES[name])
-        if needs[name].fits(hardware):
-            return name, needs
-    return None, needs
+        estimates[name] = estimate_memory(recipe, hardware, model, ENGINES[name])
+        if estimates[name].fits(hardware):
+            return name, estimates
+    return None, estimates
 
 
 def choose_engine(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Decision[str | None]:
@@ -79,15 +80,19 @@ def choose_engine(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Deci
         name = order_of_engines(recipe, hardware)[0]
         why = "on a CPU" if hardware.gpu is None else "the model's size is not known before it is downloaded"
         return Decision(_file(name), f"auto: {engine_words(name, recipe, hardware)}, the first that is tried ({why})")
-    found, needs = first_that_fits(recipe, hardware, model)
-    if found is None:
-        raise PlanError(_does_not_fit(recipe, hardware, model, needs))
-    others = [
-        f"{engine_words(name, recipe, hardware)} {_lack(need, hardware)}"
-        for name, need in needs.items()
+    found, estimates = first_that_fits(recipe, hardware, model)
+    lacks = ", ".join(
+        f"{engine_words(name, recipe, hardware)} {_lack(estimate, hardware)}"
+        for name, estimate in estimates.items()
         if name != found
-    ]
-    why = f"; {', '.join(others)}" if others else ""
+    )
+    if found is None:
+        what = "adapters on a model" if recipe.model.lora is not None else "all weights of a model"
+        raise PlanError(
+            f"train.parallel=auto: training {what} of {model.parameters / 1e9:.3g}e9 parameters does not fit on {hardware.device}, by "
+            f"arithmetic: {lacks}. {smallest_that_fits(recipe, hardware, model)}"
+        )
+    why = f"; {lacks}" if lacks else ""
     return Decision(_file(found), f"auto: {engine_words(found, recipe, hardware)} is the cheapest that fits{why}")
 
 
@@ -103,66 +108,51 @@ def engine_words(name: str, recipe: Recipe, hardware: Hardware) -> str:
     return "one process" if hardware.ranks == 1 else without
 
 
-def _lack(need: MemoryEstimate, hardware: Hardware) -> str:
+def _lack(estimate: MemoryEstimate, hardware: Hardware) -> str:
     """What there is too little of."""
     assert hardware.gpu is not None
-    if need.gpu_bytes > hardware.gpu.memory_gib * GIB:
-        return f"needs {need.gpu_bytes / GIB:.1f} of {hardware.gpu.memory_gib:.0f} GiB"
-    return f"needs {need.cpu / GIB:.0f} of {hardware.cpu_memory_gib:.0f} GiB of the machine's memory"
-
-
-def _does_not_fit(recipe: Recipe, hardware: Hardware, model: ModelFacts, needs: dict[str, MemoryEstimate]) -> str:
-    assert model.parameters is not None
-    what = "adapters on a model" if recipe.model.lora is not None else "all weights of a model"
-    lacks = ", ".join(f"{engine_words(name, recipe, hardware)} {_lack(need, hardware)}" for name, need in needs.items())
-    return (
-        f"train.parallel=auto: training {what} of {model.parameters / 1e9:.3g}e9 parameters does not fit on {hardware.device}, by "
-        f"arithmetic: {lacks}. {smallest_that_fits(recipe, hardware, model)}"
-    )
+    if estimate.gpu_bytes > hardware.gpu.memory_gib * GIB:
+        return f"needs {estimate.gpu_bytes / GIB:.1f} of {hardware.gpu.memory_gib:.0f} GiB"
+    return f"needs {estimate.cpu / GIB:.0f} of {hardware.cpu_memory_gib:.0f} GiB of the machine's memory"
 
 
 def smallest_that_fits(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> str:
     """The remedies, in words: fewest GPUs of this memory, or of a larger one; or adapters."""
     assert hardware.gpu is not None
-    ways = list(machines_that_fit(recipe, hardware.gpu, model))
+    ways = list(_machines_that_fit(recipe, hardware.gpu, model))
     if recipe.model.lora is None:
-        model_with_lora = recipe.model.model_copy(update={"lora": Lora()})
-        adapters = recipe.model_copy(update={"model": model_with_lora})
+        adapters = recipe.model_copy(update={"model": recipe.model.model_copy(update={"lora": Lora()})})
         here, _ = first_that_fits(adapters, hardware, model)
-        others = machines_that_fit(adapters, hardware.gpu, model)
-        machine = f"here, with {engine_words(here, adapters, hardware)}" if here else next(others, None)
-        ways += [f"with model.lora={{}}: {machine}"] if machine else []
+        elsewhere = next(_machines_that_fit(adapters, hardware.gpu, model), None)
+        way = f"here, with {engine_words(here, adapters, hardware)}" if here else elsewhere
+        ways += [f"with model.lora={{}}: {way}"] if way else []
     if not ways:
         return "Nothing of up to 8 x 8 x 141 GB does: shorten data.max_length and data.pack_length."
     return f"The smallest that does: {' | '.join(ways)}."
 
 
-def machines_that_fit(recipe: Recipe, gpu: Gpu, model: ModelFacts) -> Iterator[str]:
+def _machines_that_fit(recipe: Recipe, gpu: Gpu, model: ModelFacts) -> Iterator[str]:
     """The fewest GPUs that do, in words: of this memory, and of each larger one that needs fewer."""
-    memories = sorted({gpu.memory_gib, *(memory for memory in MEMORIES if memory > gpu.memory_gib + 1)})
-    fewest = len(SHAPES)
-    for memory in memories:
-        for place, shape in enumerate(SHAPES[:fewest]):
-            hardware = machine(replace(gpu, memory_gib=memory), *shape)
+    shapes = SHAPES
+    for memory in sorted({gpu.memory_gib, *(memory for memory in MEMORIES if memory > gpu.memory_gib + 1)}):
+        for place, (nodes, gpus) in enumerate(shapes):
+            hardware = machine(replace(gpu, memory_gib=memory), nodes, gpus)
             if hardware.ranks % (recipe.train.tensor_parallel_size * recipe.train.sequence_parallel_size):
                 continue
-            found, needs = first_that_fits(recipe, hardware, model)
+            found, estimates = first_that_fits(recipe, hardware, model)
             if found is not None:
-                fewest = place  # more memory is a remedy only where fewer GPUs do
-                yield _machine_words(shape, memory, engine_words(found, recipe, hardware), needs[found])
+                cpu = estimates[found].cpu
+                yield (
+                    f"{f'{nodes} x ' if nodes > 1 else ''}{gpus} x {memory:.0f} GB with {engine_words(found, recipe, hardware)}"
+                    + (f" and {cpu / GIB:.0f} GiB of the machine's memory" if cpu else "")
+                )
+                shapes = shapes[:place]  # more memory is a remedy only where fewer GPUs do
                 break
 
 
 def machine(gpu: Gpu, nodes: int, gpus: int) -> Hardware:
     """A machine to do arithmetic for, with twice the memory of its GPUs."""
-    memory = 2 * gpus * gpu.memory_gib
-    return Hardware(gpu, nodes * gpus, gpus, 8, memory, cpu_memory_assumed=True)
-
-
-def _machine_words(shape: tuple[int, int], memory: float, engine: str, need: MemoryEstimate) -> str:
-    nodes, gpus = shape
-    cpu = f" and {need.cpu / GIB:.0f} GiB of the machine's memory" if need.cpu else ""
-    return f"{f'{nodes} x ' if nodes > 1 else ''}{gpus} x {memory:.0f} GB with {engine}{cpu}"
+    return Hardware(gpu, nodes * gpus, gpus, 8, 2 * gpus * gpu.memory_gib, cpu_memory_assumed=True)
 
 
 def resolve_memory(
@@ -175,11 +165,11 @@ def resolve_memory(
         return Decision(None, "the model's size is not known before it is downloaded")
     if recipe.train.fsdp is not None:
         return Decision(None, "not counted for FSDP")
-    need = estimate_memory(recipe, hardware, model, engine_of(file))
-    words = f"by arithmetic, for a micro-batch of 1: {need.words(hardware)}"
-    if not need.fits(hardware):
+    estimate = estimate_memory(recipe, hardware, model, engine_of(file))
+    words = f"by arithmetic, for a micro-batch of 1: {estimate.words(hardware)}"
+    if not estimate.fits(hardware):
         words = f"WARNING: does not fit, {words}. {smallest_that_fits(recipe, hardware, model)}"
-    return Decision(round(need.gpu_bytes / GIB, 1), words)
+    return Decision(round(estimate.gpu_bytes / GIB, 1), words)
 
 
 def open_deepspeed(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> DeepSpeedFile | None:
@@ -190,9 +180,7 @@ def open_deepspeed(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Dee
     """
     name = recipe.train.deepspeed
     if recipe.train.parallel == AUTO:
-        data_parallel_ranks(
-            recipe, hardware
-        )  # ranks that do not divide into groups are told before any engine is looked for
+        data_parallel_ranks(recipe, hardware)  # refuses ranks that do not divide into groups, whatever the engine
         name = choose_engine(recipe, hardware, model).value
     return size_buckets(load_deepspeed(name), model) if name else None
 
@@ -201,25 +189,21 @@ def resolve_engine(
     recipe: Recipe, hardware: Hardware, model: ModelFacts, deepspeed: DeepSpeedFile | None
 ) -> Decision[str]:
     """`one process`, `DDP`, `ZeRO-<stage>`, `FSDP2` or `tensor parallel`, as it will run."""
-    engine = _engine_at_hand(recipe, hardware, deepspeed)
-    if recipe.train.parallel == AUTO:
-        return Decision(engine.value, choose_engine(recipe, hardware, model).reason)
-    return engine
-
-
-def _engine_at_hand(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None) -> Decision[str]:
+    ranks, fsdp = hardware.ranks, resolve_fsdp(recipe, hardware)
     if deepspeed is not None:
         where = f" with offload to {deepspeed.offload}" if deepspeed.offload else ""
-        return Decision(
-            f"ZeRO-{deepspeed.stage}",
-            f"{deepspeed.path.name}{where}, {hardware.ranks} rank{'s' if hardware.ranks > 1 else ''}",
-        )
-    if (fsdp := resolve_fsdp(recipe, hardware)) is not None:
-        return Decision(FSDP2, describe_fsdp(fsdp, hardware))
-    if hardware.ranks == 1 and recipe.train.fsdp is not None:
-        return Decision("one process", "train.fsdp is set, and one process shares with nobody")
-    if hardware.ranks == 1:
-        return Decision("one process", "train.deepspeed is not set, and there is one process")
-    if recipe.train.tensor_parallel_size > 1:
-        return Decision("tensor parallel", f"train.tensor_parallel_size; {hardware.ranks} ranks share each layer")
-    return Decision("DDP", f"train.deepspeed is not set; {hardware.ranks} ranks each hold the whole model")
+        engine = f"ZeRO-{deepspeed.stage}"
+        reason = f"{deepspeed.path.name}{where}, {ranks} rank{'s' if ranks > 1 else ''}"
+    elif fsdp is not None:
+        engine, reason = FSDP2, describe_fsdp(fsdp, hardware)
+    elif ranks == 1 and recipe.train.fsdp is not None:
+        engine, reason = "one process", "train.fsdp is set, and one process shares with nobody"
+    elif ranks == 1:
+        engine, reason = "one process", "train.deepspeed is not set, and there is one process"
+    elif recipe.train.tensor_parallel_size > 1:
+        engine, reason = "tensor parallel", f"train.tensor_parallel_size; {ranks} ranks share each layer"
+    else:
+        engine, reason = "DDP", f"train.deepspeed is not set; {ranks} ranks each hold the whole model"
+    if recipe.train.parallel == AUTO:
+        reason = choose_engine(recipe, hardware, model).reason
+    return Decision(engine, reason)

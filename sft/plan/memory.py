@@ -1,8 +1,8 @@
-"""What training needs of each GPU and of the machine's memory, engine by engine. Arithmetic, not measured; imports no torch.
+"""Estimates what training needs of each GPU and of the machine's memory, engine by engine. Arithmetic, not measured.
 
 One GPU holds, for P parameters, N ranks that share, w bytes a number (2 in bf16 and fp16, 4 in fp32) and s tokens of one sequence:
 
-model states     the table in `_states`: weights, gradients, the optimizer's fp32 weights and two moments
+model states     the table in `_Case.states`: weights, gradients, the optimizer's fp32 weights and two moments
 buffers          DeepSpeed's: two reduce buckets of w x min(5e8, P) in stages 1 and 2; in stage 3 one, and the gathered weights: w x at most
                  1e9 (stage3_max_live_parameters) + one layer + the embedding. DDP's: a second copy of the gradients
 activations      of a micro-batch of 1, by the larger of two peaks:
@@ -26,8 +26,8 @@ from math import ceil
 
 from sft.hub.model_facts import ModelFacts
 from sft.plan.deepspeed import LARGEST_BUCKET, DeepSpeedFile
-from sft.plan.hardware import Gpu, Hardware
-from sft.plan.precision import gradient_bytes
+from sft.plan.hardware import Hardware
+from sft.plan.precision import computes_in_half, gradient_bytes
 from sft.recipe.schema import Recipe
 
 GIB = 2**30
@@ -105,35 +105,10 @@ class MemoryEstimate:
 
 def engine_of(file: DeepSpeedFile | None) -> Engine:
     """What a DeepSpeed file asks for."""
-    zero = file.config.get("zero_optimization", {}) if file else {}
-    devices = [str(zero.get(key, {}).get("device", "none")) for key in ("offload_optimizer", "offload_param")]
-    return Engine(file.stage if file else 0, *devices)
-
-
-def is_half(recipe: Recipe, gpu: Gpu | None) -> bool:
-    """Whether the precision, as it will be planned, is bf16 or fp16."""
-    wanted = recipe.train.precision
-    return wanted in ("bf16", "fp16") or (wanted == "auto" and gpu is not None and gpu.compute_capability >= 8.0)
-
-
-def mlp_width(model: ModelFacts) -> float:
-    """Width of a gated MLP in a layer of that size, whose attention is about 2.5 h squared.
-
-    >>> llama = ModelFacts("Llama-3.1-8B", None, None, None, 8_030_261_248, 128_256, 4096, 32)  # its own is 14336
-    >>> round(mlp_width(llama))
-    15673
-    """
-    hidden = model.hidden_size or 0
-    return max((model.layer_size - 2.5 * hidden**2) / (3 * hidden), hidden) if hidden else 0.0
-
-
-def adapter_size(recipe: Recipe, model: ModelFacts) -> float:
-    """Parameters of the adapters, at most: one for each matrix of a plain decoder; 0 without."""
-    lora, hidden = recipe.model.lora, model.hidden_size or 0
-    if lora is None:
-        return 0.0
-    # Query, key, value, output: h + h each, less where heads are shared; gate, up, down: h + f each.
-    return lora.r * (model.num_hidden_layers or 0) * (8 * hidden + 3 * (hidden + mlp_width(model)))
+    if file is None:
+        return Engine()
+    devices = [str(file.zero.get(key, {}).get("device", "none")) for key in ("offload_optimizer", "offload_param")]
+    return Engine(file.stage, *devices)
 
 
 def estimate_memory(recipe: Recipe, hardware: Hardware, model: ModelFacts, engine: Engine) -> MemoryEstimate:
@@ -147,130 +122,113 @@ def estimate_memory(recipe: Recipe, hardware: Hardware, model: ModelFacts, engin
     """
     assert model.parameters
     assert hardware.gpu
-    states, cpu = _states(recipe, hardware, model, engine)
-    buffers = _buffers(recipe, hardware, model, engine)
-    peaks = {"activations": _pass(recipe, hardware, model, engine), "step": _step(recipe, hardware, model, engine)}
+    case = _Case(recipe, hardware, model, engine)
+    # A disk costs no memory here but DeepSpeed's buffers.
+    leaves = dict.fromkeys(("gradients", "optimizer"), engine.optimizer_offload) | {"weights": engine.weights_offload}
+    states = case.states()
+    moved = sum(size for name, size in states.items() if leaves[name] == "cpu")
+    stay = {name: 0.0 if leaves[name] != "none" else size for name, size in states.items()}
+    peaks = {"activations": case.activations(), "step": case.step()}
     peak = max(peaks, key=lambda name: peaks[name])
     reserve = RESERVE + FRAGMENTS * hardware.gpu.memory_gib * GIB
-    return MemoryEstimate(states | {"buffers": buffers, peak: peaks[peak], "reserve": reserve}, cpu)
+    parts = stay | {"buffers": case.buffers(), peak: peaks[peak], "reserve": reserve}
+    return MemoryEstimate(parts, CPU_FACTOR * moved * hardware.ranks_per_node)
 
 
-def _width(recipe: Recipe, hardware: Hardware) -> int:
-    return 2 if is_half(recipe, hardware.gpu) else 4
+class _Case:
+    """The sizes that the sums are made of, for one recipe, machine, model and engine. All sums are in bytes."""
 
+    def __init__(self, recipe: Recipe, hardware: Hardware, model: ModelFacts, engine: Engine) -> None:
+        assert model.parameters
+        assert hardware.gpu
+        self.recipe, self.engine, self.layer = recipe, engine, model.layer_size
+        tensor = recipe.train.tensor_parallel_size
+        self.gpu_gib = hardware.gpu.memory_gib
+        self.ranks = max(1, hardware.ranks // tensor)
+        """That share what the engine shards."""
+        self.parameters = model.parameters / tensor
+        self.hidden, self.layers, self.vocabulary = (
+            size or 0 for size in (model.hidden_size, model.num_hidden_layers, model.vocab_size)
+        )
+        self.embedding = self.vocabulary * self.hidden
+        # A gated MLP in a layer of that size, whose attention is about 2.5 h squared: also the experts of a mixture.
+        self.wide = max((self.layer - 2.5 * self.hidden**2) / (3 * self.hidden), self.hidden) if self.hidden else 0.0
+        self.is_half = computes_in_half(recipe, hardware.gpu)
+        self.width = 2 if self.is_half else 4
+        self.adapters = recipe.model.lora is not None
+        self.trained = self._adapter_parameters() if self.adapters else self.parameters
+        # fp32 weights that compute in half precision: full fine-tuning under DDP, as sft/plan/precision.py has it.
+        alone = hardware.ranks == 1 and recipe.train.precision != "fp16"
+        self.autocasts = not self.adapters and engine.stage == 0 and not alone and self.is_half
 
-def _shared(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> tuple[float, int]:
-    """Parameters that a rank holds where nothing is shared out but a layer's matrices; and the ranks that share."""
-    assert model.parameters
-    tensor = recipe.train.tensor_parallel_size
-    return model.parameters / tensor, max(1, hardware.ranks // tensor)
+    def _adapter_parameters(self) -> float:
+        """At most: one for each matrix of a plain decoder."""
+        assert self.recipe.model.lora is not None
+        # Query, key, value, output: h + h each, less where heads are shared; gate, up, down: h + f each.
+        return self.recipe.model.lora.r * self.layers * (8 * self.hidden + 3 * (self.hidden + self.wide))
 
+    def states(self) -> dict[str, float]:
+        """Weights, gradients and optimizer on each rank, wherever they are kept.
 
-def _autocasts(recipe: Recipe, hardware: Hardware, engine: Engine) -> bool:
-    """Whether fp32 weights compute in half precision: full fine-tuning under DDP, as sft/plan/weights.py has it."""
-    alone = hardware.ranks == 1 and recipe.train.precision != "fp16"
-    return recipe.model.lora is None and engine.stage == 0 and not alone and is_half(recipe, hardware.gpu)
+        Bytes a trained parameter; w = 2 in half precision, else 4:
 
+                           weights   gradients    optimizer
+            one process    w         4            12         (16-bit gradients where sft/plan/precision.py has them; fp32: 4, 4, 8)
+            DDP            4         4            8          (and w again for autocast's copies in half precision)
+            ZeRO-1         w         w + 4        12/N
+            ZeRO-2         w         4/N          12/N
+            ZeRO-3         w/N       4/N          12/N
+        """
+        stage, parameters = self.engine.stage, self.parameters
+        weights = self.width * parameters / (self.ranks if stage == 3 else 1)
+        if self.adapters:
+            return {"weights": weights, "gradients": 4 * self.trained, "optimizer": 12 * self.trained}
+        if stage > 0:
+            gradients = (self.width + 4) * parameters if stage == 1 else 4 * parameters / self.ranks
+            return {"weights": weights, "gradients": gradients, "optimizer": 12 * parameters / self.ranks}
+        if self.autocasts or not self.is_half:
+            copies = self.width if self.autocasts else 0
+            return {"weights": (4 + copies) * parameters, "gradients": 4 * parameters, "optimizer": 8 * parameters}
+        of_gradient = gradient_bytes(parameters, self.gpu_gib, self.recipe.train.global_batch_size != 1)
+        return {"weights": weights, "gradients": of_gradient * parameters, "optimizer": 12 * parameters}
 
-def _states(recipe: Recipe, hardware: Hardware, model: ModelFacts, engine: Engine) -> tuple[dict[str, float], float]:
-    """Bytes on a GPU, and of the machine's memory.
+    def buffers(self) -> float:
+        """What the engine reduces and gathers in."""
+        bucket = min(LARGEST_BUCKET, self.trained)
+        if self.engine.stage == 0:
+            return 4 * self.trained if self.ranks > 1 else 0.0
+        if self.engine.stage < 3:
+            # Under offload each gradient passes through a buffer as large as the largest weight.
+            return self.width * (2 * bucket + (self.embedding if self.engine.optimizer_offload != "none" else 0))
+        return self.width * (bucket + min(self.parameters, LIVE + self.layer + self.embedding))
 
-    Bytes a trained parameter; w = 2 in half precision, else 4:
+    def activations(self) -> float:
+        """The peak of a forward and backward pass over one sequence."""
+        train, width = self.recipe.train, self.width
+        tokens = ceil(self.recipe.sequence_length / train.sequence_parallel_size)
+        # Under autocast what goes from layer to layer is fp32.
+        inputs = tokens * self.hidden * (4 if self.autocasts else width)
+        outputs = tokens * (8 * self.hidden + 4 * self.wide) * width
+        mode = train.gradient_checkpointing
+        every = mode if isinstance(mode, int) and not isinstance(mode, bool) else 1
+        # Layers that recompute keep their inputs, the others their outputs.
+        recompute = 0 if mode is False else ceil(self.layers / every)
+        kept = recompute * inputs + (self.layers - recompute) * outputs
+        if mode == "offload":
+            kept = 2 * inputs
+        if mode == "selective":
+            kept += self.layers * tokens * self.hidden * width
+        one_layer = tokens * (12 * self.hidden + 6 * self.wide) * width
+        tile = min(tokens, _TILE_TOKENS) * min(self.vocabulary, _TILE_WORDS) * width
+        head = tile + (tokens + (0 if self.adapters else self.vocabulary)) * self.hidden * (4 + width)
+        return kept + max(one_layer, head)
 
-                       weights   gradients    optimizer
-        one process    w         4            12         (16-bit gradients where sft/plan/weights.py has them; fp32: 4, 4, 8)
-        DDP            4         4            8          (and w again for autocast's copies in half precision)
-        ZeRO-1         w         w + 4        12/N
-        ZeRO-2         w         4/N          12/N
-        ZeRO-3         w/N       4/N          12/N
-    """
-    (parameters, ranks), width = _shared(recipe, hardware, model), _width(recipe, hardware)
-    trained = adapter_size(recipe, model) if recipe.model.lora is not None else parameters
-    share = 1 if engine.stage == 0 else ranks
-    if recipe.model.lora is not None:
-        sizes = {
-            "weights": width * parameters / (ranks if engine.stage == 3 else 1),
-            "gradients": 4 * trained,
-            "optimizer": 12 * trained,
-        }
-    elif engine.stage == 0:
-        sizes = _unshared(recipe, hardware, engine, parameters, width)
-    else:
-        sizes = {
-            "weights": width * parameters / (ranks if engine.stage == 3 else 1),
-            "gradients": (width + 4) * parameters if engine.stage == 1 else 4 * parameters / share,
-            "optimizer": 12 * parameters / share,
-        }
-    return _offloaded(sizes, hardware, engine)
-
-
-def _unshared(recipe: Recipe, hardware: Hardware, engine: Engine, parameters: float, width: int) -> dict[str, float]:
-    if _autocasts(recipe, hardware, engine):
-        return {"weights": (4 + width) * parameters, "gradients": 4 * parameters, "optimizer": 8 * parameters}
-    if width == 4:
-        return {"weights": 4 * parameters, "gradients": 4 * parameters, "optimizer": 8 * parameters}
-    assert hardware.gpu is not None
-    several = recipe.train.global_batch_size != 1
-    gradients = gradient_bytes(parameters, hardware.gpu.memory_gib, several)
-    return {"weights": width * parameters, "gradients": gradients * parameters, "optimizer": 12 * parameters}
-
-
-def _offloaded(sizes: dict[str, float], hardware: Hardware, engine: Engine) -> tuple[dict[str, float], float]:
-    """What stays on the GPU, and what its machine holds instead; a disk costs no memory here but DeepSpeed's buffers."""
-    leaving = {"gradients": engine.optimizer_offload, "optimizer": engine.optimizer_offload}
-    leaving["weights"] = engine.weights_offload
-    stay = {name: 0.0 if leaving[name] != "none" else size for name, size in sizes.items()}
-    moved = sum(size for name, size in sizes.items() if leaving[name] == "cpu")
-    return stay, CPU_FACTOR * moved * hardware.ranks_per_node
-
-
-def _buffers(recipe: Recipe, hardware: Hardware, model: ModelFacts, engine: Engine) -> float:
-    (parameters, ranks), width = _shared(recipe, hardware, model), _width(recipe, hardware)
-    trained = adapter_size(recipe, model) if recipe.model.lora is not None else parameters
-    bucket = min(LARGEST_BUCKET, trained)
-    embedding = (model.vocab_size or 0) * (model.hidden_size or 0)
-    if engine.stage == 0:
-        return 4 * trained if ranks > 1 else 0.0
-    if engine.stage < 3:
-        # Under offload each gradient passes through a buffer as large as the largest weight.
-        return width * (2 * bucket + (embedding if engine.optimizer_offload != "none" else 0))
-    return width * (bucket + min(parameters, LIVE + model.layer_size + embedding))
-
-
-def _pass(recipe: Recipe, hardware: Hardware, model: ModelFacts, engine: Engine) -> float:
-    """The peak of a forward and backward pass over one sequence."""
-    hidden, layers = model.hidden_size or 0, model.num_hidden_layers or 0
-    width, wide = _width(recipe, hardware), mlp_width(model)
-    tokens = ceil(recipe.sequence_length / recipe.train.sequence_parallel_size)
-    # Under autocast what goes from layer to layer is fp32.
-    inputs = tokens * hidden * (4 if _autocasts(recipe, hardware, engine) else width)
-    outputs = tokens * (8 * hidden + 4 * wide) * width
-    mode = recipe.train.gradient_checkpointing
-    every = mode if isinstance(mode, int) and not isinstance(mode, bool) else 1
-    # Those that recompute, and those that keep their outputs.
-    recompute = 0 if mode is False else ceil(layers / every)
-    kept = recompute * inputs + (layers - recompute) * outputs
-    if mode == "offload":
-        kept = 2 * inputs
-    if mode == "selective":
-        kept += layers * tokens * hidden * width
-    one_layer = tokens * (12 * hidden + 6 * wide) * width
-    return kept + max(one_layer, _head(recipe, model, tokens, width))
-
-
-def _head(recipe: Recipe, model: ModelFacts, tokens: int, width: int) -> float:
-    hidden, words = model.hidden_size or 0, model.vocab_size or 0
-    tile = min(tokens, _TILE_TOKENS) * min(words, _TILE_WORDS) * width
-    weight = words if recipe.model.lora is None else 0
-    return tile + (tokens + weight) * hidden * (4 + width)
-
-
-def _step(recipe: Recipe, hardware: Hardware, model: ModelFacts, engine: Engine) -> float:
-    """What the optimizer's step holds besides the states."""
-    parameters, ranks = _shared(recipe, hardware, model)
-    if recipe.model.lora is not None or engine.optimizer_offload != "none" or not is_half(recipe, hardware.gpu):
-        return 0.0
-    if engine.stage == 0:
-        embedding = (model.vocab_size or 0) * (model.hidden_size or 0)
-        return 0.0 if _autocasts(recipe, hardware, engine) else 4.0 * max(_CHUNK, embedding)
-    return 4 * (min(LIVE, parameters / ranks) if engine.stage == 3 else parameters / ranks)
+    def step(self) -> float:
+        """What the optimizer's step holds besides the states."""
+        stage = self.engine.stage
+        if self.adapters or self.engine.optimizer_offload != "none" or not self.is_half or self.autocasts:
+            return 0.0
+        if stage == 0:
+            return 4.0 * max(_CHUNK, self.embedding)
+        shard = self.parameters / self.ranks
+        return 4 * (min(LIVE, shard) if stage == 3 else shard)

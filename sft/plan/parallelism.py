@@ -1,4 +1,7 @@
-"""How the ranks divide the work: which see batches of their own, and which share one. Pure arithmetic: no torch."""
+"""Decides which ranks share layers, sequences or weights, and refuses what cannot be shared so.
+
+sft/parallel/ has what touches the live objects.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from sft.plan.decision import Decision, stated
 from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Hardware
 from sft.recipe.schema import Fsdp, Recipe
+
+FSDP2 = "FSDP2"
 
 _TENSOR_STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce"})
 """Ways to divide a layer that were trained and compared with one process."""
@@ -49,60 +54,24 @@ def resolve_tensor_parallel(
         precision: bf16, fp16 or fp32, as planned.
 
     Raises:
-        PlanError: It cannot be so; the message names what to change.
+        PlanError: The message names what to change.
     """
     size = recipe.train.tensor_parallel_size
     if size == 1:
         return Decision(1, stated(recipe.train, "tensor_parallel_size"))
     problem = (
-        _not_together(recipe, hardware, deepspeed)
+        _other_engine(recipe, hardware, deepspeed)
         or _no_tensor_plan(model)
         or _uneven_layers(size, model)
         or _untested_with_tensor(recipe, kernels, precision)
-        or _across_machines(size, hardware, "twice in each layer")
+        or _across_nodes(size, hardware, "twice in each layer")
     )
     if problem:
         raise PlanError(f"train.tensor_parallel_size={size}{problem}")
     return Decision(size, f"the recipe: each rank has 1/{size} of the heads and of the feed-forward width")
 
 
-def resolve_sequence_parallel(
-    recipe: Recipe, hardware: Hardware, model: ModelFacts, deepspeed: DeepSpeedFile | None, attention: str, micro: int
-) -> Decision[int]:
-    """Ranks that share the tokens of each sequence.
-
-    Args:
-        recipe: The size, and whether documents are packed.
-        hardware: The ranks.
-        model: Its heads, and how it attends.
-        deepspeed: The file that runs, or None.
-        attention: The attention function, as planned.
-        micro: Sequences of a forward pass, as planned.
-
-    Raises:
-        PlanError: It cannot be so; the message names what to change.
-    """
-    size = recipe.train.sequence_parallel_size
-    if size == 1:
-        return Decision(1, stated(recipe.train, "sequence_parallel_size"))
-    problem = (
-        _no_zero(deepspeed)
-        or _uneven_heads(size, model)
-        or _lost_mask(recipe, model, attention)
-        or _several_packs(recipe, micro)
-        or _untested_with_sequences(recipe)
-        or _across_machines(size, hardware, "four times in each layer")
-    )
-    if problem:
-        raise PlanError(f"train.sequence_parallel_size={size}{problem}")
-    padded = -(-recipe.sequence_length // size)
-    return Decision(
-        size,
-        f"the recipe: each rank has {padded} of at most {recipe.sequence_length} tokens, and 1/{size} of the heads",
-    )
-
-
-def _not_together(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None) -> str | None:
+def _other_engine(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None) -> str | None:
     train = recipe.train
     if train.sequence_parallel_size > 1:
         other = f"train.sequence_parallel_size={train.sequence_parallel_size}"
@@ -122,18 +91,15 @@ def _not_together(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile |
 
 
 def _no_tensor_plan(model: ModelFacts) -> str | None:
-    kind, styles = (
-        model.model_type or "this kind",
-        model.architecture.tensor_plan if model.architecture else frozenset(),
-    )
     if model.model_type is None:
         return None  # not known before a download
+    styles = model.architecture.tensor_plan if model.architecture else frozenset()
     remedy = "Set it to 1, and use train.deepspeed=zero3 to share the weights."
     if not styles:
-        return f": transformers has no plan to divide the layers of models of type {kind}. {remedy}"
-    untested = sorted(styles - _TENSOR_STYLES)
+        return f": transformers has no plan to divide the layers of models of type {model.model_type}. {remedy}"
+    untested = ", ".join(sorted(styles - _TENSOR_STYLES))
     if untested:
-        return f": the plan for models of type {kind} divides layers in ways that are untested here ({', '.join(untested)}). {remedy}"
+        return f": the plan for models of type {model.model_type} divides layers in ways that are untested here ({untested}). {remedy}"
     return None
 
 
@@ -144,11 +110,9 @@ def _uneven_layers(size: int, model: ModelFacts) -> str | None:
         "feed-forward units": model.intermediate_size,
         "tokens of the vocabulary": model.vocab_size,
     }
-    uneven = [f"{count} {name}" for name, count in widths.items() if count is not None and count % size]
-    if not uneven:
-        return None
-    known = [count for count in widths.values() if count is not None]
-    return f" does not divide the model's {' and '.join(uneven)}. Set it to {_sizes(known)}."
+    known = {name: count for name, count in widths.items() if count is not None}
+    uneven = " and ".join(f"{count} {name}" for name, count in known.items() if count % size)
+    return f" does not divide the model's {uneven}. Set it to {_sizes([*known.values()])}." if uneven else None
 
 
 def _sizes(widths: list[int]) -> str:
@@ -157,31 +121,73 @@ def _sizes(widths: list[int]) -> str:
     >>> _sizes([32, 8, 11008])
     '2, 4, 8'
     """
-    return (
-        ", ".join(str(size) for size in range(1, min(widths) + 1) if size > 1 and not any(n % size for n in widths))
-        or "1"
-    )
+    sizes = [size for size in range(2, min(widths) + 1) if all(width % size == 0 for width in widths)]
+    return ", ".join(map(str, sizes)) or "1"
 
 
 def _untested_with_tensor(recipe: Recipe, kernels: str, precision: str) -> str | None:
     untested = {
-        "model.lora": (recipe.model.lora is not None, "leave it out"),
-        "model.new_tokens": (bool(recipe.model.new_tokens), "leave it out"),
-        "model.compile": (recipe.model.compile, "set it to false"),
-        "model.kernels=liger": (kernels == "liger", "set model.kernels=none"),
-        "train.precision=fp16": (precision == "fp16", "set train.precision=bf16 or fp32"),
+        "model.lora (leave it out)": recipe.model.lora is not None,
+        "model.new_tokens (leave it out)": bool(recipe.model.new_tokens),
+        "model.compile (set it to false)": recipe.model.compile,
+        "model.kernels=liger (set model.kernels=none)": kernels == "liger",
+        "train.precision=fp16 (set train.precision=bf16 or fp32)": precision == "fp16",
     }
-    found = [f"{name} ({remedy})" for name, (asked, remedy) in untested.items() if asked]
-    return f" does not work, or is untested, with {', '.join(found)}." if found else None
+    found = ", ".join(name for name, is_set in untested.items() if is_set)
+    return f" does not work, or is untested, with {found}." if found else None
+
+
+def _across_nodes(size: int, hardware: Hardware, how_often: str) -> str | None:
+    if hardware.ranks_per_node % size == 0:
+        return None
+    return (
+        f", and a machine has {hardware.ranks_per_node} ranks: a group would wait for the network {how_often}. Set it to a divisor of "
+        f"{hardware.ranks_per_node}; train.deepspeed=zero3 shares weights across machines."
+    )
+
+
+def resolve_sequence_parallel(
+    recipe: Recipe, hardware: Hardware, model: ModelFacts, deepspeed: DeepSpeedFile | None, attention: str, micro: int
+) -> Decision[int]:
+    """Ranks that share the tokens of each sequence.
+
+    Args:
+        recipe: The size, and whether documents are packed.
+        hardware: The ranks.
+        model: Its heads, and how it attends.
+        deepspeed: The file that runs, or None.
+        attention: The attention function, as planned.
+        micro: Sequences of a forward pass, as planned.
+
+    Raises:
+        PlanError: The message names what to change.
+    """
+    size = recipe.train.sequence_parallel_size
+    if size == 1:
+        return Decision(1, stated(recipe.train, "sequence_parallel_size"))
+    problem = (
+        _no_zero(deepspeed)
+        or _uneven_heads(size, model)
+        or _lost_mask(recipe, model, attention)
+        or _untested_with_sequences(recipe, micro)
+        or _across_nodes(size, hardware, "four times in each layer")
+    )
+    if problem:
+        raise PlanError(f"train.sequence_parallel_size={size}{problem}")
+    padded = -(-recipe.sequence_length // size)
+    return Decision(
+        size,
+        f"the recipe: each rank has {padded} of at most {recipe.sequence_length} tokens, and 1/{size} of the heads",
+    )
 
 
 def _no_zero(deepspeed: DeepSpeedFile | None) -> str | None:
-    if deepspeed is not None and deepspeed.stage in (2, 3):
-        if deepspeed.config["zero_optimization"].get("reduce_scatter", True) is not True:
-            return f" needs gradients that are reduced by scattering: remove reduce_scatter from {deepspeed.path.name}."
-        return None
-    runs = f"{deepspeed.path.name} is ZeRO-{deepspeed.stage}" if deepspeed else "train.deepspeed is not set"
-    return f" is DeepSpeed's, over ZeRO-2 or 3, and {runs}. Set train.deepspeed=zero2 or zero3."
+    if deepspeed is None or deepspeed.stage not in (2, 3):
+        runs = f"{deepspeed.path.name} is ZeRO-{deepspeed.stage}" if deepspeed else "train.deepspeed is not set"
+        return f" is DeepSpeed's, over ZeRO-2 or 3, and {runs}. Set train.deepspeed=zero2 or zero3."
+    if deepspeed.zero.get("reduce_scatter", True) is not True:
+        return f" needs gradients that are reduced by scattering: remove reduce_scatter from {deepspeed.path.name}."
+    return None
 
 
 def _uneven_heads(size: int, model: ModelFacts) -> str | None:
@@ -208,13 +214,8 @@ def _lost_mask(recipe: Recipe, model: ModelFacts, attention: str) -> str | None:
     if packed and attention == "sdpa":
         remedy = "Set model.attn_implementation=auto, or data.packing=false."
         return f", and sdpa keeps packed documents apart by a mask, which the ranks do not exchange. {remedy}"
-    window = model.sliding_window
-    if (
-        window is not None
-        and window < recipe.sequence_length
-        and attention not in _FLASH
-        and not (packed and attention == "varlen")
-    ):
+    window, by_mask = model.sliding_window, attention not in _FLASH and not (packed and attention == "varlen")
+    if window is not None and window < recipe.sequence_length and by_mask:
         return (
             f", and the model sees {window} tokens back, which {attention} says by a mask that the ranks do not exchange. Set "
             f"data.max_length to at most {window}, or data.packing=true."
@@ -222,13 +223,9 @@ def _lost_mask(recipe: Recipe, model: ModelFacts, attention: str) -> str | None:
     return None
 
 
-def _several_packs(recipe: Recipe, micro: int) -> str | None:
-    if not recipe.data.packing or micro == 1:
-        return None
-    return f" shares one pack at a time, and train.micro_batch_size is {micro}. Set it to 1."
-
-
-def _untested_with_sequences(recipe: Recipe) -> str | None:
+def _untested_with_sequences(recipe: Recipe, micro: int) -> str | None:
+    if recipe.data.packing and micro > 1:
+        return f" shares one pack at a time, and train.micro_batch_size is {micro}. Set it to 1."
     if recipe.model.compile:
         return " is untested with model.compile=true. Set that to false."
     extra = recipe.train.trainer_args
@@ -237,30 +234,13 @@ def _untested_with_sequences(recipe: Recipe) -> str | None:
     return None
 
 
-def _across_machines(size: int, hardware: Hardware, how_often: str) -> str | None:
-    if hardware.ranks_per_node % size == 0:
-        return None
-    return (
-        f", and a machine has {hardware.ranks_per_node} ranks: a group would wait for the network {how_often}. Set it to a divisor of "
-        f"{hardware.ranks_per_node}; train.deepspeed=zero3 shares weights across machines."
-    )
-
-
-FSDP2 = "FSDP2"
-
-
 def resolve_fsdp(recipe: Recipe, hardware: Hardware) -> Fsdp | None:
     """The sharding that runs: the recipe's section, or None where there is none, or one process only."""
     return recipe.train.fsdp if hardware.ranks > 1 else None
 
 
 def mesh_shape(fsdp: Fsdp, hardware: Hardware) -> tuple[int, int]:
-    """Copies of the model, and ranks that share each.
-
-    Args:
-        fsdp: From resolve_fsdp.
-        hardware: The ranks, and how many are on one machine.
-    """
+    """Copies of the model, and ranks that share each."""
     if fsdp.sharding_strategy != "hybrid_shard":
         return 1, hardware.ranks
     return hardware.ranks // hardware.ranks_per_node, hardware.ranks_per_node
@@ -269,45 +249,37 @@ def mesh_shape(fsdp: Fsdp, hardware: Hardware) -> tuple[int, int]:
 def check_fsdp(recipe: Recipe, hardware: Hardware, precision: str) -> None:
     """Refuse what FSDP2 cannot do here.
 
-    Args:
-        recipe: Its section and what it is combined with.
-        hardware: The ranks.
-        precision: As planned.
-
     Raises:
         PlanError: The message names a setting that can run.
     """
-    fsdp = resolve_fsdp(recipe, hardware)
+    fsdp, per_node = resolve_fsdp(recipe, hardware), hardware.ranks_per_node
     if fsdp is None:
         return
     together = recipe.train.tensor_parallel_size * recipe.train.sequence_parallel_size
-    if together > 1:
-        raise PlanError(
-            f"train.fsdp with groups of {together} ranks on one batch (train.tensor_parallel_size x train.sequence_parallel_size) is not "
-            "built: FSDP2 shares the model among ranks that each have a batch of their own. Leave train.fsdp out, or set both sizes to 1."
-        )
-    if precision == "fp16":
-        raise PlanError(
-            "train.precision=fp16 with train.fsdp: fp16 needs its loss scaled, which is not built for shares of weights. Set "
-            "train.precision=bf16 where the GPU has it, else fp32; or leave train.fsdp out and set train.deepspeed=zero3."
-        )
-    if recipe.model.new_tokens and recipe.model.lora is not None:
-        raise PlanError(
-            "model.new_tokens with model.lora under train.fsdp: peft trains single rows of the embeddings, and reads them where each "
-            "rank has a share only. Leave train.fsdp out, set train.deepspeed=zero2, or train all weights: model.lora=null."
-        )
-    if fsdp.sharding_strategy != "hybrid_shard":
-        return
-    if hardware.ranks % hardware.ranks_per_node:
-        raise PlanError(
-            f"train.fsdp.sharding_strategy=hybrid_shard copies the model to each machine, and {hardware.ranks} processes are no multiple "
-            f"of the {hardware.ranks_per_node} on this one. Start as many on each, or set it to full_shard."
-        )
-    if hardware.ranks_per_node == 1:
-        raise PlanError(
-            "train.fsdp.sharding_strategy=hybrid_shard shares the model within a machine, and there is one process on each. Set it to "
-            "full_shard, which shares it among all machines; or leave train.fsdp out."
-        )
+    hybrid = fsdp.sharding_strategy == "hybrid_shard"
+    problems = {
+        f"train.fsdp with groups of {together} ranks on one batch (train.tensor_parallel_size x train.sequence_parallel_size) is not "
+        "built: FSDP2 shares the model among ranks that each have a batch of their own. Leave train.fsdp out, or set both sizes to 1.": (
+            together > 1
+        ),
+        "train.precision=fp16 with train.fsdp: fp16 needs its loss scaled, which is not built for shards of weights. Set "
+        "train.precision=bf16 where the GPU has it, else fp32; or leave train.fsdp out and set train.deepspeed=zero3.": (
+            precision == "fp16"
+        ),
+        "model.new_tokens with model.lora under train.fsdp: peft trains single rows of the embeddings, and reads them where each "
+        "rank has a shard only. Leave train.fsdp out, set train.deepspeed=zero2, or train all weights: model.lora=null.": (
+            bool(recipe.model.new_tokens) and recipe.model.lora is not None
+        ),
+        f"train.fsdp.sharding_strategy=hybrid_shard copies the model to each machine, and {hardware.ranks} processes are no multiple "
+        f"of the {per_node} on this one. Start as many on each, or set it to full_shard.": (
+            hybrid and hardware.ranks % per_node != 0
+        ),
+        "train.fsdp.sharding_strategy=hybrid_shard shares the model within a machine, and there is one process on each. Set it to "
+        "full_shard, which shares it among all machines; or leave train.fsdp out.": hybrid and per_node == 1,
+    }
+    problem = next((problem for problem, applies in problems.items() if applies), None)
+    if problem:
+        raise PlanError(problem)
 
 
 def describe_fsdp(fsdp: Fsdp, hardware: Hardware) -> str:

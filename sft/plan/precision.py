@@ -1,4 +1,4 @@
-"""What the weights and their gradients are kept in. Pure arithmetic: no torch.
+"""Decides what the layers compute in, and what weights and gradients are kept in.
 
 MASTER is the only choice that sft/parallel/optimizer.py carries out by itself; under ZeRO DeepSpeed does.
 """
@@ -9,7 +9,7 @@ from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
 from sft.plan.decision import Decision
 from sft.plan.deepspeed import DeepSpeedFile
-from sft.plan.hardware import Hardware
+from sft.plan.hardware import Gpu, Hardware
 from sft.plan.parallelism import resolve_fsdp
 from sft.recipe.schema import Recipe
 
@@ -19,6 +19,16 @@ _ROOM = 0.15
 """Share of a GPU's memory that stays for activations and buffers."""
 
 
+def has_bf16(gpu: Gpu | None) -> bool:
+    """Whether a GPU computes in bf16."""
+    return gpu is not None and gpu.compute_capability >= 8.0
+
+
+def computes_in_half(recipe: Recipe, gpu: Gpu | None) -> bool:
+    """Whether the precision is bf16 or fp16."""
+    return recipe.train.precision in ("bf16", "fp16") or (recipe.train.precision == "auto" and has_bf16(gpu))
+
+
 def resolve_precision(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Decision[str]:
     """What the layers compute in: `bf16`, `fp16` or `fp32`.
 
@@ -26,17 +36,16 @@ def resolve_precision(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> 
         PlanError: The recipe's cannot be had here.
     """
     wanted, gpu = recipe.train.precision, hardware.gpu
-    has_bf16 = gpu is not None and gpu.compute_capability >= 8.0
     if wanted == "auto":
         if gpu is None:
             return Decision("fp32", "auto: on a CPU bf16 is no faster")
-        if has_bf16:
+        if has_bf16(gpu):
             stored = (
                 f"the weights are stored in {model.dtype}" if model.dtype else "the model's own format is not known yet"
             )
             return Decision("bf16", f"auto: the GPU has it; {stored}")
         return Decision("fp32", f"auto: this GPU (compute capability {gpu.compute_capability}) has no bf16")
-    if wanted == "bf16" and gpu is not None and not has_bf16:
+    if wanted == "bf16" and gpu is not None and not has_bf16(gpu):
         raise PlanError(
             f"train.precision=bf16, and this GPU ({gpu.name}, compute capability {gpu.compute_capability}) has none. "
             "Set train.precision=fp32."
@@ -48,7 +57,7 @@ def resolve_precision(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> 
     if wanted == "fp16" and model.dtype == "bfloat16":
         raise PlanError(
             f"train.precision=fp16, and {recipe.model.name_or_path} was trained in bfloat16, whose values overflow fp16. "
-            f"Set train.precision={'bf16' if has_bf16 else 'fp32'}."
+            f"Set train.precision={'bf16' if has_bf16(gpu) else 'fp32'}."
         )
     return Decision(wanted, "the recipe")
 

@@ -1,4 +1,4 @@
-"""The adapter to TRL and transformers: the only file that spells their arguments."""
+"""Adapts the recipe and the plan to TRL and transformers: the only file that spells their arguments."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from sft.checkpoint.resume import ResumePlan, writer_here
 from sft.checkpoint.write import CheckpointWriter
 from sft.data.tokenizer import new_token_ids
 from sft.errors import ModelError, RecipeError, did_you_mean
+from sft.model.adapters import lora_config, show_head, trains_embedding
 from sft.model.compiled_layers import compile_layers
 from sft.model.gradient_checkpointing import CheckpointingAsPlanned
-from sft.model.load import DTYPES, lora_config
-from sft.model.new_tokens import check_untrained, named, show_head, trains_embedding, untrained_tokens
+from sft.model.new_tokens import check_untrained, named, untrained_tokens
+from sft.model.weight_checks import DTYPES
 from sft.parallel import process_group as distributed
 from sft.parallel.fsdp import Prefetch, plugin_arguments, policies
 from sft.parallel.optimizer import MasterAdamW
@@ -39,12 +40,12 @@ SCHEDULES = {"cosine": "cosine_with_min_lr", "linear": "linear", "constant": "co
 
 
 def _steps_on_copies(job: Job) -> bool:
-    """AdamW keeps the fp32 copies itself; under ZeRO DeepSpeed does."""
+    """Whether AdamW itself keeps fp32 copies of the weights; under ZeRO, DeepSpeed does."""
     return job.deepspeed is None and job.plan.weights.value == MASTER
 
 
 def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
-    """Everything that the recipe and the plan decide, in SFTConfig's words."""
+    """Everything that the recipe and the plan decide, under SFTConfig's names."""
     recipe, plan, train = job.recipe, job.plan, job.recipe.train
     return {
         "output_dir": str(run / "checkpoints"),
@@ -62,12 +63,11 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "adam_beta2": train.adam_beta2,
         "adam_epsilon": train.adam_epsilon,
         "max_grad_norm": train.max_grad_norm,
-        # Autocast is for fp32 weights: those in bf16 compute in bf16 by themselves. DeepSpeed is told by the same name.
-        # FSDP2 casts by a policy of its own.
+        # Autocast is for fp32 weights: bf16 weights compute in bf16 without it. DeepSpeed reads the same name; FSDP2 has a policy.
         "bf16": plan.precision.value == "bf16" and not _steps_on_copies(job) and job.fsdp is None,
         "fp16": plan.precision.value == "fp16",
         "optim": "adamw_torch_fused",
-        # Without it the ranks of a CPU job train by themselves, each as if it were alone.
+        # Without it each rank of a CPU job trains on its own.
         "use_cpu": job.hardware.gpu is None,
         "gradient_checkpointing": bool(plan.gradient_checkpointing.value),
         "gradient_checkpointing_kwargs": _checkpointing_arguments(plan.gradient_checkpointing.value),
@@ -78,30 +78,30 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "logging_steps": train.logging_steps,
         "logging_first_step": True,
         "report_to": list(recipe.tracking.report_to) or "none",
-        # The filter would hide a loss that is not finite, and wait for the device at each micro-batch to find it.
+        # The filter would hide losses that are not finite, and wait for the device at each micro-batch.
         "logging_nan_inf_filter": False,
         "disable_tqdm": True,
         "deepspeed": job.deepspeed.config if job.deepspeed else None,
         "parallelism_config": parallelism_config(job),
-        # transformers has no checkpoints of an optimizer over spread layers; RecipeTrainer has, and takes this back.
+        # transformers cannot save the optimizer of tensor-parallel layers; RecipeTrainer can, and resets this.
         "save_only_model": train.tensor_parallel_size > 1,
         "max_length": recipe.sequence_length,
         "packing": recipe.data.packing,
         "packing_strategy": "bfd",
-        # For a group that transformers would make; sft/parallel/process_group.py has made the one of all ranks.
+        # For groups that transformers makes; sft/parallel/process_group.py has made the one of all ranks.
         "ddp_timeout": train.ddp_timeout,
         # The documents come tokenized, masked and packed; TRL's own preparation is not needed.
         "dataset_kwargs": {"skip_prepare_dataset": True},
-        # Every weight of a causal language model is used; looking for unused ones costs a walk of the graph each step.
+        # A causal language model uses every weight; looking for unused ones costs a walk of the graph each step.
         "ddp_find_unused_parameters": False,
-        # The loss is divided by the trained tokens of the whole step, on all ranks.
+        # The loss is divided by the target tokens of the whole step, over all ranks.
         "average_tokens_across_devices": True,
         **_sharding_arguments(job),
     }
 
 
 def _sharding_arguments(job: Job) -> dict[str, Any]:
-    """What FSDP2 adds; nothing under another engine."""
+    """FSDP2's; none under another engine."""
     if job.fsdp is None:
         return {}
     copies, shards = mesh_shape(job.fsdp, job.hardware)
@@ -119,59 +119,35 @@ def _checkpointing_arguments(planned: bool | int | str) -> dict[str, Any] | None
     return {"use_reentrant": False, **every} | ({"offload": True} if planned == "offload" else {})
 
 
-# Of SFTConfig's other fields, those that would decide a second time, or behind the plan's back, what the recipe has a key for.
-SECOND_WAYS = {
-    "activation_checkpointing": "train.gradient_checkpointing",
-    "activation_checkpointing_kwargs": "train.gradient_checkpointing",
-    "activation_offloading": "train.gradient_checkpointing, which has `offload`",
-    "accelerator_config": "the plan",
-    "assistant_only_loss": "data.loss_on",
-    "auto_find_batch_size": "train.micro_batch_size",
-    "chat_template_path": "model.chat_template",
-    "completion_only_loss": "data.loss_on",
-    "data_seed": "train.seed",
-    "dataloader_drop_last": "the plan: no row is dropped",
-    "ddp_backend": "the launcher",
-    "ddp_timeout": "train.ddp_timeout",
-    "dataset_num_proc": "the data, which is prepared before the trainer",
-    "dataset_text_field": "data.train",
-    "do_eval": "data.held_out and train.eval_steps",
-    "eos_token": "model.eos_token",
-    "eval_on_start": "data.held_out, whose loss is measured before the first step",
-    "eval_packing": "data.packing",
-    "eval_strategy": "data.held_out and train.eval_steps",
-    "eval_steps": "train.eval_steps",
-    "fsdp": "the engine, train.fsdp",
-    "fsdp_config": "the engine, train.fsdp",
-    "ignore_data_skip": "train.resume: a resumed run sees the data that is left",
-    "length_column_name": "train.seed, which decides the order",
-    "liger_kernel_config": "model.kernels",
-    "load_best_model_at_end": "the plan: final/ is the model after the last step",
-    "logging_nan_inf_filter": "train.on_nonfinite",
-    "model_init_kwargs": "the keys of `model`",
-    "pad_token": "model.pad_token",
-    "padding_free": "data.packing",
-    **dict.fromkeys(
-        ("push_to_hub", "hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision", "hub_strategy"),
-        "scripts/export.sh, which uploads the finished model",
+# Fields of SFTConfig that would decide a second time, or behind the plan's back, what something else decides.
+_DECIDED_BY = {
+    "data.held_out and train.eval_steps": "do_eval eval_on_start eval_steps eval_strategy",
+    "data.loss_on": "assistant_only_loss completion_only_loss",
+    "data.overlong": "truncation_mode",
+    "data.packing": "eval_packing padding_free",
+    "data.train": "dataset_num_proc dataset_text_field",
+    "model.chat_template": "chat_template_path",
+    "model.compile": "torch_compile torch_compile_backend torch_compile_mode",
+    "model.eos_token": "eos_token",
+    "model.kernels": "liger_kernel_config use_liger_kernel",
+    "model.pad_token": "pad_token",
+    "model.trust_remote_code": "trust_remote_code",
+    "the keys of `model`": "model_init_kwargs",
+    "scripts/export.sh, which uploads the finished model": (
+        "hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy push_to_hub"
     ),
-    "enable_jit_checkpoint": "train.max_time and the signals that stop a run",
-    "logging_strategy": "train.logging_steps",
-    "project": "tracking.project",
-    "resume_from_checkpoint": "train.resume",
-    "shuffle_dataset": "train.seed, which decides the order",
-    "torch_compile": "model.compile",
-    "torch_compile_backend": "model.compile",
-    "torch_compile_mode": "model.compile",
-    "train_sampling_strategy": "train.seed, which decides the order",
-    "truncation_mode": "data.overlong",
-    "trust_remote_code": "model.trust_remote_code",
-    "use_liger_kernel": "model.kernels",
+    "the engine: train.deepspeed or train.fsdp": "fsdp fsdp_config",
+    "the launcher": "ddp_backend",
+    "the plan": "accelerator_config dataloader_drop_last load_best_model_at_end",
+    "tracking.project": "project",
+    "train.gradient_checkpointing": "activation_checkpointing activation_checkpointing_kwargs activation_offloading",
+    "train.logging_steps": "logging_strategy",
+    "train.max_time and the signals that stop a run": "enable_jit_checkpoint",
+    "train.micro_batch_size": "auto_find_batch_size",
+    "train.resume": "ignore_data_skip resume_from_checkpoint",
+    "train.seed": "data_seed length_column_name shuffle_dataset train_sampling_strategy",
 }
-
-
-def _is_finite(value: Any) -> bool:
-    return not isinstance(value, float) or isfinite(value)
+SECOND_WAYS = {name: decider for decider, names in _DECIDED_BY.items() for name in names.split()}
 
 
 def _wrong_types(extra: dict[str, Any]) -> list[str]:
@@ -183,9 +159,9 @@ def _wrong_types(extra: dict[str, Any]) -> list[str]:
         try:
             TypeAdapter(hints[name], config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
         except ValidationError as error:
-            lines.append(f"  {name}: {error.errors()[0]['msg'].replace('Input should be', 'must be')}, got {value!r}")
+            lines.append(f"{name}: {error.errors()[0]['msg'].replace('Input should be', 'must be')}, got {value!r}")
         except (KeyError, TypeError, PydanticSchemaGenerationError):
-            continue  # unknown, told elsewhere; or a type of transformers' own, which its constructor checks
+            continue  # a type of transformers' own, which its constructor checks
     return lines
 
 
@@ -193,39 +169,35 @@ def check_trainer_args(job: Job) -> None:
     """Compare train.trainer_args with the installed SFTConfig.
 
     Raises:
-        RecipeError: An unknown name, or one that the recipe or the plan decides.
+        RecipeError: An unknown name, a value of the wrong type, or something that the recipe or the plan decides.
     """
-    extra, known = job.recipe.train.trainer_args, {field.name for field in fields(SFTConfig) if field.init}
-    owned = set(_planned_arguments(job, Path("recipe/run")))
-    lines = [
-        f"  {name}: unknown to trl.SFTConfig{did_you_mean(name, sorted(known))}" for name in extra if name not in known
-    ]
-    lines += [
-        f"  {name}: a secret does not belong in a recipe; log in with `hf auth login`"
-        for name in extra
-        if name == "hub_token"
-    ]
-    # SFTConfig takes any; the trainer refuses them, after the weights are loaded.
-    lines += [
-        f"  loss_type: must be `nll` or `dft`, got {value!r}"
-        for name, value in extra.items()
-        if name == "loss_type" and value not in ("nll", "dft")
-    ]
-    lines += [f"  {name}: decided by {SECOND_WAYS[name]}" for name in extra if name in SECOND_WAYS]
-    lines += [f"  {name}: decided by the recipe's own keys and the plan" for name in extra if name in owned]
-    lines += [
-        f"  {name}: must be a finite number, got {value}" for name, value in extra.items() if not _is_finite(value)
-    ]
-    lines = lines or _wrong_types(extra)
+    known = {field.name for field in fields(SFTConfig) if field.init}
+    planned = set(_planned_arguments(job, Path("recipe/run")))
+    lines = []
+    for name, value in job.recipe.train.trainer_args.items():
+        if name not in known:
+            lines.append(f"{name}: unknown to trl.SFTConfig{did_you_mean(name, sorted(known))}")
+        elif name == "hub_token":
+            lines.append("hub_token: a secret does not belong in a recipe; log in with `hf auth login`")
+        elif name in SECOND_WAYS:
+            lines.append(f"{name}: decided by {SECOND_WAYS[name]}")
+        elif name in planned:
+            lines.append(f"{name}: decided by the recipe's own keys and the plan")
+        elif name == "loss_type" and value not in ("nll", "dft"):
+            # SFTConfig takes any; the trainer refuses them after the weights are loaded.
+            lines.append(f"loss_type: must be `nll` or `dft`, got {value!r}")
+        elif isinstance(value, float) and not isfinite(value):
+            lines.append(f"{name}: must be a finite number, got {value}")
+    lines = lines or _wrong_types(job.recipe.train.trainer_args)
     if lines:
-        raise RecipeError("\n".join(["train.trainer_args:", *lines]))
+        raise RecipeError("\n  ".join(["train.trainer_args:", *lines]))
 
 
 def training_arguments(job: Job, run: Run) -> SFTConfig:
-    """TRL's configuration of the job. Must exist before the model loads: ZeRO-3 shards it while loading.
+    """TRL's configuration of the job. Must exist before the model loads: ZeRO-3 shards it while it loads.
 
     Raises:
-        RecipeError: train.trainer_args holds something that the installed SFTConfig refuses.
+        RecipeError: The installed SFTConfig refuses something in train.trainer_args.
     """
     check_trainer_args(job)
     try:
@@ -234,7 +206,7 @@ def training_arguments(job: Job, run: Run) -> SFTConfig:
         if not job.recipe.train.trainer_args:
             raise
         raise RecipeError(f"train.trainer_args: {error}") from None
-    if job.fsdp is not None:  # transformers has no words for these
+    if job.fsdp is not None:  # SFTConfig has no names for these
         arguments.fsdp_plugin_args |= policies(job.fsdp, DTYPES[job.plan.precision.value], job.hardware.gpu is not None)
     return arguments
 
@@ -267,8 +239,8 @@ def build_trainer(
         clock: Times the steps.
         progress: How far this rank is.
         fingerprint: Of the batches.
-        stopping: Agrees on stop requests.
-        faults: Watches for what is not finite.
+        stopping: Agrees on stop requests; None in auto-tuning, as for the next.
+        faults: Watches for losses and gradients that are not finite.
         continuation: How the run resumes from its checkpoint.
 
     Raises:

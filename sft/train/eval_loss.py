@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from sft.data.store import DocumentStore, SequenceIndex
 from sft.parallel import process_group as distributed
+from sft.plan.job import Job
 from sft.run.directory import Run, read_lines
 from sft.train.batches import Sequences
 from sft.train.stopping import Stopping
 from sft.train.trainer import NeedsTrainer
+
+
+def load_eval_loss(
+    job: Job, run: Run, folder: Path, store: DocumentStore, pad_token_id: int, stopping: Stopping
+) -> EvalLoss | None:
+    """The measurement that the recipe asks for; None where there is no eval split.
+
+    Args:
+        job: With its data counted.
+        run: Its folder.
+        folder: Of the prepared data.
+        store: Its documents.
+        pad_token_id: The tokenizer's.
+        stopping: The training's.
+    """
+    index, train = SequenceIndex.load(folder / "held_out.npz"), job.recipe.train
+    if not len(index):
+        return None
+    ranks = job.plan.data_parallel_ranks.value
+    sequences = Sequences(store, index, ranks, pad_token_id, job.recipe.data.packing)
+    return EvalLoss(sequences, train.eval_steps or train.save_steps, run, stopping)
 
 
 class EvalLoss(NeedsTrainer):

@@ -1,7 +1,7 @@
-"""Law 2 on the live model, before step 1: documents of a batch do not see each other, and together they are what each is alone.
+"""Probes on the live model, before step 1, that the documents of a batch do not see each other (promise: packed equals separate).
 
-A few short documents of the run go through the trainer's own collator, attention and loss; what is compared are the hidden
-states that the output head gets. Takes four forward passes over about a hundred tokens.
+A few short documents of the run go through the trainer's own collator, attention and loss, and the hidden states that reach the output
+head are compared. That takes a few forward passes over about a hundred tokens.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from sft.model.live import arithmetic, evaluating, unwrapped
 
 DOCUMENTS, LONGEST = 4, 32
 
-# Of the norm of the hidden states. The same rows in the same kernels do not move at all, whatever stands in the rows beside them:
-# the limit leaves room for a kernel whose sums are in no fixed order. Experts are dealt other rows, and meet kernels of other
-# shapes, as does every document that is alone.
+# Relative to the norm of the hidden states. In the same kernels a row does not depend on the rows beside it at all; the limit leaves room
+# for kernels that sum in no fixed order. Experts get other rows, and so kernels of other shapes, as does a document that is alone.
 MOVED = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
 MOVED_BY_EXPERTS = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 DIFFER = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 5e-2}
@@ -33,32 +32,32 @@ class Probe:
     """What was measured."""
 
     moved: float
-    """Largest share by which changing one document moved another's hidden states."""
+    """Largest relative change of a document's hidden states when another document is changed."""
 
     differ: float
-    """Largest share by which a document in the batch differs from itself alone."""
+    """Largest relative difference of a document in the batch from itself alone."""
 
     attention_calls: dict[str, int]
-    """Which attention functions ran in one pass, and how often; the model's own is `eager`."""
+    """Calls of each attention function in one pass, without the model's own, `eager`."""
 
     use_cache: bool
     """Whether the model was told to keep keys and values."""
 
     head_called: bool
-    """Whether logits of all tokens were made; TRL's fused head uses the output head's weight and never calls it."""
+    """Whether logits of all tokens were computed; TRL's fused head uses the head's weight and never calls it."""
 
     dtype: torch.dtype
-    """Of the hidden states' arithmetic."""
+    """In which the hidden states are computed."""
 
     experts: bool
     """Whether tokens are routed to experts."""
 
     finite_alone: bool = True
-    """Whether documents that are alone, through plain attention, have hidden states that are numbers."""
+    """Whether the hidden states of each document alone, through plain attention, are finite."""
 
 
 def sample_documents(sequences: Any) -> list[np.ndarray]:
-    """The beginnings of the first documents, [up to LONGEST] token ids each; none of a single token."""
+    """The first LONGEST token ids of a few documents; none of a single token."""
     store, index = sequences.store, sequences.index
     found: list[np.ndarray] = []
     for sequence in range(len(index)):
@@ -75,9 +74,9 @@ def probe(trainer: Any, documents: list[np.ndarray], packed: bool) -> Probe:
     """Measure on the live model; every rank takes part, with the same documents.
 
     Args:
-        trainer: Built, its engine begun; its collator, model and loss are what is measured.
+        trainer: Its engine initialized.
         documents: From sample_documents, two or more.
-        packed: Whether the run packs; else they become a padded batch.
+        packed: Whether the run packs; otherwise they become a padded batch.
     """
     changed = (len(documents) - 1) // 2
     altered = list(documents)
@@ -102,16 +101,16 @@ def probe(trainer: Any, documents: list[np.ndarray], packed: bool) -> Probe:
 
 
 def check_probe(found: Probe, attention: str, packed: bool) -> None:
-    """Refuse to train where documents are not apart.
+    """Refuse to train where documents are not isolated.
 
     Raises:
-        PlanError: They see each other, or are not what they are alone; the message names the setting to change.
+        PlanError: They see each other, or differ from what they are alone. The message names the setting to change.
     """
     if not found.finite_alone:
         raise PlanError(
-            "The weights that the training starts from give hidden states that are not finite (NaN or infinite). Where it goes on from a "
-            "checkpoint, it had diverged before that was written: remove the newest checkpoints, or start anew with train.resume=never, "
-            "and lower train.learning_rate. Nothing was trained."
+            "The initial weights give hidden states that are not finite (NaN or infinite). If the run resumes, it had diverged before the "
+            "checkpoint was written: remove the newest checkpoints, or start anew with train.resume=never, and lower "
+            "train.learning_rate. Nothing was trained."
         )
     other = "eager" if attention == "sdpa" else "sdpa"
     remedy = (
@@ -125,13 +124,13 @@ def check_probe(found: Probe, attention: str, packed: bool) -> None:
     limit = (MOVED_BY_EXPERTS if found.experts else MOVED)[found.dtype]
     if not found.moved <= limit:
         raise PlanError(
-            f"The documents of a {where} see each other: other tokens in one moved the hidden states of another by {found.moved:.1%} "
-            f"(noise in this format is below {limit:.3%}). attn_implementation={attention} does not keep them apart on this "
-            f"model. {remedy}. Nothing was trained."
+            f"The documents of a {where} see each other: changing one moved the hidden states of another by {found.moved:.1%} "
+            f"(noise in this dtype is below {limit:.3%}). attn_implementation={attention} does not isolate them on this model. {remedy}. "
+            "Nothing was trained."
         )
     if not found.differ <= DIFFER[found.dtype]:
         raise PlanError(
-            f"A document in a {where} is not what it is alone: its hidden states differ by {found.differ:.1%} (noise in this format is "
+            f"A document in a {where} is not what it is alone: its hidden states differ by {found.differ:.1%} (noise in this dtype is "
             f"below {DIFFER[found.dtype]:.1%}). attn_implementation={attention} computes something else on this model. {remedy}. Nothing "
             "was trained."
         )
@@ -142,14 +141,14 @@ class _Pass:
     """What a forward pass showed."""
 
     states: list[torch.Tensor]
-    """What the output head gets of each document, fp32 [length, hidden]."""
+    """The output head's input for each document, fp32 [length, hidden]."""
 
     use_cache: bool = False
     head_called: bool = False
 
 
 def _one_pass(trainer: Any, documents: list[np.ndarray], packed: bool) -> _Pass:
-    """Collator, model and loss as in training."""
+    """Run collator, model and loss as in training."""
     lengths = [len(document) for document in documents]
     rows: list[dict[str, Any]] = [{"input_ids": document, "labels": _labels(document)} for document in documents]
     if packed:
@@ -174,7 +173,7 @@ def _one_pass(trainer: Any, documents: list[np.ndarray], packed: bool) -> _Pass:
             hook.remove()
         trainer._metrics["eval"].clear()
     if packed:
-        # What the collator puts behind the last document (pad_to_multiple_of) is none.
+        # Padding that the collator appends (pad_to_multiple_of) is no document.
         seen.states = list(torch.split(seen.states[0][: sum(lengths)], lengths))
     else:
         seen.states = [row[:length] for row, length in zip(seen.states, lengths, strict=True)]
@@ -186,13 +185,13 @@ def _has_experts(config: Any) -> bool:
 
 
 def _labels(document: np.ndarray) -> np.ndarray:
-    """Every token but the first, as in training."""
+    """All tokens but the first, as in training."""
     return np.concatenate([[IGNORED], document[1:]])
 
 
 def _other_tokens(documents: list[np.ndarray], changed: int) -> np.ndarray:
-    """Tokens of the documents at hand, none where it was."""
-    # And one more that every vocabulary has, where all are the same.
+    """Tokens that occur in the documents, each different from the one in its place."""
+    # And one more that every vocabulary has, in case all tokens are the same.
     known = np.union1d(np.concatenate(documents), [abs(int(documents[0][0]) - 1)])
     drawn = np.random.default_rng(0).choice(known, len(documents[changed]))
     following = known[(np.searchsorted(known, drawn) + 1) % len(known)]
@@ -200,18 +199,18 @@ def _other_tokens(documents: list[np.ndarray], changed: int) -> np.ndarray:
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Norm of the difference over the norm; not a number where a state is none."""
+    """Norm of the difference over the norm; NaN where a state is NaN."""
     return float((one - other).norm() / other.norm().clamp(min=1e-12))
 
 
 def _largest(distances: Iterable[float]) -> float:
-    """Not a number where one of them is none."""
+    """NaN where one of them is NaN."""
     return float(np.max(list(distances)))
 
 
 @contextmanager
 def _plain_attention(trainer: Any) -> Iterator[None]:
-    """The model's own attention, whatever function runs otherwise: what a document alone is compared with."""
+    """Compute with the model's own attention, the reference for documents alone."""
     model = unwrapped(trainer)
     config = model.config.get_text_config()
     running = config._attn_implementation
@@ -226,7 +225,7 @@ def _plain_attention(trainer: Any) -> Iterator[None]:
 
 @contextmanager
 def recorded_attention() -> Iterator[dict[str, int]]:
-    """Count the calls of transformers' attention functions by name; a model's own, `eager`, is not among them."""
+    """Count the calls of transformers' attention functions by name. A model's own, `eager`, is not in its table."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     calls: dict[str, int] = {}
@@ -238,7 +237,7 @@ def recorded_attention() -> Iterator[dict[str, int]]:
 
         return call
 
-    # The interface's local mapping goes before the registered functions. DeepSpeed's sequence parallelism is in it, too.
+    # The interface's local mapping precedes the registered functions. DeepSpeed's sequence parallelism is in it, too.
     local = ALL_ATTENTION_FUNCTIONS._local_mapping
     before = dict(local)
     for name in [*ALL_ATTENTION_FUNCTIONS.valid_keys()]:

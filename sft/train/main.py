@@ -23,7 +23,7 @@ from sft.run.directory import Run
 from sft.run.trust import final_checksums
 from sft.train.arguments import build_trainer, engine_callbacks, training_arguments
 from sft.train.batches import Fingerprint, Sequences, StepWork
-from sft.train.eval_loss import EvalLoss
+from sft.train.eval_loss import load_eval_loss
 from sft.train.faults import Faults, Samples
 from sft.train.metrics import Metrics, StepClock
 from sft.train.profiling import Profile
@@ -61,9 +61,11 @@ def train(
         Interrupted: The training was stopped, with a checkpoint.
         UserError: Something else would run than was planned, or the model could not be trained or saved.
     """
-    store = DocumentStore.open(prepared.folder)
-    sequences = load_sequences(job, prepared, store, tokenizer)
-    order = sequences.order(job.recipe.train.seed)
+    recipe, plan, on_gpu = job.recipe, job.plan, job.hardware.gpu is not None
+    store, index = DocumentStore.open(prepared.folder), SequenceIndex.load(prepared.folder / "train.npz")
+    empty = plan.empty_sequences_per_step.value
+    sequences = Sequences(store, index, recipe.sequences_per_step, tokenizer.pad_token_id, recipe.data.packing, empty)
+    order = sequences.order(recipe.train.seed)
     # Before the model: ZeRO-3 shards it while it loads.
     arguments = training_arguments(job, run)
     model = load_model(job, tokenizer)
@@ -72,13 +74,13 @@ def train(
         for note in model.generation_notes:
             print(f"Warning: {note}", flush=True)
 
-    rank, ranks, on_gpu, recipe = distributed.rank(), job.hardware.ranks, job.hardware.gpu is not None, job.recipe
+    rank, ranks = distributed.rank(), job.hardware.ranks
     if recipe.debug:
         name_debug_files(run, rank)
     progress, fingerprint, clock = Progress(), Fingerprint(), StepClock(on_gpu)
     stopping = Stopping(run.path, recipe, progress, rank, ranks)
     watchdog = Watchdog(progress, run, rank, ranks, recipe.train.ddp_timeout)
-    eval_loss = load_eval_loss(job, run, prepared, store, tokenizer, stopping)
+    eval_loss = load_eval_loss(job, run, prepared.folder, store, tokenizer.pad_token_id, stopping)
     verification = SaveVerification(job, run, tokenizer) if recipe.train.save_canary else None
     measured = {"held_out_loss": eval_loss, "eval": evaluation}
     callbacks = [
@@ -89,14 +91,12 @@ def train(
         RuntimeCheck(job, run),
         *filter(None, [eval_loss, evaluation, verification]),
         # After what measures for its lines.
-        Metrics(
-            run, job.hardware, StepWork(sequences, order), clock, fingerprint, {k: m for k, m in measured.items() if m}
-        ),
+        Metrics(run, job.hardware, StepWork(sequences, order), clock, fingerprint, measured),
         *([Profile(run.path / "profile", rank, on_gpu)] if recipe.train.profile else []),
     ]
     samples = Samples(sequences, order, [source.path for source in recipe.sources], tokenizer)
     faults = Faults(
-        run, samples, recipe.train.on_nonfinite, recipe.train.max_nonfinite_steps, job.plan.precision.value == "fp16"
+        run, samples, recipe.train.on_nonfinite, recipe.train.max_nonfinite_steps, plan.precision.value == "fp16"
     )
     trainer = build_trainer(
         job, arguments, model, tokenizer, sequences, order, callbacks, clock, progress, fingerprint, stopping, faults,
@@ -118,25 +118,6 @@ def train(
         steps = f"{step - choice.step} steps, to step {step}," if choice.step else f"{step} steps"
         print(f"Trained {steps} in {seconds:.0f} s: {run.final}", flush=True)
     return seconds
-
-
-def load_sequences(job: Job, prepared: Prepared, store: DocumentStore, tokenizer: Any) -> Sequences:
-    """The training split, in whole steps."""
-    index, recipe = SequenceIndex.load(prepared.folder / "train.npz"), job.recipe
-    empty = job.plan.empty_sequences_per_step.value
-    return Sequences(store, index, recipe.sequences_per_step, tokenizer.pad_token_id, recipe.data.packing, empty)
-
-
-def load_eval_loss(
-    job: Job, run: Run, prepared: Prepared, store: DocumentStore, tokenizer: Any, stopping: Stopping
-) -> EvalLoss | None:
-    """What measures the loss on the eval split; None where there is none."""
-    index, train = SequenceIndex.load(prepared.folder / "held_out.npz"), job.recipe.train
-    if not len(index):
-        return None
-    ranks = job.plan.data_parallel_ranks.value
-    sequences = Sequences(store, index, ranks, tokenizer.pad_token_id, job.recipe.data.packing)
-    return EvalLoss(sequences, train.eval_steps or train.save_steps, run, stopping)
 
 
 def leave_where_stopped(job: Job, interrupted: Interrupted | None) -> None:

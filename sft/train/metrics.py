@@ -187,7 +187,7 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         work: What each step holds.
         clock: Times the steps; must be called before this callback.
         fingerprint: The trainer's.
-        measured: Further figures by their key in the line; must be called before this callback.
+        measured: Further callbacks by the key of their figure, which must be called before this one; None where there is none.
     """
 
     def __init__(
@@ -197,9 +197,10 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         work: StepWork,
         clock: StepClock,
         fingerprint: Fingerprint,
-        measured: Mapping[str, Measures],
+        measured: Mapping[str, Measures | None],
     ) -> None:
-        self.run, self.work, self.clock, self.fingerprint, self.measured = run, work, clock, fingerprint, measured
+        self.run, self.work, self.clock, self.fingerprint = run, work, clock, fingerprint
+        self.measured = {key: callback for key, callback in measured.items() if callback is not None}
         self.peak = peak_flops(hardware)
         self.flops: ModelFlops | None = None
         self.bar: tqdm[Any] | None = None

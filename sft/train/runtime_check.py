@@ -6,7 +6,6 @@ Only once the engine has begun can what was asked for be told from what a librar
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -14,9 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
 
 from sft.errors import PlanError
 from sft.model.compiled_layers import are_compiled
@@ -39,7 +35,7 @@ SHARDED = {0: "nothing", 1: "optimizer", 2: "optimizer, gradients", 3: "optimize
 
 @dataclass(frozen=True)
 class Reading:
-    """One thing that was planned, and what was found."""
+    """One setting as planned and as found."""
 
     name: str
     planned: str
@@ -48,7 +44,7 @@ class Reading:
 
     @classmethod
     def equal(cls, name: str, planned: object, running: object) -> Reading:
-        """A reading that must be the very thing."""
+        """A setting that must be exactly as planned."""
         return cls(name, _word(planned), _word(running), planned != running)
 
 
@@ -78,7 +74,7 @@ class RuntimeCheck(NeedsTrainer):
         started, packed = time.monotonic(), self.job.recipe.data.packing
         documents = sample_documents(self.trainer.train_dataset)
         found = probe(self.trainer, documents, packed) if documents else None
-        readings = read_back(self.trainer, self.job, found)
+        readings = read_running(self.trainer, self.job, found)
         if state.is_world_process_zero:
             self.run.update(
                 running={reading.name: reading.running for reading in readings},
@@ -101,22 +97,20 @@ class RuntimeCheck(NeedsTrainer):
 
 def print_table(readings: list[Reading]) -> None:
     """Print each setting as planned and as it runs."""
-    table = Table(box=SIMPLE, title="Runtime check", title_justify="left", title_style="bold")
-    for column in ("", "planned", "running"):
-        table.add_column(column, overflow="fold")
+    width = max(len(reading.name) for reading in readings)
+    print("Runtime check: planned -> running")
     for reading in readings:
-        table.add_row(reading.name, reading.planned, reading.running, style="red" if reading.wrong else None)
-    # A file or a pipe has no width of its own, and rich would take 80.
-    (Console() if sys.stdout.isatty() else Console(width=140)).print(table)
+        mark = "!" if reading.wrong else " "
+        print(f" {mark} {reading.name:<{width}}  {reading.planned} -> {reading.running}", flush=True)
 
 
-def read_back(trainer: Any, job: Job, probe: Probe | None) -> list[Reading]:
+def read_running(trainer: Any, job: Job, probe: Probe | None) -> list[Reading]:
     """Read everything that the plan decided from the live trainer.
 
     Args:
-        trainer: After its engine was begun.
+        trainer: Its engine initialized.
         job: What was planned.
-        probe: What a pass through the model showed; None where there were no two documents to probe with.
+        probe: From the isolation probe; None where there were no two documents to probe with.
     """
     plan, args = job.plan, trainer.args
     engine = _engine(trainer)
@@ -161,17 +155,17 @@ def read_back(trainer: Any, job: Job, probe: Probe | None) -> list[Reading]:
     if probe is not None:
         readings.append(Reading.equal("use_cache", False, probe.use_cache))
         paths = {False: "TRL's fused head", True: "all logits, then cross-entropy"}
-        # A smoothed label is spread over the vocabulary, so TRL makes all logits for it.
+        # A smoothed label covers the vocabulary, so TRL computes all logits for it.
         smoothed = trainer.label_smoother is not None and args.loss_type == "nll"
         readings.append(Reading.equal("loss", paths[smoothed], paths[probe.head_called]))
     return readings
 
 
 def check_readings(readings: Iterable[Reading]) -> None:
-    """Refuse to train something else than was planned.
+    """Refuse to train anything else than was planned.
 
     Raises:
-        PlanError: What differs, with both values.
+        PlanError: Lists what differs, with both values.
     """
     wrong = [
         f"  {reading.name}: planned {reading.planned}, running {reading.running}"
@@ -182,7 +176,7 @@ def check_readings(readings: Iterable[Reading]) -> None:
         raise PlanError(
             "\n".join(
                 [
-                    "What runs is not what was planned, and nothing was trained:",
+                    "What runs is not what was planned, so nothing was trained:",
                     *wrong,
                     "Set the recipe's key to what can run, or report this with plan.json and run.json.",
                 ]
@@ -210,7 +204,7 @@ def _engine_name(trainer: Any, engine: Any) -> str:
 
 
 def _sharded(trainer: Any, engine: Any) -> int:
-    """The ZeRO stage by what the objects are, not by what the configuration says."""
+    """The ZeRO stage, judged by the objects and not by the configuration."""
     if any(hasattr(parameter, "ds_id") for parameter in trainer.model.parameters()):
         return 3
     if shards(trainer.model) and not is_tensor_parallel(trainer.model):
@@ -218,7 +212,7 @@ def _sharded(trainer: Any, engine: Any) -> int:
     optimizer: Any = engine.optimizer if engine is not None else None
     if hasattr(optimizer, "partition_gradients"):
         return 2 if optimizer.partition_gradients else 1
-    # Stage 1 in bf16 with gradients in fp32 has an optimizer of its own, without that switch.
+    # Stage 1 in bf16 with fp32 gradients has an optimizer of its own, without that switch.
     return 1 if hasattr(optimizer, "partition_count") else 0
 
 
@@ -234,7 +228,7 @@ def _planned_offload(job: Job) -> str:
 
 
 def _offloaded(engine: Any) -> str:
-    """What ZeRO's optimizer keeps away from the GPU: stages 1 and 2 know of the CPU only."""
+    """What ZeRO's optimizer keeps off the GPU; stages 1 and 2 know only the CPU."""
     zero: Any = engine.optimizer if engine is not None else None
     if not hasattr(zero, "offload_param"):
         return _offload_words("cpu" if getattr(zero, "cpu_offload", False) else None, None)
@@ -248,18 +242,18 @@ def _attention(trainer: Any, planned: str, probe: Probe | None) -> Reading:
     configured = unwrapped(trainer).config.get_text_config()._attn_implementation
     if probe is None:
         return Reading.equal("attention", planned, configured)
-    # A model's own function, `eager`, is called without asking the table of functions.
+    # A model's own function, `eager`, is not looked up in the table of functions.
     expected = set() if planned == "eager" else {planned}
     calls = ", ".join(f"{name} in {count} layers" for name, count in probe.attention_calls.items()) or configured
     wrong = configured != planned or set(probe.attention_calls) != expected
-    # An older architecture picks its own sdpa, without the table.
+    # Older architectures call sdpa themselves, without the table.
     if planned == configured == "sdpa" and not probe.attention_calls:
         wrong = False
     return Reading("attention", planned, calls if probe.attention_calls or not wrong else "the model's own", wrong)
 
 
 def _kernels(trainer: Any, planned: str) -> Reading:
-    """Layers whose forward is Liger's."""
+    """Count the layers whose forward is Liger's."""
     swapped = Counter(
         type(module).__name__
         for module in trainer.model.modules()
@@ -277,7 +271,7 @@ def _precision(trainer: Any, engine: Any) -> str:
     mixed = trainer.accelerator.mixed_precision
     if mixed != "no":
         return str(mixed)
-    # Without autocast the model computes in what its weights are.
+    # Without autocast the model computes in the dtype of its weights.
     dtype = next(unwrapped(trainer).parameters()).dtype
     return SHORT.get(dtype, str(dtype))
 
@@ -287,20 +281,20 @@ def _count(parameter: Any) -> int:
 
 
 def _weights(trainer: Any, job: Job) -> list[Reading]:
-    """How many are trained, and in which format they are."""
+    """How many parameters are trained, and in which dtypes."""
     total = trained = 0
-    formats: Counter[str] = Counter()
+    dtypes: Counter[str] = Counter()
     adapters = 0
     for name, parameter in trainer.model.named_parameters():
         total += _count(parameter)
         if parameter.requires_grad:
             trained += _count(parameter)
             if not (parameter.dtype == torch.float32 and _stays_fp32(trainer, name)):
-                formats[SHORT.get(parameter.dtype, str(parameter.dtype))] += 1
+                dtypes[SHORT.get(parameter.dtype, str(parameter.dtype))] += 1
             adapters += ".lora_A." in name
     lora = job.recipe.model.lora
     expected = SHORT[weights_dtype(job)]
-    # Under DDP and alone peft keeps adapters in fp32, which is what they are trained in.
+    # Without DeepSpeed, PEFT keeps adapters in fp32 and they are trained in it.
     allowed = {expected, "fp32"} if lora is not None and job.deepspeed is None else {expected}
     share = f"{trained:,} of {total:,} parameters"
     if lora is None:
@@ -312,35 +306,35 @@ def _weights(trainer: Any, job: Job) -> list[Reading]:
             f"{share}, {adapters} adapters",
             not 0 < trained < total or not adapters,
         )
-    kinds = ", ".join(sorted(formats))
-    return [weights, Reading("weights", " or ".join(sorted(allowed)), kinds, not set(formats) <= allowed)]
+    kinds = ", ".join(sorted(dtypes))
+    return [weights, Reading("weights", " or ".join(sorted(allowed)), kinds, not set(dtypes) <= allowed)]
 
 
 def _stays_fp32(trainer: Any, name: str) -> bool:
-    """Whether the model's code keeps this weight in fp32 whatever it is loaded in, such as the router of some experts."""
+    """Whether the model's code keeps this weight in fp32, such as the router of some experts."""
     kept = getattr(unwrapped(trainer), "_keep_in_fp32_modules_strict", None) or ()
     return any(f".{part}." in f".{name}." for part in kept)
 
 
 def _optimizer(trainer: Any) -> Reading:
-    """The innermost optimizer, and the format of what it updates: its moments have the same."""
+    """The innermost optimizer, and the dtype of what it updates, which is also that of its moments."""
     optimizer, updated = trainer.optimizer, None
     while hasattr(optimizer, "optimizer"):
-        # ZeRO-3 hands its partitions over at each step, and takes them away again.
+        # ZeRO-3 gives it the partitions at each step, and takes them away again.
         updated = getattr(optimizer, "fp32_partitioned_groups_flat", updated)
         optimizer = optimizer.optimizer
     updated = updated or [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    formats = {tensor.dtype for tensor in updated}
-    kinds = ", ".join(sorted(SHORT.get(dtype, str(dtype)) for dtype in formats))
+    dtypes = {tensor.dtype for tensor in updated}
+    kinds = ", ".join(sorted(SHORT.get(dtype, str(dtype)) for dtype in dtypes))
     fused = ", fused" if optimizer.defaults.get("fused") else ""
     name = type(optimizer).__name__
     return Reading(
-        "optimizer", "AdamW on fp32", f"{name} on {kinds}{fused}", "Adam" not in name or formats != {torch.float32}
+        "optimizer", "AdamW on fp32", f"{name} on {kinds}{fused}", "Adam" not in name or dtypes != {torch.float32}
     )
 
 
 def _learning_rate(trainer: Any, planned: float) -> Reading:
-    """The peak, as the optimizer was built with it: what it has now is the schedule's."""
+    """The peak that the optimizer was built with; its current rate is the schedule's."""
     optimizer = trainer.optimizer
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
@@ -349,7 +343,7 @@ def _learning_rate(trainer: Any, planned: float) -> Reading:
 
 
 def _checkpointing(trainer: Any, planned: bool | int | str) -> Reading:
-    """Whether layers recompute, by the layers themselves; CheckpointingAsPlanned has compared them."""
+    """Whether layers recompute, judged by the layers; CheckpointingAsPlanned has compared them in detail."""
     running, layers = checkpointed_layers(trainer.model)
     kind = running_checkpointing(trainer.model)
     words = {True: "every layer", False: "off", "selective": "selective", "offload": "offload"}.get(planned)

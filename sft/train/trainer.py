@@ -102,20 +102,7 @@ class NeedsTrainer(TrainerCallback):  # type: ignore[misc]
 class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     """SFTTrainer, changed where the recipe means something else.
 
-    Args:
-        sequences: The prepared data.
-        order: Of the sequences.
-        plan: What was decided.
-        fsdp: The recipe's section, where FSDP2 is the engine.
-        writer: Describes this start in its checkpoints.
-        checkpoints: Writes them.
-        clock: Times the steps; one of the callbacks too.
-        progress: How far this rank is.
-        fingerprint: Of the batches.
-        stopping: Agrees on stop requests; None where nobody can make one.
-        faults: Watches for losses and gradients that are not finite; None where nothing is trained in earnest.
-        continuation: How the run resumes from its checkpoint.
-        trl: SFTTrainer's own arguments, except for the dataset.
+    Args are those of build_trainer in sft/train/arguments.py; `trl` is what SFTTrainer itself takes, except for the dataset.
     """
 
     data_collator: Any

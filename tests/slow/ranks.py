@@ -150,8 +150,8 @@ def _become_rank(job: dict[str, Any], environment: dict[str, str], folder: Path,
         os.dup2(os.open(path, os.O_RDONLY if name == "stdin" else os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ |= environment
     if not job["finish"]:
-        for module in ("sft.launch.rank", "sft.launch.finish"):
-            _replace(module, "become_finish", lambda run: None)
+        for module in ("sft.launch.rank", "sft.launch.evaluation"):
+            _replace(module, "become_evaluation", lambda run: None)
     program, *sys.argv[1:] = job["words"]
     sys.argv[0] = program
     if program.endswith(".py"):

@@ -67,7 +67,7 @@ def lines(run: Run) -> list[dict[str, Any]]:
 
 def left(run: Run) -> Iterator[str]:
     """What a run's folder must not hold once nothing runs."""
-    for pattern in ("stop", "save", ".final", ".adapter", "checkpoints/.*", "logs/failed.json"):
+    for pattern in ("stop", "save", ".final", ".adapter", "checkpoints/.*", "logs/failed.txt"):
         yield from (str(path.relative_to(run.path)) for path in run.path.glob(pattern))
 
 
@@ -100,7 +100,7 @@ def test_a_training_stopped_everywhere_once_ends_as_an_undisturbed_one(
         assert run.record["status"] == "interrupted", (point, told)
         saved = run.last_checkpoint()
         assert (saved and saved.name) == checkpoint, point
-        assert f"goes on from {checkpoint}" in told["stderr"] or checkpoint is None
+        assert f"resumes from {checkpoint}" in told["stderr"] or checkpoint is None
         assert not run.final.exists()
     ranks.run(2, words, AT="nowhere")
     assert (run.record["status"], run.record["error"]) == ("finished", None)
@@ -169,7 +169,7 @@ def test_a_second_signal_and_a_hang_end_a_process_whose_main_thread_cannot(recip
     told = ranks.run(1, words, expect=1, AT="step 7, micro-batch 1", SIGNAL="none")
     assert run.record["status"] == "failed"
     assert run.record["error"].startswith("Rank 0 (") and "has not moved for " in run.record["error"]
-    assert "ended: step 7, forward, micro-batch 1" in told["stderr"]
+    assert "it is ended: step 7, " in told["stderr"]
     assert told["stderr"].rstrip().endswith("The same command resumes from checkpoint-6.")
     assert "in send" in (run.path / "logs" / "rank-0.stacks.txt").read_text()
 
@@ -226,7 +226,7 @@ def ended(launcher: "subprocess.Popen[str]", run: Run, by: str) -> str:
     told = launcher.communicate(timeout=60)[0]
     assert launcher.returncode == (130 if by == "SIGINT" else 143), told
     assert told.count(f"Interrupted by {by}") == 1 and "Traceback" not in told, told
-    assert "all processes again" not in told and "Rank " not in told
+    assert "Restarting all" not in told and "Rank " not in told
     assert run.record["status"] == "interrupted"
     assert list(left(run)) == [] and not list(Path(tempfile.gettempdir()).glob(f"sft-*-{launcher.pid}-*"))
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
@@ -285,7 +285,7 @@ def test_an_evaluation_that_was_stopped_goes_on_alone(recipe: Path, ranks: Ranks
 
     assert run.record["evaluation"] == "running"  # nothing between the training and its evaluation is lost
     run.update(evaluation=None)
-    process = start("sft.launch.finish", str(run.path))
+    process = start("sft.launch.evaluation", str(run.path))
     until(lambda: run.record.get("evaluation") == "running", process)
     process.terminate()
     told = process.communicate(timeout=30)[0]

@@ -104,7 +104,7 @@ def test_eight_ranks_train_and_start_again_after_one_was_killed(recipe: Path, st
     told = job.communicate(timeout=280)[0]
     assert job.returncode == 0, told
     assert told.count("was ended by signal 9") == 1
-    assert "Starting all processes again, 1 of 1." in told
+    assert "Restarting all processes; 0 restarts left." in told
     went_on = re.search(r"it goes on from checkpoint-(\d+)", told)
     assert went_on is not None
     assert int(went_on[1]) >= 2  # that of step 4 may not be whole yet
@@ -145,7 +145,7 @@ def test_one_process_that_failed_starts_again_as_one_process(
 ) -> None:
     words = [*launcher_of(1, "kill", 1, ranks=1), recipe, "train.save_steps=1", *overrides]
     told = command([*words, "train.resume=never"], PYTHONPATH=str(REPOSITORY))
-    assert "Starting all processes again, 1 of 1." in told.stderr
+    assert "Restarting all processes; 0 restarts left." in told.stderr
     assert "it goes on from checkpoint-2" in told.stdout
     run = latest(recipe)
     assert decisions(run)["engine"] == engine
@@ -161,8 +161,18 @@ def test_one_process_under_torchrun_trains_as_one_process(recipe: Path, command:
 def test_a_mistake_is_not_tried_again(recipe: Path, command: Command) -> None:
     told = command([*launcher_of(3, "mistake", 3), recipe], expect=2, PYTHONPATH=str(REPOSITORY))
     assert told.stderr.count("a mistake made by the test") == 1
-    assert "Starting all processes again" not in told.stderr
+    assert "Restarting all processes" not in told.stderr
     assert "Traceback" not in told.stderr
+
+
+def test_one_process_trains_in_the_process_that_planned(recipe: Path, start: Start) -> None:
+    job = start([*LAUNCH, recipe, "train.max_steps=400"], NPROC="1")
+    until(lambda: lines_of(latest(recipe)) >= 2, job)
+    assert b"sft.launch" in Path(f"/proc/{job.pid}/cmdline").read_bytes()
+    job.send_signal(signal.SIGTERM)
+    told = job.communicate(timeout=60)[0]
+    assert job.returncode == 143, told
+    assert told.count("Interrupted by SIGTERM after step") == 1
 
 
 BY_HAND = {
@@ -318,7 +328,7 @@ def test_two_machines_start_again_together(recipe: Path, start: Start) -> None:
     assert [job.returncode for job in jobs] == [0, 0], "\n".join(told)
     # Each machine says who was the first of the job to go.
     assert all(re.search(r"Rank 1 on \S+ was ended by signal 9", text) for text in told), told
-    assert sum("Starting all processes again, 1 of 1." in text for text in told) >= 1
+    assert sum("Restarting all processes; 0 restarts left." in text for text in told) >= 1
     run = latest(recipe)
     assert run.record["status"] == "finished"
     assert steps(run) == list(range(1, 31))

@@ -40,7 +40,7 @@ def main() -> None:
 
     def failing(*arguments: Any) -> Any:
         trainer = build_trainer(*arguments)
-        if os.environ.get("RANK", "0") == rank and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) < int(starts):
+        if os.environ.get("RANK", "0") == rank and int(os.environ.get("SFT_RESTARTS", "0")) < int(starts):
             trainer.add_callback(Failure(int(step), how))
         return trainer
 

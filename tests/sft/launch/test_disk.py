@@ -8,7 +8,7 @@ import pytest
 
 from sft.errors import PreflightError
 from sft.launch.job import open_job
-from sft.launch.preflight import check_disk, check_ranks
+from sft.launch.preflight import check_ranks, disk
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.job import Job, bytes_per_parameter, checkpoints_to_come
 from sft.recipe.schema import REPOSITORY, Recipe
@@ -59,10 +59,10 @@ def test_a_disk_without_room_is_told_with_both_sizes_and_a_remedy(
     planned = job(tmp_path)
     large = replace(planned, model=replace(planned.model, parameters=3 * 10**9))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, 10**10))
-    problem = check_disk(large).problem
+    problem = disk(large).problem
     alone = replace(large, hardware=replace(CPU, ranks=1, ranks_per_node=1))
     with pytest.raises(PreflightError, match=r"36.0 GB"):
         check_ranks(alone)
     assert problem is not None
     assert all(words in problem for words in ("36.0 GB", "10.0 GB free", "save_total_limit", "output_dir"))
-    assert check_disk(planned).problem is None
+    assert disk(planned).problem is None

@@ -4,7 +4,6 @@ import shutil
 import stat
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,9 @@ from sft import cli
 from sft.errors import DataError, PlanError
 from sft.launch.job import open_job
 from sft.launch.start import begin_data, wait_for_data
-from sft.launch.torchrun import choose_rendezvous, first_failure, torchrun_arguments
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
 from sft.plan.topology import Topology, expanded, read_topology
-
-PROGRAM = ["-m", "sft.train", "a.yaml", "train.seed=1"]
 
 
 def set_all(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
@@ -37,7 +33,7 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "layout"),
+    ("environment", "topology"),
     [
         ("", Topology(1)),
         ("NPROC=3", Topology(3)),
@@ -70,11 +66,11 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.usefixtures("scontrol")
 def test_the_processes_that_the_environment_asks_for(
-    environment: str, layout: Topology, monkeypatch: pytest.MonkeyPatch
+    environment: str, topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_all(monkeypatch, environment)
-    assert read_topology() == layout
-    assert layout.ranks == layout.per_node * layout.nodes
+    assert read_topology() == topology
+    assert topology.ranks == topology.per_node * topology.nodes
 
 
 @pytest.mark.parametrize(
@@ -125,54 +121,6 @@ def test_the_first_machine_is_known_without_slurms_programs(tmp_path: Path, monk
     assert read_topology().master_address == "gpu08"
 
 
-def test_machines_that_start_again_meet_by_c10d() -> None:
-    assert choose_rendezvous(Topology(8, 2), None, 0) == "static"
-    assert choose_rendezvous(Topology(8, 2), None, 3) == "c10d"
-    assert choose_rendezvous(Topology(8, 2), "c10d", 0) == "c10d"
-
-
-@dataclass
-class Failed:
-    exitcode: int
-    timestamp: int = 5
-
-
-@pytest.mark.parametrize(
-    ("failures", "first"),
-    [
-        ({0: Failed(1), 1: Failed(1)}, 0),
-        ({0: Failed(143), 1: Failed(-9)}, 1),  # torchrun has ended rank 0 itself
-        ({0: Failed(-15), 2: Failed(7)}, 2),
-        ({0: Failed(1), 1: Failed(2)}, 1),  # rank 0 has lost rank 1, which had a mistake to tell
-        ({0: Failed(1), 1: Failed(-11)}, 1),
-        ({0: Failed(7, 6), 1: Failed(7, 5)}, 1),
-    ],
-)
-def test_of_all_that_failed_the_first_is_the_one_that_was_not_ended(failures: dict[int, Failed], first: int) -> None:
-    assert first_failure(failures) == first
-
-
-def test_torchrun_on_one_machine_takes_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert torchrun_arguments(Topology(2), PROGRAM) == ["--standalone", "--nproc-per-node", "2", *PROGRAM]
-    monkeypatch.setenv("MASTER_PORT", "4242")
-    assert torchrun_arguments(read_topology(), PROGRAM) == ["--master-port", "4242", "--nproc-per-node", "1", *PROGRAM]
-
-
-def test_torchrun_understands_what_it_is_called_with() -> None:
-    from torch.distributed.run import parse_args
-
-    understood = parse_args(torchrun_arguments(Topology(8, 2, 1, "host0", 4242), PROGRAM))
-    assert (understood.nnodes, understood.node_rank, understood.nproc_per_node) == ("2", 1, "8")
-    assert (understood.master_addr, understood.master_port) == ("host0", 4242)
-    assert understood.module
-    assert (understood.training_script, understood.training_script_args) == ("sft.train", ["a.yaml", "train.seed=1"])
-    again = parse_args(torchrun_arguments(Topology(8, 2, 1, "127.0.0.1", 4242), PROGRAM, "c10d", 3))
-    assert (again.rdzv_backend, again.rdzv_endpoint, again.max_restarts) == ("c10d", "127.0.0.1:4242", 3)
-    assert (again.rdzv_conf, again.local_addr, again.training_script) == ("is_host=0", "127.0.0.1", "sft.train")
-    alone = parse_args(torchrun_arguments(Topology(2), PROGRAM))
-    assert (alone.standalone, alone.nproc_per_node, alone.training_script) == (True, "2", "sft.train")
-
-
 def test_a_plan_is_printed_and_nothing_is_started(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,51 +138,6 @@ def test_a_plan_is_printed_and_nothing_is_started(
     assert "2 processes" in capsys.readouterr().out
     assert not (tmp_path / "outputs" / "mine").exists()
     assert not (tmp_path / "outputs" / ".prepared").exists()
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The commands that would have taken this process's place."""
-    commands: list[list[str]] = []
-
-    def stop(_: str, command: list[str]) -> None:
-        commands.append(command)
-        raise SystemExit(0)
-
-    monkeypatch.setattr(os, "execv", stop)
-    return commands
-
-
-def test_one_process_needs_no_launcher_and_the_command_is_printed(
-    recipe_file: Path,
-    tmp_path: Path,
-    started: list[list[str]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    with pytest.raises(SystemExit):
-        cli.run(["train", str(recipe_file), "train.seed=1"])
-    (command,) = started
-    assert command[1:] == ["-m", "sft.train", str(recipe_file), "train.seed=1"]
-    cores = os.environ["OMP_NUM_THREADS"]
-    assert int(cores) >= 1
-    assert os.environ["GOMP_SPINCOUNT"] == "10000"
-    assert capsys.readouterr().out.strip() == f"OMP_NUM_THREADS={cores} {' '.join(command)}"
-
-
-def test_threads_that_the_user_has_set_stay(
-    recipe_file: Path, outputs: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    monkeypatch.setenv("GOMP_SPINCOUNT", "500")
-    with pytest.raises(SystemExit):
-        cli.run(["train", str(recipe_file), f"output_dir={outputs}"])
-    assert len(started) == 1
-    assert (os.environ["OMP_NUM_THREADS"], os.environ["GOMP_SPINCOUNT"]) == ("7", "500")
 
 
 def opened(words: list[str]) -> Job:
@@ -262,9 +165,7 @@ def test_data_that_is_prepared_once_is_found_by_every_start(
 
 
 @pytest.mark.slow
-def test_data_beyond_a_limit_starts_nothing(
-    recipe_file: Path, tmp_path: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_beyond_a_limit_starts_nothing(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, outputs = tmp_path / "rows.jsonl", tmp_path / "outputs"
     rows.write_text('{"prompt": "a", "completion": "b"}\n' * 5 + json.dumps({"prompt": "a" * 200, "completion": "b"}))
     words = [str(recipe_file), f"output_dir={outputs}", f"data.train={rows}"]
@@ -280,10 +181,8 @@ def test_data_beyond_a_limit_starts_nothing(
     begun = begin_data(opened(words))
     with pytest.raises(DataError, match=told):
         wait_for_data(opened(words), begun)
-    assert started == []
-    with pytest.raises(SystemExit):
-        cli.run(["train", *words, "data.max_overlong_fraction=0.2"])
-    assert len(started) == 1
+    assert not list(outputs.glob("mine/*"))
+    cli.run(["prepare", *words, "data.max_overlong_fraction=0.2"])
 
 
 @pytest.mark.slow

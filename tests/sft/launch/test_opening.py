@@ -13,7 +13,7 @@ from sft.checkpoint.manifest import write_manifest
 from sft.checkpoint.resume import write_writer, writer_here
 from sft.errors import RecipeError, RunError
 from sft.files import write_json
-from sft.launch.finish import evaluation_left
+from sft.launch.evaluation import unfinished_evaluation
 from sft.launch.job import open_job
 from sft.launch.opening import (
     OWN_RUN,
@@ -314,13 +314,13 @@ def test_an_evaluation_that_is_left_goes_on_as_it_is_asked_for_now_and_trains_no
     run.final.mkdir()
     (run.final / "config.json").write_text("{}")
     free = ["eval.limit=5", "tracking.project=other", "train.resume=auto"]
-    assert evaluation_left(job_of(recipe_file, *free)) == run
+    assert unfinished_evaluation(job_of(recipe_file, *free)) == run
     assert run.recipe().eval.limit == 5
     other = ["train.max_steps=9", "train.resume_allow_changes=[train.max_steps]"]
     with pytest.raises(RunError, match=r"is trained, its evaluation is not complete.*\n  train.max_steps: .*\n.*never"):
-        evaluation_left(job_of(recipe_file, *other))
+        unfinished_evaluation(job_of(recipe_file, *other))
     run.update(status="finished", evaluation="finished")
-    assert evaluation_left(job_of(recipe_file)) is None
+    assert unfinished_evaluation(job_of(recipe_file)) is None
 
 
 def test_a_session_that_trained_nothing_is_not_what_the_next_is_compared_with(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import get_scheduler
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig
 
 from sft.checkpoint.final import save_weights
 from sft.data.prepare import prepare
@@ -148,22 +148,13 @@ def test_everything_that_the_plan_decides_is_refused(make_job: MakeJob, tmp_path
     [
         ("use_liger_kernel", "true"),  # model.kernels
         ("activation_checkpointing", "true"),  # train.gradient_checkpointing by its newer name
-        ("activation_offloading", "true"),  # train.gradient_checkpointing
-        ("fsdp", "true"),  # the engine
         ("auto_find_batch_size", "true"),  # train.micro_batch_size
         ("dataloader_drop_last", "true"),  # the number of steps
-        ("chat_template_path", "x.jinja"),  # model.chat_template
         ("pad_token", "x"),  # model.pad_token
-        ("eos_token", "x"),  # model.eos_token
-        ("assistant_only_loss", "true"),  # data.loss_on
         ("completion_only_loss", "true"),  # data.loss_on
         ("ignore_data_skip", "true"),  # a resumed run would see other data
-        ("data_seed", "5"),  # train.seed
         ("save_only_model", "true"),  # a checkpoint without optimizer cannot be resumed
-        ("resume_from_checkpoint", "x"),  # train.resume
-        ("project", "x"),  # tracking.project
         ("push_to_hub", "true"),  # scripts/export.sh
-        ("enable_jit_checkpoint", "true"),  # the signals
         ("neftune_noise_alpha", ".nan"),
     ],
 )
@@ -186,20 +177,6 @@ def test_what_the_recipe_has_a_key_for_has_no_second_way(
 def test_a_trainer_arg_of_the_wrong_type_is_refused(name: str, value: str, make_job: MakeJob, tmp_path: Path) -> None:
     message = refused(make_job(f"train.trainer_args.{name}={value}"), tmp_path)
     assert name in message or value in message
-
-
-def test_trls_trainer_has_the_methods_that_ours_replaces() -> None:
-    names = ("_get_train_sampler", "_get_output_dir", "_save_checkpoint", "create_model_card", "create_optimizer")
-    for name in (
-        *names,
-        "_clip_grad_norm",
-        "_get_grad_norm",
-        "get_batch_samples",
-        "compute_loss",
-        "log",
-        "_maybe_log_save_evaluate",
-    ):
-        assert callable(getattr(SFTTrainer, name))
 
 
 def test_a_few_steps_train_and_leave_whole_checkpoints_and_a_model(make_job: MakeJob, tmp_path: Path) -> None:

@@ -1,11 +1,9 @@
-"""The leak probe on live trainers: right ones pass, each known leak is caught, and nothing is left behind."""
+"""The isolation probe on live trainers: correct ones pass, each known leak is caught, and nothing is left behind."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +32,7 @@ from trl import SFTConfig, SFTTrainer
 from sft.errors import PlanError
 from sft.hub.demo import Demo
 from sft.model import attention
-from sft.train.isolation_probe import DOCUMENTS, LONGEST, Probe, _other_tokens, check_probe, probe, sample_documents
+from sft.train.isolation_probe import DOCUMENTS, LONGEST, Probe, check_probe, probe, sample_documents
 
 # transformers 5.23 renames the gradient checkpointing arguments; the range of versions knows only the old names.
 pytestmark = [
@@ -129,8 +127,10 @@ def refused(found: Probe, function: str, packed: bool = True) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma3", "experts"])
-@pytest.mark.parametrize("function", ["varlen", "sdpa", "eager"])
+PAIRS = [("qwen2", "varlen"), ("mistral", "varlen"), ("gemma3", "sdpa"), ("experts", "sdpa"), ("qwen2", "eager")]
+
+
+@pytest.mark.parametrize(("name", "function"), PAIRS)
 def test_packed_documents_pass(name: str, function: str, make_trainer: MakeTrainer) -> None:
     found = probe(make_trainer(name, function), USUAL, True)
     check_probe(found, function, True)
@@ -140,16 +140,14 @@ def test_packed_documents_pass(name: str, function: str, make_trainer: MakeTrain
     assert (found.use_cache, found.head_called, found.dtype) == (False, False, torch.float32)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma3"])
-@pytest.mark.parametrize("function", ["varlen", "sdpa"])
+@pytest.mark.parametrize(("name", "function"), PAIRS[:3])
 def test_a_padded_batch_passes(name: str, function: str, make_trainer: MakeTrainer) -> None:
     found = probe(make_trainer(name, function, packing=False), USUAL, False)
     check_probe(found, function, False)
     assert max(found.moved, found.differ) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["qwen2", "mistral", "experts"])
-@pytest.mark.parametrize("function", ["varlen", "sdpa"])
+@pytest.mark.parametrize(("name", "function"), PAIRS[:4])
 def test_packed_documents_pass_in_bf16(name: str, function: str, make_trainer: MakeTrainer) -> None:
     found = probe(make_trainer(name, function, bf16=True), USUAL, True)
     check_probe(found, function, True)
@@ -191,11 +189,13 @@ LEAKS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 # In a window of 8, what is before a document of more tokens is seen by its first ones only; still it is caught.
-@pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma3"])
+@pytest.mark.parametrize(("name", "options"), [("qwen2", {}), ("gemma3", {}), ("qwen2", {"bf16": True})])
 @pytest.mark.parametrize("leak", LEAKS)
-def test_each_known_leak_is_caught_and_named(leak: str, name: str, make_trainer: MakeTrainer) -> None:
+def test_each_known_leak_is_caught_and_named(
+    leak: str, name: str, options: dict[str, Any], make_trainer: MakeTrainer
+) -> None:
     function, changes = LEAKS[leak]
-    found = probe(altered(make_trainer(name, function), **changes), USUAL, True)
+    found = probe(altered(make_trainer(name, function, **options), **changes), USUAL, True)
     message = refused(found, function)
     assert f"attn_implementation={function}" in message
     remedy = "Set model.attn_implementation=sdpa, or" if function == "varlen" else "Set data.packing=false"
@@ -204,15 +204,7 @@ def test_each_known_leak_is_caught_and_named(leak: str, name: str, make_trainer:
     assert message.endswith("Nothing was trained.")
 
 
-@pytest.mark.parametrize("leak", LEAKS)
-def test_each_known_leak_is_caught_in_bf16(leak: str, make_trainer: MakeTrainer) -> None:
-    function, changes = LEAKS[leak]
-    found = probe(altered(make_trainer("qwen2", function, bf16=True), **changes), USUAL, True)
-    assert "see each other" in refused(found, function)
-
-
-@pytest.mark.parametrize("function", ["varlen", "sdpa", "eager"])
-@pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma3"])
+@pytest.mark.parametrize(("name", "function"), PAIRS[:3])
 def test_wrapped_packing_is_caught(name: str, function: str, make_trainer: MakeTrainer) -> None:
     """TRL's `wrapped` rows do not say where documents begin, and its collator does not flatten them."""
     trainer = make_trainer(name, function, packing_strategy="wrapped")
@@ -252,11 +244,9 @@ def by_hand(trainer: Any) -> float:
     ("name", "function", "leaks"),
     [
         ("gpt2", "sdpa", False),
-        ("gpt2", "eager", False),
         ("gptj", "eager", False),
         ("opt", "varlen", False),
         ("opt", "sdpa", True),
-        ("opt", "eager", True),
         ("bloom", "eager", True),
         ("mpt", "eager", True),
         ("falcon", "sdpa", True),
@@ -294,8 +284,7 @@ def state_of(trainer: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("function", ["varlen", "sdpa", "eager"])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("function", "training"), [("varlen", True), ("sdpa", False), ("eager", True)])
 def test_nothing_is_left_behind(function: str, training: bool, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer("qwen2", function)
     trainer.model.train(training)
@@ -329,22 +318,14 @@ def test_models_with_adapters_are_probed_without_their_dropout(make_trainer: Mak
     assert state_of(trainer) == before
 
 
-def test_gradient_checkpointing_does_not_disturb_it(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer("qwen2", "varlen")
-    trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
-    check_probe(probe(trainer, USUAL, True), "varlen", True)
-    assert trainer.model.is_gradient_checkpointing
-
-
-@pytest.mark.parametrize("lengths", [(2, 2), (2, 2, 2, 2), (32, 2), (2, 32, 2), (9,) * 4])
-@pytest.mark.parametrize("function", ["varlen", "sdpa"])
+@pytest.mark.parametrize(("lengths", "function"), [((2, 2), "varlen"), ((32, 2), "sdpa"), ((2, 32, 2), "varlen")])
 def test_short_and_few_documents_are_enough(lengths: tuple[int, ...], function: str, make_trainer: MakeTrainer) -> None:
     check_probe(probe(make_trainer("qwen2", function), drawn(*lengths), True), function, True)
     leaking = altered(make_trainer("qwen2", "sdpa"), position_ids=counted_on)
     refused(probe(leaking, drawn(*lengths), True), "sdpa")
 
 
-@pytest.mark.parametrize("document", [[7, 7], [7, 8], list(range(5, 37)), [9] * 20])
+@pytest.mark.parametrize("document", [[7, 8], [9] * 20])
 def test_equal_documents_are_told_apart(document: list[int], make_trainer: MakeTrainer) -> None:
     """Also where all hold one token only: another is taken, so that a leak has something to show."""
     documents = [np.array(document)] * DOCUMENTS
@@ -352,33 +333,18 @@ def test_equal_documents_are_told_apart(document: list[int], make_trainer: MakeT
     refused(probe(altered(make_trainer("qwen2", "sdpa"), position_ids=counted_on), documents, True), "sdpa")
 
 
-@pytest.mark.parametrize("documents", [USUAL, [np.array([0, 0])] * 4, [np.array([3, 4])] * 4, drawn(2, 32)])
-def test_the_changed_document_has_other_tokens_everywhere(documents: list[np.ndarray]) -> None:
-    for changed, document in enumerate(documents):
-        other = _other_tokens(documents, changed)
-        assert len(other) == len(document)
-        assert (other != document).all()
-        assert len(set(other) - set(np.concatenate(documents))) <= 1
-
-
 def test_a_state_that_is_not_a_number_is_refused(make_trainer: MakeTrainer) -> None:
     for function in ("varlen", "sdpa"):
         trainer = make_trainer("qwen2", function)
         with torch.no_grad():
             trainer.model.model.norm.weight.fill_(float("nan"))
-        assert "The weights that the training starts from" in refused(probe(trainer, USUAL, True), function)
+        assert "The initial weights" in refused(probe(trainer, USUAL, True), function)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_what_is_not_a_number_is_no_pass(number: float) -> None:
     for moved, differ in ((number, 0.0), (0.0, number)):
         refused(Probe(moved, differ, {}, False, False, torch.float32, False), "sdpa")
-
-
-def test_the_head_is_seen_where_all_logits_are_made(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer("qwen2", "sdpa")
-    trainer.compute_loss = lambda model, inputs: model(**inputs).loss
-    assert probe(trainer, USUAL, True).head_called
 
 
 class Store:
@@ -419,14 +385,6 @@ class Index:
 def test_which_documents_are_sampled(lengths: tuple[int, ...], each: int, expected: list[int]) -> None:
     sequences = SimpleNamespace(store=Store(*lengths), index=Index(len(lengths), each))
     assert [len(document) for document in sample_documents(sequences)] == expected
-
-
-def test_the_message_has_the_numbers() -> None:
-    message = refused(Probe(0.25, 0.0, {}, False, False, torch.float32, False), "varlen")
-    assert re.search(r"moved the hidden states of another by 25\.0% \(noise in this format is below 0\.001%\)", message)
-    message = refused(Probe(0.0, 0.25, {}, False, False, torch.bfloat16, False), "sdpa", packed=False)
-    assert "differ by 25.0%" in message
-    assert Path(message.split("attn_implementation=")[1].split()[0]).name == "sdpa"
 
 
 def test_what_rounding_may_do_to_experts_it_may_not_do_to_a_dense_model() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sft.errors import EXIT_GATE
-from sft.launch.finish import _status, closing_lines
+from sft.launch.evaluation import _status, closing_lines
 from sft.run.directory import Run
 
 

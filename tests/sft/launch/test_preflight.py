@@ -1,0 +1,85 @@
+"""What the facts of several ranks tell when they are compared."""
+
+from pathlib import Path
+
+import pytest
+
+from sft.errors import PreflightError
+from sft.launch.job import open_job
+from sft.launch.preflight import MUST_BE_IDENTICAL, Check, Facts, compare, driver_version, rank_facts, refuse
+from sft.plan.hardware import Hardware
+
+FIRST: Facts = {
+    "rank": 0,
+    "host": "host0",
+    "packages": {"torch": "2.13.0", "trl": "1.16.0"},
+    "code": {"sft/plan/plan.py": "aa", "sft/train/main.py": "bb"},
+    "recipe": {"train.learning_rate": "1e-05", "train.seed": "0"},
+    "plan": {"engine": "DDP", "micro_batch_size": "2"},
+    "dataset": {"fingerprint": "abcdef"},
+    "GPUs": {"GPU": "NVIDIA H100"},
+    "driver": {"driver": "570.1"},
+    "variables": {"NCCL_DEBUG": "INFO"},
+}
+
+
+def other(**sections: object) -> Facts:
+    return {**FIRST, "rank": 2, "host": "host2", **sections}
+
+
+def test_ranks_that_are_identical_pass() -> None:
+    checks = compare([FIRST, other()])
+    assert not any(check.problem or check.remark for check in checks)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "words"),
+    [
+        ("packages", {"torch": "2.13.0", "trl": "1.15.0"}, "trl is 1.16.0 on host0 (rank 0) and 1.15.0 on host2 (rank 2)"),
+        ("packages", {"torch": "2.13.0"}, "missing on host2"),
+        ("code", {"sft/plan/plan.py": "aa", "sft/train/main.py": "cc"}, "sft/train/main.py is bb"),
+        ("recipe", {"train.learning_rate": "2e-05", "train.seed": "0"}, "train.learning_rate is 1e-05"),
+        ("plan", {"engine": "DDP", "micro_batch_size": "4"}, "micro_batch_size is 2"),
+        ("GPUs", {"GPU": "NVIDIA A100"}, "NVIDIA A100 on host2"),
+        ("dataset", {"fingerprint": "other"}, "other on host2"),
+    ],
+)  # fmt: skip
+def test_a_difference_is_named_with_both_values_the_host_and_the_remedy(
+    section: str, values: dict[str, str], words: str
+) -> None:
+    failed = {
+        check.name: check.problem for check in compare([FIRST, FIRST, other(**{section: values})]) if check.problem
+    }
+    assert list(failed) == [section]
+    assert words in str(failed[section])
+    assert str(failed[section]).endswith(MUST_BE_IDENTICAL[section].format(host="host2"))
+
+
+def test_another_driver_and_other_variables_are_shown_and_stop_nothing() -> None:
+    checks = {check.name: check for check in compare([FIRST, other(driver={"driver": "535.2"}, variables={})])}
+    assert "535.2 on host2" in str(checks["driver"].remark)
+    assert "NCCL_DEBUG is INFO" in str(checks["variables"].remark)
+    assert not any(check.problem for check in checks.values())
+
+
+def test_all_problems_come_in_one_message() -> None:
+    refuse([Check("a", "fine"), Check("b", "fine", remark="look")])
+    with pytest.raises(PreflightError, match=r"(?s)a: first.*c: second"):
+        refuse([Check("a", "", "first"), Check("b", "fine"), Check("c", "", "second")])
+
+
+def test_a_rank_brings_every_section(recipe_file: Path, outputs: Path) -> None:
+    job = open_job(recipe_file, [f"output_dir={outputs}"], Hardware(None, 2, 2, 2, 16.0))
+    facts = rank_facts(job, 1)
+    assert set(FIRST) == set(facts)
+    assert facts["recipe"]["train.seed"] == "0"
+    assert "sft/launch/preflight.py" in facts["code"]
+
+
+def test_the_driver_is_read_from_the_kernel(tmp_path: Path) -> None:
+    file = tmp_path / "version"
+    assert driver_version(file) == "none"
+    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.124.06  Wed Feb 26 2025\nGCC version:\n")
+    assert driver_version(file) == "570.124.06"
+    file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  575.57.08  Release Build\n")
+    assert driver_version(file) == "575.57.08"
