@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import socket
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,7 +52,7 @@ _LOST = (
 
 
 def set_debug_environment(ddp: bool, uses_gpu: bool) -> None:
-    """Make the libraries log and compare more; before torch is imported. Keeps what the user has set.
+    """Make the libraries log and compare more. Keeps what the user has set.
 
     Args:
         ddp: The engine is DDP.
@@ -69,6 +70,9 @@ def set_debug_environment(ddp: bool, uses_gpu: bool) -> None:
     }
     for name, value in values.items():
         os.environ.setdefault(name, value)
+    if "torch" in sys.modules:  # it reads the level when it is imported, and the plan may have done that
+        distributed: Any = sys.modules["torch"].distributed
+        distributed.set_debug_level_from_env()
 
 
 def settle_environment(deepspeed: bool, uses_gpu: bool, precision: str) -> None:
