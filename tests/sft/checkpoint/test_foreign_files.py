@@ -22,12 +22,12 @@ from sft.plan.hardware import Hardware
 from sft.program import exit_on_error
 from sft.recipe.schema import REPOSITORY
 
-SOURCES = sorted(file for folder in ("sft", "eval") for file in (REPOSITORY / folder).glob("*.py"))
-YAML_LOADERS = {"_Loader", "_TaskLoader"}
+SOURCES = sorted(file for folder in ("sft", "eval") for file in (REPOSITORY / folder).rglob("*.py"))
+YAML_LOADERS = {"_Loader", "_TextLoader"}
 """Both are made from yaml.SafeLoader; the next test asks."""
 
-RUNS_PROGRAMS = "code_worker.py"
-"""The one place that runs what a model wrote, in a process that cannot get out: tests/eval/sandbox/test_worker.py."""
+RUNS_PROGRAMS = "inside.py"
+"""The one place that runs what a model wrote, in a sandbox: tests/eval/sandbox/test_runner.py."""
 
 # A name that is called, and why it is not.
 RUNS_WHAT_IT_IS_GIVEN = {
@@ -114,10 +114,10 @@ def test_the_inventory_finds_what_it_looks_for(line: str) -> None:
 def test_the_loaders_of_yaml_make_plain_values() -> None:
     import yaml
 
-    from eval.tasks.files import _TaskLoader
+    from eval.tasks.files import _TextLoader
     from sft.recipe.load import _Loader
 
-    for loader in (_Loader, _TaskLoader):
+    for loader in (_Loader, _TextLoader):
         assert issubclass(loader, yaml.SafeLoader)
         assert loader.__name__ in YAML_LOADERS
         with pytest.raises(yaml.YAMLError):
