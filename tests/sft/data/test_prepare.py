@@ -23,8 +23,8 @@ from sft.data.store import DocumentStore, SequenceIndex
 from sft.errors import DataError, ModelError, RunError
 from sft.hub.demo import Demo
 from sft.launch.job import open_job
+from sft.launch.open_run import open_run
 from sft.launch.prepare import prepared_data
-from sft.launch.start import start_run
 from sft.plan.facts import inspect_model
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
@@ -507,7 +507,7 @@ def test_a_run_keeps_the_ledger_of_what_it_is_trained_on(make_job: Callable[...,
     write(tmp_path / "rows.jsonl", [*VARIED[:9], talk("{{name}}", "x")])
     job = make_job()
     entry = prepare(job.recipe, job.model)
-    started = start_run(job)
+    started = open_run(job)
     assert started.prepared.folder == entry.folder
     kept = json.loads(started.run.ledger_file.read_text())
     assert kept == entry.ledger | {"findings": entry.findings}
@@ -521,7 +521,7 @@ def test_data_beyond_a_limit_leaves_no_run(make_job: Callable[..., Job], tmp_pat
     job = make_job()
     prepare(job.recipe, job.model)
     with pytest.raises(DataError, match=r"1 of 10 rows \(10.0%\) are longer"):
-        start_run(job)
+        open_run(job)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".prepared"]
 
 
@@ -532,8 +532,8 @@ from sft.plan.hardware import Hardware
 from sft.plan.job import open_job
 from sft.checkpoint.manifest import write_manifest
 from sft.run.directory import write_json
-from sft.launch.start import start_run
-run = start_run(open_job(Path(sys.argv[1]), sys.argv[2:], Hardware(None, 1, 1, 2, 16.0))).run
+from sft.launch.start import open_run
+run = open_run(open_job(Path(sys.argv[1]), sys.argv[2:], Hardware(None, 1, 1, 2, 16.0))).run
 (run.checkpoints / "checkpoint-5").mkdir()
 write_manifest(run.checkpoints / "checkpoint-5")
 write_json(run.plan_file, {"decisions": [], "deepspeed": None})
@@ -552,8 +552,8 @@ def test_a_run_goes_on_with_no_other_data_than_it_was_started_with(
     prepare(job.recipe, job.model)
     told = r"The data, tokenizer or chat template has changed since .* was started.*train.resume=never"
     with pytest.raises(RunError, match=told):
-        start_run(job)
-    assert start_run(make_job("train.resume=never")).run.last_checkpoint() is None
+        open_run(job)
+    assert open_run(make_job("train.resume=never")).run.last_checkpoint() is None
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from sft import cli
 from sft.errors import DataError, PlanError
 from sft.launch.job import open_job
-from sft.launch.start import begin_data, wait_for_data
+from sft.launch.prepare import begin_data, wait_for_data
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
 from sft.plan.topology import Topology, expanded, read_topology

@@ -15,13 +15,13 @@ from sft.errors import RecipeError, RunError
 from sft.files import write_json
 from sft.launch.evaluation import unfinished_evaluation
 from sft.launch.job import open_job
-from sft.launch.opening import (
+from sft.launch.run_directory import (
     OWN_RUN,
+    broken_latest,
     check_start,
     claim,
+    claim_directory,
     keep_recipe,
-    lost_latest,
-    open_run,
     other_unfinished,
     unfinished_run,
 )
@@ -40,7 +40,7 @@ def job_of(recipe_file: Path, *overrides: str, ranks: int = 1) -> Job:
 def open_here(recipe_file: Path, *overrides: str, ranks: int = 1) -> Run:
     job = job_of(recipe_file, *overrides, ranks=ranks)
     check_start(job)
-    return open_run(job)
+    return claim_directory(job)
 
 
 @pytest.fixture
@@ -240,12 +240,12 @@ def test_latest_points_at_the_newest(recipe_file: Path, folder: Path) -> None:
 
 
 def test_a_latest_that_leads_nowhere_is_named(recipe_file: Path, left_behind: LeftBehind, folder: Path) -> None:
-    assert lost_latest(job_of(recipe_file)) is None
+    assert broken_latest(job_of(recipe_file)) is None
     run = left_behind("running", checkpoint="checkpoint-2")
-    assert lost_latest(job_of(recipe_file)) is None
+    assert broken_latest(job_of(recipe_file)) is None
     run.path.rename(folder / "moved")
-    assert "first" in (lost_latest(job_of(recipe_file)) or "")
-    assert lost_latest(job_of(recipe_file, NEVER)) is None
+    assert "first" in (broken_latest(job_of(recipe_file)) or "")
+    assert broken_latest(job_of(recipe_file, NEVER)) is None
     with pytest.raises(RunError, match="leads to first"):
         check_start(job_of(recipe_file, "train.resume=must"))
 
