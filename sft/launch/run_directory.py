@@ -23,7 +23,7 @@ from sft.files import read_json, remove
 from sft.plan.job import Job
 from sft.recipe.changes import Change, check_allowed_changes, not_allowed, recipe_differences
 from sft.recipe.schema import Recipe
-from sft.run.directory import EVALUATION_LEFT, INCOMPLETE, Run, check_inside
+from sft.run.directory import EVALUATION_LEFT, INCOMPLETE, Run, check_beside_latest
 from sft.run.trust import OWN_RUN
 
 _TAKEN = "exists already and is not written over. Choose another tracking.run_name, or remove the folder."
@@ -52,7 +52,7 @@ def unfinished_run(job: Job) -> Run | None:
     trained = run.record.get("evaluation") in EVALUATION_LEFT
     if run.record["status"] == "finished" and not trained:
         return None
-    check_inside(run.path, folder_of(job))
+    check_beside_latest(run.path, folder_of(job))
     changes = recipe_changes(run, job.recipe)
     # Where only the evaluation is left, nothing else that changes could take effect.
     refused = not_allowed(changes, () if trained else job.recipe.train.resume_allow_changes)

@@ -1,4 +1,4 @@
-"""Names the files of a run's folder, finds runs, and refuses to write outside of them.
+"""Names the files of a run's folder, finds runs, and refuses names and places that lead elsewhere.
 
 Only rank 0 writes here; every other part of the program takes its paths from this module. sft/run/record.py says what run.json holds,
 sft/launch/run_directory.py makes a folder or finds the one to resume.
@@ -7,7 +7,6 @@ sft/launch/run_directory.py makes a folder or finds the one to resume.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -204,7 +203,7 @@ def find_run(path: Path) -> Run:
     """The run in a folder that the user named.
 
     Raises:
-        RunError: There is none, it holds links that lead out of it, or its name has hidden characters.
+        RunError: There is none, or its name has invisible characters.
     """
     path = path.expanduser().resolve()
     if not (path / "run.json").is_file():
@@ -212,7 +211,6 @@ def find_run(path: Path) -> Run:
     for name in (path.name, path.parent.name):
         if name and visible_line(name) != name:
             raise RunError(f"The folder {visible_line(str(path))} has invisible characters in its name. Rename it.")
-    check_inside(path)
     return Run(path)
 
 
@@ -231,45 +229,21 @@ def check_names(recipe_path: Path, run_name: str | None) -> None:
         raise RecipeError(f"tracking.run_name={LATEST} is the name of the link to the newest run. Choose another name.")
 
 
-def check_inside(run: Path, parent: Path | None = None) -> None:
-    """Refuse to write to a run that lies, or leads, elsewhere: a folder packed by others may link to any place of this machine.
+def check_beside_latest(run: Path, parent: Path) -> None:
+    """Refuse to resume a run that the link `latest` finds in another folder: this start would write there.
 
     Args:
         run: The run's folder, links resolved.
-        parent: The folder that it must be in; None where the user named the run itself.
+        parent: The folder that it must be in.
 
     Raises:
-        RunError: It lies elsewhere, or holds links out of it.
+        RunError: It lies elsewhere.
     """
-    if parent is not None and run.parent != parent:
+    if run.parent != parent:
         raise RunError(
             f"{parent / LATEST} leads to {run}, which is not in {parent}: this start would write there. Remove the link, and name the "
             "run's own place with output_dir."
         )
-    leading_away = [link for link in _links(run) if not _is_in(link, run)]
-    if leading_away:
-        link = leading_away[0]
-        more = f" (and {len(leading_away) - 1} more links)" if len(leading_away) > 1 else ""
-        raise RunError(
-            f"{link} is a link to {link.readlink()}, outside of the run's folder, which would be written to{more}. Put what it leads to "
-            "in its place, or remove it; for another disk set output_dir."
-        )
-
-
-def _links(folder: Path) -> list[Path]:
-    found = []
-    for place, folders, files in os.walk(folder):  # follows none
-        found += [path for name in (*folders, *files) if (path := Path(place, name)).is_symlink()]
-        if Path(place) == folder and "wandb" in folders:
-            folders.remove("wandb")  # it links its logs to the user's cache, and each start writes to a new folder
-    return sorted(found)
-
-
-def _is_in(link: Path, folder: Path) -> bool:
-    try:
-        return link.resolve().is_relative_to(folder)
-    except (OSError, RuntimeError):  # a link to itself
-        return False
 
 
 def folder_fault(folder: Path) -> str | None:

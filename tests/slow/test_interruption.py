@@ -67,7 +67,7 @@ def lines(run: Run) -> list[dict[str, Any]]:
 
 def left(run: Run) -> Iterator[str]:
     """What a run's folder must not hold once nothing runs."""
-    for pattern in ("stop", "save", ".final", ".adapter", "checkpoints/.*", "logs/failed.json"):
+    for pattern in ("stop", "save", ".final", ".adapter", "checkpoints/.*", "logs/failed.txt"):
         yield from (str(path.relative_to(run.path)) for path in run.path.glob(pattern))
 
 
@@ -100,7 +100,7 @@ def test_a_training_stopped_everywhere_once_ends_as_an_undisturbed_one(
         assert run.record["status"] == "interrupted", (point, told)
         saved = run.last_checkpoint()
         assert (saved and saved.name) == checkpoint, point
-        assert f"goes on from {checkpoint}" in told["stderr"] or checkpoint is None
+        assert f"resumes from {checkpoint}" in told["stderr"] or checkpoint is None
         assert not run.final.exists()
     ranks.run(2, words, AT="nowhere")
     assert (run.record["status"], run.record["error"]) == ("finished", None)

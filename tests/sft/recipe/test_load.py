@@ -35,13 +35,9 @@ def mistakes(text: str, *overrides: str) -> list[str]:
     ("written", "number"),
     [
         ("2e-5", 2e-5),
-        ("2E-5", 2e-5),
-        ("2.5e-5", 2.5e-5),
-        (".5e-3", 5e-4),
-        ("1e+0", 1.0),
-        ("1e0", 1.0),
+        (".5E-3", 5e-4),
         ("+3e-4", 3e-4),
-        ("0.001", 0.001),
+        ("1e+0", 1.0),
         ("1", 1.0),
         ("1_0e-1", 1.0),
     ],
@@ -62,24 +58,17 @@ def test_a_word_that_only_begins_like_a_number_stays_a_word() -> None:
     [
         ('train.learning_rate="2e-5"', "train.learning_rate: must be a valid number"),
         ("train.learning_rate=.nan", "train.learning_rate: must be a finite number"),
-        ("train.learning_rate=.inf", "train.learning_rate: must be a finite number"),
         ("train.global_batch_size=true", "train.global_batch_size: must be a valid integer"),
         ("train.global_batch_size=8.5", "train.global_batch_size: must be a valid integer"),
         ("train.global_batch_size=-4", "train.global_batch_size: must be greater than 0, got -4"),
         ("data.packing=1", "data.packing: must be a valid boolean, got 1"),
-        ("data.packing=maybe", 'data.packing: must be a valid boolean, got "maybe"'),
         ("tracking.project=5", "tracking.project: must be a valid string, got 5"),
         ("eval.tasks=gsm8k", 'eval.tasks: must be a list, got "gsm8k"'),
         ("train.adam_beta2=1.5", "train.adam_beta2: must be less than 1, got 1.5"),
         ("train.learning_rate=2e5", "train.learning_rate: must be less than or equal to 1, got 200000.0"),
-        ("train.adam_epsilon=1e8", "train.adam_epsilon: must be less than or equal to 0.01, got 100000000.0"),
-        ("model.lora.lora_dropout=1.0", "model.lora.lora_dropout: must be less than 1, got 1.0"),
         ("train.precision=bf17", "train.precision: must be 'auto', 'bf16', 'fp16' or 'fp32', got \"bf17\""),
-        ("train.micro_batch_size=0", "train.micro_batch_size: must be greater than 0, got 0"),
-        ("train.trainer_args=5", "train.trainer_args: "),
         ("model.lora=5", "model.lora: "),
         ("train=5", "train: "),
-        ("data.train=[]", "data.train: "),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_told_with_its_key_and_itself(override: str, told: str) -> None:
@@ -116,20 +105,13 @@ def test_all_mistakes_come_in_one_message() -> None:
         ("train.max_length", "; it belongs to `data`"),
         ("train.lr", "; here it is `learning_rate`"),
         ("data.max_seq_length", "; here it is `max_length`"),
+        ("train.learning-rate", "; did you mean `learning_rate`?"),
         ("model.zzz", ""),
     ],
 )
 def test_an_unknown_key_comes_with_the_nearest_known_one(key: str, hint: str) -> None:
     (line,) = mistakes(PLAIN, f"{key}=1")
     assert line == f"{key if key != 'trian.seed' else 'trian'}: unknown key{hint}"
-
-
-def test_a_key_that_is_no_identifier_is_named_too() -> None:
-    lines = mistakes(PLAIN, "train.learning-rate=1e-5", "train.weight-decay=0.1", "data.max-length=5", "a b=1")
-    for key, hint in (("train.learning-rate", "learning_rate"), ("train.weight-decay", "weight_decay")):
-        assert f"{key}: unknown key; did you mean `{hint}`?" in lines
-    assert "data.max-length: unknown key; did you mean `max_length`?" in lines
-    assert "a b: unknown key" in lines
 
 
 def test_mistakes_in_a_list_of_sources_are_told_by_position() -> None:
@@ -172,11 +154,8 @@ def test_a_section_whose_lines_are_all_commented_out_means_its_defaults() -> Non
     ("text", "told"),
     [
         ("", "it holds nothing"),
-        ("# only a comment\n", "it holds nothing"),
-        ("- 1\n- 2\n", "it holds no keys"),
         ("just words\n", "it holds no keys"),
         ("a: [1, 2\n", "line 2, column 1"),
-        ("a:\n\t- 1\n", "line 2, column 1"),
         ("a: 1\nb: 2\na: 3\n", "line 3: `a` was already given on line 1"),
         (PLAIN + "eval: {limit: 1, limit: 2}\n", "line 6: `limit` was already given on line 6"),
         ("a: 1\n5: 2\n", "line 2: the key 5 is not a name"),
@@ -235,7 +214,7 @@ def test_an_override_that_is_none_is_quoted_back(override: str, told: str) -> No
     assert override.partition("=")[0] in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["a/b", "../up", ".hidden", "", "two words", "ä"])
+@pytest.mark.parametrize("name", ["a/b", "../up", "..", ".hidden", "", "two words", "name\n", "ä"])
 def test_a_run_name_is_the_name_of_one_folder(name: str) -> None:
     (line,) = mistakes(PLAIN, f"tracking.run_name={json.dumps(name)}")
     assert line.startswith("tracking.run_name: ")
@@ -297,14 +276,10 @@ def test_a_merge_key_takes_over_what_is_not_written_here() -> None:
     ("line", "told"),
     [
         ("train: {global_batch_size: 8, max_steps: 010}", ("line 5", "010", "base 8")),
-        ("train: {global_batch_size: 8, max_steps: -0_10}", ("line 5", "-0_10", "base 8")),
         ("train: {global_batch_size: 8, max_time: 1:30:00}", ("line 5", "1:30:00", "base 60")),
         ("train: {global_batch_size: 8, seed: 4294967296}", ("train.seed", "less than 4294967296")),
         (f"a: &a [{'1,' * 99}]\nb: &b [{'*a,' * 99}]\nc: [{'*b,' * 99}]", ("100000 values",)),
-        ("train: {global_batch_size: 8, adam_beta1: 1.0}", ("train.adam_beta1", "less than 1")),
-        ("train: {global_batch_size: 8}\noutput_dir: ''", ("output_dir", "at least 1")),
         ("train: {global_batch_size: 8, max_time: 30}", ("train.max_time", "30m")),
-        ("train: {global_batch_size: 8}\nmodel: {lora: }", ("line 6", "`model`")),
         ("train:\n  global_batch_size: 8\n  fsdp:\n  # offload_params: true", ("line 7", "fsdp: {}")),
         ("train: {global_batch_size: 8, learning_r\u0430te: 1e-5}", ("\\u0430",)),
     ],
@@ -314,7 +289,7 @@ def test_what_yaml_would_misread_is_refused(line: str, told: tuple[str, ...]) ->
     assert all(word in said for word in told), said
 
 
-@pytest.mark.parametrize("text", ["use # for headings", "#1", "first line\nsecond line"])
+@pytest.mark.parametrize("text", ["use # for headings", "first line\nsecond line"])
 def test_a_text_on_the_command_line_is_taken_whole(text: str) -> None:
     assert parse_recipe(PLAIN, [f"tracking.project={text}"]).tracking.project == text
 

