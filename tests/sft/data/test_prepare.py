@@ -529,10 +529,10 @@ INTERRUPTED = """
 import sys
 from pathlib import Path
 from sft.plan.hardware import Hardware
-from sft.plan.job import open_job
+from sft.launch.job import open_job
 from sft.checkpoint.manifest import write_manifest
-from sft.run.directory import write_json
-from sft.launch.start import open_run
+from sft.files import write_json
+from sft.launch.open_run import open_run
 run = open_run(open_job(Path(sys.argv[1]), sys.argv[2:], Hardware(None, 1, 1, 2, 16.0))).run
 (run.checkpoints / "checkpoint-5").mkdir()
 write_manifest(run.checkpoints / "checkpoint-5")
