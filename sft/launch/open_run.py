@@ -85,9 +85,10 @@ def _open(job: Job) -> OpenedRun:
     signals.interrupts(InterruptibleRun(run))
     resumes = (run.path / "run.json").exists()
     choice = choose_checkpoint(run) if resumes else Choice(None, {})
-    missing = lost_lines(run, choice.checkpoint) if choice.checkpoint is not None else None
+    missing = None
     if choice.checkpoint is not None:
         _check_unchanged(run, job, prepared)
+        missing = lost_lines(run, choice.checkpoint)
         run.warn("metrics", missing)
     opened = OpenedRun(
         run, prepared, find_answer(job, prepared), choice, decisions_of(run) if choice.checkpoint else {}
