@@ -24,9 +24,7 @@ from transformers import AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eval.compare.contamination import NGRAM, Search, training_texts, words
-from sft.data.documents import DOCUMENT, Chunk, Counts
-from sft.data.findings import Findings
-from sft.data.store import DocumentWriter, SequenceIndex
+from sft.data.store import DOCUMENT, DocumentWriter, SequenceIndex
 
 SHARED = Path(__file__).resolve().parents[1].parent / "shared" / "data"
 DOCUMENTS, WORDS = 12_000, 170
@@ -48,7 +46,7 @@ def prepare(folder: Path, ids: list[list[int]], rows: int) -> None:
             documents = np.zeros(count, DOCUMENT)
             documents["length"] = lengths[:count]
             part = tokens[: lengths[:count].sum()]
-            writer.write(Chunk(part, np.ones(len(part), np.uint8), documents, Counts(), Findings()))
+            writer.write(part, np.ones(len(part), np.uint8), documents)
             written += count
     SequenceIndex(np.arange(rows), np.arange(1, rows + 1)).save(folder / "train.npz")
 

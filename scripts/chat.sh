@@ -6,7 +6,7 @@
 #   bash scripts/chat.sh outputs/tiny/latest --checkpoint 400     # one on the way
 #   bash scripts/chat.sh Qwen/Qwen2.5-0.5B-Instruct --system "Answer in French." --temperature 0.7 --max-new-tokens 256
 #
-# /help names the commands. Ctrl-C stops an answer, Ctrl-D leaves. From a pipe, each line is a turn.
+# /help names the commands. Ctrl-C stops an answer, Ctrl-D exits. From a pipe, each line is a turn.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/scripts/safe_path.sh"

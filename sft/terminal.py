@@ -6,7 +6,7 @@
 | <run>/logs/failed.txt | which rank failed first in this start, and why |
 
 Until the run's folder is known, both are in a temporary folder of this node, named by the launcher's process id, so that its ranks share
-it whichever launcher it is. The rank that creates failed.json was first, and no other prints an error. Files need no store or process
+it whichever launcher it is. The rank that creates failed.txt was first, and no other prints an error. Files need no store or process
 group, which is often gone by then. Nothing that is printed or kept here holds a credential.
 """
 

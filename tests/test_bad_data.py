@@ -86,7 +86,10 @@ BAD = {
     ),
     "unknown columns": refused(lines({"question": "a", "reply": "b"}), "Found: question, reply", "`columns`"),
     "two kinds of rows in one file": refused(
-        lines(GOOD, GOOD, talk(("user", "Hi"), ("assistant", "Hello"))), "row 3", "no column 'prompt'", "but messages"
+        lines(GOOD, GOOD, talk(("user", "Hi"), ("assistant", "Hello"))),
+        "row 3",
+        "no column 'completion', 'prompt'",
+        "but messages",
     ),
     "a conversation for which the template is to be left out": refused(
         lines(talk(("user", "Hi"), ("assistant", "Hello"))),
@@ -99,11 +102,11 @@ BAD = {
     "a picture": refused(
         lines(talk(("user", [{"type": "image_url", "image_url": "x"}]), ("assistant", "x"))), "row 1", "image_url"
     ),
-    "messages that are text": refused(lines({"messages": "Hi"}), "row 1", "`messages` is no JSON"),
+    "messages that are text": refused(lines({"messages": "Hi"}), "row 1", "`messages` is not JSON"),
     "tools that the template does not show": refused(
         lines(talk(("user", "a"), ("assistant", "b")) | {"tools": [{"type": "function", "function": {"name": "f"}}]}),
         "row 1",
-        "chat template shows none of them",
+        "chat template does not show them",
         "model.chat_template",
     ),
     "half a weight": refused(
@@ -113,7 +116,7 @@ BAD = {
     ),
     "a row of weight 0": Bad(
         lines(*many(4), GOOD | {"weight": 0}, GOOD | {"loss_weight": "0.0"}, GOOD | {"sample_weight": False}),
-        dropped={"zero weight": 3},
+        dropped={"zero_weight": 3},
         used=4,
     ),
     "a turn of weight 0": refused(
@@ -126,23 +129,23 @@ BAD = {
     ),
     "an unwanted answer": refused(lines(GOOD, GOOD | {"label": False}), "row 2", "`label` is false", "KTO"),
     "no messages": Bad(
-        lines(*[talk(("user", "a"), ("assistant", "b"))] * 20, {"messages": []}), dropped={"no answer to train on": 1}
+        lines(*[talk(("user", "a"), ("assistant", "b"))] * 20, {"messages": []}), dropped={"no_answer": 1}
     ),
     "answers that are all empty": refused(
-        lines(*[{"prompt": "a", "completion": ""}] * 3), "Nothing is left to train on", "3 no answer to train on"
+        lines(*[{"prompt": "a", "completion": ""}] * 3), "Nothing is left to train on", "3 no answer"
     ),
     # Tokens
     "labels that are all -100": refused(
-        lines({"input_ids": [5, 6, 7], "labels": [-100] * 3}), "Nothing is left to train on", "1 no trained token"
+        lines({"input_ids": [5, 6, 7], "labels": [-100] * 3}), "Nothing is left to train on", "1 no target tokens"
     ),
     "a token that the tokenizer has not": refused(lines({"input_ids": [5, 99_999]}), "row 1", "99999", "541 tokens"),
     "tokens that were packed elsewhere": refused(
         lines({"input_ids": [5, 6, 7], "position_ids": [0, 1, 0]}), "row 1", "`position_ids` start again"
     ),
-    "a loss mask of no token": refused(lines({"input_ids": [5, 6], "loss_mask": [0, 0]}), "1 no trained token"),
+    "a loss mask of no token": refused(lines({"input_ids": [5, 6], "loss_mask": [0, 0]}), "1 no target tokens"),
     # Lengths
     "a conversation of 330 turns": refused(
-        lines(TURNS_330), "Nothing is left to train on", "longer than max_length", "tokens a row"
+        lines(TURNS_330), "Nothing is left to train on", "1 too long", "tokens a row"
     ),
     "a row of a megabyte": refused(
         lines(*many(9), LONG),

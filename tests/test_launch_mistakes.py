@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 
 from sft import cli
-from sft.errors import EXIT_USER_ERROR, PlanError, RunError
+from sft.errors import EXIT_USER_ERROR, PlanError
 from sft.launch.checks import check_installed, check_rank_variables
-from sft.launch.job import check_output_dir
 from sft.launch.rank import main as train
 from sft.program import exit_on_error
-from sft.recipe.schema import Recipe
 
 TWO_GPUS = "0, GPU-aaaa, NVIDIA H100, 81559, 9.0\n1, GPU-bbbb, NVIDIA H100, 81559, 9.0"
 Tell = Callable[..., str]
@@ -69,10 +67,8 @@ def busy_port() -> Iterator[int]:
     ("environment", "value", "remedy"),
     [
         ("NPROC=0", "NPROC=0", "at least 1"),
-        ("NPROC=abc", "NPROC=abc", "whole number"),
         ("NNODES=2", "NNODES=2, and NODE_RANK is not set", "Set it to 0 on the first machine"),
         ("NNODES=2 NODE_RANK=1", "MASTER_ADDR is not set", "on every machine"),
-        ("NNODES=2 NODE_RANK=2 MASTER_ADDR=localhost", "NODE_RANK=2 with NNODES=2", "from 0 to 1"),
         (
             "NNODES=2 NODE_RANK=1 MASTER_ADDR=no-such-host.invalid",
             "MASTER_ADDR=no-such-host.invalid: no address",
@@ -80,49 +76,23 @@ def busy_port() -> Iterator[int]:
         ),
         ("LOCAL_RANK=1 RANK=1", "LOCAL_RANK=1 is set", "Run bash scripts/sft.sh by itself"),
         ("TORCHELASTIC_RUN_ID=7 LOCAL_RANK=0", "torchrun or accelerate launch has started this", "by itself"),
-        ("OMPI_COMM_WORLD_RANK=1", "mpirun has started this", "by itself"),
         (
             "SLURM_NNODES=1 SLURM_STEP_NUM_NODES=1 SLURM_STEP_NUM_TASKS=8",
             "8 tasks on 1 machine,",
             "--ntasks-per-node=1",
         ),
-        ("SLURM_NNODES=2 SLURM_NTASKS_PER_NODE=8 SLURM_NODEID=0", "16 tasks on 2 machines", "--ntasks-per-node=1"),
         (
             "SLURM_NNODES=2 SLURM_NODEID=0 SLURM_JOB_ID=77 SLURM_JOB_NODELIST=gone[1-2].invalid",
             f"SLURM_JOB_NODELIST=gone[1-2].invalid), and this one is {socket.gethostname()}",
             "unset ${!SLURM_*}",
         ),
         ("PET_NNODES=1:4 PET_NODE_RANK=0", "PET_NNODES=1:4", "whole number"),
-        ("MASTER_PORT=http", "MASTER_PORT=http", "whole number"),
     ],
 )
 def test_a_mistake_in_the_environment_is_one_message(environment: str, value: str, remedy: str, tell: Tell) -> None:
     message = tell(environment)
     assert value in message
     assert remedy in message
-
-
-@pytest.fixture
-def closed_folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder that this process may not look into, whoever runs the tests."""
-    folder = tmp_path / "closed"
-    folder.mkdir(mode=0o700)
-    is_root = os.geteuid() == 0
-    if is_root:
-        os.seteuid(65534)
-    else:
-        folder.chmod(0)
-    yield folder
-    if is_root:
-        os.seteuid(0)
-    folder.chmod(0o700)
-
-
-def test_a_folder_above_output_dir_that_cannot_be_read_is_told(
-    closed_folder: Path, make_recipe: Callable[..., Recipe]
-) -> None:
-    with pytest.raises(RunError, match=r"output_dir=.*closed/a/b: .* cannot be written \(Permission denied\)"):
-        check_output_dir(make_recipe(f"output_dir={closed_folder}/a/b"))
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -138,16 +108,14 @@ def test_a_gpu_that_is_named_twice_is_told(tell: Tell) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize("visible", ["0,1,5", "5", "GPU-cccc"])
+@pytest.mark.parametrize("visible", ["0,1,5", "GPU-cccc"])
 def test_gpus_that_are_not_there_are_told(visible: str, tell: Tell) -> None:
     message = tell(f"CUDA_VISIBLE_DEVICES={visible}")
     assert f"CUDA_VISIBLE_DEVICES={visible}: there is no GPU {visible.split(',')[-1]} here" in message
     assert "2 GPUs, number 0 to 1. Name those" in message
 
 
-@pytest.mark.parametrize(
-    ("version", "refused"), [("4.57.1", True), ("5.17.0a0+nv25", False), ("9.0.0", False), ("unknown", False)]
-)
+@pytest.mark.parametrize(("version", "refused"), [("4.57.1", True), ("5.17.0a0+nv25", False), ("unknown", False)])
 def test_a_package_of_another_environment_that_is_too_old_is_told(
     version: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,10 +144,7 @@ def test_a_busy_port_is_told(machines: str, busy_port: int, tell: Tell) -> None:
             "torchrun",
         ),
         ("WORLD_SIZE=2 RANK=0 MASTER_ADDR=h MASTER_PORT=1", "LOCAL_RANK is not set", "torchrun"),
-        ("WORLD_SIZE=abc", "WORLD_SIZE=abc", "whole number"),
-        ("WORLD_SIZE= RANK=x", "RANK=x", "Unset RANK"),
         ("WORLD_SIZE=1 RANK=1", "RANK=1", "at most 0"),
-        ("WORLD_SIZE=1 RANK= LOCAL_RANK=x", "LOCAL_RANK=x", "whole number"),
         ("RANK=1", "RANK=1 is set, and WORLD_SIZE is not", "Unset RANK for a single process"),
         ("WORLD_SIZE=2 RANK=2 LOCAL_RANK=0 MASTER_ADDR=h MASTER_PORT=1", "RANK=2", "at most 1"),
     ],

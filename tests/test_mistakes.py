@@ -117,7 +117,7 @@ MISTAKES = {
         "sdpa",
     ),
     "data without rows": Mistake(("rows.jsonl holds no rows",), files={"rows.jsonl": "\n"}),
-    "a folder without data": override("data.train=./empty", "holds no .json", files={"empty/notes.txt": ""}),
+    "a folder without data": override("data.train=./empty", "holds no data file", files={"empty/notes.txt": ""}),
     "an output_dir that is a file": override("output_dir=file", "output_dir", "file", files={"file": ""}),
     "something else than an override": override(
         "learning_rate", "'learning_rate' is neither the recipe (mine.yaml) nor an override"

@@ -1,8 +1,8 @@
-"""Does it chat? Base and tuned model answer the same prompts, and what can be seen in the answers is counted: eval/chat.json.
+"""Has base and tuned model answer the same prompts, and checks the answers: eval/chat.json.
 
     python -m eval.chat outputs/tiny/latest
 
-Both are asked by transformers through the tuned model's template, with the generation config that is saved in final/, from one seed.
+Both use transformers, the tuned model's chat template, the generation config in final/, and one seed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.chat.checks import check, is_empty, loops, warning
-from eval.chat.model import Asker, load_asker, load_weights
-from eval.chat.prompts import Messages, prompts_of
+from eval.chat.model import Asker, Messages, load_asker, load_weights
 from eval.harness.prompting import own_template
 from eval.models.placement import give_memory_back
 from eval.models.target import Target, base_target
@@ -22,9 +21,50 @@ from eval.quiet import chatter_to
 from eval.reference import Reference, load_reference
 from sft.errors import EvaluationError
 from sft.files import read_json, write_json
-from sft.recipe.schema import Evaluation
+from sft.hub.demo import questions
+from sft.recipe.schema import Evaluation, Recipe
 from sft.run.directory import Run, find_run
 from sft.run.trust import TRUST, check_model_code
+
+DEFAULT: tuple[str | Messages, ...] = (
+    "Hello! How are you?",
+    "What is the capital of France? Answer in one word.",
+    "Explain in two sentences why the sky is blue.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "请用一句话介绍长城。",
+    "Name three uses of a paper clip, as a list.",
+    "Rewrite this sentence politely: Send me the report now.",
+    [
+        {"role": "user", "content": "I have three apples and buy two more. How many do I have?"},
+        {"role": "assistant", "content": "You have five apples."},
+        {"role": "user", "content": "I eat one of them. How many are left?"},
+    ],
+)
+"""Each has a short answer: one that does not end has another reason than its length."""
+
+
+def prompts_of(recipe: Recipe) -> list[Messages]:
+    """The conversations to continue, each ending before an answer.
+
+    A recipe's eval.system_instruction begins each that has no system turn of its own.
+    """
+    assert recipe.eval.chat
+    given: list[str | Messages] = list(DEFAULT)
+    if recipe.eval.chat.prompts is not None:
+        given = [
+            one if isinstance(one, str) else [turn.model_dump() for turn in one] for one in recipe.eval.chat.prompts
+        ]
+    elif any(source.path == "builtin:demo" for source in recipe.sources):
+        given = list(questions(len(DEFAULT)))  # it has learned nothing else
+    return [_conversation(one, recipe.eval.system_instruction) for one in given]
+
+
+def _conversation(prompt: str | Messages, system: str | None) -> Messages:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if system is None or any(message["role"] == "system" for message in messages):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
 
 AT_ONCE = 8
 """Prompts in a batch."""
@@ -48,14 +88,14 @@ def answer_limit(asker: Asker, prompts: list[list[int]], max_new_tokens: int) ->
 
 
 def answer_prompts(model: Any, asker: Asker, prompts: list[list[int]], limit: int, seed: int) -> list[Answer]:
-    """What a model says to each prompt; the same each time on the same machine.
+    """Answer each prompt; the same each time on the same machine.
 
     Args:
         model: From load_weights.
-        asker: Says what ends an answer, and how tokens are drawn.
+        asker: Knows what ends an answer, and how to sample.
         prompts: As Asker.render gives them.
         limit: Tokens of the longest answer.
-        seed: Of what is drawn.
+        seed: Of the sampling.
     """
     import torch
 
@@ -118,7 +158,7 @@ def _ask_both(run: Run, reference: Reference, evaluation: Evaluation, prompts: l
 
 
 def _ledger(run: Run) -> tuple[bool, int]:
-    """Whether the data hold no conversations, and how many of their tokens were cut off."""
+    """Whether the data holds no conversations, and how many tokens were truncated."""
     ledger = read_json(run.ledger_file) if run.ledger_file.is_file() else {}
     formats = {source["format"] for source in ledger.get("sources", [])}
     return bool(formats) and formats <= {"text", "input_ids"}, ledger.get("total", {}).get("tokens", {}).get(
@@ -130,9 +170,9 @@ def _show(run: Run, result: dict[str, Any]) -> None:
     for label, counts in result["checks"].items():
         looping = f", {counts['loops']} loop" if counts["loops"] else ""
         empty = f", {counts['empty']} are empty" if counts["empty"] else ""
-        print(f"{label}: {counts['ended']} of {counts['answers']} answers to prompts end by themselves{looping}{empty}")
+        print(f"{label}: {counts['ended']} of {counts['answers']} answers end on their own{looping}{empty}")
     if not result["generation"]["base_has_chat_template"]:
-        print("base: it has no chat template of its own, and is asked through the tuned model's.")
+        print("base: has no chat template, and uses the tuned model's.")
     ends, limit = result["generation"]["ends"], result["generation"]["max_new_tokens"]
     words = warning(result["checks"]["tuned"], ends, limit, *_ledger(run))
     if words is not None:
@@ -157,7 +197,7 @@ def chat(run: Run) -> None:
     file = run.path / "eval" / "chat.json"
     file.parent.mkdir(exist_ok=True)
     if reference.tokenizer.chat_template is None and "chat" not in evaluation.model_fields_set:
-        reason = "The tuned model has no chat template: its data needed none, and there is nothing to ask it through."
+        reason = "The tuned model has no chat template, because its data needed none."
         write_json(file, {"skipped": reason, "generation": {}, "prompts": [], "checks": {}})
         print(f"chat: no prompts are answered. {reason}")
         return

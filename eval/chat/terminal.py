@@ -1,8 +1,6 @@
-"""A conversation in the terminal. Started by scripts/chat.sh:
+"""Chats with a model in the terminal: `sft chat outputs/tiny/latest`.
 
-    python -m eval.chat.terminal outputs/tiny/latest
-
-The answer is shown as it is generated. Ctrl-C stops the answer, Ctrl-D leaves.
+The answer is shown as it is generated. Ctrl-C stops an answer, Ctrl-D exits. From a pipe, each line is a turn.
 """
 
 from __future__ import annotations
@@ -18,20 +16,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eval.chat.model import Asker
-from eval.chat.prompts import Messages
-from eval.chat.target import choose
+from eval.chat.model import Asker, Messages, choose
 from eval.quiet import chatter_to
 from sft.errors import EvaluationError
 from sft.program import exit_on_error
 from sft.visible import visible
 
 HELP = """\
-/system TEXT  begin anew with this system prompt; without TEXT: with none
-/reset        begin anew
-/undo         take back the last question and its answer
-/save FILE    write the conversation as a row of training data (`messages`)
-/exit         leave; so does Ctrl-D. Ctrl-C stops an answer"""
+/system TEXT  start over with this system prompt; without TEXT: with none
+/reset        start over
+/undo         remove the last question and its answer
+/save FILE    append the conversation as a row of training data (`messages`)
+/exit         exit; so does Ctrl-D. Ctrl-C stops an answer"""
 
 EXAMPLES = """\
   sft chat outputs/tiny/latest                   the tuned model, final/
@@ -39,51 +35,46 @@ EXAMPLES = """\
   sft chat outputs/tiny/latest --checkpoint 400
   sft chat Qwen/Qwen2.5-0.5B-Instruct --system "Answer in French." --temperature 0.7 --max-new-tokens 256
 
-/help names the commands. From a pipe, each line is a turn."""
+/help lists the commands. From a pipe, each line is a turn."""
 
 
 class Streamer:
-    """Shows text as soon as its tokens make whole characters; what `generate` calls.
+    """Shows text as soon as its tokens make whole characters; `generate` calls it.
 
-    transformers' own TextStreamer waits for a space, and decodes each line by itself, which costs some tokenizers its indentation.
-
-    Args:
-        asker: Has the tokenizer, and knows what ends an answer.
-        show: Called with each piece of text.
+    transformers' TextStreamer waits for a space, and decodes each line alone, which costs some tokenizers its indentation.
     """
 
     def __init__(self, asker: Asker, show: Callable[[str], None]) -> None:
         self.asker, self.show = asker, show
         self.ids: list[int] = []
-        """All that was generated."""
+        """All generated tokens."""
         self._from = self._shown = 0
         self._prompt = True
 
     def put(self, value: Any) -> None:
-        """Tokens came: first those of the prompt, then one at a time."""
-        if self._prompt:
-            self._prompt = False
-            return
-        self.ids += value.flatten().tolist()
-        self._show(final=False)
+        """Take new tokens: first those of the prompt, then one at a time."""
+        if not self._prompt:
+            self.ids += value.flatten().tolist()
+            self._show(final=False)
+        self._prompt = False
 
     def end(self) -> None:
-        """There is no more."""
+        """Show what is left."""
         self._show(final=True)
 
     def _show(self, final: bool) -> None:
-        # The tokens before are decoded along: what a token looks like depends on them. Not all of them, which would take longer each time.
+        # How a token decodes depends on those before it; the last ones are enough.
         before = self.asker.tokenizer.decode(self.ids[self._from : self._shown])
         text = self.asker.text(self.ids[self._from :])
         if text.endswith("\ufffd") and not final:
-            return  # the other half of a character comes with the next token
+            return  # the rest of a character comes with the next token
         if len(text) > len(before):
             self.show(text[len(before) :])
         self._from, self._shown = self._shown, len(self.ids)
 
 
 def fit(messages: Messages, length: Callable[[Messages], int], most: int) -> tuple[Messages, int]:
-    """The conversation without its oldest turns, where it is too long.
+    """The conversation without its oldest turns, as far as it is too long.
 
     Args:
         messages: A system turn or none, then questions and answers; the last is a question.
@@ -91,7 +82,7 @@ def fit(messages: Messages, length: Callable[[Messages], int], most: int) -> tup
         most: Tokens that there is room for.
 
     Returns:
-        The conversation, and how many turns were left out.
+        The conversation, and the number of turns left out.
 
     Raises:
         EvaluationError: The last question alone is too long.
@@ -106,7 +97,7 @@ def fit(messages: Messages, length: Callable[[Messages], int], most: int) -> tup
 
 @dataclass
 class Conversation:
-    """What was said, and who answers."""
+    """The turns so far, and the model that answers."""
 
     model: Any
     asker: Asker
@@ -116,21 +107,21 @@ class Conversation:
     messages: Messages = field(default_factory=list)
 
     def begin(self, system: str | None) -> None:
-        """Forget all that was said."""
+        """Start over."""
         messages = [{"role": "system", "content": system}] if system else []
         if messages:
-            self.asker.render([*messages, {"role": "user", "content": "?"}])  # refused where the template takes none
+            self.asker.render([*messages, {"role": "user", "content": "?"}])  # refused where the template drops it
         self.messages = messages
 
     def undo(self) -> bool:
-        """Take back a question and its answer; False where there is none."""
+        """Remove a question and its answer; False where there is none."""
         if len(self.messages) < 2 or self.messages[-1]["role"] != "assistant":
             return False
         del self.messages[-2:]
         return True
 
     def ask(self, question: str, show: Callable[[str], None]) -> Iterator[str]:
-        """Answer a question; yields what is to be told besides.
+        """Answer a question; yields notes for the user.
 
         Raises:
             EvaluationError: There is no room for it, or the template refuses it.
@@ -142,25 +133,22 @@ class Conversation:
             yield f"(the context of {self.asker.context} tokens is full: the oldest {dropped} turns are left out)"
         streamer = Streamer(self.asker, show)
         stopped = self._generate(self.asker.render(kept), streamer)
-        if not streamer.ids:
-            yield "(stopped)"
-            return
-        show("\n")
-        self.messages = [*kept, {"role": "assistant", "content": self.asker.text(streamer.ids)}]
-        if stopped:
+        if streamer.ids:
+            show("\n")
+            self.messages = [*kept, {"role": "assistant", "content": self.asker.text(streamer.ids)}]
+        if stopped or not streamer.ids:
             yield "(stopped)"
         elif streamer.ids[-1] not in self.asker.stops:
-            yield f"(cut at {len(streamer.ids)} tokens: it had not ended; --max-new-tokens raises the limit)"
+            yield f"(cut at {len(streamer.ids)} tokens before it ended; --max-new-tokens raises the limit)"
 
     def _generate(self, prompt: list[int], streamer: Streamer) -> bool:
-        """Whether Ctrl-C has stopped it."""
+        """Whether Ctrl-C stopped it."""
         import torch
 
         ids = torch.tensor([prompt], device=self.model.device)
+        mask = torch.ones_like(ids)
         try:
-            self.model.generate(
-                ids, attention_mask=torch.ones_like(ids), generation_config=self.generation, streamer=streamer
-            )
+            self.model.generate(ids, attention_mask=mask, generation_config=self.generation, streamer=streamer)
         except KeyboardInterrupt:
             streamer.end()
             return True
@@ -168,17 +156,17 @@ class Conversation:
 
 
 def save(messages: Messages, path: Path) -> str:
-    """Add the conversation to a file as a row of training data; returns what to tell."""
+    """Append the conversation to a file as a row of training data; returns a note for the user."""
     try:
         with path.expanduser().open("a", encoding="utf-8") as file:
             file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
     except OSError as error:
-        return f"(it cannot be written: {error})"
+        return f"(cannot be written: {error})"
     return f"(added to {path})"
 
 
 def command(conversation: Conversation, line: str) -> str:
-    """Do what a line that begins with a slash asks; returns what to tell."""
+    """Run a line that starts with a slash; returns a note for the user."""
     name, _, rest = line.partition(" ")
     rest = rest.strip()
     if name == "/reset":
@@ -187,18 +175,16 @@ def command(conversation: Conversation, line: str) -> str:
         return "(a new conversation)"
     if name == "/system":
         conversation.begin(rest or None)
-        return (
-            "(a new conversation, with this system prompt)" if rest else "(a new conversation, without system prompt)"
-        )
+        return f"(a new conversation, {'with this' if rest else 'without'} system prompt)"
     if name == "/undo":
-        return "(taken back)" if conversation.undo() else "(there is nothing to take back)"
+        return "(undone)" if conversation.undo() else "(nothing to undo)"
     if name == "/save":
         return save(conversation.messages, Path(rest or time.strftime("chat-%Y%m%d-%H%M%S.jsonl")))
-    return HELP if name == "/help" else f"({name} is no command)\n{HELP}"
+    return HELP if name == "/help" else f"({name} is not a command)\n{HELP}"
 
 
 def lines() -> Iterator[str]:
-    """What the user writes, a line at a time, until there is no more."""
+    """The user's lines, until the input ends."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\r\n") for line in sys.stdin)
         return
@@ -208,29 +194,26 @@ def lines() -> Iterator[str]:
         try:
             yield input("> ")
         except KeyboardInterrupt:
-            print("\n(Ctrl-D leaves)", file=sys.stderr)
+            print("\n(Ctrl-D exits)", file=sys.stderr)
         except EOFError:
             print()
             return
 
 
 def converse(conversation: Conversation) -> None:
-    """Talk until the user leaves."""
+    """Chat until the user exits."""
 
     def show(text: str) -> None:
-        # Nothing that a terminal would obey.
-        print(visible(text), end="", flush=True)
+        print(visible(text), end="", flush=True)  # without control sequences for the terminal
 
-    for line in lines():
-        if not line.strip():
-            continue
+    for line in filter(str.strip, lines()):
         if line.strip() == "/exit":
             return
         try:
-            if line.startswith("/"):
-                print(command(conversation, line.strip()), file=sys.stderr, flush=True)
-                continue
-            for note in conversation.ask(line, show):
+            notes = (
+                iter([command(conversation, line.strip())]) if line.startswith("/") else conversation.ask(line, show)
+            )
+            for note in notes:
                 print(note, file=sys.stderr, flush=True)
         except EvaluationError as error:
             print(f"({error})", file=sys.stderr, flush=True)
@@ -239,23 +222,18 @@ def converse(conversation: Conversation) -> None:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line; a mistake in it ends the program with status 2."""
+    """The command line; a mistake in it exits with status 2."""
     parser = argparse.ArgumentParser(
         prog="sft chat", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("model", help="a run's folder, a model's, or an id on the hub")
-    parser.add_argument("--base", action="store_true", help="the model that the run was trained from")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the Python files of the run's model")
-    parser.add_argument("--checkpoint", type=int, metavar="N", help="the run's checkpoint of step N")
-    parser.add_argument(
-        "--system", metavar="TEXT", help="system prompt; the default is the recipe's eval.system_instruction"
-    )
-    parser.add_argument(
-        "--max-new-tokens", type=int, metavar="N", help="longest answer; default 1024, or half the context"
-    )
-    parser.add_argument(
-        "--temperature", type=float, metavar="T", help="0: always the likeliest token. Default: as saved with the model"
-    )
+    option = parser.add_argument
+    option("model", help="a run's folder, a model's, or an id on the hub")
+    option("--base", action="store_true", help="the model that the run was trained from")
+    option("--trust-remote-code", action="store_true", help="run the Python files of the run's model")
+    option("--checkpoint", type=int, metavar="N", help="the run's checkpoint of step N")
+    option("--system", metavar="TEXT", help="system prompt; default: the recipe's eval.system_instruction")
+    option("--max-new-tokens", type=int, metavar="N", help="longest answer; default: 1024, or half the context")
+    option("--temperature", type=float, metavar="T", help="0: greedy decoding. Default: as saved with the model")
     found = parser.parse_args(arguments)
     if found.max_new_tokens is not None and found.max_new_tokens < 1:
         parser.error("--max-new-tokens must be at least 1")
@@ -265,7 +243,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def generation_config(asker: Asker, max_new_tokens: int | None, temperature: float | None) -> Any:
-    """The saved one, with what was asked for on the command line.
+    """The saved generation config with the command line's values.
 
     Raises:
         EvaluationError: The answer is as long as the context.
@@ -285,13 +263,13 @@ def generation_config(asker: Asker, max_new_tokens: int | None, temperature: flo
 
 
 def main(arguments: list[str]) -> None:
-    """Load the model, and talk."""
+    """Load the model and chat."""
     given = parse(arguments)
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
     print("Loading ...", file=sys.stderr, flush=True)
     with chatter_to(Path(os.devnull)):
-        chosen = choose(given)
+        chosen = choose(given.model, given.base, given.checkpoint, given.trust_remote_code)
         model, asker = chosen.load()
         import torch
 
@@ -300,7 +278,7 @@ def main(arguments: list[str]) -> None:
     conversation.begin(given.system or chosen.evaluation.system_instruction)
     device = f"{model.device}, {str(model.dtype).removeprefix('torch.')}"
     print(
-        f"{chosen.target.label}: {chosen.target.model} ({device}). /help names the commands.",
+        f"{chosen.target.label}: {chosen.target.model} ({device}). /help lists the commands.",
         file=sys.stderr,
         flush=True,
     )

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 OF_VLLM = ("tensor_parallel_size", "data_parallel_size", "gpu_memory_utilization")
 OF_HF = ("parallelize", "processes")
-ENDPOINTS = ("/chat/completions", "/completions", "/models", "/embeddings", "/responses")
 INSTALL = "bash scripts/setup.sh && .venv/bin/python -m pip install -e"
 # What lm_eval's clients of servers import.
 CLIENT_PACKAGES = ("aiohttp", "requests", "tenacity")
@@ -91,14 +90,6 @@ def _server_contradictions(evaluation: Evaluation) -> Iterator[str]:
             "eval.backend=server, and eval.server.base_url is not given. Name the server's address with its /v1: "
             "server.base_url=http://127.0.0.1:8000/v1"
         )
-    for key in ("base_url", "base_url_of_base"):
-        address = (getattr(server, key) or "").rstrip("/")
-        endpoint = next((path for path in ENDPOINTS if address.endswith(path)), None)
-        if endpoint is not None:
-            yield (
-                f"eval.server.{key}={address} names one endpoint. Name the address that all of them begin with: "
-                f"{address.removesuffix(endpoint)}"
-            )
     if evaluation.dtype != "auto":
         yield f"eval.dtype={evaluation.dtype}, and a server has its weights loaded: it decides. Leave eval.dtype out."
     if server.api == "chat" and not evaluation.apply_chat_template:
@@ -197,7 +188,7 @@ def load_model(target: Target, tokenizer: PreTrainedTokenizerBase, settings: Set
 
         assert target.served is not None, "find_backend has found it"
         return load_served(target.served, tokenizer, settings)
-    from sft.model.load import check_weights
+    from sft.model.weight_checks import check_weights
 
     check_weights(target.model, target.revision, target.trust_remote_code, f"The {target.label} model {target.model}")
     try:

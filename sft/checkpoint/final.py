@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from sft.files import read_json, remove, write_json
-from sft.model.load import DTYPES, merge_adapter
+from sft.model.load import merge_adapter
+from sft.model.weight_checks import DTYPES
 from sft.parallel import process_group as distributed
 from sft.parallel.fsdp import whole_state
 from sft.plan.job import Job

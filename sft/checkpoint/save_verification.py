@@ -31,7 +31,8 @@ from sft.checkpoint.load_again import load_and_compare
 from sft.data.tokenizer import new_token_ids
 from sft.errors import RunError, WrongSave
 from sft.model.live import arithmetic, evaluating, unwrapped
-from sft.model.load import DTYPES, weights_dtype
+from sft.model.load import weights_dtype
+from sft.model.weight_checks import DTYPES
 from sft.parallel import process_group as distributed
 from sft.parallel.progress import BETWEEN, CHECKPOINT
 from sft.parallel.sharding import give_back

@@ -1,36 +1,49 @@
-"""Documents: what rows become, and where the rows and tokens went that became none.
+"""Turns rows into documents: rendered, tokenized, with a loss mask, none longer than data.max_length.
 
-Law 5 is kept here row by row: every token a row has is trained, masked, truncated, or dropped for a reason.
+Keeps the promise that every token is accounted for, row by row: a row's tokens are in its documents, truncated, or dropped for a
+reason.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
-from sft.data.findings import Findings
+from sft.data.findings import MEANING, Findings, found_in_row
+from sft.data.formats import IGNORED, Conversation, Text, Tokens, has_zero_weight, renamed, to_example
+from sft.data.readers import BadRow, Row
+from sft.data.render import ChatRenderer, Rendered, Span
+from sft.data.special_tokens import SpecialTokens, tokens_without_mark, unused_mark
+from sft.data.store import DOCUMENT
+from sft.data.template_checks import check_nothing_is_lost
+from sft.recipe.schema import Data, Source
 
-DOCUMENT = np.dtype(
-    [
-        ("length", "<i4"),
-        ("trained", "<i4"),
-        ("cut", "<i4"),  # tokens that overlong=truncate cut off
-        ("lost", "<i4"),  # with overlong=split, tokens of the row's pieces without a trained one; on its first document
-        ("source", "<i4"),
-        ("row", "<i8"),  # number of the row in its source, from 1
-        ("digest", "<u8"),  # of the row's tokens
-        ("answer", "<u8"),  # of its trained tokens
-    ]
-)
 LENGTHS = 2 ** np.arange(3, 33, 0.5)
-"""Upper ends of the histogram's bins, in tokens."""
+"""Upper ends of the length histogram's bins, in tokens."""
+
+
+class RowError(Exception):
+    """A row that stops the preparation."""
+
+    def __init__(self, row: int, reason: str) -> None:
+        super().__init__(row, reason)
+        self.row, self.reason = row, reason
+
+
+class _RefusedRow(ValueError):
+    """A row with a finding that the recipe refuses."""
 
 
 @dataclass
 class Counts:
-    """Where the rows and tokens went that became no document."""
+    """The rows and tokens of one source, and what became no document."""
 
     rows_in: int = 0
     tokens_in: int = 0
@@ -39,15 +52,10 @@ class Counts:
     dropped_rows: Counter[str] = field(default_factory=Counter)
     dropped_tokens: Counter[str] = field(default_factory=Counter)
     lengths: np.ndarray = field(default_factory=lambda: np.zeros(len(LENGTHS), np.int64))
-    """Rows by length, dropped ones too; bins as in LENGTHS."""
-
-    def drop(self, reason: str, tokens: int = 0) -> None:
-        """Count a row that is not used."""
-        self.dropped_rows[reason] += 1
-        self.dropped_tokens[reason] += tokens
+    """Rows by length in the bins of LENGTHS, dropped ones included."""
 
     def merge(self, other: Counts) -> None:
-        """Add what was counted in later rows."""
+        """Add the counts of later rows."""
         self.rows_in += other.rows_in
         self.tokens_in += other.tokens_in
         self.dropped_rows += other.dropped_rows
@@ -59,19 +67,344 @@ class Counts:
 class Chunk:
     """What some rows of one source became."""
 
-    tokens: np.ndarray
-    """int32, all documents one after another."""
+    source: int
+    counts: Counts = field(default_factory=Counts)
+    findings: Findings = field(default_factory=Findings)
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    """All documents one after another."""
 
-    trained: np.ndarray
-    """uint8, 1 where a token is trained."""
+    trained: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
+    """The loss mask: 1 where a token is a target."""
 
-    documents: np.ndarray
-    """Of DOCUMENT, one for each document."""
+    documents: np.ndarray = field(default_factory=lambda: np.zeros(0, DOCUMENT))
 
-    counts: Counts
-    findings: Findings
-    questions: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.uint64))
-    """Two digests for each document: its questions, and its first question and answer; empty where no row is held out."""
+    def find(self, kind: str, row: int) -> None:
+        """Note a finding."""
+        self.findings.add(kind, self.source, row)
 
-    error: tuple[int, str] | None = None
-    """The first row that stops the run, and why."""
+    def drop(self, reason: str, row: int, tokens: int = 0) -> None:
+        """Count a row that is not used."""
+        self.counts.dropped_rows[reason] += 1
+        self.counts.dropped_tokens[reason] += tokens
+        self.find(reason, row)
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A row ready for the tokenizer."""
+
+    row: int
+    text: str
+    spans: list[Span]
+    """Characters whose tokens are targets."""
+
+    mark: str | None = None
+    """The character that escapes special tokens; its own tokens are taken out."""
+
+
+@dataclass(frozen=True)
+class _Ids:
+    """A row that came tokenized."""
+
+    row: int
+    ids: np.ndarray
+    mask: np.ndarray
+
+
+class DocumentMaker:
+    """Makes documents of rows.
+
+    Args:
+        data: The recipe's section.
+        tokenizer: From load_tokenizer.
+    """
+
+    def __init__(self, data: Data, tokenizer: Any) -> None:
+        self.data, self.tokenizer = data, tokenizer
+        self.backend = tokenizer.backend_tokenizer
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.vocabulary = len(tokenizer)
+        self.eos: str = tokenizer.eos_token
+        self.adds_eos = self.backend.encode("a").ids[-1:] == [tokenizer.eos_token_id]
+        self.bos_id: int | None = tokenizer.bos_token_id
+        added = tokenizer.added_tokens_decoder
+        self.added = frozenset(added)
+        self.special_ids = {tokenizer.eos_token_id, *(number for number, token in added.items() if token.special)}
+        # Several tokenizers have their EOS or padding token stand for unknown text too.
+        used = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
+        self.unknown_id = None if tokenizer.unk_token_id in used else tokenizer.unk_token_id
+        self.renderer = ChatRenderer(tokenizer) if tokenizer.chat_template is not None else None
+        self.special_tokens = SpecialTokens(tokenizer)
+
+    def make(self, source: Source, number: int, format: str, rows: Sequence[tuple[int, Row | BadRow]]) -> Chunk:
+        """Make documents of some rows of one source.
+
+        Args:
+            source: Where the rows are from.
+            number: The number of the source, from 0.
+            format: One of sft.data.formats.FORMATS.
+            rows: With their numbers in the source, from 1.
+
+        Raises:
+            RowError: A row stops the preparation.
+        """
+        chunk = Chunk(number, Counts(rows_in=len(rows)))
+        # The chat template writes the special tokens, BOS included: the tokenizer must not add another.
+        adds_special_tokens = format == "text" or not source.chat
+        items: list[_Text | _Ids] = []
+        for row_number, row in rows:
+            with self._row_errors(chunk, row_number):
+                item = self._ready(row, row_number, source, format, chunk)
+                if item is not None:
+                    items.append(item)
+        texts = [item.text for item in items if isinstance(item, _Text)]
+        encodings = iter(self.backend.encode_batch(texts, add_special_tokens=adds_special_tokens))
+        parts: list[tuple[np.ndarray, np.ndarray]] = []
+        records: list[tuple[int, ...]] = []
+        for item in items:
+            encoding = next(encodings) if isinstance(item, _Text) else None
+            with self._row_errors(chunk, item.row):
+                if isinstance(item, _Text):
+                    ids, mask = self._tokens_and_mask(item, encoding, adds_special_tokens)
+                    if self.unknown_id is not None and self.unknown_id in ids:
+                        chunk.find("unknown_token", item.row)
+                else:
+                    ids, mask = item.ids, item.mask
+                self._add(item.row, ids, mask, chunk, parts, records)
+        if parts:
+            chunk.tokens, chunk.trained = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+            chunk.documents = np.array(records, DOCUMENT)
+        return chunk
+
+    @contextmanager
+    def _row_errors(self, chunk: Chunk, row: int) -> Iterator[None]:
+        """Drop a bad row or stop at it, as data.on_bad_row says."""
+        try:
+            yield
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            if self.data.on_bad_row == "error":
+                raise RowError(row, f"{error}. Correct or remove the row, or set data.on_bad_row=drop") from None
+            chunk.drop("refused" if isinstance(error, _RefusedRow) else "bad_row", row)
+
+    # From a row to text
+
+    def _ready(
+        self, row: Row | BadRow, row_number: int, source: Source, format: str, chunk: Chunk
+    ) -> _Text | _Ids | None:
+        """The row as the tokenizer gets it; None if it is dropped."""
+        if isinstance(row, BadRow):
+            raise ValueError(row.reason)
+        row = renamed(row, source)
+        if has_zero_weight(row):
+            chunk.drop("zero_weight", row_number)
+            return None
+        example = to_example(row, format, self.data, source)
+        if isinstance(example, Tokens):
+            ids, mask = self._given(example)
+            if mask.any() and int(ids[mask == 1][-1]) not in self.special_ids:
+                chunk.find("no_end", row_number)
+            return _Ids(row_number, ids, mask)
+        # Text that was rendered elsewhere holds its special tokens on purpose.
+        escape = self.data.special_tokens == "escape" and format != "text"
+        found = found_in_row(example, self.special_tokens, escape)
+        refused = [kind for kind in found if kind.removesuffix("_kept") in self.data.refuse]
+        if format == "text" and "special_tokens_kept" in found and not refused:
+            found.remove("special_tokens_kept")
+        for kind in refused or found:
+            chunk.find(kind, row_number)
+        if refused:
+            raise _RefusedRow(f"{', '.join(MEANING[kind] for kind in refused)} (data.refuse: {', '.join(refused)})")
+        has_special = "special_tokens" in found
+        if isinstance(example, Text):
+            item = self._text(example, row_number, escape, has_special)
+        else:
+            item = self._conversation(example, row_number, escape, has_special)
+            if item is not None and self._lacks_reasoning(example):
+                chunk.find("prompt_thinks", row_number)
+        if item is None:
+            chunk.drop("no_answer", row_number)
+            return None
+        item.text.encode()  # half a surrogate pair is not text
+        return item
+
+    def _given(self, row: Tokens) -> tuple[np.ndarray, np.ndarray]:
+        wrong = next((token for token in row.input_ids if not 0 <= token < self.vocabulary), None)
+        if wrong is not None:
+            raise ValueError(f"input_ids holds {wrong}, and the tokenizer has {self.vocabulary} tokens")
+        ids = np.array(row.input_ids, np.int32)
+        if row.labels is None:
+            return ids, np.ones(len(ids), np.uint8)
+        different = any(label not in (IGNORED, token) for label, token in zip(row.labels, row.input_ids, strict=True))
+        if different:
+            raise ValueError("labels differ from input_ids elsewhere than in -100; give them unshifted")
+        return ids, np.array([label != IGNORED for label in row.labels], np.uint8)
+
+    def _text(self, example: Text, row_number: int, escape: bool, has_special: bool) -> _Text | None:
+        prompt, completion = example.prompt, example.completion
+        if escape:
+            completion = self.special_tokens.without_end(completion)
+        if not completion.strip():
+            return None
+        mark = None
+        if has_special:
+            mark = unused_mark(prompt + completion)
+            # Together: a special token may begin in the one and end in the other.
+            whole = self.special_tokens.escaped(prompt + completion, mark)
+            at = _end_of_prefix(whole, len(prompt), mark)
+            prompt, completion = whole[:at], whole[at:]
+        if completion.rstrip().endswith(self.eos):  # rendered elsewhere, maybe with a line break behind
+            completion = completion.rstrip().removesuffix(self.eos)
+        text = prompt + completion + ("" if self.adds_eos else self.eos)
+        start = 0 if self.data.loss_on == "all" else len(prompt)
+        return _Text(row_number, text, [(start, len(text))], mark)
+
+    def _conversation(self, example: Conversation, row_number: int, escape: bool, has_special: bool) -> _Text | None:
+        assert self.renderer is not None
+        messages, tools, arguments = example.messages, example.tools, example.template_arguments
+        if escape:
+            messages = [
+                message | {"content": self.special_tokens.without_end(message["content"])}
+                if message["role"] == "assistant"
+                else message
+                for message in messages
+            ]
+        answered = [
+            bool(keep and (message["content"].strip() or message.get("tool_calls")))
+            for keep, message in zip(example.trained, messages, strict=True)
+        ]
+        if not any(answered):
+            return None
+        messages = self.renderer.adapted(messages, tools)
+        mark = None
+        if has_special:
+            mark = unused_mark(json.dumps([messages, tools, arguments], ensure_ascii=False, default=str))
+            messages, tools, arguments = self.special_tokens.escaped([messages, tools, arguments], mark)
+        every = self.data.loss_on == "all"  # the spans of the other turns are needed to leave them out
+        rendered = self.renderer.render(messages, tools, arguments, None if every else answered)
+        check_nothing_is_lost(messages, answered, rendered.text)
+        return _Text(row_number, rendered.text, self._target_spans(example, rendered), mark)
+
+    def _target_spans(self, example: Conversation, rendered: Rendered) -> list[Span]:
+        """The characters whose tokens are targets.
+
+        Raises:
+            ValueError: The template leaves a turn open.
+        """
+        assert self.renderer is not None
+        for _, end in rendered.spans:
+            if not rendered.text.endswith(self.renderer.added, 0, end):
+                raise ValueError(
+                    f"the chat template leaves the assistant's turn open: {rendered.text[end - 20 : end]!r}"
+                )
+        if self.data.loss_on != "all":
+            return rendered.spans
+        # All but the turns that the row itself takes out of the loss.
+        turns = [index for index, message in enumerate(example.messages) if message["role"] == "assistant"]
+        edges = [0]
+        for span, index in zip(rendered.spans, turns, strict=True):
+            edges += [] if example.trained[index] else span
+        edges.append(len(rendered.text))
+        return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
+
+    def _lacks_reasoning(self, example: Conversation) -> bool:
+        """Whether the generation prompt opens reasoning that none of the answers has."""
+        assert self.renderer is not None
+        return self.renderer.generation_prompt.rstrip().endswith("<think>") and not any(
+            message.get("reasoning_content") or "</think>" in message["content"] for message in example.messages
+        )
+
+    # From text to documents
+
+    def _tokens_and_mask(self, item: _Text, encoding: Any, adds_special_tokens: bool) -> tuple[np.ndarray, np.ndarray]:
+        ids = np.array(encoding.ids, np.int32)
+        mask = np.zeros(len(ids), np.uint8)
+        for start, end in item.spans:
+            first, stop = token_range(encoding, start, end, self.added)
+            mask[first:stop] = 1
+        if self.adds_eos and adds_special_tokens:
+            mask[-1:] = 1
+        if item.mark is not None:
+            kept = tokens_without_mark(encoding, item.text, item.mark)
+            ids, mask = ids[kept], mask[kept]
+        if adds_special_tokens and self.bos_id is not None and len(ids) > 1 and ids[0] == ids[1] == self.bos_id:
+            ids, mask = ids[1:], mask[1:]  # the text brings its own
+        return ids, mask
+
+    def _add(
+        self,
+        row: int,
+        ids: np.ndarray,
+        mask: np.ndarray,
+        chunk: Chunk,
+        parts: list[tuple[np.ndarray, np.ndarray]],
+        records: list[tuple[int, ...]],
+    ) -> None:
+        """Add the documents of one row, none longer than max_length, each with a target token."""
+        mask[:1] = 0  # nothing predicts the first token
+        length, limit = len(ids), self.data.max_length
+        chunk.counts.lengths[np.searchsorted(LENGTHS, length)] += 1
+        chunk.counts.tokens_in += length
+        digest, answer = _digest(ids), _digest(ids[mask == 1])
+        if not mask.any():
+            chunk.drop("no_target_tokens", row, length)
+            return
+        pieces, cut = [(ids, mask)], 0
+        if length > limit:
+            if self.data.overlong == "error":
+                raise RowError(
+                    row,
+                    f"{length} tokens, more than data.max_length={limit}. Raise it, or set data.overlong to drop, truncate or split",
+                )
+            if self.data.overlong == "drop":
+                chunk.drop("too_long", row, length)
+                return
+            starts = range(0, length, limit) if self.data.overlong == "split" else [0]
+            pieces = [(ids[start : start + limit], mask[start : start + limit].copy()) for start in starts]
+            cut = length - limit if self.data.overlong == "truncate" else 0
+            for _, kept in pieces:
+                kept[0] = 0  # nothing in the piece predicts its first token
+            pieces = [(piece, kept) for piece, kept in pieces if kept.any()]
+            if not pieces:
+                chunk.drop("targets_past_max_length", row, length)
+                return
+            chunk.find("truncated" if cut else "split", row)
+        lost = length - cut - sum(len(piece) for piece, _ in pieces)
+        for piece, kept in pieces:
+            parts.append((piece, kept))
+            records.append((len(piece), int(kept.sum()), cut, lost, chunk.source, row, digest, answer))
+            lost = 0  # counted on the row's first document
+
+
+def token_range(encoding: Any, start: int, end: int, added: Container[int] = ()) -> tuple[int, int]:
+    """The tokens that any of the characters start to end belong to, as a range with the end exclusive.
+
+    One of the ids `added` that begins before `start` is not among them: some added tokens take the white space around them with
+    them (`rstrip`), such as the header before an answer that begins with a space.
+
+    Asks for single characters: all offsets at once are a Python object for every token.
+    """
+    first = next((token for at in range(start, end) if (token := encoding.char_to_token(at)) is not None), None)
+    if first is None:
+        return 0, 0
+    begins, ends = encoding.token_to_chars(first)
+    if begins < start and encoding.ids[first] in added:
+        return token_range(encoding, ends, end, added)
+    stop = next(token for at in range(end - 1, start - 1, -1) if (token := encoding.char_to_token(at)) is not None) + 1
+    # A character may be several tokens.
+    while (place := encoding.token_to_chars(stop) if stop < len(encoding) else None) and place[0] < min(end, place[1]):
+        stop += 1
+    return first, stop
+
+
+def _end_of_prefix(escaped: str, characters: int, mark: str) -> int:
+    """Where in an escaped text the first `characters` of the original end."""
+    at = 0
+    while characters:
+        characters -= escaped[at] != mark
+        at += 1
+    return at
+
+
+def _digest(ids: np.ndarray) -> int:
+    return int.from_bytes(blake2b(ids.tobytes(), digest_size=8).digest(), "little")

@@ -1,4 +1,4 @@
-"""Which of the prepared documents are trained, how often, and which are held out: a function of their contents and data.seed.
+"""Chooses which documents are trained, how often, and which are held out: a function of their contents and data.seed.
 
 Works on whole rows: the pieces of a row that was split stay together.
 """
@@ -16,27 +16,27 @@ from sft.recipe.schema import Data, Source
 
 @dataclass(frozen=True)
 class Mixture:
-    """The outcome, per document."""
+    """What becomes of each document."""
 
     times: np.ndarray
-    """How often each document is trained in one pass; 0 for those that are not."""
+    """How often each document is trained in one epoch."""
 
     held_out: np.ndarray
-    """Whether it is held out."""
+    """Whether each document is held out."""
 
     dropped: dict[str, np.ndarray]
-    """By reason, which documents are neither."""
+    """Documents that are neither, by reason."""
 
     duplicate_rows: np.ndarray
-    """First document of each training row that is the same as an earlier one."""
+    """The first document of each training row that equals an earlier one."""
 
 
 def mix(documents: np.ndarray, sources: Sequence[Source], data: Data) -> Mixture:
-    """Choose.
+    """Choose what becomes of each document.
 
     Args:
-        documents: Of sft.data.documents.DOCUMENT, sources in order; those behind `sources` are held out.
-        sources: To train on.
+        documents: Of sft.data.store.DOCUMENT, sources in order; those after `sources` are held out.
+        sources: The sources to train on.
         data: The recipe's section.
 
     Raises:
@@ -48,18 +48,18 @@ def mix(documents: np.ndarray, sources: Sequence[Source], data: Data) -> Mixture
     held_out = ~training
     if isinstance(data.held_out, float):
         held_out = held_out | (training & (_spread(rows["digest"], data.seed) < data.held_out))
-    # Among the rows to train on, the first of each kind is the one that stays.
+    # Of equal rows to train on, the first stays.
     repeated = training & ~held_out
     candidates = np.flatnonzero(repeated)
     repeated[candidates[np.unique(rows["digest"][candidates], return_index=True)[1]]] = False
-    reasons = {"held out too": training & ~held_out & np.isin(rows["digest"], rows["digest"][held_out])}
+    reasons = {"held_out": training & ~held_out & np.isin(rows["digest"], rows["digest"][held_out])}
     if data.deduplicate:
-        reasons["duplicate"] = repeated & ~reasons["held out too"]
+        reasons["duplicate"] = repeated & ~reasons["held_out"]
     left = training & ~held_out
     for dropped in reasons.values():
         left &= ~dropped
     times = _times(rows["source"], left, sources, data.seed)
-    reasons["not drawn"] = left & (times == 0)
+    reasons["not_drawn"] = left & (times == 0)
     counts = np.diff(np.append(first, len(documents)))
     return Mixture(
         np.repeat(times, counts),
@@ -95,7 +95,7 @@ def _times(row_sources: np.ndarray, left: np.ndarray, sources: Sequence[Source],
     for number, (rows, count) in enumerate(zip(available, wanted, strict=True)):
         if not count and len(rows):
             raise DataError(
-                f"data.train: of {sources[number].path} no row is taken ({len(rows)} are usable). Take it out, or give it more."
+                f"data.train: no row of {sources[number].path} is used ({len(rows)} are usable). Remove the source, or give it more."
             )
         drawn = rows[np.random.default_rng([seed, number]).permutation(len(rows))]
         drawn = drawn[: sources[number].rows]
@@ -106,14 +106,18 @@ def _times(row_sources: np.ndarray, left: np.ndarray, sources: Sequence[Source],
 
 
 def wanted_rows(sources: Sequence[Source], available: list[int]) -> list[int]:
-    """Rows that each source gives to one pass over the mixture, repetitions counted."""
+    """Rows that each source gives to one epoch, repetitions included.
+
+    Raises:
+        DataError: A source has fewer rows than the recipe takes.
+    """
     capacity = [round(count * source.epochs) for source, count in zip(sources, available, strict=True)]
     for number, source in enumerate(sources):
         if source.rows is not None:
             if source.rows > available[number]:
                 raise DataError(
-                    f"data.train: rows={source.rows} of {source.path}, which has {available[number]} usable rows. Take fewer; or "
-                    f"leave `rows` out and repeat them with epochs: {source.rows / max(available[number], 1):.2f}."
+                    f"data.train: rows={source.rows} of {source.path}, which has {available[number]} usable rows. Take fewer, or leave "
+                    f"`rows` out and repeat them with epochs: {source.rows / max(available[number], 1):.2f}."
                 )
             capacity[number] = round(source.rows * source.epochs)
     weights = [source.weight for source in sources]
@@ -122,8 +126,8 @@ def wanted_rows(sources: Sequence[Source], available: list[int]) -> list[int]:
     empty = [source.path for source, count in zip(sources, available, strict=True) if not count]
     if empty:
         raise DataError(
-            f"data.train: {empty[0]} has a weight and no usable rows, so there is no mixture. Take it out, or look at it."
+            f"data.train: {empty[0]} has a weight and no usable rows. Remove the source, or look at its rows with --show."
         )
-    # As many rows as the source that runs out first allows.
+    # As many rows as the scarcest source allows.
     per_weight = min(count / (weight or 1.0) for count, weight in zip(capacity, weights, strict=True))
     return [min(count, round(per_weight * (weight or 1.0))) for count, weight in zip(capacity, weights, strict=True)]

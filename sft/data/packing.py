@@ -1,4 +1,4 @@
-"""Which documents share a sequence: best-fit decreasing over all of them at once."""
+"""Decides which documents share a sequence: best-fit decreasing over all of them at once."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 
 
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Put documents into as few sequences as best-fit decreasing finds.
+    """Pack documents with best-fit decreasing.
 
-    Takes the longest document that is left and puts it where the least space stays free. All at once: TRL packs each 1,000
-    documents by themselves, which fills less.
+    Puts the longest document that is left where the least space stays free. TRL packs each 1,000 documents by themselves, which
+    fills less.
 
     Args:
         lengths: Tokens of each document, 1 to capacity.

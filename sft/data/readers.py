@@ -1,77 +1,66 @@
-"""Every row of a local data source, streaming: the files that a path stands for, and the rows of each.
+"""Reads the rows of one data file.
 
-| suffix          | what is read                                                               |
-|-----------------|----------------------------------------------------------------------------|
-| .jsonl          | a line of JSON for each row; also an array                                 |
-| .json           | an array of objects, or objects one after another, such as lines of JSON   |
-| .csv            | a header, then a row of strings for each record                            |
-| .parquet .arrow | columns; of Arrow both the stream form and the file form                   |
+| suffix          | content                                                                |
+|-----------------|------------------------------------------------------------------------|
+| .jsonl          | one JSON object per line; also one array                               |
+| .json           | an array of objects, one object per line, or objects one after another |
+| .csv            | a header, then one record per row; separated by comma, semicolon or tab |
+| .parquet .arrow | columns; of Arrow both the stream and the file format                  |
 
-The text formats may be compressed, with .gz or .zst behind the suffix. No torch: the launcher looks into files here.
+Text files may be compressed (.gz, .zst). Strings stay strings: `datasets` and pandas would read "2024-01-02" as a date, "00712"
+as a number and "NA" as null.
 """
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import re
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from io import BufferedReader
-from itertools import islice
+from dataclasses import dataclass
+from io import BufferedReader, TextIOWrapper
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from sft.data.columnar_rows import columnar_count, columnar_rows, without_nulls
-from sft.data.csv_rows import csv_rows
-from sft.data.json_rows import BOM, BadRow, Row, json_rows
 from sft.errors import DataError
 from sft.hub.names import SUFFIXES
 
-__all__ = [
-    "BadRow",
-    "Row",
-    "count_rows",
-    "first_rows",
-    "local_files",
-    "read_rows",
-    "suffix_of",
-    "without_nulls",
-]
+Row = dict[str, Any]
 
-_TEXTS = (".json", ".jsonl", ".csv")
-_COMPRESSIONS = {".gz": "gzip-compressed", ".zst": "zstd-compressed"}
+_BOM = b"\xef\xbb\xbf"
+_BATCH = 1000
+"""Rows of a columnar file that are Python objects at one time."""
 
-_NO_ROWS = ("dataset_info.json", "state.json", "dataset_infos.json", "dataset_dict.json")
-"""What `save_to_disk` writes beside its data."""
-
-_SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"} | dict.fromkeys(
-    ("validation", "valid", "val", "development", "dev", "evaluation", "eval"), "validation"
-)
-"""What names of files call a split, and its name on the hub."""
-
-_BUFFER = 2**20
-"""Bytes that are read from a file at once."""
+_LONGEST_FIELD = 2**28
+"""Characters of one CSV field."""
 
 _SIGNATURES = {
-    b"\x1f\x8b": ("gzip-compressed", ".gz"),
-    b"\x28\xb5\x2f\xfd": ("zstd-compressed", ".zst"),
-    b"PAR1": ("a parquet file", ".parquet"),
-    b"ARROW1": ("an Arrow file", ".arrow"),
-    b"\xff\xff\xff\xff": ("an Arrow file", ".arrow"),
-    b"PK\x03\x04": ("a zip archive", "unpack it"),
-    b"\xff\xfe": ("UTF-16 text", "save it as UTF-8"),
-    b"\xfe\xff": ("UTF-16 text", "save it as UTF-8"),
-    b"version https://git-lfs": ("only a pointer of Git LFS", "fetch the file itself with `git lfs pull`"),
+    b"\x1f\x8b": (".gz", "gzip-compressed"),
+    b"\x28\xb5\x2f\xfd": (".zst", "zstd-compressed"),
+    b"PAR1": (".parquet", "a parquet file"),
+    b"ARROW1": (".arrow", "an Arrow file"),
+    b"\xff\xff\xff\xff": (".arrow", "an Arrow file"),
+    b"PK\x03\x04": ("", "a zip archive: unpack it"),
+    b"\xff\xfe": ("", "UTF-16 text: save it as UTF-8"),
+    b"\xfe\xff": ("", "UTF-16 text: save it as UTF-8"),
+    b"version https://git-lfs": ("", "only a Git LFS pointer: fetch the file itself with `git lfs pull`"),
 }
-"""How a file that is no text starts: what it is, and the suffix it should have or what to do."""
+"""How a file that is not plain text starts: the suffix it should have, and what it is."""
 
-_EXPECTED = {**_COMPRESSIONS, ".parquet": "a parquet file", ".arrow": "an Arrow file"}
+
+@dataclass(frozen=True)
+class BadRow:
+    """A record that cannot be read, while those after it can."""
+
+    reason: str
+    """Where it stands and what is wrong, such as `line 3 has 2 fields, the header has 4`."""
 
 
 def suffix_of(file: Path) -> str:
-    """The suffix with compression removed, "" where the kind of file is not read.
+    """The suffix without that of a compression; "" if the file is not one that can be read.
 
     >>> suffix_of(Path("rows.jsonl.gz")), suffix_of(Path("rows.txt"))
     ('.jsonl', '')
@@ -81,159 +70,40 @@ def suffix_of(file: Path) -> str:
     return suffix.removesuffix(".gz").removesuffix(".zst")
 
 
-def local_files(path: Path, split: str = "train") -> list[Path]:
-    """The data files a path stands for, in the order they are read.
-
-    Args:
-        path: A file; a folder of files; a pattern such as `data/**/*.parquet`; a folder of `save_to_disk`.
-        split: Which split of a saved DatasetDict, or of a folder whose files say in their names of which they are.
-
-    Raises:
-        DataError: A kind of file that is not read, nothing there, or files of several splits.
-    """
-    try:
-        if path.is_dir():
-            return _saved(path, split) or _folder(path, split)
-        if not path.exists():
-            return _matches(path)
-    except (OSError, ValueError) as error:  # no permission; `**` beside other characters
-        raise DataError(f"{path} cannot be looked into: {error}.") from None
-    if not suffix_of(path):
-        raise DataError(f"{path} is not a file that is read: use {', '.join(SUFFIXES)}.")
-    return [path]
-
-
-def _has_rows(file: Path, folder: Path) -> bool:
-    """Whether a file in a folder, or below it, is one to read."""
-    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-    return not hidden and bool(suffix_of(file)) and file.name not in _NO_ROWS and file.is_file()
-
-
-def _matches(path: Path) -> list[Path]:
-    magic = next((index for index, part in enumerate(path.parts) if re.search(r"[*?[]", part)), None)
-    if magic is None:
-        raise DataError(f"There is no file or folder {path}.")
-    folder, pattern = Path(*path.parts[:magic]), str(Path(*path.parts[magic:]))
-    # A set: pathlib finds a file twice where two `**` lead to it.
-    files = sorted({file for file in folder.glob(pattern) if _has_rows(file, folder)})
-    if not files:
-        raise DataError(f"No file matches {path}. Files that are read: {', '.join(SUFFIXES)}.")
-    return files
-
-
-def _folder(path: Path, split: str) -> list[Path]:
-    """The files of one split in a folder; where it holds none, in a folder below it, as downloaded datasets have them."""
-    files = [file for file in path.iterdir() if _has_rows(file, path)]
-    if not files:
-        files = [file for pattern in ("*/*", "*/*/*") for file in path.glob(pattern) if _has_rows(file, path)]
-        folders = {file.parent.parent if _split_named(file.parent.name) else file.parent for file in files}
-        if len(folders) > 1:
-            raise DataError(
-                f"The folder {path} holds data in several folders ({', '.join(sorted(_below(folder, path) for folder in folders)[:9])}). "
-                f"Name one of them, or a pattern such as {path}/**/*.jsonl."
-            )
-    if not files:
-        raise DataError(
-            f"The folder {path} holds no {', '.join(SUFFIXES)} file. For files in folders below it, "
-            f"name a pattern such as {path}/**/*.jsonl."
-        )
-    splits = {file: split_of(file, path) for file in sorted(files)}
-    named = sorted({name for name in splits.values() if name})
-    if split == "train" and named in ([], ["train"]):
-        return list(splits)
-    if None in splits.values():
-        others = ", ".join(file.name for file, name in splits.items() if name not in (None, "train"))
-        raise DataError(
-            f"The folder {path} holds files of several splits ({others or 'train'} among them), and files of none. "
-            f"Name the file to train on, or a pattern such as {path}/train*."
-        )
-    chosen = [file for file, name in splits.items() if name == _SPLITS.get(split, split)]
-    if not chosen:
-        raise DataError(
-            f"The folder {path} has no split `{split}`. It has: {', '.join(named)}. Set `split` of the source to one of them."
-        )
-    return chosen
-
-
-def _below(folder: Path, path: Path) -> str:
-    return str(folder.relative_to(path))
-
-
-def split_of(file: Path, folder: Path) -> str | None:
-    """Which split a file in or below a folder is of, by the names; None where they do not say."""
-    *folders, name = file.relative_to(folder).parts
-    return next((split for part in (*folders, name.split(".")[0]) if (split := _split_named(part))), None)
-
-
-def _split_named(name: str) -> str | None:
-    """The split that a name says.
-
-    >>> _split_named("train_sft-00000-of-00003"), _split_named("my-dev"), _split_named("attestation")
-    ('train_sft', 'validation', None)
-    """
-    if shard := re.fullmatch(r"(.+)-\d{5}-of-\d{5}(-\w+)?", name):
-        # `save_to_disk` names every shard so, of whatever split.
-        return None if shard[1] == "data" else _SPLITS.get(shard[1], shard[1])
-    word = f"({'|'.join(_SPLITS)})([-_ ]?(set|data))?"
-    found = re.match(rf"{word}(?![a-z])", name.lower()) or re.search(rf"(?<![a-z]){word}$", name.lower())
-    return _SPLITS[found[1]] if found else None
-
-
-def _saved(path: Path, split: str) -> list[Path]:
-    """The files of a folder that `save_to_disk` wrote, none where it is another folder."""
-
-    def listed(name: str, key: str) -> list[Any]:
-        try:
-            return list(json.loads((path / name).read_text(encoding="utf-8")).get(key) or [])
-        except FileNotFoundError:
-            return []
-        except (OSError, ValueError, AttributeError, TypeError) as error:
-            raise DataError(f"{path / name} cannot be read as json: {error}. Save the dataset again.") from None
-
-    if splits := listed("dataset_dict.json", "splits"):
-        if split not in splits:
-            raise DataError(f"{path} has no split `{split}`. It has: {', '.join(map(str, splits))}.")
-        return local_files(path / split)
-    files = [path / part["filename"] for part in listed("state.json", "_data_files")]
-    if files and split != "train":
-        raise DataError(f"{path} is one saved dataset and has no split `{split}`. Leave `split` out.")
-    if missing := [file.name for file in files if not file.is_file()]:
-        raise DataError(f"{path} lacks {', '.join(missing)}, which its state.json lists. Copy the folder again.")
-    return files
-
-
 def read_rows(file: Path) -> Iterator[Row | BadRow]:
-    """Every row of a local file, in order; none of a file without bytes.
+    """Every row of a local file, in order; none of an empty file.
 
     Raises:
         DataError: The file cannot be read, or not further.
     """
     suffix = suffix_of(file)
+    if not suffix:
+        raise DataError(f"{file} is not a data file. Use one of {', '.join(SUFFIXES)}.")
     try:
-        if file.is_dir():
-            raise DataError(f"{file} is a folder. Name a file in it.")
-        if not suffix:
-            raise DataError(f"{file} is not a file that is read: use {', '.join(SUFFIXES)}.")
         with file.open("rb") as start:
             head = start.read(64)
         if not head:
             return
-        _refuse_other_content(file, head, _EXPECTED.get(file.suffix.lower(), "text"))
-        if suffix in _TEXTS:
-            with _opened(file) as stream:
-                yield from csv_rows(stream, file) if suffix == ".csv" else json_rows(stream, file, suffix == ".jsonl")
-        else:
-            yield from columnar_rows(file)
+        _check_signature(file, head)
+        if suffix in (".parquet", ".arrow"):
+            yield from _columnar_rows(file)
+            return
+        with _open_text(file) as stream:
+            if stream.peek(3).startswith(_BOM):
+                stream.read(3)
+            yield from _csv_rows(stream, file) if suffix == ".csv" else _json_rows(stream, file, suffix)
     except FileNotFoundError:
         raise DataError(f"There is no file {file}.") from None
-    except (OSError, ValueError, EOFError, zlib.error) as error:
-        if isinstance(error, EOFError) or "Truncated compressed" in str(error):
-            raise DataError(f"{file} is truncated: the compressed data ends too early. Copy it again.") from None
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{file} is not UTF-8 text: it holds the byte 0x{error.object[error.start]:02x}. Save it as UTF-8."
+        ) from None
+    except (OSError, ValueError, EOFError, RecursionError, zlib.error) as error:
         raise DataError(f"{file} cannot be read as {suffix[1:]}: {error}.") from None
 
 
 def first_rows(file: Path, count: int) -> list[Row | BadRow]:
-    """A first look at a file of any size: up to `count` rows from its start, read no further.
+    """Up to `count` rows from the start of a file.
 
     Raises:
         DataError: As read_rows.
@@ -241,8 +111,206 @@ def first_rows(file: Path, count: int) -> list[Row | BadRow]:
     return list(islice(read_rows(file), count))
 
 
+def _check_signature(file: Path, head: bytes) -> None:
+    """Refuse a file whose content is of another kind than its name says."""
+    for start, (suffix, what) in _SIGNATURES.items():
+        if head.startswith(start) and suffix != file.suffix.lower():
+            raise DataError(f"{file} is {what}" + (f": give its name the suffix {suffix}." if suffix else "."))
+
+
+def _open_text(file: Path) -> BufferedReader:
+    """The decompressed bytes of a text file."""
+    compression = file.suffix.lower()
+    if compression == ".gz":
+        return BufferedReader(gzip.open(file, "rb"))
+    if compression == ".zst":
+        import pyarrow as pa
+
+        return BufferedReader(pa.CompressedInputStream(pa.OSFile(str(file)), "zstd"))
+    return file.open("rb")
+
+
+# JSON
+
+
+def _json_rows(stream: BufferedReader, file: Path, suffix: str) -> Iterator[Row | BadRow]:
+    if stream.peek(64).lstrip().startswith(b"["):
+        yield from _array(stream.read().decode(), file)
+        return
+    first = stream.readline()
+    if suffix == ".json" and not _is_json(first):  # objects over several lines
+        yield from _objects((first + stream.read()).decode(), file)
+        return
+    for number, line in enumerate(chain([first], stream), start=1):
+        record = line.removeprefix(_BOM).strip()  # concatenated files have the mark inside
+        if record:
+            yield _line(record, number)
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _line(record: bytes, number: int) -> Row | BadRow:
+    try:
+        value = json.loads(record.decode())
+    except UnicodeDecodeError as error:
+        return BadRow(f"line {number} is not UTF-8 text (byte 0x{record[error.start]:02x} at {error.start + 1})")
+    except json.JSONDecodeError as error:
+        return BadRow(f"line {number} is not JSON: {error.msg} (column {error.colno})")
+    except RecursionError:
+        return BadRow(f"line {number} is nested too deeply")
+    return _object(value, f"line {number}")
+
+
+def _object(value: Any, where: str) -> Row | BadRow:
+    if isinstance(value, dict):
+        return value
+    return BadRow(f"{where} is of type {type(value).__name__}, not an object with columns")
+
+
+_decode = json.JSONDecoder().raw_decode
+_BLANK = re.compile(r"\s*")
+_SEPARATOR = re.compile(r"\s*([,\]])\s*")
+
+
+def _array(text: str, file: Path) -> Iterator[Row | BadRow]:
+    """The elements of one array, decoded one at a time: the objects of a large file need far more memory than its text."""
+    position = text.index("[") + 1
+    position, number = _end(_BLANK, text, position), 0
+    following = "]" if text.startswith("]", position) else ","
+    while following == ",":
+        number += 1
+        try:
+            value, position = _decode(text, position)
+            found = _SEPARATOR.match(text, position)
+            if found is None:
+                raise json.JSONDecodeError("Expecting ',' or ']'", text, position)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{file}, row {number}, cannot be read: {error}. Correct the file there.") from None
+        yield _object(value, f"row {number}")
+        following, position = found[1], found.end()
+    if number == 0:  # an empty array
+        position = _end(_BLANK, text, position + 1)
+    if position < len(text):
+        raise DataError(f"{file} goes on after the end of its array: {text[position : position + 40]!r}.")
+
+
+def _objects(text: str, file: Path) -> Iterator[Row | BadRow]:
+    """Objects one after another."""
+    position, number = _end(_BLANK, text, 0), 0
+    while position < len(text):
+        number += 1
+        try:
+            value, position = _decode(text, position)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{file}, row {number}, cannot be read: {error}. Correct the file there.") from None
+        yield _object(value, f"row {number}")
+        position = _end(_BLANK, text, position)
+
+
+def _end(pattern: re.Pattern[str], text: str, position: int) -> int:
+    found = pattern.match(text, position)
+    return found.end() if found else position
+
+
+# CSV
+
+
+def _csv_rows(stream: BufferedReader, file: Path) -> Iterator[Row | BadRow]:
+    csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_FIELD))
+    with TextIOWrapper(stream, "utf-8", newline="") as text:
+        first = text.readline()
+        # Strict, or a quote that is never closed would make the rest of the file one field.
+        records = csv.reader(chain([first], text), strict=True, delimiter=_delimiter(first))
+        try:
+            header = _header(next(records), file)
+            for fields in records:
+                if len(fields) == len(header):
+                    yield dict(zip(header, fields, strict=True))
+                elif fields:
+                    yield BadRow(f"line {records.line_num} has {len(fields)} fields, the header has {len(header)}")
+        except csv.Error as error:
+            raise DataError(
+                f"{file} cannot be read as csv up to line {records.line_num}: {error}. Close the quote that opens before it, or double "
+                "quotes inside a text."
+            ) from None
+
+
+def _delimiter(header: str) -> str:
+    """What separates the fields of a header; a comma wherever there is one.
+
+    >>> _delimiter("prompt;completion"), _delimiter("prompt,completion (a;b)")
+    (';', ',')
+    """
+    fields = {delimiter: len(next(csv.reader([header], delimiter=delimiter), [])) for delimiter in ",;\t|"}
+    return "," if fields[","] > 1 else max(fields, key=lambda delimiter: fields[delimiter])
+
+
+def _header(names: list[str], file: Path) -> list[str]:
+    unnamed = [number for number, name in enumerate(names, start=1) if not name.strip()]
+    if unnamed or not names:
+        raise DataError(
+            f"{file}: column {unnamed[0] if unnamed else 1} of the header has no name. Name it, or leave it out "
+            "(pandas: to_csv(index=False))."
+        )
+    _refuse_repeated(names, file)
+    return names
+
+
+def _refuse_repeated(names: list[str], file: Path) -> None:
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise DataError(f"{file} has more than one column {', '.join(repeated)}. Rename them.")
+
+
+# Parquet and Arrow
+
+
+def _columnar_rows(file: Path) -> Iterator[Row]:
+    import pyarrow as pa
+
+    try:
+        for batch in _batches(file):
+            batch.validate(full=True)  # the offsets of a damaged file may point anywhere: reading them can crash
+            yield from map(without_nulls, batch.to_pylist())
+    except pa.ArrowException as error:  # some are neither OSError nor ValueError
+        raise ValueError(str(error)) from None
+
+
+def _batches(file: Path) -> Iterator[Any]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if suffix_of(file) == ".parquet":
+        # Buffered: by default whole row groups are read, which may be the whole file.
+        with pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False) as source:
+            _refuse_repeated(source.schema_arrow.names, file)
+            yield from source.iter_batches(_BATCH)
+        return
+    with pa.memory_map(str(file)) as source:
+        if _is_file_format(source):
+            reader = pa.ipc.open_file(source)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            batches = reader = pa.ipc.open_stream(source)
+        _refuse_repeated(reader.schema.names, file)
+        for batch in batches:
+            yield from (batch.slice(start, _BATCH) for start in range(0, batch.num_rows, _BATCH))
+
+
+def _is_file_format(source: Any) -> bool:
+    start = source.read(6)
+    source.seek(0)
+    return bool(start == b"ARROW1")
+
+
 def count_rows(file: Path) -> int | None:
-    """How many rows read_rows gives, where the file says so without being read: parquet, and Arrow's file form.
+    """How many rows a parquet file, or one of Arrow's file format, says that it holds; None for others.
 
     Raises:
         DataError: The file cannot be read.
@@ -250,53 +318,34 @@ def count_rows(file: Path) -> int | None:
     suffix = suffix_of(file)
     if suffix not in (".parquet", ".arrow"):
         return None
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     try:
-        return columnar_count(file) if file.stat().st_size else 0
-    except FileNotFoundError:
-        raise DataError(f"There is no file {file}.") from None
-    except (OSError, ValueError) as error:
+        if not file.stat().st_size:
+            return 0
+        if suffix == ".parquet":
+            return int(pq.read_metadata(file).num_rows)
+        with pa.memory_map(str(file)) as source:
+            return int(pa.ipc.open_file(source).count_rows()) if _is_file_format(source) else None
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(f"{file} cannot be read as {suffix[1:]}: {error}.") from None
 
 
-def _refuse_other_content(file: Path, head: bytes, expected: str = "text") -> None:
-    """Tell what a file is whose name says otherwise, before each of its lines is told.
+def without_nulls(row: Row) -> Row:
+    """A row of a columnar file without the keys that only other rows have: columnar files give each message every key.
 
-    Args:
-        file: What messages name.
-        head: How it starts, decompressed where text is expected.
-        expected: What it should be, in the words of _SIGNATURES.
-
-    Raises:
-        DataError: It is something else.
+    >>> without_nulls({"tool": {"city": "Oslo", "x": None}, "output": None})
+    {'tool': {'city': 'Oslo'}, 'output': None}
     """
-    what, remedy = next((told for start, told in _SIGNATURES.items() if head.startswith(start)), ("text", ""))
-    # No text has control characters, but for white space.
-    binary = re.search(rb"[\x00-\x08\x0e-\x1f]", head[:64]) if what == "text" else None
-    if expected == "text" and binary:
-        raise DataError(f"{file} is not text: it holds the byte 0x{binary.group()[0]:02x}. Name it for what it is.")
-    if what == expected or (what == "text" and (binary or expected not in _COMPRESSIONS.values())):
-        return
-    if what == "text":
-        remedy = f"name it {file.stem}"
-    elif remedy.startswith("."):
-        behind = remedy in _COMPRESSIONS and expected == "text"
-        remedy = f"name it {file.name + remedy if behind else file.with_suffix(remedy).name}"
-    raise DataError(f"{file} is {what}, not {expected}; {remedy}.")
 
+    def prune(part: Any) -> Any:
+        if isinstance(part, dict):
+            # The text of a message or of a part may be null in any kind of file.
+            text = {"content"} if "role" in part else {"value"} if "from" in part else set()
+            text = {"text", "value"} if part.get("type") == "text" else text
+            return {key: prune(inner) for key, inner in part.items() if inner is not None or key in text}
+        return [prune(inner) for inner in part] if isinstance(part, list) else part
 
-@contextmanager
-def _opened(file: Path) -> Iterator[BufferedReader]:
-    """The bytes of a text file, decompressed, from behind the byte order mark."""
-    with ExitStack() as stack:
-        stream: BufferedReader[Any] = stack.enter_context(BufferedReader(file.open("rb", buffering=0), _BUFFER))
-        compression = file.suffix.lower()
-        if compression == ".gz":
-            stream = stack.enter_context(BufferedReader(gzip.GzipFile(fileobj=stream), _BUFFER))
-        elif compression == ".zst":
-            import pyarrow as pa
-
-            stream = stack.enter_context(BufferedReader(pa.CompressedInputStream(stream, "zstd"), _BUFFER))
-        _refuse_other_content(file, stream.peek(64))
-        if stream.peek(len(BOM)).startswith(BOM):
-            stream.read(len(BOM))
-        yield stream
+    # The columns themselves stay: the format decides what a missing one means.
+    return {key: prune(part) for key, part in row.items()}

@@ -1,21 +1,18 @@
-"""The prepared data as a person sees it: a few lines before every training, all of it with --show."""
+"""Shows the prepared data to a person: a few lines before every training, all of it with --show."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sft.data.ledger import histogram
+from sft.data.ledger import histogram, reasons_text
 from sft.data.prepared import Prepared
-from sft.data.readers import split_of
-from sft.data.sources import place
-from sft.data.special_tokens import ControlTokens
+from sft.data.sources import all_sources, place
+from sft.data.special_tokens import SpecialTokens
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.recipe.schema import Recipe
 from sft.visible import visible, visible_line
@@ -24,11 +21,11 @@ _TRAINED, _MASKED, _SPECIAL, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[7m", "\x1b[0m
 
 
 def summary_lines(prepared: Prepared) -> list[str]:
-    """The ledger in a line, each finding in another."""
+    """The ledger in one line, then a line for each finding."""
     rows, tokens = prepared.ledger["total"]["rows"], prepared.ledger["total"]["tokens"]
     packing = prepared.ledger["packing"]
     used = tokens["trained"] + tokens["masked"]
-    dropped = "".join(f", {count} dropped ({reason})" for reason, count in rows["dropped"].items())
+    dropped = f", dropped: {reasons_text(rows['dropped'])}" if rows["dropped"] else ""
     held_out = f", {rows['held_out']} held out" if rows["held_out"] else ""
     packs = f"; {packing['packs']} packs, {packing['fill']:.1%} full" if packing else ""
     line = (
@@ -38,53 +35,20 @@ def summary_lines(prepared: Prepared) -> list[str]:
     not_read = [
         f"Not read: {visible_line(f'{columns} of {path}')}" for path, columns in prepared.summary["not_read"].items()
     ]
-    return [line, *not_read, *_other_splits(prepared), *finding_lines(prepared)]
-
-
-def _other_splits(prepared: Prepared) -> list[str]:
-    """One line for each trained source whose pattern takes in files that are named for another split."""
-    lines = []
-    for account, starts in zip(prepared.ledger["sources"], prepared.summary["file_starts"], strict=True):
-        files = [Path(name) for _, name in starts]
-        if not files:
-            continue  # of the hub
-        folder = Path(os.path.commonpath([file.parent for file in files]))
-        others = [file.name for file in files if split_of(file, folder) not in (None, "train")]
-        if others and len(others) < len(files) and not account["source"].endswith("(held out)"):
-            lines.append(
-                visible_line(
-                    f"Note: {account['source']} also trains on files named for another split: {', '.join(others[:3])}"
-                    f"{', ...' if len(others) > 3 else ''}. Leave them out of data.train, or name them as data.held_out."
-                )
-            )
-    return lines
+    return [line, *not_read, *finding_lines(prepared)]
 
 
 def finding_lines(prepared: Prepared) -> list[str]:
-    """One line for each kind of finding, with its first rows."""
+    """A line for each kind of finding, with its first rows."""
     lines = []
     for finding in prepared.findings:
-        where = _places(finding["rows"][:3]) + (", ..." if finding["count"] > 3 else "")
-        detail = f" ({finding['detail']})" if finding["detail"] else ""
-        lines.append(visible_line(f"Note: {finding['count']} x {finding['meaning']}{detail}: {where}"))
+        places = "; ".join(finding["rows"][:3]) + ("; ..." if finding["count"] > 3 else "")
+        lines.append(visible_line(f"Note: {finding['count']} x {finding['meaning']}: {places}"))
     return lines
 
 
-def _places(rows: Sequence[str]) -> str:
-    """Rows with the name of their file once.
-
-    >>> _places(["a.jsonl, row 3", "a.jsonl, row 5", "b.jsonl, row 1"])
-    'a.jsonl, row 3, 5; b.jsonl, row 1'
-    """
-    numbers: dict[str, list[str]] = {}
-    for row in rows:
-        file, _, number = row.rpartition(", row ")
-        numbers.setdefault(file, []).append(number)
-    return "; ".join(f"{file}, row {', '.join(found)}" for file, found in numbers.items())
-
-
 def show(prepared: Prepared, recipe: Recipe, tokenizer: Any, count: int) -> None:
-    """Print rows as the model gets them, the ledger, the lengths and the findings.
+    """Print some rows as the model sees them, the ledger, the lengths and the findings.
 
     Args:
         prepared: The data.
@@ -94,20 +58,19 @@ def show(prepared: Prepared, recipe: Recipe, tokenizer: Any, count: int) -> None
     """
     colours = sys.stdout.isatty()
     store, index = DocumentStore.open(prepared.folder), SequenceIndex.load(prepared.folder / "train.npz")
-    sources = (*recipe.sources, *recipe.held_out_sources)
+    sources = all_sources(recipe)
     chosen = np.unique(index.members)
     for document in chosen[np.linspace(0, len(chosen) - 1, min(count, len(chosen))).astype(int)]:
         record = store.documents[document]
         source = int(record["source"])
         starts = [(int(start), str(name)) for start, name in prepared.summary["file_starts"][source]]
-        where = place(sources[source].path, starts, int(record["row"]))
+        where = place(sources[source][1].path, starts, int(record["row"]))
         cut = f", {record['cut']} cut off" if record["cut"] else ""
         print(f"── {visible_line(where)}: {record['length']} tokens, {record['trained']} of them trained{cut}")
         print(marked_text(*store.document(int(document)), tokenizer, colours))
         print()
     legend = "green: trained, dim: not trained, reversed: special tokens" if colours else "[[...]]: trained"
-    legend += "; a backslash before <...>: text that only spells a special token"
-    print(f"({legend})\n")
+    print(f"({legend}; a backslash before <...>: text that only spells a special token)\n")
     print_ledger(prepared.ledger)
     print(histogram(prepared.ledger))
     print()
@@ -116,50 +79,46 @@ def show(prepared: Prepared, recipe: Recipe, tokenizer: Any, count: int) -> None
 
 
 def marked_text(ids: np.ndarray, trained: np.ndarray, tokenizer: Any, colours: bool) -> str:
-    """A document as text in which one sees what is trained.
+    """A document as text that shows what is trained.
 
     Args:
         ids: Token ids, length T.
-        trained: 1 where a token is trained, length T.
+        trained: The loss mask, length T.
         tokenizer: Decodes them.
-        colours: For a terminal; else trained stretches are put in double brackets.
+        colours: Use a terminal's colours; otherwise trained stretches stand in double brackets.
     """
-    special, control = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder), ControlTokens(tokenizer)
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    spelled = SpecialTokens(tokenizer)
+    is_special = np.isin(ids, list(special))
+    # Stretches of equal tokens; a special token stands alone.
+    change = np.flatnonzero((np.diff(trained) != 0) | is_special[1:] | is_special[:-1]) + 1
     pieces: list[str] = []
-    for start, stop in _stretches(trained, np.isin(ids, list(special))):
+    for start, stop in pairwise([0, *change.tolist(), len(ids)]):
         text = _decoded(ids, start, stop, tokenizer)
-        if int(ids[start]) not in special:
-            text = control.marked(text)
-        is_trained, is_special = bool(trained[start]), int(ids[start]) in special
-        text = visible(text)
+        text = visible(text if is_special[start] else spelled.shown(text))
         if colours:
-            style = (_TRAINED if is_trained else _MASKED) + (_SPECIAL if is_special else "")
+            style = (_TRAINED if trained[start] else _MASKED) + (_SPECIAL if is_special[start] else "")
             # Each line by itself: a pager would lose the colour at the line's end.
             pieces.append("\n".join(f"{style}{line}{_PLAIN}" if line else "" for line in text.split("\n")))
-        else:
-            opens = is_trained and (start == 0 or not trained[start - 1])
-            closes = is_trained and (stop == len(ids) or not trained[stop])
+        elif trained[start]:
+            opens = start == 0 or not trained[start - 1]
+            closes = stop == len(ids) or not trained[stop]
             pieces.append(("[[" if opens else "") + text + ("]]" if closes else ""))
+        else:
+            pieces.append(text)
     return "".join(pieces)
 
 
 def _decoded(ids: np.ndarray, start: int, stop: int, tokenizer: Any) -> str:
-    """The text of some tokens as it stands behind the one before: by themselves some tokenizers lose the space between."""
+    """The text of some tokens as it stands after the one before: alone, some tokenizers lose the space between."""
     if not start:
         return str(tokenizer.decode(ids[:stop].tolist()))
     before = tokenizer.decode(ids[start - 1 : start].tolist())
     return str(tokenizer.decode(ids[start - 1 : stop].tolist())).removeprefix(before)
 
 
-def _stretches(trained: np.ndarray, special: np.ndarray) -> list[tuple[int, int]]:
-    """Ranges of tokens that are alike; a special token stands alone."""
-    change = np.flatnonzero((np.diff(trained) != 0) | special[1:] | special[:-1]) + 1
-    edges = [0, *change.tolist(), len(trained)]
-    return [(start, stop) for start, stop in pairwise(edges) if stop > start]
-
-
 def print_ledger(ledger: dict[str, Any]) -> None:
-    """The ledger as a table, a column for each source."""
+    """Print the ledger as a table with a column for each source."""
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.markup import escape
@@ -176,29 +135,28 @@ def print_ledger(ledger: dict[str, Any]) -> None:
     console.print(table)
     if ledger["packing"]:
         packing = ledger["packing"]
-        console.print(
-            f"{packing['packs']:,} packs, {packing['fill']:.2%} full, {packing['padding']:,} tokens of padding",
-            highlight=False,
-        )
+        line = f"{packing['packs']:,} packs, {packing['fill']:.2%} full, {packing['padding']:,} tokens of padding"
+        console.print(line, highlight=False)
 
 
 def _ledger_rows(accounts: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    reasons = sorted({reason for account in accounts for reason in account["rows"]["dropped"]})
+    """Label and values of each row of the table; rows of zeros only where they matter."""
     rows: list[tuple[str, list[str]]] = [("format", [account["format"] or "" for account in accounts])]
-    for key in ("in", "used", "repeated", "truncated", "split", "held_out"):
-        values = [account["rows"][key] for account in accounts]
-        if any(values) or key in ("in", "used"):
-            rows.append((f"rows {key.replace('_', ' ')}", [f"{value:,}" for value in values]))
-    for reason in reasons:
-        rows.append(
-            (
-                f"rows dropped: {reason}",
-                [f"{account['rows']['dropped'].get(reason, 0):,}" for account in accounts],
-            )
+    for section in ("rows", "tokens"):
+        keys = dict.fromkeys(
+            key for account in accounts for key in account[section] if key != "dropped" or section == "tokens"
         )
-    for key in ("in", "trained", "masked", "truncated", "held_out", "dropped"):
-        values = [account["tokens"][key] for account in accounts]
-        if any(values) or key in ("in", "trained", "masked"):
-            rows.append((f"tokens {key.replace('_', ' ')}", [f"{value:,}" for value in values]))
-    rows.append(("share of the tokens", [f"{account['share']:.1%}" for account in accounts]))
-    return rows
+        numbers = {f"{section} {key}": [account[section].get(key, 0) for account in accounts] for key in keys}
+        if section == "rows":
+            reasons = dict.fromkeys(reason for account in accounts for reason in account["rows"]["dropped"])
+            numbers |= {
+                f"rows dropped: {reason}": [account["rows"]["dropped"].get(reason, 0) for account in accounts]
+                for reason in reasons
+            }
+        always = ("rows in", "rows used", "tokens in", "tokens trained", "tokens masked")
+        rows += [
+            (label.replace("_", " "), [f"{value:,}" for value in values])
+            for label, values in numbers.items()
+            if any(values) or label in always
+        ]
+    return [*rows, ("share of the tokens", [f"{account['share']:.1%}" for account in accounts])]

@@ -1,7 +1,8 @@
-"""The rows of a recipe's sources, wherever they are: files, or a dataset on the hub."""
+"""Finds the rows of a recipe's sources: local files and folders, or a dataset on the hub."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,90 +11,205 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from sft.data.formats import Row
-from sft.data.readers import BadRow, first_rows, local_files, read_rows, without_nulls
+from sft.data.readers import BadRow, Row, first_rows, read_rows, suffix_of, without_nulls
 from sft.errors import DataError
 from sft.hub.demo import make_demo
-from sft.hub.names import BUILTIN, hub_answers, hub_commit, is_on_hub, is_pattern
+from sft.hub.names import BUILTIN, SUFFIXES, hub_answers, hub_commit, is_on_hub, is_pattern
 from sft.recipe.load import find_file
-from sft.recipe.schema import Source
+from sft.recipe.schema import Recipe, Source
+
+_METADATA = ("dataset_info.json", "state.json", "dataset_infos.json", "dataset_dict.json")
+"""What `save_to_disk` writes beside its data."""
+
+_SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"} | dict.fromkeys(
+    ("validation", "valid", "val", "development", "dev", "evaluation", "eval"), "validation"
+)
+"""Words for a split in file names, and its name on the hub."""
 
 
 @contextmanager
-def told_as(key: str) -> Iterator[None]:
-    """Have messages about a source name the key that it stands under."""
+def under_key(key: str) -> Iterator[None]:
+    """Name the recipe's key in the message of a DataError."""
     try:
         yield
     except DataError as error:
-        # At its start alone: a path in the message may hold the same words.
-        raise DataError(re.sub(r"^data\.train\b", key, str(error))) from None
+        raise DataError(f"{key}: {error}") from None
+
+
+def all_sources(recipe: Recipe) -> list[tuple[str, Source]]:
+    """The sources to train on and those that are held out, each with its key in the recipe."""
+    train = [("data.train", source) for source in recipe.sources]
+    return train + [("data.held_out", source) for source in recipe.held_out_sources]
+
+
+# Files
 
 
 def source_files(source: Source, output_dir: str) -> list[Path] | None:
-    """The local files of a source, or None where it is a hub id.
+    """The local files of a source, or None for a dataset on the hub.
 
     Raises:
-        DataError: A path that does not exist, or holds nothing that is read.
+        DataError: The path does not exist, or holds nothing that can be read.
     """
     if source.path == BUILTIN:
         return [make_demo(Path(output_dir)).train]
     if is_on_hub(source):
         return None
-    pattern = is_pattern(source.path)
     path = find_file(source.path)
     if source.name is not None or source.revision is not None or source.streaming:
         raise DataError(
-            f"data.train: {source.path} is a local path, which has no `name`, no `revision` and nothing to stream. Remove them."
+            f"{source.path} is a local path: `name`, `revision` and `streaming` are for datasets on the hub. Remove them."
         )
-    if not path.exists() and not pattern:
-        raise DataError(f"data.train: there is no file or folder {source.path} (looked in {Path.cwd()}).")
-    split, wanted = split_and_slice(source)
+    split, _ = split_and_slice(source)
     if split != "train" and not path.is_dir():
-        raise DataError(
-            f"data.train: split={source.split} of the local path {source.path}: files have no splits. Name the file, or take "
-            "rows of it with train[:1000]."
-        )
-    assert wanted.step is None
+        raise DataError(f"split={source.split} of {source.path}: a file has no splits. Use train, or train[:1000].")
     return local_files(path, split)
 
 
 def split_and_slice(source: Source) -> tuple[str, slice]:
-    """`train[10:20]` as its two parts, of a local path.
+    """The two parts of a split such as `train[10:20]`.
 
     Raises:
-        DataError: Another form, such as per cent, which would need the number of rows first.
+        DataError: It is of another form, such as a percentage, which would need the number of rows first.
     """
     match = re.fullmatch(r"([\w.-]+)(?:\[(\d*):(\d*)\])?", source.split)
     if match is None:
-        raise DataError(
-            f"data.train: split={source.split} of the local path {source.path} is not understood. Write train, or train[10:20] for some "
-            "of its rows."
-        )
+        raise DataError(f"split={source.split} of {source.path} is not understood. Write train, or train[10:20].")
     start, stop = (int(number) if number else None for number in match.groups()[1:])
     return match[1], slice(start, stop)
 
 
+def local_files(path: Path, split: str = "train") -> list[Path]:
+    """The data files that a path stands for, in the order they are read.
+
+    Args:
+        path: A file, a folder of files, a pattern such as `data/**/*.parquet`, or a folder of `save_to_disk`.
+        split: The split of a saved DatasetDict, or of a folder whose file names say their split.
+
+    Raises:
+        DataError: Nothing is there, it is not a data file, or the folder holds several splits.
+    """
+    try:
+        if path.is_dir():
+            return _saved_dataset(path, split) or _folder(path, split)
+        if path.exists():
+            if not suffix_of(path):
+                raise DataError(f"{path} is not a data file. Use one of {', '.join(SUFFIXES)}.")
+            return [path]
+        return _matches(path)
+    except (OSError, ValueError) as error:  # no permission; `**` beside other characters
+        raise DataError(f"{path} cannot be opened: {error}.") from None
+
+
+def _is_data(file: Path, folder: Path) -> bool:
+    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+    return not hidden and bool(suffix_of(file)) and file.name not in _METADATA and file.is_file()
+
+
+def _matches(path: Path) -> list[Path]:
+    first = next((index for index, part in enumerate(path.parts) if is_pattern(part)), None)
+    if first is None:
+        raise DataError(f"there is no file or folder {path} (looked in {Path.cwd()}).")
+    folder, pattern = Path(*path.parts[:first]), str(Path(*path.parts[first:]))
+    # A set: pathlib finds a file twice if two `**` lead to it.
+    files = sorted({file for file in folder.glob(pattern) if _is_data(file, folder)})
+    if not files:
+        raise DataError(f"no data file matches {path}. Use one of {', '.join(SUFFIXES)}.")
+    return files
+
+
+def _folder(path: Path, split: str) -> list[Path]:
+    """The files of one split in a folder, or, as in downloaded datasets, in one folder below it."""
+    files = sorted(file for file in path.iterdir() if _is_data(file, path))
+    if not files:
+        files = sorted(file for depth in ("*/*", "*/*/*") for file in path.glob(depth) if _is_data(file, path))
+        folders = {file.parent.parent if _split_named(file.parent.name) else file.parent for file in files}
+        if len(folders) > 1:
+            found = ", ".join(sorted(str(folder.relative_to(path)) for folder in folders)[:9])
+            raise DataError(
+                f"{path} holds data in several folders ({found}). Name one, or a pattern ({path}/**/*.jsonl)."
+            )
+    if not files:
+        raise DataError(f"the folder {path} holds no data file. Use one of {', '.join(SUFFIXES)}.")
+    splits = {file: _split_of(file, path) for file in files}
+    names = {name for name in splits.values() if name}
+    if split == "train" and names <= {"train"}:
+        return files
+    if None in splits.values():
+        others = ", ".join(file.name for file, name in splits.items() if name not in (None, "train")) or "train"
+        raise DataError(
+            f"the folder {path} holds files of several splits ({others} among them) and files of none. Name the file to train on, or a "
+            f"pattern such as {path}/train*."
+        )
+    chosen = [file for file, name in splits.items() if name == _SPLITS.get(split, split)]
+    if not chosen:
+        raise DataError(
+            f"the folder {path} has no split `{split}`. It has: {', '.join(sorted(names))}. Set `split` to one."
+        )
+    return chosen
+
+
+def _split_of(file: Path, folder: Path) -> str | None:
+    *folders, name = file.relative_to(folder).parts
+    return next((split for part in (*folders, name.split(".")[0]) if (split := _split_named(part))), None)
+
+
+def _split_named(name: str) -> str | None:
+    """The split that a file name says.
+
+    >>> _split_named("train_sft-00000-of-00003"), _split_named("my-dev"), _split_named("attestation")
+    ('train_sft', 'validation', None)
+    """
+    if shard := re.fullmatch(r"(.+)-\d{5}-of-\d{5}(-\w+)?", name):
+        # `save_to_disk` names the shards of every split `data`.
+        return None if shard[1] == "data" else _SPLITS.get(shard[1], shard[1])
+    word = f"({'|'.join(_SPLITS)})([-_ ]?(set|data))?"
+    found = re.match(rf"{word}(?![a-z])", name.lower()) or re.search(rf"(?<![a-z]){word}$", name.lower())
+    return _SPLITS[found[1]] if found else None
+
+
+def _saved_dataset(path: Path, split: str) -> list[Path]:
+    """The files of a folder that `save_to_disk` wrote; none of another folder."""
+    splits, state = path / "dataset_dict.json", path / "state.json"
+    try:
+        if splits.is_file():
+            names = json.loads(splits.read_text(encoding="utf-8"))["splits"]
+            if split not in names:
+                raise DataError(f"{path} has no split `{split}`. It has: {', '.join(names)}.")
+            return local_files(path / split)
+        if not state.is_file():
+            return []
+        files = [path / part["filename"] for part in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{path} was not saved by `save_to_disk` of datasets: {error}.") from None
+    if split != "train":
+        raise DataError(f"{path} is one saved dataset and has no split `{split}`. Leave `split` out.")
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise DataError(f"{path} lacks {', '.join(missing)}, which its state.json lists. Copy the folder again.")
+    return files
+
+
+# Rows
+
+
 @dataclass(frozen=True)
 class SourceRows:
-    """The rows of one source, numbered from 1, and where each stands for a person."""
+    """The rows of one source, numbered from 1."""
 
-    rows: Iterator[tuple[int, Row | BadRow]]
     path: str
+    rows: Iterator[tuple[int, Row | BadRow]]
     file_starts: list[tuple[int, str]]
-    """For each file begun so far: the number of rows before it, and its name."""
-
-    def where(self, row: int) -> str:
-        """`file, row N`."""
-        return place(self.path, self.file_starts, row)
+    """For each file opened so far: the number of rows before it, and its name."""
 
 
 def place(path: str, file_starts: list[tuple[int, str]], row: int) -> str:
-    """Where a row of a source stands: its file, and its number there.
+    """The file of a row, and its number there.
 
     >>> place("data", [(0, "a.jsonl"), (10, "b.jsonl")], 12)
     'b.jsonl, row 2'
     """
-    # Of an empty file and the one behind it, the later.
+    # Of an empty file and the one after it, the later.
     before, name = next(((start, name) for start, name in reversed(file_starts) if start < row), (0, path))
     return f"{name}, row {row - before}"
 
@@ -106,7 +222,7 @@ def open_source(source: Source, output_dir: str) -> SourceRows:
     """
     files = source_files(source, output_dir)
     if files is None:
-        return SourceRows(enumerate(_hub_rows(source), start=1), source.path, [])
+        return SourceRows(source.path, enumerate(_hub_rows(source), start=1), [])
     starts: list[tuple[int, str]] = []
 
     def rows() -> Iterator[tuple[int, Row | BadRow]]:
@@ -118,11 +234,11 @@ def open_source(source: Source, output_dir: str) -> SourceRows:
                 yield number, row
 
     wanted = split_and_slice(source)[1]
-    return SourceRows(islice(rows(), wanted.start, wanted.stop), source.path, starts)
+    return SourceRows(source.path, islice(rows(), wanted.start, wanted.stop), starts)
 
 
-def first_look(files: list[Path], count: int) -> list[Row]:
-    """The first good rows of the first file that has any.
+def first_good_rows(files: list[Path], count: int) -> list[Row]:
+    """The readable ones of the first `count` rows of the first file that has any.
 
     Raises:
         DataError: There is none.
@@ -134,8 +250,7 @@ def first_look(files: list[Path], count: int) -> list[Row]:
             return good
         if rows and isinstance(rows[0], BadRow):
             raise DataError(f"{file}: none of its first rows can be read: {rows[0].reason}. Correct the file.")
-    names = ", ".join(map(str, files[:3]))
-    raise DataError(f"{names} hold{'s' if len(files) == 1 else ''} no rows.")
+    raise DataError(f"{', '.join(map(str, files[:3]))} holds no rows.")
 
 
 def _hub_rows(source: Source) -> Iterator[Row]:
@@ -145,7 +260,7 @@ def _hub_rows(source: Source) -> Iterator[Row]:
     if hub_answers():
         revision = hub_commit(source) or revision
     else:
-        # So that what is cached is found at once, and what is not is told without a minute of retries.
+        # What is cached is found at once, and what is not fails without a minute of retries.
         import huggingface_hub
 
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
@@ -154,11 +269,10 @@ def _hub_rows(source: Source) -> Iterator[Row]:
         # A streamed split takes no slice in its name.
         split, wanted = split_and_slice(source) if source.streaming else (source.split, slice(None))
         dataset = datasets.load_dataset(source.path, source.name, split=split, **options)
-        # Columnar: a key that one row has is null in all others.
         yield from map(without_nulls, islice(iter(dataset), wanted.start, wanted.stop))
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         first = str(error).splitlines()[0]
         raise DataError(
-            f"data.train: {source.path} is no local path, and the hub's dataset cannot be loaded: {first.rstrip('.')}. "
-            "Download it where there is a network (hf download --repo-type dataset), or give a local file."
+            f"{source.path} is not a local path, and the dataset cannot be loaded from the hub: {first.rstrip('.')}. Download it where "
+            "there is a network (hf download --repo-type dataset), or name a local file."
         ) from None

@@ -1,4 +1,4 @@
-"""Prepared documents on disk: flat arrays that every rank maps into its memory.
+"""Stores prepared documents on disk: flat arrays that every rank maps into its memory.
 
 | file             | content                                                           |
 |------------------|-------------------------------------------------------------------|
@@ -21,13 +21,23 @@ from typing import Any
 
 import numpy as np
 
-from sft.data.documents import DOCUMENT, Chunk
-
+DOCUMENT = np.dtype(
+    [
+        ("length", "<i4"),
+        ("trained", "<i4"),  # target tokens
+        ("cut", "<i4"),  # tokens that overlong=truncate cut off
+        ("lost", "<i4"),  # with overlong=split, tokens of the row's pieces without a target; on its first document
+        ("source", "<i4"),
+        ("row", "<i8"),  # number of the row in its source, from 1
+        ("digest", "<u8"),  # of the row's tokens
+        ("answer", "<u8"),  # of its target tokens
+    ]
+)
 _ARRAYS: dict[str, np.dtype[Any]] = {"tokens": np.dtype("<i4"), "trained": np.dtype("u1"), "documents": DOCUMENT}
 
 
 class DocumentWriter:
-    """Writes chunks of documents, in order.
+    """Writes documents, in order.
 
     Args:
         folder: Where tokens.bin, trained.bin and documents.bin go.
@@ -49,15 +59,21 @@ class DocumentWriter:
                 file.flush()
                 os.fsync(file.fileno())
 
-    def write(self, chunk: Chunk) -> None:
-        """Append a chunk."""
-        for name, dtype in _ARRAYS.items():
-            data = getattr(chunk, name).astype(dtype, copy=False).tobytes()
+    def write(self, tokens: np.ndarray, trained: np.ndarray, documents: np.ndarray) -> None:
+        """Append documents.
+
+        Args:
+            tokens: Token ids of all of them, one after another.
+            trained: The loss mask: 1 where a token is a target.
+            documents: Of DOCUMENT, one for each.
+        """
+        for (name, dtype), array in zip(_ARRAYS.items(), (tokens, trained, documents), strict=True):
+            data = array.astype(dtype, copy=False).tobytes()
             self._files[name].write(data)
             self._digests[name].update(data)
 
     def digests(self) -> dict[str, str]:
-        """sha256 of each file so far."""
+        """SHA-256 of each file so far."""
         return {name: digest.hexdigest() for name, digest in self._digests.items()}
 
 
@@ -73,7 +89,7 @@ class DocumentStore:
 
     @classmethod
     def open(cls, folder: Path) -> DocumentStore:
-        """Map the files of a folder."""
+        """Map the files in a folder into memory."""
         arrays: dict[str, np.ndarray] = {}
         for name, dtype in _ARRAYS.items():
             file = folder / f"{name}.bin"
@@ -83,7 +99,7 @@ class DocumentStore:
         return cls(**arrays, starts=np.cumsum(lengths) - lengths)
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids and mask of one document."""
+        """Token ids and loss mask of one document."""
         start = self.starts[index]
         place = slice(start, start + self.documents["length"][index])
         return self.tokens[place], self.trained[place]
@@ -107,7 +123,7 @@ class SequenceIndex:
         return self.members[self.ends[sequence - 1] if sequence else 0 : self.ends[sequence]]
 
     def save(self, file: Path) -> None:
-        """Write it so that it survives a power cut."""
+        """Write it to disk."""
         with file.open("wb") as target:
             np.savez(target, members=self.members, ends=self.ends)
             target.flush()
@@ -115,10 +131,10 @@ class SequenceIndex:
 
     @classmethod
     def load(cls, file: Path) -> SequenceIndex:
-        """Read it back."""
+        """Read a file that `save` wrote."""
         with np.load(file) as arrays:
             return cls(arrays["members"], arrays["ends"])
 
     def digest(self) -> str:
-        """sha256 over both arrays."""
+        """SHA-256 over both arrays."""
         return sha256(self.members.astype("<i8").tobytes() + self.ends.astype("<i8").tobytes()).hexdigest()

@@ -1,6 +1,6 @@
-"""The tokenizer as the run uses it: chat template, padding and end-of-turn token settled and checked before any weight loads.
+"""Loads the tokenizer, and decides and checks its chat template, padding and end-of-turn token before any weight loads.
 
-Law 6: the end-of-turn token is trained, is what generation stops at, and is not the padding token.
+Keeps the promise that the model learns to stop: the end-of-turn token is trained, stops generation, and is not the padding token.
 """
 
 from __future__ import annotations

@@ -26,8 +26,10 @@ from sft.data.tokenizer import new_token_ids
 from sft.errors import ExportError
 from sft.export.source import Exported, has_tokenizer
 from sft.files import disk_was_full, in_words, remove
+from sft.model.adapters import lora_config
 from sft.model.live import logits_distance
-from sft.model.load import DTYPES, check_values, check_weights, load_base, lora_config
+from sft.model.load import load_base
+from sft.model.weight_checks import DTYPES, check_values, check_weights
 
 T = TypeVar("T")
 Finish = Callable[[Path, Any], None]

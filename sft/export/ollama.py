@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from sft.data.chat import with_one_date
+from sft.data.render import with_fixed_date
 from sft.errors import ExportError
 from sft.export.gguf import CONVERTER, GGUF, check_convertible, convert, find_converter
 from sft.export.go_template import Message, compare, read_markup, write_go
@@ -165,7 +165,7 @@ def go_template(tokenizer: Any, folder: Path) -> tuple[str, list[str], bool]:
 
     if not tokenizer.chat_template:
         raise ExportError("The model has no chat template, so there is none to write for Ollama. Use --to merged.")
-    template, bos = with_one_date(tokenizer.chat_template), tokenizer.bos_token or ""
+    template, bos = with_fixed_date(tokenizer.chat_template), tokenizer.bos_token or ""
     adds_bos = bool(bos) and read_config(folder, "tokenizer_config.json").get("add_bos_token") is True
 
     def render(messages: Sequence[Message], prompt: bool) -> str:

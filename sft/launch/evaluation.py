@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from sft import signals as interruption
+from sft import signals
 from sft.errors import EXIT_CRASHED, EXIT_GATE, EXIT_TERMINATED, Interrupted, RunError
 from sft.launch.run_directory import claim, keep_recipe, unfinished_run
 from sft.parallel.process_group import LAUNCHED
@@ -108,7 +108,7 @@ def main(argv: Sequence[str]) -> None:
     from eval.report.main import write_report
 
     run = find_run(Path(argv[0]))
-    interruption.interrupts(InterruptibleRun(run))
+    signals.interrupts(InterruptibleRun(run))
     evaluation = run.recipe().eval
     if not programs(evaluation):
         write_report(run)

@@ -21,7 +21,7 @@ from sft.plan.job import Job
 
 TRACED = ("sdpa", "eager")
 """Attention functions that are compiled with the layer. Any other is called as it is: it may look at the data, such as where
-documents end. Under checkpointing such a call in the middle keeps the whole layer from being compiled, without a word; so then
+documents end. Under checkpointing such a call in the middle keeps the whole layer from being compiled, silently; then
 the parts of the layer are compiled one by one."""
 
 
@@ -80,7 +80,7 @@ def compile_layers(model: torch.nn.Module, attention: str, **options: Any) -> No
 
 
 def are_compiled(model: torch.nn.Module) -> bool:
-    """Law 3: whether each decoder layer is compiled, whole or in all its parts."""
+    """Whether each decoder layer is compiled, whole or in all its parts."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]

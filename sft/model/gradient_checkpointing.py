@@ -1,4 +1,4 @@
-"""Gradient checkpointing on the live model: what transformers does not do by itself, and what really runs, read back.
+"""Sets up gradient checkpointing on the live model where transformers does not, and reads back what really runs.
 
 transformers switches its layers when the training begins, after the trainer was built.
 """
@@ -85,7 +85,7 @@ def select(model: Any) -> None:
 
 
 def check_checkpointing(model: Any, planned: bool | int | str) -> None:
-    """Law 3: compare the live layers with the plan.
+    """Compare the live layers with the plan.
 
     Args:
         model: As the training has it.

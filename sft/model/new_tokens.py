@@ -5,7 +5,6 @@ A random row would differ between ranks and starts, and could outweigh every tok
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 
 from sft.data.store import DocumentStore
 from sft.data.tokenizer import check_vocabulary, new_token_ids
-from sft.errors import ModelError, PlanError
+from sft.errors import PlanError
 from sft.plan.job import Job
 
 _ROWS_AT_ONCE = 8192
@@ -156,69 +155,3 @@ def named(tokenizer: Any, tokens: Sequence[int]) -> str:
     """Tokens by name, for a message."""
     names = [str(name) for name in tokenizer.convert_ids_to_tokens(list(tokens[:_NAMED]))]
     return ", ".join(names) + (f" and {len(tokens) - _NAMED} more" if tokens[_NAMED:] else "")
-
-
-def _embedding_names(model: Any) -> list[str]:
-    both = (model.get_input_embeddings(), model.get_output_embeddings())
-    return [name for name, module in model.named_modules() if any(module is one for one in both)]
-
-
-def _is_targeted(name: str, target_modules: str | tuple[str, ...]) -> bool:
-    """Whether peft gives a layer an adapter by its name; `all-linear` names no embedding."""
-    if isinstance(target_modules, str):
-        return re.fullmatch(target_modules, name) is not None
-    return any(name == target or name.endswith(f".{target}") for target in target_modules)
-
-
-def trains_embedding(model: Any, target_modules: str | tuple[str, ...]) -> bool:
-    """Whether an embedding gets an adapter itself, and no row of it stays as it was."""
-    return any(_is_targeted(name, target_modules) for name in _embedding_names(model))
-
-
-def trainable_rows(model: Any, new: list[int], target_modules: str | tuple[str, ...]) -> dict[str, list[int]] | None:
-    """The rows that are trained beside adapters, in peft's words: ids by the name of the embedding.
-
-    Args:
-        model: From load_model.
-        new: Ids of the new tokens.
-        target_modules: The recipe's: names of layers that get an adapter, or a pattern.
-
-    Returns:
-        None where there are no new tokens.
-
-    Raises:
-        ModelError: The model's embeddings are of a kind that peft would train wrongly, or get an adapter already.
-    """
-    if not new:
-        return None
-    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = output.weight is embedding.weight
-    # peft follows the flag, not the weights, and leaves a bias out of its forward.
-    if (
-        tied != bool(model.config.to_dict().get("tie_word_embeddings", False))
-        or getattr(output, "bias", None) is not None
-    ):
-        raise ModelError(
-            "model.lora with embedding rows to train (model.new_tokens, or tokens that were never trained): the output embedding of this "
-            "model has a bias, or is tied otherwise than its config.json says, which peft cannot train row by row. Train all weights: "
-            "model.lora=null."
-        )
-    names = _embedding_names(model)
-    for name in names:
-        if _is_targeted(name, target_modules):
-            raise ModelError(
-                f"model.lora.target_modules names {name}, whose rows of new tokens are trained beside the adapters. "
-                "Leave it out of target_modules."
-            )
-    return dict.fromkeys(names, new)
-
-
-def show_head(model: Any) -> None:
-    """Let TRL read the output embedding as it reads a plain layer.
-
-    Args:
-        model: With adapters. peft's wrapper of a head whose rows are trained has its weight, and no `bias`.
-    """
-    output = model.get_output_embeddings()
-    if not hasattr(output, "bias"):
-        output.bias = None

@@ -1,7 +1,7 @@
-"""The arithmetic of a step: sequences = micro-batch x accumulation x data-parallel ranks, or a refusal with sizes that work.
+"""Divides a step over the ranks: sequences = micro-batch x accumulation x data-parallel ranks, or a refusal with sizes that work.
 
 A step holds what the recipe says on any number of ranks; only who computes what follows from the machine. Where the ranks cannot
-share it evenly, train.remainder=fill gives them more places than there are sequences, and leaves the last ones empty.
+share it evenly, train.remainder=fill gives them more slots than there are sequences, and leaves the last ones empty.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def split_batch(
         hardware: The ranks, and the memory of each.
         sequences: From resolve_sequences.
         attention: The attention function, as planned.
-        tuned: What a search on this machine found.
+        tuned: What auto-tuning found.
 
     Returns:
         Sequences per forward pass on one rank, and forward passes per optimizer step.

@@ -1,4 +1,4 @@
-"""A decision with its reason."""
+"""Holds a decision with its reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def stated(section: BaseModel, key: str) -> str:
 
 @dataclass(frozen=True)
 class TuningResult:
-    """What a search on the machine found for a job; sft/launch/auto_tune.py."""
+    """What auto-tuning found for a job; sft/launch/auto_tune.py."""
 
     gradient_checkpointing: bool | int | str | None
     """None, like the micro-batch, where it found nothing."""

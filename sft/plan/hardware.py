@@ -1,4 +1,4 @@
-"""What the machine has: GPUs, cores, memory, and how many processes the job has. Imports no torch.
+"""Detects what the machine has: GPUs, cores, memory; and how many processes the job has.
 
 detect_hardware(ranks=8)        this machine
 described_hardware("8x80GB")    a machine that is not here, for `--plan --on 8x80GB`

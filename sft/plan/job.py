@@ -43,7 +43,7 @@ class Job:
         return resolve_fsdp(self.recipe, self.hardware)
 
     def with_data(self, data: DataSize, tuned: TuningResult | None = None) -> Job:
-        """The job with the data counted, and therefore the number of steps known; and with what a search has found."""
+        """The job with the data counted, and therefore the number of steps known; and with what auto-tuning has found."""
         plan = resolve_plan(self.recipe, self.hardware, self.model, data, self.deepspeed, tuned)
         return replace(self, plan=plan)
 
@@ -80,8 +80,8 @@ def keep_decisions(job: Job, data: DataSize, earlier: Mapping[str, Any]) -> Job:
     except PlanError as error:
         values = ", ".join(f"{'.'.join(OPEN[name])}={value}" for name, value in kept.items())
         raise PlanError(
-            f"This run goes on as it was started, with {values} where the recipe says auto, and this machine cannot: {error} Go on on a "
-            "machine like the first, or start anew with train.resume=never."
+            f"This run resumes with what it was started with ({values}) where the recipe says auto, and this machine cannot: {error} "
+            "Resume on a machine like the first, or start anew with train.resume=never."
         ) from None
     changed = {name: Decision(value, REASON) for name, value in kept.items()}
     alike = all(getattr(plan, name).value == earlier.get(name) for name in ("weights", "gradient_accumulation_steps"))

@@ -1,4 +1,4 @@
-"""What training needs of each GPU and of the machine's memory, engine by engine. Arithmetic, not measured; imports no torch.
+"""Estimates what training needs of each GPU and of the machine's memory, engine by engine. Arithmetic, not measured.
 
 One GPU holds, for P parameters, N ranks that share, w bytes a number (2 in bf16 and fp16, 4 in fp32) and s tokens of one sequence:
 

@@ -1,6 +1,6 @@
-"""The plan: everything that the recipe left open, decided for one machine, each with its reason.
+"""Decides everything that the recipe left open, for one machine, each decision with its reason.
 
-A pure function of plain values: no environment, no torch, no change to the recipe.
+A pure function of plain values: it reads no environment and does not change the recipe.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def resolve_plan(
         model: What config.json says.
         data: How much data there is, estimated or counted; None where nothing is known before preparation.
         deepspeed: The file that train.deepspeed names or stands for, or None.
-        tuned: What a search on this machine found for the values that are `auto`; None: they follow from arithmetic.
+        tuned: What auto-tuning found for the values that are `auto`; None: they follow from arithmetic.
 
     Raises:
         PlanError: What was asked for cannot be had here; the message names values that can.

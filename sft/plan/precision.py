@@ -1,4 +1,4 @@
-"""What the weights and their gradients are kept in. Pure arithmetic: no torch.
+"""Decides what the layers compute in, and what weights and gradients are kept in.
 
 MASTER is the only choice that sft/parallel/optimizer.py carries out by itself; under ZeRO DeepSpeed does.
 """

@@ -1,4 +1,4 @@
-"""The processes of a job, as the environment asks for them. Imports no torch.
+"""Reads from the environment how many processes a job has, and on which nodes.
 
 | who says it | machines | this machine | the first machine | processes here |
 |---|---|---|---|---|
@@ -38,7 +38,7 @@ class Topology:
     master_address: str = "127.0.0.1"
     master_port: int = DEFAULT_PORT
     slurm: str | None = field(default=None, compare=False)
-    """What Slurm says of the job, for messages; None where Slurm does not say how many machines there are."""
+    """What Slurm's variables say, for messages; None where the nodes come from elsewhere."""
 
     @property
     def ranks(self) -> int:

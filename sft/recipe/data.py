@@ -18,12 +18,11 @@ Column = Literal[
 
 Finding = Literal[
     "role_order", "empty_turn", "last_turn", "special_tokens", "end_token", "undecodable", "mojibake", "escaped",
-    "placeholder", "rendered", "echo", "answer_in_question", "dialogue", "repeated_system", "base64",
-    "missing_value", "carriage_return",
+    "placeholder", "rendered", "echo", "dialogue", "missing_value",
 ]
 FindingOfAllRows = Literal[
-    "role_order", "empty_turn", "last_turn", "undecodable", "mojibake", "escaped", "placeholder", "rendered",
-    "echo", "dialogue", "missing_value", "same_answer", "duplicate", "held_out_duplicate", "held_out_near",
+    "role_order", "empty_turn", "last_turn", "special_tokens", "undecodable", "mojibake", "escaped", "unknown_token",
+    "placeholder", "rendered", "echo", "dialogue", "missing_value", "same_answer", "duplicate", "held_out_duplicate",
 ]
 # fmt: on
 

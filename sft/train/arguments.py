@@ -16,10 +16,11 @@ from sft.checkpoint.resume_plan import Continuation, writer_here
 from sft.checkpoint.writer import CheckpointWriter
 from sft.data.tokenizer import new_token_ids
 from sft.errors import ModelError, RecipeError, did_you_mean
+from sft.model.adapters import lora_config, show_head, trains_embedding
 from sft.model.compiled_layers import compile_layers
 from sft.model.gradient_checkpointing import CheckpointingAsPlanned
-from sft.model.load import DTYPES, lora_config
-from sft.model.new_tokens import check_untrained, named, show_head, trains_embedding, untrained_tokens
+from sft.model.new_tokens import check_untrained, named, untrained_tokens
+from sft.model.weight_checks import DTYPES
 from sft.parallel import process_group as distributed
 from sft.parallel.fsdp import PrefetchAsAsked, plugin_arguments, policies
 from sft.parallel.libraries import parallelism_config

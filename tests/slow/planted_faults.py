@@ -424,7 +424,7 @@ FAULTS: dict[str, dict[str, Fault]] = {
             _text(lambda text: text.replace("<|im_end|>", "<|eot_id|>"), "model/chat_template.jinja"),
         ),
         "asks the assistant to speak by another name": Fault(
-            ("model.chat_template", "cannot be told which tokens"),
+            ("model.chat_template", "cannot be told"),
             _template(
                 _turns("<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>").replace(
                     "<|im_start|>assistant", "<|im_start|>model"
@@ -496,7 +496,7 @@ FAULTS: dict[str, dict[str, Fault]] = {
             TRAIN + " 'data.train=[{{path: {folder}/rows.jsonl, columns: {{prompt: answer, completion: answer}}}}]'",
         ),
         "empty answers": Fault(
-            ("Nothing is left to train on", "no answer to train on"),
+            ("Nothing is left to train on", "no answer"),
             _rows(lambda question, answer: {"prompt": question, "completion": ""}),
         ),
         "an answer that is no text": Fault(
@@ -520,15 +520,13 @@ FAULTS: dict[str, dict[str, Fault]] = {
         "a pointer of Git LFS": Fault(("Git LFS", "git lfs pull"), _bytes(lambda _: LFS_POINTER.encode())),
     },
     "splits": {
-        "the training file held out": Fault(
-            ("Nothing is left", "held out too"), command=HELD_OUT + "{folder}/rows.jsonl"
-        ),
+        "the training file held out": Fault(("Nothing is left", "held out"), command=HELD_OUT + "{folder}/rows.jsonl"),
         "per cent": Fault(("data.held_out", "less than 1", "5"), command=HELD_OUT + "5"),
         "nothing left to train": Fault(("Nothing is left", "held out"), command=HELD_OUT + "0.999"),
         "nothing held out": Fault(("data.held_out=0.0001", "Raise it"), command=HELD_OUT + "0.0001"),
         "a folder of splits": Fault(("several splits", "test.jsonl"), _folder_of_splits, DATA),
         "a split that a file has not": Fault(
-            ("split=validation", "files have no splits"),
+            ("split=validation", "a file has no splits"),
             command=TRAIN + " 'data.train=[{{path: {folder}/rows.jsonl, split: validation}}]'",
         ),
         "a slice without rows": Fault(
@@ -565,8 +563,8 @@ FAULTS: dict[str, dict[str, Fault]] = {
                 "train.min_lr_ratio=10": ("train.min_lr_ratio", "1, got 10"),
                 "model.lora.lora_alpha=0": ("model.lora.lora_alpha: must be greater than 0",),
                 "data.max_length=100000": ("data.max_length=100000", "1024 positions"),
-                "data.max_length=16": ("Nothing is left", "longer than max_length"),
-                "data.max_length=24 data.overlong=truncate": ("Nothing is left", "no trained token within max_length"),
+                "data.max_length=16": ("Nothing is left", "too long"),
+                "data.max_length=24 data.overlong=truncate": ("Nothing is left", "targets past max length"),
                 "train.global_batch_size=null train.global_batch_tokens=8": (
                     "global_batch_tokens=8",
                     "multiple of data.max_length=128",

@@ -119,13 +119,13 @@ def terminal(run: Run) -> Iterator[Terminal]:
 def test_a_person_talks_stops_an_answer_and_leaves(terminal: Terminal, run: Run) -> None:
     terminal.sees("tuned: ")
     terminal.sees("> ")
-    terminal.interrupts("(Ctrl-D leaves)")  # there is nothing to stop
+    terminal.interrupts("(Ctrl-D exits)")  # there is nothing to stop
     terminal.answers("For Nora: Oslo\n")
     terminal.sees("For Nora: Oslo\r\n")
     terminal.reads()  # the answer begins
     terminal.interrupts("(stopped)")
     terminal.answers("/undo\n")
-    terminal.sees("(taken back)")
+    terminal.sees("(undone)")
     # Each answer fills what it may: the next question has no room beside it.
     terminal.answers("a\n")
     terminal.sees("(cut at 340 tokens")

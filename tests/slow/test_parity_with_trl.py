@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from sft.data.document_maker import DocumentMaker
+from sft.data.documents import DocumentMaker
 from sft.data.formats import IGNORED
 from sft.data.readers import read_rows
 from sft.recipe.schema import Data, Source
@@ -62,7 +62,6 @@ def by_trl(tokenizer: Any, rows: Rows, folder: Path, **options: Any) -> Labelled
 def by_us(tokenizer: Any, rows: Rows, format: str, chat: bool = True, **data: Any) -> Labelled:
     maker = DocumentMaker(Data(train="rows", max_length=1_000_000, **data), tokenizer)
     chunk = maker.make(Source(path="rows", chat=chat), 0, format, list(enumerate(rows, start=1)))
-    assert chunk.error is None
     assert [int(number) for number in chunk.documents["row"]] == list(range(1, len(rows) + 1))
     result: Labelled = []
     start = 0

@@ -46,11 +46,11 @@ def main() -> None:
     """Train the recipe on the command line."""
     import eval.models.live_model
     import sft.checkpoint.final
-    import sft.model.load
+    import sft.train.main
 
     before(train, "wait_for_data", lambda *_: "preparation")
     before(train, "enter", lambda *_: "import")
-    before(sft.model.load, "load_model", lambda *_: "loading")
+    before(sft.train.main, "load_model", lambda *_: "loading")
     before(eval.models.live_model.Live, "_in_step", lambda live: f"evaluation at step {live.trainer.state.global_step}")
     before(sft.checkpoint.final, "save_weights", lambda *_: "final")
     before(

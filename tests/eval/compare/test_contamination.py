@@ -3,9 +3,7 @@ from typing import Any
 import numpy as np
 
 from eval.compare.contamination import Search, check_contamination
-from sft.data.documents import DOCUMENT, Chunk, Counts
-from sft.data.findings import Findings
-from sft.data.store import DocumentWriter, SequenceIndex
+from sft.data.store import DOCUMENT, DocumentWriter, SequenceIndex
 from sft.files import write_json
 from sft.run.directory import Run
 
@@ -77,7 +75,7 @@ def prepare(run: Run, texts: list[str], trained: list[int]) -> Words:
     documents["length"] = [len(row) for row in rows]
     tokens = np.concatenate(rows)
     with DocumentWriter(folder) as writer:
-        writer.write(Chunk(tokens, np.ones(len(tokens), np.uint8), documents, Counts(), Findings()))
+        writer.write(tokens, np.ones(len(tokens), np.uint8), documents)
     SequenceIndex(np.array(trained), np.arange(1, len(trained) + 1)).save(folder / "train.npz")
     SequenceIndex(np.array([], int), np.array([], int)).save(folder / "held_out.npz")
     sizes = {file.name: file.stat().st_size for file in folder.iterdir()}

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from eval.chat.model import choose
 from eval.chat.samples import main as chat_main
-from eval.chat.target import choose
-from eval.chat.terminal import parse
 from eval.run import CONSENTS, SENDS, main, parse_evaluation
 from eval.sandbox.metric import score_code_within_limits
 from sft.errors import EvaluationError, RunError, UserError
@@ -66,10 +65,15 @@ def test_a_runs_own_consents_count_only_in_the_evaluation_of_its_training(
     assert not parse_evaluation([], run).confirm_run_task_code
 
 
+def choose_checkpoint(words: list[str]) -> object:
+    """As scripts/chat.sh does."""
+    return choose(words[0], checkpoint=9, trust_remote_code="--trust-remote-code" in words)
+
+
 TRUSTED = {
     "eval.sh": (main, ["limit=0"], "model.trust_remote_code=true"),
     "eval.chat": (chat_main, [], "model.trust_remote_code=true"),
-    "chat.sh": (lambda words: choose(parse(words)), ["--checkpoint", "9"], "--trust-remote-code"),
+    "chat.sh": (choose_checkpoint, [], "--trust-remote-code"),
     "export.sh": (export_main, ["--to", "merged", "--checkpoint", "9"], "--trust-remote-code"),
     "sft.sh": (lambda words: rerun_arguments(Path(words[0]), words[1:]), [], "model.trust_remote_code=true"),
 }

@@ -39,8 +39,6 @@ def test_the_defaults_contradict_nothing() -> None:
             "eval.data_parallel_size=2 is of eval.backend=vllm, and eval.backend=server",
         ),
         ({**SERVER, "dtype": "bfloat16"}, "eval.dtype=bfloat16, and a server has its weights loaded"),
-        ({"backend": "server", "server": {"base_url": "http://x:1/v1/completions"}}, "begin with: http://x:1/v1"),
-        ({"backend": "server", "server": {"base_url": "http://x:1/v1/chat/completions/"}}, "begin with: http://x:1/v1"),
         (
             {"backend": "server", "apply_chat_template": False, "server": {"base_url": "http://x/v1", "api": "chat"}},
             "eval.server.api=chat sends messages",

@@ -1,8 +1,5 @@
 import json
-import math
 from collections.abc import Callable
-from datetime import date, datetime
-from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -66,16 +63,6 @@ def test_a_small_file_is_counted_and_sources_add_up(make_recipe: MakeRecipe, dem
     assert facts.tokens > 2 * facts.trained_tokens
 
 
-def test_a_document_counts_for_no_more_than_max_length(make_recipe: MakeRecipe, demo: Demo, tmp_path: Path) -> None:
-    row = {"prompt": "a" * 50, "completion": "b" * 500}
-    (tmp_path / "long.jsonl").write_text((json.dumps(row) + "\n") * 5)
-    recipe = make_recipe(f"data.train={tmp_path / 'long.jsonl'}", "data.max_length=64")
-    facts = inspect_data(recipe, inspect_model(recipe).path)
-    assert facts is not None
-    assert facts.tokens == 5 * 64
-    assert facts.trained_tokens <= facts.tokens
-
-
 def test_useless_columns_are_named_before_anything_heavy(make_recipe: MakeRecipe, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "a", "reply": "b"}\n')
     with pytest.raises(DataError, match=r"no usable columns. Found: question, reply. Usable: .*`messages`"):
@@ -101,27 +88,3 @@ def test_all_rows_of_parquet_files_are_counted_without_reading_them(make_recipe:
     facts = inspect_data(make_recipe(f"data.train={tmp_path}"), "some/model")
     assert facts is not None
     assert facts.documents == 345
-
-
-def test_values_that_are_no_json_in_columns_beside_are_no_trouble(make_recipe: MakeRecipe, tmp_path: Path) -> None:
-    import datasets
-
-    beside = {
-        "at": datetime(2024, 1, 2),
-        "day": date(1, 1, 1),
-        "price": Decimal("0.10"),
-        "raw": b"\xff",
-        "nan": math.nan,
-    }
-    rows = datasets.Dataset.from_list([{"prompt": "Hi", "completion": "Hello"} | beside] * 3)
-    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "saved")
-    recipe = make_recipe(f"data.train={tmp_path / 'saved'}", "data.packing=false", f"output_dir={tmp_path / 'out'}")
-    model = inspect_model(recipe)
-    assert inspect_data(recipe, model.path) is not None
-    assert prepare(recipe, model).sequences == 3
-
-
-def test_half_a_surrogate_pair_is_counted_as_some_character(make_recipe: MakeRecipe, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Hi \ud83d", "completion": "Hello"}) + "\n")
-    recipe = make_recipe(f"data.train={tmp_path / 'rows.jsonl'}")
-    assert inspect_data(recipe, inspect_model(recipe).path) is not None

@@ -1,15 +1,14 @@
 import json
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sft.data.findings import MEANING, Findings, check_findings, found_in_row, script_of, strings
+from sft.data.findings import MEANING, Findings, check_findings, found_in_row
 from sft.data.formats import Conversation, Text, Tokens
 from sft.data.prepare import prepare
-from sft.data.special_tokens import ControlTokens
+from sft.data.special_tokens import SpecialTokens
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import DataError
 from sft.plan.facts import inspect_model
@@ -21,8 +20,8 @@ WriteRows = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
-def control(make_recipe: MakeRecipe) -> ControlTokens:
-    return ControlTokens(load_tokenizer(make_recipe()))
+def control(make_recipe: MakeRecipe) -> SpecialTokens:
+    return SpecialTokens(load_tokenizer(make_recipe()))
 
 
 def turns(*given: tuple[str, Any], tools: list[Any] | None = None, **last: Any) -> Conversation:
@@ -57,11 +56,11 @@ def called(**arguments: Any) -> Conversation:
     ],
 )
 @pytest.mark.parametrize("escape", [True, False])
-def test_a_clean_row_has_no_findings(clean: Any, escape: bool, control: ControlTokens) -> None:
+def test_a_clean_row_has_no_findings(clean: Any, escape: bool, control: SpecialTokens) -> None:
     assert found_in_row(clean, control, escape) == []
 
 
-def test_a_call_its_answers_and_the_reply_are_in_order(control: ControlTokens) -> None:
+def test_a_call_its_answers_and_the_reply_are_in_order(control: SpecialTokens) -> None:
     talk = turns(("user", "a"), ("assistant", ""), ("tool", "1"), ("tool", "2"), ("assistant", "b"))
     talk.messages[1]["tool_calls"] = CALL
     assert found_in_row(talk, control, True) == []
@@ -85,26 +84,14 @@ def test_a_call_its_answers_and_the_reply_are_in_order(control: ControlTokens) -
         ["user", "assistant", "tool", "assistant"],
     ],
 )
-def test_roles_out_of_order_are_found(roles: list[str], control: ControlTokens) -> None:
+def test_roles_out_of_order_are_found(roles: list[str], control: SpecialTokens) -> None:
     assert found_in_row(turns(*((role, "x") for role in roles)), control, True) == ["role_order"]
 
 
-def test_a_call_that_the_user_answers_is_out_of_order(control: ControlTokens) -> None:
+def test_a_call_that_the_user_answers_is_out_of_order(control: SpecialTokens) -> None:
     talk = turns(("user", "a"), ("assistant", ""), ("user", "b"), ("assistant", "c"))
     talk.messages[1]["tool_calls"] = CALL
     assert found_in_row(talk, control, True) == ["role_order"]
-
-
-def test_an_empty_turn_is_found(control: ControlTokens) -> None:
-    assert found_in_row(asked(" \n"), control, True) == ["empty_turn"]
-    assert found_in_row(asked("Hi", ""), control, True) == ["empty_turn"]
-    assert found_in_row(asked("Hi", "", tool_calls=CALL), control, True) == []
-
-
-def test_a_last_turn_that_nobody_answers_is_found(control: ControlTokens) -> None:
-    talk = turns(("user", "a"), ("assistant", "b"), ("user", "c"))
-    assert found_in_row(talk, control, True) == ["last_turn"]
-    assert found_in_row(Conversation([], None, []), control, True) == []
 
 
 SPELLED = [
@@ -121,7 +108,7 @@ SPELLED = [
 
 
 @pytest.mark.parametrize("row", SPELLED)
-def test_a_special_token_in_any_text_of_a_row_is_found(row: Any, control: ControlTokens) -> None:
+def test_a_special_token_in_any_text_of_a_row_is_found(row: Any, control: SpecialTokens) -> None:
     assert found_in_row(row, control, True) == ["special_tokens"]
     assert found_in_row(row, control, False) == ["special_tokens_kept"]
 
@@ -136,11 +123,11 @@ def test_a_special_token_in_any_text_of_a_row_is_found(row: Any, control: Contro
         Conversation(asked("Hi").messages, None, [False, True], {"note": "<|im_end|>"}),
     ],
 )
-def test_a_special_token_is_found_wherever_a_template_may_write_it(row: Any, control: ControlTokens) -> None:
+def test_a_special_token_is_found_wherever_a_template_may_write_it(row: Any, control: SpecialTokens) -> None:
     assert found_in_row(row, control, True) == ["special_tokens"]
 
 
-def test_an_answer_that_closes_with_an_end_token_is_found(control: ControlTokens) -> None:
+def test_an_answer_that_closes_with_an_end_token_is_found(control: SpecialTokens) -> None:
     for end in ("<|im_end|>", "<|endoftext|>\n", "<|eot_id|>", "<|im_end|><|endoftext|> "):
         assert found_in_row(asked("Hi", f"Hello{end}"), control, True) == ["end_token"]
         assert found_in_row(Text("Hi", f"Hello{end}"), control, True) == ["end_token"]
@@ -149,33 +136,16 @@ def test_an_answer_that_closes_with_an_end_token_is_found(control: ControlTokens
     assert found_in_row(both, control, True) == ["end_token", "special_tokens"]
 
 
-def test_an_end_token_that_is_kept_becomes_one(control: ControlTokens) -> None:
+def test_an_end_token_that_is_kept_becomes_one(control: SpecialTokens) -> None:
     assert found_in_row(asked("Hi", "Hello<|im_end|>"), control, False) == ["special_tokens_kept"]
     assert found_in_row(Text("Hi", "Hello<|im_end|>"), control, False) == ["special_tokens_kept"]
-
-
-@pytest.mark.parametrize("character", ["\ufffd", "\x00", "\ud83d", "\udfff"])
-def test_characters_that_an_earlier_decoding_lost_are_found(character: str, control: ControlTokens) -> None:
-    assert found_in_row(asked(f"a{character}b"), control, True) == ["undecodable"]
-    assert found_in_row(asked("Hi", f"a{character}b"), control, True) == ["undecodable"]
-    assert found_in_row(called(a=[f"a{character}b"]), control, True) == ["undecodable"]
-    assert found_in_row(Text("", f"a{character}b"), control, True) == ["undecodable"]
-    assert found_in_row(asked("äöü 数 😀 \ue000 \U0010ffff"), control, True) == []
-
-
-def test_a_placeholder_that_was_never_filled_in_is_found(control: ControlTokens) -> None:
-    for text in ("I am {{name}}.", "{{ author_2 }}"):
-        assert found_in_row(asked(text), control, True) == ["placeholder"]
-        assert found_in_row(Text("", text), control, True) == ["placeholder"]
-    for text in ("{name}", "{{}}", "{{ 1 + 1 }}", "{{a b}}", "{ {name} }"):
-        assert found_in_row(asked(text), control, True) == []
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "latin-1"])
 @pytest.mark.parametrize(
     "text", ["é", "naïve", "it’s", "a — b", "Straße", "5 °C", "Привет", "你好", "😀", "żółty", "Γειά"]
 )
-def test_text_that_was_decoded_wrongly_is_found(text: str, encoding: str, control: ControlTokens) -> None:
+def test_text_that_was_decoded_wrongly_is_found(text: str, encoding: str, control: SpecialTokens) -> None:
     wrong = text.encode().decode(encoding, "ignore")
     assert found_in_row(asked(wrong), control, True) == ["mojibake"]
     assert found_in_row(Text("Hi", wrong), control, True) == ["mojibake"]
@@ -190,14 +160,14 @@ def test_text_that_was_decoded_wrongly_is_found(text: str, encoding: str, contro
         "数学 “你好”……",
     ],
 )
-def test_text_in_any_language_is_decoded_rightly(text: str, control: ControlTokens) -> None:
+def test_text_in_any_language_is_decoded_rightly(text: str, control: SpecialTokens) -> None:
     assert found_in_row(asked(text), control, True) == found_in_row(asked("Hi", text), control, True) == []
 
 
 @pytest.mark.parametrize(
     "text", [r"One\nTwo", r"a\r\nb", r"- a\n- b", r"Caf\u00e9", "&quot;Hi&quot;", "a &amp;lt; b", "it&#39;s"]
 )
-def test_text_that_was_escaped_twice_is_found(text: str, control: ControlTokens) -> None:
+def test_text_that_was_escaped_twice_is_found(text: str, control: SpecialTokens) -> None:
     assert found_in_row(asked(text), control, True) == ["escaped"]
     assert found_in_row(Text("", text), control, True) == ["escaped"]
 
@@ -212,7 +182,7 @@ def test_text_that_was_escaped_twice_is_found(text: str, control: ControlTokens)
         r"C:\new\users",
     ],
 )
-def test_code_formulas_and_json_have_backslashes_of_their_own(text: str, control: ControlTokens) -> None:
+def test_code_formulas_and_json_have_backslashes_of_their_own(text: str, control: SpecialTokens) -> None:
     assert found_in_row(asked(text), control, True) == found_in_row(asked("Hi", text), control, True) == []
 
 
@@ -232,20 +202,10 @@ LONG = "The train to Oslo leaves at noon from platform nine."
         (Text("What is the capital?", "What is the capital? Oslo"), "echo"),
         (asked("Hi", "nan"), "missing_value"),
         (Text("Hi", " None\n"), "missing_value"),
-        (asked("Hi\r\nyou"), "carriage_return"),
-        (asked(f"Translate this: {LONG} Thanks.", f" {LONG}\n"), "answer_in_question"),
-        (Text(f"Which one? {LONG}", LONG), "answer_in_question"),
         (asked("Hi", "Hello\nUser: And you?\nAssistant: Fine"), "dialogue"),
-        (
-            turns(
-                ("system", "Answer in one short word."), ("user", "Answer in one short word. Hi"), ("assistant", "a")
-            ),
-            "repeated_system",
-        ),
-        (asked(f"![x](data:image/png;base64,{'iVBORw0K' * 13})"), "base64"),
     ],
 )
-def test_a_fault_that_programs_make_of_rows_is_found(row: Any, kind: str, control: ControlTokens) -> None:
+def test_a_fault_that_programs_make_of_rows_is_found(row: Any, kind: str, control: SpecialTokens) -> None:
     assert found_in_row(row, control, True) == [kind]
 
 
@@ -265,11 +225,11 @@ def test_a_fault_that_programs_make_of_rows_is_found(row: Any, kind: str, contro
         called(note="nan"),
     ],
 )
-def test_what_only_looks_like_a_fault_is_none(row: Any, control: ControlTokens) -> None:
+def test_what_only_looks_like_a_fault_is_none(row: Any, control: SpecialTokens) -> None:
     assert found_in_row(row, control, True) == []
 
 
-def test_what_a_tool_answers_may_be_escaped(control: ControlTokens) -> None:
+def test_what_a_tool_answers_may_be_escaped(control: SpecialTokens) -> None:
     talk = turns(("user", "a"), ("assistant", ""), ("tool", r"Caf\u00e9\n"), ("assistant", "b"))
     talk.messages[1]["tool_calls"] = CALL
     assert found_in_row(talk, control, True) == []
@@ -286,31 +246,8 @@ def test_findings_add_up_and_keep_the_first_rows_of_each_kind() -> None:
     for part in parts:
         merged.merge(part)
     assert merged == whole
-    assert whole.counts == {"empty_turn": 8, "placeholder": 12}
-    assert whole.rows == {
-        "empty_turn": [(0, row) for row in range(1, 6)],
-        "placeholder": [(1, row) for row in (1, 3, 5, 7)],
-    }
-
-
-def test_every_string_of_a_nested_value_is_seen() -> None:
-    nested = {"key": ["b", {"key": "d"}, 5, None], "key 2": "f"}
-    assert [text for text in strings(nested) if not text.startswith("key")] == ["b", "d", "f"]
-    assert strings(5) == strings(None) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "script"),
-    [
-        ("Hello", "Latin"),
-        ("数学 and 数学 文字", "Cjk"),
-        ("Привет, you", "Cyrillic"),
-        ("12 + 3 !", "none"),
-        ("", "none"),
-    ],
-)
-def test_the_script_is_that_of_most_letters(text: str, script: str) -> None:
-    assert script_of(text) == script
+    assert whole.counts == {("empty_turn", 0): 8, ("placeholder", 1): 12}
+    assert whole.rows == {("empty_turn", 0): [1, 2, 3, 4, 5], ("placeholder", 1): [1, 3, 5, 7]}
 
 
 def row_of(question: str, answer: str = "Hello") -> dict[str, Any]:
@@ -335,7 +272,7 @@ def test_good_rows_are_prepared_without_findings(recipe_of: RecipeOf) -> None:
 def test_findings_are_told_with_their_rows(recipe_of: RecipeOf) -> None:
     rows = [*PLAIN[:3], row_of("", "x"), row_of("{{name}}"), row_of("Hi", "y<|im_end|>"), row_of("<|im_end|>"), "?"]
     found = prepared(recipe_of(rows, "data.max_length=64", "data.on_bad_row=drop"))
-    expected = {"empty_turn": [4], "placeholder": [5], "end_token": [6], "special_tokens": [7], "bad row": [8]}
+    expected = {"empty_turn": [4], "placeholder": [5], "end_token": [6], "special_tokens": [7], "bad_row": [8]}
     assert {kind: rows_told(found, kind) for kind in found} == expected
     assert all(finding["count"] == 1 for finding in found.values())
     assert {kind: finding["meaning"] for kind, finding in found.items()} == {kind: MEANING[kind] for kind in found}
@@ -363,70 +300,6 @@ def test_an_answer_that_most_rows_have_is_found(recipe_of: RecipeOf) -> None:
     assert (found["same_answer"]["count"], rows_told(found, "same_answer")) == (21, [20])
     # Half of the rows is not most of them.
     assert prepared(recipe_of([*PLAIN[20:22], *rows], "data.max_length=64")) == {}
-
-
-@pytest.mark.parametrize(
-    ("rows", "count"),
-    [
-        ([row_of(f"Q{n}", f"{n:02}" + "abc " * 12) for n in range(10)] + PLAIN[:20], 10),
-        ([row_of(f"Q{n}", f"{n:02}" + "abc " * 12) for n in range(9)] + PLAIN[:20], 0),
-        ([row_of(f"Q{n}", f"{n:02}" + "abc " * 12) for n in range(10)] + [row_of("Hi", LONG + LONG)], 0),
-        ([row_of(f"Q{n}", f"{n % 3:02}" + "abc " * 12) for n in range(30)], 0),
-        ([row_of(f"Q{n}", f"Yes {n:02}") for n in range(30)], 0),
-        ([{"text": f"{n:02}" + "abc " * 12} for n in range(30)], 0),
-        ([{"prompt": f"Q{n}", "completion": f"{n:02}" + "abc " * 12} for n in range(30)], 30),
-    ],
-)
-def test_answers_that_all_end_at_one_length_are_found(rows: list[Any], count: int, recipe_of: RecipeOf) -> None:
-    found = prepared(recipe_of(rows, "data.max_length=256"))
-    assert {kind: finding["count"] for kind, finding in found.items()} == ({"cut_off": count} if count else {})
-    if count:
-        assert (rows_told(found, "cut_off"), found["cut_off"]["detail"]) == ([1], "50 characters")
-
-
-def test_what_single_rows_are_meant_to_have_is_told_of_many(recipe_of: RecipeOf) -> None:
-    kept = [row_of(f"Correct this: {n} {LONG}{'!' * n}", f"{n} {LONG}{'!' * n}") for n in range(10)]
-    assert set(prepared(recipe_of(kept + PLAIN, "data.max_length=256"))) == {"answer_in_question"}
-    assert prepared(recipe_of(kept[1:] + PLAIN, "data.max_length=256")) == {}
-
-
-def test_held_out_rows_of_a_conversation_that_is_trained_too_are_found(
-    make_recipe: MakeRecipe, write_rows: WriteRows
-) -> None:
-    """Conversations unrolled into a row for each turn."""
-    talks = [
-        [*row_of(f"Question {n}", f"Answer {n}")["messages"], *row_of(f"And {n}?", f"More {n}")["messages"]]
-        for n in range(20)
-    ]
-    common = [{"messages": [*row_of("Hi")["messages"], *talk]} for talk in talks]
-    train = write_rows(*({"messages": talk} for talk in talks), *common[:15], name="train.jsonl")
-    held_out = write_rows({"messages": talks[3][:2]}, row_of("Question 4", "Another"), *common[15:], name="eval.jsonl")
-    overrides = [f"data.train={train}", f"data.held_out={held_out}"]
-    for loss_on in ("auto", "last_assistant"):
-        found = prepared(make_recipe(*overrides, f"data.loss_on={loss_on}", "data.max_length=256"))
-        assert set(found) == {"held_out_near"}
-        assert rows_told(found, "held_out_near") == [1]
-
-
-def test_a_row_far_longer_than_the_others_is_found_with_its_script(recipe_of: RecipeOf) -> None:
-    found = prepared(recipe_of([*PLAIN, row_of("Hi", "слово " * 300)], "data.max_length=8192"))
-    assert list(found) == ["very_long"]
-    assert rows_told(found, "very_long") == [41]
-    assert found["very_long"]["detail"] == "1 in Cyrillic script"
-
-
-def test_an_empty_thought_that_the_template_trains_is_found(recipe_of: RecipeOf) -> None:
-    """Qwen3's training template writes one before each answer without thoughts."""
-    package = find_spec("trl")
-    assert package is not None
-    template = Path(package.origin or "").parent / "chat_templates" / "qwen3.jinja"
-    overrides = [f"model.chat_template={template}", "data.max_length=128"]
-    found = prepared(recipe_of(PLAIN[:2], *overrides))
-    assert list(found) == ["empty_thought"]
-    assert found["empty_thought"]["count"] == 2
-    talk = PLAIN[0]["messages"]
-    thought = {"messages": [talk[0], talk[1] | {"reasoning": "Hm."}]}
-    assert prepared(recipe_of([thought], *overrides)) == {}
 
 
 def test_every_kind_of_finding_that_a_row_can_have_may_be_refused(make_recipe: MakeRecipe) -> None:
@@ -494,26 +367,3 @@ def test_a_small_source_is_judged_beside_a_large_one(make_recipe: MakeRecipe, wr
     bad = write_rows(*(row_of(f"{n} {{{{name}}}}") for n in range(10)), name="bad.jsonl")
     with pytest.raises(DataError, match=r"bad.jsonl: 10 of 10 rows: .*placeholder"):
         judged(make_recipe(f"data.train=[{{path: {good}}}, {{path: {bad}}}]"))
-
-
-def test_held_out_rows_that_equal_trained_ones_but_for_case_space_or_answer_are_found(
-    make_recipe: MakeRecipe, write_rows: WriteRows
-) -> None:
-    fixed = [row_of("Tell a story", f"Story {number}") for number in range(12)]
-    tokens = {"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}
-    train = [write_rows(*PLAIN, *fixed, name="train.jsonl"), write_rows(tokens, name="tokens.jsonl")]
-    near = [row_of("QUESTION  3\n", "Another"), row_of("Question 4", "answer  4"), row_of("Question 5", "No")]
-    held_out = [
-        write_rows(*near, row_of("New"), row_of("Tell a story", "A new one"), name="eval.jsonl"),
-        write_rows(tokens | {"input_ids": [5, 6, 8], "labels": [-100, -100, 8]}, name="eval_tokens.jsonl"),
-    ]
-    paths = [", ".join(f"{{path: {file}}}" for file in files) for files in (train, held_out)]
-    found = prepared(make_recipe(f"data.train=[{paths[0]}]", f"data.held_out=[{paths[1]}]"))
-    assert rows_told(found, "held_out_near") == [1, 2, 3, 1]
-    text = [{"text": f"Once upon  a time {number}"} for number in range(20)]
-    train, held_out = [
-        write_rows(*rows, name=name)
-        for rows, name in ((text, "a.jsonl"), ([{"text": row["text"].upper()} for row in text], "b.jsonl"))
-    ]
-    with pytest.raises(DataError, match=r"b.jsonl \(held out\): 20 of 20 rows: .*held_out_near"):
-        judged(make_recipe(f"data.train={train}", f"data.held_out={held_out}"))

@@ -64,33 +64,3 @@ def test_packs_are_as_full_as_those_of_trl_over_all_documents_at_once(max_length
         rows = Dataset.from_dict({"input_ids": [[1] * length for length in lengths.tolist()]}, features=features)
         theirs = pack_dataset(rows, max_length, "bfd", {"batch_size": len(rows), "desc": None})
         assert len(sequences(lengths, max_length)) <= len(theirs)
-
-
-def test_two_documents_at_most_share_a_sequence_of_two_tokens() -> None:
-    packs = sequences(np.array([1, 2, 1, 1, 2, 1, 1]), 2)
-    assert sorted(len(part) for part in packs) == [1, 1, 1, 2, 2]
-
-
-def test_documents_as_long_as_a_sequence_stand_alone() -> None:
-    assert sequences(np.array([7, 7, 7]), 7) == [[0], [1], [2]]
-
-
-@pytest.mark.parametrize("kind", [np.int32, np.int64])
-def test_nothing_is_packed_to_nothing(kind: type) -> None:
-    members, ends = pack(np.zeros(0, kind), 16)
-    assert (len(members), len(ends)) == (0, 0)
-    assert (members.dtype, ends.dtype) == (np.int64, np.int64)
-
-
-def test_lengths_may_be_of_the_kind_that_is_stored() -> None:
-    lengths = np.random.default_rng(1).integers(1, 50, 300)
-    assert sequences(lengths.astype(np.int32), 64) == sequences(lengths, 64)
-
-
-def test_a_sequence_may_hold_any_number_of_documents() -> None:
-    assert [len(part) for part in sequences(np.ones(2500, int), 2500)] == [2500]
-
-
-def test_packs_are_nearly_full_where_documents_are_many() -> None:
-    lengths = np.array([5, 9, 16, 1, 3, 3, 12, 7, 8, 2, 15, 4, 6, 16, 10] * 100)
-    assert lengths.sum() / (16 * len(sequences(lengths, 16))) > 0.99

@@ -1,8 +1,5 @@
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
@@ -12,14 +9,12 @@ import numpy as np
 import pytest
 
 from sft import cli
-from sft.data.document_maker import DocumentMaker
+from sft.data.documents import DocumentMaker
 from sft.data.ledger import histogram
 from sft.data.prepare import prepare
 from sft.data.prepared import Prepared
 from sft.data.show import finding_lines, marked_text, summary_lines
 from sft.data.tokenizer import load_tokenizer
-from sft.errors import DataError
-from sft.hub.demo import Demo
 from sft.plan.facts import inspect_model
 from sft.recipe.schema import Recipe, Source
 
@@ -58,7 +53,6 @@ def tokenizer(request: pytest.FixtureRequest, make_recipe: MakeRecipe, real_mode
 def documents(tokenizer: Any, make_recipe: MakeRecipe) -> list[tuple[np.ndarray, np.ndarray]]:
     maker = DocumentMaker(make_recipe("data.max_length=4096").data, tokenizer)
     chunk = maker.make(Source(path="x"), 0, "messages", list(enumerate(TALKS, start=1)))
-    assert chunk.error is None
     ends = np.cumsum(chunk.documents["length"])[:-1]
     return list(zip(np.split(chunk.tokens, ends), np.split(chunk.trained, ends), strict=True))
 
@@ -77,42 +71,6 @@ def test_no_character_is_lost_and_what_is_trained_stands_in_brackets(tokenizer: 
         for found, run in zip(shown, runs, strict=True):
             # What decodes alone may lack the space before it.
             assert found.lstrip(" ") == tokenizer.decode(run).lstrip(" ")
-
-
-def test_colours_change_no_character_and_no_line_leaves_its_colour_on(tokenizer: Any, make_recipe: MakeRecipe) -> None:
-    for ids, trained in documents(tokenizer, make_recipe):
-        text = marked_text(ids, trained, tokenizer, colours=True)
-        plain = marked_text(ids, trained, tokenizer, colours=False)
-        assert ESCAPE.sub("", text) == plain.replace("[[", "").replace("]]", "")
-        assert "\x1b[32m" in text
-        for line in text.split("\n"):
-            codes = ESCAPE.findall(line)
-            assert not codes or codes[-1] == "\x1b[0m"
-
-
-def test_every_special_token_stands_alone(tokenizer: Any, make_recipe: MakeRecipe) -> None:
-    """Two behind each other are two."""
-    special = [tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id]
-    word = tokenizer("a", add_special_tokens=False)["input_ids"]
-    ids = np.array([*special, *word, *special], np.int32)
-    text = marked_text(ids, np.ones(len(ids), np.uint8), tokenizer, colours=True)
-    names = [tokenizer.eos_token, tokenizer.pad_token, tokenizer.eos_token]
-    reversed_parts = re.findall(r"\x1b\[7m(.*?)\x1b\[0m", text)
-    assert reversed_parts == names * 2
-
-
-@pytest.mark.parametrize("mask", [[0, 0, 0], [1, 1, 1], [0, 1, 0], [1, 0, 1], [0, 1, 1]])
-def test_brackets_open_and_close_where_the_mask_changes(mask: list[int], make_recipe: MakeRecipe, demo: Demo) -> None:
-    tokenizer = load_tokenizer(make_recipe())
-    ids = [tokenizer.convert_tokens_to_ids(token) for token in ("a", "b", "c")]
-    text = marked_text(np.array(ids, np.int32), np.array(mask, np.uint8), tokenizer, colours=False)
-    expected = "".join(
-        f"[[{''.join(letter for letter, _ in run)}]]" if keep else "".join(letter for letter, _ in run)
-        for keep, run in (
-            (keep, list(run)) for keep, run in groupby(zip("abc", mask, strict=True), lambda pair: pair[1])
-        )
-    )
-    assert text == expected
 
 
 @pytest.mark.parametrize("colours", [True, False])
@@ -211,30 +169,6 @@ def test_every_source_has_a_column_with_all_of_its_numbers(
     assert columns.count("a_rather") >= 6
 
 
-def test_the_ledger_is_shown_before_a_limit_stops(show: Callable[..., str], tmp_path: Path, capsys: Any) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(talk("?", "9" * 200)))
-    with pytest.raises(DataError, match="Nothing is left to train on"):
-        show(["--show", "3"], f"data.train={path}", "data.max_length=64")
-    out = capsys.readouterr().out
-    assert "rows dropped: longer than max_length" in out
-    assert "tokens a row" in out
-
-
-@pytest.mark.parametrize("word", ["x", "-1", "1.5", "²", ""])
-def test_a_number_of_rows_that_is_none_is_told(word: str, recipe_file: Path, capsys: Any) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.run(["show", str(recipe_file), f"--rows={word}"])
-    assert ended.value.code == 2
-    assert "--rows" in capsys.readouterr().err
-
-
-def test_preparing_says_where(show: Callable[..., str], rows: Path, make_recipe: MakeRecipe) -> None:
-    out = show(["--prepare"], f"data.train={rows}")
-    prepared = entry([f"data.train={rows}"], make_recipe)
-    assert out.splitlines() == [*summary_lines(prepared), f"Prepared: {prepared.folder}"]
-
-
 @pytest.mark.parametrize("words", [["--prepare"], ["--show", "1"]])
 def test_the_data_can_be_looked_at_where_it_cannot_be_trained(
     words: list[str], show: Callable[..., str], rows: Path
@@ -251,47 +185,7 @@ def test_the_summary_is_the_ledger_in_a_line(make_recipe: MakeRecipe, rows: Path
     assert f"{prepared.ledger['packing']['packs']} packs" in line
     assert notes == finding_lines(prepared)
     assert len(notes) == len(prepared.findings)
-    assert any(note.endswith(f"{rows}, row 21, 22") for note in notes)
-
-
-@pytest.mark.slow
-def test_on_a_terminal_there_are_colours(recipe_file: Path, outputs: Path, rows: Path, make_recipe: MakeRecipe) -> None:
-    prepared = entry([f"data.train={rows}"], make_recipe)
-    ours, theirs = os.openpty()
-    command = [sys.executable, "-m", "sft.launch", str(recipe_file), f"data.train={rows}", f"output_dir={outputs}"]
-    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "150"}
-    with subprocess.Popen([*command, "--show", "2"], stdout=theirs, stderr=theirs, env=environment) as process:
-        os.close(theirs)
-        seen = b""
-        while True:
-            try:
-                part = os.read(ours, 2**16)
-            except OSError:  # what Linux says when the other side is closed
-                break
-            if not part:
-                break
-            seen += part
-    os.close(ours)
-    out = seen.decode().replace("\r\n", "\n")
-    assert process.returncode == 0, out
-    assert "\x1b[32manswer 0\x1b[0m" in out
-    assert "green: trained, dim: not trained" in out
-    assert "[[" not in out
-    assert histogram(prepared.ledger) in out
-
-
-@pytest.mark.slow
-def test_a_reader_that_has_seen_enough_ends_it_without_a_word(recipe_file: Path, outputs: Path, demo: Demo) -> None:
-    """As `--show 1000 | head` does."""
-    command = [sys.executable, "-m", "sft.launch", str(recipe_file), f"output_dir={outputs}", "--show", "5000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert process.stdout.readline().startswith("── ")
-        process.stdout.close()
-        told = process.stderr.read()
-    assert "Traceback" not in told
-    assert "Broken" not in told
+    assert any(note.endswith(f"{rows}, row 21; {rows}, row 22") for note in notes)
 
 
 def test_text_that_only_spells_a_special_token_has_a_backslash(tokenizer: Any, make_recipe: MakeRecipe) -> None:
@@ -299,7 +193,6 @@ def test_text_that_only_spells_a_special_token_has_a_backslash(tokenizer: Any, m
     evil = f"a {' '.join(names)} b"
     maker = DocumentMaker(make_recipe("data.max_length=4096").data, tokenizer)
     chunk = maker.make(Source(path="x"), 0, "messages", [(1, talk("Hi", "Ho")), (2, talk(evil, f"c {evil} d"))])
-    assert chunk.error is None
     at = int(chunk.documents["length"][0])
     marked = " ".join(f"\\{name}" for name in names)
     for colours in (False, True):
@@ -310,35 +203,6 @@ def test_text_that_only_spells_a_special_token_has_a_backslash(tokenizer: Any, m
         # The tokens themselves have none, and are as many as without the text.
         for name in names:
             assert shown.count(name) - shown.count(f"\\{name}") == written.count(name)
-
-
-def test_the_legend_says_what_a_backslash_is(show: Callable[..., str], tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(talk(f"{n}" if n else "see <|im_end|>", "x")) + "\n" for n in range(9)))
-    out = show(["--show", "9"], f"data.train={path}")
-    assert "<|im_start|>user\nsee \\<|im_end|><|im_end|><|im_start|>assistant\n[[x<|im_end|>]]" in out
-    assert "a backslash before <...>: text that only spells a special token" in out
-
-
-@pytest.mark.parametrize(
-    ("files", "told"),
-    [
-        (["a_train.jsonl", "a_validation.jsonl", "b.jsonl"], ["a_validation.jsonl"]),
-        (["a_test.jsonl", "b_test.jsonl"], []),
-        (["a.jsonl", "contest.jsonl"], []),
-    ],
-)
-def test_a_pattern_that_takes_in_files_of_another_split_is_told(
-    files: list[str], told: list[str], make_recipe: MakeRecipe, tmp_path: Path
-) -> None:
-    for number, name in enumerate(files):
-        (tmp_path / name).write_text("".join(json.dumps(talk(f"{number} {n}", "a")) + "\n" for n in range(5)))
-    pattern = f"{tmp_path}/*.jsonl"
-    lines = summary_lines(entry([f"data.train={pattern}"], make_recipe))
-    assert [name for name in files if f"another split: {name}." in "".join(lines)] == told
-    assert "another split" not in "".join(
-        summary_lines(entry([f"data.train={tmp_path / files[0]}", f"data.held_out={pattern}"], make_recipe))
-    )
 
 
 def test_columns_that_nobody_reads_are_told(make_recipe: MakeRecipe, tmp_path: Path) -> None:

@@ -1,21 +1,19 @@
 import json
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import datasets
 import pytest
 
-from sft.data.readers import BadRow
-from sft.data.sources import first_look, open_source, place, source_files, told_as
+from sft.data.readers import BadRow, read_rows
+from sft.data.sources import first_good_rows, local_files, open_source, place, source_files
 from sft.errors import DataError
 from sft.hub.demo import make_demo
-from sft.hub.names import hub_answers, hub_commit, looks_local
+from sft.hub.names import hub_answers, hub_commit
 from sft.recipe.schema import Source
-
-Rows = list[dict[str, Any]]
 
 
 def write(path: Path, numbers: range) -> Path:
@@ -34,132 +32,141 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def taken(source: Source) -> tuple[list[tuple[int, str]], Callable[[int], str]]:
-    """Number and text of every row, and where rows stand."""
-    opened = open_source(source, "")
-    rows = [(number, row["text"]) for number, row in opened.rows if not isinstance(row, BadRow)]
-    return rows, opened.where
-
-
-@pytest.mark.parametrize("name", ["./m", "/m", "~/m", "a/b/c", "recipes"])
-def test_these_are_paths(name: str) -> None:
-    assert looks_local(name)
-
-
-@pytest.mark.parametrize("name", ["owner/name", "gpt2"])
-def test_these_are_ids_on_the_hub(name: str) -> None:
-    assert not looks_local(name)
-
-
-def test_local_data_is_found_and_a_hub_id_is_left_to_the_hub(folder: Path) -> None:
-    (folder / "notes.txt").touch()
+def test_local_data_is_found_and_a_hub_id_is_left_to_the_hub(folder: Path, tmp_path: Path) -> None:
     files = [folder / name for name in ("a.jsonl", "b.jsonl", "c.jsonl")]
     assert source_files(Source(path=str(files[0])), "") == files[:1]
     assert source_files(Source(path=str(folder)), "") == files
     assert source_files(Source(path=f"{folder}/[bc].jsonl"), "") == files[1:]
     assert source_files(Source(path="owner/data"), "") is None
-    for missing in (str(folder / "d.jsonl"), "d.jsonl", "./gone"):
-        with pytest.raises(DataError, match=r"data.train: there is no file or folder .*looked in"):
-            source_files(Source(path=missing), "")
-    with pytest.raises(DataError, match=r"No file matches .*\*.parquet"):
-        source_files(Source(path=f"{folder}/*.parquet"), "")
-
-
-def test_the_demo_is_a_source(tmp_path: Path) -> None:
     assert source_files(Source(path="builtin:demo"), str(tmp_path)) == [make_demo(tmp_path).train]
+    for missing in (str(folder / "d.jsonl"), "d.jsonl", "./gone"):
+        with pytest.raises(DataError, match=r"there is no file or folder .*looked in"):
+            source_files(Source(path=missing), "")
 
 
 @pytest.mark.parametrize(
     "keys", [{"split": "test"}, {"split": "train[:10%]"}, {"name": "x"}, {"revision": "main"}, {"streaming": True}]
 )
 def test_a_local_source_refuses_what_files_do_not_have(keys: dict[str, Any], folder: Path) -> None:
-    with pytest.raises(DataError, match=r"data.train: .*a.jsonl"):
+    with pytest.raises(DataError, match=r"a.jsonl"):
         source_files(Source(path=str(folder / "a.jsonl"), **keys), "")
-
-
-def test_rows_of_several_files_are_numbered_through_and_found_in_their_file(folder: Path) -> None:
-    rows, where = taken(Source(path=str(folder)))
-    assert rows == [(number + 1, str(number)) for number in range(7)]
-    assert where(1) == f"{folder}/a.jsonl, row 1"
-    assert where(3) == f"{folder}/a.jsonl, row 3"
-    assert where(4) == f"{folder}/c.jsonl, row 1"
-    assert where(7) == f"{folder}/c.jsonl, row 4"
 
 
 @pytest.mark.parametrize(
     ("split", "numbers"),
-    [
-        ("train", range(7)),
-        ("train[2:5]", range(2, 5)),
-        ("train[:4]", range(4)),
-        ("train[5:]", range(5, 7)),
-        ("train[:]", range(7)),
-        ("train[:99]", range(7)),
-        ("train[9:]", range(0)),
-    ],
+    [("train", range(7)), ("train[2:5]", range(2, 5)), ("train[:4]", range(4)), ("train[5:]", range(5, 7))],
 )
-def test_a_slice_takes_rows_and_leaves_them_their_numbers(split: str, numbers: range, folder: Path) -> None:
-    rows, where = taken(Source(path=str(folder), split=split))
+def test_a_row_keeps_its_number_and_its_place_in_its_file(split: str, numbers: range, folder: Path) -> None:
+    opened = open_source(Source(path=str(folder), split=split), "")
+    rows = [(number, row["text"]) for number, row in opened.rows if not isinstance(row, BadRow)]
     assert rows == [(number + 1, str(number)) for number in numbers]
-    if rows:
-        name, row = ("a.jsonl", numbers[0] + 1) if numbers[0] < 3 else ("c.jsonl", numbers[0] - 2)
-        assert where(numbers[0] + 1) == f"{folder}/{name}, row {row}"
+    for number, text in rows:
+        name, row = ("a.jsonl", number) if int(text) < 3 else ("c.jsonl", number - 3)
+        assert place(opened.path, opened.file_starts, number) == f"{folder}/{name}, row {row}"
 
 
-def test_a_broken_record_is_a_row_with_a_number(folder: Path) -> None:
-    (folder / "a.jsonl").write_text('{"text": "0"}\nnot json\n{"text": "2"}\n')
-    opened = open_source(Source(path=str(folder / "a.jsonl")), "")
-    kinds = [(number, type(row)) for number, row in opened.rows]
-    assert kinds == [(1, dict), (2, BadRow), (3, dict)]
+def test_the_first_good_rows_are_of_the_first_file_with_rows(folder: Path) -> None:
+    files = [folder / name for name in ("b.jsonl", "c.jsonl", "a.jsonl")]
+    assert first_good_rows(files, 2) == [{"text": "3"}, {"text": "4"}]
+    with pytest.raises(DataError, match=r"b.jsonl holds no rows"):
+        first_good_rows(files[:1], 2)
+    (folder / "b.jsonl").write_text("no\n")
+    with pytest.raises(DataError, match=r"b.jsonl: none of its first rows can be read: line 1 is not JSON"):
+        first_good_rows(files, 2)
+
+
+# Folders and patterns
+
+
+def touch(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+
+
+def names(files: list[Path], folder: Path) -> list[str]:
+    return [str(file.relative_to(folder)) for file in files]
+
+
+def test_a_folder_stands_for_its_data_files_sorted(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no data file"):
+        local_files(tmp_path)
+    touch(tmp_path, "b.jsonl.gz", "a.parquet", "c.csv", "notes.txt", ".d.jsonl", "dataset_info.json")
+    assert names(local_files(tmp_path), tmp_path) == ["a.parquet", "b.jsonl.gz", "c.csv"]
+    assert local_files(tmp_path / "c.csv") == [tmp_path / "c.csv"]
+    with pytest.raises(DataError, match=r"notes.txt is not a data file. Use one of .json"):
+        local_files(tmp_path / "notes.txt")
+
+
+SHARDS = [f"data/{split}-0000{n}-of-00002.parquet" for split in ("test", "train", "validation") for n in (0, 1)]
+ONE_SHARD = ["main/train-00000-of-00001-f00.parquet", "main/eval.parquet"]
 
 
 @pytest.mark.parametrize(
-    ("starts", "row", "told"),
+    ("files", "split", "found"),
     [
-        ([], 5, "owner/data, row 5"),
-        ([(0, "a")], 5, "a, row 5"),
-        ([(0, "a"), (4, "b")], 4, "a, row 4"),
-        ([(0, "a"), (4, "b")], 5, "b, row 1"),
-        ([(0, "z"), (4, "b"), (4, "a"), (9, "c")], 5, "a, row 1"),  # b is empty; files are not always in order of name
-        ([(0, "z"), (0, "a")], 1, "a, row 1"),
+        (SHARDS, "train", SHARDS[2:4]),
+        (SHARDS, "validation", SHARDS[4:]),
+        (["train.jsonl", "test.jsonl.gz"], "train", ["train.jsonl"]),
+        (["my_train.jsonl", "my_dev.jsonl"], "val", ["my_dev.jsonl"]),
+        (["train/a.json", "train/b.json", "test/a.json"], "train", ["train/a.json", "train/b.json"]),
+        (ONE_SHARD, "train", ONE_SHARD[:1]),
+        (["data/x.jsonl", "data/train_more.jsonl"], "train", ["data/train_more.jsonl", "data/x.jsonl"]),
+        (["contest.jsonl", "values.jsonl"], "train", ["contest.jsonl", "values.jsonl"]),
     ],
 )
-def test_a_row_stands_in_the_file_that_was_begun_last_before_it(
-    starts: list[tuple[int, str]], row: int, told: str
-) -> None:
-    assert place("owner/data", starts, row) == told
+def test_only_the_files_of_the_split_are_read(files: list[str], split: str, found: list[str], tmp_path: Path) -> None:
+    touch(tmp_path, *files, "README.md", "dataset_info.json", ".cache/train.jsonl")
+    assert names(local_files(tmp_path, split), tmp_path) == found
 
 
-def test_a_message_names_its_key_and_keeps_a_path_that_holds_the_same_words() -> None:
-    with (
-        pytest.raises(DataError, match=r"^data.held_out: there is no file or folder my/data.train/x.jsonl"),
-        told_as("data.held_out"),
-    ):
-        source_files(Source(path="my/data.train/x.jsonl"), "")
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (["a.jsonl", "test.jsonl.gz"], r"several splits \(test.jsonl.gz among them\) and files of none"),
+        (["data/train_sft-00000-of-00001.parquet", "data/test.parquet"], "no split `train`. It has: test, train_sft"),
+        (["main/train.parquet", "socratic/train.parquet"], r"several folders \(main, socratic\)"),
+    ],
+)
+def test_a_folder_whose_split_is_not_clear_is_refused(files: list[str], words: str, tmp_path: Path) -> None:
+    touch(tmp_path, *files)
+    with pytest.raises(DataError, match=words):
+        local_files(tmp_path)
 
 
-def test_an_empty_file_before_another_gives_no_row_its_name(tmp_path: Path) -> None:
-    """The order of paths is not that of their text: `x/` comes before `x-1/`, and `/` behind `-`."""
-    for name in ("x", "x-1"):
-        (tmp_path / name).mkdir()
-    write(tmp_path / "x" / "rows.jsonl", range(0))
-    write(tmp_path / "x-1" / "rows.jsonl", range(2))
-    rows, where = taken(Source(path=f"{tmp_path}/*/*.jsonl"))
-    assert len(rows) == 2
-    assert where(1) == f"{tmp_path}/x-1/rows.jsonl, row 1"
+def test_a_pattern_stands_for_its_matches_sorted(tmp_path: Path) -> None:
+    touch(tmp_path, "data/b.jsonl", "data/a.jsonl", "data/c.parquet", "data/x/y/d.parquet", "data/x/.cache/e.parquet")
+    touch(tmp_path, "data/notes.txt", "data/[1].jsonl")
+    matches = {
+        "data/?.jsonl": ["data/a.jsonl", "data/b.jsonl"],
+        "data/**/**/*.parquet": ["data/c.parquet", "data/x/y/d.parquet"],
+        "data/[1].jsonl": ["data/[1].jsonl"],  # a file of that name goes before a pattern
+    }
+    for pattern, found in matches.items():
+        assert names(local_files(tmp_path / pattern), tmp_path) == found
+    for pattern in ("data/*.csv", "nothing/*.jsonl", "data/*.txt"):
+        with pytest.raises(DataError, match="no data file matches"):
+            local_files(tmp_path / pattern)
 
 
-def test_a_first_look_is_into_the_first_file_with_rows(folder: Path) -> None:
-    files = [folder / name for name in ("b.jsonl", "c.jsonl", "a.jsonl")]
-    assert first_look(files, 2) == [{"text": "3"}, {"text": "4"}]
-    with pytest.raises(DataError, match=r"b.jsonl holds no rows"):
-        first_look(files[:1], 2)
-    (folder / "b.jsonl").write_text("no\n")
-    with pytest.raises(DataError, match=r"b.jsonl: none of its first rows can be read: line 1 is not JSON"):
-        first_look(files, 2)
+def test_what_datasets_saves_is_read(tmp_path: Path) -> None:
+    rows = [{"a": number, "b": [{"c": str(number)}]} for number in range(2500)]
+    dataset = datasets.Dataset.from_list(rows)
+    saved = datasets.DatasetDict({"train": dataset, "test": dataset.select([3, 1])})
+    saved.save_to_disk(tmp_path / "saved", num_shards={"train": 3, "test": 1})
+    assert [row for file in local_files(tmp_path / "saved") for row in read_rows(file)] == rows
+    assert [row for file in local_files(tmp_path / "saved", "test") for row in read_rows(file)] == [rows[3], rows[1]]
+    with pytest.raises(DataError, match=r"has no split `valid`. It has: train, test."):
+        local_files(tmp_path / "saved", "valid")
+    local_files(tmp_path / "saved")[1].unlink()
+    with pytest.raises(DataError, match=r"lacks data-00001-of-00003.arrow, which its state.json lists"):
+        local_files(tmp_path / "saved")
 
 
-def test_offline_nobody_asks_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+# The hub
+
+
+def test_offline_the_hub_is_not_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert not hub_answers()
@@ -216,20 +223,7 @@ def test_the_hub_is_asked_once_for_a_commit_and_that_commit_is_loaded(hub: list[
     assert commits == {"0123abcd" * 5}
     assert hub.count("/api/datasets/owner/data") == 1
     before = len(hub)
-    with pytest.raises(DataError, match=r"data.train: owner/data is no local path"):
+    with pytest.raises(DataError, match=r"owner/data is not a local path"):
         next(open_source(Source(path="owner/data"), "").rows)
     assert all("0123abcd" * 5 in path for path in hub[before:] if "owner/data" in path), hub[before:]
     assert len(hub) > before
-
-
-def test_the_hub_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
-        for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
-            monkeypatch.delenv(name, raising=False)
-        assert [hub_answers() for _ in range(3)] == [True] * 3
-        server.settimeout(0.2)
-        server.accept()[0].close()
-        with pytest.raises(TimeoutError):
-            server.accept()

@@ -8,9 +8,8 @@ from unicodedata import normalize
 import numpy as np
 import pytest
 
-from sft.data.document_maker import DocumentMaker
-from sft.data.documents import Chunk
-from sft.data.special_tokens import ControlTokens, break_up, unused_mark
+from sft.data.documents import Chunk, DocumentMaker
+from sft.data.special_tokens import SpecialTokens
 from sft.data.tokenizer import load_tokenizer
 from sft.recipe.schema import Recipe, Source
 
@@ -79,21 +78,7 @@ def test_no_text_of_a_row_becomes_a_control_token(
     assert control_ids(tokenizer, dirty.tokens) == control_ids(tokenizer, clean.tokens)
     assert trained_runs(dirty) == trained_runs(clean)
     assert f"Hi {evil} Bye" in text_of(tokenizer, dirty.tokens)
-    assert dirty.findings.counts - clean.findings.counts == {"special_tokens": 1}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_no_text_of_an_answer_becomes_a_control_token(
-    name: str, made: Callable[..., Chunk], tokenizer_of: TokenizerOf
-) -> None:
-    tokenizer = tokenizer_of(name)
-    evil = every_special_token(tokenizer)
-    clean, dirty = made(name, talk("Hi", "Hello there")), made(name, talk("Hi", f"Hello {evil} there"))
-    assert control_ids(tokenizer, dirty.tokens) == control_ids(tokenizer, clean.tokens)
-    (run,), (clean_run,) = trained_runs(dirty), trained_runs(clean)
-    assert run[-1] == clean_run[-1] == tokenizer.eos_token_id
-    assert control_ids(tokenizer, np.array(run)) == [tokenizer.eos_token_id]
-    assert f"Hello {evil} there" in text_of(tokenizer, np.array(run))
+    assert dirty.findings.counts - clean.findings.counts == {("special_tokens", 0): 1}
 
 
 FRAGMENTS = [
@@ -123,7 +108,6 @@ def test_no_mix_of_fragments_becomes_a_control_token(
     tokenizer, draw = tokenizer_of(name), random.Random(name)
     texts = ["".join(draw.choices(FRAGMENTS, k=draw.randint(1, 8))) for _ in range(200)]
     chunk = made(name, *(talk(f"u{text}v", f"w{text}z") for text in texts))
-    assert chunk.error is None
     expected = control_ids(tokenizer, made(name, talk("uv", "wz")).tokens)
     ends = np.cumsum(chunk.documents["length"])[:-1]
     for text, ids, mask in zip(texts, np.split(chunk.tokens, ends), np.split(chunk.trained, ends), strict=True):
@@ -145,32 +129,7 @@ def test_special_tokens_may_be_kept(name: str, made: Callable[..., Chunk], token
     assert control_ids(tokenizer, escaped.tokens).count(tokenizer.eos_token_id) == count
     # A control token is followed by a space of its own in sentencepiece's text.
     assert text_of(tokenizer, kept.tokens).split() == text_of(tokenizer, escaped.tokens).split()
-    assert kept.findings.counts - clean.findings.counts == {"special_tokens_kept": 1}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_private_characters_of_a_row_survive_beside_special_tokens(
-    name: str, made: Callable[..., Chunk], tokenizer_of: TokenizerOf
-) -> None:
-    tokenizer = tokenizer_of(name)
-    for own in ("\ue000", "a\ue000b\ue001", "".join(chr(code) for code in range(0xE000, 0xE00F))):
-        row = {"prompt": f"{own} {EVIL}", "completion": f" {own} there"}
-        chunk = made(name, row, format="prompt_completion", of="text")
-        assert f"{own} {EVIL} {own} there" in text_of(tokenizer, chunk.tokens)
-        chunk = made(name, talk(f"Hi {own} {EVIL}", f"Hello {own} there"))
-        assert f"Hi {own} {EVIL}" in text_of(tokenizer, chunk.tokens)
-        (run,) = trained_runs(chunk)
-        assert f"Hello {own} there" in text_of(tokenizer, np.array(run))
-
-
-def test_a_row_that_leaves_no_mark_is_a_bad_one(made: Callable[..., Chunk]) -> None:
-    every = "".join(chr(code) for code in range(0xE000, 0xE010))
-    assert made("demo", talk(every)).error is None
-    row, reason = made("demo", talk(every + "<|im_end|>")).error or (0, "")
-    assert (row, reason.partition(".")[0]) == (
-        1,
-        "it holds special tokens and the private-use characters U+E000 to U+E00F",
-    )
+    assert kept.findings.counts - clean.findings.counts == {("special_tokens_kept", 0): 1}
 
 
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "Adds.", "parameters": {"properties": {}}}}]
@@ -201,7 +160,6 @@ def test_a_call_of_a_tool_writes_no_control_token(
 ) -> None:
     tokenizer = tokenizer_of(name)
     clean, dirty = made(name, called({"a": "x"})), made(name, row)
-    assert dirty.error is None
     assert control_ids(tokenizer, dirty.tokens) == control_ids(tokenizer, clean.tokens)
     assert [control_ids(tokenizer, np.array(run)) for run in trained_runs(dirty)] == [[tokenizer.eos_token_id]] * 2
 
@@ -231,7 +189,6 @@ def test_nothing_that_a_template_shows_writes_a_control_token(
     tokenizer = load_tokenizer(recipe)
     maker = DocumentMaker(recipe.data, tokenizer)
     clean, dirty = (maker.make(Source(path="x"), 0, "messages", [(1, given)]) for given in (talk("Hi"), row))
-    assert dirty.error is None
     assert "<|im_end|>" in text_of(tokenizer, dirty.tokens)
     assert control_ids(tokenizer, dirty.tokens) == control_ids(tokenizer, clean.tokens)
 
@@ -256,74 +213,29 @@ def test_an_end_token_that_closes_an_answer_is_cut_off(
     clean, dirty = made(name, talk("Hi", "Hello")), made(name, talk("Hi", "Hello" + f"{end}\n" * times))
     assert dirty.tokens.tolist() == clean.tokens.tolist()
     assert dirty.trained.tolist() == clean.trained.tolist()
-    assert dirty.findings.counts - clean.findings.counts == {"end_token": 1}
+    assert dirty.findings.counts - clean.findings.counts == {("end_token", 0): 1}
     rows = [{"prompt": "1 + 1 =", "completion": f" 2{ending}"} for ending in ("", end * times)]
     clean, dirty = (made(name, row, format="prompt_completion", of="text") for row in rows)
     assert dirty.tokens.tolist() == clean.tokens.tolist()
     assert dirty.tokens.tolist().count(tokenizer_of(name).eos_token_id) == 1
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_an_end_token_elsewhere_is_not_cut_off(
-    name: str, made: Callable[..., Chunk], tokenizer_of: TokenizerOf
-) -> None:
-    tokenizer = tokenizer_of(name)
-    end = tokenizer.eos_token
-    chunk = made(name, talk(f"Hi{end}", f"{end} Hello {end} there"))
-    (run,) = trained_runs(chunk)
-    assert text_of(tokenizer, np.array(run)).endswith(f"{end} Hello {end} there{end}")
-    assert (chunk.findings.counts["special_tokens"], chunk.findings.counts["end_token"]) == (1, 0)
-    assert f"Hi{end}" in text_of(tokenizer, chunk.tokens)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_an_answer_may_close_with_a_special_token_that_ends_nothing(
-    name: str, made: Callable[..., Chunk], tokenizer_of: TokenizerOf
-) -> None:
-    """`A turn begins with <|im_start|>` is a sentence, and all of it is the answer."""
-    tokenizer = tokenizer_of(name)
-    ends = {tokenizer.eos_token, tokenizer.pad_token, "<|endoftext|>"}
-    for token in sorted(ControlTokens(tokenizer).names - ends)[:4]:
-        (run,) = trained_runs(made(name, talk("Hi", f"It is {token}")))
-        assert text_of(tokenizer, np.array(run)).endswith(f"It is {token}{tokenizer.eos_token}")
-        assert control_ids(tokenizer, np.array(run)) == [tokenizer.eos_token_id]
-
-
 def test_the_end_token_of_another_model_is_cut_off_and_its_tags_are_not(tokenizer_of: TokenizerOf) -> None:
-    control = ControlTokens(tokenizer_of("demo"))
+    control = SpecialTokens(tokenizer_of("demo"))
     for end in ("<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<eos>", "<end_of_turn>", "<|end|>"):
         assert control.without_end(f"Hello{end}") == control.without_end(f"Hello{end} \n{end}") == "Hello"
         assert control.without_end(f"{end}Hello") == f"{end}Hello"
     for text in ("a <s>struck</s>", "Hello", "", "a|>", "Hello \n"):
         assert control.without_end(text) == text
-    stories = ControlTokens(tokenizer_of("stories260k_hf"))
+    stories = SpecialTokens(tokenizer_of("stories260k_hf"))
     assert stories.without_end("Hello</s>") == "Hello"
 
 
 def test_broken_up_tokens_are_whole_again_without_the_mark(tokenizer_of: TokenizerOf) -> None:
     for name in MODELS:
-        control, mark = ControlTokens(tokenizer_of(name)), "\ue005"
-        for text in (EVIL, "".join(sorted(control.names)), "nothing", ""):
-            broken = control.broken_up(text, mark)
+        control, mark = SpecialTokens(tokenizer_of(name)), "\ue005"
+        for text in (EVIL, "<|im_end|><|endoftext|>", "nothing", ""):
+            broken = control.escaped(text, mark)
             assert broken.replace(mark, "") == text
             assert not control.found_in(broken)
             assert (broken != text) == control.found_in(text)
-
-
-def test_every_string_of_a_message_is_broken_up(tokenizer_of: TokenizerOf) -> None:
-    control = ControlTokens(tokenizer_of("demo"))
-    message = {"role": "user", "content": "a<|im_end|>", "more": [{"x": ["<|im_start|>", 5, None]}]}
-    assert break_up(message, control, "*") == {
-        "role": "user",
-        "content": "a<*|im_end|>",
-        "more": [{"x": ["<*|im_start|>", 5, None]}],
-    }
-    assert break_up(None, control, "*") is None
-
-
-def test_a_mark_is_a_character_that_the_text_lacks() -> None:
-    text = "".join(chr(code) for code in range(0xE000, 0xE00F))
-    for length in range(len(text) + 1):
-        assert unused_mark(text[:length]) not in text[:length]
-    with pytest.raises(ValueError, match="private-use"):
-        unused_mark(text + "\ue00f")

@@ -6,14 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AddedToken
 
-from sft.data.chat import ChatRenderer
-from sft.data.document_maker import DocumentMaker
-from sft.data.documents import Chunk
-from sft.data.template_checks import check_spans, end_of_turn, note_on_headers
+from sft.data.conversation import Message
+from sft.data.documents import Chunk, DocumentMaker, RowError
+from sft.data.render import ChatRenderer
+from sft.data.template_checks import _check_turns, end_of_turn, note_on_headers
 from sft.data.tokenizer import load_tokenizer
-from sft.data.turns import Message
 from sft.errors import ModelError
 from sft.recipe.schema import Recipe, Source
 
@@ -118,8 +116,8 @@ def made(make_recipe: MakeRecipe, tokenizer: Any) -> Callable[..., tuple[str, Ch
 def test_a_system_message_in_the_last_question_stands_where_generation_has_it(
     messages: list[Message], data: Row, text: str, made: Callable[..., tuple[str, Chunk]], tokenizer: Any
 ) -> None:
-    shown, chunk = made(MISTRAL, messages, **data)
-    assert (shown, chunk.error) == (text, None)
+    shown, _ = made(MISTRAL, messages, **data)
+    assert shown == text
     asking = copy(tokenizer)
     asking.chat_template = MISTRAL
     prompt = asking.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
@@ -129,32 +127,28 @@ def test_a_system_message_in_the_last_question_stands_where_generation_has_it(
 def test_turns_before_the_last_question_cannot_be_trained_with_its_system_message(
     made: Callable[..., tuple[str, Chunk]],
 ) -> None:
-    _, chunk = made(MISTRAL, talk("One", "Two", "Three", "Four", system="Short."))
-    assert chunk.error is not None
-    assert "data.loss_on=last_assistant" in chunk.error[1]
+    with pytest.raises(RowError, match=r"data.loss_on=last_assistant"):
+        made(MISTRAL, talk("One", "Two", "Three", "Four", system="Short."))
 
 
 @pytest.mark.parametrize(
-    ("ids", "noted"),
+    "ids",
     [
-        ({"call": "aB3456789", "result": "aB3456789"}, False),
-        ({}, True),
-        ({"call": "call_0123456789", "result": "call_0123456789"}, True),
-        ({"call": "aB3456789"}, True),
-        ({"call": "call-4567", "result": "call-4567"}, True),
+        {"call": "aB3456789", "result": "aB3456789"},
+        {},
+        {"call": "call_0123456789", "result": "call_0123456789"},
+        {"call": "aB3456789"},
     ],
 )
 def test_ids_that_a_template_demands_are_made_where_a_row_has_none(
-    ids: Row, noted: bool, made: Callable[..., tuple[str, Chunk]]
+    ids: Row, made: Callable[..., tuple[str, Chunk]]
 ) -> None:
-    text, chunk = made(MISTRAL, calls(**ids))
-    assert chunk.error is None
+    text, _ = made(MISTRAL, calls(**ids))
     before, _, after = text.partition("[R]five#")
     given = after[:9]
     assert given.isalnum()
     assert before.endswith(f'{{"name": "add", "arguments": {{"a": 1}}}}#{given}<|im_end|>⟧')
     assert (given == ids.get("call")) == (ids.get("call") == "aB3456789")
-    assert bool(chunk.findings.counts["made_ids"]) == noted
     assert made(MISTRAL, calls(**ids))[0] == text
 
 
@@ -168,19 +162,6 @@ def test_results_without_ids_answer_their_calls_in_order(made: Callable[..., tup
     assert text.index(f"#{first}") < text.index(f"#{second}") < text.index("five")
 
 
-def test_an_id_that_a_template_accepts_stays(made: Callable[..., tuple[str, Chunk]]) -> None:
-    """Where any id will do, a missing one alone is made."""
-    template = MISTRAL.replace("call.id | length != 9", "not call.id").replace("m.tool_call_id | length != 9", "false")
-    text, chunk = made(template, calls(call="call_0123456789", result="call_0123456789"))
-    assert (text.count("#call_0123456789"), chunk.findings.counts["made_ids"]) == (2, 0)
-    assert made(template, calls())[1].findings.counts["made_ids"] == 1
-
-
-def test_a_template_without_a_wish_for_ids_gets_none(made: Callable[..., tuple[str, Chunk]]) -> None:
-    text, chunk = made(CHATML.replace("CALL", "call.id"), calls())
-    assert (text.count("⟦add <|im_end|>⟧"), chunk.findings.counts["made_ids"]) == (1, 0)
-
-
 @pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'])
 @pytest.mark.parametrize("written", ["(call.function.arguments + '')", "call.function.arguments | tojson"])
 def test_a_call_is_trained_whichever_form_of_arguments_a_template_reads(
@@ -188,15 +169,7 @@ def test_a_call_is_trained_whichever_form_of_arguments_a_template_reads(
 ) -> None:
     messages = calls()
     messages[1]["tool_calls"][0]["function"]["arguments"] = arguments
-    text, chunk = made(CHATML.replace("CALL", written), messages)
-    assert ('⟦add {"a": 1}<|im_end|>⟧' in text, chunk.error) == (True, None)
-
-
-def test_a_template_that_refuses_every_call_is_told_in_its_own_words(made: Callable[..., tuple[str, Chunk]]) -> None:
-    _, chunk = made(CHATML.replace("CALL", "raise_exception('no calls on Mondays')"), calls())
-    assert chunk.error is not None
-    assert "no calls on Mondays" in chunk.error[1]
-    assert "leaves them out" not in chunk.error[1]
+    assert '⟦add {"a": 1}<|im_end|>⟧' in made(CHATML.replace("CALL", written), messages)[0]
 
 
 def thoughts(*reasoning: str) -> list[Message]:
@@ -207,21 +180,19 @@ def thoughts(*reasoning: str) -> list[Message]:
 
 
 def test_earlier_turns_that_a_template_changes_do_not_hinder_the_last(made: Callable[..., tuple[str, Chunk]]) -> None:
-    text, chunk = made(THINKING, thoughts("hm", "so"), loss_on="last_assistant")
-    assert chunk.error is None
+    text, _ = made(THINKING, thoughts("hm", "so"), loss_on="last_assistant")
     assert text.endswith("<|im_start|>assistant\nA0<|im_end|>\n<|im_start|>user\nQ1<|im_end|>\n"
                          "<|im_start|>assistant\n<think>\n⟦so\n</think>\n\nA1<|im_end|>⟧\n")  # fmt: skip
-    assert made(THINKING, thoughts("hm"))[1].error is None
-    _, refused = made(THINKING, thoughts("hm", "so"))
-    assert refused.error is not None
-    assert "data.loss_on=last_assistant" in refused.error[1]
+    assert made(THINKING, thoughts("hm"))
+    with pytest.raises(RowError, match=r"data.loss_on=last_assistant"):
+        made(THINKING, thoughts("hm", "so"))
 
 
 @pytest.mark.parametrize(
     ("template", "reasoning", "found", "trained"),
     [
         (DISTILLED, "", "prompt_thinks", "⟦A0<|im_end|>⟧"),
-        (THINKING, "", "empty_thought", "⟦\n</think>\n\nA0<|im_end|>⟧"),
+        (THINKING, "", "prompt_thinks", "⟦\n</think>\n\nA0<|im_end|>⟧"),
         (THINKING, "hm", None, "⟦hm\n</think>\n\nA0<|im_end|>⟧"),
         (PLAIN, "", None, "⟦A0<|im_end|>⟧"),
     ],
@@ -231,7 +202,7 @@ def test_answers_without_the_thought_that_their_prompt_opens_are_noted(
 ) -> None:
     text, chunk = made(template, thoughts(reasoning))
     assert trained in text
-    assert set(chunk.findings.counts) == ({found} if found else set())
+    assert set(chunk.findings.counts) == ({(found, 0)} if found else set())
 
 
 def test_a_thought_that_is_opened_twice_or_never_closed_is_not_trained(made: Callable[..., tuple[str, Chunk]]) -> None:
@@ -265,11 +236,11 @@ def test_an_answer_that_is_written_twice_or_before_its_turn_is_refused(
 ) -> None:
     chosen = copy(tokenizer)
     chosen.chat_template = template
-    check_spans(ChatRenderer(chosen))
+    _check_turns(ChatRenderer(chosen))
     assert template.count(change) == 1
     chosen.chat_template = template.replace(change, into)
     with pytest.raises(ModelError, match=r"model.chat_template"):
-        check_spans(ChatRenderer(chosen))
+        _check_turns(ChatRenderer(chosen))
 
 
 @pytest.mark.parametrize(
@@ -289,7 +260,7 @@ def test_a_template_that_prompts_otherwise_than_it_trains_is_refused(
     assert template.count(change) == 1
     chosen.chat_template = template.replace(change, into)
     with pytest.raises(ModelError, match=r"model.chat_template"):
-        check_spans(ChatRenderer(chosen))
+        _check_turns(ChatRenderer(chosen))
 
 
 def test_a_header_that_is_trained_with_its_turn_may_be_prompted(tokenizer: Any) -> None:
@@ -299,7 +270,7 @@ def test_a_header_that_is_trained_with_its_turn_may_be_prompted(tokenizer: Any) 
         "{% generation %}<|im_start|>assistant\n{{ m.content }}<|im_end|>{% endgeneration %}{% endif %}{% endfor %}"
         "{{ '<|im_start|>assistant\n' if add_generation_prompt else eos_token }}"
     )
-    check_spans(ChatRenderer(chosen))
+    _check_turns(ChatRenderer(chosen))
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
@@ -307,9 +278,9 @@ def test_a_template_with_one_header_for_both_speakers_is_refused(template: str, 
     chosen = copy(tokenizer)
     chosen.chat_template = template.replace("{{ m.role }}", "user").replace("<|im_start|>assistant", "<|im_start|>user")
     with pytest.raises(ModelError, match=r"<\|im_start\|>user.*who speaks"):
-        check_spans(ChatRenderer(chosen))
+        _check_turns(ChatRenderer(chosen))
     chosen.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
-    check_spans(ChatRenderer(chosen))
+    _check_turns(ChatRenderer(chosen))
 
 
 def test_headers_of_another_family_are_noted(tokenizer: Any) -> None:
@@ -328,47 +299,7 @@ def test_headers_of_another_family_are_noted(tokenizer: Any) -> None:
 
 def test_a_result_of_a_tool_that_a_template_leaves_out_is_refused(made: Callable[..., tuple[str, Chunk]]) -> None:
     shows = CHATML.replace("CALL", "''")
-    assert made(shows, calls())[1].error is None
+    assert made(shows, calls())
     silent = shows.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' }}")
-    _, chunk = made(silent, calls())
-    assert chunk.error is not None
-    assert ("five" in chunk.error[1], "model.chat_template" in chunk.error[1]) == (True, True)
-    # A template that refuses the sample may accept a row.
-    strict = shows.replace(
-        "{%- for m in messages", "{{ raise_exception('no') if messages[-1].content == '1' }}{%- for m in messages"
-    )
-    assert made(strict, calls())[1].error is None
-
-
-@pytest.mark.parametrize(
-    ("template", "messages"),
-    [
-        (CHATML.replace("CALL", "call.function.arguments ~ call.function.arguments"), calls()),
-        (THINKING.replace("</think>", "</think>{{ m.reasoning_content }}"), thoughts("hm")),
-    ],
-)
-def test_calls_and_thoughts_that_are_written_twice_are_refused(
-    template: str, messages: list[Message], made: Callable[..., tuple[str, Chunk]]
-) -> None:
-    _, chunk = made(template, messages)
-    assert chunk.error is not None
-    assert "more than once" in chunk.error[1]
-
-
-@pytest.mark.parametrize("answer", ["Yes", " Yes", "\n\nYes", " \n Yes and no "])
-@pytest.mark.parametrize("strips", [{"rstrip": True}, {"lstrip": True, "rstrip": True}, {"lstrip": True}])
-def test_a_header_that_takes_the_white_space_behind_it_is_not_trained(
-    strips: Row, answer: str, make_recipe: MakeRecipe, made: Callable[..., tuple[str, Chunk]]
-) -> None:
-    other = load_tokenizer(make_recipe())
-    headers = [AddedToken(f"<|{role}|>", special=True, **strips) for role in ("user", "assistant")]
-    other.add_special_tokens({"additional_special_tokens": headers})
-    header = other.convert_tokens_to_ids("<|assistant|>")
-    template = PLAIN.replace("<|im_start|>{{ m.role }}", "<|{{ m.role }}|>").replace(
-        "<|im_start|>assistant", "<|assistant|>"
-    )
-    for data in ({}, {"loss_on": "all"}):
-        _, chunk = made(template, talk("Q", answer, "Again", answer), other, **data)
-        assert chunk.error is None
-        assert set(chunk.trained[chunk.tokens == header]) == {int("loss_on" in data)}
-        assert other.decode(chunk.tokens[chunk.trained == 1]).count("Yes") == 2
+    with pytest.raises(RowError, match=r"'five'. Set model.chat_template"):
+        made(silent, calls())

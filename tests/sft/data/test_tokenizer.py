@@ -98,17 +98,6 @@ def test_without_a_chat_template_the_eos_ends_what_is_trained(
     assert load(make_recipe, folder, "model.chat_template=plain").eos_token == "<|endoftext|>"
 
 
-def test_without_a_chat_template_and_an_eos_the_remedy_is_told(
-    make_recipe: MakeRecipe, changed: Callable[..., Path]
-) -> None:
-    folder = changed(template=None, eos_token=None)
-    with pytest.raises(
-        ModelError, match=r"neither a chat template nor an end-of-sequence token: .* Set model.eos_token"
-    ):
-        load(make_recipe, folder)
-    assert load(make_recipe, folder, "model.eos_token=<|im_end|>").eos_token == "<|im_end|>"
-
-
 def test_new_tokens_are_single_tokens_that_the_recipe_may_use(make_recipe: MakeRecipe) -> None:
     tokenizer = load_tokenizer(make_recipe("model.new_tokens=[<|new|>, <|more|>]", "model.pad_token=<|new|>"))
     before = len(load_tokenizer(make_recipe()))
@@ -183,15 +172,15 @@ def with_turns(make_recipe: MakeRecipe, tmp_path: Path, template: str, *override
 @pytest.mark.parametrize(
     ("template", "told"),
     [
-        ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}", "turns are not where"),
-        (TURNS.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"), "turns are not where"),
-        (TURNS.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}"), "turns are not where"),
-        (TURNS.replace("== 'assistant'", "== 'user'"), "turns are not where"),
+        ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}", "turns are not its answers"),
+        (TURNS.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"), "turns are not its answers"),
+        (TURNS.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}"), "turns are not its answers"),
+        (TURNS.replace("== 'assistant'", "== 'user'"), "turns are not its answers"),
         (
             TURNS.replace("<|im_end|>", "</turn>"),
-            "</turn>', which is no special token of this tokenizer: .* never learns to stop",
+            "</turn>', which is not a special token of this tokenizer: .* never learn to stop",
         ),
-        (TURNS.replace("<|im_end|>{% endg", ".{% endg"), "which is no special token"),
+        (TURNS.replace("<|im_end|>{% endg", ".{% endg"), "which is not a special token"),
         ("{{ bos_token }}{{ bos_token }}" + TURNS, "begins a conversation with <|endoftext|> twice"),
     ],
 )
@@ -205,22 +194,6 @@ def test_a_turn_without_a_trained_end_is_one_message(
     assert re.search(told.replace("|", r"\|"), str(error.value))
     assert "model.chat_template" in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_every_turn_ends_with_a_token_and_not_the_last_alone(make_recipe: MakeRecipe, tmp_path: Path) -> None:
-    """Law 6 holds for each turn: the model learns to stop where it answers, also when it is asked again."""
-    between = TURNS.replace("<|im_end|>{% endg", "{{ '<|im_end|>' if loop.last else ' (over)' }}{% endg")
-    with pytest.raises(ModelError, match=r"model.chat_template"):
-        with_turns(make_recipe, tmp_path, between)
-
-
-def test_the_turns_of_a_template_that_ends_them_by_the_eos_end_by_that_of_the_recipe(
-    make_recipe: MakeRecipe, tmp_path: Path
-) -> None:
-    by_eos = TURNS.replace("<|im_end|>{% endg", "{{ eos_token }}{% endg")
-    overrides = ["model.eos_token=<|endoftext|>", "model.pad_token=<|im_start|>"]
-    tokenizer = with_turns(make_recipe, tmp_path, by_eos, *overrides)
-    assert end_of_turn(tokenizer) == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|endoftext|>")
 
 
 def test_a_chat_template_is_a_name_or_a_file(
@@ -250,12 +223,6 @@ def test_a_tokenizer_that_cannot_be_loaded_is_one_message(
     with pytest.raises(ModelError, match=r"The tokenizer of .* cannot be loaded from its folder") as error:
         load(make_recipe, folder)
     assert "\n" not in str(error.value)
-
-
-def test_a_template_that_is_no_jinja_is_one_message(make_recipe: MakeRecipe, tmp_path: Path) -> None:
-    (tmp_path / "broken.jinja").write_text("{% for m in messages %}{{ m['content'] ")
-    with pytest.raises(ModelError, match="chat template"):
-        load_tokenizer(make_recipe(f"model.chat_template={tmp_path / 'broken.jinja'}"))
 
 
 def test_a_template_that_refuses_a_plain_question_is_one_message(make_recipe: MakeRecipe, tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from sft.errors import ModelError
 from sft.hub.demo import Demo
 from sft.launch.job import open_job
 from sft.launch.rank import check_with_frameworks
-from sft.model.load import check_weights, load_base, load_model
+from sft.model.load import load_base, load_model
+from sft.model.weight_checks import check_weights
 from sft.plan.hardware import Hardware
 from sft.recipe.schema import Model
 

@@ -11,15 +11,14 @@ import torch
 from peft import get_peft_model
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from sft.data.documents import DOCUMENT
 from sft.data.prepare import prepare
-from sft.data.store import DocumentStore
+from sft.data.store import DOCUMENT, DocumentStore
 from sft.data.tokenizer import check_vocabulary, load_tokenizer, new_token_ids
 from sft.errors import ModelError, PlanError
 from sft.hub.demo import Demo
 from sft.launch.job import open_job
 from sft.launch.rank import check_with_frameworks
-from sft.model.load import lora_config
+from sft.model.adapters import lora_config
 from sft.model.new_tokens import check_untrained, embed_new_tokens, untrained_tokens
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job

@@ -75,6 +75,6 @@ def test_a_machine_that_cannot_do_the_same_says_so(make_recipe: MakeRecipe) -> N
     job = job_of(make_recipe(), gpus())
     then = decisions(job.with_data(DATA)) | {"attention": "flash_attention_2"}
     with pytest.raises(
-        PlanError, match=r"goes on as it was started, with .*model.attn_implementation=flash_attention_2"
+        PlanError, match=r"resumes with what it was started with .*model.attn_implementation=flash_attention_2"
     ):
         keep_decisions(job, DATA, then)

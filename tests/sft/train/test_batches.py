@@ -9,12 +9,10 @@ import pytest
 import torch
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from sft.data.documents import DOCUMENT, Chunk, Counts
-from sft.data.findings import Findings
 from sft.data.formats import IGNORED
 from sft.data.packing import pack
 from sft.data.prepare import prepare
-from sft.data.store import DocumentStore, DocumentWriter, SequenceIndex
+from sft.data.store import DOCUMENT, DocumentStore, DocumentWriter, SequenceIndex
 from sft.hub.demo import Demo
 from sft.parallel.sequence_parallel import PartOfSequences
 from sft.plan.facts import inspect_model
@@ -45,7 +43,7 @@ def stored(folder: Path, rows: list[Document]) -> DocumentStore:
     tokens = np.array([token for ids, _ in rows for token in ids], np.int32)
     loss_mask = np.array([label != IGNORED for _, labels in rows for label in labels], np.uint8)
     with DocumentWriter(folder) as writer:
-        writer.write(Chunk(tokens, loss_mask, records, Counts(), Findings()))
+        writer.write(tokens, loss_mask, records)
     return DocumentStore.open(folder)
 
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerControl, TrainerState
 
-from sft.data.documents import DOCUMENT
-from sft.data.store import DocumentStore, SequenceIndex
+from sft.data.store import DOCUMENT, DocumentStore, SequenceIndex
 from sft.plan.hardware import Gpu, Hardware
 from sft.run.directory import Run
 from sft.train.batches import Fingerprint, Sequences, StepWork

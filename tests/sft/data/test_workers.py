@@ -6,12 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sft.data import chunks
-from sft.data.chunks import made_chunks
-from sft.data.document_maker import DocumentMaker
-from sft.data.documents import Chunk
+from sft.data.documents import Chunk, DocumentMaker
 from sft.data.readers import BadRow
 from sft.data.tokenizer import load_tokenizer
+from sft.data.workers import made_chunks
 from sft.errors import DataError
 from sft.recipe.schema import Recipe, Source
 
@@ -59,15 +57,15 @@ def test_documents_do_not_depend_on_workers_or_chunks(
 ) -> None:
     whole = together([maker.make(SOURCE, 0, "messages", list(numbered(ROWS)))])
     assert whole[3] == 80
-    assert Counter({"no answer to train on": 1, "bad row": 1, "longer than max_length": 1}) == whole[4]
-    monkeypatch.setattr(chunks, "_ROWS", rows)
+    assert Counter({"no_answer": 1, "bad_row": 1, "too_long": 1}) == whole[4]
+    monkeypatch.setattr("sft.data.workers.CHUNK_ROWS", rows)
     assert together(list(made_chunks(maker, SOURCE, 0, "messages", numbered(ROWS), workers))) == whole
     assert multiprocessing.active_children() == []
 
 
 def test_chunks_come_in_the_order_of_their_rows(maker: DocumentMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the first ones take longest."""
-    monkeypatch.setattr(chunks, "_ROWS", 2)
+    monkeypatch.setattr("sft.data.workers.CHUNK_ROWS", 2)
     rows = [talk("a" * size, "b") for size in range(120, 0, -1)]
     made = list(made_chunks(maker, SOURCE, 4, "messages", numbered(rows), 3))
     found = np.concatenate([chunk.documents for chunk in made])
@@ -75,17 +73,10 @@ def test_chunks_come_in_the_order_of_their_rows(maker: DocumentMaker, monkeypatc
     assert set(found["source"]) == {4}
 
 
-def test_few_long_rows_make_a_chunk_too(maker: DocumentMaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "_CHARACTERS", 1000)
-    rows = [talk("a" * 1000, "b")] * 3 + [talk("a", "b")] * 3
-    made = list(made_chunks(maker, SOURCE, 0, "messages", numbered(rows), 1))
-    assert [chunk.counts.rows_in for chunk in made] == [1, 1, 1, 3]
-
-
 def test_rows_are_read_only_as_far_as_the_workers_need_them(
     maker: DocumentMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "_ROWS", 3)
+    monkeypatch.setattr("sft.data.workers.CHUNK_ROWS", 3)
     taken = 0
 
     def endless() -> Iterator[tuple[int, Any]]:
@@ -106,7 +97,7 @@ def test_rows_are_read_only_as_far_as_the_workers_need_them(
 def test_an_error_in_the_file_comes_through_and_leaves_no_worker(
     workers: int, maker: DocumentMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "_ROWS", 5)
+    monkeypatch.setattr("sft.data.workers.CHUNK_ROWS", 5)
 
     def breaking() -> Iterator[tuple[int, Any]]:
         yield from numbered(ROWS[:40])
@@ -115,28 +106,3 @@ def test_an_error_in_the_file_comes_through_and_leaves_no_worker(
     with pytest.raises(DataError, match="truncated"):
         list(made_chunks(maker, SOURCE, 0, "messages", breaking(), workers))
     assert multiprocessing.active_children() == []
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("rows", [1, 7, 1000])
-@pytest.mark.parametrize("overlong", ["drop", "error"])
-def test_the_first_row_that_stops_the_run_is_told_whatever_the_chunks(
-    overlong: str, rows: int, workers: int, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = make_recipe(f"data.overlong={overlong}")
-    strict = DocumentMaker(recipe.data, load_tokenizer(recipe))
-    monkeypatch.setattr(chunks, "_ROWS", rows)
-    broken = [*ROWS[:10], ROWS[60], *ROWS[10:15], {"messages": [{"role": "narrator", "content": "x"}]}, *ROWS[15:30]]
-    errors = [
-        chunk.error
-        for chunk in made_chunks(strict, SOURCE, 0, "messages", numbered(broken), workers)
-        if chunk.error is not None
-    ]
-    assert errors
-    row, reason = errors[0]
-    assert row == (11 if overlong == "error" else 17)
-    assert ("more than data.max_length=128" if overlong == "error" else "unknown role 'narrator'") in reason
-
-
-def test_no_rows_are_no_chunks(maker: DocumentMaker) -> None:
-    assert list(made_chunks(maker, SOURCE, 0, "messages", iter([]), 2)) == []

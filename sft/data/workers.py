@@ -1,4 +1,4 @@
-"""Chunks of documents in the order of their rows, made on every core."""
+"""Makes documents on every core, in the order of their rows."""
 
 from __future__ import annotations
 
@@ -9,25 +9,20 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from itertools import islice
+from itertools import chain, islice
 
-from sft.data.document_maker import DocumentMaker
-from sft.data.documents import Chunk
-from sft.data.findings import strings
-from sft.data.formats import Row
-from sft.data.readers import BadRow
+from sft.data.documents import Chunk, DocumentMaker
+from sft.data.readers import BadRow, Row
 from sft.errors import RunError
 from sft.processes import end_with_parent
 from sft.recipe.schema import Source
 
-_ROWS = 1000
-_CHARACTERS = 4_000_000
-"""A chunk ends at whichever it reaches first, so that few long rows need no more memory than many short ones."""
+CHUNK_ROWS = 500
+
+Numbered = tuple[int, Row | BadRow]
 
 _maker: DocumentMaker
 """Set before the workers are forked, which find it in their memory."""
-
-Numbered = tuple[int, Row | BadRow]
 
 
 def made_chunks(
@@ -38,26 +33,31 @@ def made_chunks(
     Args:
         maker: Makes them.
         source: Where the rows are from.
-        number: Of the source.
-        format: Of the rows.
+        number: The number of the source.
+        format: The format of the rows.
         rows: With their numbers.
         workers: Processes; with 1 this one does the work.
 
     Yields:
-        Chunks in the order of the rows; the last one may hold an error.
+        Chunks in the order of the rows.
+
+    Raises:
+        RowError: A row stops the preparation.
+        RunError: The system ended a worker.
     """
-    pieces = _pieces(iter(rows))
-    head = list(islice(pieces, 2))
-    if workers == 1 or len(head) < 2:  # starting processes would take longer than the work
-        for piece in (*head, *pieces):
+    pieces = _pieces(rows)
+    first = list(islice(pieces, 2))
+    if workers == 1 or len(first) < 2:  # starting processes would take longer than the work
+        for piece in chain(first, pieces):
             yield maker.make(source, number, format, piece)
         return
     global _maker
     _maker = maker
     waiting: deque[Future[Chunk]] = deque()
+    # A process pool and not multiprocessing.Pool, which waits forever for a worker that the system killed.
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _enter_worker, (os.getpid(),)) as pool:
         try:
-            for piece in _chained(head, pieces):
+            for piece in chain(first, pieces):
                 waiting.append(pool.submit(_make, source, number, format, piece))
                 # Read ahead only as far as the workers need: memory stays the same for any number of rows.
                 if len(waiting) > 2 * workers:
@@ -66,43 +66,26 @@ def made_chunks(
                 yield waiting.popleft().result()
         except BrokenProcessPool:
             raise RunError(
-                f"A process that prepared {source.path} was ended by the system, most often because memory ran out. Give the preparation "
-                "fewer cores (taskset -c 0-3 bash scripts/sft.sh ...) or more memory."
+                f"The system ended a process that prepared {source.path}, most often because memory ran out. Use fewer cores "
+                "(taskset -c 0-3 bash scripts/sft.sh ...) or more memory."
             ) from None
         finally:
             for future in waiting:
                 future.cancel()
 
 
-def _chained(head: list[list[Numbered]], rest: Iterator[list[Numbered]]) -> Iterator[list[Numbered]]:
-    while head:
-        yield head.pop(0)
-    yield from rest
-
-
-def _pieces(rows: Iterator[Numbered]) -> Iterator[list[Numbered]]:
-    piece: list[Numbered] = []
-    characters = 0
-    for number, row in rows:
-        try:
-            characters += 0 if isinstance(row, BadRow) else sum(map(len, strings(row)))
-        except RecursionError:
-            row = BadRow("it is nested too deeply")
-        piece.append((number, row))
-        if len(piece) == _ROWS or characters >= _CHARACTERS:
-            yield piece
-            piece, characters = [], 0
-    if piece:
+def _pieces(rows: Iterable[Numbered]) -> Iterator[list[Numbered]]:
+    rows = iter(rows)
+    while piece := list(islice(rows, CHUNK_ROWS)):
         yield piece
 
 
 def _enter_worker(parent: int) -> None:
     end_with_parent(parent, signal.SIGKILL)  # it would wait for work forever
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers Ctrl-C
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)  # it has nothing to tidy up
-    # One process a core is enough threads.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        signal.signal(number, signal.SIG_DFL)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core is enough
 
 
 def _make(source: Source, number: int, format: str, rows: list[Numbered]) -> Chunk:

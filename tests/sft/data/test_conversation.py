@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from sft.data.turns import is_trained, text_of, to_turn, without_reasoning, without_thoughts
+from sft.data.conversation import message_without_reasoning, text_of, to_message, without_reasoning
 
 ANSWER = {"role": "assistant", "content": "Hello"}
 CALL = {"name": "search", "arguments": {"what": "pie"}}
@@ -26,23 +26,7 @@ CALLED = {"role": "assistant", "content": "", "tool_calls": [FUNCTION]}
 )
 def test_a_message_without_content_says_what_it_has(message: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"a message has no `content`, but {', '.join(message)}"):
-        to_turn(message)
-
-
-@pytest.mark.parametrize(
-    "message", [{"content": None}, {"content": ""}, {"content": []}, {"content": None, "tool_calls": None}]
-)
-def test_content_that_is_empty_is_content(message: dict[str, Any]) -> None:
-    assert to_turn({"role": "assistant"} | message) == {"role": "assistant", "content": ""}
-
-
-def test_a_call_or_a_thought_stands_for_content() -> None:
-    assert to_turn({"role": "assistant", "tool_calls": [CALL]}) == CALLED
-    assert to_turn({"role": "assistant", "reasoning": "Hm."}) == {
-        "role": "assistant",
-        "content": "",
-        "reasoning_content": "Hm.",
-    }
+        to_message(message)
 
 
 @pytest.mark.parametrize(
@@ -67,17 +51,11 @@ def test_a_part_without_text_is_refused(part: dict[str, Any]) -> None:
 def test_a_call_without_arguments_has_an_empty_object_of_them(none: str | None, nested: bool) -> None:
     function = {"name": "now"} | ({} if none == "absent" else {"arguments": none})
     call = {"id": "x1", "type": "function", "function": function} if nested else function
-    (given,) = to_turn({"role": "assistant", "content": None, "tool_calls": [call]})["tool_calls"]
+    (given,) = to_message({"role": "assistant", "content": None, "tool_calls": [call]})["tool_calls"]
     assert given["function"]["name"] == "now"
     arguments = given["function"]["arguments"]
     assert (json.loads(arguments) if isinstance(arguments, str) else arguments) == {}
     assert given.get("id") == ("x1" if nested else None)
-
-
-@pytest.mark.parametrize("arguments", ["{}", {}, '{"a": 1}', {"a": None}, "[]", "0"])
-def test_arguments_that_are_there_stay_as_they_are(arguments: Any) -> None:
-    (given,) = to_turn({"role": "assistant", "tool_calls": [{"name": "now", "arguments": arguments}]})["tool_calls"]
-    assert given["function"] == {"name": "now", "arguments": arguments}
 
 
 @pytest.mark.parametrize("name", ["", None, 5, ["f"]])
@@ -92,55 +70,26 @@ def test_a_call_needs_a_name(name: Any, shape: str) -> None:
         "part": {"role": "assistant", "content": [{"type": "tool_call", "value": call}]},
     }[shape]
     with pytest.raises(ValueError, match="a tool call has no name"):
-        to_turn(message)
+        to_message(message)
 
 
 @pytest.mark.parametrize("role", ["assistant", "gpt"])
 @pytest.mark.parametrize("call", [CALL, json.dumps(CALL), json.dumps([CALL]), [CALL]])
 def test_a_call_under_the_old_key_is_a_call(role: str, call: Any) -> None:
     """OpenAI's form before `tool_calls`."""
-    assert to_turn({"role": role, "content": None, "function_call": call}) == CALLED
-    assert to_turn({"role": role, "function_call": call, "tool_calls": None}) == CALLED
-    assert to_turn({"role": role, "function_call": None, "tool_calls": [CALL]}) == CALLED
-
-
-def test_calls_may_be_json_in_a_string() -> None:
-    for text in (json.dumps([FUNCTION]), json.dumps([CALL]), json.dumps(FUNCTION)):
-        assert to_turn({"role": "assistant", "content": "", "tool_calls": text}) == CALLED
-    for text in ("null", "[]", "", " null "):
-        assert to_turn(ANSWER | {"tool_calls": text}) == ANSWER
-    for text in ("{", "search(pie)"):
-        with pytest.raises(ValueError, match="`tool_calls` is no JSON"):
-            to_turn(ANSWER | {"tool_calls": text})
-    for text in ('"search"', "5", "[5]", "[null]"):
-        with pytest.raises(ValueError, match="a tool call has no name"):
-            to_turn(ANSWER | {"tool_calls": text})
-
-
-@pytest.mark.parametrize("key", ["weight", "loss_weight", "train", "training", "loss"])
-def test_every_name_of_the_switch_takes_a_turn_out_of_the_loss(key: str) -> None:
-    assert [is_trained(ANSWER | {key: value}) for value in (0, 0.0, False, 1, 1.0, True, None)] == [False] * 3 + [
-        True
-    ] * 4
-    assert is_trained(ANSWER)
-    for other in (0.5, 2, -1, "0", "false"):
-        with pytest.raises(ValueError, match=f"`{key}` of a message is {other!r}: only 0 and 1"):
-            is_trained(ANSWER | {key: other})
-
-
-def test_one_switch_that_is_off_is_enough() -> None:
-    assert not is_trained(ANSWER | {"weight": 1, "training": False})
-    assert not is_trained(ANSWER | {"weight": None, "loss": False})
+    assert to_message({"role": role, "content": None, "function_call": call}) == CALLED
+    assert to_message({"role": role, "function_call": call, "tool_calls": None}) == CALLED
+    assert to_message({"role": role, "function_call": None, "tool_calls": [CALL]}) == CALLED
 
 
 def test_details_of_what_is_trained_are_refused() -> None:
     detail = [{"begin_offset": 0, "end_offset": 3, "train": False}]
     with pytest.raises(ValueError, match=r"`train_detail` .* not supported"):
-        to_turn(ANSWER | {"train_detail": detail})
+        to_message(ANSWER | {"train_detail": detail})
     with pytest.raises(ValueError, match=r"`train_detail` .* not supported"):
-        to_turn({"from": "gpt", "value": "Hello", "train_detail": detail})
+        to_message({"from": "gpt", "value": "Hello", "train_detail": detail})
     # As columnar files have it where a row has none.
-    assert to_turn(ANSWER | {"train_detail": None}) == to_turn(ANSWER | {"train_detail": []}) == ANSWER
+    assert to_message(ANSWER | {"train_detail": None}) == to_message(ANSWER | {"train_detail": []}) == ANSWER
 
 
 @pytest.mark.parametrize(
@@ -159,11 +108,11 @@ def test_details_of_what_is_trained_are_refused() -> None:
     ],
 )
 def test_thoughts_in_every_spelling_are_taken_out(text: str, rest: str) -> None:
-    assert without_thoughts(text) == rest
-    assert without_reasoning(ANSWER | {"content": text, "reasoning_content": "c"}) == ANSWER | {"content": rest}
+    assert without_reasoning(text) == rest
+    assert message_without_reasoning(ANSWER | {"content": text, "reasoning_content": "c"}) == ANSWER | {"content": rest}
 
 
 @pytest.mark.parametrize("text", ["<think>a", "Four <think>", "<think>a</think>b<think>c", "<think>a <think>b"])
 def test_a_thought_that_is_never_closed_cannot_be_taken_out(text: str) -> None:
-    with pytest.raises(ValueError, match=r"opened \(<think>\) and never closed, .*\(data.reasoning=drop\)"):
-        without_thoughts(text)
+    with pytest.raises(ValueError, match=r"never closed, .*data.reasoning=drop"):
+        without_reasoning(text)

@@ -1,0 +1,175 @@
+"""Reads one message of a conversation, however it is spelled, into the form that chat templates expect: OpenAI's."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+Message = dict[str, Any]
+
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "system": "system",
+    "observation": "tool",
+    "tool": "tool",
+    "function": "tool",
+    "developer": "developer",
+}
+_WEIGHTS = ("weight", "loss_weight", "train", "training", "loss")
+"""Keys by which other programs take a turn out of the loss."""
+
+
+def parse_json(text: str, what: str) -> Any:
+    """JSON in a string.
+
+    Raises:
+        ValueError: It is not JSON; the message names `what`.
+    """
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{what} is not JSON ({error}): {text[:80]!r}") from None
+
+
+def text_of(content: Any) -> str:
+    """A message's content as text: a string, or a list of text parts.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"content is of type {type(content).__name__}, not text")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text":
+            raise ValueError(f"content has parts of type {kind}; only text parts can be trained")
+        text = part["text"] if part.get("text") is not None else part.get("value")
+        if not isinstance(text, str | None) or not {"text", "value"} & set(part):
+            raise ValueError("content has a part of type text without a `text`")
+        texts.append(text or "")
+    return "".join(texts)
+
+
+def to_message(given: Any) -> Message:
+    """One message in OpenAI's form: role, content, and what else chat templates read.
+
+    Raises:
+        ValueError: It has no role or an unknown one, or holds what cannot be trained.
+    """
+    if isinstance(given, dict) and "role" not in given and {"from", "value"} <= set(given):
+        given = {"role": given["from"], "content": given["value"]} | given
+    if not isinstance(given, dict) or "role" not in given:
+        raise ValueError(f"a message has no `role`: {json.dumps(given, ensure_ascii=False, default=str)[:80]}")
+    role = ROLES.get(str(given["role"]))
+    if role is None:
+        raise ValueError(f"unknown role {given['role']!r}; known: {', '.join(sorted(ROLES))}")
+    if given["role"] == "function_call":
+        calls = parse_json(text_of(given.get("content")), "a function call")
+        return {"role": role, "content": "", "tool_calls": _tool_calls(calls)}
+    if given.get("train_detail"):
+        raise ValueError("`train_detail` of a message trains parts of a turn, which is not supported")
+    content, reasoning, calls = _split_parts(given.get("content"))
+    message: Message = {"role": role, "content": text_of(content)}
+    # Columnar files give each message every key, null if it has none; a template must not see those.
+    message |= {key: given[key] for key in ("name", "tool_call_id") if given.get(key)}
+    named = given.get("tool_calls") or given.get("function_call") or []
+    named = (parse_json(named, "`tool_calls`") or []) if isinstance(named, str) else named
+    calls = _tool_calls(named) or calls
+    if calls:
+        message["tool_calls"] = calls
+    for key in ("reasoning_content", "reasoning", "thinking"):
+        reasoning = reasoning or text_of(given.get(key))
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if "content" not in given and not calls and not reasoning:
+        raise ValueError(f"a message has no `content`, but {', '.join(map(str, given))}")
+    return message
+
+
+def _split_parts(content: Any) -> tuple[Any, str, list[Any]]:
+    """A content list without its reasoning and tool calls, and those two."""
+    if not isinstance(content, list):
+        return content, "", []
+    rest, reasoning, calls = [], "", []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in ("reasoning", "thinking"):
+            reasoning += text_of(part.get("value", part.get("text", part.get("thinking"))))
+        elif kind == "tool_call":
+            value = part.get("value", part.get("tool_call"))
+            calls += _tool_calls(parse_json(value, "a tool call") if isinstance(value, str) else value)
+        else:
+            rest.append(part)
+    return rest, reasoning, calls
+
+
+def _tool_calls(calls: Any) -> list[Any]:
+    """One tool call or a list of them, each in OpenAI's form."""
+    return [_tool_call(call) for call in (calls if isinstance(calls, list) else [calls])]
+
+
+def _tool_call(call: Any) -> Any:
+    function = (call.get("function") or call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise ValueError(f"a tool call has no name: {json.dumps(call, ensure_ascii=False, default=str)[:80]}")
+    if function.get("arguments") in (None, ""):
+        function = function | {"arguments": "{}"}  # OpenAI's form of no arguments
+    if call.get("function"):
+        return {"type": "function"} | call | {"function": function}
+    bare = {key: value for key, value in function.items() if key not in ("id", "type")}
+    return ({"id": call["id"]} if call.get("id") else {}) | {"type": "function", "function": bare}
+
+
+def is_trained(given: Any) -> bool:
+    """Whether a row leaves a message in the loss.
+
+    Raises:
+        ValueError: Its weight is neither 0 nor 1.
+    """
+    for key in _WEIGHTS:
+        weight = given.get(key) if isinstance(given, dict) else None
+        if weight is not None and weight not in (0, 1):
+            raise ValueError(f"`{key}` of a message is {weight!r}; only 0 (not trained) and 1 (trained) are supported")
+        if weight == 0:
+            return False
+    return True
+
+
+# Also reasoning whose opening tag is part of the prompt.
+_REASONING = re.compile(r"(?:<think>.*?|\A(?:(?!<think>).)*?)</think>\s*", re.DOTALL)
+
+
+def without_reasoning(text: str) -> str:
+    """An answer without its <think> blocks.
+
+    Raises:
+        ValueError: A block is never closed.
+
+    >>> without_reasoning("<think>2 + 2</think>Four"), without_reasoning("2 + 2</think>Four")
+    ('Four', 'Four')
+    """
+    rest = _REASONING.sub("", text)
+    if "<think>" in rest:
+        raise ValueError("a <think> block is never closed, so it cannot be dropped (data.reasoning=drop)")
+    return rest
+
+
+def message_without_reasoning(message: Message) -> Message:
+    """An assistant's message without its reasoning; others unchanged."""
+    if message["role"] != "assistant":
+        return message
+    rest = {key: value for key, value in message.items() if key != "reasoning_content"}
+    return rest | {"content": without_reasoning(rest["content"])}
