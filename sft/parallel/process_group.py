@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import socket
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -43,7 +44,7 @@ LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"
 
 
 def set_debug_environment(ddp: bool, uses_gpu: bool) -> None:
-    """Have the libraries log and compare more; before torch is imported. What the user has set stays.
+    """Have the libraries log and compare more. What the user has set stays.
 
     Args:
         ddp: The engine is DDP.
@@ -61,6 +62,9 @@ def set_debug_environment(ddp: bool, uses_gpu: bool) -> None:
     }
     for name, value in values.items():
         os.environ.setdefault(name, value)
+    if "torch" in sys.modules:  # it reads the level when it is imported, and the plan may have done that
+        distributed: Any = sys.modules["torch"].distributed
+        distributed.set_debug_level_from_env()
 
 
 def settle_environment(deepspeed: bool, uses_gpu: bool, precision: str) -> None:

@@ -1,7 +1,4 @@
-"""How far this rank is: a place that the main thread moves on, and that any other thread may read.
-
-The main thread only counts. Who looks at it, and what is made of it: sft/train/watchdog.py.
-"""
+"""Counts how far the main thread of this rank is, for the watchdog's thread to read (sft/train/watchdog.py)."""
 
 from __future__ import annotations
 
@@ -17,13 +14,13 @@ EVALUATION = "evaluation"
 
 
 class Place(NamedTuple):
-    """Where a rank is. Two ranks compare by the first two."""
+    """Where a rank is."""
 
     step: int
-    """The optimizer step it works on, counted from 1; 0 before the first."""
+    """The optimizer step in progress, counted from 1; 0 before the first."""
 
     moves: int
-    """Since the step began."""
+    """Since the step began: a loop within one phase moves too."""
 
     phase: str
     micro_batch: int
@@ -35,32 +32,32 @@ class Place(NamedTuple):
 
 
 class Progress:
-    """The place of this rank, and how long its last steps took. The trainer calls it; it waits for nothing."""
+    """The place of this rank, and how long its last steps took. The trainer calls it."""
 
     def __init__(self) -> None:
         self.place = Place(0, 0, START, 0)
         self.batches = 0
-        """Micro-batches of the step that have come."""
+        """Micro-batches of the step that were loaded."""
         self.passes = 0
-        """Micro-batches of the step that went through the model."""
+        """Micro-batches of the step that went into the model."""
         self.save_began = time.monotonic()
-        """The last save, in seconds of that clock."""
+        """When the last save began, on the monotonic clock."""
         self._began: float | None = None
         self._seconds: deque[float] = deque(maxlen=50)
 
     def at(self, phase: str, micro_batch: int = 0) -> None:
-        """The main thread has come to a phase, or on within it."""
+        """A phase begins, or moves on."""
         step, moves, _, _ = self.place
         self.place = Place(step, moves + 1, phase, micro_batch)
         if phase == CHECKPOINT:
             self.save_began = time.monotonic()
 
     def begin(self, step: int) -> None:
-        """A step begins: its first micro-batch is asked for."""
+        """A step begins by loading its first micro-batch."""
         self.place, self.batches, self.passes, self._began = Place(step, 0, DATA, 1), 0, 0, time.monotonic()
 
     def watched(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same batches, each a move. They can be taken up again afterwards."""
+        """The same batches, each a move. The iterator can be continued afterwards."""
         while True:
             self.at(DATA, self.batches + 1)
             try:
@@ -77,14 +74,14 @@ class Progress:
         self.at(FORWARD, self.passes)
 
     def loss_known(self, training: bool) -> None:
-        """It has come out of it."""
+        """The model returned the loss of a micro-batch."""
         if training:
             self.at(BACKWARD, self.passes)
         else:
             self.at(HELD_OUT)
 
     def passed(self) -> None:
-        """Its gradients are there."""
+        """The backward pass of a micro-batch is done."""
         if self.passes >= self.batches:
             self.at(OPTIMIZER)
 
@@ -96,7 +93,7 @@ class Progress:
         self.at(BETWEEN)
 
     def step_seconds(self) -> float | None:
-        """The median of the last steps; None before three are done, of which the first compiles and allocates."""
+        """The median of the last steps; None before three are done. The first one compiles and allocates, and does not count."""
         # A copy: the main thread may append meanwhile.
         seconds = list(self._seconds)
         return median(seconds[1:]) if len(seconds) > 2 else None

@@ -167,16 +167,16 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     def get_train_dataloader(self) -> Any:
         """One batch for each group of ranks that share sequences, with its hash."""
         size, rank, ranks = self.sequence_parallel_size, self.accelerator.process_index, self.accelerator.num_processes
-        whole, shared_by = self.data_collator, ranks // self.data_parallel_ranks
-        self.data_collator = Fingerprinted(whole, counts=rank % shared_by == 0)
+        collator, sharing = self.data_collator, ranks // self.data_parallel_ranks
+        self.data_collator = Fingerprinted(collator, counts=rank % sharing == 0)
         if size > 1:
-            whole.pad_to_multiple_of = size
+            collator.pad_to_multiple_of = size
             self.data_collator = PartOfSequences(self.data_collator, rank % size, size)
         try:
             loader = super().get_train_dataloader()
         finally:
             # The eval loss gives each rank full sequences.
-            self.data_collator = whole
+            self.data_collator = collator
         if size > 1:
             share_batches(loader, size, rank, ranks)
         return loader
@@ -220,14 +220,14 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         return self.order
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        goes_on = self.continuation if self.continuation is not None and self.continuation.whole else None
-        checkpoint = None if goes_on else resume_from_checkpoint
+        by_tensor = self.continuation if self.continuation is not None and self.continuation.whole else None
+        checkpoint = None if by_tensor else resume_from_checkpoint
         units = units_as_asked(self, self.fsdp) if self.fsdp else nullcontext()
         # The engines load their checkpoints here.
         with units, plain_data_only(self.is_deepspeed_enabled):
             prepared = super()._prepare_for_training(max_steps, train_dataloader, checkpoint)
-        if goes_on:
-            go_on(self, goes_on)
+        if by_tensor:
+            go_on(self, by_tensor)
         return prepared
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

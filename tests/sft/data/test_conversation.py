@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from sft.data.conversation import message_without_reasoning, text_of, to_message, without_reasoning
+from sft.data.conversation import message_without_reasoning, to_message, without_reasoning
 
 ANSWER = {"role": "assistant", "content": "Hello"}
 CALL = {"name": "search", "arguments": {"what": "pie"}}
@@ -27,23 +27,6 @@ CALLED = {"role": "assistant", "content": "", "tool_calls": [FUNCTION]}
 def test_a_message_without_content_says_what_it_has(message: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"a message has no `content`, but {', '.join(message)}"):
         to_message(message)
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"type": "text"},
-        {"type": "text", "content": "Hello"},
-        {"type": "text", "txt": "Hello", "annotations": []},
-        {"type": "text", "text": 5},
-        {"type": "text", "text": ["Hello"]},
-        {"type": "text", "text": None, "value": {}},
-    ],
-)
-def test_a_part_without_text_is_refused(part: dict[str, Any]) -> None:
-    for others in ([], [{"type": "text", "text": "Hello"}]):
-        with pytest.raises(ValueError, match="content has a part of type text without a `text`"):
-            text_of([*others, part])
 
 
 @pytest.mark.parametrize("none", ["", None, "absent"])
@@ -80,16 +63,6 @@ def test_a_call_under_the_old_key_is_a_call(role: str, call: Any) -> None:
     assert to_message({"role": role, "content": None, "function_call": call}) == CALLED
     assert to_message({"role": role, "function_call": call, "tool_calls": None}) == CALLED
     assert to_message({"role": role, "function_call": None, "tool_calls": [CALL]}) == CALLED
-
-
-def test_details_of_what_is_trained_are_refused() -> None:
-    detail = [{"begin_offset": 0, "end_offset": 3, "train": False}]
-    with pytest.raises(ValueError, match=r"`train_detail` .* not supported"):
-        to_message(ANSWER | {"train_detail": detail})
-    with pytest.raises(ValueError, match=r"`train_detail` .* not supported"):
-        to_message({"from": "gpt", "value": "Hello", "train_detail": detail})
-    # As columnar files have it where a row has none.
-    assert to_message(ANSWER | {"train_detail": None}) == to_message(ANSWER | {"train_detail": []}) == ANSWER
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,7 @@
 import random
 import re
 from collections.abc import Callable
-from copy import copy
 from functools import cache
-from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import pytest
 from sft.data.documents import DOCUMENT, Chunk, DocumentMaker, RowError, token_range
 from sft.data.formats import IGNORED, row_format
 from sft.data.readers import BadRow, read_rows
-from sft.data.render import ChatRenderer
 from sft.data.tokenizer import load_tokenizer
 from sft.recipe.schema import Recipe, Source
 
@@ -178,19 +175,6 @@ def test_labels_are_the_answers_with_their_ends(made: Made, tokenizer_of: Tokeni
     assert (chunk.tokens.dtype, chunk.trained.dtype) == (np.int32, np.uint8)
 
 
-def test_the_recipe_and_the_row_say_which_turns_are_trained(made: Made, tokenizer_of: TokenizerOf) -> None:
-    row = talk("a", "One", "b", "Two", "c", "Three")
-    row["messages"][3]["weight"] = 0
-    for loss_on, expected in (
-        ("auto", ["One<|im_end|>", "Three<|im_end|>"]),
-        ("last_assistant", ["Three<|im_end|>"]),
-    ):
-        assert trained_runs(made("demo", [row], loss_on=loss_on), tokenizer_of("demo")) == [expected]
-    row["messages"][5]["train"] = False
-    chunk = made("demo", [row], loss_on="last_assistant")
-    assert (documents(chunk), chunk.counts.dropped_rows) == ([], {"no_answer": 1})
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_on_all_trains_every_token_that_something_predicts(name: str, made: Made) -> None:
     for rows, format in (([talk("Hi", "Hello")], "messages"), ([{"text": "Once upon"}], "text")):
@@ -311,15 +295,6 @@ def test_text_begins_and_ends_once(name: str, text: str, made: Made, tokenizer_o
     assert chunk.findings.counts == {}
 
 
-def test_a_beginning_that_the_text_brings_is_the_only_one(made: Made, tokenizer_of: TokenizerOf) -> None:
-    """In gpt2 one token begins and ends texts, and the tokenizer adds neither."""
-    end = tokenizer_of("gpt2").eos_token_id
-    chunk = made("gpt2", [{"text": "<|endoftext|>Once upon<|endoftext|>"}, {"text": "Once upon"}], "text")
-    (both, _), (one, _) = documents(chunk)
-    assert both == [end, *one]
-    assert one.count(end) == 1
-
-
 def test_an_end_that_the_tokenizer_adds_is_the_only_one(make_recipe: MakeRecipe, tokenizer_of: TokenizerOf) -> None:
     from tokenizers.processors import TemplateProcessing
 
@@ -338,14 +313,6 @@ def test_an_end_that_the_tokenizer_adds_is_the_only_one(make_recipe: MakeRecipe,
     row = {"prompt": "1 + 1 =", "completion": " 2"}
     chunk = maker.make(Source(path="x", chat=False), 0, "prompt_completion", [(1, row)])
     assert trained_runs(chunk, tokenizer) == [[" 2<|im_end|>"]]
-
-
-def test_special_tokens_of_a_rendered_text_are_what_they_spell(made: Made, tokenizer_of: TokenizerOf) -> None:
-    tokenizer = tokenizer_of("demo")
-    text = tokenizer.apply_chat_template(talk("Hi", "Hello")["messages"], tokenize=False)
-    chunk = made("demo", [{"text": text}], "text")
-    assert documents(chunk)[0][0] == documents(made("demo", [talk("Hi", "Hello")]))[0][0]
-    assert chunk.findings.counts == {}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -514,46 +481,3 @@ def test_loss_on_all_leaves_out_exactly_the_turns_that_the_row_takes_out(
         f"user\na{ends}assistant\nOne{ends}user\nb<|im_end|>{begins}",
         f"<|im_start|>user\nc<|im_end|>{begins}Three<|im_end|>",
     ]
-
-
-def test_padding_is_cut_off_and_masks_are_trained(made: Made) -> None:
-    ids = {"input_ids": [5, 6, 7, 8, 0, 0], "attention_mask": [1, 1, 1, 1, 0, 0]}
-    rows: list[dict[str, Any]] = [
-        ids,
-        ids | {"labels": [IGNORED, IGNORED, 7, 8, IGNORED, IGNORED]},
-        ids | {"completion_mask": [0, 0, 1, 1, 0, 0]},
-        ids | {"assistant_masks": [0, 1, 0, 1, 0, 0]},
-        ids | {"completion_mask": [0, 0, 1, 1, 1, 1], "assistant_masks": [0, 1, 0, 1, 0, 0]},
-        {"input_ids": [0, 0, 5, 6, 7, 8], "attention_mask": [0, 0, 1, 1, 1, 1], "completion_mask": [0, 0, 0, 1, 1, 1]},
-    ]
-    chunk = made("demo", rows, "tokens")
-    masks = [[0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 1], [0, 1, 1, 1]]
-    assert documents(chunk) == [([5, 6, 7, 8], mask) for mask in masks]
-    assert chunk.counts.tokens_in == 4 * len(rows)
-    empty = made("demo", [ids | {"attention_mask": [0] * 6}, ids | {"completion_mask": [0] * 6}], "tokens")
-    assert (documents(empty), empty.counts.dropped_rows) == ([], {"no_target_tokens": 2})
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("behind", ["", "\n", "\n\n", " \t\n"])
-def test_text_that_ends_with_the_eos_and_white_space_ends_once(
-    name: str, behind: str, made: Made, tokenizer_of: TokenizerOf
-) -> None:
-    tokenizer = tokenizer_of(name)
-    rows = [{"text": text} for text in ("Once upon", f"Once upon{tokenizer.eos_token}{behind}")]
-    (plain, _), (ended, mask) = documents(made(name, rows, "text"))
-    assert ended == plain
-    assert ended.count(tokenizer.eos_token_id) == 1
-    assert mask == [0] + [1] * (len(ended) - 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "date"), [("gptoss", "2024-07-26"), ("llama3_2", "26 Jul 2024"), ("muse_glimmer", "2024-07-26")]
-)
-def test_a_familys_template_writes_the_same_date_every_day(name: str, date: str, tokenizer_of: TokenizerOf) -> None:
-    package = find_spec("trl")
-    assert package is not None
-    tokenizer = copy(tokenizer_of("demo"))
-    folder = Path(package.origin or "").parent / "chat_templates"
-    tokenizer.chat_template = (folder / f"{name}.jinja").read_text()
-    assert date in ChatRenderer(tokenizer).render(talk("Hi", "Hello")["messages"]).text

@@ -1,4 +1,3 @@
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,6 @@ def asked(question: str, answer: str = "Hello", **last: Any) -> Conversation:
     return turns(("user", question), ("assistant", answer), **last)
 
 
-CALL = [{"type": "function", "function": {"name": "f", "arguments": {"a": ["x"]}}}]
-
-
 def called(**arguments: Any) -> Conversation:
     return asked("Hi", "", tool_calls=[{"type": "function", "function": {"name": "f", "arguments": arguments}}])
 
@@ -60,15 +56,6 @@ def test_a_clean_row_has_no_findings(clean: Any, escape: bool, control: SpecialT
     assert found_in_row(clean, control, escape) == []
 
 
-def test_a_call_its_answers_and_the_reply_are_in_order(control: SpecialTokens) -> None:
-    talk = turns(("user", "a"), ("assistant", ""), ("tool", "1"), ("tool", "2"), ("assistant", "b"))
-    talk.messages[1]["tool_calls"] = CALL
-    assert found_in_row(talk, control, True) == []
-    again = turns(("user", "a"), ("assistant", ""), ("tool", "1"), ("assistant", ""), ("tool", "2"), ("assistant", "b"))
-    again.messages[1]["tool_calls"] = again.messages[3]["tool_calls"] = CALL
-    assert found_in_row(again, control, True) == []
-
-
 @pytest.mark.parametrize(
     "roles",
     [
@@ -86,31 +73,6 @@ def test_a_call_its_answers_and_the_reply_are_in_order(control: SpecialTokens) -
 )
 def test_roles_out_of_order_are_found(roles: list[str], control: SpecialTokens) -> None:
     assert found_in_row(turns(*((role, "x") for role in roles)), control, True) == ["role_order"]
-
-
-def test_a_call_that_the_user_answers_is_out_of_order(control: SpecialTokens) -> None:
-    talk = turns(("user", "a"), ("assistant", ""), ("user", "b"), ("assistant", "c"))
-    talk.messages[1]["tool_calls"] = CALL
-    assert found_in_row(talk, control, True) == ["role_order"]
-
-
-SPELLED = [
-    asked("What is <|im_end|>?"),
-    asked("Hi", "It is <|im_end|> here"),
-    asked("Hi", reasoning_content="<|im_start|>"),
-    turns(("system", "<|endoftext|>"), ("user", "Hi"), ("assistant", "Hello")),
-    called(a={"b": ["<|im_end|>"]}),
-    called(role="<|im_end|>"),
-    asked("Hi", tools=[{"function": {"name": "f", "description": "<|im_end|>"}}]),
-    Text("<|im_start|>", "Hello"),
-    Text("Hi", "<|im_start|>Hello"),
-]
-
-
-@pytest.mark.parametrize("row", SPELLED)
-def test_a_special_token_in_any_text_of_a_row_is_found(row: Any, control: SpecialTokens) -> None:
-    assert found_in_row(row, control, True) == ["special_tokens"]
-    assert found_in_row(row, control, False) == ["special_tokens_kept"]
 
 
 @pytest.mark.parametrize(
@@ -134,11 +96,6 @@ def test_an_answer_that_closes_with_an_end_token_is_found(control: SpecialTokens
     assert found_in_row(asked("Hi<|eot_id|>", "<|eot_id|> Hello</s>"), control, True) == ["rendered"]
     both = asked("Hi", "Hello <|im_start|> there<|im_end|>")
     assert found_in_row(both, control, True) == ["end_token", "special_tokens"]
-
-
-def test_an_end_token_that_is_kept_becomes_one(control: SpecialTokens) -> None:
-    assert found_in_row(asked("Hi", "Hello<|im_end|>"), control, False) == ["special_tokens_kept"]
-    assert found_in_row(Text("Hi", "Hello<|im_end|>"), control, False) == ["special_tokens_kept"]
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "latin-1"])
@@ -229,12 +186,6 @@ def test_what_only_looks_like_a_fault_is_none(row: Any, control: SpecialTokens) 
     assert found_in_row(row, control, True) == []
 
 
-def test_what_a_tool_answers_may_be_escaped(control: SpecialTokens) -> None:
-    talk = turns(("user", "a"), ("assistant", ""), ("tool", r"Caf\u00e9\n"), ("assistant", "b"))
-    talk.messages[1]["tool_calls"] = CALL
-    assert found_in_row(talk, control, True) == []
-
-
 def test_findings_add_up_and_keep_the_first_rows_of_each_kind() -> None:
     whole, parts = Findings(), [Findings(), Findings()]
     for row in range(1, 9):
@@ -263,10 +214,6 @@ def rows_told(found: dict[str, dict[str, Any]], kind: str) -> list[int]:
 
 
 PLAIN = [row_of(f"Question {number}", f"Answer {number}") for number in range(40)]
-
-
-def test_good_rows_are_prepared_without_findings(recipe_of: RecipeOf) -> None:
-    assert prepared(recipe_of(PLAIN, "data.max_length=64")) == {}
 
 
 def test_findings_are_told_with_their_rows(recipe_of: RecipeOf) -> None:
@@ -300,12 +247,6 @@ def test_an_answer_that_most_rows_have_is_found(recipe_of: RecipeOf) -> None:
     assert (found["same_answer"]["count"], rows_told(found, "same_answer")) == (21, [20])
     # Half of the rows is not most of them.
     assert prepared(recipe_of([*PLAIN[20:22], *rows], "data.max_length=64")) == {}
-
-
-def test_every_kind_of_finding_that_a_row_can_have_may_be_refused(make_recipe: MakeRecipe) -> None:
-    kinds = ["role_order", "empty_turn", "last_turn", "special_tokens", "end_token", "undecodable", "placeholder"]
-    assert set(kinds) < set(MEANING)
-    assert make_recipe(f"data.refuse={json.dumps(kinds)}").data.refuse == tuple(kinds)
 
 
 def judged(recipe: Recipe) -> None:

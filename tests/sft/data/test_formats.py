@@ -175,26 +175,12 @@ def test_the_recipe_says_which_turns_are_trained(
     assert conversation(alpaca, loss_on=loss_on).trained == history
 
 
-def test_a_weight_holds_whatever_the_loss_is_on() -> None:
-    talk = [USER, ANSWER, USER, ANSWER | {"weight": 0}]
-    for loss_on, trained in (("auto", [0, 1, 0, 0]), ("assistant", [0, 1, 0, 0]), ("last_assistant", [0, 0, 0, 0])):
-        assert conversation({"messages": talk}, loss_on=loss_on).trained == trained
-    split = {"prompt": talk[:1], "completion": [ANSWER, USER, ANSWER | {"weight": 0}]}
-    assert conversation(split, loss_on="completion").trained == [0, 1, 0, 0]
-
-
 def test_without_a_chat_template_prompt_and_completion_stay_text() -> None:
     plain = source(chat=False)
     assert example({"prompt": "1 + 1 =", "completion": " 2"}, plain) == Text("1 + 1 =", " 2")
     assert example({"prompt": None, "completion": " 2"}, plain) == Text("", " 2")
     with pytest.raises(ValueError, match="content"):
         example({"prompt": [USER], "completion": [ANSWER]}, plain)
-
-
-def test_tokens_are_taken_as_they_are() -> None:
-    assert example({"input_ids": [5, 6]}) == Tokens([5, 6], None)
-    assert example({"input_ids": [5, 6], "labels": None, "attention_mask": [1, 1]}) == Tokens([5, 6], None)
-    assert example({"input_ids": [5, 6], "labels": [-100, 6]}) == Tokens([5, 6], [-100, 6])
 
 
 @pytest.mark.parametrize(
@@ -246,16 +232,6 @@ def test_a_row_without_a_column_that_its_source_has_names_it(format: str) -> Non
 def test_a_format_is_known_by_its_columns(format: str) -> None:
     assert row_format([dict.fromkeys(FORMATS[format] | {"id", "source"})], source()) == format
     assert row_format([dict.fromkeys(FORMATS[format])], source(format=format)) == format
-
-
-def test_a_rendered_text_beside_a_conversation_is_passed_over_unless_it_is_stated() -> None:
-    columns = {"instruction", "output", "text"}
-    assert row_format([dict.fromkeys(columns)], source()) == "alpaca"
-    assert row_format([dict.fromkeys(columns)], source(format="text")) == "text"
-    assert (
-        row_format([dict.fromkeys({"messages", "prompt", "completion"})], source(format="prompt_completion"))
-        == "prompt_completion"
-    )
 
 
 def test_columns_go_by_the_names_that_the_recipe_gives_them() -> None:
@@ -392,21 +368,6 @@ def test_dropped_thoughts_are_dropped_with_and_without_a_chat_template(answer: s
     for given in (row, {"messages": [USER, said]}, {"instruction": "Hi", "output": answer}):
         assert conversation(given, reasoning="drop").messages == [USER, ANSWER]
         assert conversation(given).messages == [USER, said]
-
-
-@pytest.mark.parametrize(
-    ("row", "told"),
-    [
-        ({"system": "Be brief."}, "it has system, which"),
-        ({"tools": [{"name": "f"}]}, "it has tools, which"),
-        ({"system": "Be brief.", "tools": "[]"}, "it has system and tools, which"),
-    ],
-)
-def test_without_a_chat_template_there_is_no_place_for_more_than_two_columns(row: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=f"{told} `chat: false` leaves no place for"):
-        example({"prompt": "Hi", "completion": "Hello"} | row, source(chat=False))
-    none = dict.fromkeys(row)
-    assert example({"prompt": "Hi", "completion": "Hello"} | none, source(chat=False)) == Text("Hi", "Hello")
 
 
 @pytest.mark.parametrize(

@@ -238,12 +238,6 @@ def test_too_many_faults_stop_the_run_with_their_reasons() -> None:
     check_limits(ledger(89, bad_row=5, no_answer=6), data(max_dropped_fraction=0.2))
 
 
-def test_too_few_trained_tokens_stop_the_run() -> None:
-    check_limits(ledger(5, trained=10, masked=90), data(min_trained_fraction=0.1))
-    with pytest.raises(DataError, match=r"9 of 100 tokens are trained \(9.00%\).*min_trained_fraction=0.1"):
-        check_limits(ledger(5, trained=9, masked=91), data(min_trained_fraction=0.1))
-
-
 def test_nothing_to_train_on_is_told_with_the_reasons() -> None:
     with pytest.raises(DataError, match=r"all 3 rows were dropped or held out \(3 no answer\)"):
         check_limits(ledger(0, 0, 0, no_answer=3), data(max_dropped_fraction=1.0))

@@ -19,7 +19,7 @@ from sft.data.facts import inspect_data
 from sft.data.prepare import prepare
 from sft.data.prepared import Prepared, entry_folder, find_prepared
 from sft.data.store import DocumentStore, SequenceIndex
-from sft.errors import DataError, ModelError, RunError
+from sft.errors import DataError, ModelError
 from sft.hub.demo import Demo
 from sft.launch.prepare import prepared_data
 from sft.plan.facts import inspect_model
@@ -198,24 +198,6 @@ def test_packs_hold_every_chosen_document_and_none_that_is_held_out(
     assert (entry.sequences, entry.summary["held_out_sequences"]) == (len(train), len(held_out))
 
 
-@pytest.mark.parametrize("overlong", ["drop", "truncate", "split"])
-def test_a_longer_pack_holds_more_documents_and_cuts_none_differently(
-    overlong: str, make: Callable[..., Recipe], tmp_path: Path
-) -> None:
-    path = write(tmp_path / "rows.jsonl", VARIED[:33])
-    limits = [f"data.train={path}", f"data.overlong={overlong}", "data.max_length=32", "data.max_overlong_fraction=1.0"]
-    short, long = prepared(make(*limits)), prepared(make(*limits, "data.pack_length=500"))
-    assert long.ledger["total"] == short.ledger["total"]
-    documents = DocumentStore.open(long.folder).documents
-    assert documents["length"].max() <= 32
-    index = SequenceIndex.load(long.folder / "train.npz")
-    packs = [int(documents["length"][index.of(number)].sum()) for number in range(len(index))]
-    assert 32 < max(packs) <= 500
-    assert len(packs) == -(-sum(packs) // 500)
-    packing = long.ledger["packing"]
-    assert (packing["packs"], packing["padding"]) == (len(packs), 500 * len(packs) - sum(packs))
-
-
 def test_the_fingerprint_is_of_what_is_trained_and_of_nothing_else(make: Callable[..., Recipe], tmp_path: Path) -> None:
     def fingerprint(rows: list[Row], *overrides: str, name: str = "rows.jsonl") -> str:
         return prepared(make(f"data.train={write(tmp_path / name, rows)}", *overrides)).fingerprint
@@ -245,16 +227,6 @@ def test_data_that_a_recipe_cannot_use_is_one_message(
         prepared(make(f"data.train={path}", *(override.replace("ROWS", str(path)) for override in overrides)))
 
 
-def test_a_file_without_good_rows_is_one_message(make: Callable[..., Recipe], tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.touch()
-    with pytest.raises(DataError, match=r"rows.jsonl holds no rows\."):
-        prepared(make(f"data.train={path}"))
-    path.write_text("no\nno\n")
-    with pytest.raises(DataError, match=r"none of its first 2 rows can be read \(line 1 is not JSON"):
-        prepared(make(f"data.train={path}"))
-
-
 def test_conversations_without_a_chat_template_are_one_message(
     make: Callable[..., Recipe], demo: Demo, tmp_path: Path
 ) -> None:
@@ -268,14 +240,6 @@ def test_conversations_without_a_chat_template_are_one_message(
     write(path, [{"prompt": "a", "completion": "b"}])
     train = f"data.train=[{{path: {path}, chat: false}}]"
     assert prepared(make(train, f"model.name_or_path={model}")).ledger["total"]["rows"]["used"] == 1
-
-
-def test_a_place_that_cannot_be_written_is_one_message(make: Callable[..., Recipe], tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / ".prepared").touch()
-    path = write(tmp_path / "rows.jsonl", VARIED[:3])
-    with pytest.raises(RunError, match=r"The prepared data cannot be written to .*\.prepared"):
-        prepared(make(f"data.train={path}"))
 
 
 @pytest.fixture
@@ -324,39 +288,6 @@ def run(recipe_file: Path, *words: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "sft.launch.prepare", str(recipe_file), *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-@pytest.mark.slow
-def test_of_two_that_start_at_once_one_prepares_and_the_other_waits(
-    recipe_file: Path, demo: Demo, tmp_path: Path
-) -> None:
-    words = [f"model.name_or_path={demo.model}", f"data.train={write(tmp_path / 'rows.jsonl', VARIED[:20] * 30)}"]
-    processes = [run(recipe_file, *words, f"output_dir={tmp_path / 'out'}") for _ in range(2)]
-    told = [process.communicate(timeout=100)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    (first,) = [text for text in told if "Preparing" in text]
-    (second,) = [text for text in told if "Preparing" not in text]
-    assert "waiting" not in first
-    assert second in ("", "Another process is preparing this data; waiting for it.\n")
-    assert len(left_in(tmp_path / "out" / ".prepared")) == 1
-
-
-@pytest.mark.slow
-def test_data_that_changes_while_a_process_prepares_it_is_refused_and_not_kept(
-    recipe_file: Path, demo: Demo, tmp_path: Path
-) -> None:
-    path, out = write(tmp_path / "rows.jsonl", VARIED[:20] * 600), tmp_path / "out"
-    process = run(recipe_file, f"model.name_or_path={demo.model}", f"data.train={path}", f"output_dir={out}")
-    while not begun(out):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.001)
-    with path.open("a") as file:
-        file.write(json.dumps(talk("one", "more")) + "\n")
-    told = process.communicate(timeout=100)[1]
-    assert process.returncode == 2, told
-    assert "changed while it was prepared. Start again once it no longer changes." in told
-    assert "Traceback" not in told
-    assert left_in(out / ".prepared") == []
 
 
 def begun(out: Path) -> bool:
@@ -432,30 +363,6 @@ def test_a_fraction_that_holds_out_nothing_is_an_error(make: Callable[..., Recip
     with pytest.raises(DataError, match=r"data.held_out=0.0001 holds out no usable row. Raise it, or leave"):
         prepared(make(train, "data.held_out=0.0001"))
     assert left_in(tmp_path / "out" / ".prepared") == []
-
-
-def test_a_source_that_holds_out_nothing_is_an_error(make: Callable[..., Recipe], tmp_path: Path) -> None:
-    train = f"data.train={write(tmp_path / 'rows.jsonl', VARIED[:5])}"
-    held_out = write(tmp_path / "held_out.jsonl", [talk("a", "")] * 3)
-    with pytest.raises(DataError, match=r"data.held_out=.*held_out.jsonl holds out no usable row"):
-        prepared(make(train, f"data.held_out={held_out}"))
-    # A list of sources is told by their paths, not by how Python shows it.
-    with pytest.raises(DataError, match=r"data.held_out.*held_out.jsonl.* no usable row") as error:
-        prepared(make(train, f"data.held_out=[{{path: {held_out}}}]"))
-    assert "Source(" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "keys", [("epochs: 0.01", ""), ("weight: 0.01", "weight: 1.0"), ("weight: 1.0", "weight: 0.01")]
-)
-def test_a_source_of_which_no_row_is_taken_is_named(
-    keys: tuple[str, str], make: Callable[..., Recipe], tmp_path: Path
-) -> None:
-    paths = [write(tmp_path / f"{name}.jsonl", VARIED[start : start + 9]) for name, start in (("a", 0), ("b", 40))]
-    sources = [f"{{path: {path}, {key}}}" for path, key in zip(paths, keys, strict=True)]
-    named = paths[[float(key.partition(":")[2] or 1) < 1 for key in keys].index(True)]
-    with pytest.raises(DataError, match=rf"no row of {named} is used \(9 are usable\)"):
-        prepared(make(f"data.train=[{', '.join(sources)}]"))
 
 
 HELD_OUT_MISTAKES = {

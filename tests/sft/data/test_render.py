@@ -211,14 +211,6 @@ def test_the_trained_stretches_are_the_answers_with_their_ends(name: str, trl_to
 
 
 @pytest.mark.parametrize("name", sorted(set(TRL) - MULTIMODAL))
-def test_a_conversation_of_one_turn_ends_as_those_of_several(name: str, trl_tokenizer: Any) -> None:
-    *_, one = rendered_by(name, trl_tokenizer, CHAT[:2])
-    *_, all_turns = rendered_by(name, trl_tokenizer, CHAT)
-    ends = [turn.partition(reply)[2] for turn, reply in ((one[0], REPLIES[0]), (all_turns[-1], REPLIES[-1]))]
-    assert ends[0] == ends[1]
-
-
-@pytest.mark.parametrize("name", sorted(set(TRL) - MULTIMODAL))
 def test_marked_turns_are_those_that_comparison_finds(name: str, trl_tokenizer: Any) -> None:
     """Two derivations that share nothing but the template's text."""
     renderer, rendered, _ = rendered_by(name, trl_tokenizer, CHAT)
@@ -247,14 +239,6 @@ def test_what_generation_is_prompted_with_is_not_trained(name: str, trl_tokenize
         assert before.removesuffix("<think>").endswith(header) if name in NOT_PREFIXES else before.endswith(prompt)
 
 
-def test_a_line_break_that_trl_marks_before_the_answer_is_not_trained(demo_tokenizer: Any) -> None:
-    """Of Qwen2.5: its generation prompt ends with the line break that TRL's template marks."""
-    renderer = ChatRenderer(with_template(demo_tokenizer, TRL["qwen2_5"]))
-    text, marked = renderer.apply(CHAT, None, {}, marked=True)
-    assert any(text[start:end].startswith("\n") for start, end in marked)
-    assert rendered_by("qwen2_5", demo_tokenizer, CHAT)[2] == [f"{reply}<|im_end|>" for reply in REPLIES]
-
-
 @pytest.mark.parametrize("name", sorted(TRL))
 def test_the_training_template_is_the_one_that_trl_takes(name: str, demo_tokenizer: Any) -> None:
     """TRL says None of a template that can be trained with as it is, and refuses one that it does not know."""
@@ -267,15 +251,6 @@ def test_the_training_template_is_the_one_that_trl_takes(name: str, demo_tokeniz
         taken = None
     assert training_template(TRL[name]) == taken
     assert training_template(TRL[name] + " ") == (TRL[name] + " " if taken == TRL[name] else None)
-
-
-@pytest.mark.parametrize("template", ["demo", "chatml", "plain", "unmarked"])
-def test_an_empty_turn_is_a_turn(template: str, demo_tokenizer: Any) -> None:
-    shipped = TEMPLATES / f"{template}.jinja"
-    text = demo_tokenizer.chat_template if template == "demo" else UNMARKED
-    tokenizer = with_template(demo_tokenizer, shipped.read_text() if shipped.is_file() else text)
-    turns = trained_text(tokenizer, [CHAT[0], CHAT[1] | {"content": ""}, *CHAT[2:4]])
-    assert [turn.strip() for turn in turns] == ["<|im_end|>", f"{REPLIES[1]}<|im_end|>"]
 
 
 def test_thoughts_are_trained_also_where_the_prompt_has_an_empty_one(load: Callable[..., Any]) -> None:

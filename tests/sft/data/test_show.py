@@ -141,41 +141,6 @@ def test_a_row_is_shown_with_its_tokens_and_what_is_trained(show: Callable[..., 
     assert "<|im_start|>user\nquestion 0<|im_end|><|im_start|>assistant\n[[answer 0<|im_end|>]]" in out
 
 
-def test_a_row_that_was_cut_says_how_much(show: Callable[..., str], tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(talk("?", "9" * 200)))
-    out = show(["--show", "1"], f"data.train={path}", "data.overlong=truncate", "data.max_length=64")
-    cut = re.search(r"64 tokens, (\d+) of them trained, (\d+) cut off", out)
-    assert cut
-    assert re.search(rf"tokens truncated +{int(cut[2]):,}", out)
-
-
-def test_every_source_has_a_column_with_all_of_its_numbers(
-    show: Callable[..., str], rows: Path, tmp_path: Path
-) -> None:
-    names = [f"a_rather_long_name_of_a_file_{number}.jsonl" for number in range(6)]
-    for name in names:
-        (tmp_path / name).write_text(rows.read_text())
-    train = ", ".join(f"{{path: {tmp_path / name}, epochs: 0.5}}" for name in names)
-    out = show(["--show", "0"], f"data.train=[{train}]", "data.held_out=0.2", "data.deduplicate=true")
-    (used,) = re.findall(r"^ *rows used +(.*?) *$", out, flags=re.MULTILINE)
-    counts = [int(number) for number in used.split()]
-    assert len(counts) == 7
-    assert counts[-1] == sum(counts[:-1])
-    for label in ("rows held out", "rows dropped: duplicate", "rows dropped: not drawn", "tokens held out", "all"):
-        assert label in out
-    # Names are folded, not cut: all their letters are there.
-    columns = re.sub(r"\s", "", out)
-    assert columns.count("a_rather") >= 6
-
-
-@pytest.mark.parametrize("words", [["--prepare"], ["--show", "1"]])
-def test_the_data_can_be_looked_at_where_it_cannot_be_trained(
-    words: list[str], show: Callable[..., str], rows: Path
-) -> None:
-    assert "Prepared" in show(words, f"data.train={rows}", "train.precision=fp16", "train.deepspeed=zero3")
-
-
 def test_the_summary_is_the_ledger_in_a_line(make_recipe: MakeRecipe, rows: Path) -> None:
     prepared = entry([f"data.train={rows}", "data.held_out=0.3", "data.deduplicate=true"], make_recipe)
     line, *notes = summary_lines(prepared)
@@ -203,17 +168,3 @@ def test_text_that_only_spells_a_special_token_has_a_backslash(tokenizer: Any, m
         # The tokens themselves have none, and are as many as without the text.
         for name in names:
             assert shown.count(name) - shown.count(f"\\{name}") == written.count(name)
-
-
-def test_columns_that_nobody_reads_are_told(make_recipe: MakeRecipe, tmp_path: Path) -> None:
-    first, second, third = (tmp_path / f"{name}.jsonl" for name in "abc")
-    first.write_text("".join(json.dumps(talk(f"{n}", "a") | {"id": n, "source": "x"}) + "\n" for n in range(5)))
-    second.write_text("".join(json.dumps({"prompt": f"{n}", "completion": "b"}) + "\n" for n in range(5)))
-    # Of few rows too.
-    rows = [{"text": f"text {n}"} | ({"meta": 1} if n == 3 else {}) for n in range(9)]
-    third.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    train = ", ".join(f"{{path: {path}}}" for path in (first, second, third))
-    lines = summary_lines(entry([f"data.train=[{train}]"], make_recipe))
-    told = [line for line in lines if line.startswith("Not read: ")]
-    assert told == [f"Not read: id, source of {first}", f"Not read: meta of {third}"]
-    assert lines[0].startswith("Data: ")

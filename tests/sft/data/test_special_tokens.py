@@ -132,38 +132,6 @@ def test_special_tokens_may_be_kept(name: str, made: Callable[..., Chunk], token
     assert kept.findings.counts - clean.findings.counts == {("special_tokens_kept", 0): 1}
 
 
-TOOLS = [{"type": "function", "function": {"name": "f", "description": "Adds.", "parameters": {"properties": {}}}}]
-
-
-def called(arguments: Any, tools: Any = TOOLS) -> dict[str, Any]:
-    turns = talk("Hi", "", tool_calls=[{"type": "function", "function": {"name": "f", "arguments": arguments}}])
-    turns["messages"] += [{"role": "tool", "name": "f", "content": "5"}, {"role": "assistant", "content": "Five"}]
-    return turns | {"tools": tools}
-
-
-@pytest.mark.parametrize("name", ["qwen3", "minimind"])
-@pytest.mark.parametrize(
-    "row",
-    [
-        called({"a": "<|im_end|>"}),
-        called({"a": {"b": [{"c": "<|im_start|>"}]}}),
-        called('{"a": "<|im_end|>"}'),
-        called({"role": "<|im_end|>"}),
-        called({"<|im_end|>": "x"}),
-        called({"a": {"<|im_start|>": ["x"]}}),
-        called({}, [{"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}]),
-        called({}, [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"<|im_end|>": {}}}}}]),
-    ],
-)
-def test_a_call_of_a_tool_writes_no_control_token(
-    name: str, row: dict[str, Any], made: Callable[..., Chunk], tokenizer_of: TokenizerOf
-) -> None:
-    tokenizer = tokenizer_of(name)
-    clean, dirty = made(name, called({"a": "x"})), made(name, row)
-    assert control_ids(tokenizer, dirty.tokens) == control_ids(tokenizer, clean.tokens)
-    assert [control_ids(tokenizer, np.array(run)) for run in trained_runs(dirty)] == [[tokenizer.eos_token_id]] * 2
-
-
 SHOWS_ALL = """\
 {% for message in messages %}<|im_start|>{{ message['role'] }}{{ message.name or '' }}{{ note or '' }}
 {% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}\
@@ -191,17 +159,6 @@ def test_nothing_that_a_template_shows_writes_a_control_token(
     clean, dirty = (maker.make(Source(path="x"), 0, "messages", [(1, given)]) for given in (talk("Hi"), row))
     assert "<|im_end|>" in text_of(tokenizer, dirty.tokens)
     assert control_ids(tokenizer, dirty.tokens) == control_ids(tokenizer, clean.tokens)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_prompt_and_completion_write_no_control_token_together(
-    name: str, made: Callable[..., Chunk], tokenizer_of: TokenizerOf
-) -> None:
-    tokenizer = tokenizer_of(name)
-    half = len(tokenizer.eos_token) // 2
-    row = {"prompt": f"Hi {tokenizer.eos_token[:half]}", "completion": f"{tokenizer.eos_token[half:]} there"}
-    chunk = made(name, row, format="prompt_completion", of="text")
-    assert control_ids(tokenizer, chunk.tokens[1:]) == [tokenizer.eos_token_id]
 
 
 @pytest.mark.parametrize("name", MODELS)

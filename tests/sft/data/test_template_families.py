@@ -152,16 +152,6 @@ def test_ids_that_a_template_demands_are_made_where_a_row_has_none(
     assert made(MISTRAL, calls(**ids))[0] == text
 
 
-def test_results_without_ids_answer_their_calls_in_order(made: Callable[..., tuple[str, Chunk]]) -> None:
-    messages = calls()
-    messages[1]["tool_calls"] *= 2
-    messages.insert(3, {"role": "tool", "content": "six"})
-    text, _ = made(MISTRAL, messages)
-    first, second = (text.partition(f"{result}#")[2][:9] for result in ("five", "six"))
-    assert first != second
-    assert text.index(f"#{first}") < text.index(f"#{second}") < text.index("five")
-
-
 @pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'])
 @pytest.mark.parametrize("written", ["(call.function.arguments + '')", "call.function.arguments | tojson"])
 def test_a_call_is_trained_whichever_form_of_arguments_a_template_reads(
@@ -203,15 +193,6 @@ def test_answers_without_the_thought_that_their_prompt_opens_are_noted(
     text, chunk = made(template, thoughts(reasoning))
     assert trained in text
     assert set(chunk.findings.counts) == ({(found, 0)} if found else set())
-
-
-def test_a_thought_that_is_opened_twice_or_never_closed_is_not_trained(made: Callable[..., tuple[str, Chunk]]) -> None:
-    """Some templates begin the last turn as a prompt, whatever it holds."""
-    prefilled = DISTILLED.replace(
-        "{{ m.content", "{% if loop.last and m.role == 'assistant' %}<think>\n{% endif %}{{ m.content"
-    )
-    with pytest.raises(ModelError, match=r"model.chat_template"):
-        made(prefilled, thoughts(""))
 
 
 MARKED = PLAIN.replace("{{ m.content }}", "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"

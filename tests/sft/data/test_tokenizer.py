@@ -98,18 +98,6 @@ def test_without_a_chat_template_the_eos_ends_what_is_trained(
     assert load(make_recipe, folder, "model.chat_template=plain").eos_token == "<|endoftext|>"
 
 
-def test_new_tokens_are_single_tokens_that_the_recipe_may_use(make_recipe: MakeRecipe) -> None:
-    tokenizer = load_tokenizer(make_recipe("model.new_tokens=[<|new|>, <|more|>]", "model.pad_token=<|new|>"))
-    before = len(load_tokenizer(make_recipe()))
-    assert tokenizer("a<|new|><|more|>", add_special_tokens=False)["input_ids"][1:] == [before, before + 1]
-    assert (tokenizer.pad_token, tokenizer.eos_token) == ("<|new|>", "<|im_end|>")
-    assert {"<|new|>", "<|more|>", "<|im_start|>"} <= {
-        token.content for token in tokenizer.added_tokens_decoder.values() if token.special
-    }
-    with pytest.raises(ModelError, match=r"model.new_tokens: <\|im_end\|>: in the tokenizer's vocabulary already"):
-        load_tokenizer(make_recipe("model.new_tokens=[<|im_end|>, <|new|>]"))
-
-
 @pytest.mark.parametrize("key", ["pad_token", "eos_token"])
 def test_a_token_that_is_not_in_the_vocabulary_is_refused(key: str, make_recipe: MakeRecipe) -> None:
     with pytest.raises(ModelError) as error:
@@ -212,17 +200,6 @@ def test_a_chat_template_is_a_name_or_a_file(
     ):
         check_tokenizer_choice(make_recipe("model.chat_template=chatmll"))
     check_tokenizer_choice(make_recipe())
-
-
-@pytest.mark.parametrize("broken", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_tokenizer_that_cannot_be_loaded_is_one_message(
-    broken: str, make_recipe: MakeRecipe, changed: Callable[..., Path]
-) -> None:
-    folder = changed()
-    (folder / broken).write_text("{")
-    with pytest.raises(ModelError, match=r"The tokenizer of .* cannot be loaded from its folder") as error:
-        load(make_recipe, folder)
-    assert "\n" not in str(error.value)
 
 
 def test_a_template_that_refuses_a_plain_question_is_one_message(make_recipe: MakeRecipe, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from sft.plan.decision import Decision
 from sft.plan.deepspeed import load_deepspeed
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
+from sft.recipe.schema import Lora
 from sft.run.directory import Run
 from sft.train.arguments import build_trainer, engine_callbacks, training_arguments
 from sft.train.batches import Sequences
@@ -47,7 +48,8 @@ ZERO_3 = partial(
     params_in_nvme_and_cpu=False,
 )
 CPU = Hardware(None, 1, 1, 2, 16.0)
-Alter = Callable[[Any], None]
+Alter = Callable[[Any], Any]
+Plan = Callable[[Job], Job]
 MakeJob = Callable[..., Job]
 Read = Callable[..., dict[str, Reading]]
 
@@ -107,7 +109,7 @@ def read(make_job: MakeJob, tmp_path: Path) -> Read:
 
     def reading(
         *overrides: str,
-        planned: Callable[[Job], Job] = lambda job: job,
+        planned: Plan = lambda job: job,
         before: Alter = nothing,
         after: Alter = nothing,
     ) -> dict[str, Reading]:
@@ -145,7 +147,7 @@ def wrong(found: dict[str, Reading]) -> dict[str, tuple[str, str]]:
     return differing
 
 
-def as_planned(**decisions: object) -> Callable[[Job], Job]:
+def as_planned(**decisions: object) -> Plan:
     def change(job: Job) -> Job:
         values: Any = {name: Decision(value, "the recipe") for name, value in decisions.items()}
         return replace(job, plan=replace(job.plan, **values))
@@ -173,45 +175,169 @@ def test_what_runs_as_planned_is_not_refused(overrides: list[str], read: Read) -
     assert found["sharded"].running == "nothing"
 
 
-def test_another_engine(read: Read) -> None:
-    def zero(job: Job) -> Job:
-        return replace(as_planned(engine="ZeRO-2")(job), deepspeed=load_deepspeed("zero2"))
+def with_section(section: str, **values: Any) -> Plan:
+    """The job whose recipe has other values in a section."""
 
-    differing = wrong(read(planned=zero))
-    assert differing["engine"] == ("ZeRO-2", "one process")
-    assert differing["sharded"] == ("optimizer, gradients", "nothing")
-    assert set(differing) == {"engine", "sharded"}
+    def change(job: Job) -> Job:
+        changed = getattr(job.recipe, section).model_copy(update=values)
+        return replace(job, recipe=job.recipe.model_copy(update={section: changed}))
+
+    return change
 
 
-def test_an_offload_that_does_not_run(read: Read) -> None:
-    def offloading(job: Job) -> Job:
-        return replace(as_planned(engine="ZeRO-3")(job), deepspeed=load_deepspeed("zero3_offload"))
+def with_zero(stage: str) -> Plan:
+    engine = as_planned(engine=f"ZeRO-{stage[4]}")
+    return lambda job: replace(engine(job), deepspeed=load_deepspeed(stage))
 
-    assert wrong(read(planned=offloading))["offloaded"] == ("optimizer on cpu, parameters on cpu", "nothing")
+
+def on_two_ranks(engine: str) -> Plan:
+    return lambda job: replace(as_planned(engine=engine)(job), hardware=replace(CPU, ranks=2, ranks_per_node=2))
 
 
 @pytest.mark.parametrize(
-    ("zero", "offloaded"),
+    ("planned", "overrides", "expected"),
     [
-        (types.SimpleNamespace(cpu_offload=False), "nothing"),
-        (types.SimpleNamespace(cpu_offload=True), "optimizer on cpu"),
-        (ZERO_3(), "nothing"),
-        (ZERO_3(offload_optimizer=True), "optimizer on cpu"),
-        (ZERO_3(offload_optimizer=True, swap_optimizer=True), "optimizer on nvme"),
-        (ZERO_3(offload_param=True), "parameters on cpu"),
-        (ZERO_3(offload_param=True, params_in_nvme_and_cpu=True), "parameters on nvme"),
+        (
+            with_zero("zero2"),
+            [],
+            {"engine": ("ZeRO-2", "one process"), "sharded": ("optimizer, gradients", "nothing")},
+        ),
+        (
+            with_zero("zero3_offload"),
+            [],
+            {
+                "engine": ("ZeRO-3", "one process"),
+                "sharded": ("optimizer, gradients, parameters", "nothing"),
+                "offloaded": ("optimizer on cpu, parameters on cpu", "nothing"),
+            },
+        ),
+        (on_two_ranks("DDP"), [], {"engine": ("DDP", "one process"), "processes": ("2", "1")}),
+        (on_two_ranks("FSDP"), [], {"engine": ("FSDP", "one process"), "processes": ("2", "1")}),
+        (as_planned(kernels="liger"), [], {"kernels": ("liger", "none")}),
+        (as_planned(gradient_checkpointing=True), [], {"gradient_checkpointing": ("every layer", "off")}),
+        (as_planned(precision="bf16"), [], {"precision": ("bf16", "fp32")}),
+        (with_section("data", packing=True), ["data.packing=false"], {"packing": ("on", "off")}),
+        (with_section("model", lora=Lora()), [], {"trained": ("adapters of rank 16", "0 adapters")}),
     ],
+    ids=str,
 )
-def test_where_deepspeeds_optimizer_says_that_it_keeps_things(zero: Any, offloaded: str) -> None:
-    assert _offloaded(types.SimpleNamespace(optimizer=zero)) == offloaded
+def test_a_plan_that_does_not_run_is_refused(
+    planned: Plan, overrides: list[str], expected: dict[str, tuple[str, str]], read: Read
+) -> None:
+    differing = wrong(read(*overrides, planned=planned))
+    assert differing.keys() >= expected.keys()
+    for name, (was_planned, running) in expected.items():
+        assert differing[name][0] == was_planned
+        assert differing[name][1].endswith(running)
 
 
-@pytest.mark.parametrize("engine", ["DDP", "FSDP"])
-def test_one_process_where_two_were_planned(engine: str, read: Read) -> None:
-    def two(job: Job) -> Job:
-        return replace(as_planned(engine=engine)(job), hardware=replace(CPU, ranks=2, ranks_per_node=2))
+def of_sdpa(trainer: Any) -> Any:
+    other = copy.deepcopy(trainer.model.config)
+    other._attn_implementation = "sdpa"
+    return other
 
-    assert wrong(read(planned=two)) == {"engine": (engine, "one process"), "processes": ("2", "1")}
+
+def ignore_attention(trainer: Any) -> None:
+    """The configuration says one thing, and a layer does another."""
+    trainer.model.model.layers[1].self_attn.config = of_sdpa(trainer)
+
+
+def keep_cache(trainer: Any) -> None:
+    trainer.model.model.register_forward_pre_hook(
+        lambda module, args, inputs: (args, inputs | {"use_cache": True}), with_kwargs=True
+    )
+
+
+def compute_all_logits(trainer: Any) -> None:
+    trainer.compute_loss = lambda model, inputs: model(**inputs, use_cache=False).loss
+
+
+@pytest.mark.parametrize(
+    ("alter", "expected"),
+    [
+        (lambda trainer: trainer.model.set_attn_implementation("sdpa"), {"attention": ("varlen", "sdpa in 3 layers")}),
+        (
+            lambda trainer: trainer.model.set_attn_implementation("eager"),
+            {"attention": ("varlen", "the model's own")},
+        ),
+        (ignore_attention, {"attention": ("varlen", "varlen in 2 layers, sdpa in 1 layers")}),
+        (keep_cache, {"use_cache": ("off", "on")}),
+        (compute_all_logits, {"loss": ("TRL's fused head", "all logits, then cross-entropy")}),
+    ],
+    ids=["sdpa", "eager", "one layer", "cache", "logits"],
+)
+def test_a_model_that_computes_in_another_way_is_refused(
+    alter: Alter, expected: dict[str, tuple[str, str]], read: Read
+) -> None:
+    assert wrong(read(before=alter)) == expected
+
+
+def swap_kernel(trainer: Any) -> None:
+    norm = trainer.model.model.norm
+    source = type(norm).forward
+    forward = types.FunctionType(source.__code__, source.__globals__, "forward")
+    forward.__module__ = "liger_kernel.transformers.rms_norm"
+    norm.forward = types.MethodType(forward, norm)
+
+
+def swap_optimizer(trainer: Any) -> None:
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=trainer.args.learning_rate)
+
+
+def change_learning_rate(trainer: Any) -> None:
+    for group in trainer.optimizer.param_groups:
+        group["initial_lr"] = group["lr"] = 0.5
+
+
+@pytest.mark.parametrize(
+    ("alter", "overrides", "expected"),
+    [
+        (swap_kernel, [], {"kernels": ("none", "liger: 1 Qwen2RMSNorm")}),
+        (swap_optimizer, [], {"optimizer": ("AdamW on fp32", "SGD on fp32")}),
+        (change_learning_rate, [], {"learning_rate": ("1e-05", "0.5")}),
+        (
+            lambda trainer: setattr(trainer.args, "per_device_train_batch_size", 3),
+            [],
+            {"micro_batch_size": ("4", "3")},
+        ),
+        (
+            lambda trainer: trainer.model.model.norm.float(),
+            ["train.precision=bf16"],
+            {"weights": ("bf16", "bf16, fp32")},
+        ),
+    ],
+    ids=["kernel", "optimizer", "learning rate", "micro-batch", "dtype"],
+)
+def test_live_objects_that_are_not_as_planned_are_refused(
+    alter: Alter, overrides: list[str], expected: dict[str, tuple[str, str]], read: Read
+) -> None:
+    assert wrong(read(*overrides, after=alter)) == expected
+
+
+def test_weights_in_another_dtype_are_refused_with_their_optimizer(read: Read) -> None:
+    differing = wrong(read(after=lambda trainer: trainer.model.to(torch.bfloat16)))
+    assert differing["weights"] == ("fp32", "bf16")
+    assert differing["optimizer"][1].startswith("AdamW on bf16")
+
+
+def test_weights_that_the_model_keeps_in_fp32_are_no_mismatch(read: Read) -> None:
+    def keep(trainer: Any) -> None:
+        trainer.model.model.norm.float()
+        trainer.model._keep_in_fp32_modules_strict = {"norm.weight"}
+
+    assert wrong(read("train.precision=bf16", after=keep)) == {}
+
+
+@pytest.mark.parametrize("overrides", [[], ["model.lora={}"]])
+def test_other_parameters_than_planned_are_refused(overrides: list[str], read: Read) -> None:
+    """A frozen weight of the model; a trained base beside adapters."""
+
+    def alter(trainer: Any) -> None:
+        parameters = trainer.model.parameters() if overrides else [trainer.model.model.norm.weight]
+        for parameter in parameters:
+            parameter.requires_grad = bool(overrides)
+
+    assert set(wrong(read(*overrides, after=alter))) == {"trained"}
 
 
 def test_processes_that_do_not_know_of_each_other(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,129 +350,6 @@ def test_processes_that_do_not_know_of_each_other(read: Read, monkeypatch: pytes
     assert differing["engine"] == ("DDP", "processes that do not know of each other")
 
 
-@pytest.mark.parametrize("other", ["sdpa", "eager"])
-def test_attention_swapped_after_loading(other: str, read: Read) -> None:
-    differing = wrong(read(before=lambda trainer: trainer.model.set_attn_implementation(other)))
-    assert set(differing) == {"attention"}
-    planned, running = differing["attention"]
-    assert planned == "varlen"
-    assert running == {"sdpa": "sdpa in 3 layers", "eager": "the model's own"}[other]
-
-
-def test_attention_that_the_model_ignores(read: Read) -> None:
-    """The configuration says one thing, and the layers do another."""
-
-    def ignore(trainer: Any) -> None:
-        other = copy.deepcopy(trainer.model.config)
-        other._attn_implementation = "sdpa"
-        for layer in trainer.model.model.layers:
-            layer.self_attn.config = other
-
-    assert wrong(read(before=ignore)) == {"attention": ("varlen", "sdpa in 3 layers")}
-
-
-def test_liger_planned_and_nothing_swapped_in(read: Read) -> None:
-    assert wrong(read(planned=as_planned(kernels="liger"))) == {"kernels": ("liger", "none")}
-
-
-def test_weights_in_another_format(read: Read) -> None:
-    differing = wrong(read(after=lambda trainer: trainer.model.to(torch.bfloat16)))
-    assert differing["weights"] == ("fp32", "bf16")
-    assert differing["optimizer"][1].startswith("AdamW on bf16")
-
-
-def test_weights_that_the_model_keeps_in_fp32_are_no_mismatch(read: Read) -> None:
-    def keep(trainer: Any) -> None:
-        trainer.model.model.norm.float()
-
-    def declare(trainer: Any) -> None:
-        keep(trainer)
-        trainer.model._keep_in_fp32_modules_strict = {"norm.weight"}
-
-    assert wrong(read("train.precision=bf16", after=keep)) == {"weights": ("bf16", "bf16, fp32")}
-    assert wrong(read("train.precision=bf16", after=declare)) == {}
-
-
-def test_frozen_parameters(read: Read) -> None:
-    def freeze(trainer: Any) -> None:
-        trainer.model.model.norm.weight.requires_grad = False
-
-    differing = wrong(read(after=freeze))
-    assert set(differing) == {"trained"}
-    trained, total = differing["trained"][1].removesuffix(" parameters").replace(",", "").split(" of ")
-    assert int(total) - int(trained) == 128
-
-
-def with_lora(job: Job) -> Job:
-    from sft.recipe.schema import Lora
-
-    return replace(
-        job, recipe=job.recipe.model_copy(update={"model": job.recipe.model.model_copy(update={"lora": Lora()})})
-    )
-
-
-def test_adapters_that_are_missing(read: Read) -> None:
-    differing = wrong(read(planned=with_lora))
-    assert differing["trained"][0] == "adapters of rank 16"
-    assert differing["trained"][1].endswith(" 0 adapters")
-
-
-def test_adapters_beside_a_trained_base(read: Read) -> None:
-    def thaw(trainer: Any) -> None:
-        trainer.model.requires_grad_(True)
-
-    assert set(wrong(read("model.lora={}", after=thaw))) == {"trained"}
-
-
-def test_another_optimizer(read: Read) -> None:
-    def exchange(trainer: Any) -> None:
-        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=trainer.args.learning_rate)
-
-    assert wrong(read(after=exchange)) == {"optimizer": ("AdamW on fp32", "SGD on fp32")}
-
-
-def test_another_learning_rate(read: Read) -> None:
-    def exchange(trainer: Any) -> None:
-        for group in trainer.optimizer.param_groups:
-            group["initial_lr"] = group["lr"] = 0.5
-
-    assert wrong(read(after=exchange)) == {"learning_rate": ("1e-05", "0.5")}
-
-
-def test_checkpointing_that_does_not_run(read: Read) -> None:
-    differing = wrong(read(planned=as_planned(gradient_checkpointing=True)))
-    assert differing == {"gradient_checkpointing": ("every layer", "off")}
-
-
-def test_another_micro_batch(read: Read) -> None:
-    def halve(trainer: Any) -> None:
-        trainer.args.per_device_train_batch_size = 3
-
-    assert wrong(read(after=halve)) == {"micro_batch_size": ("4", "3")}
-
-
-def test_another_precision(read: Read) -> None:
-    assert wrong(read(planned=as_planned(precision="bf16")))["precision"] == ("bf16", "fp32")
-    assert wrong(read("train.precision=bf16", planned=as_planned(precision="fp32")))["precision"] == ("fp32", "bf16")
-
-
-def test_a_cache_left_on(read: Read) -> None:
-    def switched(module: Any, args: Any, inputs: dict[str, Any]) -> Any:
-        return args, inputs | {"use_cache": True}
-
-    def keep(trainer: Any) -> None:
-        trainer.model.model.register_forward_pre_hook(switched, with_kwargs=True)
-
-    assert wrong(read(before=keep)) == {"use_cache": ("off", "on")}
-
-
-def test_all_logits_instead_of_the_fused_head(read: Read) -> None:
-    def compute(trainer: Any) -> None:
-        trainer.compute_loss = lambda model, inputs: model(**inputs, use_cache=False).loss
-
-    assert wrong(read(before=compute)) == {"loss": ("TRL's fused head", "all logits, then cross-entropy")}
-
-
 @pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated:FutureWarning")
 def test_smoothed_labels_need_all_logits_and_are_not_refused(read: Read) -> None:
     found = read("train.trainer_args={label_smoothing_factor: 0.1}")
@@ -354,10 +357,15 @@ def test_smoothed_labels_need_all_logits_and_are_not_refused(read: Read) -> None
     assert found["loss"].running == "all logits, then cross-entropy"
 
 
-def test_padding_where_packing_was_planned(read: Read) -> None:
-    def packed(job: Job) -> Job:
-        return replace(
-            job, recipe=job.recipe.model_copy(update={"data": job.recipe.data.model_copy(update={"packing": True})})
-        )
-
-    assert wrong(read("data.packing=false", planned=packed))["packing"] == ("on", "off")
+@pytest.mark.parametrize(
+    ("zero", "offloaded"),
+    [
+        (types.SimpleNamespace(cpu_offload=False), "nothing"),
+        (types.SimpleNamespace(cpu_offload=True), "optimizer on cpu"),
+        (ZERO_3(), "nothing"),
+        (ZERO_3(offload_optimizer=True, swap_optimizer=True), "optimizer on nvme"),
+        (ZERO_3(offload_param=True), "parameters on cpu"),
+    ],
+)
+def test_what_deepspeeds_optimizer_keeps_off_the_gpu(zero: Any, offloaded: str) -> None:
+    assert _offloaded(types.SimpleNamespace(optimizer=zero)) == offloaded
