@@ -66,17 +66,10 @@ BAD = {
     "a broken line in the middle": refused(
         lines(GOOD, BROKEN, GOOD), "rows.jsonl, row 2", "not JSON", "data.on_bad_row=drop"
     ),
-    "a line that is not UTF-8": refused(lines(GOOD, b'{"prompt": "Hi \xff", "completion": "x"}'), "row 2", "UTF-8"),
     "a compressed file under a plain name": refused(gzip.compress(lines(GOOD)), "gzip"),
     "a compressed file that was cut off": refused(
         gzip.compress(lines(*many(2000)))[:-300], "rows.jsonl.gz", name="rows.jsonl.gz"
     ),
-    "text under the name of parquet": refused(lines(GOOD), "rows.parquet", "cannot be read", name="rows.parquet"),
-    "a table with a field too many": refused(
-        b"prompt,completion\nHi,Hello\nHi,Hello,You\n", "rows.csv", "row 2", name="rows.csv"
-    ),
-    "a kind of file that is not read": refused(lines(GOOD), "rows.txt", ".jsonl", name="rows.txt"),
-    "a pattern that nothing matches": refused(lines(GOOD), "*.parquet", overrides=("data.train=none-*.parquet",)),
     # Columns
     "preference data": refused(
         lines({"prompt": "Hi", "chosen": "Hello", "rejected": "Go away"}),
@@ -84,25 +77,17 @@ BAD = {
         "DPO",
         "completion: chosen",
     ),
-    "unknown columns": refused(lines({"question": "a", "reply": "b"}), "Found: question, reply", "`columns`"),
     "two kinds of rows in one file": refused(
         lines(GOOD, GOOD, talk(("user", "Hi"), ("assistant", "Hello"))),
         "row 3",
         "no column 'completion', 'prompt'",
         "but messages",
     ),
-    "a conversation for which the template is to be left out": refused(
-        lines(talk(("user", "Hi"), ("assistant", "Hello"))),
-        "chat=false",
-        overrides=("data.train=[{path: rows.jsonl, chat: false}]",),
-    ),
     # Rows
-    "a message without a role": refused(lines({"messages": [{"content": "Hi"}]}), "row 1", "no `role`"),
     "content that is a number": refused(lines(talk(("user", 5), ("assistant", "x"))), "row 1", "type int"),
     "a picture": refused(
         lines(talk(("user", [{"type": "image_url", "image_url": "x"}]), ("assistant", "x"))), "row 1", "image_url"
     ),
-    "messages that are text": refused(lines({"messages": "Hi"}), "row 1", "`messages` is not JSON"),
     "tools that the template does not show": refused(
         lines(talk(("user", "a"), ("assistant", "b")) | {"tools": [{"type": "function", "function": {"name": "f"}}]}),
         "row 1",
@@ -123,17 +108,10 @@ BAD = {
         lines({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0.0}]}),
         "Nothing is left to train on",
     ),
-    "half a weight of a row": refused(lines(GOOD, GOOD | {"weight": 0.5}), "row 2", "`weight` is 0.5", "`epochs`"),
     "a weight for each token": refused(
         lines({"input_ids": [5, 6], "loss_weight": [0, 1]}), "row 1", "`loss_weight` is a list", "`labels`"
     ),
     "an unwanted answer": refused(lines(GOOD, GOOD | {"label": False}), "row 2", "`label` is false", "KTO"),
-    "no messages": Bad(
-        lines(*[talk(("user", "a"), ("assistant", "b"))] * 20, {"messages": []}), dropped={"no_answer": 1}
-    ),
-    "answers that are all empty": refused(
-        lines(*[{"prompt": "a", "completion": ""}] * 3), "Nothing is left to train on", "3 no answer"
-    ),
     # Tokens
     "labels that are all -100": refused(
         lines({"input_ids": [5, 6, 7], "labels": [-100] * 3}), "Nothing is left to train on", "1 no target tokens"
@@ -162,13 +140,6 @@ BAD = {
         "data.min_trained_fraction=0.5",
         overrides=("data.min_trained_fraction=0.5",),
     ),
-    "a finding that is refused": refused(
-        lines({"prompt": "Dear {{name}}", "completion": "x"}),
-        "row 1",
-        "never filled in",
-        overrides=("data.refuse=[placeholder]",),
-    ),
-    "everything held out": refused(lines(GOOD), "Nothing is left to train on", overrides=("data.held_out=rows.jsonl",)),
 }
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sft import signals
-from sft.checkpoint.resume import Choice, choose_checkpoint, lost_lines
-from sft.checkpoint.resume_plan import Continuation, resolve_continuation
+from sft.checkpoint.resume import Choice, ResumePlan, choose_checkpoint, lost_lines, resolve_resume
 from sft.data.prepared import Prepared
 from sft.errors import RunError
 from sft.files import write_json
@@ -52,7 +51,7 @@ class OpenedRun:
     earlier: dict[str, Any]
     """The decisions of the plan it was trained with, by name; empty if it starts at the first step."""
 
-    continuation: Continuation | None = None
+    continuation: ResumePlan | None = None
     """How it resumes from the checkpoint."""
 
     notes: tuple[str, ...] = ()
@@ -95,7 +94,7 @@ def _open(job: Job) -> OpenedRun:
     )
     planned = opened.planned(job)
     _check_steps_left(opened, planned.plan.max_steps.value)
-    continuation = resolve_continuation(choice.checkpoint, run, planned) if choice.checkpoint else None
+    continuation = resolve_resume(choice.checkpoint, planned) if choice.checkpoint else None
     changes = recipe_changes(run, job.recipe) if resumes else []
     versions = installed_versions()
     updated = differences(run.record.get("versions", versions), versions, "versions") if resumes else []

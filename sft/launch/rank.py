@@ -31,7 +31,7 @@ from sft.launch.open_run import OpenedRun, open_run
 from sft.launch.preflight import check_ranks, preflight
 from sft.launch.prepare import begin_data, wait_for_data
 from sft.parallel import process_group as distributed
-from sft.parallel.lost_ranks import told_of_lost_ranks
+from sft.parallel.process_group import told_of_lost_ranks
 from sft.plan.job import Job
 from sft.plan.plan import print_plan
 from sft.plan.warnings import plan_warnings
