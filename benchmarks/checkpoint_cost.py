@@ -83,7 +83,7 @@ def both(folder: Path, name: str) -> dict[str, Any]:
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
     from trl import SFTTrainer
 
-    from sft.checkpoint.writer import CheckpointWriter
+    from sft.checkpoint.write import CheckpointWriter
     from sft.hub.demo import make_demo
     from sft.train.trainer import RecipeTrainer
 

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from sft.errors import EvaluationError, LostRank
-from sft.parallel.lost_ranks import is_lost
+from sft.parallel.process_group import is_lost
 from sft.terminal import is_rank
 
 Value = TypeVar("Value")

@@ -1,24 +1,33 @@
-"""Which checkpoint a run goes on from: the newest that can be read whole; and why newer ones were passed over. Imports no torch."""
+"""Decides which checkpoint a run resumes from, and how: as its engine loads it, or resharded from full tensors. Imports no torch.
+
+An engine's own checkpoint fits the same engine on the same number of ranks, and resumes bit for bit. For any other, weights and AdamW's
+moments are read as full tensors, one parameter at a time, and each rank takes its shard: sft/checkpoint/reshard.py. The checkpoint itself
+says what wrote it (written_by.json); run.json knows only the last start.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sft.checkpoint.manifest import fault, read_manifest
+from sft.checkpoint.manifest import fault, read_manifest, size
 from sft.errors import RunError
 from sft.files import read_json
+from sft.plan.job import Job
+from sft.plan.parallelism import FSDP2
 from sft.run.directory import Run, read_lines
 
+FILE = "written_by.json"
 _SHOWN = 5
 """Missing steps that are listed."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Where a start goes on."""
+    """Where a run resumes."""
 
     checkpoint: Path | None
     """None: at the first step."""
@@ -32,12 +41,12 @@ class Choice:
         return step_of(self.checkpoint) if self.checkpoint else 0
 
     def lines(self) -> list[str]:
-        """What the user is told."""
+        """What the user reads."""
         if self.checkpoint is None:
             return []
         name = self.checkpoint.name
-        told = [f"passed over: {other}: {why}" for other, why in self.passed_over.items()]
-        return [*told, f"This run was not finished: it goes on from {name}. train.resume=never starts another."]
+        rejected = [f"passed over: {other}: {why}" for other, why in self.passed_over.items()]
+        return [*rejected, f"This run is unfinished: it goes on from {name}. train.resume=never starts a new one."]
 
 
 def step_of(checkpoint: Path) -> int:
@@ -55,13 +64,38 @@ def checkpoints_of(run: Run) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
+def choose_checkpoint(run: Run) -> Choice:
+    """The newest checkpoint that verifies. Reads every byte of each that it tries: for rank 0, while the others wait.
+
+    Args:
+        run: An unfinished one.
+
+    Raises:
+        RunError: There are checkpoints, and none of them verifies.
+    """
+    passed_over: dict[str, str] = {}
+    for checkpoint in checkpoints_of(run):
+        why = fault(checkpoint) or _renamed(checkpoint)
+        if why is None:
+            return Choice(checkpoint, passed_over)
+        passed_over[checkpoint.name] = why
+    if passed_over:
+        reasons = "\n".join(f"  {name}: {why}" for name, why in passed_over.items())
+        raise RunError(
+            f"{run.path} is unfinished, and none of its checkpoints can be used:\n{reasons}\n"
+            "Restore one from a copy. Or start over, which never happens unasked: train.resume=never makes a new run and leaves this one "
+            "as it is."
+        )
+    return Choice(None, {})
+
+
 def _renamed(checkpoint: Path) -> str | None:
     step = read_manifest(checkpoint).get("step", step_of(checkpoint))
     return None if step == step_of(checkpoint) else f"it is of step {step}: rename it back to checkpoint-{step}"
 
 
 def lost_lines(run: Run, checkpoint: Path) -> str | None:
-    """Compare metrics.jsonl with what the checkpoint says was logged; None where no line is missing."""
+    """Which lines metrics.jsonl lacks of those the checkpoint says were logged; None where it lacks none."""
     history = read_json(checkpoint / "trainer_state.json").get("log_history", [])
     logged = {entry["step"] for entry in history if "loss" in entry}
     missing = sorted(logged - {line["step"] for line in read_lines(run.metrics_file)})
@@ -75,7 +109,7 @@ def lost_lines(run: Run, checkpoint: Path) -> str | None:
 
 
 def changed_tokens(checkpoint: Path, tokenizer: Any) -> list[str]:
-    """Compare the special tokens with those that a checkpoint was saved with: what was trained may not hold them.
+    """Compare the special tokens with those that a checkpoint was saved with: training may never have seen the new ones.
 
     Args:
         checkpoint: Verified.
@@ -88,37 +122,156 @@ def changed_tokens(checkpoint: Path, tokenizer: Any) -> list[str]:
         was = was.get("content") if isinstance(was, dict) else was
         if name in saved and was != (now := getattr(tokenizer, name)):
             changes.append(
-                f"Warning: the tokenizer's {name} was {was!r} when {checkpoint.name} was written and is {now!r} now, which final/ gets. "
-                "Restore the tokenizer's files to go on as before."
+                f"Warning: the tokenizer's {name} was {was!r} when {checkpoint.name} was written and is {now!r} now; final/ gets the new "
+                "one. Restore the tokenizer's files to keep the old one."
             )
     return changes
 
 
-def choose_checkpoint(run: Run) -> Choice:
-    """The newest checkpoint that verifies. Reads every byte of each that is tried: for one rank to do, while the others wait.
+@dataclass(frozen=True)
+class Writer:
+    """What wrote a checkpoint, as far as its format depends on it."""
 
-    Args:
-        run: One that goes on.
+    engine: str
+    ranks: int
+    weights: str
+    """What they are kept in: the plan's word."""
+
+    precision: str
+    deepspeed: dict[str, Any] | None = None
+    """DeepSpeed's configuration, its buffers sized."""
+
+    state_dict_type: str | None = None
+    """FSDP2's: `sharded` or `full`."""
+
+    tensor_parallel: int = 1
+    sequence_parallel: int = 1
+    parameters: tuple[str, ...] = ()
+    """The trained ones in the optimizer's order, where its state is by number and not by name; known when it is written."""
+
+    @property
+    def zero_stage(self) -> int | None:
+        """0 to 3; None without DeepSpeed."""
+        return int(self.engine.removeprefix("ZeRO-")) if self.deepspeed is not None else None
+
+    @property
+    def uses_nvme(self) -> bool:
+        """Whether DeepSpeed keeps part of the state in files of its own, which no checkpoint holds."""
+        zero = (self.deepspeed or {}).get("zero_optimization", {})
+        return any(zero.get(key, {}).get("device") == "nvme" for key in ("offload_optimizer", "offload_param"))
+
+    def __str__(self) -> str:
+        if self.engine == "one process":
+            return self.engine
+        sizes = {"tensor": self.tensor_parallel, "sequence": self.sequence_parallel}
+        groups = "".join(f", {name} parallel over {size}" for name, size in sizes.items() if size > 1)
+        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''} under {self.engine}"
+        return ranks if self.engine == "tensor parallel" else ranks + groups
+
+
+@dataclass(frozen=True)
+class ResumePlan:
+    """How a checkpoint is resumed."""
+
+    checkpoint: Path
+    writer: Writer
+    reshards: bool
+    """From full tensors; else the engine loads its own files."""
+
+    random_state: bool
+    """Each rank has a file with its own random state, and restores it."""
+
+    words: str
+    """One line for the user; empty where everything is as it was."""
+
+
+def writer_here(job: Job) -> Writer:
+    """What writes the checkpoints of this start."""
+    train, plan = job.recipe.train, job.plan
+    return Writer(
+        engine=plan.engine.value,
+        ranks=job.hardware.ranks,
+        weights=plan.weights.value,
+        precision=plan.precision.value,
+        deepspeed=job.deepspeed.config if job.deepspeed else None,
+        state_dict_type=job.fsdp.state_dict_type if job.fsdp else None,
+        tensor_parallel=train.tensor_parallel_size,
+        sequence_parallel=train.sequence_parallel_size,
+    )
+
+
+def write_writer(folder: Path, writer: Writer) -> None:
+    """Write beside the engine's files what wrote them."""
+    folder.mkdir(parents=True, exist_ok=True)  # the engines create it when they write, which may be later
+    (folder / FILE).write_text(json.dumps(asdict(writer), indent=2) + "\n", encoding="utf-8")
+
+
+def writer_of(checkpoint: Path) -> Writer:
+    """What wrote a checkpoint.
 
     Raises:
-        RunError: There are checkpoints, and none of them verifies.
+        RunError: Its file is missing or damaged.
     """
-    passed_over: dict[str, str] = {}
-    for checkpoint in checkpoints_of(run):
-        why = fault(checkpoint) or _renamed(checkpoint)
-        if why is None:
-            return Choice(checkpoint, passed_over)
-        passed_over[checkpoint.name] = why
-    if passed_over:
-        reasons = [f"  {name}: {why}" for name, why in passed_over.items()]
+    try:
+        values = json.loads((checkpoint / FILE).read_text(encoding="utf-8"))
+        return Writer(**values | {"parameters": tuple(values["parameters"])})
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise RunError(
-            "\n".join(
-                [
-                    f"{run.path} is unfinished, and none of its checkpoints can be used:",
-                    *reasons,
-                    "Bring one back from a copy. Or start over, which is never done unasked: train.resume=never makes a new run, and "
-                    "leaves this one as it is.",
-                ]
-            )
+            f"{checkpoint / FILE} is missing or damaged: {error}. Remove {checkpoint.name} to resume from the one before."
+        ) from None
+
+
+def resolve_resume(checkpoint: Path, job: Job) -> ResumePlan:
+    """Decide how a checkpoint is resumed by this job.
+
+    Args:
+        checkpoint: Complete and verified.
+        job: This start.
+
+    Raises:
+        RunError: It cannot be resumed.
+    """
+    writer, here = writer_of(checkpoint), writer_here(job)
+    reshards = _needs_resharding(writer, here)
+    if problem := _why_not(writer, here, reshards):
+        raise RunError(
+            f"{checkpoint} was written by {writer}, and cannot go on with {here}: {problem}. Resume it as it was written, or start anew "
+            "with train.resume=never."
         )
-    return Choice(None, {})
+    # One process keeps its random state differently under different engines.
+    random_state = writer.ranks == here.ranks and (here.ranks > 1 or not reshards)
+    words = ""
+    if reshards or not random_state:
+        megabytes = size(checkpoint) / 1e6
+        amount = f"{megabytes:.0f} MB" if megabytes < 1e4 else f"{megabytes / 1e3:.0f} GB"
+        words = f"{checkpoint.name} was written by {writer}; it goes on with {here}"
+        words += f", resharded from full tensors ({amount})." if reshards else "."
+        words += "" if random_state else " Dropout, if any, starts a new random stream on each rank."
+    return ResumePlan(checkpoint, writer, reshards, random_state, words)
+
+
+def _needs_resharding(writer: Writer, here: Writer) -> bool:
+    if writer.engine == here.engine == FSDP2:
+        # torch finds its shards by name and place, whoever wrote them.
+        return writer.state_dict_type != here.state_dict_type
+    return _format(writer) != _format(here)
+
+
+def _format(writer: Writer) -> tuple[Any, ...]:
+    groups = (writer.tensor_parallel, writer.sequence_parallel)
+    return (writer.engine, writer.ranks, writer.weights, writer.precision, writer.deepspeed, *groups)
+
+
+def _why_not(writer: Writer, here: Writer, reshards: bool) -> str | None:
+    """Why a checkpoint cannot be resumed; None where it can."""
+    if writer.uses_nvme:
+        return "with offload to NVMe DeepSpeed does not save the optimizer's state"
+    if not reshards:
+        return None
+    if here.uses_nvme:
+        return "resharding to NVMe offload is untested"
+    if 0 in (writer.zero_stage, here.zero_stage):
+        return "DeepSpeed without ZeRO has a format of its own, which only it reads"
+    if "fp16" in (writer.precision, here.precision):
+        return "with fp16 the state of the loss scale belongs to the engine"
+    return None

@@ -34,8 +34,8 @@ from sft.model.live import arithmetic, evaluating, unwrapped
 from sft.model.load import weights_dtype
 from sft.model.weight_checks import DTYPES
 from sft.parallel import process_group as distributed
+from sft.parallel.fsdp import reshard
 from sft.parallel.progress import BETWEEN, CHECKPOINT
-from sft.parallel.sharding import give_back
 from sft.plan.job import Job
 from sft.run.directory import Run
 
@@ -113,7 +113,7 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
     def _compare(self, folder: Path) -> tuple[list[str], int]:
         """What is wrong with the files, and how many tensors were compared."""
         model, found = unwrapped(self.trainer), (list[str](), 0)
-        give_back(self.trainer.model)
+        reshard(self.trainer.model)
         with distributed.met_at_the_end():  # reading the files may take minutes on rank 0
             live = live_tensors(model, self._dtype())
             if distributed.is_first_rank():
@@ -324,7 +324,7 @@ def live_logits(trainer: Any, rows: list[list[int]]) -> torch.Tensor:
     # Compiled layers would be compiled again, for a shape that training never has.
     with evaluating(trainer), torch.compiler.set_stance("force_eager"):
         logits: torch.Tensor = trainer.model_wrapped(input_ids=ids, use_cache=False).logits
-    give_back(trainer.model)
+    reshard(trainer.model)
     return logits.float().cpu()
 
 

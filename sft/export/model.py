@@ -18,8 +18,8 @@ import psutil
 import torch
 
 from sft.checkpoint.final import complete_config
-from sft.checkpoint.portable import open_whole
-from sft.checkpoint.portable_zero import WEIGHT
+from sft.checkpoint.reshard import open_full
+from sft.checkpoint.zero import WEIGHT
 from sft.credentials import secrets_in
 from sft.data.tokenizer import load_tokenizer as load_base_tokenizer
 from sft.data.tokenizer import new_token_ids
@@ -205,7 +205,7 @@ def _build(source: Exported, tokenizer: Any) -> Any:
     """The trained model in memory, adapters beside the base."""
     from peft import PeftModel, get_peft_model
 
-    from sft.checkpoint.portable_live import adapter_names, source_names
+    from sft.checkpoint.reshard import adapter_names, source_names
 
     model, lora = (
         load_base(source.base, source.base_path, DTYPES[source.precision], tokenizer),
@@ -216,7 +216,7 @@ def _build(source: Exported, tokenizer: Any) -> Any:
     if lora is not None:
         new = new_token_ids(tokenizer, source.recipe.model.new_tokens)
         model = get_peft_model(model, lora_config(lora, model, new))
-    whole = open_whole(source.folder, source.writer, adapter_names(model))
+    whole = open_full(source.folder, source.writer, adapter_names(model))
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, saved in source_names(model, whole).items():

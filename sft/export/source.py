@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sft.checkpoint.manifest import fault
-from sft.checkpoint.resume import checkpoints_of, step_of
-from sft.checkpoint.resume_plan import Writer, writer_of
+from sft.checkpoint.resume import Writer, checkpoints_of, step_of, writer_of
 from sft.errors import ExportError
 from sft.files import read_json
 from sft.recipe.schema import Model, Recipe
@@ -60,7 +59,7 @@ class Exported:
     @property
     def writer(self) -> Writer:
         """The engine that wrote the checkpoint."""
-        return writer_of(self.folder, self.run)
+        return writer_of(self.folder)
 
 
 def find_run_to_export(name: str) -> Run:

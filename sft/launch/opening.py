@@ -16,8 +16,7 @@ from shlex import join
 from typing import Any
 
 from sft.checkpoint.manifest import is_damaged, read_manifest
-from sft.checkpoint.resume import checkpoints_of
-from sft.checkpoint.resume_plan import FILE, resolve_continuation
+from sft.checkpoint.resume import FILE, checkpoints_of, resolve_resume
 from sft.errors import RecipeError, RunError
 from sft.files import read_json, remove
 from sft.plan.job import Job
@@ -250,8 +249,8 @@ def check_start(job: Job) -> None:
     if checkpoints:
         _check_same_model(run, job)
         # One whose own words cannot be trusted is passed over later, when all of it is verified.
-        if not is_damaged(checkpoints[0], FILE):
-            resolve_continuation(checkpoints[0], run, job)
+        if (checkpoints[0] / FILE).exists() and not is_damaged(checkpoints[0], FILE):
+            resolve_resume(checkpoints[0], job)
     elif must:
         raise RunError(
             f"train.resume=must, and {run.path}, which is unfinished, has no checkpoint. train.resume=auto starts it again."

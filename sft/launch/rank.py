@@ -30,7 +30,7 @@ from sft.launch.job import open_job
 from sft.launch.preflight import check_ranks, preflight
 from sft.launch.start import Start, begin_data, start_run, wait_for_data
 from sft.parallel import process_group as distributed
-from sft.parallel.lost_ranks import told_of_lost_ranks
+from sft.parallel.process_group import told_of_lost_ranks
 from sft.plan.job import Job
 from sft.plan.plan import print_plan
 from sft.plan.warnings import plan_warnings

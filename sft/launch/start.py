@@ -10,8 +10,7 @@ from threading import Thread
 from typing import Any
 
 from sft import signals
-from sft.checkpoint.resume import Choice, choose_checkpoint, lost_lines
-from sft.checkpoint.resume_plan import Continuation, resolve_continuation
+from sft.checkpoint.resume import Choice, ResumePlan, choose_checkpoint, lost_lines, resolve_resume
 from sft.data.prepared import Prepared
 from sft.errors import RunError
 from sft.files import write_json
@@ -54,7 +53,7 @@ class Start:
     earlier: dict[str, Any]
     """The decisions of the plan that it was trained with, by name; none where it starts at the first step."""
 
-    continuation: Continuation | None = None
+    continuation: ResumePlan | None = None
     """How it goes on from the checkpoint."""
 
     notes: tuple[str, ...] = ()
@@ -150,7 +149,7 @@ def _start(job: Job) -> Start:
     start = Start(run, prepared, searched, choice, earlier)
     planned = start.planned(job)
     _check_steps_left(start, planned.plan.max_steps.value)
-    continuation = resolve_continuation(choice.checkpoint, run, planned) if choice.checkpoint else None
+    continuation = resolve_resume(choice.checkpoint, planned) if choice.checkpoint else None
     changes = recipe_changes(run, job.recipe) if goes_on else []
     versions = installed_versions()
     updated = differences(run.record.get("versions", versions), versions, "versions") if goes_on else []

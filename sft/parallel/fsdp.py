@@ -1,31 +1,47 @@
-"""FSDP2, set up: mixed precision, CPU ranks, which modules are sharded one by one, prefetching, and the whole model again.
+"""FSDP2: configures it, chooses which modules are sharded as units, gathers the model, and reads back what torch made of it.
 
-accelerate calls torch's fully_shard when the training begins; sft/parallel/sharding.py reads what came of it.
+accelerate calls torch's fully_shard when training begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.utils import fsdp_utils
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_callback import TrainerCallback
 
-from sft.errors import ModelError
-from sft.parallel.sharding import give_back, sharded_units
+from sft.errors import ModelError, PlanError
+from sft.parallel.patches import only_these_are_wrapped
+from sft.plan.job import Job
+from sft.plan.parallelism import mesh_shape
 from sft.recipe.schema import Fsdp
+
+
+def plugin_arguments(fsdp: Fsdp) -> dict[str, Any]:
+    """The recipe's section in the words of transformers' fsdp_config."""
+    return {
+        "version": 2,
+        "reshard_after_forward": fsdp.sharding_strategy != "shard_grad_op",
+        "auto_wrap_policy": "NO_WRAP" if fsdp.min_num_params else "TRANSFORMER_BASED_WRAP",
+        "cpu_offload": fsdp.offload_params,
+        "state_dict_type": f"{fsdp.state_dict_type.upper()}_STATE_DICT",
+        # The plan decides about the layers' own checkpointing: sft/model/gradient_checkpointing.py.
+        "activation_checkpointing": False,
+        "cpu_ram_efficient_loading": False,
+    }
 
 
 def policies(fsdp: Fsdp, compute: torch.dtype, on_gpu: bool) -> dict[str, Any]:
     """torch's own objects among the arguments of accelerate's plugin.
 
     accelerate's policy for bf16 would reduce gradients in bf16, and round to bf16 what leaves the model, which is the loss. Its
-    offload pins memory, for which there must be a GPU.
+    offload pins memory, which needs a GPU.
 
     Args:
         fsdp: The recipe's section.
@@ -39,70 +55,95 @@ def policies(fsdp: Fsdp, compute: torch.dtype, on_gpu: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def cpu_ranks_may_shard() -> Iterator[None]:
-    """Have accelerate take CPU ranks for FSDP while it makes its state.
+def units_as_planned(trainer: Any, fsdp: Fsdp) -> Iterator[None]:
+    """Decide which modules accelerate shards as units, while it does.
 
-    Its list of devices leaves CPU ranks out, and it trains them with DDP without a word; torch's fully_shard itself runs on them.
-    """
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType
-
-    original = AcceleratorState.__init__
-
-    def with_fsdp(self: Any, *args: Any, fsdp_plugin: Any = None, **keywords: Any) -> None:
-        original(self, *args, fsdp_plugin=fsdp_plugin, **keywords)
-        if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
-            self.distributed_type = DistributedType.FSDP
-            self.fsdp_plugin = fsdp_plugin
-            # Each later AcceleratorState copies the type from there.
-            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-
-    AcceleratorState.__init__ = with_fsdp
-    try:
-        yield
-    finally:
-        AcceleratorState.__init__ = original
-
-
-def prefetch(model: Any, ahead: int) -> None:
-    """Gather so many layers before they are needed, in the order of the layers and back.
+    Its choice of layers refuses a model that names a layer it does not have, as parts of larger models do.
 
     Args:
-        model: Sharded, before its first forward pass.
-        ahead: Layers.
+        trainer: Its accelerator built, its model not sharded yet.
+        fsdp: The recipe's section.
+
+    Raises:
+        ModelError: The model marks no layers.
     """
-    layers = [unit for unit in sharded_units(model) if isinstance(unit, GradientCheckpointingLayer)]
-    for place, layer in enumerate(layers):
-        layer.set_modules_to_forward_prefetch(layers[place + 1 : place + 1 + ahead])
-        layer.set_modules_to_backward_prefetch(layers[max(0, place - ahead) : place][::-1])
+    model = trainer.model
+    if fsdp.min_num_params is not None:
+        with only_these_are_wrapped(size_units(model, fsdp.min_num_params)):
+            yield
+        return
+    layers = {type(one).__name__ for one in model.modules() if isinstance(one, GradientCheckpointingLayer)}
+    if not layers:
+        raise ModelError(
+            f"train.fsdp: {type(model).__name__} marks no layers that repeat. Set train.fsdp.min_num_params, so that modules are "
+            "sharded by their size."
+        )
+    trainer.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = sorted(layers)
+    yield
 
 
-class PrefetchAsAsked(TrainerCallback):  # type: ignore[misc]
-    """Sets the layers that are gathered ahead, once the model is sharded.
+def size_units(model: Any, least: int) -> list[Any]:
+    """The modules to shard as units, from the inside out: each with so many parameters that no inner unit has taken.
+
+    Not the embeddings and the model itself, which accelerate handles, nor lists of modules, which are never called.
 
     Args:
-        ahead: train.fsdp.prefetch.
+        model: Not sharded.
+        least: Parameters.
+    """
+    left_out = (model.get_input_embeddings(), model.get_output_embeddings(), model)
+    units: list[Any] = []
+    taken: set[int] = {id(parameter) for module in left_out[:2] for parameter in module.parameters()}
+
+    def visit(module: Any) -> None:
+        for child in module.children():
+            visit(child)
+        if module in left_out or isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict):
+            return
+        own = [parameter for parameter in module.parameters() if id(parameter) not in taken]
+        if own and sum(parameter.numel() for parameter in own) >= least:
+            units.append(module)
+            taken.update(map(id, own))
+
+    visit(model)
+    return units
+
+
+class Prefetch(TrainerCallback):  # type: ignore[misc]
+    """Gathers layers before they are needed, in the order of the layers and back.
+
+    Args:
+        ahead: train.fsdp.prefetch, in layers.
     """
 
     def __init__(self, ahead: int) -> None:
         self.ahead = ahead
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Before the first forward pass."""
-        prefetch(kwargs["model"], self.ahead)
+        """The model is sharded, and has not been called."""
+        layers = [unit for unit in sharded_units(kwargs["model"]) if isinstance(unit, GradientCheckpointingLayer)]
+        for place, layer in enumerate(layers):
+            layer.set_modules_to_forward_prefetch(layers[place + 1 : place + 1 + self.ahead])
+            layer.set_modules_to_backward_prefetch(layers[max(0, place - self.ahead) : place][::-1])
 
 
-def whole_state(model: Any, adapters_only: bool, dtype: torch.dtype | None) -> dict[str, Any]:
-    """The weights gathered in the first rank's memory, each once; nothing on the others. Every rank takes part.
+def reshard(model: Any) -> None:
+    """Make each unit hold its shards again: after a forward pass alone some keep full weights for the backward pass."""
+    for unit in sharded_units(model):
+        unit.reshard()
+
+
+def full_state(model: Any, adapters_only: bool, dtype: torch.dtype | None) -> dict[str, Any]:
+    """The weights gathered in rank 0's memory, each once; empty on the others. Every rank takes part.
 
     Args:
-        model: Sharded; stays as it is.
+        model: Sharded; stays so.
         adapters_only: Leave out what is frozen.
-        dtype: Rounded to it before they are gathered; None: as the shares are.
+        dtype: Rounded to it before gathering; None: the dtype of the shards.
     """
-    give_back(model)
+    reshard(model)
     parameters = dict(model.named_parameters())
-    # A weight of two names, such as a tied embedding, would be gathered for each.
+    # A weight with two names, such as a tied embedding, would be gathered for each.
     once = parameters.keys() | {name for name, _ in model.named_buffers()}
     state: dict[str, Any] = {}
     for name, tensor in model.state_dict().items():
@@ -115,76 +156,105 @@ def whole_state(model: Any, adapters_only: bool, dtype: torch.dtype | None) -> d
     return state
 
 
-def plugin_arguments(fsdp: Fsdp) -> dict[str, Any]:
-    """The section in the words of transformers' fsdp_config."""
-    return {
-        "version": 2,
-        "reshard_after_forward": fsdp.sharding_strategy != "shard_grad_op",
-        "auto_wrap_policy": "NO_WRAP" if fsdp.min_num_params else "TRANSFORMER_BASED_WRAP",
-        "cpu_offload": fsdp.offload_params,
-        "state_dict_type": f"{fsdp.state_dict_type.upper()}_STATE_DICT",
-        # The layers' own checkpointing is what the plan decides about; sft/model/gradient_checkpointing.py.
-        "activation_checkpointing": False,
-        "cpu_ram_efficient_loading": False,
-    }
+# What torch made of the model, for the runtime check.
 
 
-def size_units(model: Any, least: int) -> list[Any]:
-    """The modules to shard one by one: from the inside out, each that has so many parameters that no part of it has taken.
-
-    Not the embeddings and the model itself, which accelerate takes care of, nor a list of modules, which is never called.
-
-    Args:
-        model: Not sharded.
-        least: Parameters.
-    """
-    left_out = (model.get_input_embeddings(), model.get_output_embeddings(), model)
-    units: list[Any] = []
-    taken: set[int] = {id(parameter) for module in left_out[:2] for parameter in module.parameters()}
-
-    def visit(module: Any) -> None:
-        for part in module.children():
-            visit(part)
-        if module in left_out or isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict):
-            return
-        own = [parameter for parameter in module.parameters() if id(parameter) not in taken]
-        if own and sum(parameter.numel() for parameter in own) >= least:
-            units.append(module)
-            taken.update(map(id, own))
-
-    visit(model)
-    return units
+def sharded_units(model: Any) -> list[Any]:
+    """The modules that fully_shard was called on, in the order of registration; the model itself is the first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-@contextmanager
-def units_as_asked(trainer: Any, fsdp: Fsdp) -> Iterator[None]:
-    """Which modules accelerate shards one by one, while it does.
+def shards(model: Any) -> list[DTensor]:
+    """This rank's shards, one per parameter that FSDP2 has taken; after `reshard`."""
+    parameters = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    return [parameter for parameter in parameters if parameter.device_mesh.size() > 1]
 
-    Its own choice by size takes lists of modules too, which torch refuses; its choice of layers refuses a model that names a layer
-    that it does not have, as parts of larger models do.
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a live model is sharded."""
+
+    mesh: tuple[int, int]
+    """Copies of the model, and ranks that share each."""
+
+    reshard: bool
+    """Whether units free gathered weights after the forward pass."""
+
+    offload: bool
+    compute: torch.dtype | None
+    """None: the weights' own."""
+
+    reduce: torch.dtype | None
+    """None: the gradients' own."""
+
+    ahead: tuple[int, int]
+    """Units gathered ahead by an explicit order, at most: forward and backward."""
+
+
+def read_sharding(model: Any) -> Sharding:
+    """What torch has made of the model.
 
     Args:
-        trainer: Its accelerator made, its model whole.
-        fsdp: The recipe's section.
+        model: Sharded.
 
     Raises:
-        ModelError: The model marks no layers.
+        PlanError: Its units are sharded in different ways, or none is.
     """
-    model, plugin = trainer.model, trainer.accelerator.state.fsdp_plugin
+    units = sharded_units(model)
+    groups = [group for unit in units for group in _parameter_groups(unit)]
+    meshes = {tuple(shard.device_mesh.shape) for shard in shards(model)}
+    dtypes = {(group.mp_policy.param_dtype, group.mp_policy.reduce_dtype) for group in groups}
+    if len(meshes) != 1 or len(dtypes) != 1:
+        raise PlanError(f"FSDP2 has not sharded the model uniformly, as planned: meshes {meshes}, dtypes {dtypes}.")
+    (mesh,), ((compute, reduce),) = meshes, dtypes
+    copies, ranks = (1, *mesh) if len(mesh) == 1 else mesh
+    states = [unit._get_fsdp_state() for unit in units if isinstance(unit, GradientCheckpointingLayer)]
+    return Sharding(
+        mesh=(copies, ranks),
+        reshard=any(group.post_forward_mesh_info is not None for group in groups),
+        offload=all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups),
+        compute=compute,
+        reduce=reduce,
+        ahead=(
+            max((len(state._states_to_forward_prefetch) for state in states), default=0),
+            max((len(state._states_to_backward_prefetch) for state in states), default=0),
+        ),
+    )
+
+
+def _parameter_groups(unit: Any) -> list[Any]:
+    """The parameters that a unit gathers together: none where its inner units have taken all."""
+    state = unit._get_fsdp_state()
+    # From torch 2.11 on it may have several.
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def sharding_readings(trainer: Any, job: Job) -> list[tuple[str, object, object]]:
+    """What was planned of the sharding and what the live model has, by name.
+
+    Args:
+        trainer: Its engine initialized.
+        job: With train.fsdp.
+    """
+    fsdp, found, model = job.fsdp, read_sharding(trainer.model), trainer.model
+    assert fsdp is not None
+    half = job.plan.precision.value != "fp32"
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    sharded = sum(isinstance(layer, FSDPModule) for layer in layers)
+    sync = trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch")
+    readings: list[tuple[str, object, object]] = [
+        ("mesh (copies, ranks of each)", mesh_shape(fsdp, job.hardware), found.mesh),
+        ("parameters not sharded", 0, len(list(model.parameters())) - len(shards(model))),
+        ("reshard_after_forward", fsdp.sharding_strategy != "shard_grad_op", found.reshard),
+        ("offload_params", fsdp.offload_params, found.offload),
+        ("dtype of computation", torch.bfloat16 if half else None, found.compute),
+        ("dtype of gradient reduction", torch.float32 if half else None, found.reduce),
+        ("gradients reduced at each micro-batch", True, bool(sync)),
+    ]
     if fsdp.min_num_params is None:
-        layers = {type(one).__name__ for one in model.modules() if isinstance(one, GradientCheckpointingLayer)}
-        if not layers:
-            raise ModelError(
-                f"train.fsdp, and {type(model).__name__} marks no layers that repeat. Set train.fsdp.min_num_params, so that modules "
-                "are shared out by their size."
-            )
-        plugin.transformer_cls_names_to_wrap = sorted(layers)
-        yield
-        return
-    units = {id(unit) for unit in size_units(model, fsdp.min_num_params)}
-    original = fsdp_utils.fsdp2_prepare_auto_wrap_policy
-    fsdp_utils.fsdp2_prepare_auto_wrap_policy = lambda plugin, model: lambda module: id(module) in units
-    try:
-        yield
-    finally:
-        fsdp_utils.fsdp2_prepare_auto_wrap_policy = original
+        readings.append(("layers sharded as units", len(layers), sharded))
+    if fsdp.prefetch:
+        ahead = min(fsdp.prefetch, sharded - 1)
+        readings.append(("prefetch", (ahead, ahead), found.ahead))
+    return readings

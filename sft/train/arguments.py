@@ -12,8 +12,8 @@ from datasets import Dataset
 from transformers.trainer_callback import TrainerCallback
 from trl import SFTConfig
 
-from sft.checkpoint.resume_plan import Continuation, writer_here
-from sft.checkpoint.writer import CheckpointWriter
+from sft.checkpoint.resume import ResumePlan, writer_here
+from sft.checkpoint.write import CheckpointWriter
 from sft.data.tokenizer import new_token_ids
 from sft.errors import ModelError, RecipeError, did_you_mean
 from sft.model.adapters import lora_config, show_head, trains_embedding
@@ -22,10 +22,10 @@ from sft.model.gradient_checkpointing import CheckpointingAsPlanned
 from sft.model.new_tokens import check_untrained, named, untrained_tokens
 from sft.model.weight_checks import DTYPES
 from sft.parallel import process_group as distributed
-from sft.parallel.fsdp import PrefetchAsAsked, plugin_arguments, policies
-from sft.parallel.libraries import parallelism_config
+from sft.parallel.fsdp import Prefetch, plugin_arguments, policies
 from sft.parallel.optimizer import MasterAdamW
 from sft.parallel.progress import Progress
+from sft.parallel.tensor import parallelism_config
 from sft.plan.job import Job, checkpoint_bytes
 from sft.plan.parallelism import mesh_shape
 from sft.plan.precision import MASTER
@@ -224,7 +224,7 @@ def build_trainer(
     fingerprint: Fingerprint | None = None,
     stopping: Stopping | None = None,
     faults: Faults | None = None,
-    continuation: Continuation | None = None,
+    continuation: ResumePlan | None = None,
 ) -> RecipeTrainer:
     """The trainer, ready to train.
 
@@ -346,7 +346,7 @@ def engine_callbacks(job: Job) -> list[TrainerCallback]:
         ResumedSettings(job.plan.learning_rate.value),
     ]
     ahead = job.fsdp.prefetch if job.fsdp else None
-    return [*callbacks, PrefetchAsAsked(ahead)] if ahead else callbacks
+    return [*callbacks, Prefetch(ahead)] if ahead else callbacks
 
 
 def _optimizer(job: Job) -> tuple[type[MasterAdamW], dict[str, Any]] | None:

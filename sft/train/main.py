@@ -8,8 +8,7 @@ from typing import Any
 from transformers.trainer_callback import TrainerCallback
 
 from sft.checkpoint.final import write_model
-from sft.checkpoint.resume import Choice
-from sft.checkpoint.resume_plan import Continuation
+from sft.checkpoint.resume import Choice, ResumePlan
 from sft.checkpoint.save_verification import SaveVerification
 from sft.data.prepared import Prepared
 from sft.data.store import DocumentStore, SequenceIndex
@@ -17,7 +16,7 @@ from sft.errors import Interrupted, RunError, WrongSave
 from sft.files import remove
 from sft.model.load import load_model
 from sft.parallel import process_group as distributed
-from sft.parallel.lost_ranks import told_of_lost_ranks
+from sft.parallel.process_group import told_of_lost_ranks
 from sft.parallel.progress import Progress
 from sft.plan.job import Job
 from sft.run.directory import Run
@@ -41,7 +40,7 @@ def train(
     prepared: Prepared,
     tokenizer: Any,
     choice: Choice,
-    continuation: Continuation | None,
+    continuation: ResumePlan | None,
     evaluation: TrainerCallback | None = None,
 ) -> float:
     """Train, and write final/.

@@ -19,10 +19,10 @@ from sft.model.compiled_layers import are_compiled
 from sft.model.gradient_checkpointing import checkpointed_layers, running_checkpointing
 from sft.model.live import computes_in, unwrapped
 from sft.model.load import weights_dtype
+from sft.parallel.fsdp import reshard, sharded_units, sharding_readings, shards
 from sft.parallel.process_group import group_timeouts
-from sft.parallel.sequence_parallel import sequence_parallel_ranks
-from sft.parallel.sharding import give_back, sharded_units, sharding_readings, shared_parameters
-from sft.parallel.tensor_parallel import is_spread, tensor_parallel_ranks
+from sft.parallel.sequence import sequence_parallel_ranks
+from sft.parallel.tensor import is_tensor_parallel, tensor_parallel_ranks
 from sft.plan.job import Job
 from sft.plan.parallelism import FSDP2 as ENGINE
 from sft.run.directory import Run
@@ -115,7 +115,7 @@ def read_running(trainer: Any, job: Job, probe: Probe | None) -> list[Reading]:
     plan, args = job.plan, trainer.args
     engine = _engine(trainer)
     if job.fsdp:
-        give_back(trainer.model)
+        reshard(trainer.model)
     stage = job.deepspeed.stage if job.deepspeed else 3 if job.fsdp else 0
     readings = [
         Reading.equal("engine", plan.engine.value, _engine_name(trainer, engine)),
@@ -193,7 +193,7 @@ def _engine(trainer: Any) -> Any:
 def _engine_name(trainer: Any, engine: Any) -> str:
     if engine is not None:
         return f"ZeRO-{engine.zero_optimization_stage()}"
-    if is_spread(trainer.model):
+    if is_tensor_parallel(trainer.model):
         return "tensor parallel"
     kind = type(trainer.model_wrapped).__name__
     known = {"DistributedDataParallel": "DDP", "DataParallel": "DataParallel", "FullyShardedDataParallel": "FSDP1"}
@@ -207,7 +207,7 @@ def _sharded(trainer: Any, engine: Any) -> int:
     """The ZeRO stage, judged by the objects and not by the configuration."""
     if any(hasattr(parameter, "ds_id") for parameter in trainer.model.parameters()):
         return 3
-    if shared_parameters(trainer.model) and not is_spread(trainer.model):
+    if shards(trainer.model) and not is_tensor_parallel(trainer.model):
         return 3
     optimizer: Any = engine.optimizer if engine is not None else None
     if hasattr(optimizer, "partition_gradients"):

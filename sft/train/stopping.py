@@ -33,7 +33,7 @@ import torch
 from transformers.trainer_callback import TrainerCallback
 
 from sft import signals
-from sft.checkpoint.writer import Shortage
+from sft.checkpoint.write import Shortage
 from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted, RunError
 from sft.parallel.progress import Progress
 from sft.recipe.schema import Recipe

@@ -11,20 +11,21 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_N
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from trl import SFTTrainer
 
-from sft.checkpoint.plain_data import plain_data_only
-from sft.checkpoint.portable_live import begin_random_streams, go_on, with_parameters
-from sft.checkpoint.resume_plan import Continuation, Writer, write_writer
-from sft.checkpoint.writer import CheckpointWriter
-from sft.parallel.fsdp import cpu_ranks_may_shard, units_as_asked
+from sft.checkpoint.patches import plain_data_only
+from sft.checkpoint.reshard import reshard, start_random_streams, with_parameters
+from sft.checkpoint.resume import ResumePlan, Writer, write_writer
+from sft.checkpoint.write import CheckpointWriter
+from sft.parallel.fsdp import units_as_planned
 from sft.parallel.optimizer import MasterAdamW, check_optimizer
+from sft.parallel.patches import cpu_ranks_may_shard
 from sft.parallel.progress import CHECKPOINT, Progress
-from sft.parallel.sequence_parallel import PartOfSequences, labels_of_all, share_batches
-from sft.parallel.tensor_parallel import (
-    is_spread,
+from sft.parallel.sequence import PartOfSequences, labels_of_all, share_batches
+from sft.parallel.tensor import (
+    full_optimizer_state,
+    full_weights,
+    is_tensor_parallel,
     load_optimizer_state,
     load_weights,
-    whole_optimizer_state,
-    whole_weights,
 )
 from sft.plan.plan import Plan
 from sft.recipe.schema import Fsdp
@@ -120,7 +121,7 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         fingerprint: Fingerprint,
         stopping: Stopping | None,
         faults: Faults | None,
-        continuation: Continuation | None,
+        continuation: ResumePlan | None,
         **trl: Any,
     ) -> None:
         self.order, self.plan, self.fsdp, self.writer, self.checkpoints = order, plan, fsdp, writer, checkpoints
@@ -220,21 +221,21 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         return self.order
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        by_tensor = self.continuation if self.continuation is not None and self.continuation.whole else None
+        by_tensor = self.continuation if self.continuation is not None and self.continuation.reshards else None
         checkpoint = None if by_tensor else resume_from_checkpoint
-        units = units_as_asked(self, self.fsdp) if self.fsdp else nullcontext()
+        units = units_as_planned(self, self.fsdp) if self.fsdp else nullcontext()
         # The engines load their checkpoints here.
         with units, plain_data_only(self.is_deepspeed_enabled):
             prepared = super()._prepare_for_training(max_steps, train_dataloader, checkpoint)
         if by_tensor:
-            go_on(self, by_tensor)
+            reshard(self, by_tensor)
         return prepared
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is None or self.continuation is None or self.continuation.random_state:
             super()._load_rng_state(checkpoint)
             return
-        begin_random_streams(self.args.seed, self.state.global_step, self.args.process_index)
+        start_random_streams(self.args.seed, self.state.global_step, self.args.process_index)
 
     def _run_epoch(self, **kwargs: Any) -> None:
         if self.state.global_step >= self.state.max_steps:
@@ -268,13 +269,13 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         self.checkpoints.part(lambda: self._save_model(output_dir, _internal_call))
 
     def _save_model(self, output_dir: str | None, _internal_call: bool) -> None:
-        if not is_spread(self.model):
+        if not is_tensor_parallel(self.model):
             super().save_model(output_dir, _internal_call)
             # A pickle of rank 0's that nothing reads.
             Path(output_dir or self.args.output_dir, TRAINING_ARGS_NAME).unlink(missing_ok=True)
             return
         self.model.save_pretrained(
-            output_dir, state_dict=whole_weights(self.model), is_main_process=self.args.should_save
+            output_dir, state_dict=full_weights(self.model), is_main_process=self.args.should_save
         )
         if self.args.should_save:
             self.processing_class.save_pretrained(output_dir)
@@ -289,24 +290,24 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
             write_writer(Path(output_dir), with_parameters(self.writer, self.model, self.optimizer))
 
     def _save_optimizer(self, output_dir: str) -> None:
-        if not is_spread(self.model):
+        if not is_tensor_parallel(self.model):
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        state = whole_optimizer_state(self.optimizer)
+        state = full_optimizer_state(self.optimizer)
         if self.args.should_save:
             torch.save(state, Path(output_dir, OPTIMIZER_NAME))
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self.continuation is not None and self.continuation.whole:
-            return  # go_on loads them, once the optimizer exists
-        if not is_spread(self.model):
+        if self.continuation is not None and self.continuation.reshards:
+            return  # reshard loads them, once the optimizer exists
+        if not is_tensor_parallel(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         load_weights(self.model, Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not is_spread(self.model):
+        if checkpoint is None or not is_tensor_parallel(self.model):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         load_optimizer_state(self.optimizer, Path(checkpoint, OPTIMIZER_NAME))

@@ -184,7 +184,7 @@ def test_a_run_goes_on_elsewhere_as_if_it_had_stayed(source: str, target: str, s
     name = f"from-{source}-to-{target}".replace(" ", "-")
     run = science.stopped(source, name)
     told = science.train(name, ENGINES[target])
-    assert "through whole tensors" in told["stdout"]
+    assert "resharded from full tensors" in told["stdout"]
     check_same(run, science.whole("1"))
 
 
@@ -198,7 +198,7 @@ ADAPTERS = [("1", "2 ZeRO-3"), ("2 ZeRO-2", "1"), ("2 ZeRO-3", "2 FSDP2"), ("2 F
 def test_adapters_go_on_elsewhere(source: str, target: str, adapters: Science) -> None:
     name = f"from-{source}-to-{target}".replace(" ", "-")
     run = adapters.stopped(source, name)
-    assert "through whole tensors" in adapters.train(name, ENGINES[target])["stdout"]
+    assert "resharded from full tensors" in adapters.train(name, ENGINES[target])["stdout"]
     check_same(run, adapters.whole("1"))
 
 
@@ -211,6 +211,6 @@ def test_bf16_goes_on_elsewhere_from_the_fp32_copies(source: str, target: str, r
     """Engines round at other places, so that losses differ by bf16's rounding; copies that were lost would show as more."""
     name = f"from-{source}-to-{target}".replace(" ", "-")
     run = rounded.stopped(source, name)
-    assert "through whole tensors" in rounded.train(name, ENGINES[target])["stdout"]
+    assert "resharded from full tensors" in rounded.train(name, ENGINES[target])["stdout"]
     assert len(losses(run)) == STEPS
     assert losses(run) == pytest.approx(losses(rounded.whole("1")), abs=0.03)

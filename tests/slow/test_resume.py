@@ -198,7 +198,7 @@ def test_a_run_goes_on_in_another_precision_where_that_is_allowed(recipe: Path, 
     words = [recipe, "train.max_steps=6", "train.save_steps=2", "tracking.run_name=precision"]
     ranks.run(1, [FAILING, "0", "4", "mistake", "1", *words, "train.precision=fp32"], expect=2)
     to_bf16 = [*words, "train.precision=bf16", "train.resume_allow_changes=[train.precision]"]
-    assert "through whole tensors" in ranks.run(1, ["sft.train", *to_bf16])["stdout"]
+    assert "resharded from full tensors" in ranks.run(1, ["sft.train", *to_bf16])["stdout"]
     assert decisions(run)["weights"] == "bf16 with an fp32 copy"
     assert [line["step"] for line in lines(run)] == list(range(1, 7))
     same = ranks.run(1, ["sft.train", *words[:-1], "train.precision=fp32", "tracking.run_name=fp32"])

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from sft.checkpoint import writer as checkpoint_writer
+from sft.checkpoint import write as checkpoint_writer
 from sft.launch import rank as train
 from sft.parallel import process_group as distributed
 from sft.train.trainer import RecipeTrainer

@@ -14,7 +14,7 @@ def tell(trainer: Any) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
 
     from sft.model.live import computes_in
-    from sft.parallel.sharding import read_sharding, sharded_units
+    from sft.parallel.fsdp import read_sharding, sharded_units
 
     model, optimizer = trainer.model, trainer.optimizer
     while hasattr(optimizer, "optimizer"):

@@ -1,7 +1,9 @@
 """What comes from elsewhere is data: no file of it is run."""
 
 import ast
+import io
 import os
+import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,8 +13,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import load as load_shards
+from torch.distributed.checkpoint import save as save_shards
 
-from sft.checkpoint.plain_data import plain_data_only
+from sft.checkpoint.patches import load_metadata, plain_data_only
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import ModelError
 from sft.hub.demo import Demo
@@ -22,12 +27,12 @@ from sft.plan.hardware import Hardware
 from sft.program import exit_on_error
 from sft.recipe.schema import REPOSITORY
 
-SOURCES = sorted(file for folder in ("sft", "eval") for file in (REPOSITORY / folder).glob("*.py"))
-YAML_LOADERS = {"_Loader", "_TaskLoader"}
+SOURCES = sorted(file for folder in ("sft", "eval") for file in (REPOSITORY / folder).rglob("*.py"))
+YAML_LOADERS = {"_Loader", "_TextLoader"}
 """Both are made from yaml.SafeLoader; the next test asks."""
 
-RUNS_PROGRAMS = "code_worker.py"
-"""The one place that runs what a model wrote, in a process that cannot get out: tests/eval/sandbox/test_worker.py."""
+RUNS_PROGRAMS = "eval/sandbox/inside.py"
+"""The one place that runs what a model wrote, in a process that cannot get out."""
 
 # A name that is called, and why it is not.
 RUNS_WHAT_IT_IS_GIVEN = {
@@ -88,10 +93,9 @@ def findings(text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("file", SOURCES, ids=lambda file: f"{file.parent.name}.{file.stem}")
-def test_no_file_of_ours_runs_what_it_reads(file: Path) -> None:
-    expected = ["exec runs text"] if file.name == RUNS_PROGRAMS else []
-    assert findings(file.read_text(encoding="utf-8")) == expected
+def test_no_file_of_ours_runs_what_it_reads() -> None:
+    found = {file.relative_to(REPOSITORY).as_posix(): findings(file.read_text(encoding="utf-8")) for file in SOURCES}
+    assert {name: lines for name, lines in found.items() if lines} == {RUNS_PROGRAMS: ["exec runs text"]}
 
 
 @pytest.mark.parametrize(
@@ -114,10 +118,10 @@ def test_the_inventory_finds_what_it_looks_for(line: str) -> None:
 def test_the_loaders_of_yaml_make_plain_values() -> None:
     import yaml
 
-    from eval.tasks.files import _TaskLoader
+    from eval.tasks.files import _TextLoader
     from sft.recipe.load import _Loader
 
-    for loader in (_Loader, _TaskLoader):
+    for loader in (_Loader, _TextLoader):
         assert issubclass(loader, yaml.SafeLoader)
         assert loader.__name__ in YAML_LOADERS
         with pytest.raises(yaml.YAMLError):
@@ -184,5 +188,30 @@ def test_what_deepspeed_loads_as_anything_is_refused_too(tmp_path: Path, capsys:
     assert not (tmp_path / "ran").exists()
     told = capsys.readouterr().err
     assert "posix.system" in told
-    assert "posix.system" in told
     assert "add_safe_globals" not in told
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says that it is not distributed
+def test_torchs_shards_are_read_and_a_planted_description_of_them_is_not(tmp_path: Path) -> None:
+    written = {"weight": torch.arange(6.0), "group": {"lr": 0.1, "betas": (0.9, 0.95)}}
+    save_shards(written, storage_writer=FileSystemWriter(tmp_path))
+    read = {"weight": torch.zeros(6), "group": {"lr": 0.0, "betas": (0.0, 0.0)}}
+    with plain_data_only(deepspeed=False):
+        load_shards(read, storage_reader=FileSystemReader(tmp_path))
+    assert torch.equal(read["weight"], written["weight"])
+    assert read["group"] == written["group"]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
+    with plain_data_only(deepspeed=False), pytest.raises(BaseException, match="does not belong in a checkpoint"):
+        load_shards(read, storage_reader=FileSystemReader(tmp_path))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("builtins", "eval"), ("torch.distributed.checkpoint.metadata", "os.system"), ("torch", "load"), ("os", "mkdir")],
+)
+def test_a_description_names_only_what_torch_writes(module: str, name: str) -> None:
+    pickled = b"\x80\x04" + pickle.SHORT_BINUNICODE + bytes([len(module)]) + module.encode()
+    pickled += pickle.SHORT_BINUNICODE + bytes([len(name)]) + name.encode() + pickle.STACK_GLOBAL + pickle.STOP
+    with pytest.raises(pickle.UnpicklingError, match="does not belong"):
+        load_metadata(io.BytesIO(pickled))

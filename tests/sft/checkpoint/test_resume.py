@@ -1,15 +1,33 @@
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from sft.checkpoint.manifest import write_manifest
-from sft.checkpoint.resume import changed_tokens, checkpoints_of, choose_checkpoint, lost_lines
+from sft.checkpoint.manifest import is_damaged, write_manifest
+from sft.checkpoint.resume import (
+    FILE,
+    Writer,
+    changed_tokens,
+    checkpoints_of,
+    choose_checkpoint,
+    lost_lines,
+    resolve_resume,
+    write_writer,
+    writer_here,
+    writer_of,
+)
 from sft.errors import RunError
 from sft.files import write_json
+from sft.launch.job import open_job
+from sft.plan.hardware import Hardware
+from sft.plan.job import Job
 from sft.run.directory import Run
 
 NAMES = ("checkpoint-9", "checkpoint-10", "checkpoint-20", "checkpoint-30.tmp", ".incomplete", "checkpoint-x")
+Make = Callable[..., Job]
+ZERO2, ZERO3, FSDP = "train.deepspeed=zero2", "train.deepspeed=zero3", "train.fsdp={}"
 
 
 @pytest.fixture
@@ -36,7 +54,7 @@ def test_the_newest_that_verifies_is_chosen_and_the_others_are_named(run: Run) -
     assert choice.lines() == [
         "passed over: checkpoint-20: weights has changed since it was written: its checksum differs",
         "passed over: checkpoint-10: weights is missing",
-        "This run was not finished: it goes on from checkpoint-9. train.resume=never starts another.",
+        "This run is unfinished: it goes on from checkpoint-9. train.resume=never starts a new one.",
     ]
 
 
@@ -85,16 +103,111 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over_unasked(run: 
         (checkpoint / "weights").unlink()
     with pytest.raises(RunError) as refused:
         choose_checkpoint(run)
-    assert str(refused.value).splitlines() == [
-        f"{run.path} is unfinished, and none of its checkpoints can be used:",
-        "  checkpoint-20: weights is missing",
-        "  checkpoint-10: weights is missing",
-        "  checkpoint-9: weights is missing",
-        "Bring one back from a copy. Or start over, which is never done unasked: train.resume=never makes a new run, and leaves "
-        "this one as it is.",
-    ]
+    assert str(refused.value).splitlines()[1:4] == [f"  checkpoint-{step}: weights is missing" for step in (20, 10, 9)]
+    assert "train.resume=never" in str(refused.value)
 
 
 def test_a_run_without_checkpoints_starts_at_the_first_step(tmp_path: Path) -> None:
     choice = choose_checkpoint(Run(tmp_path))
     assert (choice.checkpoint, choice.step, choice.lines()) == (None, 0, [])
+
+
+@pytest.fixture
+def job(recipe_file: Path) -> Make:
+    def make(ranks: int, *overrides: str) -> Job:
+        return open_job(recipe_file, overrides, Hardware(None, ranks, ranks, 2, 16.0))
+
+    return make
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoint-20"
+
+
+def wrote(checkpoint: Path, writer: Writer) -> Path:
+    write_writer(checkpoint, writer)
+    return checkpoint
+
+
+@pytest.mark.parametrize("overrides", [(), (ZERO2,), (ZERO3,), (FSDP,)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_same_ranks_and_engine_load_their_own_files_without_a_word(
+    ranks: int, overrides: tuple[str, ...], checkpoint: Path, job: Make
+) -> None:
+    here = job(ranks, *overrides)
+    writer = replace(writer_here(here), parameters=("a", "b"))
+    plan = resolve_resume(wrote(checkpoint, writer), here)
+    assert (plan.reshards, plan.random_state, plan.words) == (False, True, "")
+    assert plan.writer == writer
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        ((2,), (1,)),
+        ((1,), (2,)),
+        ((2, ZERO2), (4, ZERO2)),
+        ((2, ZERO2), (2, ZERO3)),
+        ((2, ZERO3), (2,)),
+        ((2, ZERO3), (2, FSDP)),
+        ((2, ZERO2), (2, "train.deepspeed=zero2_offload")),
+        ((2, FSDP), (2, "train.fsdp={state_dict_type: full}")),
+        ((2, ZERO2), (2, ZERO2, "train.sequence_parallel_size=2", "data.packing=false")),
+        ((2, ZERO2, "train.precision=fp32"), (2, ZERO2, "train.precision=bf16")),
+    ],
+)
+def test_other_ranks_another_engine_or_precision_reshard_and_say_so(
+    then: tuple[int, str], now: tuple[int, str], checkpoint: Path, job: Make
+) -> None:
+    plan = resolve_resume(wrote(checkpoint, writer_here(job(*then))), job(*now))
+    assert plan.reshards
+    assert plan.random_state == (then[0] == now[0])
+    assert "checkpoint-20 was written by" in plan.words
+    assert "resharded from full tensors" in plan.words
+    assert ("new random stream" in plan.words) == (then[0] != now[0])
+
+
+def test_torch_reshards_fsdp2s_own_shards(checkpoint: Path, job: Make) -> None:
+    plan = resolve_resume(wrote(checkpoint, writer_here(job(2, FSDP))), job(4, FSDP))
+    assert (plan.reshards, plan.random_state) == (False, False)
+    assert plan.words.startswith(
+        "checkpoint-20 was written by 2 ranks under FSDP2; it goes on with 4 ranks under FSDP2."
+    )
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "because"),
+    [
+        ({"deepspeed": "zero3_nvme"}, {"deepspeed": "zero3_nvme"}, "NVMe"),
+        ({"deepspeed": "zero2"}, {"deepspeed": "zero3_nvme"}, "NVMe"),
+        ({"precision": "fp16"}, {"deepspeed": "zero2"}, "loss scale"),
+        ({"engine": "ZeRO-0"}, {"deepspeed": "zero2"}, "without ZeRO"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused_with_its_reason(
+    then: dict[str, str], now: dict[str, str], because: str, checkpoint: Path, job: Make
+) -> None:
+    changes = {key: value for key, value in then.items() if key != "deepspeed"}
+    writer = replace(writer_here(job(2, f"train.deepspeed={then.get('deepspeed', 'zero2')}")), **changes)
+    with pytest.raises(RunError, match=because) as refused:
+        resolve_resume(
+            wrote(checkpoint, replace(writer, ranks=4 if changes else 2)), job(2, f"train.deepspeed={now['deepspeed']}")
+        )
+    assert "train.resume=never" in str(refused.value)
+
+
+@pytest.mark.parametrize("text", [None, "{", '{"engine": "DDP"}', '{"unknown": 1, "parameters": []}'])
+def test_a_damaged_record_of_the_writer_is_refused(text: str | None, checkpoint: Path, job: Make) -> None:
+    wrote(checkpoint, writer_here(job(2)))
+    (checkpoint / FILE).unlink() if text is None else (checkpoint / FILE).write_text(text)
+    with pytest.raises(RunError, match="missing or damaged"):
+        writer_of(checkpoint)
+
+
+def test_a_record_that_was_changed_is_noticed_before_it_is_used(checkpoint: Path, job: Make) -> None:
+    wrote(checkpoint, writer_here(job(2, ZERO2)))
+    write_manifest(checkpoint)
+    assert not is_damaged(checkpoint, FILE)
+    (checkpoint / FILE).write_text((checkpoint / FILE).read_text().replace("ZeRO-2", "ZeRO-0"))
+    assert is_damaged(checkpoint, FILE)

@@ -1,12 +1,11 @@
-"""What FSDP2 shares and computes in, and what accelerate still does otherwise."""
-
-import inspect
+"""What FSDP2 shards as units, and what it computes in."""
 
 import pytest
 import torch
 from torch import nn
 
-from sft.parallel.fsdp import cpu_ranks_may_shard, plugin_arguments, policies, size_units
+from sft.parallel.fsdp import plugin_arguments, policies, size_units
+from sft.parallel.patches import cpu_ranks_may_shard
 from sft.recipe.schema import Fsdp
 
 
@@ -21,16 +20,6 @@ def test_gradients_are_reduced_in_fp32_and_the_loss_is_not_rounded() -> None:
 def test_memory_is_pinned_only_where_there_is_a_gpu(on_gpu: bool) -> None:
     assert policies(Fsdp(offload_params=True), torch.float32, on_gpu)["cpu_offload"].pin_memory is on_gpu
     assert "cpu_offload" not in policies(Fsdp(), torch.float32, on_gpu)
-
-
-def test_accelerates_own_policy_is_still_worse_than_ours() -> None:
-    """Where this fails, what policies() says of accelerate is no longer true."""
-    from accelerate import FullyShardedDataParallelPlugin
-
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-    plugin.set_mixed_precision("bf16")
-    assert plugin.mixed_precision_policy.reduce_dtype == torch.bfloat16
-    assert plugin.mixed_precision_policy.output_dtype == torch.bfloat16
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
@@ -55,17 +44,6 @@ def test_transformers_takes_every_word_of_the_section() -> None:
     ).fsdp_plugin_args
     assert (sized["auto_wrap_policy"], sized["reshard_after_forward"]) == ("NO_WRAP", True)
     assert sized["state_dict_type"] == "SHARDED_STATE_DICT"
-
-
-def test_accelerate_still_leaves_cpu_ranks_out() -> None:
-    """Where this fails, cpu_ranks_may_shard can go."""
-    from accelerate.state import AcceleratorState
-
-    source = inspect.getsource(AcceleratorState.__init__)
-    taken = source[: source.index("self.distributed_type = DistributedType.FSDP")]
-    taken = taken[taken.rindex("self.distributed_type in [") :]
-    assert "DistributedType.MULTI_GPU" in taken
-    assert "MULTI_CPU" not in taken
 
 
 def test_accelerates_state_is_its_own_again_after_the_patch() -> None:
@@ -115,15 +93,3 @@ def test_a_module_is_a_unit_when_it_has_so_many_parameters_beside_those_of_its_u
     names = {module: name.split(".")[-1] for name, module in model.named_modules()}
     found = ["layer" if isinstance(unit, Layer) else names[unit] for unit in size_units(model, least)]
     assert found == units
-
-
-def test_accelerates_choice_by_size_still_takes_what_torch_refuses() -> None:
-    """Where this fails, size_units can go."""
-    from accelerate import FullyShardedDataParallelPlugin
-    from accelerate.utils import fsdp_utils
-
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=10)
-    choose = fsdp_utils.fsdp2_prepare_auto_wrap_policy(plugin, Small())
-    assert choose is not None
-    assert choose(Small().layers)
-    assert "fsdp2_prepare_auto_wrap_policy(" in inspect.getsource(fsdp_utils.fsdp2_prepare_model)

@@ -1,25 +1,32 @@
 import os
-import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed import distributed_c10d
 
-from sft.errors import DataError, PlanError
+from sft.errors import EXIT_LOST_RANK, EXIT_USER_ERROR, DataError, LostRank, PlanError
 from sft.parallel import process_group as distributed
-from sft.parallel.process_group import free_port, is_first_rank, job_hardware, settle_environment
+from sft.parallel.process_group import is_first_rank, is_lost, job_hardware, settle_environment, told_of_lost_ranks
+from sft.recipe.schema import Recipe
+from sft.run.directory import Run
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] "
+SEND = GLOO + "Timed out waiting 20000ms for send operation to complete"
 
 
 @pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
-def test_an_engine_that_only_accelerate_was_asked_for_is_refused(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_only_accelerate_launch_requests_is_refused(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
-    with pytest.raises(PlanError, match=f"asked for {engine}.*train.deepspeed"):
+    with pytest.raises(PlanError, match=f"requests {engine}.*train.deepspeed"):
         settle_environment(deepspeed=False, uses_gpu=False, precision="fp32")
 
 
-def test_a_precision_that_only_accelerate_was_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_precision_that_only_accelerate_launch_requests_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     with pytest.raises(PlanError, match=r"mixed precision bf16.*train.precision gives fp32.*train.precision=bf16"):
         settle_environment(deepspeed=False, uses_gpu=False, precision="fp32")
@@ -61,11 +68,6 @@ def test_one_process_started_by_hand_is_one_rank(monkeypatch: pytest.MonkeyPatch
     assert (job_hardware().ranks, job_hardware().ranks_per_node, is_first_rank()) == (4, 2, False)
 
 
-def test_a_free_port_can_be_bound() -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", free_port()))
-
-
 @pytest.fixture
 def _group_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
@@ -93,7 +95,7 @@ def test_an_environment_in_which_nccl_waits_for_ever_is_refused(name: str, monke
         distributed._limit_waiting(33)
 
 
-def test_a_single_process_does_the_first_ranks_work_itself() -> None:
+def test_a_single_process_does_the_work_of_rank_0_itself() -> None:
     assert distributed.from_first_rank(lambda: 7) == 7
     assert distributed.gather("here") == ["here"]
     with pytest.raises(DataError, match="no rows"):
@@ -102,3 +104,49 @@ def test_a_single_process_does_the_first_ranks_work_itself() -> None:
 
 def _no_rows() -> int:
     raise DataError("no rows")
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError(SEND), True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:443"), True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:532] Read error [10.0.0.1]:9: Connection reset by peer"), True),
+        (torch.distributed.DistStoreError("Timed out after 21 seconds waiting for clients. 1/2 clients joined."), True),
+        (RuntimeError("DataLoader timed out after 5 seconds"), False),
+        (RuntimeError("CUDA out of memory"), False),
+        (ValueError("gloo: timed out"), False),
+    ],
+)
+def test_only_a_collectives_error_about_another_rank_is_a_lost_rank(error: Exception, lost: bool) -> None:
+    assert is_lost(error) == lost
+
+
+@pytest.fixture
+def recipe(make_recipe: Callable[..., Recipe]) -> Recipe:
+    return make_recipe("train.ddp_timeout=20")
+
+
+@pytest.mark.parametrize("late", ["", "Rank 1 (node-1, pid 7) says nothing."])
+def test_a_lost_rank_is_one_message_with_rank_step_timeout_reason_and_remedy(
+    late: str, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    run = Run(tmp_path / "run")
+    (run.checkpoints / "checkpoint-10").mkdir(parents=True)
+    run.update(status="running")
+    with (
+        pytest.raises(LostRank) as caught,
+        told_of_lost_ranks(recipe, lambda: "step 12 was trained", run, lambda: late),
+    ):
+        raise RuntimeError(SEND)
+    words = ("Rank 3 on ", "step 12", ": Timed out waiting 20000ms", "train.ddp_timeout=20", "checkpoint-10", late)
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert "unbound_buffer" not in str(caught.value)
+    assert caught.value.named == bool(late)
+    assert EXIT_LOST_RANK not in (0, EXIT_USER_ERROR)
+
+
+def test_a_bug_stays_a_bug(recipe: Recipe) -> None:
+    with pytest.raises(RuntimeError, match="shape"), told_of_lost_ranks(recipe, "it ran"):
+        raise RuntimeError("shape mismatch")

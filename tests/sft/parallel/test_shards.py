@@ -5,8 +5,8 @@ import torch
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from sft.data.formats import IGNORED
-from sft.parallel.sequence_parallel import PartOfSequences
-from sft.parallel.tensor_parallel import part_of, whole
+from sft.parallel.sequence import PartOfSequences
+from sft.parallel.tensor import full, shard_of
 
 ROWS = [
     {"input_ids": [1, 2, 3, 4, 5], "labels": [IGNORED, 2, 3, 4, 5]},
@@ -32,6 +32,6 @@ def test_the_parts_of_a_batch_are_the_batch(packed: bool, parts: int) -> None:
 
 def test_what_is_not_divided_stays_as_it_is() -> None:
     steps, weight = torch.tensor(3.0), torch.nn.Parameter(torch.ones(2, 2))
-    assert part_of(steps, weight) is steps
-    torch.testing.assert_close(whole(weight), weight)
-    assert whole("name") == "name"
+    assert shard_of(steps, weight) is steps
+    torch.testing.assert_close(full(weight), weight)
+    assert full("name") == "name"

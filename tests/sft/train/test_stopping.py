@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sft.checkpoint.writer import CheckpointWriter
+from sft.checkpoint.write import CheckpointWriter
 from sft.errors import Interrupted, RecipeError, RunError
 from sft.files import write_json
 from sft.parallel.progress import CHECKPOINT, Progress

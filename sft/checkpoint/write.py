@@ -1,8 +1,7 @@
-"""Checkpoints, complete or absent: written beside their place, synced, summed into a manifest, then renamed.
+"""Writes checkpoints that are complete or absent: beside their place, synced, summed into a manifest, then renamed.
 
-Where the disk is full, on any rank, the half-written folder is removed, the first rank says what is missing, and the run goes on: the
-checkpoint before stays, and the next interval tries again. A run that was to end there ends by that message (sft/train/stopping.py).
-docs/checkpoints.md says what is promised.
+Where the disk is full, on any rank, the half-written folder is removed, rank 0 says what is missing, and the run continues: the previous
+checkpoint stays, and the next interval tries again. A run that was to end there ends with that message (sft/train/stopping.py).
 """
 
 from __future__ import annotations
@@ -18,38 +17,41 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.api import CheckpointException
 
 from sft.checkpoint.manifest import Entry, entries, files_in, share, size, sync, write_manifest
+from sft.checkpoint.patches import failed_saves_kept
 from sft.checkpoint.resume import step_of
 from sft.errors import RunError
 from sft.files import disk_was_full, in_words
-from sft.parallel.lost_ranks import is_lost
-from sft.parallel.meetings import Meet, in_step, meetings
-from sft.parallel.process_group import is_first_rank, rank
+from sft.parallel.process_group import gather, is_first_rank, is_lost, met_at_the_end, rank
 from sft.run.directory import INCOMPLETE, Run, folder_fault
 
 _REMOVED = ".removed-"
+
+
+class NotSaved(Exception):
+    """There was no room. Raised on every rank."""
+
+
+class _NoRoom(Exception):
+    """Less is free than the checkpoint takes."""
 
 
 class Failure(NamedTuple):
     """Why a rank could not write its part."""
 
     kind: str
-    """`full`, `folder` (gone, or not to be written), or `bug`."""
+    """`folder` (gone, or not writable), `bug` or `full`: the first of these that any rank has decides."""
 
     words: str
 
 
-class NotSaved(Exception):
-    """There was no room. On every rank alike."""
-
-
 class Shortage(NamedTuple):
-    """A checkpoint that was not written, for lack of room."""
+    """A checkpoint that was not written for lack of room."""
 
     words: str
     """Which, and what is missing."""
 
     kept: int
-    """The step of the checkpoint that the run goes on from; 0: there is none."""
+    """The step of the newest usable checkpoint; 0: there is none."""
 
 
 class CheckpointWriter:
@@ -59,7 +61,7 @@ class CheckpointWriter:
         folder: <run>/checkpoints.
         keep: Checkpoints kept.
         facts: `ranks`, `engine`, `recipe`, for the manifest.
-        expected: Bytes of a checkpoint before one has been written; 0: not known.
+        expected: Bytes of a checkpoint before one has been written; 0: unknown.
     """
 
     def __init__(self, folder: Path, keep: int, facts: Mapping[str, Any], expected: int) -> None:
@@ -68,87 +70,70 @@ class CheckpointWriter:
         """The step of the last checkpoint that this process has written."""
         self.shortage: Shortage | None = None
         """Of the last save; None where it was written."""
-        self._meet: Meet | None = None
-        self._failed: list[Exception] = []
+        self._failed_saves: list[Exception] | None = None
+        """None outside of a save."""
 
     def save(self, step: int, write: Callable[[], None], goes_on: bool = True) -> bool:
         """Write the checkpoint of a step. Every rank takes part.
 
         Args:
             step: Optimizer steps done.
-            write: Writes it to `.incomplete/checkpoint-<step>`; its parts in `part`.
-            goes_on: Whether the run does, whatever comes of it; that is said then.
+            write: Writes it to `.incomplete/checkpoint-<step>`; where ranks exchange something, in `part`.
+            goes_on: The run continues without the checkpoint; rank 0 says so.
 
         Returns:
-            Whether it is there now; False where the disk has no room for it: `shortage` says more.
+            Whether it exists now; False where the disk has no room for it: `shortage` says more.
 
         Raises:
             RunError: The run's folder is gone or cannot be written.
         """
         if step == self.newest:
             return True
-        with meetings() as self._meet, in_step(self._agree) as self._failed:
-            try:
+        try:
+            with failed_saves_kept() as self._failed_saves:
                 self._write(step, write)
-            except NotSaved as error:
-                self._clear()
-                self.shortage = self._found_short(step, error)
-                if goes_on and is_first_rank():
-                    _say(self.shortage)
-                return False
-            finally:
-                self._meet = None
+        except NotSaved as error:
+            self._clear()
+            self.shortage = self._found_short(step, error)
+            if goes_on and is_first_rank():
+                kept = f"checkpoint-{self.shortage.kept} stays" if self.shortage.kept else "there is none yet"
+                print(
+                    f"{self.shortage.words}. The run goes on, {kept}, and the next interval tries again. Free some space.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            return False
+        finally:
+            self._failed_saves = None
         self.newest, self.shortage = step, None
         return True
 
     def part(self, work: Callable[[], None]) -> None:
-        """Do a part of what `save` was given, and go on where it is done on all ranks. Outside of `save` only do it.
+        """Do a part of a save, and return when all ranks have done it, however long one takes. Outside of a save only do it.
 
         Raises:
             NotSaved: A rank had no room.
             RunError: The run's folder is gone or cannot be written.
         """
-        if self._meet is None:
+        if self._failed_saves is None:
             work()
             return
-        try:
-            work()
-        except (NotSaved, RunError):  # all ranks have met over it
-            raise
-        except (Exception, CheckpointException) as error:
-            self._agree(error)
-            raise
-        self._agree()
-
-    def _write(self, step: int, write: Callable[[], None]) -> None:
-        self.part(self._make_room)
-        self.part(write)
-        made, mine = self.folder / INCOMPLETE / f"checkpoint-{step}", dict[str, Entry]()
-
-        def sum_mine() -> None:
-            ranks = int(self.facts["ranks"])
-            mine.update(entries(made, share(files_in(made), rank(), ranks)))
-
-        self.part(sum_mine)
-        assert self._meet is not None
-        files = {name: entry for one in self._meet(mine) for name, entry in one.items()}
-        self.part(lambda: self._complete(made, step, files))
-
-    def _agree(self, error: BaseException | None = None) -> None:
-        """Meet the other ranks, and stop here where one of them has failed."""
-        assert self._meet is not None
-        if error is not None and is_lost(error):
-            raise error
-        found = error or (self._failed[0] if self._failed else None)
-        failures = [failure for failure in self._meet(found and self._reason(found)) if failure]
-        for failure in failures:
+        error: BaseException | None = None
+        with met_at_the_end():
+            try:
+                work()
+            except (Exception, CheckpointException) as caught:
+                if is_lost(caught):
+                    raise
+                error = caught
+        error = error or next(iter(self._failed_saves), None)
+        failures = [failure for failure in gather(error and self._reason(error)) if failure]
+        for failure in sorted(failures, key=lambda one: ("folder", "bug", "full").index(one.kind)):
             if failure.kind == "folder":
                 raise RunError(failure.words) from None
-        for failure in failures:
             if failure.kind == "bug":
-                raise found or RuntimeError(f"Another rank could not write the checkpoint: {failure.words}")
-        if failures:
-            raise NotSaved(failures[0].words) from None
+                raise error or RuntimeError(f"Another rank could not write the checkpoint: {failure.words}")
+            raise NotSaved(failure.words) from None
 
     def _reason(self, error: BaseException) -> Failure:
         if disk_was_full(error):
@@ -158,16 +143,33 @@ class CheckpointWriter:
         words = folder_fault(self.folder)
         return Failure("folder", words) if words else Failure("bug", f"{type(error).__name__}: {error}")
 
+    def _write(self, step: int, write: Callable[[], None]) -> None:
+        self.part(self._make_room)
+        made, mine, failed = self.folder / INCOMPLETE / f"checkpoint-{step}", dict[str, Entry](), list[BaseException]()
+        try:
+            write()
+        except (NotSaved, RunError):  # all ranks have agreed on it
+            raise
+        except (Exception, CheckpointException) as error:
+            failed.append(error)
+
+        def sum_mine() -> None:
+            if failed:
+                raise failed[0]
+            mine.update(entries(made, share(files_in(made), rank(), int(self.facts["ranks"]))))
+
+        self.part(sum_mine)
+        files = {name: entry for one in gather(mine) for name, entry in one.items()}
+        self.part(lambda: self._complete(made, step, files))
+
     def _make_room(self) -> None:
-        """Remove what earlier ends have left, and compare what is free with what is needed."""
+        """Remove what interrupted saves have left, and compare what is free with what is needed."""
         if not is_first_rank():
             return
-        words = folder_fault(self.folder)
-        if words:
+        if words := folder_fault(self.folder):
             raise OSError(words)
         self._clear()
-        there = [size(self.folder / f"checkpoint-{step}") for step in self._steps()]
-        self.expected = max(there, default=self.expected)
+        self.expected = max((size(self.folder / f"checkpoint-{step}") for step in self._steps()), default=self.expected)
         free = shutil.disk_usage(self.folder).free
         if free < self.expected:
             raise _NoRoom(
@@ -180,13 +182,13 @@ class CheckpointWriter:
         write_manifest(made, {"step": step, **self.facts}, files)
         sync(made.parent)
         place = self.folder / made.name
-        if place.exists():  # passed over by a resume: nothing that is good is written twice
+        if place.exists():  # a resume rejected it: nothing good is written twice
             self._put_away(place)
         made.rename(place)
         sync(self.folder)
-        # What could not be removed now is removed before the next one is written.
+        # What cannot be removed now is removed before the next one is written.
         with suppress(OSError):
-            # One that was passed over must not count as one that is kept: neither a later one nor a damaged one before.
+            # A rejected one does not count as one that is kept: neither a later one nor a damaged one before.
             run = Run(self.folder.parent)
             places = [self.folder / f"checkpoint-{one}" for one in self._steps() if one <= step]
             # The clock of a shared file system may say that the new one is old.
@@ -215,21 +217,8 @@ class CheckpointWriter:
         words = str(error)
         if "missing" not in words:  # it became full while it was written
             free = shutil.disk_usage(self.folder).free
-            needed = f"a checkpoint takes {in_words(self.expected)}" if self.expected else "what it takes is not known"
+            needed = f"a checkpoint takes {in_words(self.expected)}" if self.expected else "its size is unknown"
             words = f"{words}; {needed}, and {in_words(free)} are free now"
-        newest = Run(self.folder.parent).last_checkpoint()  # not one that was passed over
+        newest = Run(self.folder.parent).last_checkpoint()  # not one that was rejected
         kept = step_of(newest) if newest else 0
         return Shortage(f"The checkpoint of step {step} was not written: {words}, in {self.folder}", kept)
-
-
-def _say(shortage: Shortage) -> None:
-    kept = f"checkpoint-{shortage.kept} stays" if shortage.kept else "there is none yet"
-    print(
-        f"{shortage.words}. The run goes on, {kept}, and the next interval tries again. Free some space.",
-        file=sys.stderr,
-        flush=True,
-    )
-
-
-class _NoRoom(Exception):
-    """Less is free than the checkpoint takes."""

@@ -1,7 +1,11 @@
-"""No code in checkpoints: what is loaded from one is tensors, plain values, and the few classes named here.
+"""Replaces functions of libraries while a checkpoint is written or loaded.
 
-transformers and accelerate load with weights_only; DeepSpeed's files, the plain values among torch's shares, and the .metadata of
-those are unpickled as they are, which calls whatever the file says.
+`torch.save`, while writing
+    An engine saves on each rank and then meets the others: a rank whose disk is full must still come to the meeting.
+    Noticed by tests/slow/test_checkpoints.py.
+`pickle` in `torch.distributed.checkpoint.filesystem`, and TORCH_FORCE_WEIGHTS_ONLY_LOAD, while loading
+    DeepSpeed and torch unpickle freely, which calls whatever a file says.
+    Noticed by tests/sft/checkpoint/test_foreign_files.py.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, cast
@@ -42,28 +46,50 @@ IN_METADATA = {
 """What torch writes into .metadata, by module."""
 
 
+@contextmanager
+def failed_saves_kept() -> Iterator[list[Exception]]:
+    """Collect the errors of `torch.save` to a file instead of raising them, and save nothing more after the first."""
+    save = torch.save
+    failed: list[Exception] = []
+
+    def save_or_keep(value: Any, file: Any, *args: Any, **keywords: Any) -> None:
+        if not isinstance(file, str | os.PathLike):
+            save(value, file, *args, **keywords)
+        elif not failed:
+            try:
+                save(value, file, *args, **keywords)
+            except Exception as error:
+                failed.append(error)
+                with suppress(OSError):
+                    Path(file).unlink()
+
+    torch.save = save_or_keep  # type: ignore[assignment]
+    try:
+        yield failed
+    finally:
+        torch.save = save
+
+
 class _Metadata(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """The class, where it is one of those that torch writes."""
+        """The class, if it is one of those that torch writes."""
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in IN_METADATA.get(module, ()):
-            raise pickle.UnpicklingError(
-                f"{module}.{name} does not belong in a checkpoint's .metadata: it is not loaded."
-            )
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong in a checkpoint's .metadata: not loaded.")
         return super().find_class(module, name)
 
 
 def load_metadata(file: IO[bytes]) -> Any:
-    """What pickle.load gives, where nothing but torch's own description is in the file.
+    """Like pickle.load, for a file that holds only torch's own description.
 
     Raises:
-        pickle.UnpicklingError: Something else is.
+        pickle.UnpicklingError: It holds something else.
     """
     return _Metadata(file).load()
 
 
 def deepspeed_classes() -> list[Any]:
-    """What DeepSpeed writes beside tensors and plain values; none where it is not in use."""
+    """What DeepSpeed writes beside tensors and plain values."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -73,10 +99,10 @@ def deepspeed_classes() -> list[Any]:
 
 @contextmanager
 def plain_data_only(deepspeed: bool) -> Iterator[None]:
-    """A stretch in which every `torch.load` takes plain data only, whatever its caller says.
+    """Make every `torch.load` take only tensors and plain values, whatever its caller says.
 
     Args:
-        deepspeed: DeepSpeed's own classes are taken too.
+        deepspeed: DeepSpeed's own classes are allowed too.
 
     Raises:
         pickle.UnpicklingError: A file holds something else.
@@ -96,7 +122,7 @@ def plain_data_only(deepspeed: bool) -> Iterator[None]:
 
 
 def load_mapped(file: Path, allowed: list[Any] | None = None) -> Any:
-    """A file of torch.save, its tensors mapped.
+    """A file of torch.save, its tensors mapped from disk.
 
     Args:
         file: In torch's zip format.

@@ -6,11 +6,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sft.checkpoint.plain_data import load_mapped
-from sft.checkpoint.portable import open_whole
-from sft.checkpoint.portable_live import begin_random_streams, load_torch, source_names, with_parameters
-from sft.checkpoint.portable_zero import FIRST, MOMENTS, SECOND, STEP, WEIGHT, Piece, _pieces_of_groups
-from sft.checkpoint.resume_plan import Writer
+from sft.checkpoint.patches import load_mapped
+from sft.checkpoint.reshard import load_torch, open_full, source_names, start_random_streams, with_parameters
+from sft.checkpoint.resume import Writer
+from sft.checkpoint.zero import FIRST, MOMENTS, SECOND, STEP, WEIGHT, Piece, _pieces_of_groups
 from sft.errors import RunError
 from sft.parallel.optimizer import MasterAdamW
 
@@ -52,7 +51,7 @@ def test_an_optimizer_with_its_groups_the_other_way_about_goes_on_alike(dtype: t
     train(stayed, first, 3)
     writer = save(tmp_path, stayed, first)
     second = MasterAdamW(groups(moved, turned=True), accumulate_in_fp32=False, lr=0.1)
-    whole = open_whole(tmp_path, writer, {})
+    whole = open_full(tmp_path, writer, {})
     load_torch(moved, second, whole, source_names(moved, whole))
     train(stayed, first, 3)
     train(moved, second, 3)
@@ -65,7 +64,7 @@ def test_bf16_weights_go_on_from_their_fp32_copies_under_an_optimizer_of_fp32_we
     rounded, exact = network(torch.bfloat16), network()
     optimizer = MasterAdamW(groups(rounded), accumulate_in_fp32=False, lr=0.1)
     train(rounded, optimizer, 3)
-    whole = open_whole(tmp_path, save(tmp_path, rounded, optimizer), {})
+    whole = open_full(tmp_path, save(tmp_path, rounded, optimizer), {})
     other = torch.optim.AdamW(groups(exact), lr=0.1)
     load_torch(exact, other, whole, source_names(exact, whole))
     for master, parameter in zip(optimizer.masters, [p for g in other.param_groups for p in g["params"]], strict=True):
@@ -78,7 +77,7 @@ def test_whole_tensors_are_in_fp32_and_each_goes_by_its_name(tmp_path: Path) -> 
     model = network(torch.bfloat16)
     optimizer = MasterAdamW(groups(model), accumulate_in_fp32=False, lr=0.1)
     train(model, optimizer, 2)
-    whole = open_whole(tmp_path, save(tmp_path, model, optimizer), {})
+    whole = open_full(tmp_path, save(tmp_path, model, optimizer), {})
     assert whole.names == set(dict(model.named_parameters()))
     for weight, master in zip(optimizer.weights, optimizer.masters, strict=True):
         name = next(name for name, parameter in model.named_parameters() if parameter is weight)
@@ -92,7 +91,7 @@ def test_a_checkpoint_of_other_parameters_is_refused(tmp_path: Path) -> None:
     model = network()
     optimizer = torch.optim.AdamW(groups(model), lr=0.1)
     train(model, optimizer, 1)
-    whole = open_whole(tmp_path, save(tmp_path, model, optimizer), {})
+    whole = open_full(tmp_path, save(tmp_path, model, optimizer), {})
     model[2].requires_grad_(False)
     with pytest.raises(RunError, match=r"0 trained here are not in it .*, 2 in it are not trained here"):
         source_names(model, whole)
@@ -109,7 +108,7 @@ def test_a_tied_weight_is_found_by_another_of_its_names(tmp_path: Path) -> None:
     optimizer.step()
     save_file({"head.weight": model.head.weight.detach()}, tmp_path / "model.safetensors")
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    whole = open_whole(tmp_path, Writer("one process", 1, "fp32", "fp32", parameters=("head.weight",)), {})
+    whole = open_full(tmp_path, Writer("one process", 1, "fp32", "fp32", parameters=("head.weight",)), {})
     model.head.weight = model.embedding.weight
     assert source_names(model, whole) == {"embedding.weight": "head.weight"}
 
@@ -134,7 +133,7 @@ def test_a_file_that_would_call_something_is_not_read(tmp_path: Path) -> None:
 
 def test_random_streams_differ_between_ranks_and_steps_and_repeat() -> None:
     def drawn(*place: int) -> float:
-        begin_random_streams(*place)
+        start_random_streams(*place)
         return float(torch.rand(()))
 
     places = [(1, 10, 0), (1, 10, 1), (1, 11, 0), (2, 10, 0)]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sft.checkpoint.writer import CheckpointWriter
+from sft.checkpoint.write import CheckpointWriter
 from sft.run.directory import Run
 
 

@@ -1,0 +1,71 @@
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from sft.errors import PlanError
+from sft.parallel.deepspeed import FOLDER, own_folder, prepare_builds
+
+
+@pytest.fixture
+def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a killed build has left in this environment's folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(FOLDER, str(own_folder()))
+    lock = own_folder() / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    return lock
+
+
+def test_a_lock_that_no_process_holds_is_removed_with_a_line(lock: Path) -> None:
+    (line,) = prepare_builds(False)
+    assert "cpu_adam" in line
+    assert not lock.exists()
+    assert prepare_builds(False) == []
+
+
+def test_a_lock_in_a_folder_that_the_user_has_named_may_be_another_machines(
+    lock: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(FOLDER, str(lock.parents[1].rename(tmp_path / "shared")))
+    (line,) = prepare_builds(False)
+    assert f"rm {tmp_path / 'shared' / 'cpu_adam' / 'lock'}" in line
+    assert (tmp_path / "shared" / "cpu_adam" / "lock").exists()
+
+
+def test_a_lock_of_a_running_build_stays(lock: Path) -> None:
+    """torch holds it open while it builds."""
+    from torch.utils.file_baton import FileBaton
+
+    lock.unlink()
+    baton = FileBaton(str(lock))
+    assert baton.try_acquire()
+    assert prepare_builds(False) == ["Another process is building cpu_adam: waiting for it."]
+    assert lock.exists()
+    baton.release()
+    assert not lock.exists()
+
+
+def test_a_build_is_announced_where_one_is_needed_and_refused_without_its_tools(
+    lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock.unlink()
+    (line,) = prepare_builds(True)
+    assert "about a minute" in line
+    monkeypatch.setenv("PATH", str(lock.parent))
+    monkeypatch.setenv("CXX", "g++-none -O2")
+    with pytest.raises(PlanError, match=r"no ninja and no g\+\+-none"):
+        prepare_builds(True)
+    (lock.parent / "cpu_adam.so").touch()
+    assert prepare_builds(True) == []
+
+
+def test_each_environment_has_a_folder_of_its_own(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FOLDER)
+    here = own_folder()
+    prepare_builds(False)
+    assert os.environ[FOLDER] == str(here)
+    monkeypatch.setattr(sys, "prefix", "/another/environment")
+    assert own_folder() != here

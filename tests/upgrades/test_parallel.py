@@ -1,0 +1,66 @@
+"""What sft/parallel/ leans on in torch and accelerate; where one fails after an upgrade, look at the function that it names."""
+
+import inspect
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, fsdp_utils
+from torch import nn
+from torch.utils import cpp_extension
+
+from sft.parallel.deepspeed import FOLDER
+
+
+def test_accelerate_still_takes_cpu_ranks_for_ddp() -> None:
+    """Else cpu_ranks_may_shard can go."""
+    source = inspect.getsource(AcceleratorState.__init__)
+    condition = source[: source.index("self.distributed_type = DistributedType.FSDP")]
+    condition = condition[condition.rindex("self.distributed_type in [") :]
+    assert "DistributedType.MULTI_GPU" in condition
+    assert "MULTI_CPU" not in condition
+
+
+def test_accelerate_still_refuses_parallel_configurations_over_cpu_ranks() -> None:
+    """Else cpu_ranks_may_be_parallel can go."""
+    accelerator = SimpleNamespace(
+        distributed_type=DistributedType.MULTI_CPU, num_processes=2, multi_device=False, is_fsdp2=False
+    )
+    with pytest.raises(ValueError, match="only compatible"):
+        ParallelismConfig(tp_size=2)._validate_accelerator(accelerator)
+
+
+def test_accelerates_choice_by_size_still_takes_what_torch_refuses() -> None:
+    """Else size_units can go."""
+
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(10, 10), nn.Linear(10, 10)])
+
+    model = Small()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=10)
+    choose = fsdp_utils.fsdp2_prepare_auto_wrap_policy(plugin, model)
+    assert choose is not None
+    assert choose(model.layers)
+
+
+def test_accelerates_own_policy_still_reduces_gradients_in_bf16() -> None:
+    """Else policies need not set it."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    plugin.set_mixed_precision("bf16")
+    assert plugin.mixed_precision_policy.reduce_dtype == torch.bfloat16
+    assert plugin.mixed_precision_policy.output_dtype == torch.bfloat16
+
+
+def test_torch_builds_where_the_variable_says_behind_a_file_named_lock(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """prepare_builds looks for it."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    assert cpp_extension._get_build_directory("cpu_adam", False) == str(tmp_path / "cpu_adam")
+    assert "'lock'" in inspect.getsource(cpp_extension._jit_compile)
