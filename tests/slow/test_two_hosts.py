@@ -154,7 +154,7 @@ def test_a_cut_link_ends_in_one_message_on_each_host_and_the_same_command_goes_o
     assert run.record["running"]["engine"] == engine
     same_result(run, alone)
     size = sum(file.stat().st_size for file in checkpoint_after(run).rglob("*") if file.is_file())
-    assert size == pytest.approx(PARAMETERS * BYTES[engine], rel=0.06), "sft/plan/disk.py reckons with as many"
+    assert size == pytest.approx(PARAMETERS * BYTES[engine], rel=0.06), "sft/plan/job.py reckons with as many"
 
 
 def checkpoint_after(run: Run) -> Path:

@@ -105,14 +105,6 @@ def test_a_contradiction_is_named_with_both_values(config: dict[str, Any], told:
     assert told in line
 
 
-def test_a_file_is_found_by_name_and_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    by_name = load_deepspeed("zero2")
-    assert load_deepspeed("ds_configs/zero2.json").config == by_name.config
-    (tmp_path / "own.json").write_text('{"zero_optimization": {"stage": 1}}')
-    assert load_deepspeed("own.json").stage == 1
-
-
 @pytest.mark.parametrize(
     ("name", "told"),
     [

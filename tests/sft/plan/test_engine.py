@@ -89,15 +89,6 @@ def test_without_a_known_size_buckets_are_deepspeeds_own() -> None:
             assert value == field.default, key
 
 
-def test_numbers_in_a_file_stay() -> None:
-    zero = {"stage": 3, "reduce_bucket_size": 7, "stage3_prefetch_bucket_size": "auto"}
-    found = sizes(size_buckets(DeepSpeedFile(Path("mine.json"), {"zero_optimization": zero}), QWEN_3B))
-    assert found["reduce_bucket_size"] == 7
-    assert isinstance(found["stage3_prefetch_bucket_size"], int)
-    empty = DeepSpeedFile(Path("mine.json"), {"train_batch_size": "auto"})
-    assert size_buckets(empty, QWEN_3B).config == empty.config
-
-
 def test_an_unfinished_run_does_not_go_on_with_another_engine(recipe_file: Path, tmp_path: Path) -> None:
     words = [AUTO, "train.precision=bf16", f"output_dir={tmp_path / 'out'}"]
     started = open_job(recipe_file, words, cpu(2))
