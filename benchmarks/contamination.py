@@ -74,7 +74,7 @@ def main() -> None:
         before, started = memory_mib(), time.process_time()
         search = Search(documents, NGRAM, most_shared=DOCUMENTS)
         for some in training_texts(folder, tokenizer):
-            search.look_at(some)
+            search.scan(some)
         found, seconds = search.found(), time.process_time() - started
         tokens = (folder / "tokens.bin").stat().st_size // 4
     if not (found[: len(taken)].all() and not found[len(taken) :].any()):

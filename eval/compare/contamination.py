@@ -37,7 +37,7 @@ _SIGNS = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 _WORD = re.compile(rf"[{_SIGNS}]|[^\W_{_SIGNS}]+")
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _BETWEEN = np.uint64(0x5851F42D4C957F2D)
-"""Stands between two texts, so that no words in a row reach from one into the next."""
+"""Stands between two texts, so that no n-gram reaches from one into the next."""
 
 _MOST_BITS = 24
 
@@ -52,7 +52,7 @@ def words(text: str) -> list[str]:
 
 
 def hash_words(texts: Iterable[str]) -> np.ndarray:
-    """Hashes of the words of some texts, one after another, with a mark after each text; uint64."""
+    """Hashes of the words of texts, in order, with a separator after each text; uint64."""
     parts = []
     for text in texts:
         found = words(text)
@@ -62,7 +62,7 @@ def hash_words(texts: Iterable[str]) -> np.ndarray:
 
 
 def ngrams(hashed: np.ndarray, lengths: Sequence[int]) -> dict[int, np.ndarray]:
-    """Hashes of all words in a row, for each length that was asked for; uint64."""
+    """Hashes of all n-grams, for each length n; uint64."""
     found, wanted = {}, set(lengths)
     so_far = hashed
     for length in range(1, max(wanted, default=0) + 1):
@@ -74,13 +74,13 @@ def ngrams(hashed: np.ndarray, lengths: Sequence[int]) -> dict[int, np.ndarray]:
 
 
 class Search:
-    """Which documents have words in a row that a stream of texts has too.
+    """Finds the documents that share n-grams with a stream of texts.
 
     Args:
         documents: The texts of each document: its fields.
-        size: How many words in a row.
-        fewest: Documents of which no field has so many words have not enough to be told from others.
-        most_shared: Words in a row that more documents than these have are the task's own, not one document's.
+        size: n, in words.
+        fewest: Words that one field of a document needs, or the document is too short to search for.
+        most_shared: An n-gram in more documents than this belongs to the task's own text, and does not count.
     """
 
     def __init__(self, documents: Sequence[Sequence[str]], size: int, fewest: int = 5, most_shared: int = 10) -> None:
@@ -89,12 +89,12 @@ class Search:
         for index, fields in enumerate(documents):
             hashed = [hash_words([field])[:-1] for field in fields]
             long = [one for one in hashed if len(one) >= size]
-            # A document that is shorter is looked for as a whole: by its longest field.
+            # A shorter document is searched for as a whole: by its longest field.
             chosen = long or sorted((one for one in hashed if len(one) >= fewest), key=len)[-1:]
             self.unsearchable[index] = not chosen
             if chosen:
                 length = min(size, len(chosen[0]))
-                # Once for each document, however many of its fields have it: documents are what is counted below.
+                # Once per document, however many of its fields have it.
                 every = np.unique(np.concatenate([ngrams(one, [length])[length] for one in chosen]))
                 owners.setdefault(length, []).append((every, index))
         self._known: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
@@ -111,12 +111,12 @@ class Search:
             self._flags[length] = np.zeros(len(unique), bool)
         self._documents = len(documents)
 
-    def look_at(self, texts: Iterable[str]) -> None:
-        """Mark what these texts have."""
+    def scan(self, texts: Iterable[str]) -> None:
+        """Mark the n-grams of these texts."""
         hashed = hash_words(texts)
         for length, hashes in ngrams(hashed, list(self._known)).items():
             unique, table, _ = self._known[length]
-            # Nearly all are dismissed by their first bits, without a search.
+            # The first bits rule out nearly all of them without a search.
             hashes = hashes[table[hashes >> np.uint64(65 - len(table).bit_length())]]
             place = np.minimum(np.searchsorted(unique, hashes), len(unique) - 1)
             self._flags[length][place[unique[place] == hashes]] = True
@@ -142,9 +142,9 @@ def texts_in(value: object) -> Iterator[str]:
 
 
 def prepared_folder(run: Run) -> Path | None:
-    """Where the data that a run was trained on is prepared; None where it is gone."""
+    """The folder of the prepared data that a run was trained on; None where it is gone."""
     fingerprint = run.record.get("data_fingerprint")
-    # The recipe's output_dir may be relative to another folder than this one, or the run have been copied out of it.
+    # The recipe's output_dir may be relative to another folder, or the run may have been moved.
     roots = {run.path.parents[1], Path(run.recipe().output_dir).expanduser().resolve()}
     for file in sorted(file for root in roots for file in root.glob(".prepared/*/prepared.json")):
         prepared = find_prepared(file.parent)
@@ -154,13 +154,13 @@ def prepared_folder(run: Run) -> Path | None:
 
 
 def training_texts(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[str]]:
-    """The documents that are trained, as text, some at a time: without control tokens, in the order on disk."""
+    """The training documents as text, in batches: without special tokens, in the order on disk."""
     store = DocumentStore.open(folder)
     trained = np.unique(SequenceIndex.load(folder / "train.npz").members)
-    told = sys.stderr.isatty() or len(trained) > 100_000
+    shown = sys.stderr.isatty() or len(trained) > 100_000
     tqdm.monitor_interval = 0
     with tqdm(
-        total=len(trained), unit=" documents", desc="Searching the training data", disable=not told, mininterval=10
+        total=len(trained), unit=" documents", desc="Searching the training data", disable=not shown, mininterval=10
     ) as progress:
         before = np.cumsum(store.documents["length"][trained], dtype=np.int64) // _AT_A_TIME
         for chosen in np.split(trained, np.flatnonzero(np.diff(before)) + 1):
@@ -233,7 +233,7 @@ def check_contamination(
     size = NGRAM if asked is True else asked
     folder = prepared_folder(run)
     if folder is None:
-        reason = f"the data that {run.path.name} was trained on is no longer prepared in its output_dir (.prepared)."
+        reason = f"the data that {run.path.name} was trained on is no longer in its output_dir (.prepared)."
         return {"ngram": size, "tasks": {}, "reason": reason}
     tasks = {row["task"]: row for row in rows if row["decides"]}
     owners: list[tuple[str, int]] = []
@@ -242,11 +242,11 @@ def check_contamination(
         once = {sample["doc_id"]: sample["doc"] for sample in samples[1].get(leaf, [])}
         owners += [(leaf, document) for document in once]
         documents += [tuple(texts_in(doc)) for doc in once.values()]
-    # Tasks that ask the same documents in several ways must not make their words look like an introduction that many share.
+    # Documents that several tasks share must not make their words look like text of the task itself.
     distinct = {document: index for index, document in enumerate(dict.fromkeys(documents))}
     search, place = Search(list(distinct), size), [distinct[document] for document in documents]
     for texts in training_texts(folder, tokenizer):
-        search.look_at(texts)
+        search.scan(texts)
     seen, unsearchable = search.found()[place], search.unsearchable[place]
     counted: dict[str, Any] = {}
     for task, row in tasks.items():

@@ -21,7 +21,7 @@ def _called(row: Row) -> str:
 
 
 def _find(name: str, comparison: dict[str, Any]) -> Row | str:
-    """The row that a name of the gate means, or why there is none."""
+    """The row that a name in the gate refers to, or why there is none."""
     if name == OVERALL:
         return (
             comparison["overall"]

@@ -138,14 +138,14 @@ _READINGS = ((_mean, False), (_perplexity, True), (_per_word, True), (_bits, Fal
 """From a document's values to their sum and weight, and whether the score is e to the power of the ratio."""
 
 LONG_TEXT = 100
-"""Characters: a field of a document that is as long is a passage where other documents have the same."""
+"""Characters from which a field that several documents share is a passage."""
 
 INSTRUCTION = 0.1
-"""Share of the documents from which a text that they have in common is an instruction and no passage."""
+"""Share of the documents from which a text that they share is an instruction, not a passage."""
 
 
 def _passages(samples: list[dict[str, Any]], documents: list[int]) -> np.ndarray | None:
-    """Number the texts that documents share: questions on one passage stand or fall together, and so do copies of a document.
+    """Number the texts that documents share: answers to questions on one passage are correlated, and so are copies of a document.
 
     The field by which there are the fewest decides.
     """

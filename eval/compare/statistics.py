@@ -1,4 +1,4 @@
-"""Is a difference more than chance? Tests and intervals for scores that two models got on the same documents.
+"""Tests whether a difference is more than chance: tests and confidence intervals for two models' scores on the same documents.
 
 docs/comparison.md has the formulas and the measured coverage of each interval.
 """
@@ -15,12 +15,12 @@ from scipy.special import ndtr, ndtri, stdtr, stdtrit
 ALPHA = 0.05
 
 FEWEST_BOUNDED, FEWEST = 10, 50
-"""Documents for a verdict: of scores between 0 and 1, and of any others. With fewer, intervals miss the truth too often."""
+"""Documents that a verdict needs: for scores between 0 and 1, and for all others. With fewer, coverage is below 95%."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the documents say of a difference. The interval excludes 0 exactly where the p-value is at most 0.05."""
+    """Test and confidence interval of a difference. The interval excludes 0 exactly where the p-value is at most 0.05."""
 
     test: str
     p_value: float
@@ -75,7 +75,7 @@ def paired(samples: Sequence[Sample]) -> Evidence:
     variance = sum(variances)
     bound = 1.0 if all(one.bounded for one in samples) else inf
     too_few = any(len(one.values) < (FEWEST_BOUNDED if one.bounded else FEWEST) for one in samples)
-    if variance == 0:  # no document changed, of a score without bounds
+    if variance == 0:  # no document changed, and the score has no bounds
         return Evidence("paired t", 1.0, 0.0, (0.0, 0.0), too_few)
     parts = sum(part**2 / (len(one.values) + 1) for part, one in zip(variances, samples, strict=True))
     freedom, stderr = variance**2 / parts, sqrt(variance)  # Welch and Satterthwaite

@@ -1,4 +1,4 @@
-"""From differences to words: which metric decides, what several comparisons at once change, and the mean over tasks."""
+"""Gives verdicts: which metric decides, the correction for several comparisons, and the mean over tasks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ IMPROVED, REGRESSED, NO_CHANGE = "IMPROVED", "REGRESSED", "NO SIGNIFICANT CHANGE
 TOO_FEW, UNKNOWN = "TOO FEW DOCUMENTS", "UNKNOWN"
 
 OTHERS = 0.25
-"""Weight in the correction of all metrics that decide nothing, taken together; each that decides has 1, and so has the mean."""
+"""Weight in the correction of all metrics that do not decide, together; each deciding metric and the mean have 1."""
 
 
 @dataclass
 class Entry:
-    """One metric of one task, and what it is made of."""
+    """One metric of one task, with its evidence."""
 
     row: dict[str, Any]
     paired: Paired | None
@@ -39,7 +39,7 @@ class Entry:
 
 
 def _verdict(evidence: Evidence | None, p_value: float | None, higher_is_better: bool | None) -> str:
-    """What may be said of a difference.
+    """The verdict on a difference.
 
     >>> gain = Evidence("paired t", 0.01, 0.1, (0.1, 0.3))
     >>> [_verdict(gain, p, better) for p, better in ((0.01, True), (0.01, False), (0.2, True), (0.01, None))]
@@ -57,8 +57,8 @@ def _verdict(evidence: Evidence | None, p_value: float | None, higher_is_better:
 def decide(entries: list[Entry], results: Results) -> None:
     """Mark the one metric of each task that decides: acc_norm where there is one, else the first that is paired.
 
-    acc takes the likeliest answer, which a short one is; acc_norm corrects for the length. Of several filters a flexible one decides:
-    whether an answer is right is the question, not whether it is written as the examples are.
+    acc favors short answers; acc_norm corrects for the length. Of several filters a flexible one decides: the question is whether an
+    answer is right, not whether it has the format of the examples.
     """
     for task in top_level(results):
         known = [entry for entry in entries if entry.row["task"] == task]
@@ -78,7 +78,7 @@ def _is_flexible(row: dict[str, Any]) -> bool:
 def judge(entries: list[Entry], mean: Entry | None) -> None:
     """Correct all p-values together, and give the verdicts.
 
-    Those that decide nothing weigh little, so that many of them hardly cost the others anything.
+    Metrics that do not decide weigh little, so that many of them hardly affect the others.
 
     Args:
         entries: All metrics.

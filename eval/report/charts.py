@@ -247,26 +247,18 @@ def draw_curve(points: Sequence[Mapping[str, Any]], title: str, path: Path) -> N
     """
     figure = Figure(figsize=(8, 5), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    dots = "o" if len(points) < SMOOTH_FROM else ""
-    for one in with_mean(series_of(points, "loss", "loss")):
-        upper.plot(
-            one.x, one.y, color="tab:blue", alpha=0.3 if one.faint else 1, marker=dots, markersize=3, label=one.name
-        )
-    held_out = series_of(points, "held_out_loss", "eval loss")
-    if len(held_out.x):
-        upper.plot(held_out.x, held_out.y, color="tab:green", marker="o", markersize=4, label=held_out.name)
-    if len(upper.lines) > 1:
-        upper.legend(frameon=False)
-    rate = series_of(points, "learning_rate", "learning rate")
-    lower.plot(rate.x, rate.y, color="tab:orange", marker=dots, markersize=3)
-    upper.set_title(title, loc="left", parse_math=False)
-    upper.set_ylabel("loss")
-    lower.set_ylabel("learning rate")
-    lower.set_xlabel("optimizer step")
-    lower.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    for axes in (upper, lower):
+    losses = [*with_mean(series_of(points, "loss", "loss")), series_of(points, "held_out_loss", "eval loss", "c2")]
+    for axes, curves in ((upper, losses), (lower, [series_of(points, "learning_rate", "learning rate", "c1")])):
+        for one in curves:
+            dots = "o" if len(one.x) < SMOOTH_FROM else ""
+            alpha = 0.3 if one.faint else 1.0
+            axes.plot(one.x, one.y, color=one.color.upper(), alpha=alpha, marker=dots, markersize=3, label=one.name)
+        axes.set_ylabel(curves[0].name)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.locator_params(axis="x", integer=True)
         axes.set_xlim(left=0)
+    upper.legend(frameon=False, loc="upper right")
+    upper.set_title(title, loc="left", parse_math=False)
+    lower.set_xlabel("optimizer step")
     figure.savefig(path, format="png", dpi=120)

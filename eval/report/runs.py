@@ -18,7 +18,7 @@ from eval.report.collect import guarded
 from eval.report.evaluation import flattened
 from eval.report.formats import Code, code, duration, interval, kind_of, metric_name, number, words
 from eval.report.run_files import RunFiles, column, data_names, method, model_name
-from eval.report.speed import mean_rate
+from eval.report.training import mean_rate
 from sft.recipe.changes import MISSING as NOT_THERE
 from sft.recipe.changes import differences, is_same_training
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 from eval.report.charts import Series, chart, series_of, with_mean
-from eval.report.formats import counted, duration, is_number, number, words
+from eval.report.formats import MISSING, counted, duration, is_number, number, words
 from eval.report.run_files import RunFiles, column
-from eval.report.speed import speed_facts
 
 Part = dict[str, Any]
 
@@ -107,4 +109,40 @@ def collect_during(files: RunFiles) -> Part:
         ],
         "last_step": number(files.during[-1]["step"]),
         "facts": {f"{task}, {metric}": number(points[-1][1], ".4f") for (task, metric), points in shown},
+    }
+
+
+def _timed(lines: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], float]]:
+    """The lines of metrics.jsonl, each with the seconds of its steps; without the first, which includes the warmup of everything."""
+    found = []
+    for before, line in pairwise(lines):
+        rate, start, end = line.get("tokens_per_second"), before.get("tokens_seen"), line.get("tokens_seen")
+        if is_number(rate) and rate > 0 and is_number(start) and is_number(end):
+            found.append((line, (end - start) / rate))
+    return found
+
+
+def mean_rate(lines: Sequence[Mapping[str, Any]], key: str = "tokens_per_second") -> float | None:
+    """The mean of a rate over time, after the first line."""
+    known = [(line[key], seconds) for line, seconds in _timed(lines) if is_number(line.get(key))]
+    total = sum(seconds for _, seconds in known)
+    return sum(rate * seconds for rate, seconds in known) / total if total > 0 else None
+
+
+def speed_facts(lines: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """How fast the training was; docs/metrics.md describes each figure."""
+    timed = _timed(lines)
+
+    def median_of(key: str) -> str:
+        values = [line[key] for line, _ in timed if is_number(line.get(key))]
+        return f"{median(values):.3f} s" if values else MISSING
+
+    waiting = [(line["data_seconds"], seconds) for line, seconds in timed if is_number(line.get("data_seconds"))]
+    total = sum(seconds for _, seconds in waiting)
+    return {
+        "Tokens per second, mean after the first logged step": number(mean_rate(lines), ",.0f"),
+        "Target tokens per second": number(mean_rate(lines, "labelled_tokens_per_second"), ",.0f"),
+        "MFU, of the GPUs' bf16 peak": number(mean_rate(lines, "mfu"), ".1%"),
+        "Time of a step, p50 and p90": f"{median_of('step_seconds_p50')}, {median_of('step_seconds_p90')}",
+        "Time waiting for data": f"{sum(data for data, _ in waiting) / total:.1%}" if total > 0 else MISSING,
     }

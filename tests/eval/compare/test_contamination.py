@@ -12,7 +12,7 @@ LONG = "one two three four five six seven eight nine ten eleven twelve thirteen 
 
 def found(documents: list[list[str]], texts: list[str], size: int = 13) -> list[bool]:
     search = Search(documents, size)
-    search.look_at(texts)
+    search.scan(texts)
     return [bool(hit) for hit in search.found()]
 
 
@@ -39,7 +39,7 @@ def test_a_short_document_is_found_as_a_whole() -> None:
 
 def test_a_document_of_a_few_words_is_not_looked_for_and_counted() -> None:
     search = Search([["Number 3?", "3"], [LONG]], 13)
-    search.look_at(["Number 3? 3"])
+    search.scan(["Number 3? 3"])
     assert search.unsearchable.tolist() == [True, False]
     assert search.found().tolist() == [False, False]
 
@@ -136,4 +136,4 @@ def test_data_that_is_gone_is_said_to_be_gone(run: Run) -> None:
     gone = check_contamination(8, run, Words([]), rows, (results, results), (samples, samples))  # type: ignore[arg-type]
     assert gone is not None
     assert (gone["ngram"], gone["tasks"]) == (8, {})
-    assert "no longer prepared" in gone["reason"]
+    assert "is no longer in its output_dir" in gone["reason"]
