@@ -13,7 +13,6 @@ from sft import cli
 from sft.errors import EXIT_USER_ERROR, PlanError
 from sft.launch.checks import check_installed, check_rank_variables
 from sft.launch.rank import main as train
-from sft.plan.topology import read_topology
 from sft.program import exit_on_error
 
 TWO_GPUS = "0, GPU-aaaa, NVIDIA H100, 81559, 9.0\n1, GPU-bbbb, NVIDIA H100, 81559, 9.0"
@@ -94,13 +93,6 @@ def test_a_mistake_in_the_environment_is_one_message(environment: str, value: st
     message = tell(environment)
     assert value in message
     assert remedy in message
-
-
-def test_tasks_that_only_srun_would_start_are_no_mistake(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch script on one machine without srun."""
-    monkeypatch.setenv("SLURM_NNODES", "1")
-    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "8")
-    assert read_topology().ranks == 1
 
 
 @pytest.mark.usefixtures("two_gpus")

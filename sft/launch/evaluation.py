@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from sft import signals
 from sft.errors import EXIT_CRASHED, EXIT_GATE, EXIT_TERMINATED, Interrupted, RunError
-from sft.launch.opening import claim, keep_recipe, unfinished_run
+from sft.launch.run_directory import claim, keep_recipe, unfinished_run
 from sft.parallel.process_group import LAUNCHED
 from sft.plan.job import Job
 from sft.processes import report_result

@@ -20,11 +20,11 @@ from sft.launch.auto_tune import search
 from sft.launch.checks import check_address, check_installed, check_started_once, job_and_topology, told_of_slurm
 from sft.launch.evaluation import become_evaluation, unfinished_evaluation
 from sft.launch.job import open_job, open_recipe
-from sft.launch.opening import check_start, unfinished_run
 from sft.launch.preflight import disk, refuse
 from sft.launch.prepare import prepared_data
 from sft.launch.rank import PREFLIGHT, train_job
-from sft.launch.rerun import is_run, start_again, told_differences
+from sft.launch.rerun import differences_to_report, is_run, rerun_arguments
+from sft.launch.run_directory import check_start, unfinished_run
 from sft.launch.torchrun import check_port, clear_environment
 from sft.launch.torchrun import start as start_ranks
 from sft.launch.tuning_result import find_answer, is_searched
@@ -67,7 +67,7 @@ def show_plan(word: str, overrides: Sequence[str], on: str | None = None) -> Non
 
 
 def _recipe_of(word: str, overrides: Sequence[str]) -> tuple[Path, list[str]]:
-    return start_again(Path(word), overrides) if is_run(word) else (Path(word), list(overrides))
+    return rerun_arguments(Path(word), overrides) if is_run(word) else (Path(word), list(overrides))
 
 
 def start(word: str, overrides: Sequence[str], preflight: bool = False, max_restarts: int = 0) -> None:
@@ -93,7 +93,7 @@ def start(word: str, overrides: Sequence[str], preflight: bool = False, max_rest
         check_address(topology)
     check_port(topology)
     check_start(job)
-    for line in told_differences(job):
+    for line in differences_to_report(job):
         print(visible_line(line), flush=True)
     refuse([disk(job)])
     set_threads(topology)

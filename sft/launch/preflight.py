@@ -22,7 +22,7 @@ from uuid import uuid4
 from sft.data.prepared import data_key
 from sft.errors import PreflightError
 from sft.files import in_words
-from sft.launch.opening import unfinished_run
+from sft.launch.run_directory import unfinished_run
 from sft.parallel import process_group as distributed
 from sft.plan.job import Job, bytes_per_parameter, checkpoints_to_come, trained_parameters
 from sft.recipe.schema import REPOSITORY

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 from sft.data.findings import check_findings
 from sft.data.ledger import check_limits
@@ -21,11 +22,13 @@ from sft.data.prepared import Prepared, entry_folder, find_prepared
 from sft.errors import DataError, Interrupted, RecipeError, RunError
 from sft.hub.model_facts import ModelFacts
 from sft.launch.job import open_recipe
+from sft.launch.run_directory import check_start
 from sft.plan.hardware import cpu_cores, cpu_memory_gib
+from sft.plan.job import Job
 from sft.processes import end_with_parent
 from sft.program import exit_process, run_main
 from sft.recipe.schema import Recipe
-from sft.signals import EXITS, SIGNALS, exit_status, held_back
+from sft.signals import EXITS, SIGNALS, asked, exit_status, held_back
 
 _MAIN_GIB, _WORKER_GIB = 1.0, 0.5
 """Memory of the process that reads, and of each worker: about twice what was measured on long rows with a large vocabulary."""
@@ -61,6 +64,48 @@ def begin_preparation(recipe: Recipe, model: ModelFacts, command: Sequence[str])
     environment["SFT_PARENT"] = str(os.getpid())
     with held_back():
         return subprocess.Popen([sys.executable, "-m", "sft.launch.prepare", *command], env=environment)
+
+
+def command_of(job: Job) -> list[str]:
+    """The recipe's path and the overrides, as on a command line."""
+    return [str(job.recipe_path), *job.overrides]
+
+
+def begin_data(job: Job) -> subprocess.Popen[bytes] | None:
+    """Prepare the data while the frameworks are imported, which takes as long; None where it is prepared.
+
+    A mistake in the data ends this process as soon as it is reported. Ranks of a launcher do not: they must meet within the process
+    group's timeout, whatever the data takes.
+
+    Raises:
+        RunError: The run cannot start.
+    """
+    if "WORLD_SIZE" in os.environ:
+        return None
+    check_start(job)
+    process = begin_preparation(job.recipe, job.model, command_of(job))
+    if process is not None:
+        Thread(target=_end_as_it_ends, args=(process,), daemon=True).start()
+    return process
+
+
+def _end_as_it_ends(process: subprocess.Popen[bytes]) -> None:
+    status = process.wait()
+    if status in EXITS:  # it was stopped alone, or this process too
+        if asked() is None:
+            os.kill(os.getpid(), status - 128)
+    elif status > 0:  # it has reported why; an import cannot be interrupted otherwise
+        os._exit(status)
+
+
+def wait_for_data(job: Job, begun: subprocess.Popen[bytes] | None) -> None:
+    """Return when the data that begin_data has begun is prepared.
+
+    Raises:
+        UserError: The data cannot be used.
+    """
+    if begun is not None:
+        prepared_data(job.recipe, job.model, command_of(job), begun=begun)
 
 
 def prepared_data(

@@ -27,8 +27,9 @@ from sft.hub.pins import pin_lines, pinned
 from sft.launch.checks import check_installed, check_rank_variables
 from sft.launch.evaluation import become_evaluation, programs, unfinished_evaluation
 from sft.launch.job import open_job
+from sft.launch.open_run import OpenedRun, open_run
 from sft.launch.preflight import check_ranks, preflight
-from sft.launch.start import Start, begin_data, start_run, wait_for_data
+from sft.launch.prepare import begin_data, wait_for_data
 from sft.parallel import process_group as distributed
 from sft.parallel.process_group import told_of_lost_ranks
 from sft.plan.job import Job
@@ -76,24 +77,24 @@ def train_job(job: Job) -> None:
         tasks.wait()
     tokenizer = load_tokenizer(pinned(job.recipe, job.model))
     with told_of_lost_ranks(job.recipe, "the first one prepared the data"):
-        start = start_run(job)
-    signals.interrupts(InterruptibleRun(start.run))
-    terminal.move_rank_log(start.run.path)
+        opened = open_run(job)
+    signals.interrupts(InterruptibleRun(opened.run))
+    terminal.move_rank_log(opened.run.path)
     from sft.train.main import train
 
-    run, planned = start.run, start.planned(job)
+    run, planned = opened.run, opened.planned(job)
     with recorded(run), lost_folder_reported(run.checkpoints):
         if distributed.is_first_rank():
-            show_start(planned, start, tokenizer)
+            show_start(planned, opened, tokenizer)
         during = evaluation_during(planned, run, tokenizer)
-        seconds = train(planned, run, start.prepared, tokenizer, start.choice, start.continuation, during)
+        seconds = train(planned, run, opened.prepared, tokenizer, opened.choice, opened.continuation, during)
         if distributed.is_first_rank():
             record_end(run, seconds, bool(programs(job.recipe.eval)))
     finish_trackers(job.recipe.tracking)
     distributed.leave_group()
     terminal.remove_launch_folder()
     if distributed.is_first_rank():
-        become_evaluation(start.run)
+        become_evaluation(opened.run)
 
 
 def parse_command_line(argv: Sequence[str]) -> tuple[Path, list[str]]:
@@ -181,23 +182,23 @@ def evaluate_what_is_trained(job: Job) -> None:
         raise SystemExit(0)
 
 
-def show_start(job: Job, start: Start, tokenizer: Any) -> None:
+def show_start(job: Job, opened: OpenedRun, tokenizer: Any) -> None:
     """Write plan.json, and print what is about to happen."""
-    run = start.run
+    run = opened.run
     write_json(
         run.plan_file, {"decisions": job.plan.decisions(), "deepspeed": job.deepspeed.config if job.deepspeed else None}
     )
-    warnings = plan_warnings(job.recipe, job.plan, job.hardware, job.model, start.prepared.facts())
+    warnings = plan_warnings(job.recipe, job.plan, job.hardware, job.model, opened.prepared.facts())
     run.warn("plan", *warnings)
     notes = [
         *(f"Warning: {warning}" for warning in warnings),
-        *summary_lines(start.prepared),
+        *summary_lines(opened.prepared),
         *set_up_trackers(job.recipe.tracking, run),
         *pin_lines(run.record["hub_revisions"]),
         *filter(None, [getattr(tokenizer, "padding_note", None), note_on_headers(tokenizer)]),
         f"Run: {run.path}",
-        *start.notes,
-        *(changed_tokens(start.choice.checkpoint, tokenizer) if start.choice.checkpoint else []),
+        *opened.notes,
+        *(changed_tokens(opened.choice.checkpoint, tokenizer) if opened.choice.checkpoint else []),
     ]
     if not Path(job.model.path).is_dir():
         notes.append(f"Loading {job.model.path}; the first time it is downloaded, which takes a while.")

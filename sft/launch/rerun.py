@@ -41,7 +41,7 @@ def original_run(recipe_path: Path) -> Run | None:
     return Run(folder) if (folder / "run.json").is_file() else None
 
 
-def start_again(folder: Path, overrides: Sequence[str]) -> tuple[Path, list[str]]:
+def rerun_arguments(folder: Path, overrides: Sequence[str]) -> tuple[Path, list[str]]:
     """What to start so that a run goes on or is repeated. Changes to the directory that it was started in.
 
     Args:
@@ -86,7 +86,7 @@ def _by_hand(recipe_path: Path, overrides: Sequence[str]) -> str:
     return join(["bash", "scripts/sft.sh", str(recipe_path), *overrides])
 
 
-def told_differences(job: Job) -> list[str]:
+def differences_to_report(job: Job) -> list[str]:
     """What to tell the user before a run goes on or is repeated; nothing for a recipe of its own."""
     run = original_run(job.recipe_path)
     if run is None:

@@ -226,7 +226,7 @@ def _report_failures(failures: Mapping[int, Any], kills: int | None) -> tuple[in
     if run is not None and failure is not None:
         with suppress(OSError, UserError):
             run.update(status="failed", error=failure[-2000:])
-        if run.last_checkpoint() is not None:
+        if run.last_checkpoint() is not None and run.next_start not in failure:
             print(f"{run.next_start}.", file=sys.stderr)
     # Any other status would be the same again: a mistake of the user's, a gate.
     return (code if code > 0 else EXIT_LOST_RANK), code < 0 or code == EXIT_LOST_RANK

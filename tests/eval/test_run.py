@@ -258,7 +258,7 @@ def test_an_evaluation_whose_parent_is_gone_before_it_could_look_ends(tmp_path: 
         )
 
     assert evaluate().returncode == -signal.SIGTERM  # before its imports
-    with held_back():  # as sft.launch.finish starts it: it listens after the imports
+    with held_back():  # as sft.launch.evaluation starts it: it listens after the imports
         done = evaluate()
     assert done.returncode != 2, done.stderr  # it did not come to look for the folder
     assert "Interrupted by SIGTERM" in done.stderr

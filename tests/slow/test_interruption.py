@@ -187,8 +187,8 @@ def test_the_clock_and_a_file_stop_a_run_as_a_signal_does(recipe: Path, ranks: R
     assert list(left(run)) == []
     (run.path / "stop").touch()
     os.utime(run.path / "stop", (time.time() - 60,) * 2)
-    told = ranks.run(1, words)
-    assert "The file `stop` is older than this start" in told["stdout"]
+    ranks.run(1, words)  # the file is older than this start, and so was meant for an earlier one
+    assert run.record["status"] == "finished"
     assert list(left(run)) == []
 
 

@@ -25,8 +25,8 @@ LOAD = """
 import json, sys
 from pathlib import Path
 from sft.plan.hardware import Hardware
-from sft.plan.job import open_job
-from sft.model import load_model
+from sft.launch.job import open_job
+from sft.model.load import load_model
 from sft.hub.pins import hub_revisions, pinned
 from sft.data.tokenizer import load_tokenizer
 recipe, main, old, new = sys.argv[1:]

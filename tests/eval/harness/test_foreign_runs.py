@@ -14,7 +14,7 @@ from eval.run import CONSENTS, SENDS, main, parse_evaluation
 from eval.sandbox.metric import score_code_within_limits
 from sft.errors import EvaluationError, RunError, UserError
 from sft.export.main import main as export_main
-from sft.launch.rerun import start_again
+from sft.launch.rerun import rerun_arguments
 from sft.recipe.schema import REPOSITORY, Evaluation, Model
 from sft.run.directory import Run
 from sft.run.trust import OWN_RUN
@@ -75,7 +75,7 @@ TRUSTED = {
     "eval.chat": (chat_main, [], "model.trust_remote_code=true"),
     "chat.sh": (choose_checkpoint, [], "--trust-remote-code"),
     "export.sh": (export_main, ["--to", "merged", "--checkpoint", "9"], "--trust-remote-code"),
-    "sft.sh": (lambda words: start_again(Path(words[0]), words[1:]), [], "model.trust_remote_code=true"),
+    "sft.sh": (lambda words: rerun_arguments(Path(words[0]), words[1:]), [], "model.trust_remote_code=true"),
 }
 
 
@@ -101,9 +101,9 @@ def test_a_run_is_not_started_again_on_the_consent_of_its_folder_alone(
     monkeypatch.chdir(tmp_path)
     bring(run, "eval", confirm_run_unsafe_code=True, confirm_run_task_code=True)
     with pytest.raises(RunError, match=r"confirm_run_unsafe_code=true eval\.confirm_run_task_code=true"):
-        start_again(run.path, [])
+        rerun_arguments(run.path, [])
     words = ["eval.confirm_run_unsafe_code=true", "eval.confirm_run_task_code=false"]
-    assert start_again(run.path, words)[1][-2:] == words
+    assert rerun_arguments(run.path, words)[1][-2:] == words
 
 
 def test_a_program_of_the_working_directory_is_no_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

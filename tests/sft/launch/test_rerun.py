@@ -8,8 +8,8 @@ import pytest
 
 from sft.errors import RunError
 from sft.launch.job import open_job
-from sft.launch.opening import check_start, open_run, unfinished_run
-from sft.launch.rerun import check_same_data, is_run, original_run, start_again, told_differences
+from sft.launch.rerun import check_same_data, differences_to_report, is_run, original_run, rerun_arguments
+from sft.launch.run_directory import check_start, claim_directory, unfinished_run
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
 from sft.run.directory import Run
@@ -29,7 +29,7 @@ def make_run(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     def make(status: str, *overrides: str, **record: Any) -> Run:
         job = open_job(recipe_file, overrides, MACHINE)
-        run = open_run(job)
+        run = claim_directory(job)
         record_start(run, job, {}, "fingerprint-of-then")
         run.update(status=status, **record)
         # This process holds the folder that it has made; what a process that has ended leaves is held by nobody.
@@ -41,7 +41,7 @@ def make_run(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def again(run: Run, *overrides: str) -> Job:
-    path, words = start_again(run.path, overrides)
+    path, words = rerun_arguments(run.path, overrides)
     job = open_job(path, words, MACHINE)
     check_start(job)
     return job
@@ -54,7 +54,7 @@ def test_a_finished_run_is_repeated_beside_it(
     monkeypatch.chdir(tmp_path)
     job = again(run)
     assert (job.name, job.recipe.train.seed, job.recipe.train.resume) == ("mine", 3, "auto")
-    repeated = open_run(job)
+    repeated = claim_directory(job)
     assert repeated.path == run.path.parent / "first-again"
     assert repeated.recipe_file.read_bytes() == run.recipe_file.read_bytes()
     record_start(repeated, job, {}, "fingerprint-of-then")
@@ -79,11 +79,11 @@ def test_an_unfinished_run_goes_on_where_it_is(make_run: MakeRun, tmp_path: Path
 
 def test_what_is_not_as_it_was_is_told(make_run: MakeRun) -> None:
     run = make_run("finished")
-    (line,) = told_differences(again(run))
+    (line,) = differences_to_report(again(run))
     assert line == f"Repeats {run.path}: recipe, versions, commit and hardware are as they were."
     versions = run.record["versions"] | {"torch": "1.0"}
     run.update(versions=versions, ranks=2, git={"commit": "abc", "dirty": False})
-    lines = told_differences(again(run, "train.max_steps=3"))
+    lines = differences_to_report(again(run, "train.max_steps=3"))
     assert lines[:2] == [f"Repeats {run.path}. Not as it was:", "  train.max_steps: null -> 3"]
     assert "  ranks: 2 -> 1" in lines
     assert any(line.startswith("  versions.torch: 1.0 -> ") for line in lines)
@@ -94,7 +94,7 @@ def test_a_recipe_of_its_own_repeats_nothing(recipe_file: Path, tmp_path: Path) 
     assert not is_run(str(recipe_file))
     assert not is_run(str(tmp_path))
     assert original_run(recipe_file) is None
-    assert told_differences(open_job(recipe_file, [f"output_dir={tmp_path}"], MACHINE)) == []
+    assert differences_to_report(open_job(recipe_file, [f"output_dir={tmp_path}"], MACHINE)) == []
 
 
 def test_other_data_is_no_repetition_unless_it_is_asked_for(make_run: MakeRun) -> None:
@@ -111,5 +111,5 @@ def test_other_data_is_no_repetition_unless_it_is_asked_for(make_run: MakeRun) -
 def test_a_working_directory_that_is_gone_is_told(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run("finished", working_directory=str(tmp_path / "gone"))
     with pytest.raises(RunError, match=r"was started in .*gone, where its relative paths begin, and there is no such"):
-        start_again(run.path, [])
+        rerun_arguments(run.path, [])
     assert json.loads((run.path / "run.json").read_text())["status"] == "finished"

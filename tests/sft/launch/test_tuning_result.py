@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import sft.launch.tuning_result
 from sft.data.prepare import prepare
 from sft.data.prepared import Prepared
 from sft.data.store import DocumentStore, SequenceIndex
@@ -100,21 +99,6 @@ def test_memory_runs_out_at_most_once_with_each_way_to_checkpoint(at_rest: float
         assert len(found) == 1
 
 
-def test_nothing_is_tried_that_should_not_fit_by_what_was_measured() -> None:
-    limit = 0.92 * 80 * GIB
-    tried = [one.candidate for one in searched(machine(40, 20, 80), limit)]
-    assert Candidate(False, 1) in tried
-    assert Candidate(False, 2) not in tried
-    assert Candidate(2, 4) not in tried
-
-
-def test_micro_batches_grow_only_while_that_is_faster() -> None:
-    limit = 0.92 * 80 * GIB
-    sizes = {one.candidate.micro_batch_size for one in searched(machine(5, 0.05, 80, overhead=0.0), limit)}
-    assert sizes == {1, 2}
-    assert 32 in {one.candidate.micro_batch_size for one in searched(machine(5, 0.05, 80, overhead=2.0), limit)}
-
-
 @pytest.mark.parametrize("sequence", [1, 20, 300])
 def test_a_search_goes_on_where_its_process_ended(sequence: float) -> None:
     measure, limit = machine(40, sequence, 80), 0.92 * 80 * GIB
@@ -124,12 +108,6 @@ def test_a_search_goes_on_where_its_process_ended(sequence: float) -> None:
         assert following == found[count].candidate
         assert type(following.gradient_checkpointing) is type(found[count].candidate.gradient_checkpointing)
     assert next_candidate(MODES, SIZES, found, limit) is None
-
-
-def test_a_search_ends_when_its_time_is_up() -> None:
-    one = Measurement(Candidate(True, 1), sft.launch.tuning_result.SECONDS + 1, 1.0, 1, 1, 0)
-    assert next_candidate(MODES, SIZES, [one], GIB) is None
-    assert next_candidate(MODES, SIZES, [replace(one, seconds=1.0)], GIB) == Candidate(True, 2)
 
 
 def test_of_two_as_fast_the_smaller_is_chosen_and_of_those_that_do_not_fit_none() -> None:
@@ -192,16 +170,6 @@ def test_what_is_searched_is_what_the_recipe_leaves_open(make_job: MakeJob) -> N
     assert [is_searched(make_job(*keys)) for keys in ([], both[:1], both[1:], both)] == [True, True, True, False]
 
 
-def test_a_deepspeed_file_that_gives_the_micro_batch_leaves_nothing_to_search(
-    make_job: MakeJob, tmp_path: Path
-) -> None:
-    file = tmp_path / "mine.json"
-    file.write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}')
-    assert is_searched(make_job(f"train.deepspeed={file}"))
-    file.write_text('{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4}')
-    assert not is_searched(make_job(f"train.deepspeed={file}"))
-
-
 SAME = ["train.learning_rate=1.0", "train.seed=5", "train.num_train_epochs=3", "eval.limit=3", "train.save_steps=7"]
 OTHER = [
     "train.global_batch_size=16",
@@ -232,20 +200,6 @@ def test_an_answer_is_found_again_by_all_that_moves_time_or_memory(make_job: Mak
     assert len(set(files)) == 1 + len(OTHER) + len(machines)
 
 
-def test_longer_sequences_or_another_package_are_another_answer(
-    make_job: MakeJob, prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = answer_file(make_job(), prepared)
-    longer = replace(prepared, folder=Path(shutil.copytree(prepared.folder, first.parent.parent / tmp_path.name)))
-    assert answer_file(make_job(), longer) == first
-    documents = np.fromfile(longer.folder / "documents.bin", DocumentStore.open(longer.folder).documents.dtype)
-    documents["length"] += 1
-    documents.tofile(longer.folder / "documents.bin")
-    assert answer_file(make_job(), longer) != first
-    monkeypatch.setattr("sft.launch.tuning_result.version", lambda name: "0")
-    assert answer_file(make_job(), prepared) != first
-
-
 def planned(job: Job, prepared: Prepared) -> dict[str, Any]:
     plan = job.with_data(prepared.facts(), find_answer(job, prepared)).plan
     return {one["name"]: one for one in plan.decisions()}
@@ -264,17 +218,6 @@ def test_the_plan_takes_the_answer_and_says_that_it_was_measured(make_job: MakeJ
         assert "2.0 GiB used where 3.0 may be" in plan[name]["reason"]
     same = set(plan) - {"micro_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"}
     assert {name: plan[name] for name in same} == {name: before[name] for name in same}
-
-
-def test_what_the_recipe_gives_is_kept_beside_an_answer(make_job: MakeJob, prepared: Prepared) -> None:
-    job = make_job("train.global_batch_size=32", "train.micro_batch_size=4")
-    found = Measurement(Candidate(False, 4), 1.0, 0.001, GIB, GIB, 0)
-    write_answer(answer_file(job, prepared), "2 x NVIDIA H100", 3 * GIB, [found])
-    plan = planned(job, prepared)
-    assert plan["micro_batch_size"] == {"name": "micro_batch_size", "value": 4, "reason": "the recipe"}
-    assert plan["gradient_checkpointing"]["value"] is False
-    given = make_job("train.micro_batch_size=4", "train.gradient_checkpointing=true", "train.global_batch_size=32")
-    assert find_answer(given, prepared) is None
 
 
 @pytest.mark.parametrize(("failed", "told"), [("it was killed", "it was killed"), ("", "nothing that was tried fits")])

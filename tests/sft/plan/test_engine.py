@@ -8,7 +8,7 @@ from sft.errors import RunError
 from sft.files import write_json
 from sft.hub.model_facts import ModelFacts
 from sft.launch.job import open_job
-from sft.launch.opening import check_start, open_run
+from sft.launch.run_directory import check_start, claim_directory
 from sft.plan.deepspeed import DeepSpeedFile, load_deepspeed, size_buckets
 from sft.plan.engine import choose_engine, open_deepspeed
 from sft.plan.hardware import Gpu, Hardware
@@ -92,7 +92,7 @@ def test_without_a_known_size_buckets_are_deepspeeds_own() -> None:
 def test_an_unfinished_run_does_not_go_on_with_another_engine(recipe_file: Path, tmp_path: Path) -> None:
     words = [AUTO, "train.precision=bf16", f"output_dir={tmp_path / 'out'}"]
     started = open_job(recipe_file, words, cpu(2))
-    run: Run = open_run(started)
+    run: Run = claim_directory(started)
     decisions = [row | {"value": "ZeRO-3"} if row["name"] == "engine" else row for row in started.plan.decisions()]
     assert started.deepspeed is not None
     write_json(run.plan_file, {"decisions": started.plan.decisions(), "deepspeed": started.deepspeed.config})

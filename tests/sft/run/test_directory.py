@@ -8,7 +8,7 @@ from sft.errors import RecipeError, RunError
 from sft.files import write_json
 from sft.hub.demo import Demo
 from sft.launch.job import open_job
-from sft.launch.opening import open_run, unfinished_run
+from sft.launch.run_directory import claim_directory, unfinished_run
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
 from sft.recipe.load import parse_recipe
@@ -98,7 +98,7 @@ def job(recipe_file: Path, demo: Demo, tmp_path: Path) -> Job:
 @pytest.fixture
 def run(job: Job) -> Run:
     """A run that was interrupted."""
-    run = open_run(job)
+    run = claim_directory(job)
     write_json(run.path / "run.json", {"status": "interrupted", "overrides": list(job.overrides), "ranks": 1})
     return run
 
@@ -112,7 +112,7 @@ def test_the_newest_run_lies_beside_its_link(job: Job, run: Run, tmp_path: Path)
     before = sorted(path.name for path in moved.iterdir())
     with pytest.raises(RunError, match=r"latest leads to .*elsewhere, which is not in"):
         unfinished_run(job)
-    anew = open_run(replace(job, recipe=parse_recipe(DEMO_RECIPE, [*job.overrides, "train.resume=never"])))
+    anew = claim_directory(replace(job, recipe=parse_recipe(DEMO_RECIPE, [*job.overrides, "train.resume=never"])))
     assert anew.path.parent == run.path.parent
     assert link.resolve() == anew.path
     assert sorted(path.name for path in moved.iterdir()) == before

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sft.launch.job import open_job
-from sft.launch.opening import open_run
+from sft.launch.run_directory import claim_directory
 from sft.plan.hardware import Hardware
 from sft.recipe.changes import Change
 from sft.run.record import close_session, installed_versions, record_end, record_start
@@ -26,7 +26,7 @@ def test_nothing_of_the_environment_is_in_the_runs_files(
         monkeypatch.setenv(name, value)
     overrides = ["tracking.run_name=first", "train.seed=3"]
     job = open_job(recipe_file, overrides, Hardware(None, 2, 2, 2, 16.0))
-    run = open_run(job)
+    run = claim_directory(job)
     record_start(run, job, {"prepare_seconds": 1.5}, "fingerprint-x")
     text = "".join(path.read_text() for path in run.path.rglob("*") if path.is_file())
     for name, value in secrets.items():
@@ -38,7 +38,7 @@ def test_nothing_of_the_environment_is_in_the_runs_files(
 def test_the_record_says_what_was_run_on_what(recipe_file: Path, folder: Path) -> None:
     overrides = ["tracking.run_name=first", "train.seed=3"]
     job = open_job(recipe_file, overrides, Hardware(None, 2, 2, 2, 16.0))
-    run = open_run(job)
+    run = claim_directory(job)
     record_start(run, job, {"prepare_seconds": 1.5}, "fingerprint-x")
     record = run.record
     assert (record["status"], record["recipe"], record["recipe_version"], record["ranks"]) == ("running", "mine", 1, 2)
@@ -51,7 +51,7 @@ def test_the_record_says_what_was_run_on_what(recipe_file: Path, folder: Path) -
 
 def test_every_session_is_kept_and_their_seconds_are_added_up(recipe_file: Path, folder: Path) -> None:
     job = open_job(recipe_file, ["tracking.run_name=first"], Hardware(None, 1, 1, 2, 16.0))
-    run = open_run(job)
+    run = claim_directory(job)
     record_start(run, job, {"prepare_seconds": 1.5}, "fingerprint-x")
     started = run.record["started"]
     # Killed: it can say nothing itself, and its last line was cut off.
@@ -80,7 +80,7 @@ def test_every_session_is_kept_and_their_seconds_are_added_up(recipe_file: Path,
 
 def test_a_finished_training_is_judged_by_its_lines(recipe_file: Path, folder: Path) -> None:
     job = open_job(recipe_file, ["tracking.run_name=first"], Hardware(None, 1, 1, 2, 16.0))
-    run = open_run(job)
+    run = claim_directory(job)
     record_start(run, job, {}, "fingerprint-x")
     lines = [{"step": step, "loss": loss, "seconds": 1.0} for step, loss in ((1, 1.0), (4, None), (8, 3.0))]
     lines[1]["skipped_steps"] = 3

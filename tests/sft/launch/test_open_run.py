@@ -10,7 +10,7 @@ from sft.data.prepare import prepare
 from sft.errors import DataError, RunError
 from sft.hub.demo import Demo
 from sft.launch.job import open_job
-from sft.launch.start import start_run
+from sft.launch.open_run import open_run
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
 
@@ -39,7 +39,7 @@ def make_job(recipe_file: Path, demo: Demo, tmp_path: Path) -> MakeJob:
 
 def test_a_run_keeps_the_ledger_of_what_it_is_trained_on(make_job: MakeJob, tmp_path: Path) -> None:
     write(tmp_path / "rows.jsonl", 9, "{{name}}")
-    started = start_run(make_job())
+    started = open_run(make_job())
     kept = json.loads(started.run.ledger_file.read_text())
     assert kept == started.prepared.ledger | {"findings": started.prepared.findings}
     assert [found["kind"] for found in kept["findings"]] == ["placeholder"]
@@ -49,7 +49,7 @@ def test_a_run_keeps_the_ledger_of_what_it_is_trained_on(make_job: MakeJob, tmp_
 def test_data_beyond_a_limit_leaves_no_run(make_job: MakeJob, tmp_path: Path) -> None:
     write(tmp_path / "rows.jsonl", 9, "Oslo " * 500)
     with pytest.raises(DataError, match=r"1 of 10 rows \(10.0%\) are longer"):
-        start_run(make_job())
+        open_run(make_job())
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".prepared"]
 
 
@@ -60,8 +60,8 @@ from sft.plan.hardware import Hardware
 from sft.launch.job import open_job
 from sft.checkpoint.manifest import write_manifest
 from sft.files import write_json
-from sft.launch.start import start_run
-run = start_run(open_job(Path(sys.argv[1]), sys.argv[2:], Hardware(None, 1, 1, 2, 16.0))).run
+from sft.launch.open_run import open_run
+run = open_run(open_job(Path(sys.argv[1]), sys.argv[2:], Hardware(None, 1, 1, 2, 16.0))).run
 (run.checkpoints / "checkpoint-5").mkdir()
 write_manifest(run.checkpoints / "checkpoint-5")
 write_json(run.plan_file, {"decisions": [], "deepspeed": None})
@@ -75,5 +75,5 @@ def test_a_run_resumes_on_no_other_data(make_job: MakeJob, recipe_file: Path, tm
     subprocess.run([sys.executable, "-c", INTERRUPTED, str(recipe_file), *overrides], check=True)
     write(tmp_path / "rows.jsonl", 8)
     with pytest.raises(RunError, match=r"The data, tokenizer or chat template .*train.resume=never"):
-        start_run(make_job())
-    assert start_run(make_job("train.resume=never")).run.last_checkpoint() is None
+        open_run(make_job())
+    assert open_run(make_job("train.resume=never")).run.last_checkpoint() is None

@@ -15,13 +15,13 @@ from sft.errors import RecipeError, RunError
 from sft.files import write_json
 from sft.launch.evaluation import unfinished_evaluation
 from sft.launch.job import open_job
-from sft.launch.opening import (
+from sft.launch.run_directory import (
     OWN_RUN,
+    broken_latest,
     check_start,
     claim,
+    claim_directory,
     keep_recipe,
-    lost_latest,
-    open_run,
     other_unfinished,
     unfinished_run,
 )
@@ -40,7 +40,7 @@ def job_of(recipe_file: Path, *overrides: str, ranks: int = 1) -> Job:
 def open_here(recipe_file: Path, *overrides: str, ranks: int = 1) -> Run:
     job = job_of(recipe_file, *overrides, ranks=ranks)
     check_start(job)
-    return open_run(job)
+    return claim_directory(job)
 
 
 @pytest.fixture
@@ -210,11 +210,6 @@ def test_what_wrote_the_newest_checkpoint_is_asked_before_the_data_is_prepared(
     assert open_here(recipe_file, ranks=4).path == unfinished.path
 
 
-def test_without_a_checkpoint_any_number_of_processes_starts_again(recipe_file: Path, left_behind: LeftBehind) -> None:
-    unfinished = left_behind("failed", ranks=2)
-    assert open_here(recipe_file, ranks=4).path == unfinished.path
-
-
 def test_a_model_whose_name_on_the_hub_stands_for_another_commit_is_refused(
     recipe_file: Path, left_behind: LeftBehind
 ) -> None:
@@ -242,20 +237,14 @@ def test_latest_points_at_the_newest(recipe_file: Path, folder: Path) -> None:
 
 
 def test_a_latest_that_leads_nowhere_is_named(recipe_file: Path, left_behind: LeftBehind, folder: Path) -> None:
-    assert lost_latest(job_of(recipe_file)) is None
+    assert broken_latest(job_of(recipe_file)) is None
     run = left_behind("running", checkpoint="checkpoint-2")
-    assert lost_latest(job_of(recipe_file)) is None
+    assert broken_latest(job_of(recipe_file)) is None
     run.path.rename(folder / "moved")
-    assert "first" in (lost_latest(job_of(recipe_file)) or "")
-    assert lost_latest(job_of(recipe_file, NEVER)) is None
+    assert "first" in (broken_latest(job_of(recipe_file)) or "")
+    assert broken_latest(job_of(recipe_file, NEVER)) is None
     with pytest.raises(RunError, match="leads to first"):
         check_start(job_of(recipe_file, "train.resume=must"))
-
-
-def test_a_place_that_cannot_be_written_is_told(recipe_file: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(RunError, match=r"is not a folder. Set output_dir to a place that can be written"):
-        open_here(recipe_file, f"output_dir={tmp_path / 'file'}")
 
 
 def test_the_recipe_of_an_earlier_session_is_kept(recipe_file: Path, left_behind: LeftBehind) -> None:
@@ -334,14 +323,6 @@ def test_a_session_that_trained_nothing_is_not_what_the_next_is_compared_with(
     assert unfinished_run(job_of(recipe_file)) == run
 
 
-def test_the_claim_is_one_that_nfs_knows(left_behind: LeftBehind) -> None:
-    """NFS locks a range of bytes, for which what is locked must be open for writing."""
-    held = claim(left_behind("running"))
-    assert held is not None
-    assert fcntl.fcntl(held, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
-    os.close(held)
-
-
 def test_every_run_that_is_left_is_named_with_its_command(left_behind: LeftBehind) -> None:
     older, killed = (
         left_behind(status, checkpoint="checkpoint-5", name=status) for status in ("interrupted", "running")
@@ -355,13 +336,6 @@ def test_every_run_that_is_left_is_named_with_its_command(left_behind: LeftBehin
         ]
     assert newest.next_start == "The same command resumes from checkpoint-7"
     assert older.next_start == f"`bash scripts/sft.sh {older.path}` resumes from checkpoint-5"
-
-
-def test_what_an_end_has_left_of_a_checkpoint_is_removed(recipe_file: Path, left_behind: LeftBehind) -> None:
-    half = left_behind("running").checkpoints / ".incomplete" / "checkpoint-5"
-    half.mkdir(parents=True)
-    open_here(recipe_file)
-    assert not half.parent.exists()
 
 
 def test_a_finished_run_of_this_name_is_told_with_what_can_be_done(recipe_file: Path, left_behind: LeftBehind) -> None:

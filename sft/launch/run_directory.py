@@ -62,7 +62,7 @@ def unfinished_run(job: Job) -> Run | None:
     raise RunError(_explain(run, changes, refused, trained))
 
 
-def lost_latest(job: Job) -> str | None:
+def broken_latest(job: Job) -> str | None:
     """A warning where `latest` points nowhere, so that a start resumes no run; None where it points to a run."""
     link = folder_of(job) / "latest"
     if job.recipe.tracking.run_name or not _may_resume(job.recipe) or not link.is_symlink() or link.exists():
@@ -235,7 +235,7 @@ def check_start(job: Job) -> None:
     run, name, must = unfinished_run(job), job.recipe.tracking.run_name, job.recipe.train.resume == "must"
     if run is None:
         if must:
-            lost = f" {where}" if (where := lost_latest(job)) else ""
+            lost = f" {where}" if (where := broken_latest(job)) else ""
             raise RunError(f"train.resume=must, and {folder_of(job)} has no unfinished run of this recipe.{lost}")
         if name is not None and (folder_of(job) / name).exists():
             raise RunError(f"{folder_of(job) / name} {_TAKEN}{_after_the_end(Run(folder_of(job) / name))}")
@@ -283,7 +283,7 @@ def decisions_of(run: Run) -> dict[str, Any]:
     return {row["name"]: row["value"] for row in read_json(run.plan_file).get("decisions", [])}
 
 
-def open_run(job: Job) -> Run:
+def claim_directory(job: Job) -> Run:
     """Make the folder of a new run, or find the one to go on with, and claim it.
 
     An unfinished run goes on from its newest checkpoint, or from the start where it has none. A finished run is never written
