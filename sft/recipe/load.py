@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from sft.errors import RecipeError, did_you_mean
 from sft.recipe.schema import REPOSITORY, SCHEMA_VERSION, Recipe, Section
 
 _MOST_VALUES = 100_000
+_REMOVED_FINDINGS = ("answer_in_question", "repeated_system", "base64", "carriage_return", "held_out_near")
+"""Values that `data.refuse` and `data.allow` once took. Recipes that name them still load, and a line says so."""
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -57,6 +60,7 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), origin: str = "recipe
     values = {key: {} if value is None and key in Recipe.model_fields else value for key, value in values.items()}
     for override in overrides:
         _apply_override(values, override)
+    _drop_removed_findings(values, origin)
     found = values.get("schema_version")
     if isinstance(found, int) and found != SCHEMA_VERSION:
         remedy = "Update the program." if found > SCHEMA_VERSION else f"There is no version {found}."
@@ -68,6 +72,17 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), origin: str = "recipe
         return Recipe.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
         raise RecipeError("\n".join([f"{origin} is not a valid recipe:", *_explain(error)])) from None
+
+
+def _drop_removed_findings(values: dict[str, Any], origin: str) -> None:
+    data = values.get("data")
+    if not isinstance(data, dict):
+        return
+    for key in ("refuse", "allow"):
+        named = data.get(key)
+        if isinstance(named, list) and (gone := [one for one in named if one in _REMOVED_FINDINGS]):
+            data[key] = [one for one in named if one not in _REMOVED_FINDINGS]
+            print(f"{origin}: data.{key}: {', '.join(gone)} no longer exists, and is left out.", file=sys.stderr)
 
 
 def find_file(path: str) -> Path:

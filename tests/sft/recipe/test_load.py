@@ -48,6 +48,14 @@ def test_a_number_is_a_number_however_it_is_written(written: str, number: float)
     assert parse_recipe(PLAIN, [f"train.learning_rate={written}"]).train.learning_rate == number
 
 
+def test_a_finding_that_no_longer_exists_is_left_out_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = parse_recipe(PLAIN, ["data.refuse=[echo,base64]", "data.allow=[held_out_near]"])
+    assert (recipe.data.refuse, recipe.data.allow) == (("echo",), ())
+    said = capsys.readouterr().err
+    assert "data.refuse: base64" in said and "data.allow: held_out_near" in said
+    assert "data.refuse" in mistakes(PLAIN, "data.refuse=[{}]")[0]
+
+
 def test_a_word_that_only_begins_like_a_number_stays_a_word() -> None:
     for word in ("1e", "e5", "2e-5x", "0625-v2"):
         assert parse_recipe(PLAIN, [f"tracking.project={word}"]).tracking.project == word

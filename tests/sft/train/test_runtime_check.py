@@ -219,7 +219,7 @@ def on_two_ranks(engine: str) -> Plan:
         (with_section("data", packing=True), ["data.packing=false"], {"packing": ("on", "off")}),
         (with_section("model", lora=Lora()), [], {"trained": ("adapters of rank 16", "0 adapters")}),
     ],
-    ids=str,
+    ids=lambda value: None if callable(value) else str(value),
 )
 def test_a_plan_that_does_not_run_is_refused(
     planned: Plan, overrides: list[str], expected: dict[str, tuple[str, str]], read: Read
