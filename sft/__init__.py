@@ -1,10 +1,10 @@
 """Supervised fine-tuning from one recipe.
 
     import sft
-    run = sft.train_model("recipes/tiny.yaml", {"train.learning_rate": 1e-3})
+    run = sft.train("recipes/tiny.yaml", {"train.learning_rate": 1e-3})
     print(run.final, run.record["train_loss"])
 
-The functions are in sft/api.py; `plan` and `train` are packages, so that the functions have longer names.
+The functions are in sft/api.py.
 """
 
 import os
@@ -12,9 +12,9 @@ import sys
 
 TYPE_CHECKING = False  # typing has not been imported yet: see below
 if TYPE_CHECKING:
-    from sft.api import compare_runs, evaluate_model, load_recipe, make_plan, prepare_data, train_model
+    from sft.api import compare, evaluate, load_recipe, plan, prepare, train
 
-__all__ = ["compare_runs", "evaluate_model", "load_recipe", "make_plan", "prepare_data", "train_model"]
+__all__ = ["compare", "evaluate", "load_recipe", "plan", "prepare", "train"]
 
 
 def __getattr__(name: str) -> object:

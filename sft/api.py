@@ -5,6 +5,7 @@ Training and evaluation run in processes of their own, one for each GPU, whose o
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
@@ -14,6 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import ModuleType
 from typing import Any
 
 from sft.data.prepared import Prepared, entry_folder, find_prepared
@@ -55,7 +57,7 @@ def load_recipe(recipe: str | Path, overrides: Overrides = ()) -> Recipe:
     return load.load_recipe(load.find_file(str(recipe)), _words(overrides))
 
 
-def make_plan(recipe: str | Path, overrides: Overrides = (), on: str | None = None) -> Plan:
+def plan(recipe: str | Path, overrides: Overrides = (), on: str | None = None) -> Plan:
     """Decide everything the recipe left open, each decision with its reason. Starts nothing.
 
     Args:
@@ -70,7 +72,7 @@ def make_plan(recipe: str | Path, overrides: Overrides = (), on: str | None = No
     return job.plan
 
 
-def prepare_data(recipe: str | Path, overrides: Overrides = ()) -> Prepared:
+def prepare(recipe: str | Path, overrides: Overrides = ()) -> Prepared:
     """Prepare a recipe's data, or find it prepared; its `ledger` accounts for every token.
 
     Raises:
@@ -85,7 +87,7 @@ def prepare_data(recipe: str | Path, overrides: Overrides = ()) -> Prepared:
     return prepared
 
 
-def train_model(recipe: str | Path, overrides: Overrides = (), processes: int | None = None) -> Run:
+def train(recipe: str | Path, overrides: Overrides = (), processes: int | None = None) -> Run:
     """Train a recipe, evaluate base and tuned model, and write the report.
 
     Args:
@@ -104,7 +106,7 @@ def train_model(recipe: str | Path, overrides: Overrides = (), processes: int | 
     return Run(Path(_run("sft.launch", [str(recipe), *_words(overrides)], **environment)))
 
 
-def evaluate_model(target: str | Path, overrides: Overrides = ()) -> dict[str, Any]:
+def evaluate(target: str | Path, overrides: Overrides = ()) -> dict[str, Any]:
     """Measure a run's base and tuned model and compare them, or measure any one model.
 
     Args:
@@ -122,7 +124,7 @@ def evaluate_model(target: str | Path, overrides: Overrides = ()) -> dict[str, A
     return found
 
 
-def compare_runs(run_a: str | Path, run_b: str | Path) -> list[Finding]:
+def compare(run_a: str | Path, run_b: str | Path) -> list[Finding]:
     """Say what differs between two runs, section by section: recipe, plan, versions, data, losses, weights and more.
 
     Raises:
@@ -165,3 +167,14 @@ def _run(module: str, words: Sequence[str], **environment: str) -> str:
                 raise UserError(message)
             raise CommandFailed(message, process.returncode)
         return result.read_text() if result.exists() else ""
+
+
+class _CallablePackage(ModuleType):
+    """sft.plan and sft.train are packages, and functions of this module."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return globals()[self.__name__.removeprefix("sft.")](*arguments, **options)
+
+
+for _name in ("sft.plan", "sft.train"):
+    importlib.import_module(_name).__class__ = _CallablePackage

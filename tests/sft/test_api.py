@@ -16,13 +16,18 @@ from sft.run.directory import Run
 def test_a_recipe_and_its_plan_are_values(recipe_file: Path, outputs: Path) -> None:
     recipe = sft.load_recipe(recipe_file, {"train.learning_rate": 1e-3, "output_dir": str(outputs)})
     assert recipe.train.learning_rate == 1e-3
-    plan = sft.make_plan(recipe_file, [f"output_dir={outputs}"], on="4x24GB")
+    plan = sft.plan(recipe_file, [f"output_dir={outputs}"], on="4x24GB")
     assert plan.engine.value == "DDP"
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         sft.trian  # noqa: B018
+
+
+def test_packages_of_the_same_name_stay_packages() -> None:
+    code = "import sft; sft.load_recipe; import sft.train.main, sft.plan.plan; assert callable(sft.train) and sft.train.main.train"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_importing_sft_imports_none_of_it() -> None:
@@ -34,13 +39,13 @@ CALLER = """
 import sft
 from sft.errors import UserError
 try:
-    sft.prepare_data({recipe!r}, {{"output_dir": {outputs!r}, "data.train": {bad!r}}})
+    sft.prepare({recipe!r}, {{"output_dir": {outputs!r}, "data.train": {bad!r}}})
 except UserError as error:
     print("REFUSED", error)
-prepared = sft.prepare_data({recipe!r}, {{"output_dir": {outputs!r}, "data.train": {rows!r}}})
+prepared = sft.prepare({recipe!r}, {{"output_dir": {outputs!r}, "data.train": {rows!r}}})
 print("PREPARED", prepared.ledger["total"]["rows"]["in"])
 try:
-    sft.train_model({recipe!r}, {{"output_dir": {outputs!r}, "train.learning_rat": 1}})
+    sft.train({recipe!r}, {{"output_dir": {outputs!r}, "train.learning_rat": 1}})
 except UserError as error:
     print("MISTAKE", error)
 print("LAST LINE")
@@ -64,7 +69,7 @@ def test_a_script_reaches_its_last_line(recipe_file: Path, outputs: Path, tmp_pa
 
 def test_runs_are_compared_by_section(tmp_path: Path) -> None:
     with pytest.raises(RunError):
-        sft.compare_runs(tmp_path / "no", tmp_path / "run")
+        sft.compare(tmp_path / "no", tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -72,13 +77,13 @@ def test_a_training_returns_its_run_and_an_evaluation_its_results(tmp_path: Path
     overrides = {
         "output_dir": str(tmp_path), "train.max_steps": 2, "train.save_canary": False, "eval.chat": False, "eval.limit": 4,
     }  # fmt: skip
-    run = sft.train_model("recipes/tiny.yaml", overrides)
+    run = sft.train("recipes/tiny.yaml", overrides)
     assert isinstance(run, Run)
     assert run.record["status"] == "finished"
     assert (run.final / "config.json").is_file()
-    found = sft.evaluate_model(run.path, {"limit": 2})
+    found = sft.evaluate(run.path, {"limit": 2})
     assert found["complete"]
-    other = sft.train_model("recipes/tiny.yaml", overrides)
-    assert {finding.title for finding in sft.compare_runs(run.path, other.path) if finding.differs} == set()
+    other = sft.train("recipes/tiny.yaml", overrides)
+    assert {finding.title for finding in sft.compare(run.path, other.path) if finding.differs} == set()
     with pytest.raises((UserError, CommandFailed)):
-        sft.evaluate_model(run.path, {"tasks": ["no_such_task"]})
+        sft.evaluate(run.path, {"tasks": ["no_such_task"]})
