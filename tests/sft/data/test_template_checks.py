@@ -110,7 +110,6 @@ LOST = {
         think(""),
     ),
     "text beside a call": (["llama3_1", "gptoss"], beside("I look it up"), "assistant", "I look it up", beside("")),
-    "a call": (["phi3"], [USER, CALLED | {"content": ""}, *FOUND], "assistant", "search", [USER, ANSWER]),
     "a second system message": (
         ["gptoss", "qwen3_vl"],
         [SYSTEM, SECOND, USER, ANSWER],

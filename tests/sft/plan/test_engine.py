@@ -1,20 +1,14 @@
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sft.errors import RunError
-from sft.files import write_json
 from sft.hub.model_facts import ModelFacts
-from sft.launch.job import open_job
-from sft.launch.run_directory import check_start, claim_directory
 from sft.plan.deepspeed import DeepSpeedFile, load_deepspeed, size_buckets
 from sft.plan.engine import choose_engine, open_deepspeed
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.plan import resolve_plan
 from sft.recipe.schema import Recipe
-from sft.run.directory import Run
 
 MakeRecipe = Callable[..., Recipe]
 AUTO = "train.parallel=auto"
@@ -87,20 +81,3 @@ def test_without_a_known_size_buckets_are_deepspeeds_own() -> None:
         for key, value in sizes(size_buckets(load_deepspeed(name), ModelFacts("m"))).items():
             field = DeepSpeedZeroConfig.model_fields[key.removeprefix("stage3_")]
             assert value == field.default, key
-
-
-def test_an_unfinished_run_does_not_go_on_with_another_engine(recipe_file: Path, tmp_path: Path) -> None:
-    words = [AUTO, "train.precision=bf16", f"output_dir={tmp_path / 'out'}"]
-    started = open_job(recipe_file, words, cpu(2))
-    run: Run = claim_directory(started)
-    decisions = [row | {"value": "ZeRO-3"} if row["name"] == "engine" else row for row in started.plan.decisions()]
-    assert started.deepspeed is not None
-    write_json(run.plan_file, {"decisions": started.plan.decisions(), "deepspeed": started.deepspeed.config})
-    run.update(status="interrupted", overrides=words, ranks=2)
-    (run.checkpoints / "checkpoint-5").mkdir()
-    check_start(started)
-    write_json(run.plan_file, {"decisions": decisions, "deepspeed": started.deepspeed.config})
-    with pytest.raises(
-        RunError, match=r"by 2 ranks under ZeRO-3, and cannot go on with 2 ranks under ZeRO-2.*resume=never"
-    ):
-        check_start(started)
