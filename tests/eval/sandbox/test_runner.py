@@ -14,7 +14,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,15 +42,9 @@ SHORT = replace(LIMITS, cpu_seconds=1, wall_seconds=20.0)
 SECRET = "hf_thisIsWhatNobodyMayRead00"
 
 
-def leftovers() -> list[int]:
-    """Processes that run generated code, wherever they hang in the tree."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            line = " ".join(process.cmdline())
-            if sys.executable in line and "Runs one program inside the sandbox" in line:
-                found.append(process.pid)
-    return found
+def leftovers() -> list[psutil.Process]:
+    """Processes that this one has started and that still run."""
+    return psutil.Process().children(recursive=True)
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -200,10 +193,16 @@ def test_a_killed_evaluation_leaves_no_process() -> None:
     evaluation = subprocess.Popen(
         [sys.executable, "-c", f"from eval.sandbox.runner import run_program; run_program({program!r})"], cwd=REPOSITORY
     )
-    wait_until(lambda: len(leftovers()) > 2)
+    started: list[psutil.Process] = []
+
+    def runs() -> bool:
+        started[:] = psutil.Process(evaluation.pid).children(recursive=True)
+        return len(started) > 3  # bwrap's two, the program and its child
+
+    wait_until(runs)
     evaluation.kill()
     evaluation.wait()
-    wait_until(lambda: not leftovers())
+    wait_until(lambda: not any(process.is_running() for process in started))
 
 
 def test_a_pool_of_processes_works() -> None:
