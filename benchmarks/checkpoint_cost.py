@@ -85,7 +85,19 @@ def both(folder: Path, name: str) -> dict[str, Any]:
 
     from sft.checkpoint.write import CheckpointWriter
     from sft.hub.demo import make_demo
+    from sft.parallel.progress import Progress
     from sft.train.trainer import RecipeTrainer
+
+    class SavesOnly(RecipeTrainer):
+        """Ours, without what a training hands in."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            SFTTrainer.__init__(self, *arguments, **options)
+            self.progress, self.stopping, self.continuation = Progress(), None, None
+            self.checkpoints = CheckpointWriter(folder / "ours", 1, {"ranks": 1, "engine": "one", "recipe": {}}, 0)
+
+        def _save_writer(self, output_dir: str) -> None:
+            """A small file about the engine, which there is none of here."""
 
     hidden, intermediate, layers, heads, vocabulary = SIZES[name]
     config = Qwen2Config(vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate)
@@ -105,10 +117,8 @@ def both(folder: Path, name: str) -> dict[str, Any]:
     state = (model, tokenizer, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
     theirs, ours = (
         make_trainer(SFTTrainer, folder / "transformers", *state),
-        make_trainer(RecipeTrainer, folder / "ours", *state),
+        make_trainer(SavesOnly, folder / "ours", *state),
     )
-    ours._save_writer = lambda folder: None  # a small file of ours about the engine, which there is none of here
-    ours.checkpoints = CheckpointWriter(folder / "ours", 1, {"ranks": 1, "engine": "one", "recipe": {}}, 0)
     return {"ours": ours, "transformers": theirs}
 
 

@@ -46,7 +46,7 @@ class Choice:
             return []
         name = self.checkpoint.name
         rejected = [f"passed over: {other}: {why}" for other, why in self.passed_over.items()]
-        return [*rejected, f"This run is unfinished: it goes on from {name}. train.resume=never starts a new one."]
+        return [*rejected, f"This run is unfinished: it resumes from {name}. train.resume=never starts a new one."]
 
 
 def step_of(checkpoint: Path) -> int:

@@ -93,7 +93,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(recipe: Path, start: Start) -> 
     assert re.search(r"\nRank 2 on \S+ was ended by signal 9 \(SIGKILL\)", told)
     assert "Traceback" not in told
     run = latest(recipe)
-    assert f"The same command goes on from {run.last_checkpoint().name}." in told  # type: ignore[union-attr]
+    assert f"The same command resumes from {run.last_checkpoint().name}." in told  # type: ignore[union-attr]
     assert (run.record["status"], "Rank 2 on" in run.record["error"]) == ("failed", True)
     assert json.loads((run.path / "logs" / FAILURE).read_text())["rank"] == 2
 
@@ -105,7 +105,7 @@ def test_eight_ranks_train_and_start_again_after_one_was_killed(recipe: Path, st
     assert job.returncode == 0, told
     assert told.count("was ended by signal 9") == 1
     assert "Restarting all processes; 0 restarts left." in told
-    went_on = re.search(r"it goes on from checkpoint-(\d+)", told)
+    went_on = re.search(r"it resumes from checkpoint-(\d+)", told)
     assert went_on is not None
     assert int(went_on[1]) >= 2  # that of step 4 may not be whole yet
     run = latest(recipe)
@@ -130,7 +130,7 @@ def test_two_failures_are_two_restarts(recipe: Path, command: Command) -> None:
     words = [*launcher_of(2, "raise", 2), recipe, "train.save_steps=1"]
     told = command(words, PYTHONPATH=str(REPOSITORY))
     assert told.stderr.count("ZeroDivisionError: made by the test") == 2
-    assert told.stdout.count("goes on from checkpoint-2") == 2
+    assert told.stdout.count("resumes from checkpoint-2") == 2
     run = latest(recipe)
     assert run.record["status"] == "finished"
     assert steps(run) == list(range(1, 7))
@@ -146,7 +146,7 @@ def test_one_process_that_failed_starts_again_as_one_process(
     words = [*launcher_of(1, "kill", 1, ranks=1), recipe, "train.save_steps=1", *overrides]
     told = command([*words, "train.resume=never"], PYTHONPATH=str(REPOSITORY))
     assert "Restarting all processes; 0 restarts left." in told.stderr
-    assert "it goes on from checkpoint-2" in told.stdout
+    assert "it resumes from checkpoint-2" in told.stdout
     run = latest(recipe)
     assert decisions(run)["engine"] == engine
     assert (run.record["status"], steps(run)) == ("finished", list(range(1, 7)))

@@ -122,7 +122,7 @@ def test_resumed_equals_uninterrupted(name: str, recipe: Path, ranks: Ranks) -> 
     assert (row.step % decisions(undisturbed)["steps_per_epoch"] == 0) == (row.step == END)
     killed = killed_after(undisturbed, row.step, f"{plain(name)}-killed")
     told = train(ranks, recipe, row, killed.path.name, f"train.save_steps={row.step}")
-    assert f"it goes on from checkpoint-{row.step}" in told["stdout"]
+    assert f"it resumes from checkpoint-{row.step}" in told["stdout"]
     assert_same(killed, undisturbed)
     first, second = killed.record["sessions"]
     assert (first["status"], first["last_step"]) == ("killed", row.step + 3)
@@ -177,7 +177,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_allowed_changes_take_effect(
     allowed = "train.resume_allow_changes=[train.max_steps, train.learning_rate]"
     out = train(ranks, recipe, row, killed.path.name, *always, *changes, allowed)["stdout"]
     assert "passed over: checkpoint-8: " in out
-    assert "it goes on from checkpoint-4" in out
+    assert "it resumes from checkpoint-4" in out
     rates = [line["learning_rate"] for line in lines(killed)]
     assert rates == pytest.approx(
         [1e-3 / 2 * (1 + cos(pi * step / 8)) for step in range(4)]

@@ -64,7 +64,7 @@ def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(precision: str, rec
     assert checkpoint is not None
     assert checkpoint.name in ("checkpoint-10", "checkpoint-20", "checkpoint-30")
     resumed = ranks.run(1, ["sft.train", recipe])
-    assert f"goes on from {checkpoint.name}" in resumed["stdout"]
+    assert f"resumes from {checkpoint.name}" in resumed["stdout"]
     assert run.record["status"] == "finished"
     undisturbed = Run(run.path.parent / "undisturbed")
     ranks.run(1, ["sft.train", recipe, "tracking.run_name=undisturbed"])

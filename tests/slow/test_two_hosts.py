@@ -150,7 +150,7 @@ def test_a_cut_link_ends_in_one_message_on_each_host_and_the_same_command_goes_o
     )
     # `tracking.run_name` names the run to go on with.
     first, _ = finished(start(hosts, recipe, engine, port + 10, *overrides))
-    assert f"goes on from {checkpoint.name}" in first.output
+    assert f"resumes from {checkpoint.name}" in first.output
     assert run.record["running"]["engine"] == engine
     same_result(run, alone)
     size = sum(file.stat().st_size for file in checkpoint_after(run).rglob("*") if file.is_file())

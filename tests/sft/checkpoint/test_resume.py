@@ -54,7 +54,7 @@ def test_the_newest_that_verifies_is_chosen_and_the_others_are_named(run: Run) -
     assert choice.lines() == [
         "passed over: checkpoint-20: weights has changed since it was written: its checksum differs",
         "passed over: checkpoint-10: weights is missing",
-        "This run is unfinished: it goes on from checkpoint-9. train.resume=never starts a new one.",
+        "This run is unfinished: it resumes from checkpoint-9. train.resume=never starts a new one.",
     ]
 
 
