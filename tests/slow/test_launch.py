@@ -254,7 +254,7 @@ def test_an_accelerate_configuration_of_another_project_is_refused_in_one_messag
     job = start(["accelerate", "launch", "-m", "sft.train", recipe], HF_HOME=str(tmp_path))
     told = job.communicate(timeout=100)[0]
     assert job.returncode != 0
-    assert told.count("accelerate launch was asked for FSDP (its options, or a configuration left by") == 1, told
+    assert told.count("accelerate launch requests FSDP (its options, or a configuration left by") == 1, told
 
 
 NODE_RANK = {
@@ -316,7 +316,7 @@ def test_the_command_of_an_example_file_trains_on_two_machines(
     finished(recipe)
     assert "step 6/6" in told
     assert "step" not in elsewhere
-    assert re.search(r"Rank 1 on \S+ and the others of this machine write to ", elsewhere)
+    assert re.search(r"Rank 1 on \S+ and the other ranks of this node write to ", elsewhere)
 
 
 def test_two_machines_start_again_together(recipe: Path, start: Start) -> None:
