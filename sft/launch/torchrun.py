@@ -32,7 +32,7 @@ from sft.processes import end_with_parent
 from sft.program import run_main
 from sft.run.directory import Run
 from sft.run.trust import OWN_RUN
-from sft.terminal import failure_text, launch_folder, run_of, show_first, shown_failure
+from sft.terminal import FAILURE, failure_text, launch_folder, run_of, show_first, shown_failure
 
 _START_TIMEOUT = 50
 """Seconds that the machines of a job wait for each other at the start; START_TIMEOUT changes it."""
@@ -213,6 +213,9 @@ def _report_failures(failures: Mapping[int, Any], kills: int | None) -> tuple[in
     run = _run()
     if code < 0:
         why = _why_killed(kills) if -code == signal.SIGKILL else ""
+        if (shown_failure(launcher=os.getpid()) or "").startswith("Interrupted by"):
+            # torchrun ended another rank for this one, and that rank spoke first.
+            (launch_folder(os.getpid()) / FAILURE).unlink(missing_ok=True)
         show_first(
             failure_text(
                 rank, f"was ended by signal {-code} ({signal.Signals(-code).name}){why}; the others are stopped."
