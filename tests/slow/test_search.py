@@ -5,12 +5,16 @@ with ZeRO-2, and with the engine that divides weights and adapters, are `extra`.
 """
 
 import json
+import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
+import psutil
 import pytest
 
 from sft.run.directory import Run
@@ -108,9 +112,19 @@ def test_memory_that_runs_out_is_an_answer_and_the_search_goes_on_behind_it(reci
 
 def test_a_search_whose_processes_die_is_over_and_says_why(recipe: Path, command: Command, ranks: Ranks) -> None:
     command([sys.executable, "-m", "sft.launch", "--prepare", recipe])
-    # Enough for the program that starts the ranks, and too little for torch.
-    done = command(["bash", "-c", f"ulimit -v 900000; exec {sys.executable} -m sft.launch.auto_tune {recipe}"])
-    assert "The search failed: its processes ended with status" in done.stdout
+    search = subprocess.Popen([sys.executable, "-m", "sft.launch.auto_tune", recipe], stdout=subprocess.PIPE, text=True)
+    rank = None
+    while rank is None and search.poll() is None:
+        for process in psutil.Process(search.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                if "--rank" in (words := process.cmdline()) and "sft.launch.torchrun" not in words:
+                    rank = process
+        time.sleep(0.05)
+    assert rank is not None
+    rank.kill()
+    told, _ = search.communicate(timeout=100)
+    assert search.returncode == 0
+    assert "The search failed: its processes ended with status" in told
     assert answer(recipe)["chosen"] is None
     ranks.run(1, ["sft.train", recipe])
     plan, reasons = trained(recipe)
