@@ -95,7 +95,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(recipe: Path, start: Start) -> 
     run = latest(recipe)
     assert f"The same command resumes from {run.last_checkpoint().name}." in told  # type: ignore[union-attr]
     assert (run.record["status"], "Rank 2 on" in run.record["error"]) == ("failed", True)
-    assert json.loads((run.path / "logs" / FAILURE).read_text())["rank"] == 2
+    assert (run.path / "logs" / FAILURE).read_text().startswith("Rank 2 on ")
 
 
 def test_eight_ranks_train_and_start_again_after_one_was_killed(recipe: Path, start: Start) -> None:
