@@ -21,7 +21,7 @@ from sft.checkpoint.patches import failed_saves_kept
 from sft.checkpoint.resume import step_of
 from sft.errors import RunError
 from sft.files import disk_was_full, in_words
-from sft.parallel.process_group import gather, is_rank_0, is_lost, barrier_at_end, rank
+from sft.parallel.process_group import barrier_at_end, gather, is_lost, is_rank_0, rank
 from sft.run.directory import INCOMPLETE, Run, folder_fault
 
 _REMOVED = ".removed-"

@@ -106,7 +106,9 @@ def train(
     if distributed.is_rank_0():
         resume_trackers(trainer, run, choice.step)
     started = time.monotonic()
-    with reporting_lost_ranks(recipe, lambda: f"step {trainer.state.global_step + 1} was trained", run, watchdog.stacks):
+    with reporting_lost_ranks(
+        recipe, lambda: f"step {trainer.state.global_step + 1} was trained", run, watchdog.stacks
+    ):
         trainer.train(resume_from_checkpoint=str(choice.checkpoint) if choice.checkpoint else None)
     step = trainer.state.global_step
     with stopping.reporting_lost_steps(step):

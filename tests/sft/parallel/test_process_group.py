@@ -9,7 +9,7 @@ from torch.distributed import distributed_c10d
 
 from sft.errors import EXIT_LOST_RANK, EXIT_USER_ERROR, DataError, LostRank, PlanError
 from sft.parallel import process_group as distributed
-from sft.parallel.process_group import is_rank_0, is_lost, job_hardware, settle_environment, reporting_lost_ranks
+from sft.parallel.process_group import is_lost, is_rank_0, job_hardware, reporting_lost_ranks, settle_environment
 from sft.recipe.schema import Recipe
 from sft.run.directory import Run
 
