@@ -4,16 +4,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 import yaml
 from _pytest.mark import ParameterSet
 from safetensors.torch import load_file, save_file
 
+from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
 from tests.slow.ranks import Ranks
+
+if TYPE_CHECKING:
+    from tests.slow.engine_runs import EngineRuns
 
 BIN = Path(sys.executable).parent
 
@@ -38,6 +44,38 @@ def command() -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start a command and return at once; whatever it has started ends with the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(words: list[Any], **environment: str) -> "subprocess.Popen[str]":
+        path = f"{BIN}:{environment.pop('PATH', os.environ['PATH'])}"
+        settings = {"PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}
+        started.append(
+            subprocess.Popen(
+                [str(word) for word in words],
+                env=os.environ | settings | environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        )
+        return started[-1]
+
+    yield begin
+    for process in started:
+        # torchrun waits for a rank that is stopped, and it starts each in a session of its own.
+        with suppress(psutil.Error):
+            for one in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+                one.kill()
+        process.communicate()
+
+
 @pytest.fixture(scope="module")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the recipes of a module share what is prepared."""
@@ -56,6 +94,15 @@ def ranks() -> Iterator[Ranks]:
     started = Ranks()
     yield started
     started.close()
+
+
+@pytest.fixture(scope="session")
+def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> "EngineRuns":
+    """The runs of every engine, which all tests of all pytest workers share."""
+    from tests.slow.engine_runs import EngineRuns
+
+    base = tmp_path_factory.getbasetemp()
+    return EngineRuns((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "engine-runs", ranks)
 
 
 def rows(names: Iterable[str], chosen: Collection[str]) -> list[ParameterSet]:
