@@ -39,6 +39,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn links that lead out of docs/ into their text."""
+    if page.file.src_uri == REFERENCE:
+        return markdown
     return re.sub(r"\[([^\]]+)\]\((?:\.\./)+(?!docs/)[^)]*\)", r"\1", markdown)
 
 
@@ -87,9 +89,10 @@ def _keys(schema: type[Section], prefix: str = "", only: list[str] | None = None
 
 
 def _escaped(text: str) -> str:
-    """On one line, with angle brackets outside code as text."""
+    """On one line, with angle brackets outside code as text, and links to the pages it names."""
     parts = " ".join(text.split()).split("`")
-    return "`".join(part if number % 2 else html.escape(part, quote=False) for number, part in enumerate(parts))
+    text = "`".join(part if number % 2 else html.escape(part, quote=False) for number, part in enumerate(parts))
+    return re.sub(r"docs/([\w-]+\.md)", r"[docs/\1](../\1)", text)
 
 
 def _default(field: Any) -> str:
