@@ -82,7 +82,7 @@ def test_eight_ranks_train_and_restart_after_one_was_killed(recipe: Path, start:
 def launcher_of(restarts: int, ranks: int) -> list[str | Path]:
     """Our launcher, around a training with a fault."""
     program = (
-        "from sft.plan.topology import Topology; from sft.launch.torchrun import start; import sys; "
+        "from sft.launch.topology import Topology; from sft.launch.torchrun import start; import sys; "
         f"start(Topology({ranks}), sys.argv[1:], restarts={restarts})"
     )
     return [sys.executable, "-c", program, FAULTS]
