@@ -190,12 +190,6 @@ def head_dropped() -> None:
     tensors_changed(lambda state: state.pop("lm_head.weight"))
 
 
-def tie_broken() -> None:
-    """What peft's merge does to tied embeddings: a head of its own."""
-    tensors_changed(lambda state: state.update({"lm_head.weight": state["model.embed_tokens.weight"].clone()}))
-    edited("config.json", tie_word_embeddings=False)
-
-
 def adapter_not_saved() -> None:
     """The base alone."""
     from peft.tuners.tuners_utils import BaseTuner
@@ -214,10 +208,6 @@ def embeddings_not_resized() -> None:
     edited("config.json", vocab_size=rows)
 
 
-def norm_rounded() -> None:
-    tensors_changed(lambda state: state.update({"model.norm.weight": state["model.norm.weight"].bfloat16()}))
-
-
 def stale() -> None:
     """The weights of one step ago."""
     before: State = {}
@@ -229,11 +219,6 @@ def stale() -> None:
 
     RecipeTrainer.training_step = remember  # type: ignore[method-assign]
     tensors_changed(lambda state: state.update(before))
-
-
-def other_theta() -> None:
-    """A config.json that is not the one in memory; the tensors are right."""
-    edited("config.json", rope_theta=500.0, rope_parameters={"rope_type": "default", "rope_theta": 500.0})
 
 
 def other_rotation() -> None:

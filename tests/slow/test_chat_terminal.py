@@ -155,16 +155,3 @@ def test_from_a_pipe_each_line_is_a_turn(run: Run) -> None:
     assert done.stderr.count("(cut at 5 tokens") == 2
     assert len(done.stdout.splitlines()) >= 2
     assert "Traceback" not in done.stderr
-
-
-def test_what_cannot_be_talked_to_is_one_message_and_status_2(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "eval.chat.terminal", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env=os.environ | ENVIRONMENT,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "is not the folder of a run" in done.stderr
-    assert "Traceback" not in done.stderr

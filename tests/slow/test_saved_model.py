@@ -112,14 +112,11 @@ FAULTS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "zero3_empty_shards": ("2 ZeRO-3", (), "has shape [0], in memory ["),
     "fsdp_own_shard": ("2 FSDP2", (), "has shape [272, 128], in memory [544, 128]"),
     "head_dropped": ("1", (UNTIED,), "lm_head.weight: is not in the saved model"),
-    "tie_broken": ("1", (), "config.json: tie_word_embeddings is False"),
     "adapter_not_saved": ("2 ZeRO-3", LORA, "q_proj.weight: "),
     # At a learning rate of 0 an adapter stays zero: the second step is the first that trains.
     "adapter_scale_zero": ("1", (*LORA, BF16, "train.warmup_steps=100"), "q_proj.weight: "),
     "embeddings_not_resized": ("1", (NEW,), "has shape [544, 128], in memory [546, 128]"),
-    "norm_rounded": ("1", (), "model.norm.weight: is torch.bfloat16, in memory torch.float32"),
     "stale": ("1", (), "elements differ, by"),
-    "other_theta": ("1", (), "config.json: rope_parameters.rope_theta is 500.0"),
     "no_stop_token": ("1", (), "generation_config.json: eos_token_id is 0"),
     "no_chat_template": ("1", (), "the tokenizer: chat_template is None"),
 }
