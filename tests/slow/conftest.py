@@ -155,7 +155,11 @@ def decisions(run: Run) -> dict[str, Any]:
 
 
 def write_recipe(path: Path, **sections: dict[str, Any]) -> Path:
-    """A recipe file; without the check of the save and answers to prompts, but where the test asks for them."""
+    """A recipe file: of the demo, without save verification and chat samples, but for what the test says."""
+    sections = {
+        "model": {"name_or_path": "builtin:demo"},
+        "data": {"train": "builtin:demo", "max_length": 128},
+    } | sections
     sections["train"] = {"save_canary": False} | sections.get("train", {})
     sections["eval"] = {"chat": False} | sections.get("eval", {})
     path.write_text(

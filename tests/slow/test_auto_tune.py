@@ -25,7 +25,6 @@ TUNE: list[str | Path] = [sys.executable, "-m", "sft.launch.auto_tune"]
 def recipe(tmp_path: Path) -> Path:
     return write_recipe(
         tmp_path / "job.yaml",
-        model={"name_or_path": "builtin:demo"},
         data={"train": [{"path": "builtin:demo", "rows": 400}], "max_length": 128},
         train={"global_batch_size": BATCH, "max_steps": 2},
         eval={"tasks": []},

@@ -24,8 +24,6 @@ SAVE_FAULTS = REPOSITORY / "tests" / "slow" / "save_faults.py"
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_recipe(
         tmp_path_factory.mktemp("checkpoints") / "job.yaml",
-        model={"name_or_path": "builtin:demo"},
-        data={"train": "builtin:demo", "max_length": 128},
         train={
             "global_batch_size": 8,
             "micro_batch_size": 4,

@@ -182,7 +182,6 @@ def recipe(tmp_path: Path) -> Path:
     train.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return write_recipe(
         tmp_path / "job.yaml",
-        model={"name_or_path": "builtin:demo"},
         data={"train": str(train), "max_length": 128, "allow": ["duplicate"]},
         train={
             "global_batch_size": 8,

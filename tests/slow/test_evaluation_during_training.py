@@ -63,8 +63,6 @@ def recipe(tmp_path: Path) -> Path:
     ]
     return write_recipe(
         tmp_path / "job.yaml",
-        model={"name_or_path": "builtin:demo"},
-        data={"train": "builtin:demo", "max_length": 128},
         train={"global_batch_size": 8, "learning_rate": 1e-3, "max_steps": 4, "logging_steps": 1, "save_steps": 2},
         eval={"every_tasks": [str(task) for task in tasks], "every_steps": 2, "every_limit": 5},
     )

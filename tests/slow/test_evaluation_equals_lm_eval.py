@@ -87,11 +87,7 @@ def write_tasks(folder: Path) -> list[Path]:
                 {
                     "name": "flexible-extract",
                     "filter": [
-                        {
-                            "function": "regex",
-                            "group_select": -1,
-                            "regex_pattern": "(-?[$0-9.,]{2,})|(-?[0-9]+)",
-                        },
+                        {"function": "regex", "group_select": -1, "regex_pattern": "(-?[$0-9.,]{2,})|(-?[0-9]+)"},
                         {"function": "take_first"},
                     ],
                 },

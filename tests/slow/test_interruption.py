@@ -36,7 +36,6 @@ TASK = {
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_recipe(
         tmp_path_factory.mktemp("interrupted") / "job.yaml",
-        model={"name_or_path": "builtin:demo"},
         data={"train": "builtin:demo", "max_length": 128, "held_out": 0.02},
         train={
             "global_batch_size": 16,

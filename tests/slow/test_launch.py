@@ -29,8 +29,6 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 def recipe(own_recipe: Path) -> Path:
     return write_recipe(
         own_recipe,
-        model={"name_or_path": "builtin:demo"},
-        data={"train": "builtin:demo", "max_length": 128},
         train={"global_batch_size": 8, "learning_rate": 1e-3, "max_steps": 6, "save_steps": 2, "logging_steps": 1},
     )
 

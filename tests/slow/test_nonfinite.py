@@ -27,7 +27,6 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "rows.jsonl").write_text("\n".join(rows))
     return write_recipe(
         folder / "bad.yaml",
-        model={"name_or_path": "builtin:demo"},
         data={"train": str(folder / "rows.jsonl"), "max_length": 128, "packing": False},
         train={
             "global_batch_size": 8,

@@ -101,7 +101,6 @@ def test_what_was_looked_up_is_what_is_loaded(
     recipe = write_recipe(
         tmp_path / "hub.yaml",
         model={"name_or_path": "me/tiny"},
-        data={"train": "builtin:demo", "max_length": 128},
         train={"global_batch_size": 8, "learning_rate": 1e-3, "max_steps": 1},
     )
 

@@ -23,8 +23,6 @@ LAUNCH = [sys.executable, "-m", "sft.launch"]
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_recipe(
         tmp_path_factory.mktemp("preflight") / "job.yaml",
-        model={"name_or_path": "builtin:demo"},
-        data={"train": "builtin:demo", "max_length": 128},
         train={"global_batch_size": 8, "max_steps": 4, "save_steps": 2},
     )
 

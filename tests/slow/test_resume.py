@@ -215,8 +215,6 @@ def test_a_training_that_is_killed_again_and_again_ends_as_an_undisturbed_one(
     """At random moments of a run that saves after every step, so that about half of them are inside a save."""
     recipe = write_recipe(
         tmp_path / "job.yaml",
-        model={"name_or_path": "builtin:demo"},
-        data={"train": "builtin:demo", "max_length": 128},
         train={
             "deepspeed": "zero2",
             "global_batch_size": 8,

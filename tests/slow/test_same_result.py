@@ -263,7 +263,6 @@ def test_weights_and_adam_on_a_disk_train_the_same(runs: EngineRuns, tmp_path: P
     recipe = write_recipe(
         tmp_path / "job.yaml",
         model={"name_or_path": str(model)},
-        data={"train": "builtin:demo", "max_length": 128},
         train={
             "global_batch_size": 4,
             "micro_batch_size": 2,

@@ -71,8 +71,7 @@ def test_a_verified_run_trains_as_one_that_is_not_verified(runs: EngineRuns) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [("2 ZeRO-3", "packed, new tokens"), ("2 DDP", "padded, adapters, new tokens")],
+    ("name", "kind"), [("2 ZeRO-3", "packed, new tokens"), ("2 DDP", "padded, adapters, new tokens")]
 )
 def test_new_tokens_are_trained_and_saved_from_the_mean_of_the_others(name: str, kind: str, runs: EngineRuns) -> None:
     run = runs(name, kind)
@@ -130,8 +129,6 @@ AT_THE_END = {
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_recipe(
         tmp_path_factory.mktemp("saves") / "job.yaml",
-        model={"name_or_path": "builtin:demo"},
-        data={"train": "builtin:demo", "max_length": 128},
         train={"global_batch_size": 4, "learning_rate": 2e-3, "max_steps": 3, "logging_steps": 1, "save_canary": True},
     )
 

@@ -35,8 +35,6 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Host
 def recipe(hosts: tuple[Host, Host]) -> Path:
     return write_recipe(
         hosts[0].folder / "job.yaml",
-        model={"name_or_path": "builtin:demo"},
-        data={"train": "builtin:demo", "max_length": 128},
         train={
             "global_batch_size": 8,
             "micro_batch_size": 1,
