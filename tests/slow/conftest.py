@@ -35,7 +35,6 @@ def command() -> Callable[..., subprocess.CompletedProcess[str]]:
             env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environment,
             capture_output=True,
             text=True,
-            timeout=500,
             check=False,
         )
         assert done.returncode == expect, done.stdout[-4000:] + done.stderr[-4000:]
@@ -117,7 +116,7 @@ def plain(name: str) -> str:
     return "".join(letter if letter.isalnum() else "-" for letter in name)
 
 
-def until(holds: Callable[[], object], process: "subprocess.Popen[str] | None" = None, seconds: float = 120) -> None:
+def until(holds: Callable[[], object], process: "subprocess.Popen[str] | None" = None, seconds: float = 300) -> None:
     """Wait for what a process does, and fail with what it has said where it ends before.
 
     Args:

@@ -74,7 +74,7 @@ class Ranks:
         expect: int | None = 0,
         finish: bool = False,
         nodes: int = 1,
-        grace: float = 5,
+        grace: float = 60,
         **environment: str,
     ) -> dict[str, str]:
         """Run a program on so many ranks, and fail with its output where it fails.

@@ -7,7 +7,7 @@ import pytest
 
 from sft.recipe.schema import REPOSITORY
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 BENCHMARKS = REPOSITORY / "benchmarks"
 
 

@@ -16,7 +16,7 @@ from tests.slow.conftest import losses, plain, write_recipe
 from tests.slow.engine_runs import ENGINES, assert_same_weights
 from tests.slow.ranks import Ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 SAVE_FAULTS = REPOSITORY / "tests" / "slow" / "save_faults.py"
 
 

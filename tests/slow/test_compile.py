@@ -14,7 +14,6 @@ from sft.model.compiled_layers import compile_layers
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(900),
     # What torch's own compiler runs into while it looks at tensors.
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:The .grad attribute:UserWarning"),
     # The range of versions knows only the old name.

@@ -20,7 +20,7 @@ from tests.slow.conftest import Start, until, write_recipe, write_task
 from tests.slow.engine_runs import EngineRuns
 from tests.slow.ranks import Ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 CODE = """
 import time
@@ -128,7 +128,7 @@ def test_a_process_that_is_killed_ends_the_evaluation_and_is_named(run: Run, sta
     children = [child for child in psutil.Process(process.pid).children() if "RANK" in child.environ()]
     assert sorted(child.environ()["RANK"] for child in children) == ["0", "1"]
     next(child for child in children if child.environ()["RANK"] == "0").kill()
-    printed = process.communicate(timeout=120)[0]
+    printed = process.communicate()[0]
     assert process.returncode == 1, printed
     assert printed.count("Rank 0 on ") == 1, printed
     assert "was ended by signal 9 (SIGKILL)" in printed

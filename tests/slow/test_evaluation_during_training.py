@@ -11,7 +11,7 @@ from sft.run.directory import Run
 from tests.slow.conftest import write_recipe, write_task
 from tests.slow.ranks import Ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 FAULTS = Path(__file__).with_name("faults.py")
 LORA = ["model.lora={r: 4, lora_dropout: 0.1}"]

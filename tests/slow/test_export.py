@@ -23,7 +23,6 @@ from tests.slow.engine_runs import SAVED, STEPS, EngineRuns
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(300),
     # huggingface_hub 2.4 gives httpx2 the file in the old way.
     pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),
 ]

@@ -23,7 +23,7 @@ from sft.hub.demo import Demo
 from tests.slow.conftest import rows
 from tests.slow.ranks import Ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 RECIPE = """\
 schema_version: 1

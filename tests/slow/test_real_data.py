@@ -10,7 +10,7 @@ from sft.run.directory import Run
 from tests.slow.conftest import latest, losses, write_recipe, write_task
 from tests.slow.ranks import Ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 CHOICE = {
     "output_type": "multiple_choice",

@@ -30,7 +30,7 @@ from tests.slow.engine_runs import (
 )
 from tests.slow.ranks import Ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 FAULTS = REPOSITORY / "tests" / "slow" / "faults.py"
 
 DROPOUT = "packed, adapters with dropout"

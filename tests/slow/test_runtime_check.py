@@ -12,7 +12,7 @@ from tests.slow.conftest import decisions
 from tests.slow.engine_runs import EngineRuns
 from tests.slow.ranks import Ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 RUNS = [
     ("1", "packed"),

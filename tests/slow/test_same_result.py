@@ -36,7 +36,7 @@ from tests.slow.engine_runs import (
 from tests.slow.ranks import Ranks
 from tests.test_safe_path import plant
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 WITH_ADAPTERS = ["2 DDP", "2 ZeRO-1", "2 ZeRO-3", "2 ZeRO-3 offload", "2 FSDP2"]

@@ -16,7 +16,7 @@ from tests.slow.engine_runs import ENGINES, LORA, NEW, VERIFIED, EngineRuns, ass
 from tests.slow.observe import PROMPTS
 from tests.slow.ranks import Ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 SAVE_FAULTS = REPOSITORY / "tests" / "slow" / "save_faults.py"
 
 SAVED = [

@@ -15,7 +15,7 @@ from tests.slow.engine_runs import assert_same_weights
 from tests.slow.ranks import Ranks
 from tests.slow.two_hosts import Done, Host, Running, two_hosts
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 TIMEOUT = 10
 """train.ddp_timeout of every job here, in seconds."""
 
