@@ -63,7 +63,8 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
             kept[-1] |= figures
         # Of the steps between the last line and a checkpoint, only the process that trained them knew the fingerprint.
         self.knows_batches = state.global_step == (kept[-1]["step"] if kept else 0)
-        self.tokens_seen = kept[-1]["tokens_seen"] if kept else 0
+        if kept and not state.num_input_tokens_seen:  # a checkpoint of before its count was kept there
+            state.num_input_tokens_seen = kept[-1]["tokens_seen"]
         if state.global_step == 0:
             self.vocabulary, self.untrained = model.config.get_text_config().vocab_size, is_untrained(model)
             self.start = sample_trained(model)
@@ -98,7 +99,6 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         work = self.trainer.work.line
         if not state.is_world_process_zero or logs is None or "loss" not in logs or work is None:
             return
-        self.tokens_seen += work.tokens
         line = {
             "step": state.global_step,
             "epoch": state.epoch,
@@ -106,7 +106,7 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
             "grad_norm": _number(logs.get("grad_norm")),
             "learning_rate": logs.get("learning_rate"),
             "batch": work.fingerprint if self.knows_batches else None,
-            "tokens_seen": self.tokens_seen,
+            "tokens_seen": state.num_input_tokens_seen,
             **speed(work, self.trainer.clock.take(), self.peak),
             "peak_memory_gib": peak_memory_gib(),
             "seconds": time.monotonic() - self.started,

@@ -6,7 +6,6 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,14 +76,18 @@ class StepClock(TrainerCallback):  # type: ignore[misc]
         """A step begins."""
         self._began = self._mark()
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Time the wait for a batch."""
-        asked = time.monotonic()
-        try:
-            yield
-        finally:
-            self._data_seconds += time.monotonic() - asked
+    def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches, with the wait for each counted. The iterator can be continued afterwards."""
+        # Not `yield from`: it would close the epoch's batches together with this generator, after one step.
+        while True:
+            asked = time.monotonic()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                self._data_seconds += time.monotonic() - asked
+            yield batch
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A step is done."""

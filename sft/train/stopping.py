@@ -214,7 +214,9 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         if self.agreed == StopRequest.NOTHING:
             signals.release()
             return None
-        if is_rank() or self.shortage is not None:  # the launcher sends SIGTERM to all ranks when the first one has ended
+        if (
+            is_rank() or self.shortage is not None
+        ):  # the launcher sends SIGTERM to all ranks when the first one has ended
             signals.ignore()
         if self.rank == 0:
             (self.run.path / STOP).unlink(missing_ok=True)

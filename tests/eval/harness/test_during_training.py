@@ -101,8 +101,8 @@ def test_a_measurement_leaves_random_numbers_and_modes_as_they_were() -> None:
 
 
 def test_a_step_that_is_to_be_the_last_one_is_not_measured() -> None:
+    trainer = SimpleNamespace(stopping=SimpleNamespace(agreed=1))
     during = During(trainer, None, None, None, 2, Path("none"), Path("none"))  # type: ignore[arg-type]
-    during.trainer = SimpleNamespace(stopping=SimpleNamespace(agreed=1))
     state, control = SimpleNamespace(global_step=4), SimpleNamespace(should_training_stop=True)
     during.on_step_end(None, state, control)  # it would fail without a model
     assert during.take() is None
