@@ -103,7 +103,7 @@ def test_eight_sequences_on_three_ranks_are_nine_slots_for_deepspeed_too(make_re
     assert "8 = 1 x 3 x 3 - 1 empty" in plan.gradient_accumulation_steps.reason
     file.config["train_batch_size"] = 8
     with pytest.raises(
-        PlanError, match="train_batch_size is 8, and train.global_batch_size with its 1 empty slots is 9"
+        PlanError, match=r"train_batch_size is 8, and train.global_batch_size with its 1 empty slots is 9"
     ):
         resolve_plan(recipe, gpus(3), QWEN, deepspeed=file)
 
