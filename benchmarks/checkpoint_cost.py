@@ -93,7 +93,7 @@ def both(folder: Path, name: str) -> dict[str, Any]:
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             SFTTrainer.__init__(self, *arguments, **options)
-            self.progress, self.stopping, self.continuation = Progress(), None, None
+            self.progress, self.stopping, self.resume_plan = Progress(), None, None
             self.checkpoints = CheckpointWriter(folder / "ours", 1, {"ranks": 1, "engine": "one", "recipe": {}}, 0)
 
         def _save_writer(self, output_dir: str) -> None:

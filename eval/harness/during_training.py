@@ -45,8 +45,8 @@ def evaluation_during(job: Job, run: Run, tokenizer: Any) -> During | None:
     if evaluation is None:
         return None
     folder = run.comparison_file.parent
-    log = folder / "during.log" if distributed.is_first_rank() else Path(os.devnull)
-    if distributed.is_first_rank():
+    log = folder / "during.log" if distributed.is_rank_0() else Path(os.devnull)
+    if distributed.is_rank_0():
         folder.mkdir(exist_ok=True)
     revision = pinned(job.recipe, job.model).model.revision
     reference = replace(load_reference(job.model.path, revision, model.trust_remote_code), tokenizer=tokenizer)
@@ -91,7 +91,7 @@ class During(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the lines up to the step that training starts from, and evaluate where that one is missing."""
-        steps = distributed.from_first_rank(lambda: self._keep(state.global_step))
+        steps = distributed.from_rank_0(lambda: self._keep(state.global_step))
         if state.global_step % self.every == 0 and state.global_step not in steps:
             self._evaluate(state, control)
 

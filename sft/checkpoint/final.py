@@ -23,10 +23,10 @@ def write_model(trainer: Any, job: Job, tokenizer: Any, folder: Path) -> None:
         tokenizer: From load_tokenizer.
         folder: Replaced if it exists.
     """
-    distributed.from_first_rank(lambda: remove(folder))
-    with distributed.met_at_the_end():  # rank 0 may write for longer than the group's timeout
+    distributed.from_rank_0(lambda: remove(folder))
+    with distributed.barrier_at_end():  # rank 0 may write for longer than the group's timeout
         save_weights(trainer, job, folder)
-    distributed.from_first_rank(lambda: _complete(job, tokenizer, folder))
+    distributed.from_rank_0(lambda: _complete(job, tokenizer, folder))
 
 
 def save_weights(trainer: Any, job: Job, folder: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from sft.parallel.process_group import is_first_rank
+from sft.parallel.process_group import is_rank_0
 
 # Merged adapters are summed in another order, maybe on another device: the norm of the difference may be this share of the update's norm.
 # In bf16 one element in hundreds of a small update is rounded the other way, up to 8% of its norm. A missing adapter makes 100%.
@@ -99,7 +99,7 @@ def gathered(parameters: list[Any]) -> AbstractContextManager[Any]:
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return tensor.cpu() if is_first_rank() else torch.empty(0)
+    return tensor.cpu() if is_rank_0() else torch.empty(0)
 
 
 def _as_saved(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

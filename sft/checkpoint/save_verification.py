@@ -77,11 +77,11 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
         self._verified = True
         self.trainer.progress.at(CHECKPOINT)
         folder = self.run.path / FOLDER
-        distributed.from_first_rank(lambda: check_room(folder.parent, self._bytes()))
+        distributed.from_rank_0(lambda: check_room(folder.parent, self._bytes()))
         with random_state_kept(self.trainer):
             write_model(self.trainer, self.job, self.tokenizer, folder)
             self._verify(folder, load=False)
-        distributed.from_first_rank(lambda: shutil.rmtree(folder))
+        distributed.from_rank_0(lambda: shutil.rmtree(folder))
         self.trainer.progress.at(BETWEEN)
 
     def verify_final(self, folder: Path) -> None:
@@ -104,7 +104,7 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
             problems, distance = self._load(folder)
         if problems:
             raise WrongSave(message(problems, folder, state.global_step, state.global_step >= state.max_steps))
-        if distributed.is_first_rank():
+        if distributed.is_rank_0():
             self.run.update(save_checked={"tensors": count} | ({} if distance is None else {"logits_differ": distance}))
             loaded = "" if distance is None else f", loaded again its logits differ by {distance:.1e} of their norm"
             seconds = time.monotonic() - started
@@ -114,15 +114,15 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
         """What is wrong with the files, and how many tensors were compared."""
         model, found = unwrapped(self.trainer), (list[str](), 0)
         reshard(self.trainer.model)
-        with distributed.met_at_the_end():  # reading the files may take minutes on rank 0
+        with distributed.barrier_at_end():  # reading the files may take minutes on rank 0
             live = live_tensors(model, self._dtype())
-            if distributed.is_first_rank():
+            if distributed.is_rank_0():
                 found = compare_tensors(live, model, folder)
             for _ in live:  # the other ranks only take part in gathering
                 pass
-        problems, count = distributed.from_first_rank(lambda: found)
+        problems, count = distributed.from_rank_0(lambda: found)
         trusts_code = self.job.recipe.model.trust_remote_code
-        return problems or distributed.from_first_rank(
+        return problems or distributed.from_rank_0(
             lambda: compare_settings(folder, model, self.tokenizer, trusts_code)
         ), count
 
@@ -132,7 +132,7 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
         logits = live_logits(self.trainer, rows)
         limit = LOGITS[coarser(arithmetic(self.trainer), self._dtype())]
         trusts_code = recipe.model.trust_remote_code
-        return distributed.from_first_rank(lambda: load_and_compare(folder, rows, logits, limit, trusts_code))
+        return distributed.from_rank_0(lambda: load_and_compare(folder, rows, logits, limit, trusts_code))
 
     def _bytes(self) -> int:
         dtype = self._dtype()

@@ -21,7 +21,7 @@ from sft.checkpoint.patches import failed_saves_kept
 from sft.checkpoint.resume import step_of
 from sft.errors import RunError
 from sft.files import disk_was_full, in_words
-from sft.parallel.process_group import gather, is_first_rank, is_lost, met_at_the_end, rank
+from sft.parallel.process_group import barrier_at_end, gather, is_lost, is_rank_0, rank
 from sft.run.directory import INCOMPLETE, Run, folder_fault
 
 _REMOVED = ".removed-"
@@ -95,7 +95,7 @@ class CheckpointWriter:
         except NotSaved as error:
             self._clear()
             self.shortage = self._found_short(step, error)
-            if goes_on and is_first_rank():
+            if goes_on and is_rank_0():
                 kept = f"checkpoint-{self.shortage.kept} stays" if self.shortage.kept else "there is none yet"
                 print(
                     f"{self.shortage.words}. The run goes on, {kept}, and the next interval tries again. Free some space.",
@@ -119,7 +119,7 @@ class CheckpointWriter:
             work()
             return
         error: BaseException | None = None
-        with met_at_the_end():
+        with barrier_at_end():
             try:
                 work()
             except (Exception, CheckpointException) as caught:
@@ -164,7 +164,7 @@ class CheckpointWriter:
 
     def _make_room(self) -> None:
         """Remove what interrupted saves have left, and compare what is free with what is needed."""
-        if not is_first_rank():
+        if not is_rank_0():
             return
         if words := folder_fault(self.folder):
             raise OSError(words)
@@ -177,7 +177,7 @@ class CheckpointWriter:
             )
 
     def _complete(self, made: Path, step: int, files: Mapping[str, Entry]) -> None:
-        if not is_first_rank():
+        if not is_rank_0():
             return
         write_manifest(made, {"step": step, **self.facts}, files)
         sync(made.parent)
@@ -205,7 +205,7 @@ class CheckpointWriter:
         place.rename(hidden)
 
     def _clear(self) -> None:
-        if is_first_rank():
+        if is_rank_0():
             for left in [self.folder / INCOMPLETE, *self.folder.glob(f"{_REMOVED}*")]:
                 shutil.rmtree(left, ignore_errors=True)
 

@@ -218,7 +218,7 @@ class Steps(TrainerCallback):  # type: ignore[misc]
         seconds, a_token, used, allocated, at_rest = (self._most(value) for value in values)
         found = Measurement(self.candidate, seconds, a_token, int(used), int(allocated), int(at_rest))
         self.measured.append(found)
-        if distributed.is_first_rank():
+        if distributed.is_rank_0():
             self.write(found)
             print(f"  {self.candidate.words}: {1 / a_token:.0f} tokens/s a rank, {used / 2**30:.1f} GiB", flush=True)
         self.candidate = next_candidate(*self.wanted, self.measured, self.limit)

@@ -139,7 +139,7 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def is_first_rank() -> bool:
+def is_rank_0() -> bool:
     """Whether this process is rank 0, which writes and prints."""
     return rank() == 0
 
@@ -300,7 +300,7 @@ class _Heartbeat(Thread):
 
 
 @contextmanager
-def met_at_the_end() -> Iterator[None]:
+def barrier_at_end() -> Iterator[None]:
     """Put a barrier at the end of a block: every rank leaves when all have finished it, however long one of them works in it.
 
     Raises:
@@ -325,7 +325,7 @@ def met_at_the_end() -> Iterator[None]:
         raise heartbeat.error
 
 
-def from_first_rank(work: Callable[[], Value]) -> Value:
+def from_rank_0(work: Callable[[], Value]) -> Value:
     """Run work on rank 0 alone, and return its result on every rank, however long it takes.
 
     Raises:
@@ -337,8 +337,8 @@ def from_first_rank(work: Callable[[], Value]) -> Value:
     if _is_alone():
         return work()
     box: list[Any] = [None, None]
-    with met_at_the_end():
-        if is_first_rank():
+    with barrier_at_end():
+        if is_rank_0():
             try:
                 box[0] = work()
             except UserError as error:
@@ -375,7 +375,7 @@ def is_lost(error: BaseException) -> bool:
 
 
 @contextmanager
-def told_of_lost_ranks(
+def reporting_lost_ranks(
     recipe: Recipe, doing: str | Callable[[], str], run: Run | None = None, late: Callable[[], str] = str
 ) -> Iterator[None]:
     """Turn the error of a collective that did not return into one message, where torch and gloo print a traceback on every rank.

@@ -224,7 +224,7 @@ def build_trainer(
     fingerprint: Fingerprint | None = None,
     stopping: Stopping | None = None,
     faults: Faults | None = None,
-    continuation: ResumePlan | None = None,
+    resume_plan: ResumePlan | None = None,
 ) -> RecipeTrainer:
     """The trainer, ready to train.
 
@@ -241,7 +241,7 @@ def build_trainer(
         fingerprint: Of the batches.
         stopping: Agrees on stop requests; None in auto-tuning, as for the next.
         faults: Watches for losses and gradients that are not finite.
-        continuation: How the run resumes from its checkpoint.
+        resume_plan: How the run resumes from its checkpoint.
 
     Raises:
         ModelError: There are no layers named in model.lora.target_modules.
@@ -268,7 +268,7 @@ def build_trainer(
             fingerprint=fingerprint or Fingerprint(),
             stopping=stopping,
             faults=faults,
-            continuation=continuation,
+            resume_plan=resume_plan,
             model=model,
             args=arguments,
             # SFTTrainer takes a dataset of its own library only, and never reads this one.
@@ -297,7 +297,7 @@ def _trained_tokens(job: Job, model: Any, tokenizer: Any, sequences: Sequences) 
         return ids
     untrained = untrained_tokens(model, tokenizer, sequences.store, new)
     check_untrained(job, tokenizer, untrained)
-    if untrained and distributed.is_first_rank():
+    if untrained and distributed.is_rank_0():
         names = named(tokenizer, untrained)
         print(f"The base never trained the embeddings of {names}: they are trained beside the adapters.", flush=True)
     return ids + untrained

@@ -65,7 +65,7 @@ class EvalLoss(NeedsTrainer):
         return state.global_step >= state.max_steps or bool(self.every and state.global_step % self.every == 0)
 
     def _is_missing(self, step: int) -> bool:
-        lines = distributed.from_first_rank(lambda: read_lines(self.run.metrics_file))
+        lines = distributed.from_rank_0(lambda: read_lines(self.run.metrics_file))
         return any(line["step"] == step and "held_out_loss" not in line for line in lines)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

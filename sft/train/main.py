@@ -16,7 +16,7 @@ from sft.errors import Interrupted, RunError, WrongSave
 from sft.files import remove
 from sft.model.load import load_model
 from sft.parallel import process_group as distributed
-from sft.parallel.process_group import told_of_lost_ranks
+from sft.parallel.process_group import reporting_lost_ranks
 from sft.parallel.progress import Progress
 from sft.plan.job import Job
 from sft.run.directory import Run
@@ -40,7 +40,7 @@ def train(
     prepared: Prepared,
     tokenizer: Any,
     choice: Choice,
-    continuation: ResumePlan | None,
+    resume_plan: ResumePlan | None,
     evaluation: TrainerCallback | None = None,
 ) -> float:
     """Train, and write final/.
@@ -51,7 +51,7 @@ def train(
         prepared: The data.
         tokenizer: From load_tokenizer.
         choice: The checkpoint to resume from.
-        continuation: How the run resumes from it.
+        resume_plan: How the run resumes from it.
         evaluation: Evaluates during the training; metrics.py's Measures.
 
     Returns:
@@ -69,7 +69,7 @@ def train(
     # Before the model: ZeRO-3 shards it while it loads.
     arguments = training_arguments(job, run)
     model = load_model(job, tokenizer)
-    if distributed.is_first_rank():
+    if distributed.is_rank_0():
         run.warn("generation", *model.generation_notes)
         for note in model.generation_notes:
             print(f"Warning: {note}", flush=True)
@@ -100,21 +100,23 @@ def train(
     )
     trainer = build_trainer(
         job, arguments, model, tokenizer, sequences, order, callbacks, clock, progress, fingerprint, stopping, faults,
-        continuation,
+        resume_plan,
     )  # fmt: skip
 
-    if distributed.is_first_rank():
+    if distributed.is_rank_0():
         resume_trackers(trainer, run, choice.step)
     started = time.monotonic()
-    with told_of_lost_ranks(recipe, lambda: f"step {trainer.state.global_step + 1} was trained", run, watchdog.stacks):
+    with reporting_lost_ranks(
+        recipe, lambda: f"step {trainer.state.global_step + 1} was trained", run, watchdog.stacks
+    ):
         trainer.train(resume_from_checkpoint=str(choice.checkpoint) if choice.checkpoint else None)
     step = trainer.state.global_step
     with stopping.reporting_lost_steps(step):
         leave_where_stopped(job, stopping.end(step))
         seconds = time.monotonic() - started
-        with told_of_lost_ranks(recipe, "final/ was written", run):
+        with reporting_lost_ranks(recipe, "final/ was written", run):
             write_final(trainer, job, run, tokenizer, verification)
-    if distributed.is_first_rank():
+    if distributed.is_rank_0():
         steps = f"{step - choice.step} steps, to step {step}," if choice.step else f"{step} steps"
         print(f"Trained {steps} in {seconds:.0f} s: {run.final}", flush=True)
     return seconds
@@ -127,7 +129,7 @@ def leave_where_stopped(job: Job, interrupted: Interrupted | None) -> None:
         Interrupted: It was.
     """
     if interrupted is not None:
-        with distributed.met_at_the_end():  # when the first rank ends, the launcher ends all others
+        with distributed.barrier_at_end():  # when the first rank ends, the launcher ends all others
             finish_trackers(job.recipe.tracking)
         distributed.leave_group()
         raise interrupted
@@ -149,15 +151,15 @@ def write_final(
             verification.verify_final(work)
         except (RunError, WrongSave) as error:
             # The training is over: its result must not be lost in a hidden folder.
-            with distributed.met_at_the_end():
-                if distributed.is_first_rank():
+            with distributed.barrier_at_end():
+                if distributed.is_rank_0():
                     remove(run.unverified)
                     work.rename(run.unverified)
             kept = f"The training is complete, and its model is kept in {run.unverified}. There is no final/, and nothing is evaluated."
             error.args = (f"{str(error).replace(str(work), str(run.unverified))}\n{kept}",)
             raise
-    with distributed.met_at_the_end():
-        if distributed.is_first_rank():
+    with distributed.barrier_at_end():
+        if distributed.is_rank_0():
             remove(run.unverified)  # of an earlier end of this run
             # Before final/ has its name: an export or an evaluation compares it with these.
             run.update(final_files=final_checksums(work))

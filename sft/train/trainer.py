@@ -121,12 +121,12 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         fingerprint: Fingerprint,
         stopping: Stopping | None,
         faults: Faults | None,
-        continuation: ResumePlan | None,
+        resume_plan: ResumePlan | None,
         **trl: Any,
     ) -> None:
         self.order, self.plan, self.fsdp, self.writer, self.checkpoints = order, plan, fsdp, writer, checkpoints
         self.clock, self.progress, self.fingerprint = clock, progress, fingerprint
-        self.stopping, self.faults, self.continuation = stopping, faults, continuation
+        self.stopping, self.faults, self.resume_plan = stopping, faults, resume_plan
         self.tally = Tally()
         super().__init__(**trl)
         self.train_dataset = sequences
@@ -221,7 +221,7 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         return self.order
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        by_tensor = self.continuation if self.continuation is not None and self.continuation.reshards else None
+        by_tensor = self.resume_plan if self.resume_plan is not None and self.resume_plan.reshards else None
         checkpoint = None if by_tensor else resume_from_checkpoint
         units = units_as_planned(self, self.fsdp) if self.fsdp else nullcontext()
         # The engines load their checkpoints here.
@@ -232,7 +232,7 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         return prepared
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is None or self.continuation is None or self.continuation.random_state:
+        if checkpoint is None or self.resume_plan is None or self.resume_plan.random_state:
             super()._load_rng_state(checkpoint)
             return
         start_random_streams(self.args.seed, self.state.global_step, self.args.process_index)
@@ -299,7 +299,7 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self.continuation is not None and self.continuation.reshards:
+        if self.resume_plan is not None and self.resume_plan.reshards:
             return  # reshard loads them, once the optimizer exists
         if not is_tensor_parallel(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
