@@ -130,7 +130,9 @@ class Run:
 
     def all_checkpoints(self) -> list[Path]:
         """All complete checkpoints, the newest first. Reads none of them."""
-        found = {int(name[1]): path for path in self.checkpoints.glob("*") if (name := _CHECKPOINT.fullmatch(path.name))}
+        found = {
+            int(name[1]): path for path in self.checkpoints.glob("*") if (name := _CHECKPOINT.fullmatch(path.name))
+        }
         return [found[step] for step in sorted(found, reverse=True)]
 
     def last_checkpoint(self) -> Path | None:

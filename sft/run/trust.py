@@ -79,8 +79,9 @@ Checksums = dict[str, dict[str, Any]]
 # What libraries load from a model's folder; a README beside it is the user's to edit.
 _FINAL_FILES = tuple(f"**/*{suffix}" for suffix in (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt", ".py"))
 # What a base model's answers depend on; the tokenizer is the tuned model's.
-_BASE_FILES = ("config.json", "adapter_config.json", "*.py") + tuple(
-    f"*{suffix}{index}" for suffix in (".safetensors", ".bin") for index in ("", ".index.json")
+_BASE_FILES = (
+    *("config.json", "adapter_config.json", "*.py"),
+    *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json"),
 )
 
 
@@ -144,7 +145,8 @@ def _differences(recorded: Checksums | None, found: Checksums | None) -> str:
 def _checksums(folder: Path, patterns: Iterable[str]) -> Checksums:
     paths = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
     with ThreadPoolExecutor(4) as pool:
-        return {path.relative_to(folder).as_posix(): found for path, found in zip(paths, pool.map(_checksum, paths))}
+        sums = pool.map(_checksum, paths)
+        return {path.relative_to(folder).as_posix(): found for path, found in zip(paths, sums, strict=True)}
 
 
 def _checksum(file: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from trl import SFTTrainer
 
 from sft.checkpoint.patches import plain_data_only
 from sft.checkpoint.reshard import reshard, start_random_streams, with_parameters
-from sft.checkpoint.resume import ResumePlan, Writer, write_writer
+from sft.checkpoint.resume import ResumePlan, Writer
 from sft.checkpoint.write import CheckpointWriter
 from sft.parallel.fsdp import units_as_planned
 from sft.parallel.optimizer import MasterAdamW, check_optimizer
@@ -260,6 +261,7 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         self.progress.at(CHECKPOINT)
         save, stopping = super()._save_checkpoint, self.stopping
         goes_on = stopping is None or not stopping.agreed
+        self.checkpoints.facts["writer"] = asdict(with_parameters(self.writer, self.model, self.optimizer))
         self.checkpoints.save(self.state.global_step, lambda: save(model, trial), goes_on)
         if stopping is not None:
             stopping.shortage = self.checkpoints.shortage
@@ -281,13 +283,7 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
             self.processing_class.save_pretrained(output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        # Each by itself: what fails on one rank must not leave the others inside an engine's collective.
-        self.checkpoints.part(lambda: self._save_writer(output_dir))
         self.checkpoints.part(lambda: self._save_optimizer(output_dir))
-
-    def _save_writer(self, output_dir: str) -> None:
-        if self.args.should_save:
-            write_writer(Path(output_dir), with_parameters(self.writer, self.model, self.optimizer))
 
     def _save_optimizer(self, output_dir: str) -> None:
         if not is_tensor_parallel(self.model):
