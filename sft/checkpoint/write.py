@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from sft.checkpoint.manifest import Entry, entries, files_in, files_of_rank, size, sync, write_manifest
 from sft.checkpoint.patches import failed_saves_kept
 from sft.checkpoint.resume import step_of
-from sft.errors import RunError
+from sft.errors import RunError, is_lost
 from sft.files import disk_was_full, in_words
-from sft.parallel.process_group import barrier_at_end, gather, is_lost, is_rank_0, rank
+from sft.parallel.process_group import barrier_at_end, gather, is_rank_0, rank
 from sft.run.directory import INCOMPLETE, Run, folder_fault
 
 _REMOVED = ".removed-"

@@ -17,17 +17,12 @@ from sft.checkpoint.reshard import reshard, start_random_streams, with_parameter
 from sft.checkpoint.resume import ResumePlan, Writer
 from sft.checkpoint.write import CheckpointWriter
 from sft.parallel.fsdp import units_as_planned
+from sft.parallel.full_tensors import full_optimizer_state, full_state, load_optimizer_state, load_weights
 from sft.parallel.optimizer import MasterAdamW, check_optimizer
 from sft.parallel.patches import cpu_ranks_may_shard
 from sft.parallel.progress import CHECKPOINT, Progress
 from sft.parallel.sequence import PartOfSequences, labels_of_all, share_batches
-from sft.parallel.tensor import (
-    full_optimizer_state,
-    full_weights,
-    is_tensor_parallel,
-    load_optimizer_state,
-    load_weights,
-)
+from sft.parallel.tensor import is_tensor_parallel
 from sft.plan.plan import Plan
 from sft.recipe.schema import Fsdp
 from sft.run.directory import INCOMPLETE
@@ -276,9 +271,7 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
             # A pickle of rank 0's that nothing reads.
             Path(output_dir or self.args.output_dir, TRAINING_ARGS_NAME).unlink(missing_ok=True)
             return
-        self.model.save_pretrained(
-            output_dir, state_dict=full_weights(self.model), is_main_process=self.args.should_save
-        )
+        self.model.save_pretrained(output_dir, state_dict=full_state(self.model), is_main_process=self.args.should_save)
         if self.args.should_save:
             self.processing_class.save_pretrained(output_dir)
 
