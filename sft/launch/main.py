@@ -24,13 +24,13 @@ from sft.launch.prepare import prepared_data
 from sft.launch.rank import PREFLIGHT, train_job
 from sft.launch.rerun import differences_to_report, is_run, rerun_arguments
 from sft.launch.run_directory import check_start, unfinished_run
+from sft.launch.topology import Topology, read_topology
 from sft.launch.torchrun import check_port, clear_environment
 from sft.launch.torchrun import start as start_ranks
 from sft.launch.tuning_result import find_answer, is_searched
 from sft.plan.hardware import Hardware, cpu_cores, described_hardware, detect_hardware
 from sft.plan.job import Job
 from sft.plan.plan import print_plan
-from sft.plan.topology import Topology, read_topology
 from sft.plan.warnings import plan_warnings
 from sft.recipe.changes import check_allowed_changes
 from sft.visible import visible_line

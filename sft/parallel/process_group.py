@@ -24,8 +24,7 @@ import psutil
 
 from sft.errors import LostRank, PlanError, UserError, is_lost
 from sft.parallel.deepspeed import prepare_builds
-from sft.plan.hardware import Hardware, detect_hardware
-from sft.plan.topology import whole_number
+from sft.plan.hardware import Hardware, detect_hardware, whole_number
 from sft.recipe.schema import Recipe
 from sft.run.directory import Run
 
