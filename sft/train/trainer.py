@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from trl import SFTConfig, SFTTrainer
 
 from sft.checkpoint.patches import plain_data_only
 from sft.checkpoint.reshard import reshard, start_random_streams, with_parameters
-from sft.checkpoint.resume import ResumePlan, write_writer, writer_here
+from sft.checkpoint.resume import ResumePlan, writer_here
 from sft.checkpoint.write import CheckpointWriter
 from sft.data.tokenizer import new_token_ids
 from sft.errors import ModelError
@@ -26,17 +27,12 @@ from sft.model.gradient_checkpointing import CheckpointingAsPlanned
 from sft.model.new_tokens import named
 from sft.parallel import process_group as distributed
 from sft.parallel.fsdp import Prefetch, units_as_planned
+from sft.parallel.full_tensors import full_optimizer_state, full_state, load_optimizer_state, load_weights
 from sft.parallel.optimizer import MasterAdamW, check_optimizer
 from sft.parallel.patches import cpu_ranks_may_shard
 from sft.parallel.progress import CHECKPOINT, Progress
 from sft.parallel.sequence import PartOfSequences, labels_of_all, share_batches
-from sft.parallel.tensor import (
-    full_optimizer_state,
-    full_weights,
-    is_tensor_parallel,
-    load_optimizer_state,
-    load_weights,
-)
+from sft.parallel.tensor import is_tensor_parallel
 from sft.plan.job import Job, checkpoint_bytes
 from sft.run.directory import INCOMPLETE
 from sft.train.arguments import optimizer_arguments
@@ -130,11 +126,8 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         self.job, self.stopping, self.faults, self.resume_plan = job, stopping, faults, resume_plan
         self.order, self.clock = sequences.order(job.recipe.train.seed), StepClock(job.hardware.gpu is not None)
         self.progress, self.tally, self._skipped = Progress(), Tally(), 0
-        facts = {
-            "ranks": job.hardware.ranks,
-            "engine": job.plan.engine.value,
-            "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True),
-        }
+        facts = {"ranks": job.hardware.ranks, "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True)}
+        self.writer = writer_here(job)
         folder, keep = Path(trl["args"].output_dir), job.recipe.train.save_total_limit
         self.checkpoints = CheckpointWriter(folder, keep, facts, checkpoint_bytes(job))
         # SFTTrainer takes a dataset of its own library only, and never reads this one.
@@ -321,6 +314,7 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         self.progress.at(CHECKPOINT)
         began, save, stopping = time.monotonic(), super()._save_checkpoint, self.stopping
         goes_on = stopping is None or not stopping.agreed
+        self.checkpoints.facts["writer"] = asdict(with_parameters(self.writer, self.model, self.optimizer))
         self.checkpoints.save(self.state.global_step, lambda: save(model, trial), goes_on)
         if stopping is not None:
             stopping.saved(self.checkpoints.shortage, time.monotonic() - began, self.control)
@@ -335,20 +329,12 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
             # A pickle of rank 0's that nothing reads.
             Path(output_dir or self.args.output_dir, TRAINING_ARGS_NAME).unlink(missing_ok=True)
             return
-        self.model.save_pretrained(
-            output_dir, state_dict=full_weights(self.model), is_main_process=self.args.should_save
-        )
+        self.model.save_pretrained(output_dir, state_dict=full_state(self.model), is_main_process=self.args.should_save)
         if self.args.should_save:
             self.processing_class.save_pretrained(output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        # Each by itself: what fails on one rank must not leave the others inside an engine's collective.
-        self.checkpoints.part(lambda: self._save_writer(output_dir))
         self.checkpoints.part(lambda: self._save_optimizer(output_dir))
-
-    def _save_writer(self, output_dir: str) -> None:
-        if self.args.should_save:
-            write_writer(Path(output_dir), with_parameters(writer_here(self.job), self.model, self.optimizer))
 
     def _save_optimizer(self, output_dir: str) -> None:
         if not is_tensor_parallel(self.model):

@@ -18,10 +18,10 @@ from transformers.trainer_callback import TrainerCallback
 
 from sft.errors import PlanError
 from sft.launch.job import open_job
-from sft.plan.decision import Decision
 from sft.plan.deepspeed import load_deepspeed
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
+from sft.plan.plan import Decision
 from sft.recipe.schema import Lora
 from sft.train.isolation_probe import probe, sample_documents
 from sft.train.runtime_check import Reading, _offloaded, check_readings, read_running
