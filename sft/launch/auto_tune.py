@@ -39,8 +39,8 @@ from sft.launch.tuning_result import (
     write_answer,
 )
 from sft.parallel import process_group as distributed
-from sft.plan.decision import Decision
 from sft.plan.job import Job
+from sft.plan.plan import Decision
 from sft.plan.precision import resolve_gradients
 from sft.program import run_main
 

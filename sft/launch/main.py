@@ -12,7 +12,6 @@ from io import TextIOWrapper
 from pathlib import Path
 from shlex import join
 
-from sft.checkpoint.resume import checkpoints_of
 from sft.data.findings import check_findings
 from sft.data.ledger import check_limits
 from sft.data.prepared import Prepared, entry_folder, find_prepared
@@ -123,7 +122,7 @@ def _prepare_and_tune(job: Job, topology: Topology, words: Sequence[str], wait: 
     A single process has its data prepared while it imports. On several machines rank 0 prepares it, once they have met.
     """
     # A run that resumes keeps what was found when it was started.
-    resumes = (run := unfinished_run(job)) is not None and bool(checkpoints_of(run))
+    resumes = (run := unfinished_run(job)) is not None and run.last_checkpoint() is not None
     tunes = job.hardware.gpu is not None and is_searched(job) and not resumes
     if not (wait or tunes):
         return

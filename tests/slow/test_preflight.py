@@ -126,7 +126,7 @@ BARRIERS = """
 import os, signal, sys, time
 from pathlib import Path
 from sft.parallel import process_group as group
-from sft.errors import DataError
+from sft.errors import DataError, is_lost
 group.join_group(False, False, 2)
 assert group.group_timeouts() == {2}
 started = time.monotonic()
@@ -145,7 +145,7 @@ try:
         if os.environ["RANK"] == "0":
             os.kill(os.getpid(), signal.SIGSTOP)
 except RuntimeError as error:
-    assert group.is_lost(error), error
+    assert is_lost(error), error
     print("LOST", flush=True)
     os.kill(int(file.read_text()), signal.SIGKILL)
 """

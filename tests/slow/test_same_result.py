@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from sft.launch.job import open_recipe
 from sft.parallel.process_group import free_port
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
-from sft.train.batches import Sequences, batch_hash
+from sft.train.batches import Sequences, contents_of
 from tests.slow.conftest import decisions, latest, losses, write_recipe
 from tests.slow.engine_runs import (
     ENGINES,
@@ -94,7 +95,7 @@ def test_each_step_has_the_rows_of_the_recipes_order(kind: str, runs: EngineRuns
         slots = list(order)
         for start in range(0, len(slots), 8):
             batch = collate([sequences[number] for number in slots[start : start + 8]])
-            expected.append(f"{batch_hash(batch):016x}")
+            expected.append(f"{contents_of(batch).fingerprint:016x}")
     assert [line["batch"] for line in lines(runs("1", kind))] == expected
     assert len(set(expected)) == STEPS
 
@@ -104,15 +105,18 @@ def test_each_step_has_the_rows_of_the_recipes_order(kind: str, runs: EngineRuns
 )
 def test_metrics_count_what_the_ranks_were_given(name: str, kind: str, runs: EngineRuns) -> None:
     run = runs(name, kind)
-    given: dict[int, int] = {}
+    given, targets = Counter[int](), Counter[int]()
     for file in (run.path / "observed").glob("rank-*.jsonl"):
         for line in map(json.loads, file.read_text().splitlines()):
-            given[line["step"]] = given.get(line["step"], 0) + line["tokens"]
+            given[line["step"]] += line["tokens"]
+            targets[line["step"]] += line["target_tokens"]
     assert len(list((run.path / "observed").glob("rank-*.jsonl"))) == ENGINES[name].ranks
     seen = 0
     for line in (json.loads(text) for text in run.metrics_file.read_text().splitlines()):
         seen += given[line["step"]]
         assert line["tokens_seen"] == seen
+        of_targets = line["labelled_tokens_per_second"] / line["tokens_per_second"]
+        assert of_targets == pytest.approx(targets[line["step"]] / given[line["step"]])
         assert 0 <= line["data_seconds"] < line["seconds"]
     ledger = json.loads(run.ledger_file.read_text())["total"]["tokens"]
     assert ledger.pop("in") == sum(ledger.values())
