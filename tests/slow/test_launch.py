@@ -67,16 +67,6 @@ def test_a_killed_rank_restarts_the_job_and_without_restarts_ends_it_and_is_name
     assert steps(run) == list(range(1, len(steps(run)) + 1))
 
 
-@pytest.mark.extra
-def test_eight_ranks_train_and_restart_after_one_was_killed(recipe: Path, start: Start) -> None:
-    job = start([*LAUNCH, recipe, "--max-restarts", "1", "train.max_steps=30"], NPROC="8")
-    os.kill(process_at_step(recipe, 5, 4, job), signal.SIGKILL)
-    printed = job.communicate()[0]
-    assert job.returncode == 0, printed
-    run = latest(recipe)
-    assert (run.record["status"], run.record["ranks"], steps(run)) == ("finished", 8, list(range(1, 31)))
-
-
 def launcher_of(restarts: int, ranks: int) -> list[str | Path]:
     """Our launcher, around a training with a fault."""
     program = (
@@ -133,20 +123,6 @@ def test_the_first_error_is_shown_once_under_every_launcher(launcher: str, recip
     assert re.search(r"Rank 1 on \S+ failed; the others are stopped\. Its log: \S+/logs/rank-1\.log", printed)
     assert "by peer" not in printed
     assert "ZeroDivisionError: made by the test" in (latest(recipe).path / "logs" / "rank-1.log").read_text()
-
-
-@pytest.mark.extra  # test_same_result.py trains under the deepspeed launcher on one machine
-def test_the_deepspeed_launcher_trains_with_a_hostfile_and_without_ssh(
-    recipe: Path, tmp_path: Path, start: Start
-) -> None:
-    hosts, port = tmp_path / "hosts", free_port()
-    hosts.write_text("localhost slots=1\nother slots=1\n")
-    where = ["--hostfile", hosts, "--no_ssh", "--master_addr", "127.0.0.1", "--master_port", port]
-    program = ["--module", "sft.train", recipe, "train.deepspeed=zero2"]
-    jobs = [start(["deepspeed", *where, "--node_rank", rank, *program]) for rank in (0, 1)]
-    printed = [job.communicate()[0] for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0], "\n".join(printed)
-    finished(recipe)
 
 
 def test_an_accelerate_configuration_of_another_project_is_refused_in_one_message(
