@@ -71,8 +71,11 @@ def start() -> Iterator[Start]:
         # torchrun waits for a rank that is stopped, and it starts each in a session of its own.
         with suppress(psutil.Error):
             for one in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
-                one.kill()
-        process.communicate()
+                with suppress(psutil.Error):
+                    one.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
 
 
 @pytest.fixture(scope="module")
