@@ -1,7 +1,7 @@
 """How often do the intervals of a comparison hold the true difference, and how often is one found where there is none?
 
     python benchmarks/coverage.py          # a minute
-    python benchmarks/coverage.py 4000     # the tables of docs/comparison.md
+    python benchmarks/coverage.py 4000     # the tables of benchmarks/README.md
 
 Right and wrong: summed over everything that can happen, so these numbers have no error. All others: simulated.
 """

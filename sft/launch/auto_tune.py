@@ -23,10 +23,10 @@ from sft.launch.checks import job_and_topology
 from sft.launch.job import command_of, open_job, parse_command_line
 from sft.launch.prepare import prepared_data
 from sft.launch.rank import check_with_frameworks, enter
+from sft.launch.topology import read_topology
 from sft.launch.tuning_result import Trial, find_result, is_tuned, read_journal, result_file, write_result
 from sft.parallel import process_group as distributed
 from sft.plan.job import Job
-from sft.plan.topology import read_topology
 from sft.program import run_main
 
 RANK = "--rank"

@@ -25,13 +25,13 @@ from sft.launch.preflight import disk, refuse
 from sft.launch.prepare import prepared_data
 from sft.launch.rank import PREFLIGHT, train_job
 from sft.launch.rerun import differences_to_report, is_run, rerun_arguments
+from sft.launch.topology import Topology, read_topology
 from sft.launch.torchrun import check_rendezvous, clear_environment
 from sft.launch.torchrun import start as start_ranks
 from sft.launch.tuning_result import find_result, is_tuned
 from sft.plan.hardware import cpu_cores, described_hardware, detect_hardware
 from sft.plan.job import Job
 from sft.plan.plan import print_plan
-from sft.plan.topology import Topology, read_topology
 from sft.plan.warnings import plan_warnings
 from sft.recipe.changes import check_allowed_changes
 from sft.visible import visible_line

@@ -22,8 +22,7 @@ from typing import Any, TypeVar
 from sft.errors import LostRank, PlanError, UserError
 from sft.parallel.deepspeed import prepare_builds
 from sft.parallel.network import use_reachable_interface
-from sft.plan.hardware import Hardware, detect_hardware
-from sft.plan.topology import whole_number
+from sft.plan.hardware import Hardware, detect_hardware, whole_number
 from sft.recipe.schema import Recipe
 from sft.run.directory import Run
 

@@ -12,7 +12,7 @@ from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
 from sft.plan.decision import Decision
 from sft.plan.deepspeed import DeepSpeedFile, load_deepspeed, size_buckets
-from sft.plan.hardware import Gpu, Hardware
+from sft.plan.hardware import Gpu, Hardware, machine
 from sft.plan.memory import ENGINES, GIB, MemoryEstimate, engine_of, estimate_memory
 from sft.plan.parallelism import FSDP2, data_parallel_ranks, describe_fsdp, resolve_fsdp
 from sft.plan.precision import computes_in_half
@@ -148,11 +148,6 @@ def _machines_that_fit(recipe: Recipe, gpu: Gpu, model: ModelFacts) -> Iterator[
                 )
                 shapes = shapes[:place]  # more memory is a remedy only where fewer GPUs do
                 break
-
-
-def machine(gpu: Gpu, nodes: int, gpus: int) -> Hardware:
-    """A machine to do arithmetic for, with twice the memory of its GPUs."""
-    return Hardware(gpu, nodes * gpus, gpus, 8, 2 * gpus * gpu.memory_gib, cpu_memory_assumed=True)
 
 
 def resolve_memory(

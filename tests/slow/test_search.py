@@ -68,9 +68,7 @@ def test_the_training_runs_what_was_fastest_of_what_was_measured(
     done = command([sys.executable, "-m", "sft.launch.auto_tune", recipe, *overrides], NPROC=str(processes))
     found = answer(recipe)
     measured = found["measured"]
-    tried = {
-        (str(one["gradient_checkpointing"]), one["micro_batch_size"]) for one in measured
-    }
+    tried = {(str(one["gradient_checkpointing"]), one["micro_batch_size"]) for one in measured}
     assert tried >= {("True", 1), ("2", 1), ("False", 1), ("True", 2), ("2", 2), ("False", 2)}
     assert len(tried) == len(measured)
     assert all(0 < one["used"] <= found["limit"] for one in measured)

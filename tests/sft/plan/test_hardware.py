@@ -7,6 +7,7 @@ import pytest
 
 from sft.errors import PlanError
 from sft.launch.prepare import worker_count
+from sft.launch.topology import read_topology
 from sft.plan.hardware import (
     cpu_cores,
     cpu_memory_gib,
@@ -41,8 +42,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def test_there_is_a_process_for_each_gpu_and_the_smallest_decides(machine: Machine) -> None:
     machine(*TWO)
-    hardware = detect_hardware()
-    assert (hardware.ranks, hardware.ranks_per_node) == (2, 2)
+    assert read_topology().per_node == 2
+    hardware = detect_hardware(2, 2)
     assert hardware.gpu is not None
     assert hardware.gpu.memory_gib == 40.0
     assert hardware.device == "2 x NVIDIA H100 80GB HBM3 (40 GiB)"
@@ -129,17 +130,7 @@ GIB = 2**30
             2,
             2,
         ),
-        # Version 1; in a container the path is the host's.
-        (
-            "3:memory:/docker/ab\n2:cpu,cpuacct:/docker/ab\n",
-            {
-                "cpu/cpu.cfs_quota_us": "400000",
-                "cpu/cpu.cfs_period_us": "100000",
-                "memory/memory.limit_in_bytes": f"{GIB}",
-            },
-            4,
-            1,
-        ),
+        # In a container the path is the host's.
         ("0::/../../other\n", {"cpu.max": "200000 100000"}, 2, None),
         ("", {"cpu.max": "200000 100000"}, 64, None),
     ],
@@ -153,7 +144,7 @@ def test_a_container_has_what_its_control_groups_leave_it(
     (tmp_path / "own").write_text(own)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(64)))
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 64 * GIB // 4096}.__getitem__)
-    monkeypatch.setattr("sft.plan.hardware._CONTROL_GROUPS", tmp_path / "groups")
-    monkeypatch.setattr("sft.plan.hardware._OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr("sft.plan.hardware._CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr("sft.plan.hardware._OWN_CGROUP", tmp_path / "own")
     assert (cpu_cores(), cpu_memory_gib()) == (cores, memory or 64)
     assert worker_count() == max(1, min(cores, 2 * ((memory or 64) - 1)))

@@ -8,8 +8,8 @@ import pytest
 from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
 from sft.plan.deepspeed import load_deepspeed
-from sft.plan.engine import MEMORIES, choose_engine, engine_words, first_that_fits, machine, resolve_memory
-from sft.plan.hardware import Gpu, Hardware, described_hardware
+from sft.plan.engine import MEMORIES, choose_engine, engine_words, first_that_fits, resolve_memory
+from sft.plan.hardware import Gpu, Hardware, described_hardware, machine
 from sft.plan.memory import CPU_FACTOR, ENGINES, GIB, Engine, engine_of, estimate_memory
 from sft.plan.plan import resolve_plan
 from sft.recipe.schema import Data, Model, Recipe, Train
