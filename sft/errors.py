@@ -129,6 +129,29 @@ class Interrupted(BaseException):
         self.status, self.agreed = status, agreed
 
 
+_SIGNS_OF_A_LOST_RANK = (
+    "timed out",
+    "timeout",
+    "closed by peer",
+    "reset by peer",
+    "broken pipe",
+    "connection refused",
+    "no route to host",
+    "network is unreachable",
+    "pair closure",
+    "remote process exited",
+)
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error says that another rank is gone or does not answer: torch's DistError, gloo's, NCCL's, or LostRank."""
+    if {kind.__name__ for kind in type(error).__mro__} & {"DistError", "LostRank"}:
+        return True
+    text = str(error).lower()
+    of_backend = isinstance(error, RuntimeError) and ("gloo" in text or "nccl" in text)
+    return of_backend and any(sign in text for sign in _SIGNS_OF_A_LOST_RANK)
+
+
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
     """The closest known word, ready to append to a message.
 

@@ -21,7 +21,7 @@ from sft.plan.batch import check_batch
 from sft.plan.engine import open_deepspeed
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
-from sft.plan.plan import resolve_plan
+from sft.plan.resolve import resolve_plan
 from sft.recipe.load import find_file, load_recipe
 from sft.recipe.schema import Recipe
 from sft.run.directory import check_names

@@ -12,7 +12,6 @@ from io import TextIOWrapper
 from pathlib import Path
 from shlex import join
 
-from sft.checkpoint.resume import checkpoints_of
 from sft.data.findings import check_findings
 from sft.data.ledger import check_limits
 from sft.data.prepared import Prepared, entry_folder, find_prepared
@@ -113,7 +112,7 @@ def _prepare_and_tune(job: Job) -> None:
     """Prepare the data before any rank waits for it, and measure once what the recipe leaves `auto`."""
     prepared = prepared_data(job.recipe, job.model, command_of(job))
     # A run that resumes keeps what it was started with.
-    resumes = (run := unfinished_run(job)) is not None and bool(checkpoints_of(run))
+    resumes = (run := unfinished_run(job)) is not None and run.last_checkpoint() is not None
     if job.hardware.gpu is None or not is_tuned(job) or resumes:
         return
     found = find_result(job, prepared)

@@ -17,12 +17,10 @@ from shlex import join
 from typing import Any
 
 from sft import signals
-from sft.checkpoint.manifest import is_damaged, read_manifest
+from sft.checkpoint.manifest import read_manifest
 from sft.checkpoint.resume import (
-    FILE,
     Choice,
     ResumePlan,
-    checkpoints_of,
     choose_checkpoint,
     lost_lines,
     resolve_resume,
@@ -74,7 +72,7 @@ def unfinished_run(job: Job) -> Run | None:
     refused = not_allowed(changes, () if trained else job.recipe.train.resume_allow_changes)
     if not refused:
         return run
-    if not (trained or checkpoints_of(run)) or (_is_claimed(run) and job.recipe.tracking.run_name is None):
+    if not (trained or run.all_checkpoints()) or (_is_claimed(run) and job.recipe.tracking.run_name is None):
         return None
     raise RunError(_explain(run, changes, refused, trained))
 
@@ -124,7 +122,7 @@ def recipe_changes(run: Run, recipe: Recipe) -> list[Change]:
 
 def _recipe_of_newest(run: Run) -> dict[str, Any] | None:
     """What the newest checkpoint was trained with: a later session may have ended before it wrote one."""
-    for checkpoint in checkpoints_of(run):
+    for checkpoint in run.all_checkpoints():
         with suppress(ValueError):
             found: dict[str, Any] | None = read_manifest(checkpoint).get("recipe")
             return found
@@ -137,7 +135,7 @@ def _explain(run: Run, changes: list[Change], refused: list[Change], trained: bo
         first = f"{run.path} is trained, its evaluation is not complete, and this start differs from it:"
         lines = [first, *(f"  {change}" for change in refused)]
         return "\n".join([*lines, f"Change {it} back to resume the evaluation, or {_NEW_RUN}."])
-    lines = [f"{run.path} is unfinished ({checkpoints_of(run)[0].name}), and this start differs from it:"]
+    lines = [f"{run.path} is unfinished ({run.all_checkpoints()[0].name}), and this start differs from it:"]
     for change in refused:
         lines.append(f"  {change}" + (" (no run can resume with that)" if change.kind == "fixed" else ""))
     lines += [f"  {change} (may differ)" for change in changes if change not in refused]
@@ -171,11 +169,10 @@ def check_start(job: Job) -> None:
             f"{'train.resume=must, and a' if must else 'A'}nother process is training {run.path}. Wait for it, or choose another "
             "tracking.run_name."
         )
-    checkpoints = checkpoints_of(run)
+    checkpoints = run.all_checkpoints()
     if checkpoints:
         _check_same_model(run, job)
-        # A damaged one is passed over later, when all of it is verified.
-        if (checkpoints[0] / FILE).exists() and not is_damaged(checkpoints[0], FILE):
+        with suppress(ValueError):  # a damaged one is passed over later, when all of it is verified
             resolve_resume(checkpoints[0], job)
     elif must:
         raise RunError(

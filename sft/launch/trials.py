@@ -33,8 +33,8 @@ from sft.launch.tuning_result import (
 from sft.model.gradient_checkpointing import checkpoint_every, has_layers_of_their_own
 from sft.model.load import load_model
 from sft.parallel import process_group as distributed
-from sft.plan.decision import Decision
 from sft.plan.job import Job
+from sft.plan.plan import Decision
 from sft.plan.precision import resolve_gradients
 from sft.run.directory import Run
 from sft.train.arguments import build_trainer, engine_callbacks, training_arguments

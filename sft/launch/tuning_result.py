@@ -20,8 +20,8 @@ from sft.data.prepared import Prepared
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.files import write_json
 from sft.plan.batch import divisors
-from sft.plan.decision import TuningResult
 from sft.plan.job import Job
+from sft.plan.plan import TuningResult
 from sft.run.record import installed_versions
 
 EXIT_DID_NOT_FIT = 75

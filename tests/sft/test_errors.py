@@ -4,8 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
-from sft.errors import GateFailed, RecipeError
+from sft.errors import GateFailed, LostRank, RecipeError, is_lost
 from sft.program import exit_on_error, run_main
 
 
@@ -79,3 +80,26 @@ def test_a_gate_that_failed_is_told_and_ends_with_status_3(capsys: pytest.Captur
         raise GateFailed(["arc: worse by 0.3", "gsm8k: too low"])
     assert ending.value.code == 3
     assert capsys.readouterr().err == "\nThe gate has failed:\n  arc: worse by 0.3\n  gsm8k: too low\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (
+            RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 20000ms for send operation"),
+            True,
+        ),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:443"), True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:532] Read error [10.0.0.1]:9: Connection reset by peer"), True),
+        (RuntimeError("NCCL error: remote process exited or there was a network error"), True),
+        (DistStoreError("Timed out after 21 seconds waiting for clients. 1/2 clients joined."), True),
+        (DistBackendError("gone"), True),
+        (DistNetworkError("gone"), True),
+        (LostRank("rank 0 lost the others"), True),
+        (RuntimeError("DataLoader timed out after 5 seconds"), False),
+        (RuntimeError("CUDA out of memory"), False),
+        (ValueError("gloo: timed out"), False),
+    ],
+)
+def test_only_a_collectives_error_about_another_rank_is_a_lost_rank(error: Exception, lost: bool) -> None:
+    assert is_lost(error) == lost
