@@ -19,7 +19,7 @@ from typing import NoReturn
 from sft import signals
 from sft.errors import EXIT_CRASHED, EXIT_GATE, EXIT_TERMINATED, Interrupted, RunError
 from sft.launch.open_run import claim, keep_recipe, unfinished_run
-from sft.parallel.process_group import LAUNCHED
+from sft.parallel.process_group import environment_without_launcher
 from sft.plan.job import Job
 from sft.processes import report_result
 from sft.program import run_main
@@ -34,11 +34,7 @@ from sft.signals import held_back
 def become_evaluation(run: Run) -> NoReturn:
     """Replace this process; the launcher keeps waiting for it."""
     report_result(run.path)
-    launchers = ("TORCHELASTIC", "ACCELERATE_", "FSDP_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
-    for name in LAUNCHED:
-        environment.pop(name, None)
-    environment[OWN_RUN] = str(run.path.resolve())
+    environment = environment_without_launcher() | {OWN_RUN: str(run.path.resolve())}
     sys.stdout.flush()
     sys.stderr.flush()
     with held_back():

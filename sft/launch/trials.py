@@ -37,9 +37,9 @@ from sft.plan.job import Job
 from sft.plan.plan import Decision
 from sft.plan.precision import resolve_gradients
 from sft.run.directory import Run
-from sft.train.arguments import build_trainer, engine_callbacks, training_arguments
+from sft.train.arguments import training_arguments
 from sft.train.batches import Sequences
-from sft.train.metrics import StepClock
+from sft.train.trainer import build_trainer, engine_callbacks
 
 
 def to_measure(job: Job) -> Job:
@@ -147,12 +147,9 @@ class Trials(TrainerCallback):  # type: ignore[misc]
         with TemporaryDirectory() as folder:
             arguments = training_arguments(self.job, Run(Path(folder) / "search" / "run"))
             model = load_model(self.job, self.tokenizer)
-            clock = StepClock(self.memory.on_gpu)
-            callbacks = [clock, *engine_callbacks(self.job), self]
-            order = self.sequences.order(seed=0)
-            self.trainer = build_trainer(
-                self.job, arguments, model, self.tokenizer, self.sequences, order, callbacks, clock
-            )
+            self.trainer = build_trainer(self.job, arguments, model, self.tokenizer, self.sequences)
+            for callback in (*engine_callbacks(self.job), self):
+                self.trainer.add_callback(callback)
             if not has_layers_of_their_own(model):
                 self.modes = [mode for mode in self.modes if isinstance(mode, bool | str)]
                 self.trial = self._next()
