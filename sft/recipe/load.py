@@ -81,7 +81,7 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), origin: str = "recipe
 
 
 def _drop_removed_findings(values: dict[str, Any], origin: str) -> None:
-    data = values.get("data")
+    data: Any = values.get("data")
     for key in ("refuse", "allow"):
         named = data.get(key) if isinstance(data, dict) else None
         if isinstance(named, list) and (gone := [one for one in named if str(one) in _REMOVED_FINDINGS]):
