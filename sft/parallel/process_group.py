@@ -39,6 +39,12 @@ _HEARTBEAT = 5.0
 """Seconds between two heartbeats, at most."""
 
 
+def environment_without_launcher() -> dict[str, str]:
+    """This process's environment for a process by itself, without what launchers and accelerate set."""
+    prefixes = ("TORCHELASTIC", "ACCELERATE_", "FSDP_")
+    return {name: value for name, value in os.environ.items() if name not in LAUNCHED and not name.startswith(prefixes)}
+
+
 def set_debug_environment(ddp: bool, uses_gpu: bool) -> None:
     """Make the libraries log and compare more. Keeps what the user has set."""
     values = {

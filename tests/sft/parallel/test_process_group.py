@@ -50,6 +50,7 @@ def test_one_process_that_a_launcher_started_is_a_process_by_itself(monkeypatch:
         monkeypatch.setenv(name, value)
     for name in ("TOKENIZERS_PARALLELISM", "HF_HUB_DISABLE_PROGRESS_BARS", "DS_ACCELERATOR"):
         monkeypatch.setenv(name, "")
+    assert not {*of_group, "WORLD_SIZE"} & set(distributed.environment_without_launcher())
     settle_environment(deepspeed=False, uses_gpu=False, precision="fp32")
     assert not {*of_group, "WORLD_SIZE"} & set(os.environ)
     assert os.environ["TORCHELASTIC_RESTART_COUNT"] == "2"
