@@ -248,7 +248,7 @@ def test_a_finished_run_is_neither_resumed_nor_overwritten(runs: EngineRuns) -> 
     for resume in ("auto", "must"):
         words = ["sft.train", runs.recipe("packed"), f"train.resume={resume}", f"tracking.run_name={run.path.name}"]
         printed = runs.ranks.run(1, words, expect=2)["stderr"]
-        assert ("train.resume=must" if resume == "must" else "exists already") in printed
+        assert ("train.resume=must" if resume == "must" else "exists and is never overwritten") in printed
         assert "Traceback" not in printed
     assert {name: weight.sum().item() for name, weight in weights(run).items()} == before
     assert json.loads((run.path / "run.json").read_text())["status"] == "finished"
