@@ -12,8 +12,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from eval.quiet import first_line
-from eval.reference import Reference, context_of
 from eval.sandbox.metric import code_settings
+from eval.tasks.reference import Reference, context_of
 from eval.tasks.suites import TaskSelection
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation
@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 # lm_eval's own 256 cuts off a chat model's reasoning before its answer.
 ANSWER_TOKENS = 1024
 # Packages whose versions can move a score, by backend.
-PACKAGES = {
-    "hf": ("lm_eval", "transformers", "torch"),
-    "vllm": ("lm_eval", "transformers", "torch", "vllm"),
-    "server": ("lm_eval", "transformers"),
-}
+PACKAGES = {"hf": ("lm_eval", "transformers", "torch"), "server": ("lm_eval", "transformers")}
 OF_THE_SERVER = "the server's"
 # On a CPU lm_eval's search for a batch size would take longer than it saves.
 CPU_BATCH_SIZE = 32
@@ -147,7 +143,7 @@ def resolve_settings(evaluation: Evaluation, selection: TaskSelection, reference
         base_template=evaluation.base_template,
         tokenizer_sha256=_tokenizer_sha256(reference.tokenizer),
         backend=evaluation.backend,
-        backend_settings=_backend_settings(evaluation),
+        backend_settings={"api": evaluation.server.api} if served else {},
         device=OF_THE_SERVER if served else "cuda" if on_gpu else "cpu",
         versions={package: version(package) for package in PACKAGES[evaluation.backend]},
         generated_code=code_settings() if selection.runs_code else None,
@@ -192,17 +188,6 @@ def _length(evaluation: Evaluation, reference: Reference) -> int | None:
             f"eval.max_length={evaluation.max_length} is more than the model's context of {context} tokens."
         )
     return evaluation.max_length or context
-
-
-def _backend_settings(evaluation: Evaluation) -> dict[str, Any]:
-    if evaluation.backend == "server":
-        return {"api": evaluation.server.api}
-    if evaluation.backend == "vllm":
-        return {
-            "tensor_parallel_size": evaluation.tensor_parallel_size or 1,
-            "data_parallel_size": evaluation.data_parallel_size or 1,
-        }
-    return {}
 
 
 def _stop_token_ids(reference: Reference) -> tuple[int, ...]:

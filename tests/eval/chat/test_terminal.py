@@ -10,7 +10,7 @@ import torch
 
 from eval.chat.model import Asker, Messages, choose, load_asker
 from eval.chat.terminal import Conversation, Streamer, command, converse, fit, generation_config, parse
-from eval.reference import Reference, load_reference
+from eval.tasks.reference import Reference, load_reference
 from sft.errors import EvaluationError
 from sft.run.directory import Run
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.reference import Reference, check_vocabulary, load_config, load_reference
+from eval.tasks.reference import Reference, check_vocabulary, load_config, load_reference
 from eval.tasks.settings import Settings, resolve_settings
 from eval.tasks.suites import TaskSelection
 from sft.errors import EvaluationError

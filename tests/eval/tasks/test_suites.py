@@ -8,9 +8,9 @@ from typing import get_args
 
 import pytest
 
-from eval.reference import Reference
 from eval.sandbox.runner import LIMITS
 from eval.tasks.index import build_index, keep_index, known_tasks, read_index
+from eval.tasks.reference import Reference
 from eval.tasks.settings import Settings, resolve_settings
 from eval.tasks.suites import SUITES, check_tasks, describe_suite
 from sft.errors import EvaluationError
