@@ -123,11 +123,7 @@ def _evaluate(arguments: list[str]) -> dict[str, str]:
     if path.is_dir() and not (path / "config.json").is_file():
         run = find_run(path)
         check_model_code(run.path, run.recipe().model.trust_remote_code, TRUST in arguments)
-        evaluation = parse_evaluation(arguments[1:], run)
-        given = {word.removeprefix("eval.").partition("=")[0] for word in arguments}
-        # Tasks that are named on this command line may read what they name; a name may stand for one in the run's include_path.
-        named = "tasks" in given and (evaluation.include_path is None or "include_path" in given)
-        return evaluate_run(run, evaluation, not (named or is_own(run.path)), ACCEPT in arguments)
+        return evaluate_run(run, parse_evaluation(arguments[1:], run), ACCEPT in arguments)
     for flag in (ACCEPT, TRUST):
         if flag in arguments:
             raise EvaluationError(f"{flag} is for a run's folder, and {arguments[0]} is a model. Leave it out.")

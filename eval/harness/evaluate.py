@@ -38,13 +38,12 @@ MOVES_NO_SCORE = {
 """Keys of the `eval` section in which an evaluation may differ from the recipe's and still replace its results."""
 
 
-def evaluate_run(run: Run, evaluation: Evaluation, brought: bool = False, accept_edits: bool = False) -> dict[str, str]:
+def evaluate_run(run: Run, evaluation: Evaluation, accept_edits: bool = False) -> dict[str, str]:
     """Measure a run's base and tuned model, and write the comparison and the report.
 
     Args:
         run: A run that has its final model.
         evaluation: The recipe's `eval` section, changed on the command line or not.
-        brought: Whether the tasks came with the run: they read nothing outside it and their own folders.
         accept_edits: Whether final/ may differ from what training wrote.
 
     Returns:
@@ -56,7 +55,7 @@ def evaluate_run(run: Run, evaluation: Evaluation, brought: bool = False, accept
         GateFailed: The tuned model does not pass eval.gate.
     """
     model_code = run.recipe().model.trust_remote_code
-    selection = check_tasks(evaluation, run.output_dir, run.path if brought else None)
+    selection = check_tasks(evaluation, run.output_dir)
     if not selection.tasks:
         raise EvaluationError("There is nothing to measure: eval.tasks is empty. Name tasks: tasks=gsm8k,arc_easy")
     if not (run.final / "config.json").is_file():
