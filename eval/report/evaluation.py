@@ -97,7 +97,7 @@ def _numbers(metrics: list[Part]) -> Part:
             number(entry.get("p_value"), ".2g"),
             number(entry.get("p_adjusted"), ".2g"),
             words(entry.get("test")),
-            words(entry.get("verdict")) + (" (does not decide)" if entry.get("decides") is False else ""),
+            "does not decide" if entry.get("decides") is False else words(entry.get("verdict")),
         ]
         for entry in metrics
     ]
@@ -186,7 +186,9 @@ def _asked(comparison: Part) -> str:
     template = "with the chat template" if settings.get("apply_chat_template") else "without a chat template"
     cut = ", ".join(comparison.get("prompts_cut") or [])
     lost = f" Prompts longer than the context lost their beginning: {cut}." if cut else ""
-    prompting = (comparison.get("base_treatment") or {}).get("told")
+    # Comparisons of older versions have base_treatment and told.
+    prompting = comparison.get("prompting") or comparison.get("base_treatment") or {}
+    prompting = prompting.get("note") or prompting.get("told")
     return f"Both models: {documents}, {template}, in {words(settings.get('dtype'))}.{lost}{f' {prompting}' if prompting else ''}"
 
 

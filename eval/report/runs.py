@@ -195,7 +195,7 @@ def _score(entry: Part) -> Part:
     return {
         "scores": f"{number(entry.get('base'), '.4f')} → {number(entry.get('tuned'), '.4f')}",
         "difference": f"{number(entry.get('difference'), '+.4f')} {interval(entry.get('interval_95'))}",
-        "verdict": words(entry.get("verdict")),
+        "verdict": "does not decide" if entry.get("decides") is False else words(entry.get("verdict")),
         "kind": kind_of(entry.get("verdict")),
     }
 

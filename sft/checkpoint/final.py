@@ -10,7 +10,8 @@ from sft.files import read_json, remove, write_json
 from sft.model.load import merge_adapter
 from sft.model.weight_checks import DTYPES
 from sft.parallel import process_group as distributed
-from sft.parallel.fsdp import full_state
+from sft.parallel.fsdp import reshard
+from sft.parallel.full_tensors import full_state
 from sft.plan.job import Job
 
 
@@ -44,7 +45,8 @@ def save_weights(trainer: Any, job: Job, folder: Path) -> None:
         adapters = job.recipe.model.lora is not None
         dtype = None if adapters else DTYPES[job.plan.precision.value]
         # The trainer would write nothing where checkpoints are sharded, and tied weights twice where they are not.
-        state = full_state(trainer.model, adapters, dtype)
+        reshard(trainer.model)
+        state = full_state(trainer.model, adapters, dtype, keep=trainer.is_world_process_zero())
         if trainer.is_world_process_zero():
             trainer.model.save_pretrained(folder, state_dict=state)
             if dtype is not None:  # else config.json states the dtype of the shards

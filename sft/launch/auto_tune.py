@@ -26,6 +26,7 @@ from sft.errors import EXIT_USER_ERROR
 from sft.launch.checks import job_and_topology
 from sft.launch.job import open_job
 from sft.launch.prepare import prepared_data
+from sft.launch.topology import read_topology
 from sft.launch.tuning_result import (
     PASSES,
     Candidate,
@@ -38,10 +39,9 @@ from sft.launch.tuning_result import (
     write_answer,
 )
 from sft.parallel import process_group as distributed
-from sft.plan.decision import Decision
 from sft.plan.job import Job
+from sft.plan.plan import Decision
 from sft.plan.precision import resolve_gradients
-from sft.plan.topology import read_topology
 from sft.program import run_main
 
 

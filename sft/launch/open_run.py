@@ -25,8 +25,8 @@ from sft.launch.run_directory import (
 )
 from sft.launch.tuning_result import find_answer
 from sft.parallel import process_group as distributed
-from sft.plan.decision import TuningResult
 from sft.plan.job import Job, keep_decisions
+from sft.plan.plan import TuningResult
 from sft.recipe.changes import Change, differences
 from sft.run.directory import Run
 from sft.run.record import InterruptibleRun, installed_versions, record_start

@@ -248,11 +248,7 @@ def build_trainer(
     """
     lora = job.recipe.model.lora
     trained_tokens = _trained_tokens(job, model, tokenizer, sequences) if lora else []
-    facts = {
-        "ranks": job.hardware.ranks,
-        "engine": job.plan.engine.value,
-        "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True),
-    }
+    facts = {"ranks": job.hardware.ranks, "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True)}
     try:
         trainer = RecipeTrainer(
             sequences=sequences,

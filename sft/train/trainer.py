@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,15 @@ from trl import SFTTrainer
 
 from sft.checkpoint.patches import plain_data_only
 from sft.checkpoint.reshard import reshard, start_random_streams, with_parameters
-from sft.checkpoint.resume import ResumePlan, Writer, write_writer
+from sft.checkpoint.resume import ResumePlan, Writer
 from sft.checkpoint.write import CheckpointWriter
 from sft.parallel.fsdp import units_as_planned
+from sft.parallel.full_tensors import full_optimizer_state, full_state, load_optimizer_state, load_weights
 from sft.parallel.optimizer import MasterAdamW, check_optimizer
 from sft.parallel.patches import cpu_ranks_may_shard
 from sft.parallel.progress import CHECKPOINT, Progress
 from sft.parallel.sequence import PartOfSequences, labels_of_all, share_batches
-from sft.parallel.tensor import (
-    full_optimizer_state,
-    full_weights,
-    is_tensor_parallel,
-    load_optimizer_state,
-    load_weights,
-)
+from sft.parallel.tensor import is_tensor_parallel
 from sft.plan.plan import Plan
 from sft.recipe.schema import Fsdp
 from sft.run.directory import INCOMPLETE
@@ -260,6 +256,7 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         self.progress.at(CHECKPOINT)
         save, stopping = super()._save_checkpoint, self.stopping
         goes_on = stopping is None or not stopping.agreed
+        self.checkpoints.facts["writer"] = asdict(with_parameters(self.writer, self.model, self.optimizer))
         self.checkpoints.save(self.state.global_step, lambda: save(model, trial), goes_on)
         if stopping is not None:
             stopping.shortage = self.checkpoints.shortage
@@ -274,20 +271,12 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
             # A pickle of rank 0's that nothing reads.
             Path(output_dir or self.args.output_dir, TRAINING_ARGS_NAME).unlink(missing_ok=True)
             return
-        self.model.save_pretrained(
-            output_dir, state_dict=full_weights(self.model), is_main_process=self.args.should_save
-        )
+        self.model.save_pretrained(output_dir, state_dict=full_state(self.model), is_main_process=self.args.should_save)
         if self.args.should_save:
             self.processing_class.save_pretrained(output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        # Each by itself: what fails on one rank must not leave the others inside an engine's collective.
-        self.checkpoints.part(lambda: self._save_writer(output_dir))
         self.checkpoints.part(lambda: self._save_optimizer(output_dir))
-
-    def _save_writer(self, output_dir: str) -> None:
-        if self.args.should_save:
-            write_writer(Path(output_dir), with_parameters(self.writer, self.model, self.optimizer))
 
     def _save_optimizer(self, output_dir: str) -> None:
         if not is_tensor_parallel(self.model):

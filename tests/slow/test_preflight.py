@@ -181,7 +181,7 @@ import os, signal, subprocess, sys, time
 from datetime import timedelta
 from sft.parallel import process_group as distributed
 from sft.errors import DataError
-from sft.parallel.process_group import is_lost
+from sft.errors import is_lost
 distributed.join_group(False, False, 2)
 assert distributed.group_timeouts() == {2}
 started = time.monotonic()

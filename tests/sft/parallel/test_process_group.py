@@ -9,7 +9,7 @@ from torch.distributed import distributed_c10d
 
 from sft.errors import EXIT_LOST_RANK, EXIT_USER_ERROR, DataError, LostRank, PlanError
 from sft.parallel import process_group as distributed
-from sft.parallel.process_group import is_lost, is_rank_0, job_hardware, reporting_lost_ranks, settle_environment
+from sft.parallel.process_group import is_rank_0, job_hardware, reporting_lost_ranks, settle_environment
 from sft.recipe.schema import Recipe
 from sft.run.directory import Run
 
@@ -50,6 +50,7 @@ def test_one_process_that_a_launcher_started_is_a_process_by_itself(monkeypatch:
         monkeypatch.setenv(name, value)
     for name in ("TOKENIZERS_PARALLELISM", "HF_HUB_DISABLE_PROGRESS_BARS", "DS_ACCELERATOR"):
         monkeypatch.setenv(name, "")
+    assert not {*of_group, "WORLD_SIZE"} & set(distributed.environment_without_launcher())
     settle_environment(deepspeed=False, uses_gpu=False, precision="fp32")
     assert not {*of_group, "WORLD_SIZE"} & set(os.environ)
     assert os.environ["TORCHELASTIC_RESTART_COUNT"] == "2"
@@ -104,22 +105,6 @@ def test_a_single_process_does_the_work_of_rank_0_itself() -> None:
 
 def _no_rows() -> int:
     raise DataError("no rows")
-
-
-@pytest.mark.parametrize(
-    ("error", "lost"),
-    [
-        (RuntimeError(SEND), True),
-        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:443"), True),
-        (RuntimeError("[gloo/transport/tcp/pair.cc:532] Read error [10.0.0.1]:9: Connection reset by peer"), True),
-        (torch.distributed.DistStoreError("Timed out after 21 seconds waiting for clients. 1/2 clients joined."), True),
-        (RuntimeError("DataLoader timed out after 5 seconds"), False),
-        (RuntimeError("CUDA out of memory"), False),
-        (ValueError("gloo: timed out"), False),
-    ],
-)
-def test_only_a_collectives_error_about_another_rank_is_a_lost_rank(error: Exception, lost: bool) -> None:
-    assert is_lost(error) == lost
 
 
 @pytest.fixture

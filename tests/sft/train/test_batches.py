@@ -14,8 +14,8 @@ from sft.data.packing import pack
 from sft.data.prepare import prepare
 from sft.data.store import DOCUMENT, DocumentStore, DocumentWriter, SequenceIndex
 from sft.hub.demo import Demo
+from sft.hub.model_facts import inspect_model
 from sft.parallel.sequence import PartOfSequences
-from sft.plan.facts import inspect_model
 from sft.recipe.schema import Recipe
 from sft.train.batches import KEY, Fingerprint, Fingerprinted, Sequences, StepOrder, StepWork, batch_hash
 

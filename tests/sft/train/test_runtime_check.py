@@ -21,10 +21,10 @@ from sft.data.tokenizer import load_tokenizer
 from sft.errors import PlanError
 from sft.launch.job import open_job
 from sft.model.load import load_model
-from sft.plan.decision import Decision
 from sft.plan.deepspeed import load_deepspeed
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
+from sft.plan.plan import Decision
 from sft.recipe.schema import Lora
 from sft.run.directory import Run
 from sft.train.arguments import build_trainer, engine_callbacks, training_arguments
