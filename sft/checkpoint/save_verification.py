@@ -92,9 +92,6 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
     def verify_final(self, folder: Path) -> None:
         """Compare a folder with the model, and load it. Every rank takes part.
 
-        Args:
-            folder: From write_model, of the model as it is.
-
         Raises:
             WrongSave: It is another model.
             RunError: The process that loads it was killed or took too long.
@@ -165,11 +162,6 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
 
 def compare_tensors(live: Iterable[LiveTensor], model: Any, folder: Path) -> tuple[list[str], int]:
     """Compare a folder's tensors with the live ones, one by one.
-
-    Args:
-        live: The model's tensors. Consumed as far as nothing keeps the folder from being read.
-        model: Tells how its names differ from those in files.
-        folder: Written by save_pretrained.
 
     Returns:
         What is wrong, and how many tensors were compared.
