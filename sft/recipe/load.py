@@ -156,7 +156,7 @@ _Loader.add_implicit_resolver(
 
 def _read_yaml(text: str, origin: str) -> Any:
     try:
-        value = yaml.load(text, _Loader)
+        value = yaml.load(text, _Loader)  # noqa: S506 (made from SafeLoader)
         _check_size(value)
         return value
     except RecipeError as error:
