@@ -59,14 +59,14 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
     """Verifies a save after the first step that trains, and final/ when `verify_final` is called.
 
     Args:
-        job: Describes the model.
+        trainer: Trains the model.
+        job: Describes it.
         run: Where the folder is written.
         tokenizer: From load_tokenizer.
     """
 
-    def __init__(self, job: Job, run: Run, tokenizer: Any) -> None:
-        self.job, self.run, self.tokenizer = job, run, tokenizer
-        self.trainer: Any = None
+    def __init__(self, trainer: Any, job: Job, run: Run, tokenizer: Any) -> None:
+        self.trainer, self.job, self.run, self.tokenizer = trainer, job, run, tokenizer
         self._trains = self._verified = False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -10,25 +10,18 @@ from transformers import get_scheduler
 from trl import SFTConfig
 
 from sft.checkpoint.final import save_weights
-from sft.data.prepare import prepare
-from sft.data.store import DocumentStore, SequenceIndex
-from sft.data.tokenizer import load_tokenizer
 from sft.errors import RecipeError
 from sft.launch.job import open_job
-from sft.model.load import load_model
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.job import Job
 from sft.run.directory import Run
 from sft.train.arguments import (
     SCHEDULES,
     _planned_arguments,
-    build_trainer,
     check_trainer_args,
-    engine_callbacks,
     training_arguments,
 )
-from sft.train.batches import Fingerprint, Sequences, StepWork
-from sft.train.metrics import Metrics, StepClock
+from sft.train.metrics import Metrics
 
 # transformers 5.23 renames the gradient checkpointing arguments; the range of versions knows only the old names.
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
@@ -179,7 +172,9 @@ def test_a_trainer_arg_of_the_wrong_type_is_refused(name: str, value: str, make_
     assert name in message or value in message
 
 
-def test_a_few_steps_train_and_leave_whole_checkpoints_and_a_model(make_job: MakeJob, tmp_path: Path) -> None:
+def test_a_few_steps_train_and_leave_whole_checkpoints_and_a_model(
+    make_job: MakeJob, trainer_of: Callable[..., Any], tmp_path: Path
+) -> None:
     rows = tmp_path / "rows.jsonl"
     talk = {"prompt": "Say the alphabet", "completion": "a b c d e f g h i j k l m n o p q r s t u v w x y z"}
     rows.write_text((json.dumps(talk) + "\n") * 40)
@@ -188,27 +183,13 @@ def test_a_few_steps_train_and_leave_whole_checkpoints_and_a_model(make_job: Mak
         "train.logging_steps=1",
     )  # fmt: skip
     run = Run(tmp_path / "mine" / "first")
-    run.checkpoints.mkdir(parents=True)
-    tokenizer = load_tokenizer(job.recipe)
-    folder = prepare(job.recipe, job.model).folder
-    index = SequenceIndex.load(folder / "train.npz")
-    sequences = Sequences(DocumentStore.open(folder), index, 8, tokenizer.pad_token_id, packed=True)
-    order, clock, fingerprint = sequences.order(0), StepClock(on_gpu=False), Fingerprint()
-    metrics = Metrics(run, job.hardware, StepWork(sequences, order), clock, fingerprint, {})
-    trainer = build_trainer(
-        job,
-        training_arguments(job, run),
-        load_model(job, tokenizer),
-        tokenizer,
-        sequences,
-        order,
-        [clock, *engine_callbacks(job), metrics],
-        clock,
-        fingerprint=fingerprint,
-    )
+    trainer = trainer_of(job, lambda trainer: Metrics(trainer, run, job.hardware, {}))
     trainer.train()
     losses = [json.loads(line)["loss"] for line in run.metrics_file.read_text().splitlines()]
     assert len(losses) == 5
+    assert (
+        json.loads((run.checkpoints / "checkpoint-5" / "trainer_state.json").read_text())["num_input_tokens_seen"] > 0
+    )
     assert losses[-1] < losses[0]
     assert [path.name for path in run.checkpoints.iterdir()] == ["checkpoint-5"]
     assert run.last_checkpoint() == run.checkpoints / "checkpoint-5"
