@@ -35,7 +35,6 @@ from sft.model.load import weights_dtype
 from sft.model.weight_checks import DTYPES
 from sft.parallel import process_group as distributed
 from sft.parallel.fsdp import reshard
-from sft.parallel.progress import BETWEEN, CHECKPOINT
 from sft.plan.job import Job
 from sft.recipe.changes import MISSING, differences
 from sft.run.directory import Run
@@ -78,16 +77,15 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
         if self._verified or not self._trains or state.global_step >= state.max_steps:
             return
         self._verified = True
-        self.trainer.progress.at(CHECKPOINT)
         folder = self.run.path / FOLDER
-        distributed.from_rank_0(self._check_room)
         # Merging adapters builds layers, which draws random numbers.
         on_gpu = self.trainer.accelerator.device.type == "cuda"
-        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []):
+        random_state = torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else [])
+        with self.trainer.progress.saving(), random_state:
+            distributed.from_rank_0(self._check_room)
             write_model(self.trainer, self.job, self.tokenizer, folder)
             self._verify(folder, load=False)
-        distributed.from_rank_0(lambda: shutil.rmtree(folder))
-        self.trainer.progress.at(BETWEEN)
+            distributed.from_rank_0(lambda: shutil.rmtree(folder))
 
     def verify_final(self, folder: Path) -> None:
         """Compare a folder with the model, and load it. Every rank takes part.
