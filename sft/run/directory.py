@@ -1,7 +1,7 @@
 """Names the files of a run's folder, finds runs, and refuses names and places that lead elsewhere.
 
 Only rank 0 writes here; every other part of the program takes its paths from this module. sft/run/record.py says what run.json holds,
-sft/launch/run_directory.py makes a folder or finds the one to resume.
+sft/launch/open_run.py makes a folder or finds the one to resume.
 """
 
 from __future__ import annotations
