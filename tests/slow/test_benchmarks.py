@@ -18,15 +18,15 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("theirs", "agree"),
-    [("[1.0, 2.00001]", True), ("[1.0, 2.001]", False), ("[1.0]", False), ("[1.0, float('nan')]", False)],
+    [([1.0, 2.00001], True), ([1.0, 2.001], False), ([1.0], False), ([1.0, float("nan")], False)],
 )
 def test_sides_whose_losses_differ_show_no_speed(
-    theirs: str, agree: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    theirs: list[float], agree: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     from side_by_side import check_agreement
 
-    losses = {"ours": [1.0, 2.0], "theirs": eval(theirs)}
+    losses = {"ours": [1.0, 2.0], "theirs": theirs}
     if agree:
         check_agreement(losses, "a step")
         assert "agree to 1.0e-05" in capsys.readouterr().out

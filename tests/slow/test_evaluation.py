@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -108,10 +109,11 @@ def test_each_document_is_asked_once_with_the_same_prompt_and_written_in_order(r
     assert len({one["prompt_hash"] for one in written[0]}) == 7
 
 
-def test_an_error_on_one_process_costs_the_task_and_is_reported_once(run: Run, ranks: Ranks) -> None:
+def test_an_error_costs_the_task_and_is_reported_once(run: Run, ranks: Ranks) -> None:
     broken = write_own_task(run, "broken", range(4), score="fails_on_the_second")
     whole = write_own_task(run, "whole", range(3))
-    printed = ranks.run(2, ["eval.run", run.path, "confirm_run_task_code=true", f"tasks={broken},{whole}"], expect=1)
+    words = ["eval.run", run.path, "processes=2", "confirm_run_task_code=true", f"tasks={broken},{whole}"]
+    printed = ranks.run(1, words, expect=1)
     assert printed["stdout"].count("tuned: broken failed: ValueError: no score for document 1") == 1
     assert "tuned: 3 documents of whole" in printed["stdout"]
     assert printed["stderr"].count("The evaluation is incomplete. Not measured:\n  broken: ValueError: no score") == 1
@@ -120,20 +122,20 @@ def test_an_error_on_one_process_costs_the_task_and_is_reported_once(run: Run, r
     assert [row["task"] for row in json.loads(compared.read_text())["metrics"]] == ["whole"]
 
 
-def test_a_process_that_is_killed_ends_the_evaluation_and_is_named(run: Run, start: Start) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_signal_ends_all_processes(number: signal.Signals, status: int, run: Run, start: Start) -> None:
     task = write_own_task(run, "slow", range(4), score="takes_long")
     words = [sys.executable, "-m", "eval.run", run.path, f"tasks={task}", "processes=2", "confirm_run_task_code=true"]
     process = start(words)
-    until((task.parent / "started").exists, process, 240)
-    children = [child for child in psutil.Process(process.pid).children() if "RANK" in child.environ()]
-    assert sorted(child.environ()["RANK"] for child in children) == ["0", "1"]
-    next(child for child in children if child.environ()["RANK"] == "0").kill()
+    until((task.parent / "started").exists, process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    process.send_signal(number)
     printed = process.communicate()[0]
-    assert process.returncode == 1, printed
-    assert printed.count("Rank 0 on ") == 1, printed
-    assert "was ended by signal 9 (SIGKILL)" in printed
+    assert process.returncode == status, printed
+    assert ("Interrupted by SIGTERM" in printed) == (number == signal.SIGTERM)
     assert "Traceback" not in printed
-    until(lambda: not any(child.is_running() for child in children))
+    until(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children))
 
 
 def test_base_and_tuned_are_both_asked_with_new_tokens(runs: EngineRuns, ranks: Ranks) -> None:
