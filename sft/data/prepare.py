@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from sft.data.documents import Counts, DocumentMaker, RowError
 from sft.data.findings import Findings, find_in_all
-from sft.data.formats import row_format, unread_columns
+from sft.data.formats import FORMATS, row_format, unread_columns
 from sft.data.ledger import make_ledger
 from sft.data.mixture import Mixture, mix
 from sft.data.packing import pack
@@ -229,7 +229,7 @@ class _Preparation:
         return _SourceResult(name, format, counts, opened.file_starts, unread_columns(good, format, source))
 
     def _check_format(self, source: Source, format: str) -> None:
-        if self.recipe.data.loss_on == "completion" and format not in ("prompt_completion", "alpaca"):
+        if self.recipe.data.loss_on == "completion" and not FORMATS[format].has_completion:
             raise DataError(
                 f"{source.path} is of the format {format}, which has no completion, and data.loss_on=completion. Set data.loss_on to "
                 "assistant, last_assistant or all."

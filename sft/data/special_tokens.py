@@ -17,18 +17,13 @@ _MARKS = [chr(code) for code in range(0xE000, 0xE010)]
 
 
 class SpecialTokens:
-    """The special tokens of one tokenizer, as strings that a row may contain.
-
-    Args:
-        tokenizer: A transformers tokenizer.
-    """
+    """The special tokens of one tokenizer, as strings that a row may contain."""
 
     def __init__(self, tokenizer: Any) -> None:
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-        names = sorted(special | set(tokenizer.all_special_tokens), key=len, reverse=True)
-        self._any = re.compile("|".join(map(re.escape, names)) or "(?!)")
-        ends = sorted({tokenizer.eos_token, *_FOREIGN_ENDS} - {None, ""}, key=len, reverse=True)
-        self._end = re.compile(rf"(?:(?:{'|'.join(map(re.escape, ends))})\s*)+\Z")
+        self._any = re.compile(_any_of(special | set(tokenizer.all_special_tokens)) or "(?!)")
+        ends = {tokenizer.eos_token, *_FOREIGN_ENDS} - {None, ""}
+        self._end = re.compile(rf"(?:(?:{_any_of(ends)})\s*)+\Z")
         # Compared before the regular expression runs: most answers end in none of these characters.
         self._last = tuple({name[-1] for name in ends})
 
@@ -53,16 +48,20 @@ class SpecialTokens:
         return [self.escaped(inner, mark) for inner in value] if isinstance(value, list) else value
 
 
+def _any_of(names: set[str]) -> str:
+    return "|".join(map(re.escape, sorted(names, key=lambda name: (-len(name), name))))
+
+
 def unused_mark(text: str) -> str:
     """A private-use character that the text does not hold.
 
     Raises:
         ValueError: It holds all sixteen.
     """
-    for mark in _MARKS:
-        if mark not in text:
-            return mark
-    raise ValueError("it holds special tokens and the private-use characters U+E000 to U+E00F")
+    mark = next((mark for mark in _MARKS if mark not in text), None)
+    if mark is None:
+        raise ValueError("it holds special tokens and the private-use characters U+E000 to U+E00F")
+    return mark
 
 
 def tokens_without_mark(encoding: Any, text: str, mark: str) -> np.ndarray:
@@ -71,10 +70,7 @@ def tokens_without_mark(encoding: Any, text: str, mark: str) -> np.ndarray:
     Raises:
         ValueError: A mark has become part of another token.
     """
-    kept = np.ones(len(encoding), bool)
-    for index, (start, end) in enumerate(encoding.offsets):
-        if mark in text[start:end]:
-            if end - start > 1:
-                raise ValueError("text that spells a special token cannot be kept apart by this tokenizer")
-            kept[index] = False
-    return kept
+    marked = [mark in text[start:end] for start, end in encoding.offsets]
+    if any(end - start > 1 for (start, end), is_mark in zip(encoding.offsets, marked, strict=True) if is_mark):
+        raise ValueError("text that spells a special token cannot be kept apart by this tokenizer")
+    return ~np.array(marked, bool)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sft.data.findings import MEANING, Findings, check_findings, found_in_row
+from sft.data.findings import FINDINGS, Findings, check_findings, found_in_row
 from sft.data.formats import Conversation, Text, Tokens
 from sft.data.prepare import prepare
 from sft.data.special_tokens import SpecialTokens
@@ -222,7 +222,9 @@ def test_findings_are_told_with_their_rows(recipe_of: RecipeOf) -> None:
     expected = {"empty_turn": [4], "placeholder": [5], "end_token": [6], "special_tokens": [7], "bad_row": [8]}
     assert {kind: rows_told(found, kind) for kind in found} == expected
     assert all(finding["count"] == 1 for finding in found.values())
-    assert {kind: finding["meaning"] for kind, finding in found.items()} == {kind: MEANING[kind] for kind in found}
+    assert {kind: finding["meaning"] for kind, finding in found.items()} == {
+        kind: FINDINGS[kind].meaning for kind in found
+    }
 
 
 def test_a_row_that_is_the_same_as_an_earlier_one_is_found(recipe_of: RecipeOf) -> None:

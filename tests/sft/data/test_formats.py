@@ -223,15 +223,15 @@ def test_a_row_that_is_wrong_says_where(row: dict[str, Any], told: str) -> None:
 
 @pytest.mark.parametrize("format", sorted(FORMATS))
 def test_a_row_without_a_column_that_its_source_has_names_it(format: str) -> None:
-    column, *others = sorted(FORMATS[format])
+    column, *others = sorted(FORMATS[format].columns)
     with pytest.raises(ValueError, match=f"it has no column '{column}'"):
         to_example(dict.fromkeys(others, "x"), format, Data(train="rows.jsonl"), source())
 
 
 @pytest.mark.parametrize("format", list(FORMATS))
 def test_a_format_is_known_by_its_columns(format: str) -> None:
-    assert row_format([dict.fromkeys(FORMATS[format] | {"id", "source"})], source()) == format
-    assert row_format([dict.fromkeys(FORMATS[format])], source(format=format)) == format
+    assert row_format([dict.fromkeys(FORMATS[format].columns | {"id", "source"})], source()) == format
+    assert row_format([dict.fromkeys(FORMATS[format].columns)], source(format=format)) == format
 
 
 def test_columns_go_by_the_names_that_the_recipe_gives_them() -> None:
@@ -275,7 +275,7 @@ def test_useless_columns_are_named_beside_the_useful_ones() -> None:
     message = str(error.value)
     assert message.startswith("rows.jsonl has no usable columns. Found: body, label.")
     for needed in FORMATS.values():
-        assert all(f"`{column}`" in message for column in needed)
+        assert all(f"`{column}`" in message for column in needed.columns)
     with pytest.raises(DataError, match="Found: none"):
         row_format([{}], source())
 
@@ -382,8 +382,8 @@ def test_dropped_thoughts_are_dropped_with_and_without_a_chat_template(answer: s
     ],
 )
 def test_columns_that_nobody_reads_are_known(format: str, others: list[str]) -> None:
-    assert unread_columns([dict.fromkeys(FORMATS[format] | set(others))], format, source()) == others
-    assert unread_columns([dict.fromkeys(FORMATS[format])], format, source()) == []
+    assert unread_columns([dict.fromkeys(FORMATS[format].columns | set(others))], format, source()) == others
+    assert unread_columns([dict.fromkeys(FORMATS[format].columns)], format, source()) == []
 
 
 @pytest.mark.parametrize("name", ["images", "videos", "audios", "functions"])

@@ -10,7 +10,7 @@ import pytest
 from sft.data.conversation import Message
 from sft.data.documents import token_range
 from sft.data.render import ChatRenderer, Rendered, training_template
-from sft.data.template_checks import _check_turns
+from sft.data.template_checks import checked_sample
 from sft.data.tokenizer import TEMPLATES, load_tokenizer
 from sft.errors import ModelError
 from sft.recipe.schema import Recipe
@@ -187,9 +187,9 @@ def test_a_template_without_text_alone_is_refused_and_every_other_is_taken(name:
     renderer = ChatRenderer(with_template(trl_tokenizer, TRL[name]))
     if name in MULTIMODAL:
         with pytest.raises(ModelError, match=r"model.chat_template"):
-            _check_turns(renderer)
+            checked_sample(renderer)
     else:
-        _check_turns(renderer)
+        checked_sample(renderer)
 
 
 @pytest.mark.parametrize("name", sorted(set(TRL) - MULTIMODAL))
@@ -215,7 +215,7 @@ def test_marked_turns_are_those_that_comparison_finds(name: str, trl_tokenizer: 
     """Two derivations that share nothing but the template's text."""
     renderer, rendered, _ = rendered_by(name, trl_tokenizer, CHAT)
     try:
-        compared = renderer.prefix_spans(rendered.text, CHAT, None, {}, [1, 3, 5])
+        compared = renderer.prefix_spans(rendered.text, CHAT, [1, 3, 5])
     except ValueError as error:
         assert "renders a turn differently" in str(error)
         assert name in NOT_PREFIXES
@@ -226,7 +226,7 @@ def test_marked_turns_are_those_that_comparison_finds(name: str, trl_tokenizer: 
 @pytest.mark.parametrize("name", sorted(set(TRL) - MULTIMODAL))
 def test_what_generation_is_prompted_with_is_not_trained(name: str, trl_tokenizer: Any) -> None:
     renderer, rendered, turns = rendered_by(name, trl_tokenizer, CHAT)
-    asked, prompted = (renderer.apply(CHAT[:-1], None, {}, prompt=prompt)[0] for prompt in (False, True))
+    asked, prompted = (renderer.apply(CHAT[:-1], prompt=prompt) for prompt in (False, True))
     common = next((at for at in range(len(asked)) if not prompted.startswith(asked[: at + 1])), len(asked))
     prompt = prompted[common:]
     assert prompt
@@ -315,7 +315,7 @@ MARKED = (
     ],
 )
 def test_markers_around_anything_else_than_the_answers_are_refused(change: str, into: str, demo_tokenizer: Any) -> None:
-    _check_turns(ChatRenderer(with_template(demo_tokenizer, MARKED)))
+    checked_sample(ChatRenderer(with_template(demo_tokenizer, MARKED)))
     assert change in MARKED
     with pytest.raises(ModelError, match=r"model.chat_template"):
-        _check_turns(ChatRenderer(with_template(demo_tokenizer, MARKED.replace(change, into, 1))))
+        checked_sample(ChatRenderer(with_template(demo_tokenizer, MARKED.replace(change, into, 1))))

@@ -10,7 +10,7 @@ import pytest
 from sft.data.conversation import Message
 from sft.data.documents import Chunk, DocumentMaker, RowError
 from sft.data.render import ChatRenderer
-from sft.data.template_checks import _check_turns, end_of_turn, note_on_headers
+from sft.data.template_checks import checked_sample, end_of_turn, note_on_headers
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import ModelError
 from sft.recipe.schema import Recipe, Source
@@ -217,11 +217,11 @@ def test_an_answer_that_is_written_twice_or_before_its_turn_is_refused(
 ) -> None:
     chosen = copy(tokenizer)
     chosen.chat_template = template
-    _check_turns(ChatRenderer(chosen))
+    checked_sample(ChatRenderer(chosen))
     assert template.count(change) == 1
     chosen.chat_template = template.replace(change, into)
     with pytest.raises(ModelError, match=r"model.chat_template"):
-        _check_turns(ChatRenderer(chosen))
+        checked_sample(ChatRenderer(chosen))
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_a_template_that_prompts_otherwise_than_it_trains_is_refused(
     assert template.count(change) == 1
     chosen.chat_template = template.replace(change, into)
     with pytest.raises(ModelError, match=r"model.chat_template"):
-        _check_turns(ChatRenderer(chosen))
+        checked_sample(ChatRenderer(chosen))
 
 
 def test_a_header_that_is_trained_with_its_turn_may_be_prompted(tokenizer: Any) -> None:
@@ -251,7 +251,7 @@ def test_a_header_that_is_trained_with_its_turn_may_be_prompted(tokenizer: Any) 
         "{% generation %}<|im_start|>assistant\n{{ m.content }}<|im_end|>{% endgeneration %}{% endif %}{% endfor %}"
         "{{ '<|im_start|>assistant\n' if add_generation_prompt else eos_token }}"
     )
-    _check_turns(ChatRenderer(chosen))
+    checked_sample(ChatRenderer(chosen))
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
@@ -259,9 +259,9 @@ def test_a_template_with_one_header_for_both_speakers_is_refused(template: str, 
     chosen = copy(tokenizer)
     chosen.chat_template = template.replace("{{ m.role }}", "user").replace("<|im_start|>assistant", "<|im_start|>user")
     with pytest.raises(ModelError, match=r"<\|im_start\|>user.*who speaks"):
-        _check_turns(ChatRenderer(chosen))
+        checked_sample(ChatRenderer(chosen))
     chosen.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
-    _check_turns(ChatRenderer(chosen))
+    checked_sample(ChatRenderer(chosen))
 
 
 def test_headers_of_another_family_are_noted(tokenizer: Any) -> None:
