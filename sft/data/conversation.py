@@ -9,8 +9,7 @@ from typing import Any
 Message = dict[str, Any]
 
 _SPELLINGS = {
-    "system": ("system",),
-    "developer": ("developer",),
+    "system": ("system", "developer"),
     "user": ("user", "human"),
     "assistant": ("assistant", "gpt", "chatgpt", "bot", "model", "function_call"),
     "tool": ("tool", "function", "observation"),

@@ -6,7 +6,6 @@ reason.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,8 +19,8 @@ from sft.data.conversation import Message
 from sft.data.findings import FINDINGS, Findings, found_in_row
 from sft.data.formats import IGNORED, Conversation, Text, Tokens, has_zero_weight, renamed, to_example
 from sft.data.readers import BadRow, Row
-from sft.data.render import ChatRenderer, Rendered, Span
-from sft.data.special_tokens import SpecialTokens, tokens_without_mark, unused_mark
+from sft.data.render import ChatRenderer, Span
+from sft.data.special_tokens import SpecialTokens, tokens_without_mark
 from sft.data.store import DOCUMENT
 from sft.data.template_checks import check_nothing_is_lost, check_turns_are_closed
 from sft.recipe.schema import Data, Source
@@ -102,8 +101,8 @@ class _Text:
     spans: list[Span]
     """Characters whose tokens are targets."""
 
-    mark: str | None = None
-    """The character that escapes special tokens; its own tokens are taken out."""
+    is_escaped: bool = False
+    """Whether special tokens hold a mark, whose own tokens are taken out."""
 
 
 class DocumentMaker:
@@ -226,10 +225,9 @@ class DocumentMaker:
         wrong = next((token for token in row.input_ids if not 0 <= token < self.vocabulary), None)
         if wrong is not None:
             raise ValueError(f"input_ids holds {wrong}, and the tokenizer has {self.vocabulary} tokens")
-        labels = row.input_ids if row.labels is None else row.labels
-        if any(label not in (IGNORED, token) for label, token in zip(labels, row.input_ids, strict=True)):
+        if any(label not in (IGNORED, token) for label, token in zip(row.labels, row.input_ids, strict=True)):
             raise ValueError("labels differ from input_ids elsewhere than in -100; give them unshifted")
-        return np.array(row.input_ids, np.int32), np.array([label != IGNORED for label in labels], np.uint8)
+        return np.array(row.input_ids, np.int32), np.array([label != IGNORED for label in row.labels], np.uint8)
 
     def _text(self, example: Text, escape: bool, has_special: bool) -> _Text | None:
         prompt, completion = example.prompt, example.completion
@@ -237,17 +235,14 @@ class DocumentMaker:
             completion = self.special_tokens.without_end(completion)
         if not completion.strip():
             return None
-        mark = None
         if has_special:
-            mark = unused_mark(prompt + completion)
-            # Together: a special token may begin in the one and end in the other.
-            whole = self.special_tokens.escaped(prompt + completion, mark)
-            at = _end_of_prefix(whole, len(prompt), mark)
-            prompt, completion = whole[:at], whole[at:]
+            prompt, completion = map(self.special_tokens.escaped, (prompt, completion))
+            if self.special_tokens.found_in(prompt + completion):
+                raise ValueError("a special token begins in its prompt and ends in its completion")
         if completion.rstrip().endswith(self.eos):  # rendered elsewhere, maybe with a line break behind
             completion = completion.rstrip().removesuffix(self.eos)
         text = prompt + completion + ("" if self.adds_eos else self.eos)
-        return _Text(text, [(0 if self.data.loss_on == "all" else len(prompt), len(text))], mark)
+        return _Text(text, [(0 if self.data.loss_on == "all" else len(prompt), len(text))], has_special)
 
     def _conversation(self, example: Conversation, escape: bool, has_special: bool) -> _Text | None:
         assert self.renderer is not None
@@ -260,16 +255,18 @@ class DocumentMaker:
         ]
         if not any(answered):
             return None
+        every = self.data.loss_on == "all"
+        if every and any(
+            message["role"] == "assistant" and not keep for message, keep in zip(messages, example.trained, strict=True)
+        ):
+            raise ValueError("it takes a turn of the assistant out of the loss, and data.loss_on=all trains every turn")
         messages = self.renderer.adapted(messages, tools)
-        mark = None
         if has_special:
-            mark = unused_mark(json.dumps([messages, tools, arguments], ensure_ascii=False, default=str))
-            messages, tools, arguments = self.special_tokens.escaped([messages, tools, arguments], mark)
-        every = self.data.loss_on == "all"  # the spans of the other turns are needed to leave them out
-        rendered = self.renderer.render(messages, tools, arguments, None if every else answered)
+            messages, tools, arguments = self.special_tokens.escaped([messages, tools, arguments])
+        rendered = self.renderer.render(messages, tools, arguments, answered)
         check_nothing_is_lost(messages, answered, rendered.text)
         check_turns_are_closed(rendered, self.renderer.added)
-        return _Text(rendered.text, _all_but_untrained(example, rendered) if every else rendered.spans, mark)
+        return _Text(rendered.text, [(0, len(rendered.text))] if every else rendered.spans, has_special)
 
     def _without_end(self, message: Message) -> Message:
         if message["role"] != "assistant":
@@ -293,8 +290,8 @@ class DocumentMaker:
             mask[first:stop] = 1
         if self.adds_eos and adds_special_tokens:
             mask[-1:] = 1
-        if item.mark is not None:
-            kept = tokens_without_mark(encoding, item.text, item.mark)
+        if item.is_escaped:
+            kept = tokens_without_mark(encoding, item.text)
             ids, mask = ids[kept], mask[kept]
         if adds_special_tokens and self.bos_id is not None and len(ids) > 1 and ids[0] == ids[1] == self.bos_id:
             ids, mask = ids[1:], mask[1:]  # the text brings its own
@@ -342,16 +339,6 @@ def _records(source: int, row: int, ids: np.ndarray, mask: np.ndarray, pieces: l
     ]
 
 
-def _all_but_untrained(example: Conversation, rendered: Rendered) -> list[Span]:
-    """The whole text without the turns of the assistant that the row itself takes out of the loss."""
-    turns = [index for index, message in enumerate(example.messages) if message["role"] == "assistant"]
-    edges = [0]
-    for span, index in zip(rendered.spans, turns, strict=True):
-        edges += [] if example.trained[index] else span
-    edges.append(len(rendered.text))
-    return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
-
-
 def token_range(encoding: Any, start: int, end: int, added: Container[int] = ()) -> tuple[int, int]:
     """The tokens that any of the characters start to end belong to, as a range with the end exclusive.
 
@@ -371,15 +358,6 @@ def token_range(encoding: Any, start: int, end: int, added: Container[int] = ())
     while (place := encoding.token_to_chars(stop) if stop < len(encoding) else None) and place[0] < min(end, place[1]):
         stop += 1
     return first, stop
-
-
-def _end_of_prefix(escaped: str, characters: int, mark: str) -> int:
-    """Where in an escaped text the first `characters` of the original end."""
-    at = 0
-    while characters:
-        characters -= escaped[at] != mark
-        at += 1
-    return at
 
 
 def _digest(ids: np.ndarray) -> int:

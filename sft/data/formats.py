@@ -69,7 +69,8 @@ class Tokens:
     """A row that came tokenized."""
 
     input_ids: list[int]
-    labels: list[int] | None
+    labels: list[int]
+    """Not shifted; IGNORED where a token is not a target."""
 
 
 Example = Conversation | Text | Tokens
@@ -128,25 +129,20 @@ def _alpaca_row(row: Row, data: Data, source: Source) -> Example:
 
 
 def _tokens_row(row: Row, data: Data, source: Source) -> Example:
-    """A tokenized row without its padding; a loss mask becomes labels."""
-    names = ("input_ids", "labels", "attention_mask", "position_ids", *_LOSS_MASKS)
-    columns = {name: row[name] for name in names if row.get(name) is not None or name == "input_ids"}
-    input_ids = columns["input_ids"]
-    for name, numbers in columns.items():
+    labels = row["input_ids"] if row.get("labels") is None else row["labels"]
+    for name, numbers in (("input_ids", row["input_ids"]), ("labels", labels)):
         if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
             raise ValueError(f"`{name}` is not a list of whole numbers")
-        if len(numbers) != len(input_ids):
-            raise ValueError(f"`{name}` has {len(numbers)} numbers, and `input_ids` {len(input_ids)}")
-    labels = columns.get("labels")
-    for name in _LOSS_MASKS if labels is None else ():
-        if name in columns:
-            before = labels or input_ids
-            labels = [label if keep else IGNORED for label, keep in zip(before, columns[name], strict=True)]
-    kept = [index for index, attended in enumerate(columns.get("attention_mask", [1] * len(input_ids))) if attended]
-    positions = columns.get("position_ids") or range(len(input_ids))
-    if any(positions[index] <= positions[before] for before, index in pairwise(kept)):
+    if len(labels) != len(row["input_ids"]):
+        raise ValueError(f"`labels` has {len(labels)} numbers, and `input_ids` {len(row['input_ids'])}")
+    if 0 in (row.get("attention_mask") or ()):
+        raise ValueError("its `attention_mask` has zeros, so it is padded. Remove the padding")
+    if any(after <= before for before, after in pairwise(row.get("position_ids") or ())):
         raise ValueError("its `position_ids` start again, so it is packed already. Give each document a row of its own")
-    return Tokens([input_ids[index] for index in kept], [labels[index] for index in kept] if labels else labels)
+    mask = next((name for name in _LOSS_MASKS if row.get(name) is not None and row.get("labels") is None), None)
+    if mask is not None:
+        raise ValueError(f"it has `{mask}` and no `labels`. Give `labels`, with -100 where nothing is trained")
+    return Tokens(row["input_ids"], labels)
 
 
 def _text_row(row: Row, data: Data, source: Source) -> Example:

@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,6 @@ Arguments = dict[str, Any]
 
 QUESTION, ANSWER, _REASONING, _TOOL, _ARGUMENT = "Qvaa", "Avbb", "Tvcc", "tool_vdd", "Vvee"
 """Words of samples that no template writes by itself, to find again in what it rendered."""
-
-_ID = re.compile("[A-Za-z0-9]{9}")
 
 
 @dataclass(frozen=True)
@@ -106,14 +103,7 @@ class ChatRenderer:
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [index for index in turns if trained is None or trained[index]]
         render = self._render_by_markers if self.is_marked else self._render_by_prefixes
-        try:
-            return render(messages, tools, arguments, wanted)
-        except ValueError:
-            # Mistral's templates refuse calls without an id of nine characters.
-            if any(message.get("tool_calls") for message in messages):
-                with suppress(ValueError):
-                    return render(_with_ids(messages), tools, arguments, wanted)
-            raise
+        return render(messages, tools, arguments, wanted)
 
     def apply(
         self,
@@ -275,8 +265,6 @@ class ChatRenderer:
             )
         adapted = []
         for message in messages:
-            if message["role"] == "developer" and not self._shows_developer:
-                message = message | {"role": "system"}
             if message.get("tool_calls"):
                 message = message | {"tool_calls": list(map(self._adapted_call, message["tool_calls"]))}
             if message.get("reasoning_content") and not self._shows_reasoning:
@@ -311,13 +299,6 @@ class ChatRenderer:
     @cached_property
     def _shows_reasoning(self) -> bool:
         return self._shows(_REASONING, reasoning_content=_REASONING)
-
-    @cached_property
-    def _shows_developer(self) -> bool:
-        with suppress(ValueError):
-            messages = [{"role": "developer", "content": _TOOL}, {"role": "user", "content": QUESTION}]
-            return _TOOL in self.apply(messages)
-        return False
 
     def _shows_call(self, word: str, arguments: Any) -> bool:
         call = {"id": "Ivff00000", "type": "function", "function": {"name": _TOOL, "arguments": arguments}}
@@ -355,29 +336,3 @@ def _end_of_prompt(text: str, upto: str, prompt: str) -> int | None:
         # The reasoning that the prompt opens ends in the turn; a second block in it was never asked for.
         follows = follows and "</think>" in turn and not turn.lstrip().startswith("<think>")
     return len(shared) if follows else None
-
-
-def _with_ids(messages: list[Message]) -> list[Message]:
-    """The messages, each call with an id of nine characters, and each result with that of its call, or of the first without one.
-
-    An id is a hash of the one that the row has, or of the call and its place, so the same rows are the same tokens every day.
-    """
-
-    def nine(name: str) -> str:
-        return name if _ID.fullmatch(name) else blake2b(name.encode(), digest_size=8).hexdigest()[:9]
-
-    changed, waiting = [], []
-    for at, message in enumerate(messages):
-        if message.get("tool_calls"):
-            calls = [
-                call | {"id": nine(str(call.get("id") or json.dumps([at, number, call["function"]], default=str)))}
-                for number, call in enumerate(message["tool_calls"])
-            ]
-            waiting = [call["id"] for call in calls]
-            message = message | {"tool_calls": calls}
-        elif message["role"] == "tool" and (message.get("tool_call_id") or waiting):
-            answers = nine(str(message.get("tool_call_id") or waiting[0]))
-            waiting = [other for other in waiting if other != answers]
-            message = message | {"tool_call_id": answers}
-        changed.append(message)
-    return changed

@@ -42,13 +42,12 @@ def called(**arguments: Any) -> Conversation:
     [
         asked("Hi"),
         asked("A tag </s>, <b>, {{ 5 }}, { {name} } and <|not_a_token|>"),
-        turns(("system", "Be brief."), ("developer", "Yes."), ("user", "Hi"), ("assistant", "Hello")),
-        turns(("developer", "Be brief."), ("user", "Hi"), ("assistant", "Hello")),
+        turns(("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello")),
         turns(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")),
         called(a="x", b=[1, None, {"c": "y"}]),
         Text("", "Once upon a time"),
         Text("1 + 1 =", " 2"),
-        Tokens([0, 1, 2], None),
+        Tokens([0, 1, 2], [0, 1, 2]),
     ],
 )
 @pytest.mark.parametrize("escape", [True, False])
