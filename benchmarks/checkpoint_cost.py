@@ -83,6 +83,7 @@ def both(folder: Path, name: str) -> dict[str, Any]:
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
     from trl import SFTTrainer
 
+    from sft.checkpoint.resume import Writer
     from sft.checkpoint.write import CheckpointWriter
     from sft.hub.demo import make_demo
     from sft.parallel.progress import Progress
@@ -93,11 +94,9 @@ def both(folder: Path, name: str) -> dict[str, Any]:
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             SFTTrainer.__init__(self, *arguments, **options)
-            self.progress, self.stopping, self.continuation = Progress(), None, None
-            self.checkpoints = CheckpointWriter(folder / "ours", 1, {"ranks": 1, "engine": "one", "recipe": {}}, 0)
-
-        def _save_writer(self, output_dir: str) -> None:
-            """A small file about the engine, which there is none of here."""
+            self.progress, self.stopping, self.resume_plan = Progress(), None, None
+            self.checkpoints = CheckpointWriter(folder / "ours", 1, {"ranks": 1, "recipe": {}}, 0)
+            self.writer = Writer("one process", 1, "fp32", "fp32")
 
     hidden, intermediate, layers, heads, vocabulary = SIZES[name]
     config = Qwen2Config(vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate)

@@ -1,7 +1,7 @@
 """How often do the intervals of a comparison hold the true difference, and how often is one found where there is none?
 
     python benchmarks/coverage.py          # a minute
-    python benchmarks/coverage.py 4000     # the tables of docs/comparison.md
+    python benchmarks/coverage.py 4000     # the tables of benchmarks/README.md
 
 Right and wrong: summed over everything that can happen, so these numbers have no error. All others: simulated.
 """
@@ -52,7 +52,8 @@ def perplexity(generator: Generator, documents: int) -> Sample:
     """Documents of 50 to 5,000 words; of each the log-likelihood a word moves by 0.02 on average, and by chance."""
     words = np.exp(generator.uniform(np.log(50), np.log(5000), documents))
     change = words * generator.normal(-0.02, 0.1, documents)
-    return Pairs(tuple(range(documents)), np.zeros(documents), change, words, perplexity=True).sample()
+    sums = np.array([np.zeros(documents), change])
+    return Pairs(tuple(range(documents)), sums, words, perplexity=True).sample()
 
 
 def passages(generator: Generator, documents: int, known: bool = True) -> Sample:
@@ -61,9 +62,9 @@ def passages(generator: Generator, documents: int, known: bool = True) -> Sample
     common = generator.choice([-1.0, 0.0, 1.0], documents // 10, p=[0.3, 0.4, 0.3])[owner]
     own = generator.choice([-1.0, 0.0, 1.0], documents, p=[0.3, 0.4, 0.3])
     change = np.where(generator.random(documents) < 0.5, common, own)
-    base, tuned = (change < 0).astype(float), (change > 0).astype(float)
+    sums = np.array([change < 0, change > 0], float)
     owners = owner if known else None
-    return Pairs(tuple(range(documents)), base, tuned, np.ones(documents), bounded=True, passages=owners).sample()
+    return Pairs(tuple(range(documents)), sums, np.ones(documents), bounded=True, passages=owners).sample()
 
 
 DRAWS: dict[str, tuple[Draw, float]] = {

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from sft.errors import EvaluationError, LostRank
-from sft.parallel.process_group import is_lost
+from sft.errors import EvaluationError, LostRank, is_lost
 from sft.terminal import is_rank
 
 Value = TypeVar("Value")

@@ -16,15 +16,20 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from pydantic_core import PydanticUndefined
 
+from sft.recipe import changes  # not its function on_resume: mkdocs takes every on_... of this module for an event
 from sft.recipe.schema import Recipe, Section
+from sft.recipe.section import sections_in
 
 REFERENCE = "reference/recipe.md"
 _INTRODUCTION = """\
 # Recipe keys
 
 A recipe is a YAML file with the sections below. Write only what differs from the defaults; an unknown key is an error. On the command line
-`section.key=value` overrides a key. Every key's type and default stand beside its name; `required` keys have none.
+`section.key=value` overrides a key. Beside each name stand its type, its default, and whether it may change when an unfinished run resumes
+([Resume](../resume.md#if-you-changed-the-recipe)): "free" keys may, "named" keys if `train.resume_allow_changes` lists them, "fixed" keys
+may not.
 """
+_RESUME = {"free": "free on resume", "named": "named on resume", "fixed": "fixed on resume"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -35,43 +40,60 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn links that lead out of docs/ into their text."""
+    if page.file.src_uri == REFERENCE:
+        return markdown
     return re.sub(r"\[([^\]]+)\]\((?:\.\./)+(?!docs/)[^)]*\)", r"\1", markdown)
 
 
 def reference() -> str:
     """Every key of a recipe with its type, default and description."""
     keys = Recipe.model_fields
-    top = [name for name in keys if not list(_sections(keys[name].annotation))]
+    top = [name for name in keys if not list(sections_in(keys[name].annotation))]
     lines = [_INTRODUCTION, *_keys(Recipe, only=top)]
     for name in keys:
-        for schema in _sections(keys[name].annotation):
-            lines += [f"## {name}", "", (schema.__doc__ or "").strip(), "", *_keys(schema), *_nested(schema, name)]
+        for schema in sections_in(keys[name].annotation):
+            lines += [
+                f"## {name}",
+                "",
+                (schema.__doc__ or "").strip(),
+                "",
+                *_keys(schema, f"{name}."),
+                *_nested(schema, name),
+            ]
     return "\n".join(lines) + "\n"
 
 
 def _nested(schema: type[Section], prefix: str) -> Iterator[str]:
     for name, field in schema.model_fields.items():
-        for inner in _sections(field.annotation):
-            yield from [f"### {prefix}.{name}", "", (inner.__doc__ or "").strip(), "", *_keys(inner)]
+        for inner in sections_in(field.annotation):
+            yield from [
+                f"### {prefix}.{name}",
+                "",
+                (inner.__doc__ or "").strip(),
+                "",
+                *_keys(inner, f"{prefix}.{name}."),
+            ]
             yield from _nested(inner, f"{prefix}.{name}")
 
 
-def _keys(schema: type[Section], only: list[str] | None = None) -> Iterator[str]:
+def _keys(schema: type[Section], prefix: str = "", only: list[str] | None = None) -> Iterator[str]:
     for name, field in schema.model_fields.items():
         if only is not None and name not in only:
             continue
         default = (
             "required" if field.default is PydanticUndefined and field.default_factory is None else _default(field)
         )
-        yield f"`{name}` ({_type(field.annotation)}; {default})"
+        resume = _RESUME[changes.on_resume(f"{prefix}{name}").kind]
+        yield f"`{name}` ({_type(field.annotation)}; {default}; {resume})"
         yield f":   {_escaped(field.description or '')}"
         yield ""
 
 
 def _escaped(text: str) -> str:
-    """On one line, with angle brackets outside code as text."""
+    """On one line, with angle brackets outside code as text, and links to the pages it names."""
     parts = " ".join(text.split()).split("`")
-    return "`".join(part if number % 2 else html.escape(part, quote=False) for number, part in enumerate(parts))
+    text = "`".join(part if number % 2 else html.escape(part, quote=False) for number, part in enumerate(parts))
+    return re.sub(r"docs/([\w-]+\.md)", r"[docs/\1](../\1)", text)
 
 
 def _default(field: Any) -> str:
@@ -80,13 +102,6 @@ def _default(field: Any) -> str:
         value = value.model_dump(mode="json")
     words = {None: "null", True: "true", False: "false"}.get(value) if isinstance(value, bool | NoneType) else None
     return f"default `{words or value}`"
-
-
-def _sections(annotation: Any) -> Iterator[type[Section]]:
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from _sections(argument)
 
 
 def _type(annotation: Any) -> str:

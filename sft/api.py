@@ -26,7 +26,7 @@ from sft.plan.plan import Plan
 from sft.processes import RESULT_FILE
 from sft.recipe import load
 from sft.recipe.schema import Recipe
-from sft.run.diff import SECTIONS, Finding
+from sft.run import diff
 from sft.run.directory import Run, find_run
 
 Overrides = Mapping[str, object] | Sequence[str]
@@ -124,14 +124,13 @@ def evaluate(target: str | Path, overrides: Overrides = ()) -> dict[str, Any]:
     return found
 
 
-def compare(run_a: str | Path, run_b: str | Path) -> list[Finding]:
+def compare(run_a: str | Path, run_b: str | Path) -> list[diff.Finding]:
     """Say what differs between two runs, section by section: recipe, plan, versions, data, losses, weights and more.
 
     Raises:
         RunError: One of them is no run.
     """
-    runs = [find_run(Path(run)) for run in (run_a, run_b)]
-    return [section(*runs) for section in SECTIONS]
+    return diff.compare(find_run(Path(run_a)), find_run(Path(run_b)))
 
 
 def _words(overrides: Overrides) -> list[str]:

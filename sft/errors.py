@@ -32,9 +32,6 @@ EXIT_LOST_RANK = 1
 EXIT_GATE = 3
 """A status of its own, so that CI can tell a worse model from an evaluation that did not finish."""
 
-EXIT_WRONG_SAVE = 1
-"""Not 2: the user made no mistake."""
-
 EXIT_INTERRUPTED = 130
 """Ctrl-C (SIGINT)."""
 
@@ -42,8 +39,17 @@ EXIT_TERMINATED = 143
 """Any other request to stop: docs/interruptions.md."""
 
 
-class UserError(Exception):
+class ShownError(Exception):
+    """An error that is shown as its message, without a traceback."""
+
+    status = EXIT_CRASHED
+    """The exit status of the process that it ends."""
+
+
+class UserError(ShownError):
     """A mistake the user can fix. The message holds the value, the reason and the remedy."""
+
+    status = EXIT_USER_ERROR
 
 
 class RecipeError(UserError):
@@ -86,7 +92,7 @@ class NonfiniteError(UserError):
     """A loss or gradient that is NaN or infinite."""
 
 
-class LostRank(Exception):
+class LostRank(ShownError):
     """Another process of the job, its node, or the network to it is gone or does not answer in time.
 
     Args:
@@ -94,21 +100,25 @@ class LostRank(Exception):
         named: The message names the process.
     """
 
+    status = EXIT_LOST_RANK
+
     def __init__(self, message: str, named: bool = False) -> None:
         super().__init__(message)
         self.named = named
 
 
-class WrongSave(Exception):
-    """A saved model that is not the model in memory: a bug of this project or of a library."""
+class WrongSave(ShownError):
+    """A saved model that is not the model in memory: a bug of this project or of a library, and no mistake of the user's."""
 
 
-class GateFailed(Exception):
+class GateFailed(ShownError):
     """A tuned model that does not meet eval.gate.
 
     Args:
         failures: A sentence for each.
     """
+
+    status = EXIT_GATE
 
     def __init__(self, failures: list[str]) -> None:
         super().__init__("\n  ".join(["The gate has failed:", *failures]))
@@ -127,6 +137,29 @@ class Interrupted(BaseException):
     def __init__(self, by: str, status: int, after: str = "", agreed: bool = False) -> None:
         super().__init__(f"Interrupted by {by}{after}")
         self.status, self.agreed = status, agreed
+
+
+_SIGNS_OF_A_LOST_RANK = (
+    "timed out",
+    "timeout",
+    "closed by peer",
+    "reset by peer",
+    "broken pipe",
+    "connection refused",
+    "no route to host",
+    "network is unreachable",
+    "pair closure",
+    "remote process exited",
+)
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error says that another rank is gone or does not answer: torch's DistError, gloo's, NCCL's, or LostRank."""
+    if {kind.__name__ for kind in type(error).__mro__} & {"DistError", "LostRank"}:
+        return True
+    text = str(error).lower()
+    of_backend = isinstance(error, RuntimeError) and ("gloo" in text or "nccl" in text)
+    return of_backend and any(sign in text for sign in _SIGNS_OF_A_LOST_RANK)
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:

@@ -14,16 +14,11 @@ from sft import signals
 from sft.credentials import redact
 from sft.errors import (
     EXIT_CRASHED,
-    EXIT_GATE,
     EXIT_INTERRUPTED,
-    EXIT_LOST_RANK,
     EXIT_USER_ERROR,
-    EXIT_WRONG_SAVE,
-    GateFailed,
     Interrupted,
     LostRank,
-    UserError,
-    WrongSave,
+    ShownError,
 )
 from sft.files import disk_was_full
 from sft.terminal import is_rank, show_crash, show_message
@@ -34,7 +29,6 @@ def run_main(main: Callable[[list[str]], None]) -> None:
     """Call a module's main with the command line; the last line of each entry point."""
     with signals.listening(), exit_on_error():
         signals.hear_held_back()
-        os.getcwd()  # noqa: PTH109  # a deleted working directory fails here, not in every process that is started
         main(sys.argv[1:])
 
 
@@ -46,22 +40,15 @@ def exit_on_error() -> Iterator[None]:
     """
     try:
         yield
-    except UserError as error:
-        show_message(str(error))
-        exit_process(EXIT_USER_ERROR)
+    except ShownError as error:
+        lost = isinstance(error, LostRank) and not error.named
+        if isinstance(error, LostRank):
+            signals.give_up()
+        show_message(str(error), lost)
+        exit_process(error.status)
     except Interrupted as interrupted:
         signals.report(interrupted)
         exit_process(interrupted.status)
-    except LostRank as error:
-        signals.give_up()
-        show_message(str(error), lost=not error.named)
-        exit_process(EXIT_LOST_RANK)
-    except GateFailed as error:
-        show_message(str(error))
-        exit_process(EXIT_GATE)
-    except WrongSave as error:
-        show_message(str(error))
-        exit_process(EXIT_WRONG_SAVE)
     except BrokenPipeError:
         # `--show 100 | head`: the reader has seen enough. Discard what is still in the buffer.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -109,15 +96,11 @@ def _known_mistake(error: BaseException) -> str | None:
         return (
             "The disk is full. Free some space, or set output_dir to another disk. Files that were complete are kept."
         )
-    if "File too large" in message:
-        return "A file exceeds the size limit here: raise it (ulimit -f unlimited), or set output_dir to another disk."
     if isinstance(error, MemoryError) or any(words in message for words in _OUT_OF_MEMORY):
         return (
             "Out of memory: this process requested more memory or threads than the machine has free, or than its limits allow (ulimit -v, "
             "ulimit -u). Free some, lower train.micro_batch_size or data.max_length, or start fewer processes (NPROC); docs/memory.md."
         )
-    if isinstance(error, FileNotFoundError) and not _has_a_working_directory():
-        return "The working directory has been deleted. Change into one that exists, and start again."
     if kind.__name__ == "AuthenticationError" and kind.__module__.startswith("wandb"):
         return f"wandb refuses the login: {error} Log in again (wandb login), or set WANDB_MODE=offline."
     if kind.__name__ == "UnpicklingError":
@@ -133,10 +116,3 @@ def _known_mistake(error: BaseException) -> str | None:
             "started as RANK=0. Set another MASTER_PORT for all processes of this job, and give each a RANK of its own."
         )
     return None
-
-
-def _has_a_working_directory() -> bool:
-    try:
-        return bool(os.getcwd())  # noqa: PTH109  # as torch and transformers do
-    except FileNotFoundError:
-        return False

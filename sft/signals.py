@@ -19,12 +19,11 @@ from __future__ import annotations
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Protocol
 
 from sft import terminal
 from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted
@@ -34,12 +33,10 @@ EXITS = (EXIT_INTERRUPTED, EXIT_TERMINATED)
 """Exit statuses of a process that was asked to stop."""
 
 _TIDY_SECONDS = 10.0
-"""How long the main thread may take to end after a first signal, should it swallow the exception or hang in C++."""
+"""How long the main thread may take to end after a first signal. It may hang in C++, and Python drops an exception in a destructor."""
 _SAME_SECONDS, _SAME_SECONDS_OF_A_RANK = 0.5, 2.0
 """A second signal within this time is the first one again: `timeout` and Slurm signal a process and its group, and a launcher passes on
 what its ranks may have heard themselves."""
-_REPEAT_SECONDS = 0.1
-"""When to send a signal again whose exception Python dropped; less than _SAME_SECONDS."""
 
 _STARTED_BY = "SFT_PARENT"
 """Environment variable: process id of the process of ours that started this one and reports how it ended."""
@@ -126,7 +123,6 @@ class _Listener:
             if signal.getsignal(number) is not signal.SIG_IGN
         }
         self._descriptor_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._hook_before, sys.unraisablehook = sys.unraisablehook, self._dropped
         self._thread = threading.Thread(target=self._hear, name="signals", daemon=True)
         self._thread.start()
 
@@ -135,7 +131,6 @@ class _Listener:
         if not self._listens:
             return
         self._listens = False
-        sys.unraisablehook = self._hook_before
         signal.set_wakeup_fd(self._descriptor_before)
         for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
@@ -158,16 +153,6 @@ class _Listener:
         if not (self._holds or self._ignores or self._raised):
             self._raised = True
             raise Interrupted(signal.Signals(number).name, exit_status(number))
-
-    def _dropped(self, dropped: Any) -> None:
-        # Python drops an exception that is raised in a destructor or in the callback of a weak reference.
-        if not isinstance(dropped.exc_value, Interrupted):
-            self._hook_before(dropped)
-            return
-        self._raised = False
-        number = signal.SIGINT if dropped.exc_value.status == EXIT_INTERRUPTED else self._first or signal.SIGTERM
-        with suppress(RuntimeError):  # the interpreter is ending
-            threading.Timer(_REPEAT_SECONDS, os.kill, (os.getpid(), number)).start()
 
     def _hear(self) -> None:
         while True:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sft.credentials import redact
+from sft.errors import is_lost
 from sft.visible import visible
 
 FAILURE = "failed.txt"
@@ -239,7 +240,7 @@ def show_crash(error: BaseException) -> None:
     """Show this rank's traceback if it was the first to fail, and keep it in its log in any case."""
     shown = visible(redact("".join(traceback.format_exception(error)).rstrip()))
     _log(shown)
-    if only_lost_others(error):
+    if is_lost(error):
         _wait_for_the_cause()
     log = f" Its log: {_output.log}" if _output.log else ""
     show_first(failure_text(_rank(), f"failed; the others are stopped.{log}\n\n{shown}"), os.getppid())
@@ -254,24 +255,6 @@ def _log(text: str) -> None:
             (_output.run / "logs").mkdir(exist_ok=True)
             with (_output.run / "logs" / f"rank-{_rank()}.log").open("a") as file:
                 file.write(f"[{_now()}] rank {_rank()} on {socket.gethostname()}: {text}\n")
-
-
-_SIGNS_OF_A_LOST_RANK = (
-    "closed by peer",
-    "reset by peer",
-    "broken pipe",
-    "pair closure",
-    "timed out",
-    "remote process exited",
-)
-
-
-def only_lost_others(error: BaseException) -> bool:
-    """Whether an error says only that another rank is gone."""
-    if {kind.__name__ for kind in type(error).__mro__} & {"DistError", "LostRank"}:
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS_OF_A_LOST_RANK)
 
 
 def signal_arrived() -> None:

@@ -15,7 +15,7 @@ import pytest
 from sft.data.ledger import check_limits
 from sft.data.prepare import prepare
 from sft.errors import UserError
-from sft.plan.facts import inspect_model
+from sft.hub.model_facts import inspect_model
 from sft.recipe.schema import Recipe
 
 MakeRecipe = Callable[..., Recipe]

@@ -165,7 +165,7 @@ def test_a_network_interface_that_is_not_there_is_told(monkeypatch: pytest.Monke
         check_rank_variables()
 
 
-def test_a_port_that_a_second_first_rank_has_taken_is_told(
+def test_a_port_that_another_rank_0_has_taken_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], busy_port: int
 ) -> None:
     from torch.distributed import TCPStore

@@ -5,7 +5,7 @@ docs/comparison.md says what each word of the outcome means.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import exp, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from eval.compare.results import Results, Samples, finite, leaves, metric_keys, 
 from eval.compare.settings_match import check_settings_match
 from eval.compare.statistics import independent, paired
 from eval.compare.tables import comparison_lines
-from eval.compare.verdicts import Entry, decide, judge, note, overall
+from eval.compare.verdicts import Metric, decide, evidence_row, judge, note, overall
 from sft.files import read_json, write_json
 from sft.recipe.schema import Evaluation
 from sft.run.directory import Run
@@ -28,9 +28,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """What comparison.json holds, and the metrics with their documents."""
+
+    record: dict[str, Any]
+    metrics: list[Metric]
+
+
 def _compare_metric(
     task: str, key: str, base: Results, tuned: Results, samples: tuple[Samples, Samples]
-) -> Entry | None:
+) -> Metric | None:
     metric, _, filter_name = key.partition(",")
     scores = [one["results"][task] for one in (base, tuned)]
     base_score, tuned_score = (number(one.get(key)) for one in scores)
@@ -38,12 +46,12 @@ def _compare_metric(
         return None
     base_stderr, tuned_stderr = (number(one.get(f"{metric}_stderr,{filter_name}")) for one in scores)
     difference = tuned_score - base_score
-    documents = pair_task(task, key, base, tuned, samples)
     counted = scores[1].get("sample_len") or tuned["n-samples"].get(task, {}).get("effective", 0)
+    documents = pair_task(task, key, base, tuned, samples)
     evidence, ratio = None, None
     if documents is not None:
         evidence = paired(documents.samples)
-        if documents.strata[0].perplexity:
+        if any(part.perplexity for part in documents.parts.values()):
             ratio = [exp(min(end, 700.0)) for end in evidence.interval]
             ends = base_score * (ratio[0] - 1), base_score * (ratio[1] - 1)
             evidence = replace(evidence, interval=ends, stderr=tuned_score * evidence.stderr)
@@ -65,30 +73,25 @@ def _compare_metric(
         "tuned": tuned_score,
         "tuned_stderr": tuned_stderr,
         "difference": difference,
-        "difference_stderr": None if evidence is None else evidence.stderr,
         "stderr_method": None if evidence is None else "independent" if documents is None else "paired",
-        "interval_95": None if evidence is None else list(evidence.interval),
         "ratio_interval_95": ratio,
-        "test": None if evidence is None else evidence.test,
-        "p_value": None if evidence is None else evidence.p_value,
+        **evidence_row(evidence),
     }
-    return Entry(row, documents, evidence)
+    return Metric(row, documents)
 
 
-def compare(base: Results, tuned: Results, base_samples: Samples, tuned_samples: Samples) -> dict[str, Any]:
+def compare(base: Results, tuned: Results, base_samples: Samples, tuned_samples: Samples) -> Comparison:
     """Compare two evaluations that were made under the same settings.
 
     Args:
         base: results.json of the base model.
         tuned: results.json of the tuned model.
-        base_samples: Per task, the lines of its samples file.
+        base_samples: By task, the lines of its samples file.
         tuned_samples: The same of the tuned model.
 
     Returns:
-        What comparison.json holds, but for what is asked of it afterwards: `flips`, `contamination` and `gate`. `metrics` has an
-        entry per task and metric: its difference is tuned - base; `stderr_method` is "paired" where the score is a sum over
-        documents, and else "independent", from the standard errors of the two. A perplexity has `ratio_interval_95` too, of
-        tuned / base.
+        All but `flips`, `contamination` and `gate`, which are empty. Each of `metrics` has the difference tuned - base; a perplexity
+        also has `ratio_interval_95`, of tuned / base.
 
     Raises:
         EvaluationError: The settings, the documents or the prompts were not the same.
@@ -100,31 +103,32 @@ def compare(base: Results, tuned: Results, base_samples: Samples, tuned_samples:
         if task in base["results"]
         for key in metric_keys(scores)
     ]
-    entries = [entry for entry in compared if entry is not None]
-    decide(entries, tuned)
-    mean = overall(entries)
-    judge(entries, mean)
-    scored = {entry.row["task"] for entry in entries}
+    metrics = [metric for metric in compared if metric is not None]
+    decide(metrics, tuned)
+    rows, mean = [metric.row for metric in metrics], overall(metrics)
+    judge([*rows, *([mean] if mean else [])])
+    scored = {row["task"] for row in rows}
     unscored = [task for task in top_level(tuned) if metric_keys(tuned["results"].get(task, {})) and task not in scored]
     not_measured = dict.fromkeys(unscored, "none of its scores is a number") | base["failed"] | tuned["failed"]
-    return {
+    record = {
         "complete": not not_measured,
         "not_measured": not_measured,
         "settings_hash": tuned["settings_hash"],
         "settings": tuned["settings"],
-        "base_treatment": prompting,
+        "prompting": prompting,
         "base": base["measured_model"],
         "tuned": tuned["measured_model"],
         "versions": tuned["versions"],
         "num_fewshot": tuned["n-shot"],
         "prompts_cut": sorted({*base["prompts_cut"], *tuned["prompts_cut"]}),
-        "metrics": [entry.row for entry in entries],
-        "overall": None if mean is None else mean.row,
-        "note": note(entries, mean),
+        "metrics": rows,
+        "overall": mean,
+        "note": note([row for row in rows if row["decides"]], mean),
         "flips": {},
         "contamination": None,
         "gate": None,
     }
+    return Comparison(record, metrics)
 
 
 def write_comparison(
@@ -146,14 +150,15 @@ def write_comparison(
     """
     base, tuned = (read_json(folder / side / "results.json") for side in ("base", "tuned"))
     samples = read_samples(folder / "base"), read_samples(folder / "tuned")
-    comparison = compare(base, tuned, *samples)
-    flips, comparison["flips"] = find_flips(comparison["metrics"], base, tuned, *samples)
-    comparison["contamination"] = check_contamination(
-        evaluation.contamination, run, tokenizer, comparison["metrics"], (base, tuned), samples
+    compared = compare(base, tuned, *samples)
+    record = compared.record
+    flips, record["flips"] = find_flips(compared.metrics, samples)
+    record["contamination"] = check_contamination(
+        evaluation.contamination, run, tokenizer, compared.metrics, tuned, samples[1]
     )
-    comparison["gate"] = judge_gate(evaluation.gate, comparison)
+    record["gate"] = judge_gate(evaluation.gate, record)
     write_flips(flips, folder / "flips.jsonl")
-    write_json(folder / run.comparison_file.name, finite(comparison))
-    for line in comparison_lines(comparison):
+    write_json(folder / run.comparison_file.name, finite(record))
+    for line in comparison_lines(record):
         print(visible_line(line))
-    return comparison
+    return record

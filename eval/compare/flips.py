@@ -7,39 +7,43 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from eval.compare.contamination import texts_in
-from eval.compare.pairs import pair
-from eval.compare.results import Results, Samples, leaves, metric_keys
+from eval.compare.pairs import Pairs
+from eval.compare.results import Samples
+from eval.compare.verdicts import Metric, Row
 from sft.files import write_text
 
 MOST_CHARACTERS = 4_000
-"""Of a question or an answer; what is cut is said in it."""
+"""Of a question or an answer; what is left out is counted in it."""
 
 Sample = dict[str, Any]
 
 
 def shorten(text: str, keep_end: bool = False) -> str:
-    """A text of at most MOST_CHARACTERS, and how much of it is not shown.
-
-    Args:
-        text: A question or an answer.
-        keep_end: Keep its end: a prompt ends with the question.
-    """
+    """A text of at most MOST_CHARACTERS, its beginning or its end, and how much of it is not shown."""
     more = len(text) - MOST_CHARACTERS
     if more <= 0:
         return text
-    told = f"[{more:,} characters are not shown]"
-    return f"{told}\n{text[-MOST_CHARACTERS:]}" if keep_end else f"{text[:MOST_CHARACTERS]}\n{told}"
+    mark = f"[{more:,} characters are not shown]"
+    return f"{mark}\n{text[-MOST_CHARACTERS:]}" if keep_end else f"{text[:MOST_CHARACTERS]}\n{mark}"
 
 
-def _arguments(sample: Sample) -> list[list[str]]:
-    """The requests: prompt and continuation, or prompt and generation settings."""
+def texts_in(value: object) -> Iterator[str]:
+    """The texts inside a document of lm_eval."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from texts_in(one)
+
+
+def _requests(sample: Sample) -> list[list[str]]:
+    """Prompt and continuation of each request, or prompt and generation settings."""
     return [[str(part) for part in request.values()] for request in sample["arguments"].values()]
 
 
 def _options(sample: Sample) -> list[str]:
     """The choices of a multiple-choice document; empty where the answer was generated."""
-    requests, responses = _arguments(sample), sample["filtered_resps"]
+    requests, responses = _requests(sample), sample["filtered_resps"]
     if len(requests) < 2 or not all(isinstance(one, list) and len(one) == 2 for one in responses):
         return []
     endings = [request[1].strip() for request in requests]
@@ -48,23 +52,12 @@ def _options(sample: Sample) -> list[str]:
 
 
 def question(sample: Sample) -> str:
-    """The document's own words in the prompt, in their order there, without template and examples; else the prompt's end."""
-    prompt = _arguments(sample)[0][0] if sample["arguments"] else ""
-    found = {text.strip(): prompt.rfind(text.strip()) for text in texts_in(sample["doc"]) if len(text.split()) > 2}
-    places = {text: place for text, place in found.items() if place >= 0}
-    whole = [text for text in places if not any(text != other and text in other for other in places)]
-    if whole:
-        return shorten("\n".join(sorted(whole, key=places.__getitem__)), keep_end=True)
-    return shorten(prompt, keep_end=True)
-
-
-def _chosen(sample: Sample, options: list[str], metric: str) -> str:
-    """The option that the model took: the likeliest, for acc_norm by the length of its text."""
-    logprobs = [float(one[0]) for one in sample["filtered_resps"]]
-    if metric == "acc_norm":
-        lengths = [max(1, len(option)) for option in options]
-        logprobs = [logprob / length for logprob, length in zip(logprobs, lengths, strict=True)]
-    return options[max(range(len(options)), key=logprobs.__getitem__)]
+    """The document's own texts in the prompt, in their order there, without template and examples; else the prompt's end."""
+    prompt = _requests(sample)[0][0] if sample["arguments"] else ""
+    texts = [text.strip() for text in texts_in(sample["doc"]) if len(text.split()) > 2]
+    places = {text: place for text in texts if (place := prompt.rfind(text)) >= 0}
+    outer = [text for text in places if not any(text != other and text in other for other in places)]
+    return shorten("\n".join(sorted(outer, key=places.__getitem__)) or prompt, keep_end=True)
 
 
 def _first(value: object) -> str:
@@ -74,18 +67,15 @@ def _first(value: object) -> str:
 
 
 def answer(sample: Sample, metric: str) -> str:
-    """What the model said: the option it chose; or its words, and what of them was taken as the answer."""
+    """What the model answered: the likeliest option, or its words and what a filter took of them."""
     options = _options(sample)
     if options:
-        return shorten(_chosen(sample, options, metric))
-    said, taken = _first(sample["resps"]), _first(sample["filtered_resps"])
-    several = len(sample["resps"][0]) if sample["resps"] and isinstance(sample["resps"][0], list) else 1
-    lines = [shorten(said)]
-    if several > 1:
-        lines.append(f"[the first of {several} answers]")
-    if taken.strip() != said.strip():
-        lines.append(f"[taken as the answer: {shorten(taken)}]")
-    return "\n".join(lines)
+        lengths = [max(1, len(option)) if metric == "acc_norm" else 1 for option in options]
+        chances = [float(one[0]) / length for one, length in zip(sample["filtered_resps"], lengths, strict=True)]
+        return shorten(options[chances.index(max(chances))])
+    answered, taken = _first(sample["resps"]), _first(sample["filtered_resps"])
+    same = taken.strip() == answered.strip()
+    return shorten(answered) + ("" if same else f"\n[taken as the answer: {shorten(taken)}]")
 
 
 def target(sample: Sample) -> str:
@@ -94,87 +84,58 @@ def target(sample: Sample) -> str:
     return options[int(right)] if options and right.isdecimal() and int(right) < len(options) else shorten(right)
 
 
-def _flips_of(
-    task: str, row: Results, key: str, sides: tuple[list[Sample], list[Sample]], results: tuple[Results, Results]
-) -> list[Results]:
-    pairs = pair(*sides, key, (results[0]["results"][task], results[1]["results"][task]))
-    if pairs is None or not pairs.right_or_wrong:
-        return []
-    metric, _, filter_name = key.partition(",")
-    by_id = [{one["doc_id"]: one for one in side if one["filter"] == filter_name} for side in sides]
-    flipped = []
-    for document, base, tuned in zip(pairs.documents, pairs.base, pairs.tuned, strict=True):
-        if base == tuned:
-            continue
-        before, after = by_id[0][document], by_id[1][document]
-        better = (tuned > base) == row["higher_is_better"]
-        flipped.append(
-            {
+def _flips_of(task: str, row: Row, pairs: Pairs, sides: tuple[list[Sample], list[Sample]]) -> Iterator[Row]:
+    """The documents of one task that one model has right and the other has not."""
+    by_id = [{one["doc_id"]: one for one in side if one["filter"] == row["filter"]} for side in sides]
+    for document, base, tuned in zip(pairs.documents, *pairs.sums.tolist(), strict=True):
+        if base != tuned:
+            before, after = by_id[0][document], by_id[1][document]
+            yield {
                 "task": row["task"],
                 "subtask": None if task == row["task"] else task,
                 "doc_id": document,
-                "direction": "gained" if better else "lost",
-                "metric": metric,
-                "filter": filter_name,
+                "direction": "gained" if (tuned > base) == row["higher_is_better"] else "lost",
+                "metric": row["metric"],
+                "filter": row["filter"],
                 "question": question(after),
                 "target": target(after),
-                "base": answer(before, metric),
-                "tuned": answer(after, metric),
-                "base_score": float(base),
-                "tuned_score": float(tuned),
+                "base": answer(before, row["metric"]),
+                "tuned": answer(after, row["metric"]),
+                "base_score": base,
+                "tuned_score": tuned,
             }
-        )
-    return flipped
 
 
-def _keys(rows: list[Results], results: Results) -> Iterator[tuple[Results, str]]:
-    """For each task the metric that decides; where that is not 0 or 1, the others of the task may be."""
-    for row in rows:
-        if row["decides"]:
-            first = f"{row['metric']},{row['filter']}"
-            for key in dict.fromkeys([first, *metric_keys(results["results"][row["task"]])]):
-                known = [
-                    one for one in rows if one["task"] == row["task"] and f"{one['metric']},{one['filter']}" == key
-                ]
-                if known and known[0]["higher_is_better"] is not None:
-                    yield known[0], key
-
-
-def find_flips(
-    rows: list[Results], base: Results, tuned: Results, base_samples: Samples, tuned_samples: Samples
-) -> tuple[list[Results], dict[str, Results]]:
-    """Every document that only one of the models has right.
+def find_flips(metrics: list[Metric], samples: tuple[Samples, Samples]) -> tuple[list[Row], dict[str, Row]]:
+    """Find every document that only one of the models has right.
 
     Args:
-        rows: `metrics` of the comparison.
-        base: results.json.
-        tuned: results.json.
-        base_samples: Per task, the lines of its samples file.
-        tuned_samples: The same of the tuned model.
+        metrics: The comparison's.
+        samples: Of base and tuned, by task.
 
     Returns:
-        The lines of flips.jsonl, and per task the metric and the counts: by the metric that decides or, where that is not 0 or 1,
+        The lines of flips.jsonl, and by task the metric and the counts: of the metric that decides or, where that is not 0 or 1, of
         the first that is.
     """
-    lines: list[Results] = []
-    counts: dict[str, Results] = {}
-    for row, key in _keys(rows, tuned):
-        task = row["task"]
-        if task in counts:
-            continue
-        parts = [leaf for leaf in leaves(tuned, task) if leaf in base["results"] and leaf in tuned_samples]
+    lines: list[Row] = []
+    counts: dict[str, Row] = {}
+    deciding = {metric.row["task"] for metric in metrics if metric.row["decides"]}
+    for row, paired in sorted(((one.row, one.paired) for one in metrics), key=lambda one: not one[0]["decides"]):
+        parts = {} if paired is None else paired.parts
+        known = row["task"] in deciding and row["task"] not in counts and row["higher_is_better"] is not None
         flipped = [
             line
-            for leaf in parts
-            for line in _flips_of(leaf, row, key, (base_samples.get(leaf, []), tuned_samples[leaf]), (base, tuned))
+            for task, pairs in parts.items()
+            if known and pairs.right_or_wrong
+            for line in _flips_of(task, row, pairs, (samples[0][task], samples[1][task]))
         ]
         if flipped:
             lost = sum(line["direction"] == "lost" for line in flipped)
-            counts[task] = {"metric": row["metric"], "gained": len(flipped) - lost, "lost": lost}
+            counts[row["task"]] = {"metric": row["metric"], "gained": len(flipped) - lost, "lost": lost}
             lines += flipped
     return lines, counts
 
 
-def write_flips(lines: list[Results], path: Path) -> None:
+def write_flips(lines: list[Row], path: Path) -> None:
     """Write flips.jsonl; it is empty where nothing flipped."""
     write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

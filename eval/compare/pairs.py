@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from math import exp, isclose, isnan, log
+from math import isnan, log
 from typing import Any
 
 import numpy as np
 
 from eval.compare.results import Results, Samples, leaves, number
-from eval.compare.statistics import Sample, influence
+from eval.compare.statistics import Sample
+
+LONG_TEXT = 100
+"""Characters from which a field that several documents share is a passage."""
+
+INSTRUCTION = 0.1
+"""Fraction of the documents from which a text that they share is an instruction, not a passage."""
 
 
 @dataclass(frozen=True)
@@ -20,13 +27,11 @@ class Pairs:
     documents: tuple[int, ...]
     """lm_eval's doc_id of each."""
 
-    base: np.ndarray
-    """Sum of each document's values; negative log-likelihood where the score is a perplexity."""
-
-    tuned: np.ndarray
+    sums: np.ndarray
+    """Sum of each document's values, for base and tuned: shape (2, documents). Negative log-likelihoods of a perplexity."""
 
     weights: np.ndarray
-    """How much each document counts: its number of values (IFEval has one for each instruction), of words or of bytes."""
+    """How much each document counts: its number of values (IFEval has one per instruction), of words or of bytes."""
 
     perplexity: bool = False
     """Whether the score is e to the power of that ratio."""
@@ -37,24 +42,25 @@ class Pairs:
     passages: np.ndarray | None = None
     """For each document the number of the text that it shares with others; None where documents stand alone."""
 
-    def score(self, side: np.ndarray, kept: np.ndarray | None = None) -> float:
-        """The score of base or tuned, on all documents or on some."""
-        kept = np.ones(len(side), bool) if kept is None else kept
-        ratio = float(side[kept].sum() / self.weights[kept].sum())
-        return exp(min(ratio, 700.0)) if self.perplexity else ratio
+    def scores(self, kept: np.ndarray | None = None) -> np.ndarray:
+        """The scores of base and tuned, on all documents or on some."""
+        kept = np.ones(len(self.weights), bool) if kept is None else kept
+        ratios: np.ndarray = self.sums[:, kept].sum(axis=1) / self.weights[kept].sum()
+        return np.exp(np.minimum(ratios, 700.0)) if self.perplexity else ratios
 
     @property
     def right_or_wrong(self) -> bool:
         """Whether each document has one value, 0 or 1."""
-        values = np.concatenate([self.base, self.tuned])
-        return self.bounded and bool(np.isin(values, (0.0, 1.0)).all() and (self.weights == 1).all())
+        return self.bounded and bool(np.isin(self.sums, (0.0, 1.0)).all() and (self.weights == 1).all())
 
     def sample(self, weight: float = 1.0) -> Sample:
         """The differences tuned - base, of log perplexities where the score is one."""
-        sums, weights = self.tuned - self.base, self.weights
+        sums, weights = self.sums[1] - self.sums[0], self.weights
         if self.passages is not None:
             sums, weights = np.bincount(self.passages, sums), np.bincount(self.passages, weights)
-        values = influence(sums, weights)
+        # Linearized: values whose mean is the ratio, and whose variance is that of its terms.
+        ratio = float(sums.sum() / weights.sum())
+        values = ratio + (sums - ratio * weights) / weights.mean()
         seen = float(np.abs(values).max())
         largest = max(seen, float(weights.max() / weights.mean())) if self.bounded else seen
         return Sample(values, largest, self.bounded, weight)
@@ -64,18 +70,16 @@ class Pairs:
 class Paired:
     """A task's pairs, or those of a group's tasks."""
 
-    strata: tuple[Pairs, ...]
-    """One for each task."""
-
+    parts: dict[str, Pairs]
     weights: tuple[float, ...]
-    """Of each one's score in the whole; their sum is 1."""
+    """Of each task's score in the group's; they sum to 1."""
 
     @property
     def samples(self) -> list[Sample]:
-        """One sample where the score is the mean over all documents together, else one for each task."""
-        sizes = [len(part.documents) for part in self.strata]
-        parts = [part.sample(weight) for part, weight in zip(self.strata, self.weights, strict=True)]
-        if not all(isclose(weight, size / sum(sizes)) for weight, size in zip(self.weights, sizes, strict=True)):
+        """One sample where the score is the mean over all documents together, else one per task."""
+        sizes = [len(part.documents) for part in self.parts.values()]
+        parts = [part.sample(weight) for part, weight in zip(self.parts.values(), self.weights, strict=True)]
+        if not np.allclose(self.weights, np.array(sizes) / sum(sizes), rtol=1e-9):
             return parts
         units = sum(len(part.values) for part in parts)
         scales = [part.weight * units / len(part.values) for part in parts]
@@ -86,9 +90,35 @@ class Paired:
     @property
     def passages(self) -> int | None:
         """How many texts the documents share; None where they stand alone."""
-        if all(part.passages is None for part in self.strata):
+        parts = self.parts.values()
+        if all(part.passages is None for part in parts):
             return None
-        return sum(len(part.documents if part.passages is None else set(part.passages)) for part in self.strata)
+        return sum(len(part.documents if part.passages is None else set(part.passages)) for part in parts)
+
+    def scores(self, without: Mapping[str, Collection[int]] | None = None) -> np.ndarray | None:
+        """The scores of base and tuned; None where no document is left.
+
+        Args:
+            without: Documents to leave out, by task. A task without any left is left out of its group's mean.
+        """
+        total, sums = 0.0, np.zeros(2)
+        for weight, (task, part) in zip(self.weights, self.parts.items(), strict=True):
+            left_out = (without or {}).get(task, ())
+            kept = np.array([document not in left_out for document in part.documents])
+            left = weight * float(part.weights[kept].sum() / part.weights.sum())
+            if left:
+                total, sums = total + left, sums + left * part.scores(kept)
+        return sums / total if total else None
+
+
+_READINGS = (
+    (1.0, False, False),  # a mean
+    (-1.0, False, True),  # a perplexity per document
+    (-1.0, True, True),  # a perplexity per word or byte
+    (-1 / log(2), True, False),  # bits per byte
+)
+"""How documents make a score: the factor of their values; whether a value is a log-likelihood with its number of words or bytes; and
+whether the score is e to the power of the ratio."""
 
 
 def _values(samples: list[dict[str, Any]], key: str) -> dict[int, list[Any]]:
@@ -101,47 +131,27 @@ def _values(samples: list[dict[str, Any]], key: str) -> dict[int, list[Any]]:
     return found
 
 
-def _numbers(values: list[Any]) -> list[float]:
-    """A document's values one by one: IFEval has one per instruction. NaN is no value, as in lm_eval's nanmean.
-
-    Raises:
-        TypeError: One is no number.
-    """
+def _flat(values: list[Any]) -> list[float]:
+    """A document's values one by one: IFEval has one per instruction. NaN is left out, as by lm_eval's nanmean."""
     flat = [one for value in values for one in (value if isinstance(value, list) else [value])]
     if not all(isinstance(one, (bool, int, float)) for one in flat):
         raise TypeError
     return [float(one) for one in flat if not isnan(one)]
 
 
-def _mean(values: list[Any]) -> tuple[float, float]:
-    numbers = _numbers(values)
-    return sum(numbers), len(numbers)
+def _sum_and_weight(values: list[Any], counted: bool) -> tuple[float, float]:
+    if counted:
+        ((log_likelihood, count),) = values
+        return float(log_likelihood), float(count)
+    flat = _flat(values)
+    return sum(flat), len(flat)
 
 
-def _perplexity(values: list[Any]) -> tuple[float, float]:
-    total, count = _mean(values)
-    return -total, count
-
-
-def _per_word(values: list[Any]) -> tuple[float, float]:
-    """From a log-likelihood and the number of words or bytes that it is of."""
-    ((log_likelihood, count),) = values
-    return -float(log_likelihood), float(count)
-
-
-def _bits(values: list[Any]) -> tuple[float, float]:
-    total, count = _per_word(values)
-    return total / log(2), count
-
-
-_READINGS = ((_mean, False), (_perplexity, True), (_per_word, True), (_bits, False))
-"""From a document's values to their sum and weight, and whether the score is e to the power of the ratio."""
-
-LONG_TEXT = 100
-"""Characters from which a field that several documents share is a passage."""
-
-INSTRUCTION = 0.1
-"""Share of the documents from which a text that they share is an instruction, not a passage."""
+def _equal(found: np.ndarray | None, expected: list[float | None]) -> bool:
+    """Whether the scores are those that lm_eval reports."""
+    if found is None or None in expected:
+        return False
+    return bool(np.isclose(found, np.array(expected, float), rtol=1e-9, atol=1e-9).all())
 
 
 def _passages(samples: list[dict[str, Any]], documents: list[int]) -> np.ndarray | None:
@@ -157,10 +167,8 @@ def _passages(samples: list[dict[str, Any]], documents: list[int]) -> np.ndarray
         columns.append([text if isinstance(text, str) and len(text) >= LONG_TEXT else "" for text in texts])
     found, fewest = None, len(docs)
     for column in columns:
-        times = Counter(column)
-        keys = [
-            text if text and 1 < times[text] <= INSTRUCTION * len(docs) else place for place, text in enumerate(column)
-        ]
+        times, most = Counter(column), INSTRUCTION * len(docs)
+        keys = [text if text and 1 < times[text] <= most else place for place, text in enumerate(column)]
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         if len(numbers) < fewest:
             found, fewest = np.array([numbers[key] for key in keys]), len(numbers)
@@ -168,7 +176,7 @@ def _passages(samples: list[dict[str, Any]], documents: list[int]) -> np.ndarray
 
 
 def pair(
-    base: list[dict[str, Any]], tuned: list[dict[str, Any]], key: str, scores: tuple[Results, Results]
+    base: list[dict[str, Any]], tuned: list[dict[str, Any]], key: str, expected: list[float | None]
 ) -> Pairs | None:
     """A task's documents side by side; None where the score cannot be computed from theirs, as an F1 over a corpus cannot.
 
@@ -176,63 +184,53 @@ def pair(
         base: lm_eval's samples of one task.
         tuned: The same of the tuned model.
         key: metric,filter.
-        scores: The task's results.
+        expected: The two scores that lm_eval reports.
     """
     sides = [_values(samples, key) for samples in (base, tuned)]
-    expected = [number(score.get(key)) for score in scores]
     if sides[0].keys() != sides[1].keys():
         return None
-    for reading, perplexity in _READINGS:
+    for factor, counted, perplexity in _READINGS:
         try:
-            read = [{document: reading(values) for document, values in side.items()} for side in sides]
+            read = [{document: _sum_and_weight(values, counted) for document, values in side.items()} for side in sides]
         except (TypeError, ValueError):
             continue
         documents = sorted(document for document, (_, weight) in read[0].items() if weight > 0)
-        sums, weights = (np.array([[side[one][part] for one in documents] for side in read]) for part in (0, 1))
+        sums, weights = (np.array([[side[one][place] for one in documents] for side in read]) for place in (0, 1))
         if len(documents) < 2 or (weights[0] != weights[1]).any() or not np.isfinite(sums).all():
             continue
-        flat = [one for side in sides for document in documents for one in side[document]] if reading is _mean else []
-        bounded = bool(flat) and all(0 <= one <= 1 for one in _numbers(flat))
-        pairs = Pairs(tuple(documents), sums[0], sums[1], weights[0], perplexity, bounded)
-        if all(
-            score is not None and isclose(pairs.score(side), score, rel_tol=1e-9, abs_tol=1e-9)
-            for side, score in zip(sums, expected, strict=True)
-        ):
+        flat = [] if counted or perplexity else [_flat(side[one]) for side in sides for one in documents]
+        bounded = bool(flat) and all(0 <= value <= 1 for values in flat for value in values)
+        pairs = Pairs(tuple(documents), factor * sums, weights[0], perplexity, bounded)
+        if _equal(pairs.scores(), expected):
             return replace(pairs, passages=_passages(tuned, documents))
     return None
 
 
 def pair_task(task: str, key: str, base: Results, tuned: Results, samples: tuple[Samples, Samples]) -> Paired | None:
-    """A task's or group's documents side by side.
+    """A task's or group's documents side by side; None where its score cannot be computed from theirs.
 
     Args:
         task: Of the results.
         key: metric,filter.
         base: results.json.
         tuned: results.json.
-        samples: Of base and tuned, per task.
+        samples: Of base and tuned, by task.
     """
+
+    def expected(name: str) -> list[float | None]:
+        return [number(one["results"].get(name, {}).get(key)) for one in (base, tuned)]
+
     names = [leaf for leaf in leaves(tuned, task) if key in tuned["results"].get(leaf, {})]
-    parts = [
-        pair(samples[0].get(leaf, []), samples[1].get(leaf, []), key, (base["results"][leaf], tuned["results"][leaf]))
-        for leaf in names
-        if leaf in base["results"]
-    ]
-    strata = tuple(part for part in parts if part is not None)
-    if not strata or len(strata) < len(names):
-        return None
-    if len(strata) == 1:
-        return Paired(strata, (1.0,))
-    if any(part.perplexity for part in strata):  # a mean of perplexities is no sum over documents
-        return None
+    parts: dict[str, Pairs] = {}
+    for leaf in names:
+        found = pair(samples[0].get(leaf, []), samples[1].get(leaf, []), key, expected(leaf))
+        if found is None or (found.perplexity and len(names) > 1):  # a mean of perplexities is no sum over documents
+            return None
+        parts[leaf] = found
     # A group's score is the mean over documents or over tasks, as its file says: whichever gives the scores that were reported.
-    sizes = [len(part.documents) for part in strata]
-    expected = [number(one["results"][task].get(key)) for one in (base, tuned)]
-    means = np.array([[part.score(part.base), part.score(part.tuned)] for part in strata])
-    for weights in ([size / sum(sizes) for size in sizes], [1 / len(sizes)] * len(sizes)):
-        found = (np.array(weights) @ means).tolist()
-        if all(
-            score is not None and isclose(one, score, abs_tol=1e-9) for one, score in zip(found, expected, strict=True)
-        ):
-            return Paired(strata, tuple(weights))
+    sizes = [len(part.documents) for part in parts.values()]
+    for weights in ([size / sum(sizes) for size in sizes], [1 / len(sizes) for _ in sizes]):
+        paired = Paired(parts, tuple(weights))
+        if _equal(paired.scores(), expected(task)):
+            return paired
     return None

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 Results = dict[str, Any]
-"""results.json, or a dict inside of it."""
+"""results.json, or a dict inside it."""
 
 Samples = dict[str, list[dict[str, Any]]]
 """The lines of the samples files, by task."""
 
 
 def read_samples(folder: Path) -> Samples:
-    """lm_eval's samples, by task."""
+    """Read lm_eval's samples, by task."""
     return {
         # Not splitlines: an answer may hold U+2028, which is no line break in JSON.
         path.stem.removeprefix("samples_"): [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
@@ -24,7 +24,7 @@ def read_samples(folder: Path) -> Samples:
 
 
 def number(value: object) -> float | None:
-    """A score; lm_eval writes "N/A" where it has none."""
+    """A score as a number; lm_eval writes "N/A" where it has none."""
     return float(value) if isinstance(value, (int, float)) else None
 
 
@@ -53,7 +53,7 @@ def leaves(results: Results, task: str) -> list[str]:
 
 
 def top_level(results: Results) -> list[str]:
-    """The tasks and groups that are no part of a group with a score of its own."""
+    """The tasks and groups that are not part of a group with a score of its own."""
     inside = results.get("group_subtasks", {})
 
     def scored(name: str) -> list[str]:

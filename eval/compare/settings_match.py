@@ -10,7 +10,7 @@ from sft.errors import EvaluationError
 OF_THE_PROMPTS = frozenset(
     {"apply_chat_template", "chat_template_sha256", "fewshot_as_multiturn", "enable_thinking", "add_bos_token"}
 )
-"""Settings in which a base model that is asked with its own prompts (eval.base_template=own) differs from the tuned one."""
+"""Settings in which a base model with its own prompts (eval.base_template=own) differs from the tuned one."""
 
 
 def differing(base: object, tuned: object, where: str = "") -> list[str]:
@@ -34,25 +34,20 @@ def check_settings_match(
     Args:
         base: results.json of the base model.
         tuned: results.json of the tuned model.
-        base_samples: Per task, the lines of its samples file.
+        base_samples: By task, the lines of its samples file.
         tuned_samples: The same of the tuned model.
 
     Returns:
-        How the base model was asked where that had to be decided: `base_template`, and `told`, a sentence about it.
+        How the base model was prompted where that had to be decided: `base_template`, and `note`, a sentence about it.
 
     Raises:
-        EvaluationError: The settings, the documents or the prompts were not the same. The one difference that may be is the base
-            model's own prompts, where the recipe asks for them.
+        EvaluationError: The settings, the documents or the prompts were not the same. The one difference allowed is the base model's
+            own prompts, where the recipe asks for them.
     """
     prompting: dict[str, Any] | None = base.get("prompting")
-    own_prompts = bool(prompting and prompting["base_template"] == "own")
+    own_prompts = prompting is not None and prompting["base_template"] == "own"
     _check_settings(base, tuned, OF_THE_PROMPTS if own_prompts else frozenset())
-    dtypes = [one.get("config", {}).get("model_dtype") for one in (base, tuned)]
-    if dtypes[0] != dtypes[1]:
-        raise EvaluationError(
-            f"Base was measured in {dtypes[0]} and tuned in {dtypes[1]}. Set eval.dtype and measure both again."
-        )
-    sizes = differing_sizes(base, tuned)
+    sizes = _differing_sizes(base, tuned)
     if sizes and not own_prompts:
         raise EvaluationError(
             "\n".join(
@@ -71,19 +66,32 @@ def check_settings_match(
         )
     for task in sorted(base_samples.keys() & tuned_samples.keys()):
         _check_documents(task, base_samples[task], tuned_samples[task], prompts=not own_prompts)
-    if prompting is not None and sizes:  # prompts of other lengths leave room for other batches
-        also = "; ".join(line.strip() for line in sizes)
-        return prompting | {"told": f"{prompting['told']} Batch sizes were searched for and differ: {also}."}
-    return prompting
+    if prompting is None:
+        return None
+    # Results in the cache of older versions say `told`.
+    words = str(prompting.get("note", prompting.get("told")))
+    if sizes:  # prompts of other lengths leave room for other batches
+        words += f" Batch sizes were searched for and differ: {'; '.join(line.strip() for line in sizes)}."
+    return {"base_template": prompting["base_template"], "note": words}
 
 
-def differing_sizes(base: Results, tuned: Results) -> list[str]:
-    """Each task that was measured in other batch sizes, with both; none in fp32, where rounding moves no score.
+def _check_settings(base: Results, tuned: Results, may_differ: frozenset[str]) -> None:
+    settings = [
+        {name: value for name, value in one["settings"].items() if name not in may_differ} for one in (base, tuned)
+    ]
+    lines = differing(settings[0], settings[1])
+    if not lines and base["settings_hash"] != tuned["settings_hash"] and base["settings"] == tuned["settings"]:
+        lines = differing(base["settings_hash"], tuned["settings_hash"], "settings_hash")
+    dtypes = [one.get("config", {}).get("model_dtype") for one in (base, tuned)]
+    lines += differing(dtypes[0], dtypes[1], "dtype of the weights (set eval.dtype)")
+    if lines:
+        raise EvaluationError(
+            "\n".join(["Base and tuned were measured under different settings and are not compared:", *lines])
+        )
 
-    Args:
-        base: results.json of the base model.
-        tuned: results.json of the tuned model.
-    """
+
+def _differing_sizes(base: Results, tuned: Results) -> list[str]:
+    """Each task that was measured in other batch sizes, with both; none in fp32, where rounding moves no score."""
     settings = tuned["settings"]
     searched = settings.get("backend") == "hf" and settings.get("batch_size") == "auto"
     if not searched or settings["dtype"] == "float32":
@@ -96,23 +104,11 @@ def differing_sizes(base: Results, tuned: Results) -> list[str]:
     ]
 
 
-def _check_settings(base: Results, tuned: Results, may_differ: frozenset[str]) -> None:
-    settings = [
-        {name: value for name, value in one["settings"].items() if name not in may_differ} for one in (base, tuned)
-    ]
-    lines = differing(settings[0], settings[1])
-    if not lines and base["settings_hash"] != tuned["settings_hash"] and base["settings"] == tuned["settings"]:
-        lines = [f"  settings_hash: base {base['settings_hash']}, tuned {tuned['settings_hash']}"]
-    if lines:
-        raise EvaluationError(
-            "\n".join(["Base and tuned were measured under different settings and are not compared:", *lines])
-        )
-
-
 def _check_documents(task: str, base: list[dict[str, Any]], tuned: list[dict[str, Any]], prompts: bool) -> None:
-    for key, what in (("doc_hash", "documents"), ("prompt_hash", "prompts"), ("target_hash", "targets")):
+    hashes = {"doc_hash": "documents", "target_hash": "targets"} | ({"prompt_hash": "prompts"} if prompts else {})
+    for key, what in hashes.items():
         seen = [{(one["doc_id"], one["filter"]): one.get(key) for one in samples} for samples in (base, tuned)]
-        if seen[0] != seen[1] and (prompts or key != "prompt_hash"):
+        if seen[0] != seen[1]:
             differ = {place[0] for place in seen[0].keys() | seen[1].keys() if seen[0].get(place) != seen[1].get(place)}
             raise EvaluationError(
                 f"The {what} of {task} were not the same for base and tuned: {len(differ)} differ. Its data changed between the two; "

@@ -1,4 +1,4 @@
-"""Tests whether a difference is more than chance: tests and confidence intervals for two models' scores on the same documents.
+"""Tests whether a difference between two models on the same documents is more than chance.
 
 docs/comparison.md has the formulas and the measured coverage of each interval.
 """
@@ -46,40 +46,28 @@ class Sample:
     weight: float = 1.0
     """Of its mean in the score."""
 
+    @property
+    def variance(self) -> float:
+        """The variance of the weighted mean, counting two more units: one that gains and one that loses as much as a unit can.
 
-def influence(sums: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """How much each unit moves sums.sum() / weights.sum(): values whose mean is this ratio and whose variance is that of its terms.
-
-    >>> influence(np.array([1.0, 2.0]), np.array([1.0, 3.0])).tolist()
-    [0.875, 0.625]
-    """
-    ratio = float(sums.sum() / weights.sum())
-    moved: np.ndarray = ratio + (sums - ratio * weights) / weights.mean()
-    return moved
+        So a sample whose units all changed alike still has an error, as in Bonett and Price's interval for paired proportions.
+        """
+        values = np.append(self.values, [self.largest, -self.largest])
+        return self.weight**2 * float(values.var(ddof=1)) / len(values)
 
 
 def paired(samples: Sequence[Sample]) -> Evidence:
-    """A t test of the weighted mean of several samples, two units or more in each.
-
-    Each sample's variance is that of its units and of two more, one that gains and one that loses as much as a unit can. So a sample
-    whose units all changed alike still has an error, as in Bonett and Price's interval for paired proportions.
-
-    Args:
-        samples: One for each task; the sum of their weights is 1.
-    """
+    """A t test of the weighted mean of several samples, each of two units or more; their weights sum to 1."""
     difference = sum(one.weight * float(one.values.mean()) for one in samples)
-    variances = [
-        one.weight**2 * float(np.append(one.values, [one.largest, -one.largest]).var(ddof=1)) / (len(one.values) + 2)
-        for one in samples
-    ]
-    variance = sum(variances)
-    bound = 1.0 if all(one.bounded for one in samples) else inf
+    variances = [one.variance for one in samples]
     too_few = any(len(one.values) < (FEWEST_BOUNDED if one.bounded else FEWEST) for one in samples)
+    variance = sum(variances)
     if variance == 0:  # no document changed, and the score has no bounds
         return Evidence("paired t", 1.0, 0.0, (0.0, 0.0), too_few)
-    parts = sum(part**2 / (len(one.values) + 1) for part, one in zip(variances, samples, strict=True))
-    freedom, stderr = variance**2 / parts, sqrt(variance)  # Welch and Satterthwaite
+    terms = sum(part**2 / (len(one.values) + 1) for part, one in zip(variances, samples, strict=True))
+    freedom, stderr = variance**2 / terms, sqrt(variance)  # Welch and Satterthwaite
     reach = float(stdtrit(freedom, 1 - ALPHA / 2)) * stderr
+    bound = 1.0 if all(one.bounded for one in samples) else inf
     interval = max(difference - reach, -bound), min(difference + reach, bound)
     return Evidence("paired t", float(2 * stdtr(freedom, -abs(difference) / stderr)), stderr, interval, too_few)
 
@@ -93,22 +81,14 @@ def independent(difference: float, base_stderr: float, tuned_stderr: float, docu
     return Evidence("independent", float(2 * ndtr(-distance)), stderr, interval, documents < FEWEST)
 
 
-def holm(p_values: Sequence[float], weights: Sequence[float] | None = None) -> list[float]:
-    """p-values of a family, adjusted so that even one false finding among all of them has at most 5 %.
-
-    Args:
-        p_values: Of the family.
-        weights: A p-value of half the weight must be half as large for the same verdict; None: all weigh the same.
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjust p-values together, so that the chance of even one false finding among them is at most 5%.
 
     >>> holm([0.01, 0.5, 0.02])
     [0.03, 0.5, 0.04]
-    >>> holm([0.04, 0.01], [1, 0.25])
-    [0.05, 0.05]
     """
-    weights = [1.0] * len(p_values) if weights is None else weights
-    adjusted, most, left = [0.0] * len(p_values), 0.0, sum(weights)
-    for index in sorted(range(len(p_values)), key=lambda one: p_values[one] / weights[one]):
-        most = max(most, min(1.0, left * p_values[index] / weights[index]))
-        adjusted[index] = most
-        left -= weights[index]
-    return adjusted
+    order = np.argsort(p_values, kind="stable")
+    scaled = np.minimum(np.array(p_values, float)[order] * np.arange(len(order), 0, -1), 1)
+    adjusted = np.empty(len(order))
+    adjusted[order] = np.maximum.accumulate(scaled)
+    return [float(one) for one in adjusted]

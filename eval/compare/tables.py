@@ -7,7 +7,7 @@ from typing import Any
 from eval.compare.results import Results, metric_keys, number
 
 MOST_ROWS = 12
-"""Of metrics that do not decide; of more, only the significant ones are shown."""
+"""Of metrics that do not decide; where there are more, none is shown."""
 
 
 def format_score(value: float, sign: str = "") -> str:
@@ -22,9 +22,15 @@ def format_score(value: float, sign: str = "") -> str:
     return format(value, sign + ".2e")
 
 
-def _metric_name(metric: str, filter_name: str, higher_is_better: bool | None) -> str:
-    name = metric if filter_name == "none" else f"{metric}, {filter_name}"
+def metric_name(metric: object, filter_name: object, higher_is_better: bool | None) -> str:
+    """A metric, its filter, and which way is better where lower is."""
+    name = str(metric) if filter_name in (None, "none") else f"{metric}, {filter_name}"
     return f"{name} (lower is better)" if higher_is_better is False else name
+
+
+def _end(value: float) -> str:
+    """An end of an interval; one that is not 0 must not look like 0, which would contradict the verdict."""
+    return format_score(value, "+") if abs(value) >= 0.00005 or value == 0 else f"{value:+.0e}"
 
 
 def _numbers(row: dict[str, Any]) -> str:
@@ -33,33 +39,21 @@ def _numbers(row: dict[str, Any]) -> str:
     >>> _numbers({"base": 0.5, "tuned": 0.6, "difference": 0.1, "interval_95": [0.00004, 0.2], "verdict": "IMPROVED"})
     '    0.5000 -> 0.6000  +0.1000 [+4e-05, +0.2000]  IMPROVED'
     """
+    interval = "" if row["interval_95"] is None else f" [{', '.join(map(_end, row['interval_95']))}]"
     scores = f"{format_score(row['base'])} -> {format_score(row['tuned'])}"
-    interval = ""
-    if row["interval_95"] is not None:
-        # An end that is not 0 must not look like 0, which would contradict the verdict.
-        ends = [
-            format_score(end, "+") if abs(end) >= 0.00005 or end == 0 else f"{end:+.0e}" for end in row["interval_95"]
-        ]
-        interval = f" [{', '.join(ends)}]"
-    return f"    {scores}  {format_score(row['difference'], '+')}{interval}  {row['verdict']}"
+    return f"    {scores}  {format_score(row['difference'], '+')}{interval}  {row['verdict'] or ''}".rstrip()
 
 
 def comparison_lines(comparison: dict[str, Any]) -> list[str]:
     """The comparison for a terminal: metrics, then flips, contamination and gate."""
-    rows, overall = comparison["metrics"], comparison["overall"]
-    others = sum(not row["decides"] for row in rows)
-    shown = [
-        row for row in rows if others <= MOST_ROWS or row["decides"] or row["verdict"] in ("IMPROVED", "REGRESSED")
-    ]
-    lines = [
-        "Base -> tuned, difference [95% confidence interval]" + ("" if comparison["complete"] else " (incomplete)")
-    ]
+    rows, overall, complete = comparison["metrics"], comparison["overall"], comparison["complete"]
+    few = sum(not row["decides"] for row in rows) <= MOST_ROWS
+    shown = [row for row in rows if few or row["decides"]]
+    lines = ["Base -> tuned, difference [95% confidence interval]" + ("" if complete else " (incomplete)")]
     for row in shown:
-        star = "" if row["decides"] else " (does not decide)"
-        lines += [
-            f"{row['task']}: {_metric_name(row['metric'], row['filter'], row['higher_is_better'])}{star}",
-            _numbers(row),
-        ]
+        mark = "" if row["decides"] else " (does not decide)"
+        name = metric_name(row["metric"], row["filter"], row["higher_is_better"])
+        lines += [f"{row['task']}: {name}{mark}", _numbers(row)]
     if overall is not None:
         lines += [f"mean of {len(overall['tasks'])} tasks", _numbers(overall)]
     lines.append(comparison["note"])
@@ -67,11 +61,13 @@ def comparison_lines(comparison: dict[str, Any]) -> list[str]:
         lines.append(f"{len(rows) - len(shown)} more metrics, which do not decide, are in comparison.json.")
     for task, counts in comparison["flips"].items():
         lines.append(f"{task}: {counts['gained']} documents gained, {counts['lost']} lost ({counts['metric']}).")
-    return (
-        lines
-        + _contamination_lines(comparison["contamination"])
-        + _gate_lines(comparison["gate"], comparison["complete"])
-    )
+    lines += _contamination_lines(comparison["contamination"])
+    gate = comparison["gate"]
+    if gate is not None:
+        lines.append(f"Gate: {'passed' if gate['passed'] else 'failed'}.")
+        # After a complete evaluation, the exit message has the failures.
+        lines += [] if complete else [f"  {failure}" for failure in gate["failures"]]
+    return lines
 
 
 def _contamination_lines(contamination: dict[str, Any] | None) -> list[str]:
@@ -92,15 +88,6 @@ def _contamination_lines(contamination: dict[str, Any] | None) -> list[str]:
     return [*lines, *([f"{short} of {documents} documents are too short to search for."] if short else [])]
 
 
-def _gate_lines(gate: dict[str, Any] | None, complete: bool) -> list[str]:
-    if gate is None:
-        return []
-    if gate["passed"]:
-        return ["Gate: passed."]
-    # After a complete evaluation, eval/run.py ends with the failures.
-    return ["Gate: failed.", *([] if complete else [f"  {failure}" for failure in gate["failures"]])]
-
-
 def score_lines(results: Results) -> list[str]:
     """One model's scores for a terminal."""
     lines = [str(results["measured_model"]["model"])]
@@ -109,9 +96,8 @@ def score_lines(results: Results) -> list[str]:
             metric, _, filter_name = key.partition(",")
             value, stderr = number(scores[key]), number(scores.get(f"{metric}_stderr,{filter_name}"))
             if value is not None:
-                higher_is_better = results["higher_is_better"].get(task, {}).get(metric)
-                error = "" if stderr is None else f" ± {format_score(stderr)}"
+                name = metric_name(metric, filter_name, results["higher_is_better"].get(task, {}).get(metric))
                 documents = f", {scores['sample_len']} documents" if "sample_len" in scores else ""
-                lines.append(f"{task}: {_metric_name(metric, filter_name, higher_is_better)}{documents}")
-                lines.append(f"    {format_score(value)}{error}")
+                error = "" if stderr is None else f" ± {format_score(stderr)}"
+                lines += [f"{task}: {name}{documents}", f"    {format_score(value)}{error}"]
     return lines

@@ -1,4 +1,4 @@
-"""Gives verdicts: which metric decides, the correction for several comparisons, and the mean over tasks."""
+"""Gives verdicts on the metrics that decide: one per task, and the mean over tasks, corrected together."""
 
 from __future__ import annotations
 
@@ -9,174 +9,145 @@ from typing import Any
 
 from eval.compare.pairs import Paired
 from eval.compare.results import Results, top_level
-from eval.compare.statistics import ALPHA, Evidence, Sample, holm, paired
+from eval.compare.statistics import ALPHA, Evidence, holm, paired
 
 IMPROVED, REGRESSED, NO_CHANGE = "IMPROVED", "REGRESSED", "NO SIGNIFICANT CHANGE"
 TOO_FEW, UNKNOWN = "TOO FEW DOCUMENTS", "UNKNOWN"
 
-OTHERS = 0.25
-"""Weight in the correction of all metrics that do not decide, together; each deciding metric and the mean have 1."""
+Row = dict[str, Any]
+"""A metric of a task, or the mean over tasks, as in comparison.json."""
 
 
-@dataclass
-class Entry:
-    """One metric of one task, with its evidence."""
+@dataclass(frozen=True)
+class Metric:
+    """One metric of one task on both models."""
 
-    row: dict[str, Any]
+    row: Row
     paired: Paired | None
-    evidence: Evidence | None
-    adjusted: float | None = None
-
-    @property
-    def can_be_judged(self) -> bool:
-        """Whether a verdict can be given."""
-        return self.evidence is not None and self.row["higher_is_better"] is not None and not self.evidence.too_few
-
-    @property
-    def significant_alone(self) -> bool:
-        """Whether its p-value is small before the correction."""
-        return self.can_be_judged and self.evidence is not None and self.evidence.p_value <= ALPHA
+    """None where the score is no sum over documents."""
 
 
-def _verdict(evidence: Evidence | None, p_value: float | None, higher_is_better: bool | None) -> str:
-    """The verdict on a difference.
+def evidence_row(evidence: Evidence | None) -> Row:
+    """Test and interval as in comparison.json."""
+    if evidence is None:
+        return dict.fromkeys(("difference_stderr", "interval_95", "test", "p_value")) | {"too_few": False}
+    return {
+        "difference_stderr": evidence.stderr,
+        "interval_95": list(evidence.interval),
+        "test": evidence.test,
+        "p_value": evidence.p_value,
+        "too_few": evidence.too_few,
+    }
 
-    >>> gain = Evidence("paired t", 0.01, 0.1, (0.1, 0.3))
-    >>> [_verdict(gain, p, better) for p, better in ((0.01, True), (0.01, False), (0.2, True), (0.01, None))]
+
+def verdict(row: Row) -> str:
+    """The verdict on a difference, by its corrected p-value where it has one.
+
+    >>> gain = {"p_value": 0.01, "interval_95": [0.1, 0.3], "too_few": False, "higher_is_better": True}
+    >>> [verdict(gain | more) for more in ({}, {"higher_is_better": False}, {"p_adjusted": 0.2}, {"higher_is_better": None})]
     ['IMPROVED', 'REGRESSED', 'NO SIGNIFICANT CHANGE', 'UNKNOWN']
     """
-    if evidence is None or higher_is_better is None:
+    if row["p_value"] is None or row["higher_is_better"] is None:
         return UNKNOWN
-    if evidence.too_few:
+    if row["too_few"]:
         return TOO_FEW
-    if p_value is None or p_value > ALPHA:
+    corrected = row.get("p_adjusted")
+    if (row["p_value"] if corrected is None else corrected) > ALPHA:
         return NO_CHANGE
-    return IMPROVED if (sum(evidence.interval) > 0) == higher_is_better else REGRESSED
+    return IMPROVED if (sum(row["interval_95"]) > 0) == row["higher_is_better"] else REGRESSED
 
 
-def decide(entries: list[Entry], results: Results) -> None:
+def decide(metrics: list[Metric], results: Results) -> None:
     """Mark the one metric of each task that decides: acc_norm where there is one, else the first that is paired.
 
     acc favors short answers; acc_norm corrects for the length. Of several filters a flexible one decides: the question is whether an
     answer is right, not whether it has the format of the examples.
     """
+
+    def rank(metric: Metric) -> tuple[bool, bool, bool, bool]:
+        row = metric.row
+        flexible = str(row["filter"]).startswith("flexible")
+        return row["higher_is_better"] is None, metric.paired is None, row["metric"] != "acc_norm", not flexible
+
     for task in top_level(results):
-        known = [entry for entry in entries if entry.row["task"] == task]
-        known = [entry for entry in known if entry.row["higher_is_better"] is not None] or known
-
-        def rank(entry: Entry) -> tuple[bool, bool, bool]:
-            return entry.paired is None, entry.row["metric"] != "acc_norm", not _is_flexible(entry.row)
-
-        for entry in sorted(known, key=rank)[:1]:
-            entry.row["decides"] = True
+        of_task = [metric for metric in metrics if metric.row["task"] == task]
+        if of_task:
+            min(of_task, key=rank).row["decides"] = True
 
 
-def _is_flexible(row: dict[str, Any]) -> bool:
-    return str(row["filter"]).startswith("flexible")
-
-
-def judge(entries: list[Entry], mean: Entry | None) -> None:
-    """Correct all p-values together, and give the verdicts.
-
-    Metrics that do not decide weigh little, so that many of them hardly affect the others.
-
-    Args:
-        entries: All metrics.
-        mean: Over tasks, from `overall`.
-    """
-    family = [entry for entry in [*entries, mean] if entry is not None and entry.can_be_judged]
-    others = sum(not entry.row["decides"] for entry in family)
-    adjusted = holm(
-        [entry.evidence.p_value for entry in family if entry.evidence is not None],
-        [1.0 if entry.row["decides"] else OTHERS / others for entry in family],
-    )
-    for entry, p_value in zip(family, adjusted, strict=True):
-        entry.adjusted = p_value
-    for entry in [*entries, *([mean] if mean else [])]:
-        entry.row["p_adjusted"] = entry.adjusted
-        entry.row["verdict"] = _verdict(entry.evidence, entry.adjusted, entry.row["higher_is_better"])
-
-
-def overall(entries: list[Entry]) -> Entry | None:
-    """The mean over the tasks whose deciding metric is a share between 0 and 1; None for fewer than two."""
+def overall(metrics: list[Metric]) -> Row | None:
+    """The mean over the tasks whose deciding metric is a score between 0 and 1; None for fewer than two."""
     counted = [
-        entry
-        for entry in entries
-        if entry.row["decides"] and entry.row["higher_is_better"] and entry.paired is not None
-        if all(part.bounded for part in entry.paired.strata)
+        (metric.row, metric.paired)
+        for metric in metrics
+        if metric.row["decides"] and metric.row["higher_is_better"] and metric.paired is not None
+        if all(part.bounded for part in metric.paired.parts.values())
     ]
     if len(counted) < 2:
         return None
-    samples: list[Sample] = [
-        replace(sample, weight=sample.weight / len(counted))
-        for entry in counted
-        if entry.paired is not None
-        for sample in entry.paired.samples
+    samples = [
+        replace(sample, weight=sample.weight / len(counted)) for _, documents in counted for sample in documents.samples
     ]
-    evidence = paired(samples)
-    means = {side: fmean(entry.row[side] for entry in counted) for side in ("base", "tuned")}
-    row = {
-        **means,
+    base, tuned = (fmean(row[side] for row, _ in counted) for side in ("base", "tuned"))
+    return {
+        "base": base,
+        "tuned": tuned,
+        "difference": tuned - base,
         "decides": True,
         "higher_is_better": True,
-        "difference": means["tuned"] - means["base"],
-        "difference_stderr": evidence.stderr,
-        "interval_95": list(evidence.interval),
-        "test": evidence.test,
-        "p_value": evidence.p_value,
-        "documents": sum(entry.row["documents"] for entry in counted),
-        "tasks": [entry.row["task"] for entry in counted],
+        "documents": sum(row["documents"] for row, _ in counted),
+        "tasks": [row["task"] for row, _ in counted],
+        **evidence_row(paired(samples)),
     }
-    return Entry(row, None, evidence)
 
 
-def note(entries: list[Entry], mean: Entry | None) -> str:
+def judge(rows: list[Row]) -> None:
+    """Give each row that decides its verdict, with all p-values corrected together; the others have none."""
+    family = [row for row in rows if row["decides"] and verdict(row) not in (TOO_FEW, UNKNOWN)]
+    adjusted = holm([row["p_value"] for row in family])
+    for row in rows:
+        row["p_adjusted"] = None
+    for row, p_value in zip(family, adjusted, strict=True):
+        row["p_adjusted"] = p_value
+    for row in rows:
+        row["verdict"] = verdict(row) if row["decides"] else None
+
+
+def note(rows: list[Row], mean: Row | None) -> str:
     """What the verdicts mean together, and what to know of single ones.
 
     Args:
-        entries: All metrics, judged.
+        rows: The metrics that decide, judged.
         mean: Over tasks, judged.
     """
-    judged = sum(entry.can_be_judged for entry in [*entries, *([mean] if mean else [])])
-    deciding = [entry for entry in entries if entry.row["decides"]]
+    judged = sum(row["p_adjusted"] is not None for row in [*rows, *([mean] if mean else [])])
     sentences = []
     if judged > 1:
         sentences.append(
-            f"{judged} verdicts are corrected together (Holm): where nothing has changed, at most 5 % of evaluations have a wrong verdict. "
+            f"{judged} verdicts are corrected together (Holm): where nothing has changed, at most 5% of evaluations have a wrong verdict. "
             "Confidence intervals are not corrected."
         )
     elif judged:
         sentences.append(
-            "One metric is judged and needs no correction: chance alone gives it a verdict in 5 % of evaluations."
+            "One metric is judged: where nothing has changed, chance gives it a verdict in 5% of evaluations."
         )
-    alone = [entry.row["task"] for entry in deciding if entry.significant_alone and entry.row["verdict"] == NO_CHANGE]
+    alone = [row["task"] for row in rows if row["verdict"] == NO_CHANGE and row["p_value"] <= ALPHA]
     if alone:
-        sentences.append(f"Significant alone, but not among so many verdicts: {', '.join(alone)}.")
-    few = [entry.row["task"] for entry in deciding if entry.row["verdict"] == TOO_FEW]
+        sentences.append(f"Significant alone, but not after the correction: {', '.join(alone)}.")
+    few = [row["task"] for row in rows if row["verdict"] == TOO_FEW]
     if few:
         sentences.append(f"Too few documents for a verdict: {', '.join(few)}.")
-    for entry in deciding:
-        sentences += _about(entry, entries)
-    return " ".join(sentences) or "No metric can be judged."
+    return " ".join([*sentences, *filter(None, map(_remark, rows))]) or "No metric can be judged."
 
 
-def _about(entry: Entry, entries: list[Entry]) -> list[str]:
-    """What to know of one metric that decides."""
-    row, sentences = entry.row, []
+def _remark(row: Row) -> str | None:
     task, metric = row["task"], row["metric"]
-    for other in (one.row for one in entries if _is_flexible(row)):
-        same_metric = (other["task"], other["metric"]) == (task, metric)
-        if same_metric and other["verdict"] in (IMPROVED, REGRESSED) and other["verdict"] != row["verdict"]:
-            sentences.append(
-                f"{task}: {other['verdict']} by {other['filter']}, {row['verdict']} by {row['filter']}: the format of the answers changed, "
-                "which does not make them right or wrong."
-            )
-    if row["passages"] is not None and row["passages"] < 0.9 * row["documents"]:  # a few copies do not matter
-        sentences.append(f"{task}: {row['documents']} documents share {row['passages']} texts, and count by text.")
     if not isfinite(row["difference"]):
-        sentences.append(f"{task}: {metric} is not finite (base {row['base']}, tuned {row['tuned']}).")
-    elif entry.evidence is None:
-        sentences.append(f"{task}: {metric} is not a sum over documents, and lm_eval gives no standard error for it.")
-    elif row["higher_is_better"] is None:
-        sentences.append(f"{task}: the task does not say whether a higher {metric} is better (`higher_is_better:`).")
-    return sentences
+        return f"{task}: {metric} is not finite (base {row['base']}, tuned {row['tuned']})."
+    if row["p_value"] is None:
+        return f"{task}: {metric} is not a sum over documents, and lm_eval gives no standard error for it."
+    if row["higher_is_better"] is None:
+        return f"{task}: the task does not say whether a higher {metric} is better (`higher_is_better:`)."
+    if row["passages"] is not None and row["passages"] < 0.9 * row["documents"]:  # a few copies do not matter
+        return f"{task}: {row['documents']} documents share {row['passages']} texts. Each text counts once."
+    return None

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import replace
 from math import isfinite
@@ -35,8 +36,11 @@ BATCH_SIZE = 8
 """Documents per forward pass on a GPU, unless the recipe sets a number: memory beside a training is not searched."""
 
 
-def evaluation_during(job: Job, run: Run, tokenizer: Any) -> During | None:
-    """The callback that evaluates during training, its documents loaded; None where the recipe asks for none.
+def evaluation_during(job: Job, run: Run, tokenizer: Any) -> Callable[[Any], During] | None:
+    """Load the documents that are evaluated during training; None where the recipe asks for none.
+
+    Returns:
+        Makes the callback that evaluates, given the trainer.
 
     Raises:
         EvaluationError: A task cannot be measured, or its documents are out of reach.
@@ -45,8 +49,8 @@ def evaluation_during(job: Job, run: Run, tokenizer: Any) -> During | None:
     if evaluation is None:
         return None
     folder = run.comparison_file.parent
-    log = folder / "during.log" if distributed.is_first_rank() else Path(os.devnull)
-    if distributed.is_first_rank():
+    log = folder / "during.log" if distributed.is_rank_0() else Path(os.devnull)
+    if distributed.is_rank_0():
         folder.mkdir(exist_ok=True)
     revision = pinned(job.recipe, job.model).model.revision
     reference = replace(load_reference(job.model.path, revision, model.trust_remote_code), tokenizer=tokenizer)
@@ -61,7 +65,8 @@ def evaluation_during(job: Job, run: Run, tokenizer: Any) -> During | None:
         )
     every = job.recipe.eval.every_steps
     assert every is not None
-    return During(tasks, settings, tokenizer, every, folder / "during.jsonl", log)
+    file = folder / "during.jsonl"
+    return lambda trainer: During(trainer, tasks, settings, tokenizer, every, file, log)
 
 
 class During(TrainerCallback):  # type: ignore[misc]
@@ -70,6 +75,7 @@ class During(TrainerCallback):  # type: ignore[misc]
     Must be called before the callback that writes the line. Every rank takes part.
 
     Args:
+        trainer: Trains the model.
         tasks: With their documents.
         settings: The same for each evaluation.
         tokenizer: The run's.
@@ -82,16 +88,15 @@ class During(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(
-        self, tasks: LoadedTasks, settings: Settings, tokenizer: Any, every: int, file: Path, log: Path
+        self, trainer: Any, tasks: LoadedTasks, settings: Settings, tokenizer: Any, every: int, file: Path, log: Path
     ) -> None:
-        self.tasks, self.settings, self.tokenizer, self.every = tasks, settings, tokenizer, every
-        self.file, self.log = file, log
-        self.trainer: Any = None
+        self.trainer, self.tasks, self.settings, self.tokenizer = trainer, tasks, settings, tokenizer
+        self.every, self.file, self.log = every, file, log
         self.latest: Scores | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the lines up to the step that training starts from, and evaluate where that one is missing."""
-        steps = distributed.from_first_rank(lambda: self._keep(state.global_step))
+        steps = distributed.from_rank_0(lambda: self._keep(state.global_step))
         if state.global_step % self.every == 0 and state.global_step not in steps:
             self._evaluate(state, control)
 

@@ -33,7 +33,7 @@ class Prompting:
     @property
     def record(self) -> dict[str, Any] | None:
         """For results.json and comparison.json."""
-        return None if self.note is None else {"base_template": self.settings.base_template, "told": self.note}
+        return None if self.note is None else {"base_template": self.settings.base_template, "note": self.note}
 
 
 def own_template(base: Target, needed: bool = False) -> str | dict[str, str] | None:

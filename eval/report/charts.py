@@ -19,7 +19,7 @@ from matplotlib import rc_context, style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from eval.report.formats import is_number
+from eval.report.blocks import is_number
 
 SMOOTH_FROM = 60
 """Points from which their running mean is easier to read than the points; fewer are drawn as dots."""
@@ -30,7 +30,7 @@ _FAR = 4.0
 _NARROWEST = 0.005
 """Least range of the y axis relative to its largest value: below that, noise in the fourth digit would look like a curve."""
 
-_STAND_INS = {
+_COLORS = {
     name: f"#0000{place:02x}" for place, name in enumerate((*(f"c{n}" for n in range(10)), "soft", "rule", "bad"), 1)
 }
 """Colors that matplotlib draws with; each becomes a CSS variable, so that the page has a dark mode."""
@@ -72,10 +72,9 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
     [1.0, 2.0, 3.0, 5.0]
     """
     known = np.isfinite(values)
-    sums = np.cumsum(np.where(known, values, 0.0))
-    counts = np.cumsum(known).astype(float)
-    sums[window:] -= sums[:-window].copy()
-    counts[window:] -= counts[:-window].copy()
+    sums, counts = np.cumsum(np.where(known, values, 0.0)), np.cumsum(known).astype(float)
+    for total in (sums, counts):
+        total[window:] -= total[:-window].copy()
     means = np.full(len(values), np.nan)
     np.divide(sums, counts, out=means, where=counts > 0)
     return means
@@ -100,9 +99,8 @@ def y_range(values: np.ndarray, from_zero: bool) -> tuple[float, float]:
     low, high = float(inside.min()), float(inside.max())
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
-    missing = (_NARROWEST * max(abs(low), abs(high)) or 1.0) - (high - low)
-    if missing > 0:
-        low, high = low - missing / 2, high + missing / 2
+    missing = max((_NARROWEST * max(abs(low), abs(high)) or 1.0) - (high - low), 0.0)
+    low, high = low - missing / 2, high + missing / 2
     margin = 0.05 * (high - low)
     return (low if from_zero and low == 0 else low - margin), high + margin
 
@@ -117,7 +115,7 @@ def chart(
     verticals: Sequence[float] = (),
     wide: bool = False,
 ) -> dict[str, Any]:
-    """A chart for the templates: its SVG, legend and description.
+    """A chart for the page: its SVG, legend and description.
 
     Args:
         title: What is shown.
@@ -129,35 +127,25 @@ def chart(
         wide: Twice as wide; the page needs a narrow one beside it for phones.
     """
     drawn = [one for one in series if len(one.x)]
-    notes: set[str] = set()
-    settings: dict[Any, Any] = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": f"{title} {unit} {wide}",
-        "font.size": 10.5,
-        "path.simplify_threshold": 0.5,
-    }
-    with style.context("default"), rc_context(settings):  # no matplotlibrc of the working directory
+    settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": f"{title} {unit} {wide}", "font.size": 10.5}
+    with style.context("default"), rc_context(settings | {"path.simplify_threshold": 0.5}):
         width, height = (732, 240) if wide else (356, 190)
         figure = Figure(figsize=(width / 72, height / 72))
         axes = figure.add_axes((46 / width, 22 / height, 1 - 62 / width, 1 - 36 / height))
-        axes.set_ylim(
-            *y_range(np.concatenate([one.y[np.isfinite(one.y)] for one in drawn] or [np.empty(0)]), from_zero)
-        )
-        lasts = [one.x[-1] for one in drawn]
-        axes.set_xlim(0, max(lasts, default=1.0) * 1.01 or 1.0)
+        finite = [one.y[np.isfinite(one.y)] for one in drawn]
+        axes.set_ylim(*y_range(np.concatenate(finite or [np.empty(0)]), from_zero))
+        axes.set_xlim(0, max((one.x[-1] for one in drawn), default=1.0) * 1.01 or 1.0)
         for x in verticals:
-            axes.axvline(x, color=_STAND_INS["soft"], linewidth=1, linestyle=(0, (3, 3)))
-        for one in drawn:
-            _draw(axes, one, notes)
-        _plain_axes(axes, integers=x_label.endswith("step"))
+            axes.axvline(x, color=_COLORS["soft"], linewidth=1, linestyle=(0, (3, 3)))
+        notes = {note for one in drawn for note in _draw(axes, one)}
+        _simplify_axes(axes, integers=x_label.endswith("step"))
         file = StringIO()
-        figure.savefig(
-            file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        )
+        no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(file, format="svg", transparent=True, metadata=no_metadata)
     return {
         "title": title,
         "unit": unit,
-        "legend": [one for one in drawn if one.name] if len(drawn) > 1 else [],
+        "legend": drawn if len(drawn) > 1 else [],
         "svg": _for_page(file.getvalue()),
         "description": "; ".join(map(_described, drawn)) or "no values",
         "notes": sorted(notes),
@@ -166,54 +154,43 @@ def chart(
     }
 
 
-def _draw(axes: Axes, series: Series, notes: set[str]) -> None:
-    color = _STAND_INS[series.color]
-    alpha, width = (0.35, 1.0) if series.faint else (1.0, 1.6)
-    dots = "o" if len(series.x) < SMOOTH_FROM else ""
+def _draw(axes: Axes, series: Series) -> list[str]:
+    """Draw a curve, and return what its marks mean."""
+    color, finite = _COLORS[series.color], np.isfinite(series.y)
     dashes = ("-", "--", ":", "-.", (0, (8, 2)))[int(series.color[1:]) % 5]  # for readers who cannot tell colors apart
-    finite = np.isfinite(series.y)
     axes.plot(
         series.x,
         np.where(finite, series.y, np.nan),
         color=color,
-        alpha=alpha,
-        linewidth=width,
+        alpha=0.35 if series.faint else 1.0,
+        linewidth=1.0 if series.faint else 1.6,
         linestyle=dashes,
-        marker=dots,
+        marker="o" if len(series.x) < SMOOTH_FROM else "",
         markersize=3.5,
     )
-    low, high = axes.get_ylim()
-    faults = (
-        (~finite, "x", 1.0, _STAND_INS["bad"], "\N{MULTIPLICATION SIGN} not a finite number"),
+    (low, high), right = axes.get_ylim(), axes.get_xlim()[1]
+    marks = (
+        (~finite, "x", 1.0, _COLORS["bad"], "\N{MULTIPLICATION SIGN} not a finite number"),
         (finite & (series.y > high), "^", 1.0, color, "▲ far above the axis"),
         (finite & (series.y < low), "v", 0.0, color, "▼ far below the axis"),
     )
-    for which, marker, height, marked, note in faults:
-        if which.any():
-            x = np.unique(np.round(series.x[which] / axes.get_xlim()[1], 2)) * axes.get_xlim()[1]
-            axes.plot(
-                x,
-                np.full(len(x), height),
-                marker,
-                color=marked,
-                markersize=5,
-                transform=axes.get_xaxis_transform(),
-                clip_on=False,
-            )
-            notes.add(note)
+    for which, marker, height, marked, _ in marks:
+        x = np.unique(np.round(series.x[which] / right, 2)) * right
+        y = np.full(len(x), height)
+        axes.plot(x, y, marker, color=marked, markersize=5, transform=axes.get_xaxis_transform(), clip_on=False)
+    return [note for which, *_, note in marks if which.any()]
 
 
-def _plain_axes(axes: Axes, integers: bool) -> None:
-    soft, rule = _STAND_INS["soft"], _STAND_INS["rule"]
+def _simplify_axes(axes: Axes, integers: bool) -> None:
     axes.spines[:].set_visible(False)
-    axes.grid(axis="y", color=rule, linewidth=1)
+    axes.grid(axis="y", color=_COLORS["rule"], linewidth=1)
     axes.set_axisbelow(True)
-    axes.tick_params(length=0, pad=5, colors=soft)
+    axes.tick_params(length=0, pad=5, colors=_COLORS["soft"])
     axes.ticklabel_format(useOffset=False, scilimits=(-3, 5))
     axes.locator_params(axis="x", nbins=5, integer=integers)
     axes.locator_params(axis="y", nbins=5)
     for axis in (axes.xaxis, axes.yaxis):
-        axis.offsetText.set_color(soft)
+        axis.offsetText.set_color(_COLORS["soft"])
 
 
 def _for_page(svg: str) -> Markup:
@@ -224,7 +201,7 @@ def _for_page(svg: str) -> Markup:
     svg = re.sub(r' id="[\w.]+_\d+"| transform="rotate\(-0[^"]*"', "", svg)
     svg = re.sub(r"(\.\d)\d+", r"\1", svg)
     svg = re.sub(r" font-family: [^;]*;", "", svg)
-    for name, color in _STAND_INS.items():
+    for name, color in _COLORS.items():
         svg = svg.replace(color, f"var(--{name})")
     return Markup(re.sub(r"\n\s*", "\n", svg))
 
@@ -250,14 +227,11 @@ def draw_curve(points: Sequence[Mapping[str, Any]], title: str, path: Path) -> N
     losses = [*with_mean(series_of(points, "loss", "loss")), series_of(points, "held_out_loss", "eval loss", "c2")]
     for axes, curves in ((upper, losses), (lower, [series_of(points, "learning_rate", "learning rate", "c1")])):
         for one in curves:
-            dots = "o" if len(one.x) < SMOOTH_FROM else ""
-            alpha = 0.3 if one.faint else 1.0
+            dots, alpha = "o" if len(one.x) < SMOOTH_FROM else "", 0.3 if one.faint else 1.0
             axes.plot(one.x, one.y, color=one.color.upper(), alpha=alpha, marker=dots, markersize=3, label=one.name)
-        axes.set_ylabel(curves[0].name)
+        axes.set(ylabel=curves[0].name, xlim=(0, None))
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.locator_params(axis="x", integer=True)
-        axes.set_xlim(left=0)
     upper.legend(frameon=False, loc="upper right")
     upper.set_title(title, loc="left", parse_math=False)
     lower.set_xlabel("optimizer step")

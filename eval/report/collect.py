@@ -1,6 +1,6 @@
-"""Collects what a report shows from a run directory, as one dict for the templates. Imports no torch.
+"""Collects what a report shows from a run directory, as sections of blocks. Imports no torch.
 
-Files that are missing or broken never stop the reader: the part of the page that they belong to says what is missing.
+Files that are missing or broken never stop the reader: the section that they belong to says what is missing.
 """
 
 from __future__ import annotations
@@ -10,19 +10,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from eval.report.evaluation import collect_contamination, collect_evaluation, collect_settings, collect_verdict
-from eval.report.formats import Code, code, counted, duration, is_number, number, table, words
+from eval.report.blocks import (
+    Block,
+    Code,
+    Link,
+    Section,
+    code,
+    counted,
+    duration,
+    facts,
+    notice,
+    number,
+    table,
+    text,
+    words,
+)
+from eval.report.evaluation import chat_blocks, evaluation_blocks, flips_blocks, settings_blocks, verdict_notices
 from eval.report.run_files import RunFiles, data_names, method, model_name
-from eval.report.training import collect_during, collect_training
+from eval.report.training import during_blocks, training_blocks
 from sft.recipe.schema import REPOSITORY
 
 Files = TypeVar("Files")
-Part = dict[str, Any]
-"""A part of the page: empty where there is nothing to say; only `missing` where its files are missing or broken."""
-
-MOST_PROMPTS = 16
-MOST_FLIPS = 20
-"""Shown in each direction, over all tasks."""
 
 STATUS = {
     "running": "The run has not finished; this is what it has recorded so far.",
@@ -32,61 +40,64 @@ STATUS = {
 
 
 def collect_report(files: RunFiles) -> dict[str, Any]:
-    """What report.html.jinja and report.md.jinja show."""
-    notices = [_status, collect_verdict_notices, _attention]
+    """What report.html and report.md show."""
     return {
         "title": files.name,
-        "subtitle": guarded(_subtitle, files).get("parts", []),
-        "notices": [notice for collect in notices for notice in guarded(collect, files).get("notices", [])],
-        **{name: guarded(collect, files) for name, collect in PARTS.items()},
+        "subtitle": [block.value for block in blocks_of(_subtitle, files) if block.kind == "text"],
+        "notices": [block for collect in (_status, _verdict, _attention) for block in blocks_of(collect, files)],
+        "sections": sections(SECTIONS, files),
     }
 
 
-def guarded(collect: Callable[[Files], Part], files: Files) -> Part:
-    """A part of the page; one whose files do not hold what they should says so."""
+def sections(collectors: dict[str, Callable[[Files], list[Block]]], files: Files) -> list[Section]:
+    """The sections that have something to say."""
+    found = {title: blocks_of(collect, files) for title, collect in collectors.items()}
+    return [Section(title, blocks) for title, blocks in found.items() if blocks]
+
+
+def blocks_of(collect: Callable[[Files], list[Block]], files: Files) -> list[Block]:
+    """What a collector finds; where files do not hold what they should, a sentence that says so."""
     try:
         return collect(files)
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         problem = f"Not shown, because its files do not hold what they should ({type(error).__name__}: {error})."
-        return {"missing": problem, "notices": [{"kind": "warning", "title": problem, "lines": []}]}
+        return [notice("warning", problem, [])]
 
 
-def hardware_name(files: RunFiles) -> str:
-    """GPUs and nodes."""
+def _hardware(files: RunFiles) -> str:
     hardware = files.record.get("hardware")
     if not hardware:
         return words(None)
     gpu, memory = hardware.get("gpu"), hardware.get("cpu_memory_gib")
     node = f"{number(hardware.get('cpu_cores'))} CPU cores" + (f", {number(memory, '.0f')} GiB" if memory else "")
-    if not gpu:
-        return f"no GPU; {node} on each node"
-    return f"{number(hardware.get('ranks'))} x {words(gpu.get('name'))} ({number(gpu.get('memory_gib'), '.0f')} GiB); {node} on each node"
+    gpus = "no GPU"
+    if gpu:
+        gpus = (
+            f"{number(hardware.get('ranks'))} x {words(gpu.get('name'))} ({number(gpu.get('memory_gib'), '.0f')} GiB)"
+        )
+    return f"{gpus}; {node} on each node"
 
 
-def _subtitle(files: RunFiles) -> Part:
+def _subtitle(files: RunFiles) -> list[Block]:
     started = words(files.record.get("started"))[:10]
-    return {"parts": [model_name(files), data_names(files), hardware_name(files), started]}
+    return [text(part) for part in (model_name(files), data_names(files), _hardware(files), started)]
 
 
-def _status(files: RunFiles) -> Part:
-    status = files.record.get("status")
+def _status(files: RunFiles) -> list[Block]:
+    status, error = files.record.get("status"), files.record.get("error")
     if status == "finished":
-        return {}
+        return []
     title = STATUS.get(str(status), "The run has no status on record; this is what its directory holds.")
-    error = files.record.get("error")
-    return {"notices": [{"kind": "bad", "title": title, "lines": [words(error)] if error else []}]}
+    return [notice("bad", title, [words(error)] if error else [])]
 
 
-def collect_verdict_notices(files: RunFiles) -> Part:
-    """Whether the tuned model is better, and the gate."""
+def _verdict(files: RunFiles) -> list[Block]:
     if files.comparison:
-        return {"notices": collect_verdict(files.comparison)}
-    return {
-        "notices": [{"kind": "plain", "title": "Not compared with the base model", "lines": [_not_evaluated(files)]}]
-    }
+        return verdict_notices(files.comparison)
+    return [notice("plain", "Not compared with the base model", [_why_not_evaluated(files)])]
 
 
-def _attention(files: RunFiles) -> Part:
+def _attention(files: RunFiles) -> list[Block]:
     """What a reader easily overlooks further down."""
     comparison, record = files.comparison, files.record
     lines: list[Any] = [words(message) for messages in (record.get("warnings") or {}).values() for message in messages]
@@ -95,12 +106,11 @@ def _attention(files: RunFiles) -> Part:
         lines.append(f"The evaluation is incomplete; not measured: {names}.")
     if comparison.get("prompts_cut"):
         lines.append(f"Prompts longer than the context lost their beginning: {', '.join(comparison['prompts_cut'])}.")
-    found = comparison.get("contamination") or {}
-    lines += [
-        f"{counts['found']:,} of {counts['documents']:,} documents of {task} share a {found['ngram']}-gram with the training data."
-        for task, counts in found.get("tasks", {}).items()
-        if counts["found"]
-    ]
+    contamination = comparison.get("contamination") or {}
+    for task, counts in contamination.get("tasks", {}).items():
+        if counts["found"]:
+            shared = f"share a {contamination['ngram']}-gram with the training data"
+            lines.append(f"{counts['found']:,} of {counts['documents']:,} documents of {task} {shared}.")
     if (files.chat.get("checks") or {}).get("tuned", {}).get("passed") is False:
         lines.append("Some answers of the tuned model to the chat prompts did not end, were empty, or looped.")
     faults = record.get("nonfinite") or []
@@ -110,143 +120,65 @@ def _attention(files: RunFiles) -> Part:
     lost = tokens.get("truncated", 0) + tokens.get("dropped", 0)
     if lost > 0.01 * tokens.get("in", 0):
         lines.append(f"{lost:,} of {tokens['in']:,} tokens were truncated or dropped: see Data.")
-    if adds_up(files.ledger) is False:
-        lines.append(balance(files.ledger))
+    balance, balanced = _balance(files.ledger)
+    if not balanced:
+        lines.append(balance)
     damaged = [name for one in record.get("sessions") or [] for name in one.get("passed_over") or []]
     if damaged:
         lines.append(f"Damaged checkpoints that were skipped: {', '.join(damaged)}.")
-    return {"notices": [{"kind": "warning", "title": "Worth knowing", "lines": lines}] if lines else []}
+    return [notice("warning", "Worth knowing", lines)] if lines else []
 
 
-def _not_evaluated(files: RunFiles) -> list[str]:
+def _why_not_evaluated(files: RunFiles) -> str:
     """Why there is no comparison, and the command for it."""
     if files.recipe is not None and not files.recipe.eval.tasks and files.recipe.eval.suite is None:
-        return ["The recipe asks for no evaluation: eval.tasks is empty."]
+        return "The recipe asks for no evaluation: eval.tasks is empty."
     script, reason = "sft", "There is no tuned model yet. To resume the training:"
     if (files.run.final / "config.json").is_file():
         done = [name for name in ("base", "tuned") if (files.run.path / "eval" / name / "results.json").is_file()]
         measured = f"Measured so far: {' and '.join(done)}." if done else "Nothing has been measured."
         script, reason = "eval", f"{measured} To measure what is missing:"
-    return [
-        f"There is no comparison of base and tuned. {reason} {shlex.join(['bash', f'scripts/{script}.sh', str(files.run.path)])}"
-    ]
+    command = shlex.join(["bash", f"scripts/{script}.sh", str(files.run.path)])
+    return f"There is no comparison of base and tuned. {reason} {command}"
 
 
-def _evaluation(files: RunFiles) -> Part:
-    if not files.comparison:
-        return {"missing": _not_evaluated(files)}
-    return collect_evaluation(files.comparison) | {"contamination": collect_contamination(files.comparison)}
+def _evaluation(files: RunFiles) -> list[Block]:
+    return evaluation_blocks(files.comparison) if files.comparison else [text(_why_not_evaluated(files))]
 
 
-def _trained(files: RunFiles) -> Part:
+def _trained(files: RunFiles) -> list[Block]:
     record = files.record
     tokens = (files.ledger.get("total") or {}).get("tokens") or {}
-    known = "trained" in tokens and "masked" in tokens
-    facts = {
-        "Model": model_name(files),
-        "Method": method(files),
-        "Data": data_names(files),
-        "Target tokens, in one epoch": f"{tokens['trained']:,} of {tokens['trained'] + tokens['masked']:,}"
-        if known
-        else words(None),
-        "Recipe": f"{words(record.get('recipe'))}, version {words(record.get('recipe_version'))}",
-        "Changed on the command line": [Code(one) for one in record.get("overrides") or []] or "nothing",
-    }
-    return {"facts": facts, "final": files.run.final.is_dir()}
-
-
-def _chat(files: RunFiles) -> Part:
-    """Base and tuned side by side on the chat prompts."""
-    if not files.chat:
-        wanted = files.recipe is None or files.recipe.eval.chat
-        return {"missing": "No chat samples: eval/chat.json is missing."} if wanted else {}
-    if files.chat.get("skipped"):
-        return {"missing": f"No prompts were answered. {files.chat['skipped']}"}
-    rows = []
-    for side, check in files.chat["checks"].items():
-        counts = [number(check[key]) for key in ("answers", "ended", "empty", "loops")]
-        rows.append([side, *counts, "yes" if check["passed"] else "no"])
-    head = ["Model", "Answers", "Ended on their own", "Empty", "Looping", "Passed"]
-    prompts = files.chat["prompts"]
-    samples = [
-        {
-            "turns": [(words(turn["role"]), words(turn["content"])) for turn in one["messages"]],
-            "answers": [_answer(side, one[side]) for side in ("base", "tuned")],
-        }
-        for one in prompts[:MOST_PROMPTS]
+    target_tokens = words(None)
+    if "trained" in tokens and "masked" in tokens:
+        target_tokens = f"{tokens['trained']:,} of {tokens['trained'] + tokens['masked']:,}"
+    saved = text("The tuned model is in ", Link("final"), ".") if files.run.final.is_dir() else None
+    return [
+        facts(
+            {
+                "Model": model_name(files),
+                "Method": method(files),
+                "Data": data_names(files),
+                "Target tokens, in one epoch": target_tokens,
+                "Recipe": f"{words(record.get('recipe'))}, version {words(record.get('recipe_version'))}",
+                "Changed on the command line": [Code(one) for one in record.get("overrides") or []] or "nothing",
+            }
+        ),
+        saved or text("The tuned model is not saved."),
     ]
-    return {
-        "checks": table(head, rows, range(1, 5)),
-        "generation": _generation(files.chat.get("generation") or {}),
-        "samples": samples,
-        "more": len(prompts) - len(samples),
-    }
 
 
-def _answer(side: str, answer: Part) -> Part:
-    marks = [
-        mark
-        for key, bad, mark in (("ended", False, "did not end"), ("empty", True, "empty"), ("loops", True, "loops"))
-        if answer[key] is bad
-    ]
-    return {"name": side, "text": words(answer["text"]), "marks": marks, "note": counted(answer["tokens"], "token")}
+def _chat(files: RunFiles) -> list[Block]:
+    if files.chat:
+        return chat_blocks(files.chat)
+    wanted = files.recipe is None or files.recipe.eval.chat
+    return [text("No chat samples: eval/chat.json is missing.")] if wanted else []
 
 
-def _generation(generation: Part) -> str:
-    sampling = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    given = ", ".join(f"{key} {number(generation[key])}" for key in sampling if is_number(generation.get(key)))
-    decoding = f"sampling ({given})" if given else "sampling"
-    shown = [decoding if generation.get("do_sample") else "greedy decoding"]
-    if generation.get("max_new_tokens"):
-        shown.append(f"at most {number(generation['max_new_tokens'])} tokens")
-    if generation.get("chat_template"):
-        shown.append(f"{generation['chat_template']} chat template")
-    return ", ".join(shown)
-
-
-def _flips(files: RunFiles) -> Part:
-    """The documents that only one of the two models answered right, with both answers."""
-    counts = files.comparison.get("flips") or {}
-    if files.flips is None:
-        return {"missing": "Not recorded: eval/flips.jsonl is missing."} if files.comparison else {}
-    if not files.flips:
-        return {"missing": "None: both models have the same documents right."}
-    rows = [[task, one["metric"], number(one["gained"]), number(one["lost"])] for task, one in counts.items()]
-    groups = []
-    for direction in ("lost", "gained"):
-        flips = [one for one in files.flips if one["direction"] == direction]
-        if flips:
-            shown = [_flip(one) for one in _shared_out(flips)]
-            groups.append(
-                {
-                    "title": f"{direction.capitalize()}: {len(shown)} of {counted(len(flips), 'document')}",
-                    "flips": shown,
-                }
-            )
-    head = ["Task", "Metric", "Gained: tuned right, base wrong", "Lost: base right, tuned wrong"]
-    return {"counts": table(head, rows, (2, 3)), "groups": groups}
-
-
-def _shared_out(flips: list[Part]) -> list[Part]:
-    """The first flips of each task, as many of each as there is room for."""
-    tasks: dict[str, list[Part]] = {}
-    for flip in flips:
-        tasks.setdefault(flip["task"], []).append(flip)
-    ranked = sorted((place, task) for task, of_task in tasks.items() for place in range(len(of_task)))[:MOST_FLIPS]
-    return [tasks[task][place] for task in tasks for place, of in ranked if of == task]
-
-
-def _flip(flip: Part) -> Part:
-    scores = f"{number(flip['base_score'], '.4g')} → {number(flip['tuned_score'], '.4g')}"
-    answers: list[Part] = [
-        {"name": side, "text": words(flip[side]), "marks": [], "note": ""} for side in ("base", "tuned")
-    ]
-    return {
-        "title": f"{flip.get('subtask') or flip['task']}, document {flip['doc_id']}: {scores}",
-        "beginning": " ".join(words(flip["question"])[:80].split()),
-        "turns": [("question", words(flip["question"])), ("expected", words(flip["target"]))],
-        "answers": answers,
-    }
+def _flips(files: RunFiles) -> list[Block]:
+    if files.flips is not None:
+        return flips_blocks(files.comparison, files.flips)
+    return [text("Not recorded: eval/flips.jsonl is missing.")] if files.comparison else []
 
 
 FATES = {
@@ -260,35 +192,27 @@ FATES = {
 """What became of tokens, as ledger.json counts them."""
 
 
-def _fates(ledger: Part) -> list[str]:
+def _fates(ledger: dict[str, Any]) -> list[str]:
     return [fate for fate in FATES if fate != "held_out" or ledger["total"]["tokens"].get("held_out")]
 
 
-def adds_up(ledger: Part) -> bool | None:
-    """Whether the ledger accounts for every token; None where it has no complete total."""
+def _balance(ledger: dict[str, Any]) -> tuple[str, bool]:
+    """The token ledger's sum as a sentence, and whether it accounts for every token; a missing total breaks no promise."""
     tokens = (ledger.get("total") or {}).get("tokens") or {}
     if not {"in", "trained", "masked", "truncated", "dropped"} <= tokens.keys():
-        return None
-    whole, *parts = (tokens[fate] for fate in _fates(ledger))
-    return bool(whole == sum(parts))
-
-
-def balance(ledger: Part) -> str:
-    """The token ledger's sum as a sentence."""
-    balanced = adds_up(ledger)
-    if balanced is None:
-        return "The ledger has no complete total."
-    tokens, (_, *fates) = ledger["total"]["tokens"], _fates(ledger)
+        return "The ledger has no complete total.", True
+    fates = _fates(ledger)[1:]
     total = sum(tokens[fate] for fate in fates)
     sentence = f"{tokens['in']:,} tokens in; {' + '.join(FATES[fate] for fate in fates)} = {total:,}."
-    return sentence if balanced else f"The ledger does not add up: {sentence}"
+    balanced = bool(tokens["in"] == total)
+    return sentence if balanced else f"The ledger does not add up: {sentence}", balanced
 
 
-def _data(files: RunFiles) -> Part:
+def _data(files: RunFiles) -> list[Block]:
     """What became of every row and token, and the findings in the data."""
     ledger = files.ledger
     if not ledger.get("sources"):
-        return {"missing": "The token ledger is missing: ledger.json."}
+        return [text("The token ledger is missing: ledger.json.")]
     accounts = [(code(one["source"]), one) for one in ledger["sources"]]
     if len(accounts) > 1:
         accounts.append(("all", ledger["total"]))
@@ -298,44 +222,48 @@ def _data(files: RunFiles) -> Part:
     for name, one in accounts:
         counts = [number(one["rows"].get(key)) for key in ("in", "used", *held_out)]
         dropped = ", ".join(f"{count:,} ({reason})" for reason, count in one["rows"]["dropped"].items()) or "0"
-        rows.append([name, *counts, dropped, number(one.get("share"), ".1%")])
+        rows.append([name, *counts, number(one.get("share"), ".1%"), dropped])
     tokens = [[name, *(number(one["tokens"].get(fate)) for fate in fates)] for name, one in accounts]
-    head = ["Source", "Rows", "Used", *["Held out" for _ in held_out], "Dropped", "Share of the tokens"]
+    head = ["Source", "Rows", "Used", *["Held out" for _ in held_out], "Of all tokens", "Dropped"]
     packing = ledger.get("packing")
     packed = "Not packed: one document per sequence."
     if packing:
-        packed = f"Packed: {packing['packs']:,} packs, {packing['fill']:.1%} full; {packing['padding']:,} tokens of padding besides."
+        packed = f"Packed: {packing['packs']:,} packs, {packing['fill']:.1%} full; {packing['padding']:,} padding tokens in addition."
     findings = [
         [number(one["count"]), words(one["meaning"]), [Code(row) for row in one["rows"][:3]]]
         for one in ledger.get("findings") or []
     ]
-    return {
-        "rows": table(head, rows, [column for column in range(1, len(head)) if head[column] != "Dropped"]),
-        "tokens": table(["Source", *(f"Tokens {FATES[fate]}" for fate in fates)], tokens, range(1, 1 + len(fates))),
-        "balance": f"{balance(ledger)} {packed}",
-        "findings": table(["Rows", "Finding", "First"], findings, (0,)) if findings else None,
-    }
+    return [
+        table(head, rows, range(1, len(head) - 1)),
+        table(["Source", *(f"Tokens {FATES[fate]}" for fate in fates)], tokens, range(1, 1 + len(fates))),
+        text(f"{_balance(ledger)[0]} {packed}"),
+        *([table(["Rows", "Finding", "First"], findings, (0,))] if findings else []),
+    ]
 
 
-def _plan(files: RunFiles) -> Part:
+def _plan(files: RunFiles) -> list[Block]:
     if not files.decisions:
-        return {"missing": "The plan is missing: plan.json."}
+        return [text("The plan is missing: plan.json.")]
     rows = [[code(one.get("name")), words(one.get("value")), words(one.get("reason"))] for one in files.decisions]
-    return {"decisions": table(["Decision", "Value", "Why"], rows)}
+    return [table(["Decision", "Value", "Why"], rows)]
 
 
-def _environment(files: RunFiles) -> Part:
+def _environment(files: RunFiles) -> list[Block]:
     """Machine, commit, packages, and the sessions of a run that was resumed."""
     record = files.record
     git = record.get("git") or {}
     on_each = number((record.get("hardware") or {}).get("ranks_per_node"))
-    facts = {
-        "Hardware": hardware_name(files),
-        "Processes": f"{number(record.get('ranks'))} ({on_each} on each node)",
-        "Git commit": [code(git.get("commit")), *(["with uncommitted changes"] if git.get("dirty") else [])],
-        "Started": words(record.get("started")),
-        "Finished": words(record.get("finished")),
-    }
+    blocks = [
+        facts(
+            {
+                "Hardware": _hardware(files),
+                "Processes": f"{number(record.get('ranks'))} ({on_each} on each node)",
+                "Git commit": [code(git.get("commit")), *(["with uncommitted changes"] if git.get("dirty") else [])],
+                "Started": words(record.get("started")),
+                "Finished": words(record.get("finished")),
+            }
+        )
+    ]
     sessions = [
         [
             words(one.get("started")),
@@ -348,55 +276,52 @@ def _environment(files: RunFiles) -> Part:
         ]
         for one in record.get("sessions") or []
     ]
-    head = ["Started", "From", "Ended", "At step", "Processes", "Trained for", "Changed in the recipe"]
+    if len(sessions) > 1:
+        head = ["Started", "From", "Ended", "At step", "Processes", "Trained for", "Changed in the recipe"]
+        blocks += [text(f"Trained in {len(sessions)} sessions:"), table(head, sessions, (3, 4))]
     versions = [[words(name), words(one)] for name, one in (record.get("versions") or {}).items()]
-    return {
-        "facts": facts,
-        "sessions": table(head, sessions, (3, 4)) if len(sessions) > 1 else None,
-        "versions": table(["Package", "Version"], versions),
-    }
+    return [*blocks, table(["Package", "Version"], versions)]
 
 
-def _settings(files: RunFiles) -> Part:
-    return collect_settings(files.comparison) if files.comparison else {}
+def _settings(files: RunFiles) -> list[Block]:
+    return settings_blocks(files.comparison) if files.comparison else []
 
 
-def _rerun(files: RunFiles) -> Part:
+def _rerun(files: RunFiles) -> list[Block]:
     """The commands that repeat the run."""
     record = files.record
     if not record.get("recipe_path"):
-        return {"missing": "The command is missing."}
+        return [text("The command is missing.")]
     path, folder = Path(record["recipe_path"]), record.get("working_directory")
     git = record.get("git") or {}
     shown = path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path
-    checkout = [f"checkout {git['commit']}"] if git.get("commit") else []
-    script, commands = "scripts/sft.sh", [f"git {one}" for one in checkout]
+    script, commands, repository = "scripts/sft.sh", [], "git"
     if folder and shown == path:  # a recipe outside the repository: its paths are relative to where it was started
-        script = str(REPOSITORY / script)
-        commands = [
-            f"cd {shlex.quote(str(folder))}",
-            *(f"git -C {shlex.quote(str(REPOSITORY))} {one}" for one in checkout),
-        ]
+        script, repository = str(REPOSITORY / script), f"git -C {shlex.quote(str(REPOSITORY))}"
+        commands.append(f"cd {shlex.quote(str(folder))}")
+    if git.get("commit"):
+        commands.append(f"{repository} checkout {git['commit']}")
     commands.append(shlex.join(["bash", script, str(shown), *map(str, record.get("overrides") or [])]))
-    return {
-        "commands": commands,
-        "recipe": files.run.recipe_file.is_file(),
-        "dirty": bool(git.get("dirty")),
-        "again": Code(f"bash scripts/sft.sh {files.run.path}"),
-        "measure": Code(f"bash scripts/eval.sh {files.run.path}") if files.comparison else None,
-    }
+    again: list[Any] = ["To rerun from this directory, which reports what has changed since: "]
+    again += [Code(f"bash scripts/sft.sh {files.run.path}"), "."]
+    if files.comparison:
+        again += [" To measure both models again: ", Code(f"bash scripts/eval.sh {files.run.path}"), "."]
+    if files.run.recipe_file.is_file():
+        again = ["The recipe: ", Link("recipe.yaml"), ". ", *again]
+    dirty = "The repository had uncommitted changes, so the commit alone may not give the same result."
+    return [Block("commands", commands), *([text(dirty)] if git.get("dirty") else []), text(*again)]
 
 
-PARTS: dict[str, Callable[[RunFiles], Part]] = {
-    "evaluation": _evaluation,
-    "trained": _trained,
-    "chat": _chat,
-    "flips": _flips,
-    "training": collect_training,
-    "during": collect_during,
-    "data": _data,
-    "plan": _plan,
-    "environment": _environment,
-    "settings": _settings,
-    "rerun": _rerun,
+SECTIONS: dict[str, Callable[[RunFiles], list[Block]]] = {
+    "Evaluation": _evaluation,
+    "What was trained": _trained,
+    "Chat samples": _chat,
+    "Documents that flipped": _flips,
+    "Training": training_blocks,
+    "Evaluation during training": during_blocks,
+    "Data": _data,
+    "Plan": _plan,
+    "Environment": _environment,
+    "Evaluation settings": _settings,
+    "Rerun": _rerun,
 }

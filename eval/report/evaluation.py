@@ -1,4 +1,4 @@
-"""Collects what a report shows of comparison.json: the verdict, the scores, contamination, and the settings."""
+"""Collects what a report shows of the evaluation: verdict, scores, contamination, settings, chat samples and flipped documents."""
 
 from __future__ import annotations
 
@@ -7,12 +7,32 @@ from collections import Counter
 from typing import Any
 
 from eval.compare.gate import describe_gate
-from eval.report.formats import code, counted, interval, is_number, kind_of, metric_name, number, score, table, words
+from eval.report.blocks import (
+    Block,
+    code,
+    counted,
+    facts,
+    interval,
+    is_number,
+    kind_of,
+    name_of,
+    notice,
+    number,
+    score,
+    table,
+    text,
+    verdict_of,
+    words,
+)
 
 Part = dict[str, Any]
 
-MOST_NAMED = 5
-"""Metrics that the verdict names."""
+OPEN_SCORES, MOST_SCORES = 24, 200
+"""Rows of the scores that are open, and that are drawn."""
+
+MOST_PROMPTS = 16
+MOST_FLIPS = 20
+"""Shown in each direction, over all tasks."""
 
 
 def _deciding(comparison: Part) -> list[Part]:
@@ -20,102 +40,82 @@ def _deciding(comparison: Part) -> list[Part]:
     return [entry for entry in metrics if entry.get("decides")] or metrics
 
 
-def collect_verdict(comparison: Part) -> list[Part]:
+def verdict_notices(comparison: Part) -> list[Block]:
     """What a reader wants first: whether the tuned model is better, and whether the gate passed."""
     metrics, overall, gate = _deciding(comparison), comparison.get("overall"), comparison.get("gate")
     verdicts = Counter(words(entry.get("verdict")) for entry in metrics)
     order = sorted(verdicts, key=lambda verdict: ("bad", "good", "plain").index(kind_of(verdict)))
     counts = f"Of {counted(len(metrics), 'metric')}: {', '.join(f'{verdicts[verdict]} {verdict}' for verdict in order)}"
-    kinds = [kind_of(verdict) for verdict in order]
-    kind = kinds[0] if kinds else "plain"
-    lines: list[str] = []
+    lines, kind = [], kind_of(order[0]) if order else "plain"
     if overall:
-        kind = kind_of(overall["verdict"])
-        title = (
-            f"{overall['verdict']}: {score(overall['difference'], '+')} over {counted(len(overall['tasks']), 'task')}, "
+        kind, tasks = kind_of(overall["verdict"]), counted(len(overall["tasks"]), "task")
+        difference = (
+            f"{score(overall['difference'], '+')} over {tasks}, 95% interval {interval(overall['interval_95'])}"
         )
-        title += f"95% interval {interval(overall['interval_95'])}"
-        lines = [f"{counts}."]
+        title, lines = f"{overall['verdict']}: {difference}", [f"{counts}."]
     elif len(metrics) == 1:
         title = f"{words(metrics[0].get('verdict'))}: {score(metrics[0].get('difference'), '+')} on {words(metrics[0].get('task'))}"
     else:
         title = counts if metrics else "No task was measured on both models"
-    named = [entry for entry in metrics if len(metrics) <= 3 or kind_of(entry.get("verdict")) == "bad"]
-    lines += [
-        (f"{words(entry.get('verdict'))}: " if len(metrics) > 1 else "") + _sentence(entry)
-        for entry in named[:MOST_NAMED]
-    ]
-    if len(named) > MOST_NAMED:
-        lines.append(f"and {len(named) - MOST_NAMED} more")
-    notices = [{"kind": kind, "title": title, "lines": lines}]
+    for entry in metrics:
+        if len(metrics) <= 3 or kind_of(entry.get("verdict")) == "bad":
+            lines.append((f"{words(entry.get('verdict'))}: " if len(metrics) > 1 else "") + _sentence(entry))
+    notices = [notice(kind, title, lines)]
     if gate:
         passed = gate["passed"] is True
-        asked = f"Required: {describe_gate(gate['asked'])}."
-        notices.append(
-            {
-                "kind": "good" if passed else "bad",
-                "title": f"The gate {'passed' if passed else 'failed'}",
-                "lines": [*map(words, gate["failures"]), asked],
-            }
-        )
+        required = f"Required: {describe_gate(gate['asked'])}."
+        title = f"The gate {'passed' if passed else 'failed'}"
+        notices.append(notice("good" if passed else "bad", title, [*map(words, gate["failures"]), required]))
     return notices
 
 
 def _sentence(entry: Part) -> str:
     scores = f"{score(entry.get('base'))} → {score(entry.get('tuned'))}"
     difference = f"{score(entry.get('difference'), '+')}, 95% interval {interval(entry.get('interval_95'))}"
-    return f"{words(entry.get('task'))}, {metric_name(entry)}: {scores} ({difference}; {number(entry.get('documents'))} documents)"
+    return f"{words(entry.get('task'))}, {name_of(entry)}: {scores} ({difference}; {number(entry.get('documents'))} documents)"
 
 
-def collect_evaluation(comparison: Part) -> Part:
+def evaluation_blocks(comparison: Part) -> list[Block]:
     """The scores, drawn and in numbers, and what limits them."""
-    metrics: list[Part] = comparison.get("metrics") or []
-    deciding = _deciding(comparison)
-    widest = max((_reach(entry) for entry in deciding if _is_share(entry)), default=0.0)
-    not_measured = [f"{task}: {reason}" for task, reason in (comparison.get("not_measured") or {}).items()]
-    return {
-        "scores": [_score_row(entry, widest) for entry in deciding],
-        "widest": f"{widest:.3f}" if widest else "",
-        "numbers": _numbers(metrics) if metrics else None,
-        "note": words(comparison["note"]) if comparison.get("note") else "",
-        "not_measured": not_measured or ([] if comparison.get("complete") else [words(None)]),
-        "asked": _asked(comparison),
-        "settings_hash": code(str(comparison.get("settings_hash", ""))[:12] or None),
-    }
+    metrics, deciding = comparison.get("metrics") or [], _deciding(comparison)
+    widest = max((_reach(entry) for entry in deciding if _is_bounded(entry)), default=0.0)
+    rows = [_score_row(entry, widest) for entry in deciding[:MOST_SCORES]]
+    blocks = []
+    if rows:
+        blocks.append(Block("scores", {"widest": f"{widest:.3f}" if widest else "", "rows": rows[:OPEN_SCORES]}))
+    if len(rows) > OPEN_SCORES:
+        folded = {"widest": "", "rows": rows[OPEN_SCORES:]}
+        blocks.append(Block("scores", folded, f"{len(rows) - OPEN_SCORES} more"))
+    if metrics:
+        blocks.append(_numbers(metrics))
+    else:
+        blocks.append(text("No task was measured on both models."))
+    if comparison.get("note"):
+        blocks.append(text(comparison["note"]))
+    if not comparison.get("complete"):
+        lines = [f"{task}: {reason}" for task, reason in (comparison.get("not_measured") or {}).items()]
+        blocks.append(notice("warning", "The evaluation is incomplete. Not measured:", lines or [words(None)]))
+    return [*blocks, *_contamination(comparison.get("contamination")), _conditions(comparison)]
 
 
-def _numbers(metrics: list[Part]) -> Part:
+def _numbers(metrics: list[Part]) -> Block:
     rows = [
         [
             words(entry.get("task")),
-            metric_name(entry),
+            name_of(entry),
             number(entry.get("documents")),
             *(_with_stderr(entry, side) for side in ("base", "tuned")),
             score(entry.get("difference"), "+"),
-            score(entry.get("difference_stderr")),
             interval(entry.get("interval_95")),
             number(entry.get("p_value"), ".2g"),
-            number(entry.get("p_adjusted"), ".2g"),
+            number(entry.get("p_adjusted"), ".2g") if entry.get("decides") is not False else "-",
             words(entry.get("test")),
-            words(entry.get("verdict")) + (" (does not decide)" if entry.get("decides") is False else ""),
+            verdict_of(entry),
         ]
         for entry in metrics
     ]
-    head = [
-        "Task",
-        "Metric",
-        "Documents",
-        "Base",
-        "Tuned",
-        "Difference",
-        "Standard error",
-        "95% interval",
-        "p",
-        "p (Holm)",
-        "Test",
-        "Verdict",
-    ]
-    return table(head, rows, range(2, 10))
+    head = "Task;Metric;Documents;Base;Tuned;Difference;95% interval;p;p (Holm);Test;Verdict".split(";")
+    return table(head, rows, range(2, 9), fold="All numbers")
 
 
 def _with_stderr(entry: Part, side: str) -> str:
@@ -123,7 +123,7 @@ def _with_stderr(entry: Part, side: str) -> str:
     return score(entry.get(side)) + (f" ± {score(stderr)}" if is_number(stderr) else "")
 
 
-def _is_share(entry: Part) -> bool:
+def _is_bounded(entry: Part) -> bool:
     return all(is_number(entry.get(side)) and 0 <= entry[side] <= 1 for side in ("base", "tuned"))
 
 
@@ -133,15 +133,16 @@ def _reach(entry: Part) -> float:
 
 def _score_row(entry: Part, widest: float) -> Part:
     """One metric on both models; `value`, `low` and `high` place the difference between -100 and 100."""
-    scale = widest if _is_share(entry) else _reach(entry)
+    bounded = _is_bounded(entry)
+    scale = widest if bounded else _reach(entry)
     low, high = entry.get("interval_95") or (None, None)
     ends = {"value": entry.get("difference"), "low": low, "high": high}
+    scale_note = "" if bounded else "; on its own scale"
     return {
         "task": words(entry.get("task")),
-        "metric": f"{metric_name(entry)}; {number(entry.get('documents'))} documents"
-        + ("" if _is_share(entry) else "; on its own scale"),
-        "verdict": words(entry.get("verdict")),
-        "kind": kind_of(entry.get("verdict")),
+        "metric": f"{name_of(entry)}; {number(entry.get('documents'))} documents{scale_note}",
+        "verdict": verdict_of(entry),
+        "kind": kind_of(verdict_of(entry)),
         "base": score(entry.get("base")),
         "tuned": score(entry.get("tuned")),
         "difference": score(entry.get("difference"), "+"),
@@ -150,55 +151,55 @@ def _score_row(entry: Part, widest: float) -> Part:
     }
 
 
-def collect_contamination(comparison: Part) -> Part:
+def _contamination(searched: Part | None) -> list[Block]:
     """Documents of the evaluation that the training data holds: a sentence, and the tasks where some were found."""
-    searched = comparison.get("contamination")
     if not searched:
-        return {"text": "Nobody searched the training data for documents of the tasks.", "tasks": None}
+        return [text("The training data was not searched for documents of the tasks.")]
     if searched.get("reason"):
-        return {
-            "text": f"The training data could not be searched for documents of the tasks: {searched['reason']}",
-            "tasks": None,
-        }
+        return [text(f"The training data could not be searched for documents of the tasks: {searched['reason']}")]
     rows = []
     for task, counts in searched["tasks"].items():
         found, documents, short = counts["found"], counts["documents"], counts.get("too_short")
         if found or short:
-            share = f"{found / documents:.1%}" if documents else words(None)
+            fraction = f"{found / documents:.1%}" if documents else words(None)
             without = score(counts.get("difference_without"), "+") if found else "-"
-            rows.append([task, number(documents), number(found), share, number(short), without])
-    clean = len(searched["tasks"]) - len(rows)
-    ngram = f"{searched['ngram']}-gram"
+            rows.append([task, number(documents), number(found), fraction, number(short), without])
+    ngram, clean = f"{searched['ngram']}-gram", len(searched["tasks"]) - len(rows)
     if not rows:
-        return {"text": f"No document of the tasks shares a {ngram} with the training data.", "tasks": None}
-    others = f" (none of {counted(clean, 'more task')} does)" if clean else ""
-    head = ["Task", "Documents", "Found", "Share", "Too short to tell", "Difference without those found"]
-    return {
-        "text": f"Documents of the tasks that share a {ngram} with the training data{others}:",
-        "tasks": table(head, rows, range(1, 6)),
-    }
+        return [text(f"No document of the tasks shares a {ngram} with the training data.")]
+    others = f" (none in {counted(clean, 'other task')})" if clean else ""
+    head = ["Task", "Documents", "Found", "Fraction", "Too short to tell", "Difference without those found"]
+    sentence = f"Documents of the tasks that share a {ngram} with the training data{others}:"
+    return [text(sentence), table(head, rows, range(1, 6))]
 
 
-def _asked(comparison: Part) -> str:
+def _conditions(comparison: Part) -> Block:
     settings = comparison.get("settings") or {}
     limit = settings.get("limit")
     documents = f"at most {limit} documents per task" if limit else "all documents of each task"
     template = "with the chat template" if settings.get("apply_chat_template") else "without a chat template"
     cut = ", ".join(comparison.get("prompts_cut") or [])
     lost = f" Prompts longer than the context lost their beginning: {cut}." if cut else ""
-    prompting = (comparison.get("base_treatment") or {}).get("told")
-    return f"Both models: {documents}, {template}, in {words(settings.get('dtype'))}.{lost}{f' {prompting}' if prompting else ''}"
+    # Comparisons of older versions have `base_treatment` and `told`.
+    prompting = comparison.get("prompting") or comparison.get("base_treatment") or {}
+    remark = prompting.get("note") or prompting.get("told")
+    sentence = f"Both models: {documents}, {template}, in {words(settings.get('dtype'))}.{lost}{f' {remark}' if remark else ''}"
+    sentence += " A difference is tuned - base; ± is a standard error. Settings hash: "
+    return text(sentence, code(str(comparison.get("settings_hash", ""))[:12] or None), ".")
 
 
-def collect_settings(comparison: Part) -> Part:
+def settings_blocks(comparison: Part) -> list[Block]:
     """Everything that could move a score, by dotted key."""
-    facts = {
+    values = {
         key: "not set" if value is None else words(value)
         for key, value in flattened(comparison.get("settings") or {}).items()
     }
-    facts |= {f"version of {task}": words(one) for task, one in (comparison.get("versions") or {}).items()}
-    facts |= {f"examples of {task}": words(one) for task, one in (comparison.get("num_fewshot") or {}).items()}
-    return {"hash": code(comparison.get("settings_hash")), "facts": facts}
+    values |= {f"version of {task}": words(one) for task, one in (comparison.get("versions") or {}).items()}
+    values |= {
+        f"few-shot examples of {task}": words(one) for task, one in (comparison.get("num_fewshot") or {}).items()
+    }
+    sentence = "Base and tuned were measured under the same settings, with the hash "
+    return [text(sentence, code(comparison.get("settings_hash")), "."), facts(values, fold="All settings")]
 
 
 def flattened(values: Part, before: str = "") -> Part:
@@ -214,3 +215,87 @@ def flattened(values: Part, before: str = "") -> Part:
         else:
             flat[f"{before}{key}"] = json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
     return flat
+
+
+def chat_blocks(chat: Part) -> list[Block]:
+    """Base and tuned side by side on the chat prompts."""
+    if chat.get("skipped"):
+        return [text(f"No prompts were answered. {chat['skipped']}")]
+    rows = []
+    for side, check in chat["checks"].items():
+        counts = [number(check[key]) for key in ("answers", "ended", "empty", "loops")]
+        rows.append([side, *counts, "yes" if check["passed"] else "no"])
+    prompts = chat["prompts"]
+    exchanges = [
+        {
+            "turns": [(words(turn["role"]), words(turn["content"])) for turn in one["messages"]],
+            "answers": [_answer(side, one[side]) for side in ("base", "tuned")],
+        }
+        for one in prompts[:MOST_PROMPTS]
+    ]
+    more = len(prompts) - len(exchanges)
+    others = f" {more} more prompts are there." if more else ""
+    head = ["Model", "Answers", "Ended on their own", "Empty", "Looping", "Passed"]
+    return [
+        table(head, rows, range(1, 5)),
+        text(
+            f"Both models answered with {_decoding(chat.get('generation') or {})}. eval/chat.json has all answers.{others}"
+        ),
+        Block("exchanges", {"": exchanges}),
+    ]
+
+
+def _answer(side: str, answer: Part) -> Part:
+    faults = {
+        "did not end": answer["ended"] is False,
+        "empty": answer["empty"] is True,
+        "loops": answer["loops"] is True,
+    }
+    marks = [mark for mark, bad in faults.items() if bad]
+    return {"name": side, "text": words(answer["text"]), "marks": marks, "note": counted(answer["tokens"], "token")}
+
+
+def _decoding(generation: Part) -> str:
+    sampling = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    given = ", ".join(f"{key} {number(generation[key])}" for key in sampling if is_number(generation.get(key)))
+    shown = ["greedy decoding" if not generation.get("do_sample") else f"sampling ({given})" if given else "sampling"]
+    if generation.get("max_new_tokens"):
+        shown.append(f"at most {number(generation['max_new_tokens'])} tokens")
+    if generation.get("chat_template"):
+        shown.append(f"{generation['chat_template']} chat template")
+    return ", ".join(shown)
+
+
+def flips_blocks(comparison: Part, flips: list[Part]) -> list[Block]:
+    """The documents that only one of the two models answered right, with both answers."""
+    if not flips:
+        return [text("None: both models have the same documents right.")]
+    counts = comparison.get("flips") or {}
+    rows = [[task, one["metric"], number(one["gained"]), number(one["lost"])] for task, one in counts.items()]
+    head = ["Task", "Metric", "Gained: tuned right, base wrong", "Lost: base right, tuned wrong"]
+    groups = {}
+    for direction in ("lost", "gained"):
+        these = [one for one in flips if one["direction"] == direction]
+        shown = [_flip(one) for one in _spread_over_tasks(these)]
+        if shown:
+            groups[f"{direction.capitalize()}: {len(shown)} of {counted(len(these), 'document')}"] = shown
+    return [table(head, rows, (2, 3)), text("eval/flips.jsonl has all of them."), Block("exchanges", groups)]
+
+
+def _spread_over_tasks(flips: list[Part]) -> list[Part]:
+    """The first flips of each task, as many of each as there is room for."""
+    tasks: dict[str, list[Part]] = {}
+    for flip in flips:
+        tasks.setdefault(flip["task"], []).append(flip)
+    ranked = sorted((place, task) for task, of_task in tasks.items() for place in range(len(of_task)))[:MOST_FLIPS]
+    return [tasks[task][place] for task in tasks for place, of in ranked if of == task]
+
+
+def _flip(flip: Part) -> Part:
+    scores = f"{number(flip['base_score'], '.4g')} → {number(flip['tuned_score'], '.4g')}"
+    return {
+        "title": f"{flip.get('subtask') or flip['task']}, document {flip['doc_id']}: {scores}",
+        "beginning": " ".join(words(flip["question"])[:80].split()),
+        "turns": [("question", words(flip["question"])), ("expected", words(flip["target"]))],
+        "answers": [{"name": side, "text": words(flip[side]), "marks": [], "note": ""} for side in ("base", "tuned")],
+    }

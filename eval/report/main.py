@@ -2,7 +2,6 @@
 
 python -m eval.report outputs/qwen3b/latest                   # write them again
 python -m eval.report outputs/qwen3b/a outputs/qwen3b/b       # compare 2 to 10 runs on one page, compare.html
-python -m eval.report outputs/a/1 outputs/b/1 --output x.html # the page somewhere else
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from pathlib import Path
 
 from eval.report.charts import draw_curve
 from eval.report.collect import collect_report
-from eval.report.html import as_html
-from eval.report.markdown import as_markdown
+from eval.report.pages import as_html, as_markdown
 from eval.report.run_files import read_run
 from sft.credentials import redact
 from sft.errors import RunError
@@ -42,7 +40,7 @@ def write_report(run: Run) -> Path:
     except OSError as error:
         raise RunError(f"The report cannot be written: {error}.") from None
     write_page(run.report_file, as_markdown(report))
-    write_page(run.page_file, as_html("report.html.jinja", report))
+    write_page(run.page_file, as_html(report))
     return run.report_file
 
 
@@ -58,33 +56,26 @@ def write_page(path: Path, text: str) -> None:
         raise RunError(f"The report cannot be written: {error}.") from None
 
 
-def compare_runs(names: list[str], output: Path | None = None) -> Path:
-    """Write the page that compares 2 to 10 runs.
+def compare_runs(names: list[str]) -> Path:
+    """Write compare.html, which compares 2 to 10 runs, into the directory that holds all of them.
 
     Args:
         names: Run directories; the others are compared with the first.
-        output: The page; None: compare.html in the directory that holds all runs.
 
     Raises:
         RunError: A name is no run or named twice, or the page cannot be written.
     """
     from eval.report.runs import LETTERS, collect_runs
 
-    if not 2 <= len(names) <= len(LETTERS):
+    if len(names) > len(LETTERS):
         raise RunError(f"{len(names)} runs were given. Give one for its report, or 2 to {len(LETTERS)} to compare.")
     runs = [find_run(Path(name)) for name in names]
     for place, run in enumerate(runs):
         if run in runs[:place]:
-            raise RunError(
-                f"{names[runs.index(run)]} and {names[place]} are the same run, {run.path}. Name each run once."
-            )
-    common = Path(os.path.commonpath([run.path.parent for run in runs]))
-    page = (output or common / "compare.html").expanduser().absolute()
-    if page.suffix != ".html":
-        raise RunError(f"--output {page} does not end in .html.")
-    if not page.parent.is_dir():
-        raise RunError(f"--output {page}: there is no folder {page.parent}.")
-    write_page(page, as_html("runs.html.jinja", collect_runs([read_run(run) for run in runs], page.parent)))
+            first = names[runs.index(run)]
+            raise RunError(f"{first} and {names[place]} are the same run, {run.path}. Name each run once.")
+    page = Path(os.path.commonpath([run.path.parent for run in runs])) / "compare.html"
+    write_page(page, as_html(collect_runs([read_run(run) for run in runs], page.parent)))
     return page
 
 
@@ -92,10 +83,9 @@ def main(arguments: list[str]) -> None:
     """Write the report of one run, or the comparison of several."""
     parser = argparse.ArgumentParser(prog="python -m eval.report", allow_abbrev=False)
     parser.add_argument("runs", nargs="+", help="run directories: one for its report, 2 to 10 to compare")
-    parser.add_argument("--output", type=Path, metavar="FILE.html", help="where the comparison of several runs goes")
-    given = parser.parse_args(arguments)
-    if len(given.runs) > 1 or given.output is not None:
-        print(compare_runs(given.runs, given.output))
+    names = parser.parse_args(arguments).runs
+    if len(names) > 1:
+        print(compare_runs(names))
         return
-    run = find_run(Path(given.runs[0]))
+    run = find_run(Path(names[0]))
     print(write_report(run), run.page_file, sep="\n")

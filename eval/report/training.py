@@ -9,26 +9,23 @@ from typing import Any
 
 import numpy as np
 
+from eval.report.blocks import MISSING, Block, counted, duration, facts, is_number, number, text, words
 from eval.report.charts import Series, chart, series_of, with_mean
-from eval.report.formats import MISSING, counted, duration, is_number, number, words
 from eval.report.run_files import RunFiles, column
-
-Part = dict[str, Any]
 
 MOST_CHARTS = 12
 """Of the evaluation during training."""
 
 
-def collect_training(files: RunFiles) -> Part:
+def training_blocks(files: RunFiles) -> list[Block]:
     """The curves and numbers of the training."""
     metrics, record = files.metrics, files.record
     if not metrics:
-        return {"missing": "There is no loss curve: metrics.jsonl holds no optimizer step."}
+        return [text("There is no loss curve: metrics.jsonl holds no optimizer step.")]
     timings = record.get("timings") or {}
     planned = next((one["value"] for one in files.decisions if one["name"] == "max_steps"), None)
-    loss, memory = column(files, "loss"), column(files, "peak_memory_gib")
-    eval_loss, before = column(files, "held_out_loss"), record.get("held_out_loss_before")
-    facts: dict[str, object] = {
+    loss, eval_loss, memory = (column(files, key) for key in ("loss", "held_out_loss", "peak_memory_gib"))
+    values: dict[str, object] = {
         "Last logged step": number(metrics[-1]["step"]) + (f" of {number(planned)}" if planned else ""),
         "Epochs": number(metrics[-1].get("epoch"), ".2f"),
         "Tokens seen": number(metrics[-1].get("tokens_seen"), ",.0f"),
@@ -37,18 +34,23 @@ def collect_training(files: RunFiles) -> Part:
         "Mean training loss": number(record.get("train_loss"), ".4f"),
     }
     if eval_loss:
-        facts["Eval loss before training"] = number(before, ".4f")
-        facts["Eval loss at the end"] = f"{eval_loss[-1]:.4f} (lowest: {min(eval_loss):.4f})"
+        values["Eval loss before training"] = number(record.get("held_out_loss_before"), ".4f")
+        values["Eval loss at the end"] = f"{eval_loss[-1]:.4f} (lowest: {min(eval_loss):.4f})"
     faults = [f"step {number(one['step'])} ({words(one['answer'])})" for one in record.get("nonfinite") or []]
     if faults:
-        facts["Steps with a loss or gradient that was not finite"] = ", ".join(faults)
-    facts |= speed_facts(metrics)
-    facts["Peak memory of rank 0"] = f"{max(memory):.2f} GiB" if memory else words(None)
-    facts["Time to prepare the data"] = duration(timings.get("prepare_seconds"))
-    facts["Time to train"] = duration(timings.get("train_seconds"))
+        values["Steps with a loss or gradient that was not finite"] = faults
+    values |= speed_facts(metrics)
+    values["Peak memory of rank 0"] = f"{max(memory):.2f} GiB" if memory else words(None)
+    values["Time to prepare the data"] = duration(timings.get("prepare_seconds"))
+    values["Time to train"] = duration(timings.get("train_seconds"))
     if files.comparison:
-        facts["Time to evaluate"] = duration(timings.get("evaluate_seconds"))
-    return {"charts": _training_charts(files), "resumed_at": _resumed_at(files), "facts": facts}
+        values["Time to evaluate"] = duration(timings.get("evaluate_seconds"))
+    resumed_at = _resumed_at(files)
+    blocks = [Block("curve", "loss.png"), Block("charts", _training_charts(files, resumed_at))]
+    if resumed_at:
+        steps = ", ".join(map(number, resumed_at))
+        blocks.append(text(f"Resumed after step {steps} (dashed lines). A step that was repeated is shown once."))
+    return [*blocks, facts(values)]
 
 
 def _resumed_at(files: RunFiles) -> list[int]:
@@ -56,15 +58,14 @@ def _resumed_at(files: RunFiles) -> list[int]:
     return [int(step) for step in steps if step.isdecimal()]
 
 
-def _training_charts(files: RunFiles) -> list[Part]:
-    resumed_at = _resumed_at(files)
+def _training_charts(files: RunFiles, resumed_at: list[int]) -> list[dict[str, Any]]:
     eval_loss, before = (
         series_of(files.metrics, "held_out_loss", "eval loss", "c1"),
         files.record.get("held_out_loss_before"),
     )
     if is_number(before) and len(eval_loss.x):
         eval_loss = Series("eval loss", np.insert(eval_loss.x, 0, 0.0), np.insert(eval_loss.y, 0, before), "c1")
-    losses = [*with_mean(series_of(files.metrics, "loss", "loss at each logging step")), eval_loss]
+    losses = [*with_mean(series_of(files.metrics, "loss", "loss at each logged step")), eval_loss]
     charts = [chart("Loss", "", losses, verticals=resumed_at, wide=wide) for wide in (True, False)]
     for title, unit, key in (
         ("Learning rate", "", "learning_rate"),
@@ -79,11 +80,11 @@ def _training_charts(files: RunFiles) -> list[Part]:
     return charts
 
 
-def collect_during(files: RunFiles) -> Part:
+def during_blocks(files: RunFiles) -> list[Block]:
     """The scores measured during training."""
     if not files.during:
         wanted = ((files.record.get("recipe_values") or {}).get("eval") or {}).get("every_steps")
-        return {"missing": "None was measured: eval/during.jsonl is missing."} if wanted else {}
+        return [text("None was measured: eval/during.jsonl is missing.")] if wanted else []
     scores: dict[tuple[str, str], list[tuple[float, float]]] = {}
     failures: dict[str, list[str]] = {}
     for line in files.during:
@@ -95,21 +96,19 @@ def collect_during(files: RunFiles) -> Part:
             failures.setdefault(task, []).append(f"step {line['step']}: {reason}")
     shown = list(scores.items())[:MOST_CHARTS]
     seconds = sum(line["seconds"] for line in files.during if is_number(line.get("seconds")))
-    failed = [
-        f"{task} failed at {counted(len(found), 'of these step')}, last at {found[-1]}."
-        for task, found in failures.items()
+    sentences = [f"Measured {len(files.during):,} times, in {duration(seconds)} together."]
+    if len(scores) > MOST_CHARTS:
+        sentences.append(f"{len(scores) - MOST_CHARTS} more metrics are in eval/during.jsonl.")
+    for task, found in failures.items():
+        sentences.append(f"{task} failed at {counted(len(found), 'of these step')}, last at {found[-1]}.")
+    charts = [chart(task, metric, [Series(metric, *np.array(points, float).T)]) for (task, metric), points in shown]
+    last = {f"{task}, {metric}": number(points[-1][1], ".4f") for (task, metric), points in shown}
+    return [
+        text(" ".join(sentences)),
+        Block("charts", charts),
+        text(f"At step {number(files.during[-1]['step'])}:"),
+        facts(last),
     ]
-    more = [f"{len(scores) - MOST_CHARTS} more metrics are in eval/during.jsonl."] if len(scores) > MOST_CHARTS else []
-    return {
-        "summary": " ".join(
-            [f"Measured {len(files.during):,} times, in {duration(seconds)} together.", *more, *failed]
-        ),
-        "charts": [
-            chart(task, metric, [Series(metric, *np.array(points, float).T)]) for (task, metric), points in shown
-        ],
-        "last_step": number(files.during[-1]["step"]),
-        "facts": {f"{task}, {metric}": number(points[-1][1], ".4f") for (task, metric), points in shown},
-    }
 
 
 def _timed(lines: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], float]]:
@@ -131,18 +130,17 @@ def mean_rate(lines: Sequence[Mapping[str, Any]], key: str = "tokens_per_second"
 
 def speed_facts(lines: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """How fast the training was; docs/metrics.md describes each figure."""
-    timed = _timed(lines)
 
     def median_of(key: str) -> str:
-        values = [line[key] for line, _ in timed if is_number(line.get(key))]
+        values = [line[key] for line, _ in _timed(lines) if is_number(line.get(key))]
         return f"{median(values):.3f} s" if values else MISSING
 
-    waiting = [(line["data_seconds"], seconds) for line, seconds in timed if is_number(line.get("data_seconds"))]
-    total = sum(seconds for _, seconds in waiting)
+    waits = [(line["data_seconds"], seconds) for line, seconds in _timed(lines) if is_number(line.get("data_seconds"))]
+    total = sum(seconds for _, seconds in waits)
     return {
         "Tokens per second, mean after the first logged step": number(mean_rate(lines), ",.0f"),
         "Target tokens per second": number(mean_rate(lines, "labelled_tokens_per_second"), ",.0f"),
         "MFU, of the GPUs' bf16 peak": number(mean_rate(lines, "mfu"), ".1%"),
         "Time of a step, p50 and p90": f"{median_of('step_seconds_p50')}, {median_of('step_seconds_p90')}",
-        "Time waiting for data": f"{sum(data for data, _ in waiting) / total:.1%}" if total > 0 else MISSING,
+        "Time waiting for data": f"{sum(wait for wait, _ in waits) / total:.1%}" if total > 0 else MISSING,
     }

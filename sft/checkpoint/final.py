@@ -2,16 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from sft.errors import RunError, WrongSave
 from sft.files import read_json, remove, write_json
 from sft.model.load import merge_adapter
 from sft.model.weight_checks import DTYPES
 from sft.parallel import process_group as distributed
-from sft.parallel.fsdp import full_state
+from sft.parallel.fsdp import reshard
+from sft.parallel.full_tensors import full_state
 from sft.plan.job import Job
+from sft.run.directory import Run
+from sft.run.trust import final_checksums
+
+
+def write_final(trainer: Any, job: Job, run: Run, tokenizer: Any, verify: Callable[[Path], None] | None) -> None:
+    """Write final/: complete, and equal to the model in memory. Every rank takes part.
+
+    Args:
+        trainer: Its training complete.
+        job: Describes the model.
+        run: Where final/ is written.
+        tokenizer: From load_tokenizer.
+        verify: Compares the written folder with the model, before it is final/.
+
+    Raises:
+        WrongSave: It is another model; it is kept as `unverified` then.
+        RunError: It could not be loaded to compare; kept as well.
+    """
+    work = run.path / ".final"
+    write_model(trainer, job, tokenizer, work)
+    if verify is not None:
+        try:
+            verify(work)
+        except (RunError, WrongSave) as error:
+            # The training is over: its result must not be lost in a hidden folder.
+            distributed.from_rank_0(lambda: _rename(work, run.unverified))
+            kept = f"The training is complete, and its model is kept in {run.unverified}. There is no final/, and nothing is evaluated."
+            error.args = (f"{str(error).replace(str(work), str(run.unverified))}\n{kept}",)
+            raise
+
+    def publish() -> None:
+        remove(run.unverified)  # of an earlier end of this run
+        # Before final/ has its name: an export or an evaluation compares it with these.
+        run.update(final_files=final_checksums(work))
+        _rename(work, run.final)
+
+    distributed.from_rank_0(publish)
+
+
+def _rename(folder: Path, place: Path) -> None:
+    remove(place)
+    folder.rename(place)
 
 
 def write_model(trainer: Any, job: Job, tokenizer: Any, folder: Path) -> None:
@@ -23,10 +68,10 @@ def write_model(trainer: Any, job: Job, tokenizer: Any, folder: Path) -> None:
         tokenizer: From load_tokenizer.
         folder: Replaced if it exists.
     """
-    distributed.from_first_rank(lambda: remove(folder))
-    with distributed.met_at_the_end():  # rank 0 may write for longer than the group's timeout
+    distributed.from_rank_0(lambda: remove(folder))
+    with distributed.barrier_at_end():  # rank 0 may write for longer than the group's timeout
         save_weights(trainer, job, folder)
-    distributed.from_first_rank(lambda: _complete(job, tokenizer, folder))
+    distributed.from_rank_0(lambda: _complete(job, tokenizer, folder))
 
 
 def save_weights(trainer: Any, job: Job, folder: Path) -> None:
@@ -44,7 +89,8 @@ def save_weights(trainer: Any, job: Job, folder: Path) -> None:
         adapters = job.recipe.model.lora is not None
         dtype = None if adapters else DTYPES[job.plan.precision.value]
         # The trainer would write nothing where checkpoints are sharded, and tied weights twice where they are not.
-        state = full_state(trainer.model, adapters, dtype)
+        reshard(trainer.model)
+        state = full_state(trainer.model, adapters, dtype, keep=trainer.is_world_process_zero())
         if trainer.is_world_process_zero():
             trainer.model.save_pretrained(folder, state_dict=state)
             if dtype is not None:  # else config.json states the dtype of the shards

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from sft.parallel.process_group import is_first_rank
+from sft.parallel.process_group import is_rank_0
 
 # Merged adapters are summed in another order, maybe on another device: the norm of the difference may be this share of the update's norm.
 # In bf16 one element in hundreds of a small update is rounded the other way, up to 8% of its norm. A missing adapter makes 100%.
@@ -39,14 +39,12 @@ def live_tensors(model: Any, dtype: torch.dtype | None) -> Iterator[LiveTensor]:
         model: Without the engine's wrapper and PEFT's; its layers may hold adapters. Under FSDP2 it must be sharded.
         dtype: What the weights are saved in; None: the dtype of each.
     """
-    names: dict[int, list[str]] = {}
+    found: dict[int, tuple[list[str], Any, str, torch.Tensor]] = {}
     for path, module in _modules(model, ""):
         for name, tensor in _tensors_of(module):
-            names.setdefault(id(tensor), []).append(path + name)
-    for _, module in _modules(model, ""):
-        for name, tensor in _tensors_of(module):
-            if id(tensor) in names:
-                yield LiveTensor(tuple(names.pop(id(tensor))), *_value(module, name, tensor, dtype))
+            found.setdefault(id(tensor), ([], module, name, tensor))[0].append(path + name)
+    for names, module, name, tensor in found.values():
+        yield LiveTensor(tuple(names), *_value(module, name, tensor, dtype))
 
 
 def _modules(module: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -66,21 +64,28 @@ def _tensors_of(module: Any) -> list[tuple[str, torch.Tensor]]:
     return [(name, one) for name, one in [*owner._parameters.items(), *saved] if one is not None]
 
 
+@torch.no_grad()
 def _value(module: Any, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> tuple[torch.Tensor, float]:
     """The full tensor on rank 0, and the difference that is allowed."""
+
+    def full(value: torch.Tensor, rounds: bool = True) -> torch.Tensor:
+        if rounds and dtype is not None and value.is_floating_point():
+            value = value.to(dtype)
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        return value.cpu() if is_rank_0() else torch.empty(0)
+
     if hasattr(module, "token_adapter"):
         adapter = module.token_adapter
-        with torch.no_grad():
-            return _full(_as_saved(adapter.get_merged_weights(adapter.active_adapters), dtype)), 0.0
+        return full(adapter.get_merged_weights(adapter.active_adapters)), 0.0
     if not hasattr(module, "get_delta_weight") or name != "weight":
-        with gathered([tensor]), torch.no_grad():
-            return _full(_as_saved(tensor.detach(), dtype)), 0.0
+        with gathered([tensor]):
+            return full(tensor.detach()), 0.0
     # A layer's weight with its adapter added, in fp32 and rounded once.
     base_parameters = {id(parameter) for parameter in module.get_base_layer().parameters()}
     adapters = [parameter for parameter in module.parameters() if id(parameter) not in base_parameters]
-    with gathered([tensor, *adapters]), torch.no_grad():
-        base = _full(_as_saved(tensor.detach(), dtype))
-        delta = sum(_full(module.get_delta_weight(adapter)).float() for adapter in module.active_adapters)
+    with gathered([tensor, *adapters]):
+        base = full(tensor.detach())
+        delta = sum(full(module.get_delta_weight(adapter), rounds=False).float() for adapter in module.active_adapters)
     merged = (base.float() + delta).to(base.dtype)
     update = float((merged.float() - base.float()).norm())
     return merged, _OF_AN_UPDATE[base.dtype] * update + _OF_FP32 * float(base.float().norm())
@@ -95,12 +100,3 @@ def gathered(parameters: list[Any]) -> AbstractContextManager[Any]:
 
     context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(sharded)
     return context
-
-
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return tensor.cpu() if is_first_rank() else torch.empty(0)
-
-
-def _as_saved(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor

@@ -12,10 +12,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from sft.processes import end_with_parent
 
@@ -30,10 +28,16 @@ from transformers import AutoModelForCausalLM, logging
 
 from sft.errors import RunError
 from sft.model.live import logits_distance
-from sft.parallel.process_group import LAUNCHED
+from sft.parallel.process_group import environment_without_launcher
 
 SECONDS = 1800
 """How long loading may take."""
+
+_PROBLEMS = {
+    "missing_keys": "from_pretrained did not find it, and initialized it at random",
+    "unexpected_keys": "from_pretrained does not use it",
+    "mismatched_keys": "does not have the shape that config.json gives it",
+}
 
 
 def load_and_compare(
@@ -55,75 +59,61 @@ def load_and_compare(
         RunError: The process was killed or took too long.
     """
     with tempfile.TemporaryDirectory() as output:
-        request = {"ids": rows, "trust_remote_code": trust_remote_code}
-        Path(output, "request.json").write_text(json.dumps(request))
-        words = ["sft.checkpoint.load_again", str(os.getpid()), str(folder.resolve()), output]
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", *words],
-                env=users_environment(os.environ),
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=SECONDS,
-                start_new_session=True,  # a terminal's Ctrl-C is for the training
-                check=False,
+        Path(output, "request.json").write_text(json.dumps({"ids": rows, "trust_remote_code": trust_remote_code}))
+        if how := _run(folder, output):
+            raise RunError(
+                f"{folder} could not be verified: the process that loads it on the CPU {how}. It needs the machine's memory for one copy "
+                "of the weights. Give the job more memory, or skip the verification: train.save_canary=false."
             )
-        except subprocess.TimeoutExpired:
-            raise RunError(_not_loaded(folder, f"had not loaded it after {SECONDS} s")) from None
-        if done.returncode:
-            last = done.stderr.strip().splitlines()[-1:]
-            killed = "was killed, as Linux does where memory runs out"
-            how = killed if done.returncode == -9 else f"ended with status {done.returncode}: {''.join(last)}"
-            raise RunError(_not_loaded(folder, how))
         result = json.loads(Path(output, "result.json").read_text())
         found = load_file(Path(output, "logits.safetensors"))["logits"]
     if "error" in result:
         return [f"it cannot be loaded: {result['error']}"], float("inf")
-    lines = [
-        f"{name}: from_pretrained did not find it, and initialized it at random" for name in result["missing_keys"]
-    ]
-    lines += [f"{name}: from_pretrained does not use it" for name in result["unexpected_keys"]]
-    lines += [f"{name}: does not have the shape that config.json gives it" for name in result["mismatched_keys"]]
+    lines = [f"{name}: {what}" for key, what in _PROBLEMS.items() for name in result[key]]
     apart = logits_distance(logits, found)
     if not apart <= limit:
         lines.append(f"logits differ by {apart:.2%} of their norm; other kernels alone make less than {limit:.1%}")
     return lines, apart
 
 
-def _not_loaded(folder: Path, how: str) -> str:
-    return (
-        f"{folder} could not be verified: the process that loads it on the CPU {how}. It needs the machine's memory for one copy of the "
-        "weights. Give the job more memory, or skip the verification: train.save_canary=false."
-    )
-
-
-def users_environment(own: Mapping[str, str]) -> dict[str, str]:
-    """A user's environment: without a launcher's or accelerate's variables, without GPUs, and without the hub."""
-    prefixes = ("TORCHELASTIC", "ACCELERATE_", "FSDP_")
-    kept = {name: value for name, value in own.items() if name not in LAUNCHED and not name.startswith(prefixes)}
-    return kept | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-
-
-def load_again(folder: Path, ids: list[list[int]], trust_remote_code: bool) -> tuple[dict[str, Any], torch.Tensor]:
-    """What `from_pretrained` reports, and the logits of the rows, in fp32."""
-    # Without ignore_mismatched_sizes, tensors of another shape raise an error that does not name them.
-    model, info = AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=trust_remote_code, ignore_mismatched_sizes=True, output_loading_info=True
-    )
-    with torch.no_grad():
-        logits = model.eval()(input_ids=torch.tensor(ids), use_cache=False).logits.float()
-    keys = ("missing_keys", "unexpected_keys", "mismatched_keys")
-    return {key: sorted(map(str, info[key])) for key in keys}, logits
+def _run(folder: Path, output: str) -> str | None:
+    """Run the process; returns how it ended, as a phrase, unless it has written its result."""
+    words = [sys.executable, "-m", "sft.checkpoint.load_again", str(os.getpid()), str(folder.resolve()), output]
+    try:
+        done = subprocess.run(
+            words,
+            env=environment_without_launcher() | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=SECONDS,
+            start_new_session=True,  # a terminal's Ctrl-C is for the training
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"had not loaded it after {SECONDS} s"
+    if done.returncode == -signal.SIGKILL:
+        return "was killed, as Linux does where memory runs out"
+    last = "".join(done.stderr.strip().splitlines()[-1:])
+    return f"ended with status {done.returncode}: {last}" if done.returncode else None
 
 
 def main(folder: Path, output: Path) -> None:
-    """Load, and write what came of it."""
+    """Load, and write what `from_pretrained` reports and the logits of the rows, in fp32."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     request, logits = json.loads((output / "request.json").read_text()), torch.empty(0)
     try:
-        result, logits = load_again(folder, **request)
+        # Without ignore_mismatched_sizes, tensors of another shape raise an error that does not name them.
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            trust_remote_code=request["trust_remote_code"],
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+        with torch.no_grad():
+            logits = model.eval()(input_ids=torch.tensor(request["ids"]), use_cache=False).logits.float()
+        result: dict[str, object] = {key: sorted(map(str, info[key])) for key in _PROBLEMS}
     except Exception as error:  # whatever keeps a user from loading it
         result = {"error": f"{type(error).__name__}: {error}"}
     save_file({"logits": logits}, output / "logits.safetensors")

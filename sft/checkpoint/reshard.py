@@ -29,8 +29,8 @@ from sft.checkpoint.patches import load_mapped
 from sft.checkpoint.resume import ResumePlan, Writer
 from sft.checkpoint.zero import MOMENTS, STEP, WEIGHT, Opened, load_zero, open_zero
 from sft.errors import RunError
+from sft.parallel.full_tensors import shard_of
 from sft.parallel.optimizer import MasterAdamW
-from sft.parallel.tensor import shard_of
 from sft.plan.parallelism import FSDP2
 
 

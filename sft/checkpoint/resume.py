@@ -1,26 +1,24 @@
 """Decides which checkpoint a run resumes from, and how: as its engine loads it, or resharded from full tensors. Imports no torch.
 
 An engine's own checkpoint fits the same engine on the same number of ranks, and resumes bit for bit. For any other, weights and AdamW's
-moments are read as full tensors, one parameter at a time, and each rank takes its shard: sft/checkpoint/reshard.py. The checkpoint itself
-says what wrote it (written_by.json); run.json knows only the last start.
+moments are read as full tensors, one parameter at a time, and each rank takes its shard: sft/checkpoint/reshard.py. The checkpoint's
+manifest says what wrote it; run.json knows only the last start.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sft.checkpoint.manifest import fault, read_manifest, size
 from sft.errors import RunError
-from sft.files import read_json
+from sft.files import in_words, read_json, remove
 from sft.plan.job import Job
 from sft.plan.parallelism import FSDP2
 from sft.run.directory import Run, read_lines
 
-FILE = "written_by.json"
 _SHOWN = 5
 """Missing steps that are listed."""
 
@@ -45,8 +43,14 @@ class Choice:
         if self.checkpoint is None:
             return []
         name = self.checkpoint.name
-        rejected = [f"passed over: {other}: {why}" for other, why in self.passed_over.items()]
+        rejected = [
+            f"passed over: {other}: {why}; it is now {_unusable(other)}" for other, why in self.passed_over.items()
+        ]
         return [*rejected, f"This run is unfinished: it resumes from {name}. train.resume=never starts a new one."]
+
+
+def _unusable(name: str) -> str:
+    return f"{name}.unusable"
 
 
 def step_of(checkpoint: Path) -> int:
@@ -58,25 +62,19 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def checkpoints_of(run: Run) -> list[Path]:
-    """All that have the name of a complete checkpoint, the newest first."""
-    found = [path for path in run.checkpoints.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    return sorted(found, key=step_of, reverse=True)
-
-
 def choose_checkpoint(run: Run) -> Choice:
-    """The newest checkpoint that verifies. Reads every byte of each that it tries: for rank 0, while the others wait.
-
-    Args:
-        run: An unfinished one.
+    """The newest checkpoint that verifies; newer ones lose their name. Reads every byte of each that it tries: call it on rank 0.
 
     Raises:
         RunError: There are checkpoints, and none of them verifies.
     """
     passed_over: dict[str, str] = {}
-    for checkpoint in checkpoints_of(run):
-        why = fault(checkpoint) or _renamed(checkpoint)
+    for checkpoint in run.all_checkpoints():
+        why = _fault(checkpoint)
         if why is None:
+            for name in passed_over:
+                remove(run.checkpoints / _unusable(name))
+                (run.checkpoints / name).rename(run.checkpoints / _unusable(name))
             return Choice(checkpoint, passed_over)
         passed_over[checkpoint.name] = why
     if passed_over:
@@ -89,7 +87,9 @@ def choose_checkpoint(run: Run) -> Choice:
     return Choice(None, {})
 
 
-def _renamed(checkpoint: Path) -> str | None:
+def _fault(checkpoint: Path) -> str | None:
+    if why := fault(checkpoint):
+        return why
     step = read_manifest(checkpoint).get("step", step_of(checkpoint))
     return None if step == step_of(checkpoint) else f"it is of step {step}: rename it back to checkpoint-{step}"
 
@@ -109,12 +109,7 @@ def lost_lines(run: Run, checkpoint: Path) -> str | None:
 
 
 def changed_tokens(checkpoint: Path, tokenizer: Any) -> list[str]:
-    """Compare the special tokens with those that a checkpoint was saved with: training may never have seen the new ones.
-
-    Args:
-        checkpoint: Verified.
-        tokenizer: Of this start.
-    """
+    """Compare the special tokens with those that a checkpoint was saved with: training may never have seen the new ones."""
     file, changes = checkpoint / "tokenizer_config.json", list[str]()
     saved = read_json(file) if file.exists() else {}
     for name in ("pad_token", "eos_token", "bos_token"):
@@ -160,6 +155,12 @@ class Writer:
         zero = (self.deepspeed or {}).get("zero_optimization", {})
         return any(zero.get(key, {}).get("device") == "nvme" for key in ("offload_optimizer", "offload_param"))
 
+    @property
+    def format(self) -> tuple[Any, ...]:
+        """What an engine's own files fit."""
+        groups = (self.tensor_parallel, self.sequence_parallel)
+        return (self.engine, self.ranks, self.weights, self.precision, self.deepspeed, *groups)
+
     def __str__(self) -> str:
         if self.engine == "one process":
             return self.engine
@@ -200,39 +201,32 @@ def writer_here(job: Job) -> Writer:
     )
 
 
-def write_writer(folder: Path, writer: Writer) -> None:
-    """Write beside the engine's files what wrote them."""
-    folder.mkdir(parents=True, exist_ok=True)  # the engines create it when they write, which may be later
-    (folder / FILE).write_text(json.dumps(asdict(writer), indent=2) + "\n", encoding="utf-8")
-
-
 def writer_of(checkpoint: Path) -> Writer:
     """What wrote a checkpoint.
 
     Raises:
-        RunError: Its file is missing or damaged.
+        ValueError: The checkpoint is damaged.
     """
+    values = read_manifest(checkpoint).get("writer")
     try:
-        values = json.loads((checkpoint / FILE).read_text(encoding="utf-8"))
+        if values is None:  # earlier versions wrote a file of its own
+            values = json.loads((checkpoint / "written_by.json").read_text(encoding="utf-8"))
         return Writer(**values | {"parameters": tuple(values["parameters"])})
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise RunError(
-            f"{checkpoint / FILE} is missing or damaged: {error}. Remove {checkpoint.name} to resume from the one before."
-        ) from None
+    except (OSError, TypeError, KeyError) as error:
+        raise ValueError(f"it does not say what wrote it: {error}") from None
 
 
 def resolve_resume(checkpoint: Path, job: Job) -> ResumePlan:
     """Decide how a checkpoint is resumed by this job.
 
-    Args:
-        checkpoint: Complete and verified.
-        job: This start.
-
     Raises:
         RunError: It cannot be resumed.
+        ValueError: The checkpoint is damaged.
     """
     writer, here = writer_of(checkpoint), writer_here(job)
-    reshards = _needs_resharding(writer, here)
+    # torch finds FSDP2's shards by name, whoever wrote them.
+    sharded = writer.engine == here.engine == FSDP2 and writer.state_dict_type == here.state_dict_type
+    reshards = not sharded and (writer.format, writer.state_dict_type) != (here.format, here.state_dict_type)
     if problem := _why_not(writer, here, reshards):
         raise RunError(
             f"{checkpoint} was written by {writer}, and cannot go on with {here}: {problem}. Resume it as it was written, or start anew "
@@ -242,24 +236,10 @@ def resolve_resume(checkpoint: Path, job: Job) -> ResumePlan:
     random_state = writer.ranks == here.ranks and (here.ranks > 1 or not reshards)
     words = ""
     if reshards or not random_state:
-        megabytes = size(checkpoint) / 1e6
-        amount = f"{megabytes:.0f} MB" if megabytes < 1e4 else f"{megabytes / 1e3:.0f} GB"
         words = f"{checkpoint.name} was written by {writer}; it goes on with {here}"
-        words += f", resharded from full tensors ({amount})." if reshards else "."
+        words += f", resharded from full tensors ({in_words(size(checkpoint))})." if reshards else "."
         words += "" if random_state else " Dropout, if any, starts a new random stream on each rank."
     return ResumePlan(checkpoint, writer, reshards, random_state, words)
-
-
-def _needs_resharding(writer: Writer, here: Writer) -> bool:
-    if writer.engine == here.engine == FSDP2:
-        # torch finds its shards by name and place, whoever wrote them.
-        return writer.state_dict_type != here.state_dict_type
-    return _format(writer) != _format(here)
-
-
-def _format(writer: Writer) -> tuple[Any, ...]:
-    groups = (writer.tensor_parallel, writer.sequence_parallel)
-    return (writer.engine, writer.ranks, writer.weights, writer.precision, writer.deepspeed, *groups)
 
 
 def _why_not(writer: Writer, here: Writer, reshards: bool) -> str | None:

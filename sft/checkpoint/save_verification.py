@@ -13,8 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from sft.checkpoint.live_tensors import LiveTensor, live_tensors
 from sft.checkpoint.load_again import load_and_compare
 from sft.data.tokenizer import new_token_ids
 from sft.errors import RunError, WrongSave
+from sft.files import in_words
 from sft.model.live import arithmetic, evaluating, unwrapped
 from sft.model.load import weights_dtype
 from sft.model.weight_checks import DTYPES
@@ -37,6 +37,7 @@ from sft.parallel import process_group as distributed
 from sft.parallel.fsdp import reshard
 from sft.parallel.progress import BETWEEN, CHECKPOINT
 from sft.plan.job import Job
+from sft.recipe.changes import MISSING, differences
 from sft.run.directory import Run
 
 ROWS, LENGTH = 4, 32
@@ -50,20 +51,22 @@ LOGITS = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 5e-2}
 _SHOWN = 6
 _FREE_TO_DIFFER = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 """Keys of config.json that saving sets."""
+_OF_TOKENIZER = ("eos_token", "pad_token", "chat_template")
+_STOPPED = "Training stops, because final/ would be wrong too. The folder is kept.\n"
 
 
 class SaveVerification(TrainerCallback):  # type: ignore[misc]
     """Verifies a save after the first step that trains, and final/ when `verify_final` is called.
 
     Args:
-        job: Describes the model.
+        trainer: Trains the model.
+        job: Describes it.
         run: Where the folder is written.
         tokenizer: From load_tokenizer.
     """
 
-    def __init__(self, job: Job, run: Run, tokenizer: Any) -> None:
-        self.job, self.run, self.tokenizer = job, run, tokenizer
-        self.trainer: Any = None
+    def __init__(self, trainer: Any, job: Job, run: Run, tokenizer: Any) -> None:
+        self.trainer, self.job, self.run, self.tokenizer = trainer, job, run, tokenizer
         self._trains = self._verified = False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -77,11 +80,13 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
         self._verified = True
         self.trainer.progress.at(CHECKPOINT)
         folder = self.run.path / FOLDER
-        distributed.from_first_rank(lambda: check_room(folder.parent, self._bytes()))
-        with random_state_kept(self.trainer):
+        distributed.from_rank_0(self._check_room)
+        # Merging adapters builds layers, which draws random numbers.
+        on_gpu = self.trainer.accelerator.device.type == "cuda"
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []):
             write_model(self.trainer, self.job, self.tokenizer, folder)
             self._verify(folder, load=False)
-        distributed.from_first_rank(lambda: shutil.rmtree(folder))
+        distributed.from_rank_0(lambda: shutil.rmtree(folder))
         self.trainer.progress.at(BETWEEN)
 
     def verify_final(self, folder: Path) -> None:
@@ -103,8 +108,13 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
         if load and not problems:
             problems, distance = self._load(folder)
         if problems:
-            raise WrongSave(message(problems, folder, state.global_step, state.global_step >= state.max_steps))
-        if distributed.is_first_rank():
+            stopped = "" if state.global_step >= state.max_steps else _STOPPED
+            lines = "".join(f"  {problem}\n" for problem in problems)
+            raise WrongSave(
+                f"What was saved after step {state.global_step} is not the model in memory. In {folder}:\n{lines}{stopped}"
+                "This is a bug of this project or of a library, not of the recipe: report it with plan.json and run.json."
+            )
+        if distributed.is_rank_0():
             self.run.update(save_checked={"tensors": count} | ({} if distance is None else {"logits_differ": distance}))
             loaded = "" if distance is None else f", loaded again its logits differ by {distance:.1e} of their norm"
             seconds = time.monotonic() - started
@@ -114,32 +124,37 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
         """What is wrong with the files, and how many tensors were compared."""
         model, found = unwrapped(self.trainer), (list[str](), 0)
         reshard(self.trainer.model)
-        with distributed.met_at_the_end():  # reading the files may take minutes on rank 0
+        with distributed.barrier_at_end():  # reading the files may take minutes on rank 0
             live = live_tensors(model, self._dtype())
-            if distributed.is_first_rank():
-                found = compare_tensors(live, model, folder)
+            if distributed.is_rank_0():
+                problems, count = compare_tensors(live, model, folder)
+                trusts_code = self.job.recipe.model.trust_remote_code
+                found = problems or compare_settings(folder, model, self.tokenizer, trusts_code), count
             for _ in live:  # the other ranks only take part in gathering
                 pass
-        problems, count = distributed.from_first_rank(lambda: found)
-        trusts_code = self.job.recipe.model.trust_remote_code
-        return problems or distributed.from_first_rank(
-            lambda: compare_settings(folder, model, self.tokenizer, trusts_code)
-        ), count
+        return distributed.from_rank_0(lambda: found)
 
     def _load(self, folder: Path) -> tuple[list[str], float]:
         recipe = self.job.recipe
         rows = sample_rows(self.trainer.train_dataset, new_token_ids(self.tokenizer, recipe.model.new_tokens))
         logits = live_logits(self.trainer, rows)
-        limit = LOGITS[coarser(arithmetic(self.trainer), self._dtype())]
+        # The coarser of the dtypes that the live and the saved model compute in.
+        dtypes = [arithmetic(self.trainer), self._dtype() or torch.float64]
+        limit = LOGITS[max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)]
         trusts_code = recipe.model.trust_remote_code
-        return distributed.from_first_rank(lambda: load_and_compare(folder, rows, logits, limit, trusts_code))
+        return distributed.from_rank_0(lambda: load_and_compare(folder, rows, logits, limit, trusts_code))
 
-    def _bytes(self) -> int:
-        dtype = self._dtype()
-        return sum(
+    def _check_room(self) -> None:
+        dtype, free = self._dtype(), shutil.disk_usage(self.run.path).free
+        needed = sum(
             int(getattr(parameter, "ds_numel", parameter.numel())) * (dtype or parameter.dtype).itemsize
             for parameter in unwrapped(self.trainer).parameters()
         )
+        if free < needed:
+            raise RunError(
+                f"The model takes {in_words(needed)} on disk, and {self.run.path} has {in_words(free)} free: it could not be saved at the "
+                "end either. Free some space, or set output_dir to another disk."
+            )
 
     def _dtype(self) -> torch.dtype | None:
         """What final/ is written in, where it is not the dtype of the live weights."""
@@ -148,30 +163,8 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
         return DTYPES[self.job.plan.precision.value] if self.job.fsdp else None
 
 
-class SavedTensors:
-    """The tensors in a folder's safetensors files, by name; read one by one.
-
-    Raises:
-        OSError, SafetensorError: A file cannot be read.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._file_of: dict[str, Any] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            file: Any = safe_open(path, framework="pt")
-            self._file_of |= dict.fromkeys(file.keys(), file)
-        self.unread = set(self._file_of)
-        """Names that nothing has asked for."""
-
-    def read(self, name: str) -> torch.Tensor | None:
-        """The tensor; None where there is none of this name."""
-        self.unread.discard(name)
-        value: torch.Tensor | None = self._file_of[name].get_tensor(name) if name in self._file_of else None
-        return value
-
-
 def compare_tensors(live: Iterable[LiveTensor], model: Any, folder: Path) -> tuple[list[str], int]:
-    """Compare a folder's tensors with the live ones.
+    """Compare a folder's tensors with the live ones, one by one.
 
     Args:
         live: The model's tensors. Consumed as far as nothing keeps the folder from being read.
@@ -181,22 +174,26 @@ def compare_tensors(live: Iterable[LiveTensor], model: Any, folder: Path) -> tup
     Returns:
         What is wrong, and how many tensors were compared.
     """
+    saved_in: dict[str, Any] = {}
     try:
-        saved = SavedTensors(folder)
+        for path in sorted(folder.glob("*.safetensors")):
+            file: Any = safe_open(path, framework="pt")
+            saved_in |= dict.fromkeys(file.keys(), file)
     except (OSError, SafetensorError) as error:
         return [f"it cannot be read: {error}"], 0
-    if not saved.unread:
+    if not saved_in:
         return ["it holds no model.safetensors"], 0
-    lines, count = list[str](), 0
+    lines, count, unread = list[str](), 0, set(saved_in)
     for tensor in as_in_files(live, model):
         count += 1
-        found = {name: saved.read(name) for name in tensor.names}
-        if all(value is None for value in found.values()):
+        names = [name for name in tensor.names if name in saved_in]
+        unread -= set(names)
+        if not names:
             lines.append(f"{tensor.names[0]}: is not in the saved model")
-        for name, value in found.items():
-            if value is not None and (line := difference(tensor.value, value, tensor.allowed)):
+        for name in names:
+            if line := difference(tensor.value, saved_in[name].get_tensor(name), tensor.allowed):
                 lines.append(f"{name}: {line}")
-    lines += [f"{name}: is in the saved model only" for name in sorted(saved.unread)]
+    lines += [f"{name}: is in the saved model only" for name in sorted(unread)]
     return [*lines[:_SHOWN], *([f"and {len(lines) - _SHOWN} more tensors"] if len(lines) > _SHOWN else [])], count
 
 
@@ -217,13 +214,7 @@ def as_in_files(live: Iterable[LiveTensor], model: Any) -> Iterable[LiveTensor]:
 
 
 def difference(live: torch.Tensor, saved: torch.Tensor, allowed: float) -> str | None:
-    """How a saved tensor differs from the live one; None where it does not.
-
-    Args:
-        live: In memory.
-        saved: From the file.
-        allowed: Norm of the difference that passes; 0: every bit must be the same.
-    """
+    """How a saved tensor differs from the live one, by more than a norm of `allowed` (0: in any bit); None where it does not."""
     if saved.shape != live.shape:
         return f"has shape {list(saved.shape)}, in memory {list(live.shape)}"
     if saved.dtype != live.dtype:
@@ -240,62 +231,26 @@ def compare_settings(folder: Path, model: Any, tokenizer: Any, trust_remote_code
     """What differs in config.json, the generation config and the tokenizer, loaded from the folder."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        saved_tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        saved = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         stops_at = GenerationConfig.from_pretrained(folder).eos_token_id
     except Exception as error:  # whatever keeps a user from loading them
         return [f"it cannot be loaded: {type(error).__name__}: {error}"]
+    configs = [json.loads(one.to_json_string(use_diff=False)) for one in (config, model.config)]
+    changes = [
+        change
+        for change in differences(*configs)
+        if MISSING not in (change.old, change.new) and change.key.rpartition(".")[2] not in _FREE_TO_DIFFER
+    ]
+    tokens, rows = saved.get_vocab(), config.get_text_config().vocab_size
     pairs = [
         ("generation_config.json: eos_token_id", stops_at, model.generation_config.eos_token_id),
-        ("the tokenizer: eos_token", saved_tokenizer.eos_token, tokenizer.eos_token),
-        ("the tokenizer: pad_token", saved_tokenizer.pad_token, tokenizer.pad_token),
-        ("the tokenizer: chat_template", saved_tokenizer.chat_template, tokenizer.chat_template),
-        ("the tokenizer: its tokens", saved_tokenizer.get_vocab() == tokenizer.get_vocab(), True),
+        *((f"the tokenizer: {name}", getattr(saved, name), getattr(tokenizer, name)) for name in _OF_TOKENIZER),
+        ("the tokenizer: its tokens", tokens == tokenizer.get_vocab(), True),
+        *((f"config.json: {one.key}", one.old, one.new) for one in changes),
     ]
-    pairs += [(f"config.json: {name}", saved, live) for name, saved, live in config_differences(config, model.config)]
-    lines = [f"{name} is {_short(saved)}, in memory {_short(live)}" for name, saved, live in pairs if saved != live]
-    tokens, rows = max(saved_tokenizer.get_vocab().values()) + 1, config.get_text_config().vocab_size
-    return lines + ([f"the tokenizer has {tokens} tokens, and the embedding {rows} rows"] if tokens > rows else [])
-
-
-def config_differences(saved: Any, live: Any) -> list[tuple[str, Any, Any]]:
-    """The keys of two configurations whose values differ, with both values."""
-    one, other = (json.loads(config.to_json_string(use_diff=False)) for config in (saved, live))
-    return list(_differences(one, other, ""))
-
-
-def _differences(saved: Mapping[str, Any], live: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any, Any]]:
-    for name in sorted((saved.keys() & live.keys()) - _FREE_TO_DIFFER):
-        if isinstance(saved[name], dict) and isinstance(live[name], dict):
-            yield from _differences(saved[name], live[name], f"{path}{name}.")
-        elif saved[name] != live[name]:
-            yield f"{path}{name}", saved[name], live[name]
-
-
-def coarser(one: torch.dtype, other: torch.dtype | None) -> torch.dtype:
-    """The dtype with fewer digits.
-
-    >>> coarser(torch.float32, torch.bfloat16)
-    torch.bfloat16
-    """
-    return one if other is None or torch.finfo(one).eps >= torch.finfo(other).eps else other
-
-
-def check_room(folder: Path, needed: int) -> None:
-    """Refuse to continue where the model cannot be written.
-
-    Args:
-        folder: Of the run.
-        needed: Bytes of the weights.
-
-    Raises:
-        RunError: final/ would not fit either.
-    """
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise RunError(
-            f"The model takes {needed / 1e9:.2f} GB on disk, and {folder} has {free / 1e9:.2f} GB free: it could not be saved at the end "
-            "either. Free some space, or set output_dir to another disk."
-        )
+    lines = [f"{name} is {one!s:.60}, in memory {other!s:.60}" for name, one, other in pairs if one != other]
+    last = max(tokens.values())
+    return lines + ([f"the tokenizer has {last + 1} tokens, and the embedding {rows} rows"] if last >= rows else [])
 
 
 def sample_rows(sequences: Any, new: list[int]) -> list[list[int]]:
@@ -326,33 +281,3 @@ def live_logits(trainer: Any, rows: list[list[int]]) -> torch.Tensor:
         logits: torch.Tensor = trainer.model_wrapped(input_ids=ids, use_cache=False).logits
     reshard(trainer.model)
     return logits.float().cpu()
-
-
-@contextmanager
-def random_state_kept(trainer: Any) -> Iterator[None]:
-    """Restore torch's random state at the end: merging adapters builds layers, which draws numbers."""
-    on_gpu = trainer.accelerator.device.type == "cuda"
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []):
-        yield
-
-
-def message(problems: Sequence[str], folder: Path, step: int, last: bool) -> str:
-    """What the user reads.
-
-    Args:
-        problems: What is wrong.
-        folder: Kept for inspection.
-        step: Optimizer steps trained.
-        last: Whether training is complete.
-    """
-    lines = "\n".join(f"  {problem}" for problem in problems)
-    stopped = "" if last else "Training stops, because final/ would be wrong too. The folder is kept.\n"
-    return (
-        f"What was saved after step {step} is not the model in memory. In {folder}:\n{lines}\n{stopped}"
-        "This is a bug of this project or of a library, not of the recipe: report it with plan.json and run.json."
-    )
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."

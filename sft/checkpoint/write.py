@@ -6,7 +6,6 @@ checkpoint stays, and the next interval tries again. A run that was to end there
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -16,12 +15,12 @@ from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from sft.checkpoint.manifest import Entry, entries, files_in, share, size, sync, write_manifest
+from sft.checkpoint.manifest import Entry, entries, files_in, files_of_rank, size, sync, write_manifest
 from sft.checkpoint.patches import failed_saves_kept
 from sft.checkpoint.resume import step_of
-from sft.errors import RunError
+from sft.errors import RunError, is_lost
 from sft.files import disk_was_full, in_words
-from sft.parallel.process_group import gather, is_first_rank, is_lost, met_at_the_end, rank
+from sft.parallel.process_group import barrier_at_end, gather, is_rank_0, rank
 from sft.run.directory import INCOMPLETE, Run, folder_fault
 
 _REMOVED = ".removed-"
@@ -31,17 +30,8 @@ class NotSaved(Exception):
     """There was no room. Raised on every rank."""
 
 
-class _NoRoom(Exception):
-    """Less is free than the checkpoint takes."""
-
-
-class Failure(NamedTuple):
-    """Why a rank could not write its part."""
-
-    kind: str
-    """`folder` (gone, or not writable), `bug` or `full`: the first of these that any rank has decides."""
-
-    words: str
+_BY_WEIGHT = (RunError, RuntimeError, NotSaved)
+"""What keeps a rank from writing its part: the folder is gone or not writable, a bug, no room. The first that any rank has decides."""
 
 
 class Shortage(NamedTuple):
@@ -51,7 +41,7 @@ class Shortage(NamedTuple):
     """Which, and what is missing."""
 
     kept: int
-    """The step of the newest usable checkpoint; 0: there is none."""
+    """The step of the newest checkpoint; 0: there is none."""
 
 
 class CheckpointWriter:
@@ -60,12 +50,13 @@ class CheckpointWriter:
     Args:
         folder: <run>/checkpoints.
         keep: Checkpoints kept.
-        facts: `ranks`, `engine`, `recipe`, for the manifest.
+        facts: `ranks`, `recipe` and `writer`, for the manifest.
         expected: Bytes of a checkpoint before one has been written; 0: unknown.
     """
 
     def __init__(self, folder: Path, keep: int, facts: Mapping[str, Any], expected: int) -> None:
-        self.folder, self.keep, self.facts, self.expected = folder, keep, facts, expected
+        self.folder, self.keep, self.facts, self.expected = folder, keep, dict(facts), expected
+        self.run = Run(folder.parent)
         self.newest: int | None = None
         """The step of the last checkpoint that this process has written."""
         self.shortage: Shortage | None = None
@@ -94,14 +85,13 @@ class CheckpointWriter:
                 self._write(step, write)
         except NotSaved as error:
             self._clear()
-            self.shortage = self._found_short(step, error)
-            if goes_on and is_first_rank():
-                kept = f"checkpoint-{self.shortage.kept} stays" if self.shortage.kept else "there is none yet"
-                print(
-                    f"{self.shortage.words}. The run goes on, {kept}, and the next interval tries again. Free some space.",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            last = self.run.last_checkpoint()
+            words = f"The checkpoint of step {step} was not written: {error}, in {self.folder}"
+            self.shortage = Shortage(words, step_of(last) if last else 0)
+            if goes_on and is_rank_0():
+                kept = f"{last.name} stays" if last else "there is none yet"
+                more = f"The run goes on, {kept}, and the next interval tries again. Free some space."
+                print(f"{words}. {more}", file=sys.stderr, flush=True)
             return False
         finally:
             self._failed_saves = None
@@ -119,7 +109,7 @@ class CheckpointWriter:
             work()
             return
         error: BaseException | None = None
-        with met_at_the_end():
+        with barrier_at_end():
             try:
                 work()
             except (Exception, CheckpointException) as caught:
@@ -127,21 +117,20 @@ class CheckpointWriter:
                     raise
                 error = caught
         error = error or next(iter(self._failed_saves), None)
-        failures = [failure for failure in gather(error and self._reason(error)) if failure]
-        for failure in sorted(failures, key=lambda one: ("folder", "bug", "full").index(one.kind)):
-            if failure.kind == "folder":
-                raise RunError(failure.words) from None
-            if failure.kind == "bug":
-                raise error or RuntimeError(f"Another rank could not write the checkpoint: {failure.words}")
-            raise NotSaved(failure.words) from None
+        failures = [failure for failure in gather(error and self._failure(error)) if failure]
+        if failures:
+            worst = min(failures, key=lambda one: _BY_WEIGHT.index(type(one)))
+            raise error if error and isinstance(worst, RuntimeError) else worst from None
 
-    def _reason(self, error: BaseException) -> Failure:
+    def _failure(self, error: BaseException) -> RunError | RuntimeError | NotSaved:
+        """One of _BY_WEIGHT, which other ranks can be sent."""
+        if isinstance(error, NotSaved):
+            return error
         if disk_was_full(error):
-            return Failure("full", "the disk is full")
-        if isinstance(error, _NoRoom):
-            return Failure("full", str(error))
-        words = folder_fault(self.folder)
-        return Failure("folder", words) if words else Failure("bug", f"{type(error).__name__}: {error}")
+            return NotSaved("the disk is full")
+        if words := folder_fault(self.folder):
+            return RunError(words)
+        return RuntimeError(f"Another rank could not write the checkpoint: {type(error).__name__}: {error}")
 
     def _write(self, step: int, write: Callable[[], None]) -> None:
         self.part(self._make_room)
@@ -156,7 +145,7 @@ class CheckpointWriter:
         def sum_mine() -> None:
             if failed:
                 raise failed[0]
-            mine.update(entries(made, share(files_in(made), rank(), int(self.facts["ranks"]))))
+            mine.update(entries(made, files_of_rank(files_in(made), rank(), int(self.facts["ranks"]))))
 
         self.part(sum_mine)
         files = {name: entry for one in gather(mine) for name, entry in one.items()}
@@ -164,61 +153,41 @@ class CheckpointWriter:
 
     def _make_room(self) -> None:
         """Remove what interrupted saves have left, and compare what is free with what is needed."""
-        if not is_first_rank():
+        if not is_rank_0():
             return
         if words := folder_fault(self.folder):
             raise OSError(words)
         self._clear()
-        self.expected = max((size(self.folder / f"checkpoint-{step}") for step in self._steps()), default=self.expected)
+        self.expected = max(map(size, self.run.all_checkpoints()), default=self.expected)
         free = shutil.disk_usage(self.folder).free
         if free < self.expected:
-            raise _NoRoom(
+            raise NotSaved(
                 f"it takes {in_words(self.expected)} and {in_words(free)} are free: {in_words(self.expected - free)} are missing"
             )
 
     def _complete(self, made: Path, step: int, files: Mapping[str, Entry]) -> None:
-        if not is_first_rank():
+        if not is_rank_0():
             return
         write_manifest(made, {"step": step, **self.facts}, files)
         sync(made.parent)
         place = self.folder / made.name
-        if place.exists():  # a resume rejected it: nothing good is written twice
+        if place.exists():  # the one that the run resumed from
             self._put_away(place)
         made.rename(place)
         sync(self.folder)
         # What cannot be removed now is removed before the next one is written.
         with suppress(OSError):
-            # A rejected one does not count as one that is kept: neither a later one nor a damaged one before.
-            run = Run(self.folder.parent)
-            places = [self.folder / f"checkpoint-{one}" for one in self._steps() if one <= step]
-            # The clock of a shared file system may say that the new one is old.
-            kept = [one for one in places if one == place or not run.was_passed_over(one)][-self.keep :]
-            for old in places[: places.index(kept[0])]:
+            for old in self.run.all_checkpoints()[self.keep :]:
                 self._put_away(old)
         self._clear()
 
     def _put_away(self, place: Path) -> None:
         """Take a checkpoint's name from it, at once, before anything in it is removed."""
-        number = 0
-        while (hidden := self.folder / f"{_REMOVED}{place.name}-{number}").exists():
-            number += 1
+        hidden = self.folder / f"{_REMOVED}{place.name}"
+        shutil.rmtree(hidden, ignore_errors=True)
         place.rename(hidden)
 
     def _clear(self) -> None:
-        if is_first_rank():
+        if is_rank_0():
             for left in [self.folder / INCOMPLETE, *self.folder.glob(f"{_REMOVED}*")]:
                 shutil.rmtree(left, ignore_errors=True)
-
-    def _steps(self) -> list[int]:
-        found = (re.fullmatch(r"checkpoint-(\d+)", path.name) for path in self.folder.iterdir())
-        return sorted(int(name[1]) for name in found if name)
-
-    def _found_short(self, step: int, error: NotSaved) -> Shortage:
-        words = str(error)
-        if "missing" not in words:  # it became full while it was written
-            free = shutil.disk_usage(self.folder).free
-            needed = f"a checkpoint takes {in_words(self.expected)}" if self.expected else "its size is unknown"
-            words = f"{words}; {needed}, and {in_words(free)} are free now"
-        newest = Run(self.folder.parent).last_checkpoint()  # not one that was rejected
-        kept = step_of(newest) if newest else 0
-        return Shortage(f"The checkpoint of step {step} was not written: {words}, in {self.folder}", kept)

@@ -220,7 +220,7 @@ def _evaluation(source: Exported, comparison: dict[str, Any]) -> list[str]:
             _number(one.get("tuned"), ".4f"),
             _number(one.get("difference"), "+.4f"),
         ]
-        cells = map(_Markdown, [*numbers, interval, _cell(one.get("verdict"))])
+        cells = map(_Markdown, [*numbers, interval, _cell(one.get("verdict") or "does not decide")])
         rows.append([one.get("task"), f"{one.get('metric')}{lower}", one.get("documents"), *cells])
     head = ["Task", "Metric", "Documents", "Base", "This model", "Difference", "95% interval", "Verdict"]
     limit = (comparison.get("settings") or {}).get("limit")

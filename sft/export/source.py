@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sft.checkpoint.manifest import fault
-from sft.checkpoint.resume import Writer, checkpoints_of, step_of, writer_of
+from sft.checkpoint.resume import Writer, step_of, writer_of
 from sft.errors import ExportError
 from sft.files import read_json
 from sft.recipe.schema import Model, Recipe
@@ -134,7 +134,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 def steps_of(run: Run) -> list[int]:
     """Steps of the run's checkpoints, rising."""
-    return sorted(step_of(path) for path in checkpoints_of(run))
+    return sorted(step_of(path) for path in run.all_checkpoints())
 
 
 def _final(run: Run) -> Path:

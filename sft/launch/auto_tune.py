@@ -26,6 +26,7 @@ from sft.errors import EXIT_USER_ERROR
 from sft.launch.checks import job_and_topology
 from sft.launch.job import open_job
 from sft.launch.prepare import prepared_data
+from sft.launch.topology import read_topology
 from sft.launch.tuning_result import (
     PASSES,
     Candidate,
@@ -38,10 +39,9 @@ from sft.launch.tuning_result import (
     write_answer,
 )
 from sft.parallel import process_group as distributed
-from sft.plan.decision import Decision
 from sft.plan.job import Job
+from sft.plan.plan import Decision
 from sft.plan.precision import resolve_gradients
-from sft.plan.topology import read_topology
 from sft.program import run_main
 
 
@@ -138,12 +138,12 @@ def measure(job: Job, memory_gib: float | None) -> None:
 
     tokenizer = load_tokenizer(pinned(job.recipe, job.model))
     check_with_frameworks(job)
-    prepared = distributed.from_first_rank(lambda: prepared_data(job.recipe, job.model, list(job.overrides)))
+    prepared = distributed.from_rank_0(lambda: prepared_data(job.recipe, job.model, list(job.overrides)))
     answer = answer_file(job, prepared, memory_gib)
     steps = Steps(to_measure(job), prepared, tokenizer, memory_gib, answer.with_suffix(".jsonl"), candidates(job))
     steps.run()
-    with distributed.met_at_the_end():
-        if distributed.is_first_rank():
+    with distributed.barrier_at_end():
+        if distributed.is_rank_0():
             write_answer(answer, job.hardware.device, steps.limit, steps.measured)
     distributed.leave_group()
 

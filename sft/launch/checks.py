@@ -13,9 +13,9 @@ from pathlib import Path
 
 from sft.errors import PlanError, PreflightError
 from sft.launch.job import open_job
-from sft.plan.hardware import detect_hardware, unknown_gpus
+from sft.launch.topology import Topology, read_topology
+from sft.plan.hardware import detect_hardware, unknown_gpus, whole_number
 from sft.plan.job import Job
-from sft.plan.topology import Topology, read_topology, whole_number
 from sft.recipe.schema import REPOSITORY
 
 _LAUNCHERS = {

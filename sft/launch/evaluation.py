@@ -19,7 +19,7 @@ from typing import NoReturn
 from sft import signals
 from sft.errors import EXIT_CRASHED, EXIT_GATE, EXIT_TERMINATED, Interrupted, RunError
 from sft.launch.run_directory import claim, keep_recipe, unfinished_run
-from sft.parallel.process_group import LAUNCHED
+from sft.parallel.process_group import environment_without_launcher
 from sft.plan.job import Job
 from sft.processes import report_result
 from sft.program import run_main
@@ -34,12 +34,7 @@ from sft.signals import held_back
 def become_evaluation(run: Run) -> NoReturn:
     """Replace this process; the launcher goes on waiting for it."""
     report_result(run.path)
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in LAUNCHED and not name.startswith(("TORCHELASTIC", "ACCELERATE_", "FSDP_"))
-    }
-    environment[OWN_RUN] = str(run.path.resolve())
+    environment = environment_without_launcher() | {OWN_RUN: str(run.path.resolve())}
     sys.stdout.flush()
     sys.stderr.flush()
     with held_back():

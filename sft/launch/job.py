@@ -16,14 +16,13 @@ from eval.tasks.suites import check_tasks
 from sft.data.facts import inspect_data
 from sft.data.tokenizer import check_tokenizer_choice
 from sft.errors import EvaluationError, ModelError, RunError
-from sft.hub.model_facts import ModelFacts
+from sft.hub.model_facts import ModelFacts, inspect_model
 from sft.hub.names import model_path
 from sft.plan.batch import check_batch
 from sft.plan.engine import open_deepspeed
-from sft.plan.facts import inspect_model
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
-from sft.plan.plan import resolve_plan
+from sft.plan.resolve import resolve_plan
 from sft.recipe.load import find_file, load_recipe
 from sft.recipe.schema import Recipe
 from sft.run.directory import check_names

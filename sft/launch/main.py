@@ -12,7 +12,6 @@ from io import TextIOWrapper
 from pathlib import Path
 from shlex import join
 
-from sft.checkpoint.resume import checkpoints_of
 from sft.data.findings import check_findings
 from sft.data.ledger import check_limits
 from sft.data.prepared import Prepared, entry_folder, find_prepared
@@ -25,13 +24,13 @@ from sft.launch.prepare import prepared_data
 from sft.launch.rank import PREFLIGHT, train_job
 from sft.launch.rerun import differences_to_report, is_run, rerun_arguments
 from sft.launch.run_directory import check_start, unfinished_run
+from sft.launch.topology import Topology, read_topology
 from sft.launch.torchrun import check_port, clear_environment
 from sft.launch.torchrun import start as start_ranks
 from sft.launch.tuning_result import find_answer, is_searched
 from sft.plan.hardware import Hardware, cpu_cores, described_hardware, detect_hardware
 from sft.plan.job import Job
 from sft.plan.plan import print_plan
-from sft.plan.topology import Topology, read_topology
 from sft.plan.warnings import plan_warnings
 from sft.recipe.changes import check_allowed_changes
 from sft.visible import visible_line
@@ -123,7 +122,7 @@ def _prepare_and_tune(job: Job, topology: Topology, words: Sequence[str], wait: 
     A single process has its data prepared while it imports. On several machines rank 0 prepares it, once they have met.
     """
     # A run that resumes keeps what was found when it was started.
-    resumes = (run := unfinished_run(job)) is not None and bool(checkpoints_of(run))
+    resumes = (run := unfinished_run(job)) is not None and run.last_checkpoint() is not None
     tunes = job.hardware.gpu is not None and is_searched(job) and not resumes
     if not (wait or tunes):
         return

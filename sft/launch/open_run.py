@@ -25,8 +25,8 @@ from sft.launch.run_directory import (
 )
 from sft.launch.tuning_result import find_answer
 from sft.parallel import process_group as distributed
-from sft.plan.decision import TuningResult
 from sft.plan.job import Job, keep_decisions
+from sft.plan.plan import TuningResult
 from sft.recipe.changes import Change, differences
 from sft.run.directory import Run
 from sft.run.record import InterruptibleRun, installed_versions, record_start
@@ -51,7 +51,7 @@ class OpenedRun:
     earlier: dict[str, Any]
     """The decisions of the plan it was trained with, by name; empty if it starts at the first step."""
 
-    continuation: ResumePlan | None = None
+    resume_plan: ResumePlan | None = None
     """How it resumes from the checkpoint."""
 
     notes: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ def open_run(job: Job) -> OpenedRun:
     Raises:
         UserError: The data or the run's directory cannot be used.
     """
-    return distributed.from_first_rank(lambda: _open(job))
+    return distributed.from_rank_0(lambda: _open(job))
 
 
 def _open(job: Job) -> OpenedRun:
@@ -94,7 +94,7 @@ def _open(job: Job) -> OpenedRun:
     )
     planned = opened.planned(job)
     _check_steps_left(opened, planned.plan.max_steps.value)
-    continuation = resolve_resume(choice.checkpoint, planned) if choice.checkpoint else None
+    resume_plan = resolve_resume(choice.checkpoint, planned) if choice.checkpoint else None
     changes = recipe_changes(run, job.recipe) if resumes else []
     versions = installed_versions()
     updated = differences(run.record.get("versions", versions), versions, "versions") if resumes else []
@@ -109,8 +109,8 @@ def _open(job: Job) -> OpenedRun:
     if unfinished is not None and unfinished != run:
         busy = f"Another process is training {unfinished.path}: this is a run beside it."
     notes = [busy, broken, *other_unfinished(run), missing, *_notes(choice, [*changes, *updated], resumes)]
-    notes.append(continuation.words if continuation else None)
-    return replace(opened, continuation=continuation, notes=tuple(filter(None, notes)))
+    notes.append(resume_plan.words if resume_plan else None)
+    return replace(opened, resume_plan=resume_plan, notes=tuple(filter(None, notes)))
 
 
 def _intact_data(job: Job) -> Prepared:

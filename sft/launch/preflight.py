@@ -80,7 +80,7 @@ def preflight(job: Job) -> None:
     facts, checks = all_checks(job)
     if job.hardware.ranks > 1 and checks[-1].problem is None:
         checks[-1] = Check("all-reduce", f"the right sum; {bus_bandwidth(job):.2f} GB/s")
-    if distributed.is_first_rank():
+    if distributed.is_rank_0():
         show(facts, checks)
     refuse(checks)
 
@@ -185,11 +185,11 @@ def check_shared(job: Job, facts: Sequence[Facts]) -> Check:
         (folder / name).touch()
         return name
 
-    token = folder / distributed.from_first_rank(write_token)
+    token = folder / distributed.from_rank_0(write_token)
     try:
         seen = distributed.gather(token.exists())
     finally:
-        if distributed.is_first_rank():
+        if distributed.is_rank_0():
             token.unlink(missing_ok=True)
     blind = [_where(one) for one, sees in zip(facts, seen, strict=True) if not sees]
     if not blind:

@@ -31,7 +31,7 @@ from sft.launch.open_run import OpenedRun, open_run
 from sft.launch.preflight import check_ranks, preflight
 from sft.launch.prepare import begin_data, wait_for_data
 from sft.parallel import process_group as distributed
-from sft.parallel.process_group import told_of_lost_ranks
+from sft.parallel.process_group import reporting_lost_ranks
 from sft.plan.job import Job
 from sft.plan.plan import print_plan
 from sft.plan.warnings import plan_warnings
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> None:
 
 def show_preflight(job: Job) -> None:
     """Compare the ranks and show the table, as one of them; trains nothing."""
-    with told_of_lost_ranks(job.recipe, "the preflight ran"):
+    with reporting_lost_ranks(job.recipe, "the preflight ran"):
         join(job)
         check_with_frameworks(job)
         preflight(job)
@@ -66,17 +66,17 @@ def show_preflight(job: Job) -> None:
 
 def train_job(job: Job) -> None:
     """Train, then evaluate: the table of contents."""
-    evaluate_what_is_trained(job)
-    tasks = check_before_training(job.recipe) if distributed.is_first_rank() else None
+    resume_evaluation(job)
+    tasks = check_before_training(job.recipe) if distributed.is_rank_0() else None
     data = begin_data(job)
-    with uncollected(), told_of_lost_ranks(job.recipe, "the processes met"):
+    with uncollected(), reporting_lost_ranks(job.recipe, "the processes met"):
         enter(job)
         check_with_frameworks(job)
     wait_for_data(job, data)
     if tasks is not None:
         tasks.wait()
     tokenizer = load_tokenizer(pinned(job.recipe, job.model))
-    with told_of_lost_ranks(job.recipe, "the first one prepared the data"):
+    with reporting_lost_ranks(job.recipe, "the first one prepared the data"):
         opened = open_run(job)
     signals.interrupts(InterruptibleRun(opened.run))
     terminal.move_rank_log(opened.run.path)
@@ -84,16 +84,16 @@ def train_job(job: Job) -> None:
 
     run, planned = opened.run, opened.planned(job)
     with recorded(run), lost_folder_reported(run.checkpoints):
-        if distributed.is_first_rank():
+        if distributed.is_rank_0():
             show_start(planned, opened, tokenizer)
         during = evaluation_during(planned, run, tokenizer)
-        seconds = train(planned, run, opened.prepared, tokenizer, opened.choice, opened.continuation, during)
-        if distributed.is_first_rank():
+        seconds = train(planned, run, opened.prepared, tokenizer, opened.choice, opened.resume_plan, during)
+        if distributed.is_rank_0():
             record_end(run, seconds, bool(programs(job.recipe.eval)))
     finish_trackers(job.recipe.tracking)
     distributed.leave_group()
     terminal.remove_launch_folder()
-    if distributed.is_first_rank():
+    if distributed.is_rank_0():
         become_evaluation(opened.run)
 
 
@@ -166,18 +166,18 @@ def recorded(run: Run) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if distributed.is_first_rank():
+        if distributed.is_rank_0():
             with suppress(OSError):  # on a full disk the error itself matters more than its record
                 close_session(run, "failed")
                 run.update(status="failed", error=f"{type(error).__name__}: {error}"[:2000])
         raise
 
 
-def evaluate_what_is_trained(job: Job) -> None:
+def resume_evaluation(job: Job) -> None:
     """Go on with the evaluation where it was interrupted; the first rank does, and the others have nothing to do."""
     run = unfinished_evaluation(job)
     if run is not None:
-        if distributed.is_first_rank():
+        if distributed.is_rank_0():
             become_evaluation(run)
         raise SystemExit(0)
 

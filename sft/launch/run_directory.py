@@ -15,8 +15,8 @@ from pathlib import Path
 from shlex import join
 from typing import Any
 
-from sft.checkpoint.manifest import is_damaged, read_manifest
-from sft.checkpoint.resume import FILE, checkpoints_of, resolve_resume
+from sft.checkpoint.manifest import read_manifest
+from sft.checkpoint.resume import resolve_resume
 from sft.errors import RecipeError, RunError
 from sft.files import read_json, remove
 from sft.plan.job import Job
@@ -57,7 +57,7 @@ def unfinished_run(job: Job) -> Run | None:
     refused = not_allowed(changes, () if trained else job.recipe.train.resume_allow_changes)
     if not refused:
         return run
-    if not (trained or checkpoints_of(run)) or (_is_claimed(run) and job.recipe.tracking.run_name is None):
+    if not (trained or run.all_checkpoints()) or (_is_claimed(run) and job.recipe.tracking.run_name is None):
         return None
     raise RunError(_explain(run, changes, refused, trained))
 
@@ -110,7 +110,7 @@ def recipe_changes(run: Run, recipe: Recipe) -> list[Change]:
 
 def _recipe_of_newest(run: Run) -> dict[str, Any] | None:
     """What the newest checkpoint was trained with. A session may have ended before it had one."""
-    for checkpoint in checkpoints_of(run):
+    for checkpoint in run.all_checkpoints():
         with suppress(ValueError):
             found: dict[str, Any] | None = read_manifest(checkpoint).get("recipe")
             return found
@@ -124,7 +124,7 @@ def _explain(run: Run, changes: list[Change], refused: list[Change], trained: bo
         return "\n".join([*lines, f"Change it back to go on with the evaluation, or {_ANEW}."])
     fixed = [change for change in refused if change.kind == "fixed"]
     other = [change for change in changes if change not in refused]
-    newest = checkpoints_of(run)[0].name
+    newest = run.all_checkpoints()[0].name
     lines = [f"{run.path} is unfinished ({newest}), and this start differs from it:"]
     lines += [f"  {change}" + (" (no run can go on with that)" if change in fixed else "") for change in refused]
     lines += [f"  {change} (may differ)" for change in other]
@@ -245,11 +245,10 @@ def check_start(job: Job) -> None:
             f"{'train.resume=must, and a' if must else 'A'}nother process is training {run.path}. Wait for it, or choose another "
             "tracking.run_name."
         )
-    checkpoints = checkpoints_of(run)
+    checkpoints = run.all_checkpoints()
     if checkpoints:
         _check_same_model(run, job)
-        # One whose own words cannot be trusted is passed over later, when all of it is verified.
-        if (checkpoints[0] / FILE).exists() and not is_damaged(checkpoints[0], FILE):
+        with suppress(ValueError):  # a damaged one is passed over later, when all of it is verified
             resolve_resume(checkpoints[0], job)
     elif must:
         raise RunError(

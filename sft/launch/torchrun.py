@@ -27,7 +27,8 @@ import psutil
 
 from sft import signals
 from sft.errors import EXIT_LOST_RANK, PlanError, PreflightError, UserError
-from sft.plan.topology import Topology, whole_number
+from sft.launch.topology import Topology
+from sft.plan.hardware import whole_number
 from sft.processes import end_with_parent
 from sft.program import run_main
 from sft.run.directory import Run

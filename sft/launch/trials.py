@@ -34,9 +34,9 @@ from sft.model.load import load_model
 from sft.parallel import process_group as distributed
 from sft.plan.job import Job
 from sft.run.directory import Run
-from sft.train.arguments import build_trainer, engine_callbacks, training_arguments
+from sft.train.arguments import training_arguments
 from sft.train.batches import Sequences
-from sft.train.metrics import StepClock
+from sft.train.trainer import build_trainer, engine_callbacks
 
 
 def did_not_fit(error: BaseException) -> bool:
@@ -153,18 +153,9 @@ class Steps(TrainerCallback):  # type: ignore[misc]
         with TemporaryDirectory() as folder:
             arguments = training_arguments(self.job, Run(Path(folder) / "search" / "run"))
             model = load_model(self.job, self.tokenizer)
-            clock = StepClock(self.memory.on_gpu)
-            order = self.sequences.order(seed=0)
-            self.trainer = build_trainer(
-                self.job,
-                arguments,
-                model,
-                self.tokenizer,
-                self.sequences,
-                order,
-                [clock, *engine_callbacks(self.job), self],
-                clock,
-            )
+            self.trainer = build_trainer(self.job, arguments, model, self.tokenizer, self.sequences)
+            for callback in (*engine_callbacks(self.job), self):
+                self.trainer.add_callback(callback)
             if not has_layers_of_their_own(model):
                 modes, sizes = self.wanted
                 self.wanted = [mode for mode in modes if isinstance(mode, bool | str)], sizes
@@ -218,7 +209,7 @@ class Steps(TrainerCallback):  # type: ignore[misc]
         seconds, a_token, used, allocated, at_rest = (self._most(value) for value in values)
         found = Measurement(self.candidate, seconds, a_token, int(used), int(allocated), int(at_rest))
         self.measured.append(found)
-        if distributed.is_first_rank():
+        if distributed.is_rank_0():
             self.write(found)
             print(f"  {self.candidate.words}: {1 / a_token:.0f} tokens/s a rank, {used / 2**30:.1f} GiB", flush=True)
         self.candidate = next_candidate(*self.wanted, self.measured, self.limit)

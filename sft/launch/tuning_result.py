@@ -21,8 +21,8 @@ from sft.data.prepared import Prepared
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.files import write_json
 from sft.plan.batch import divisors
-from sft.plan.decision import TuningResult
 from sft.plan.job import Job
+from sft.plan.plan import TuningResult
 
 FORMAT = 1
 """Raised when what is measured, or how it is chosen, changes."""

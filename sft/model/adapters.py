@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
+from sft.data.store import DocumentStore
 from sft.errors import ModelError, did_you_mean
+from sft.model.new_tokens import check_untrained, untrained_tokens
+from sft.plan.job import Job
 from sft.recipe.schema import Lora
 
 
@@ -34,6 +37,20 @@ def lora_config(lora: Lora, model: Any, new: list[int]) -> Any:
         trainable_token_indices=trainable_rows(model, new, modules),
         task_type="CAUSAL_LM",
     )
+
+
+def untrained_rows(job: Job, model: Any, tokenizer: Any, store: DocumentStore) -> list[int]:
+    """Tokens of the data that the base never trained, and that adapters alone would leave so: their rows must train beside them.
+
+    Raises:
+        PlanError: The embedding is sharded, and single rows of it cannot be trained.
+    """
+    lora = job.recipe.model.lora
+    if lora is None or trains_embedding(model, lora.target_modules):
+        return []
+    untrained = untrained_tokens(model, tokenizer, store, job.recipe.model.new_tokens)
+    check_untrained(job, tokenizer, untrained)
+    return untrained
 
 
 def check_targets(lora: Lora, model: Any) -> None:

@@ -1,4 +1,4 @@
-"""The model inside a trainer, whatever engine wraps it, and what it computes in."""
+"""Looks at the live model inside a trainer, whatever engine wraps it: what it computes in, and whether its weights move."""
 
 from __future__ import annotations
 
@@ -62,3 +62,38 @@ def logits_distance(expected: torch.Tensor, found: torch.Tensor) -> float:
         return float("inf")
     one, other = (logits[numbers] - logits[numbers].mean(-1, keepdim=True) for logits in (expected, found))
     return float((one - other).norm() / one.norm().clamp(min=1e-12))
+
+
+_SAMPLE = 1000
+"""Elements of each parameter that are compared with the start."""
+
+
+def _local(parameter: Any) -> Any:
+    """This rank's shard of a parameter."""
+    local = getattr(parameter, "ds_tensor", parameter).detach()  # ZeRO-3's
+    return local.to_local() if hasattr(local, "to_local") else local  # FSDP2's
+
+
+def sample_trained(model: Any) -> list[torch.Tensor]:
+    """A few elements of each trained parameter, from this rank's shard."""
+    trained = (_local(parameter).flatten() for parameter in model.parameters() if parameter.requires_grad)
+    return [flat[:: max(1, len(flat) // _SAMPLE)].to("cpu", torch.float64, copy=True) for flat in trained]
+
+
+def relative_change(before: list[torch.Tensor], after: list[torch.Tensor]) -> float | None:
+    """Norm of the difference over the norm; None where nothing can be compared, as with shards that were swapped out."""
+    pairs = [(old, new) for old, new in zip(before, after, strict=True) if old.shape == new.shape and len(old)]
+    if not pairs:
+        return None
+    old, new = (torch.cat(side) for side in zip(*pairs, strict=True))
+    return float((new - old).norm() / new.norm()) if new.any() else 0.0
+
+
+def is_untrained(model: Any) -> bool:
+    """Whether the weights are those of a new model: norms and biases of one value each, which training always changes."""
+    for parameter in model.parameters():
+        if len(getattr(parameter, "ds_shape", parameter.shape)) == 1:
+            local = _local(parameter)
+            if local.numel() and bool((local != local.flatten()[0]).any()):
+                return False
+    return True

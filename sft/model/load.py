@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 
 from sft.errors import ModelError
+from sft.hub.model_facts import empty_model, load_config
 from sft.hub.pins import pinned
 from sft.hub.remote_code import HOW_TO_ALLOW, is_refusal
 from sft.model import attention
@@ -17,7 +18,6 @@ from sft.model.adapters import check_targets
 from sft.model.new_tokens import embed_new_tokens
 from sft.model.tensor_parallel import loading_arguments, sum_norm_gradients_once
 from sft.model.weight_checks import DTYPES, check_values, check_weights, find_misfit, outside_zero_3, refuse_misfit
-from sft.plan.facts import empty_model, load_config
 from sft.plan.job import Job
 from sft.plan.precision import MASTER
 from sft.recipe.schema import Model

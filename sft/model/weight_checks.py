@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from sft.errors import ModelError
+from sft.hub.model_facts import empty_model, load_config
 from sft.hub.weights import read_header, weight_files
-from sft.plan.facts import empty_model, load_config
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

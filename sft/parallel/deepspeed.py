@@ -16,6 +16,8 @@ from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil
+
 from sft.errors import PlanError
 
 FOLDER = "TORCH_EXTENSIONS_DIR"
@@ -48,7 +50,7 @@ def prepare_builds(needed: bool) -> list[str]:
             # Of ranks that look at once, the second must not remove the lock of the first one's build.
             fcntl.flock(alone, fcntl.LOCK_EX)
             for lock in sorted(folder.glob("*/lock")):
-                if is_held(lock):
+                if _is_held(lock):
                     lines.append(f"Another process is building {lock.parent.name}: waiting for it.")
                 elif folder == own_folder():
                     lock.unlink(missing_ok=True)
@@ -73,13 +75,10 @@ def _check_compiler() -> None:
         )
 
 
-def is_held(lock: Path) -> bool:
+def _is_held(lock: Path) -> bool:
     """Whether a process of this machine has the lock open, as the one that builds does until it is done."""
-    wanted = lock.stat()
-    for descriptors in Path("/proc").glob("[0-9]*/fd"):
-        with suppress(OSError):  # the process has ended, or is another user's
-            for descriptor in descriptors.iterdir():
-                with suppress(OSError):  # closed meanwhile
-                    if os.path.samestat(descriptor.stat(), wanted):
-                        return True
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or is another user's
+            if any(file.path == str(lock.resolve()) for file in process.open_files()):
+                return True
     return False

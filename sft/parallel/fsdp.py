@@ -1,4 +1,4 @@
-"""FSDP2: configures it, chooses which modules are sharded as units, gathers the model, and reads back what torch made of it.
+"""FSDP2: configures it, chooses which modules are sharded as units, and reads how torch has sharded the live model.
 
 accelerate calls torch's fully_shard when training begins.
 """
@@ -133,29 +133,6 @@ def reshard(model: Any) -> None:
         unit.reshard()
 
 
-def full_state(model: Any, adapters_only: bool, dtype: torch.dtype | None) -> dict[str, Any]:
-    """The weights gathered in rank 0's memory, each once; empty on the others. Every rank takes part.
-
-    Args:
-        model: Sharded; stays so.
-        adapters_only: Leave out what is frozen.
-        dtype: Rounded to it before gathering; None: the dtype of the shards.
-    """
-    reshard(model)
-    parameters = dict(model.named_parameters())
-    # A weight with two names, such as a tied embedding, would be gathered for each.
-    once = parameters.keys() | {name for name, _ in model.named_buffers()}
-    state: dict[str, Any] = {}
-    for name, tensor in model.state_dict().items():
-        if name not in once or (adapters_only and name in parameters and not parameters[name].requires_grad):
-            continue
-        rounded = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-        gathered = rounded.full_tensor() if isinstance(rounded, DTensor) else rounded
-        if torch.distributed.get_rank() == 0:
-            state[name] = gathered.cpu()
-    return state
-
-
 # What torch made of the model, for the runtime check.
 
 
@@ -187,44 +164,39 @@ class Sharding:
     reduce: torch.dtype | None
     """None: the gradients' own."""
 
-    ahead: tuple[int, int]
+    prefetch: tuple[int, int]
     """Units gathered ahead by an explicit order, at most: forward and backward."""
 
 
 def read_sharding(model: Any) -> Sharding:
     """What torch has made of the model.
 
-    Args:
-        model: Sharded.
-
     Raises:
         PlanError: Its units are sharded in different ways, or none is.
     """
-    units = sharded_units(model)
-    groups = [group for unit in units for group in _parameter_groups(unit)]
+    states = [unit._get_fsdp_state() for unit in sharded_units(model)]
+    groups = [group for state in states for group in _parameter_groups(state)]
     meshes = {tuple(shard.device_mesh.shape) for shard in shards(model)}
     dtypes = {(group.mp_policy.param_dtype, group.mp_policy.reduce_dtype) for group in groups}
     if len(meshes) != 1 or len(dtypes) != 1:
         raise PlanError(f"FSDP2 has not sharded the model uniformly, as planned: meshes {meshes}, dtypes {dtypes}.")
     (mesh,), ((compute, reduce),) = meshes, dtypes
     copies, ranks = (1, *mesh) if len(mesh) == 1 else mesh
-    states = [unit._get_fsdp_state() for unit in units if isinstance(unit, GradientCheckpointingLayer)]
     return Sharding(
         mesh=(copies, ranks),
         reshard=any(group.post_forward_mesh_info is not None for group in groups),
         offload=all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups),
         compute=compute,
         reduce=reduce,
-        ahead=(
-            max((len(state._states_to_forward_prefetch) for state in states), default=0),
-            max((len(state._states_to_backward_prefetch) for state in states), default=0),
+        prefetch=(
+            max(len(state._states_to_forward_prefetch) for state in states),
+            max(len(state._states_to_backward_prefetch) for state in states),
         ),
     )
 
 
-def _parameter_groups(unit: Any) -> list[Any]:
+def _parameter_groups(state: Any) -> list[Any]:
     """The parameters that a unit gathers together: none where its inner units have taken all."""
-    state = unit._get_fsdp_state()
     # From torch 2.11 on it may have several.
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [group for group in groups if group is not None]
@@ -255,6 +227,6 @@ def sharding_readings(trainer: Any, job: Job) -> list[tuple[str, object, object]
     if fsdp.min_num_params is None:
         readings.append(("layers sharded as units", len(layers), sharded))
     if fsdp.prefetch:
-        ahead = min(fsdp.prefetch, sharded - 1)
-        readings.append(("prefetch", (ahead, ahead), found.ahead))
+        layers_ahead = min(fsdp.prefetch, sharded - 1)
+        readings.append(("prefetch", (layers_ahead, layers_ahead), found.prefetch))
     return readings

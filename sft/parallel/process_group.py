@@ -7,6 +7,7 @@ torchrun, accelerate launch, deepspeed   one process per GPU; each sets RANK, WO
 from __future__ import annotations
 
 import gc
+import ipaddress
 import logging
 import os
 import socket
@@ -19,11 +20,11 @@ from functools import cache
 from threading import Event, Thread
 from typing import Any, TypeVar
 
-from sft.errors import LostRank, PlanError, UserError
+import psutil
+
+from sft.errors import LostRank, PlanError, UserError, is_lost
 from sft.parallel.deepspeed import prepare_builds
-from sft.parallel.network import use_reachable_interface
-from sft.plan.hardware import Hardware, detect_hardware
-from sft.plan.topology import whole_number
+from sft.plan.hardware import Hardware, detect_hardware, whole_number
 from sft.recipe.schema import Recipe
 from sft.run.directory import Run
 
@@ -37,27 +38,15 @@ _OF_A_GROUP = (*LAUNCHED, "TORCHELASTIC_USE_AGENT_STORE")
 _HEARTBEAT = 5.0
 """Seconds between two heartbeats, at most."""
 
-_LOST = (
-    "timed out",
-    "timeout",
-    "closed by peer",
-    "reset by peer",
-    "broken pipe",
-    "connection refused",
-    "no route to host",
-    "network is unreachable",
-    "pair closure",
-)
-"""What gloo's errors say when a peer is gone."""
+
+def environment_without_launcher() -> dict[str, str]:
+    """This process's environment for a process by itself, without what launchers and accelerate set."""
+    prefixes = ("TORCHELASTIC", "ACCELERATE_", "FSDP_")
+    return {name: value for name, value in os.environ.items() if name not in LAUNCHED and not name.startswith(prefixes)}
 
 
 def set_debug_environment(ddp: bool, uses_gpu: bool) -> None:
-    """Make the libraries log and compare more. Keeps what the user has set.
-
-    Args:
-        ddp: The engine is DDP.
-        uses_gpu: The job runs on GPUs.
-    """
+    """Make the libraries log and compare more. Keeps what the user has set."""
     values = {
         # torch compares each collective between the ranks before it starts, and names the rank of one that differs. On CPU ranks its DDP
         # crashes then (SIGSEGV: it takes the comparing group for gloo's own).
@@ -76,7 +65,7 @@ def set_debug_environment(ddp: bool, uses_gpu: bool) -> None:
 
 
 def settle_environment(deepspeed: bool, uses_gpu: bool, precision: str) -> None:
-    """Make the environment agree with the plan; before torch, accelerate or deepspeed is imported.
+    """Make the environment agree with the plan; before accelerate or deepspeed is imported.
 
     Args:
         deepspeed: The recipe names a DeepSpeed file.
@@ -86,18 +75,7 @@ def settle_environment(deepspeed: bool, uses_gpu: bool, precision: str) -> None:
     Raises:
         PlanError: `accelerate launch` requests an engine or a precision that the recipe does not name.
     """
-    for engine, in_recipe in {"FSDP": False, "DEEPSPEED": deepspeed, "MEGATRON_LM": False}.items():
-        if os.environ.get(f"ACCELERATE_USE_{engine}", "").lower() in ("true", "1") and not in_recipe:
-            raise PlanError(
-                f"accelerate launch requests {engine} (its options, or a configuration left by `accelerate config`), but only the recipe "
-                "names the engine: train.deepspeed or train.fsdp, or DDP without them. Start it without."
-            )
-    requested = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if requested not in ("no", precision):
-        raise PlanError(
-            f"accelerate launch requests mixed precision {requested} (its options, or a configuration left by `accelerate config`), but "
-            f"only the recipe decides: train.precision gives {precision}. Start it without, or set train.precision={requested}."
-        )
+    _refuse_accelerates_choices(deepspeed, precision)
     # accelerate would follow these over the recipe: ACCELERATE_USE_CPU, for one, silently turns DeepSpeed into DDP.
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         del os.environ[name]
@@ -121,6 +99,24 @@ def settle_environment(deepspeed: bool, uses_gpu: bool, precision: str) -> None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
+_BY = "(its options, or a configuration left by `accelerate config`)"
+
+
+def _refuse_accelerates_choices(deepspeed: bool, precision: str) -> None:
+    for engine, in_recipe in {"FSDP": False, "DEEPSPEED": deepspeed, "MEGATRON_LM": False}.items():
+        if os.environ.get(f"ACCELERATE_USE_{engine}", "").lower() in ("true", "1") and not in_recipe:
+            raise PlanError(
+                f"accelerate launch requests {engine} {_BY}, but only the recipe names the engine: train.deepspeed or train.fsdp, or DDP "
+                "without them. Start it without."
+            )
+    requested = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if requested not in ("no", precision):
+        raise PlanError(
+            f"accelerate launch requests mixed precision {requested} {_BY}, but only the recipe decides: train.precision gives "
+            f"{precision}. Start it without, or set train.precision={requested}."
+        )
+
+
 def free_port() -> int:
     """A TCP port that nothing listens on."""
     with socket.socket() as probe:
@@ -139,7 +135,7 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def is_first_rank() -> bool:
+def is_rank_0() -> bool:
     """Whether this process is rank 0, which writes and prints."""
     return rank() == 0
 
@@ -196,7 +192,7 @@ def join_group(deepspeed: bool, uses_gpu: bool, timeout: int, offloads: bool = F
     if "WORLD_SIZE" not in os.environ or (not deepspeed and os.environ["WORLD_SIZE"] == "1"):
         return
     _limit_waiting(timeout)
-    use_reachable_interface()
+    _use_reachable_interface()
     if uses_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "gloo" if not uses_gpu else "cpu:gloo,cuda:nccl" if offloads else "nccl"
@@ -208,6 +204,27 @@ def join_group(deepspeed: bool, uses_gpu: bool, timeout: int, offloads: bool = F
         engine.init_distributed(dist_backend=backend, timeout=limit, verbose=False)
     else:
         torch.distributed.init_process_group(backend, timeout=limit)
+
+
+def _use_reachable_interface() -> None:
+    """Have gloo use the interface that leads to rank 0's node, where there are several nodes and nothing else was said.
+
+    It would otherwise use the address that this node's own name stands for, which in /etc/hosts is often 127.0.1.1: nobody else
+    reaches that.
+    """
+    ranks, here = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE")
+    master = os.environ.get("MASTER_ADDR")
+    if "GLOO_SOCKET_IFNAME" in os.environ or master is None or here is None or here == ranks:
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
+        try:
+            probe.connect((master, 9))
+        except OSError:
+            return
+        own = str(probe.getsockname()[0])
+    names = [name for name, found in psutil.net_if_addrs().items() if any(one.address == own for one in found)]
+    if names and not ipaddress.ip_address(own).is_loopback:
+        os.environ["GLOO_SOCKET_IFNAME"] = names[0]
 
 
 def _limit_waiting(seconds: int) -> None:
@@ -267,65 +284,52 @@ def _is_alone() -> bool:
     return not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
 
 
-class _Heartbeat(Thread):
-    """Adds up, again and again, how many ranks have reached the barrier, until all have.
-
-    Each sum must arrive within the group's timeout, so a rank that was killed and a link that was cut are noticed as in training.
-    """
-
-    def __init__(self, group: Any, timeout: float) -> None:
-        import torch
-
-        super().__init__(name="heartbeat", daemon=True)
-        self.group, self.ranks = group, torch.distributed.get_world_size(group)
-        self.interval = min(_HEARTBEAT, timeout / 4)
-        self.arrived, self.abandoned = Event(), Event()
-        self.error: Exception | None = None
-
-    def run(self) -> None:
-        """Until all have arrived, or one is gone."""
-        try:
-            while not self.abandoned.is_set() and self._arrivals() < self.ranks:
-                pass
-        except Exception as error:
-            self.error = error
-
-    def _arrivals(self) -> int:
-        import torch
-
-        # A rank that has arrived waits in the sum for those that have not, which join it once per interval.
-        count = torch.tensor([int(self.arrived.wait(self.interval))])
-        torch.distributed.all_reduce(count, group=self.group)
-        return int(count.item())
-
-
 @contextmanager
-def met_at_the_end() -> Iterator[None]:
+def barrier_at_end() -> Iterator[None]:
     """Put a barrier at the end of a block: every rank leaves when all have finished it, however long one of them works in it.
 
+    Meanwhile a thread of each rank adds up, again and again, how many have finished. Each sum must arrive within the group's timeout, so a
+    rank that was killed and a link that was cut are noticed as in training.
+
     Raises:
-        RuntimeError: gloo's: a rank or the link to it is gone. The rank that works learns it at the end of its block.
+        RuntimeError: gloo's: a rank or the link to it is gone. A rank that works learns it at the end of its block.
     """
     if _is_alone():
         yield
         return
+    import torch
     from torch.distributed import distributed_c10d
 
-    heartbeat = _Heartbeat(quiet_group(), distributed_c10d.default_pg_timeout.total_seconds())
-    heartbeat.start()
+    group, ranks = quiet_group(), torch.distributed.get_world_size()
+    interval = min(_HEARTBEAT, distributed_c10d.default_pg_timeout.total_seconds() / 4)
+    finished, abandoned, failed = Event(), Event(), list[Exception]()
+
+    def heartbeat() -> None:
+        try:
+            count = 0
+            while count < ranks and not abandoned.is_set():
+                # A rank that has finished waits in the sum for those that have not, which join it once per interval.
+                total = torch.tensor([int(finished.wait(interval))])
+                torch.distributed.all_reduce(total, group=group)
+                count = int(total.item())
+        except Exception as error:
+            failed.append(error)
+
+    thread = Thread(target=heartbeat, name="heartbeat", daemon=True)
+    thread.start()
     try:
         yield
     except BaseException:
-        heartbeat.abandoned.set()
-        heartbeat.arrived.set()
+        abandoned.set()
+        finished.set()
         raise
-    heartbeat.arrived.set()
-    heartbeat.join()
-    if heartbeat.error is not None:
-        raise heartbeat.error
+    finished.set()
+    thread.join()
+    if failed:
+        raise failed[0]
 
 
-def from_first_rank(work: Callable[[], Value]) -> Value:
+def from_rank_0(work: Callable[[], Value]) -> Value:
     """Run work on rank 0 alone, and return its result on every rank, however long it takes.
 
     Raises:
@@ -337,8 +341,8 @@ def from_first_rank(work: Callable[[], Value]) -> Value:
     if _is_alone():
         return work()
     box: list[Any] = [None, None]
-    with met_at_the_end():
-        if is_first_rank():
+    with barrier_at_end():
+        if is_rank_0():
             try:
                 box[0] = work()
             except UserError as error:
@@ -361,21 +365,8 @@ def gather(value: Value) -> list[Value]:
     return box
 
 
-# A lost peer, in one message.
-
-
-def is_lost(error: BaseException) -> bool:
-    """Whether an error of torch or gloo says that another rank is gone or does not answer."""
-    import torch
-
-    if isinstance(error, torch.distributed.DistError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and "gloo" in text and any(sign in text for sign in _LOST)
-
-
 @contextmanager
-def told_of_lost_ranks(
+def reporting_lost_ranks(
     recipe: Recipe, doing: str | Callable[[], str], run: Run | None = None, late: Callable[[], str] = str
 ) -> Iterator[None]:
     """Turn the error of a collective that did not return into one message, where torch and gloo print a traceback on every rank.
@@ -398,10 +389,9 @@ def told_of_lost_ranks(
         remedy = run.next_start if run else "The same command starts it again"
         reason = str(error).strip().splitlines()[0].rsplit("] ", maxsplit=1)[-1]
         known = late()
-        known = known and f"\n{known}"
-        raise LostRank(
+        message = (
             f"Rank {rank()} on {socket.gethostname()} lost the other ranks while {phrase}: {reason}. A process or a machine has ended, "
             f"hangs, or cannot be reached; a rank waits train.ddp_timeout={recipe.train.ddp_timeout} s. Check the output of the other "
-            f"machines and the network between them. {remedy}.{known}",
-            bool(known),
-        ) from error
+            f"machines and the network between them. {remedy}."
+        )
+        raise LostRank(f"{message}\n{known}" if known else message, bool(known)) from error

@@ -40,8 +40,6 @@ class Progress:
         """Micro-batches of the step that were loaded."""
         self.passes = 0
         """Micro-batches of the step that went into the model."""
-        self.save_began = time.monotonic()
-        """When the last save began, on the monotonic clock."""
         self._began: float | None = None
         self._seconds: deque[float] = deque(maxlen=50)
 
@@ -49,8 +47,6 @@ class Progress:
         """A phase begins, or moves on."""
         step, moves, _, _ = self.place
         self.place = Place(step, moves + 1, phase, micro_batch)
-        if phase == CHECKPOINT:
-            self.save_began = time.monotonic()
 
     def begin(self, step: int) -> None:
         """A step begins by loading its first micro-batch."""

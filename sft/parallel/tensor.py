@@ -1,19 +1,14 @@
-"""Tensor parallelism: accelerate's configuration, and checkpoints of a model whose matrices are divided over ranks.
-
-transformers refuses to checkpoint such a model's optimizer. Here checkpoints hold full tensors, as those of one process do, and each rank
-takes its shard on resume.
-"""
+"""Configures tensor and sequence parallel groups, and reads how many ranks share the matrices of a live model."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DeepSpeedSequenceParallelConfig
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from sft.parallel.patches import cpu_ranks_may_be_parallel
 from sft.plan.job import Job
@@ -36,14 +31,14 @@ def parallelism_config(job: Job) -> Any:
 
 
 def is_tensor_parallel(model: torch.nn.Module) -> bool:
-    """Whether matrices of the model are divided over ranks, each of which computes with its shard; not so under FSDP."""
+    """Whether ranks compute with shards of the model's matrices; not so under FSDP."""
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return False
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def tensor_parallel_ranks(model: torch.nn.Module) -> int:
-    """Ranks that divide the decoder layers' matrices, read from the matrices themselves; 1 where they are whole."""
+    """Ranks that share the decoder layers' matrices, read from the matrices themselves; 1 where they are not sharded."""
     if not is_tensor_parallel(model):
         return 1
     sizes = [
@@ -55,65 +50,3 @@ def tensor_parallel_ranks(model: torch.nn.Module) -> int:
         and not all(placement.is_replicate() for placement in parameter.placements)
     ]
     return max(sizes, default=1)
-
-
-def full(value: Any) -> Any:
-    """A tensor with all ranks' shards, on the CPU; everything else as it is. Every rank takes part."""
-    if isinstance(value, DTensor):
-        return value.full_tensor().cpu()
-    return value.cpu() if isinstance(value, torch.Tensor) else value
-
-
-def shard_of(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a full tensor, divided as another one is.
-
-    Args:
-        value: The same on every rank.
-        like: A parameter.
-    """
-    value = value.to(like.device)
-    if not isinstance(like, DTensor) or value.shape != like.shape:
-        return value  # not divided, or no state per element, such as the number of steps
-    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def full_weights(model: Any) -> dict[str, torch.Tensor]:
-    """The model's weights, tied ones once. Every rank takes part."""
-    once = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
-    return {name: full(value.detach()) for name, value in model.state_dict().items() if name in once}
-
-
-def full_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state_dict with full tensors. Every rank takes part."""
-    state = optimizer.state_dict()
-    moments = {
-        number: {name: full(value) for name, value in entries.items()} for number, entries in state["state"].items()
-    }
-    return {**state, "state": moments}
-
-
-def load_optimizer_state(optimizer: Any, file: Path) -> None:
-    """Give each rank its shard of a saved `full_optimizer_state`.
-
-    Args:
-        optimizer: Of a model that is divided in any way.
-        file: Written by torch.save.
-    """
-    state = torch.load(file, map_location="cpu", weights_only=True)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=True):
-        entries = state["state"].get(number, {})
-        state["state"][number] = {name: shard_of(value, parameter) for name, value in entries.items()}
-    optimizer.load_state_dict(state)
-
-
-def load_weights(model: Any, folder: Path) -> None:
-    """Give each rank its shard of the saved weights."""
-    from safetensors import safe_open
-
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as weights, torch.no_grad():
-            for name in weights.keys():  # noqa: SIM118 (no dictionary)
-                parameters[name].copy_(shard_of(weights.get_tensor(name), parameters[name]))

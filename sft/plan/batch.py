@@ -1,7 +1,7 @@
 """Divides a step over the ranks: sequences = micro-batch x accumulation x data-parallel ranks, or a refusal with sizes that work.
 
-A step holds what the recipe says on any number of ranks; only who computes what follows from the machine. Where the ranks cannot
-share it evenly, train.remainder=fill gives them more slots than there are sequences, and leaves the last ones empty.
+A step holds what the recipe states on any number of ranks; only who computes what follows from the machine. Where the ranks cannot
+divide it evenly, train.remainder=fill gives them more slots than there are sequences, and dummy sequences fill the last ones.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 from math import ceil, isqrt, sqrt
 
 from sft.errors import PlanError
-from sft.plan.decision import Decision, TuningResult, stated
 from sft.plan.hardware import Hardware
-from sft.plan.parallelism import data_parallel_ranks
+from sft.plan.plan import Decision, TuningResult, stated
 from sft.recipe.schema import Recipe
 
 
@@ -23,6 +22,30 @@ def divisors(number: int) -> list[int]:
     """
     small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)})
+
+
+def _groups(recipe: Recipe) -> str:
+    """The keys that make ranks work on one batch together, with their sizes; empty where there are none."""
+    keys = ("tensor_parallel_size", "sequence_parallel_size")
+    sizes = {key: getattr(recipe.train, key) for key in keys}
+    return " x ".join(f"train.{key}={size}" for key, size in sizes.items() if size > 1)
+
+
+def resolve_data_parallel_ranks(recipe: Recipe, hardware: Hardware) -> Decision[int]:
+    """Ranks, or groups of ranks, that each see a batch of their own.
+
+    Ranks that share the matrices of a layer, or the tokens of a sequence, work on one batch together.
+
+    Raises:
+        PlanError: The ranks do not divide into such groups.
+    """
+    groups, size = _groups(recipe), recipe.train.tensor_parallel_size * recipe.train.sequence_parallel_size
+    if hardware.ranks % size:
+        raise PlanError(
+            f"{groups}: groups of {size} ranks, and {hardware.ranks} is no multiple of that. Start a multiple of {size}, or lower the size."
+        )
+    how = f" / {groups}" if groups else ", each with sequences of its own"
+    return Decision(hardware.ranks // size, f"{hardware.ranks} rank{'s' if hardware.ranks > 1 else ''}{how}")
 
 
 def resolve_sequences(recipe: Recipe, hardware: Hardware) -> Decision[int]:
@@ -41,26 +64,15 @@ def resolve_sequences(recipe: Recipe, hardware: Hardware) -> Decision[int]:
         key = "max_length" if recipe.data.pack_length is None else "pack_length"
         raise PlanError(
             f"train.global_batch_tokens={tokens} is not a multiple of data.{key}={length}. The nearest that can be used here: "
-            f"{_nearest(tokens, length * _share_unit(recipe, hardware))}."
+            f"{_nearest(tokens, length * _one_pass(recipe, hardware))}."
         )
     return Decision(tokens // length, f"{tokens} tokens = {tokens // length} x {length}, in {unit}")
 
 
-def check_batch(recipe: Recipe, hardware: Hardware) -> None:
-    """Refuse a batch that the ranks cannot share, whatever the model.
-
-    Raises:
-        PlanError: The message names sizes that can be shared.
-    """
-    sequences, ranks = resolve_sequences(recipe, hardware).value, data_parallel_ranks(recipe, hardware)
-    if recipe.train.remainder == "refuse":
-        _check_share(recipe, hardware, sequences, ranks)
-
-
-def _share_unit(recipe: Recipe, hardware: Hardware) -> int:
+def _one_pass(recipe: Recipe, hardware: Hardware) -> int:
     """What the batch must be a multiple of: the ranks, times the recipe's micro-batch where it has one."""
     micro = recipe.train.micro_batch_size
-    return data_parallel_ranks(recipe, hardware) * (micro if isinstance(micro, int) else 1)
+    return resolve_data_parallel_ranks(recipe, hardware).value * (micro if isinstance(micro, int) else 1)
 
 
 def _nearest(number: int, unit: int) -> str:
@@ -73,95 +85,99 @@ def _nearest(number: int, unit: int) -> str:
     return f"{below} or {above}" if below else str(above)
 
 
-def _batch_as_written(recipe: Recipe, sequences: int) -> tuple[str, int]:
-    """The recipe's key for the batch, and how many of its units are one sequence."""
-    if recipe.train.global_batch_size is not None:
-        return f"train.global_batch_size={sequences}", 1
-    return f"train.global_batch_tokens={recipe.train.global_batch_tokens}", recipe.sequence_length
+def check_batch(recipe: Recipe, hardware: Hardware) -> None:
+    """Refuse a batch that the ranks cannot divide, whatever the model.
+
+    Raises:
+        PlanError: The message names sizes that work.
+    """
+    sequences, ranks = resolve_sequences(recipe, hardware).value, resolve_data_parallel_ranks(recipe, hardware).value
+    if recipe.train.remainder == "fill":
+        return
+    key, value, unit = _batch_as_written(recipe, sequences)
+    if sequences % ranks:
+        group = hardware.ranks // ranks
+        counts = ", ".join(str(divisor * group) for divisor in divisors(sequences) if divisor <= 2 * ranks)
+        raise PlanError(
+            f"{key}={value} cannot be shared by {ranks} {_sharers(recipe, hardware)}: it is not a multiple. Set {key} to "
+            f"{_nearest(value, _one_pass(recipe, hardware) * unit)}, or use a number of {hardware.noun} that divides it: {counts}. "
+            "Or keep both with train.remainder=fill, which leaves some slots of each step empty."
+        )
+    share, micro = sequences // ranks, recipe.train.micro_batch_size
+    if micro != "auto" and share % micro:
+        *smaller, largest = [divisor for divisor in divisors(share) if divisor <= micro]
+        others = f" (or {', '.join(map(str, smaller))})" if smaller else ""
+        raise PlanError(
+            f"{key}={value} is not a multiple of micro_batch_size x {_sharers(recipe, hardware)} = {micro} x {ranks} = {micro * ranks}. "
+            f"Set train.micro_batch_size to {largest}{others}."
+        )
+
+
+def _batch_as_written(recipe: Recipe, sequences: int) -> tuple[str, int, int]:
+    """The recipe's key for the batch, its value, and how many of its units are one sequence."""
+    if recipe.train.global_batch_tokens is None:
+        return "train.global_batch_size", sequences, 1
+    return "train.global_batch_tokens", recipe.train.global_batch_tokens, recipe.sequence_length
 
 
 def _sharers(recipe: Recipe, hardware: Hardware) -> str:
-    """What shares a batch, in words."""
-    noun, train = "GPUs" if hardware.gpu else "processes", recipe.train
-    sizes = {"tensor": train.tensor_parallel_size, "sequence": train.sequence_parallel_size}
-    shared = " x ".join(f"train.{name}_parallel_size={size}" for name, size in sizes.items() if size > 1)
-    return f"groups of {noun} ({shared})" if shared else noun
-
-
-def resolve_data_parallel_ranks(recipe: Recipe, hardware: Hardware) -> Decision[int]:
-    """Ranks, or groups of ranks, that each see a batch of their own.
-
-    Raises:
-        PlanError: The ranks do not divide into such groups.
-    """
-    ranks, train = data_parallel_ranks(recipe, hardware), recipe.train
-    groups = {"the matrices of a layer": train.tensor_parallel_size, "a sequence": train.sequence_parallel_size}
-    shared = "".join(f" / {size} that share {what}" for what, size in groups.items() if size > 1)
-    plural = "s" if hardware.ranks > 1 else ""
-    return Decision(
-        ranks, f"{hardware.ranks} rank{plural}{shared}" + ("" if shared else ", each with sequences of its own")
-    )
+    groups = _groups(recipe)
+    return f"groups of {hardware.noun} ({groups})" if groups else hardware.noun
 
 
 def split_batch(
     recipe: Recipe, hardware: Hardware, sequences: int, attention: str, tuned: TuningResult | None = None
-) -> tuple[Decision[int], Decision[int]]:
-    """Micro-batch and accumulation, so that micro x accumulation x ranks is the batch, or with `fill` the next that it can be.
+) -> tuple[Decision[int], Decision[int], Decision[int]]:
+    """Sequences per forward pass on one rank, forward passes per optimizer step, and slots of a step that stay empty.
 
-    Args:
-        recipe: The batch, and the micro-batch where the recipe gives one.
-        hardware: The ranks, and the memory of each.
-        sequences: From resolve_sequences.
-        attention: The attention function, as planned.
-        tuned: What auto-tuning found.
-
-    Returns:
-        Sequences per forward pass on one rank, and forward passes per optimizer step.
+    micro-batch x accumulation x ranks is the batch, or with train.remainder=fill the next larger number that it can be.
 
     Raises:
-        PlanError: It cannot be shared; the message names sizes that can.
+        PlanError: The batch cannot be divided; the message names sizes that can.
     """
-    ranks, wanted = data_parallel_ranks(recipe, hardware), recipe.train.micro_batch_size
-    if recipe.train.remainder == "refuse":
-        _check_share(recipe, hardware, sequences, ranks)
-    share = ceil(sequences / ranks)
-    found = tuned.micro_batch_size if tuned else None
-    if wanted == "auto" and tuned and found is not None and share % found == 0:
-        micro, reason = found, tuned.reason
-    elif wanted == "auto":
-        budget, why = _token_budget(recipe, hardware, attention)
-        fitting = [divisor for divisor in divisors(share) if divisor * recipe.sequence_length <= budget]
-        micro = max(fitting, default=1)
-        reason = f"auto: the largest divisor of {share} within {budget} tokens a forward pass ({why})"
-        reason += f"; {tuned.reason}" if tuned else ""
-    else:
-        micro, reason = wanted, "the recipe"
-    if recipe.train.remainder == "refuse":
-        _check_micro_batch(recipe, hardware, sequences, ranks, micro)
-    accumulation = ceil(share / micro)
-    noun = "GPUs" if hardware.gpu else "processes"
-    of = noun if ranks == hardware.ranks else f"groups of {noun}"
-    empty = micro * accumulation * ranks - sequences
-    filled = f" - {empty} empty" if empty else ""
-    arithmetic = f"{sequences} = {micro} x {accumulation} x {ranks}{filled} (micro-batch x accumulation x {of})"
-    return Decision(micro, reason), Decision(accumulation, arithmetic)
+    check_batch(recipe, hardware)
+    ranks = resolve_data_parallel_ranks(recipe, hardware).value
+    micro = _micro_batch(recipe, hardware, ceil(sequences / ranks), attention, tuned)
+    accumulation = ceil(ceil(sequences / ranks) / micro.value)
+    slots = micro.value * accumulation * ranks
+    empty = Decision(0, "the batch divides")
+    if slots > sequences:
+        reason = (
+            f"train.remainder=fill: {slots} slots for {sequences} sequences; a dummy sequence is one token without loss"
+        )
+        empty = Decision(slots - sequences, reason)
+    filled = f" - {empty.value} empty" if empty.value else ""
+    of = hardware.noun if ranks == hardware.ranks else f"groups of {hardware.noun}"
+    arithmetic = f"{sequences} = {micro.value} x {accumulation} x {ranks}{filled} (micro-batch x accumulation x {of})"
+    return micro, Decision(accumulation, arithmetic), empty
 
 
-def resolve_empty(recipe: Recipe, sequences: int, micro: int, accumulation: int, ranks: int) -> Decision[int]:
-    """Places of a step that hold no sequence of the data.
+def _micro_batch(
+    recipe: Recipe, hardware: Hardware, share: int, attention: str, tuned: TuningResult | None
+) -> Decision[int]:
+    stated_size = recipe.train.micro_batch_size
+    if stated_size != "auto":
+        return Decision(stated_size, "the recipe")
+    if tuned and tuned.micro_batch_size and share % tuned.micro_batch_size == 0:
+        return Decision(tuned.micro_batch_size, tuned.reason)
+    budget, why = _token_budget(recipe, hardware, attention)
+    size = max((one for one in divisors(share) if one * recipe.sequence_length <= budget), default=1)
+    failed = f"; {tuned.reason}" if tuned else ""
+    return Decision(size, f"auto: the largest divisor of {share} within {budget} tokens a forward pass ({why}){failed}")
 
-    Args:
-        recipe: Says what is done with a remainder.
-        sequences: Of a step.
-        micro: Sequences of a forward pass on one rank.
-        accumulation: Forward passes of a step.
-        ranks: Those that see batches of their own.
-    """
-    places = micro * accumulation * ranks
-    if places == sequences:
-        return Decision(0, "the batch divides")
-    shared = f"train.remainder=fill: {places} places for {sequences} sequences"
-    return Decision(places - sequences, f"{shared}; a filler is one token that trains nothing and counts for nothing")
+
+def _token_budget(recipe: Recipe, hardware: Hardware, attention: str) -> tuple[int, str]:
+    """Tokens of a forward pass: a rule of thumb, at which the activations of a 3B model with checkpointing fit with room."""
+    gpu, is_masked = hardware.gpu, recipe.data.packing and attention in ("sdpa", "eager")
+    if recipe.data.packing and recipe.train.sequence_parallel_size > 1:
+        return recipe.sequence_length, "one pack, which the ranks of a group share"
+    if gpu is None:
+        return (512, f"on a CPU, {attention}'s packed mask grows with the square") if is_masked else (1024, "on a CPU")
+    if is_masked:
+        why = f"one pack: {attention}'s mask over several grows with the square of their tokens"
+        return recipe.sequence_length, why
+    tokens = 16384 if gpu.memory_gib >= 70 else 8192 if gpu.memory_gib >= 38 else 4096
+    return tokens, f"a GPU of {gpu.memory_gib:.0f} GiB"
 
 
 def resolve_learning_rate(recipe: Recipe) -> Decision[float]:
@@ -174,58 +190,4 @@ def resolve_learning_rate(recipe: Recipe) -> Decision[float]:
     ratio = batch / train.base_batch_size
     factor = ratio if train.lr_scaling == "linear" else sqrt(ratio)
     how = f"{train.lr_scaling}: {batch} / base_batch_size {train.base_batch_size}"
-    return Decision(train.learning_rate * factor, f"{_exponent(train.learning_rate)} x {factor:.6g} ({how})")
-
-
-def _exponent(number: float) -> str:
-    """A learning rate as people write it.
-
-    >>> _exponent(1e-05), _exponent(0.00025)
-    ('1e-5', '2.5e-4')
-    """
-    digits, _, power = f"{number:e}".partition("e")
-    return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
-
-
-def _check_share(recipe: Recipe, hardware: Hardware, sequences: int, ranks: int) -> None:
-    if sequences % ranks == 0:
-        return
-    written, unit = _batch_as_written(recipe, sequences)
-    noun = "GPUs" if hardware.gpu else "processes"
-    together = hardware.ranks // ranks
-    counts = ", ".join(str(divisor * together) for divisor in divisors(sequences) if divisor <= 2 * ranks)
-    raise PlanError(
-        f"{written} cannot be shared by {ranks} {_sharers(recipe, hardware)}: it is not a multiple. Set {written.partition('=')[0]} to "
-        f"{_nearest(sequences * unit, _share_unit(recipe, hardware) * unit)}, or use a number of {noun} that divides it: {counts}. "
-        "Or keep both with train.remainder=fill, which leaves some places of each step empty."
-    )
-
-
-def _check_micro_batch(recipe: Recipe, hardware: Hardware, sequences: int, ranks: int, micro: int) -> None:
-    share = sequences // ranks
-    if share % micro == 0:
-        return
-    written, _ = _batch_as_written(recipe, sequences)
-    *smaller, largest = [divisor for divisor in divisors(share) if divisor <= micro]
-    raise PlanError(
-        f"{written} is not a multiple of micro_batch_size x {_sharers(recipe, hardware)} = {micro} x {ranks} = {micro * ranks}. "
-        f"Set train.micro_batch_size to {largest}" + (f" (or {', '.join(map(str, smaller))})." if smaller else ".")
-    )
-
-
-def _token_budget(recipe: Recipe, hardware: Hardware, attention: str) -> tuple[int, str]:
-    if recipe.data.packing and recipe.train.sequence_parallel_size > 1:
-        return recipe.sequence_length, "one pack, which the ranks of a group share"
-    masked = recipe.data.packing and attention in ("sdpa", "eager")
-    if hardware.gpu is not None and masked:
-        return (
-            recipe.sequence_length,
-            f"one pack: {attention}'s mask over several grows with the square of their tokens",
-        )
-    # A rule of thumb, not a memory model: activations of a 3B model with checkpointing fit with room at these sizes.
-    if hardware.gpu is None:
-        return (512, f"on a CPU, {attention}'s packed mask grows with the square") if masked else (1024, "on a CPU")
-    for gib, tokens in ((70, 16384), (38, 8192)):
-        if hardware.gpu.memory_gib >= gib:
-            return tokens, f"a GPU of {hardware.gpu.memory_gib:.0f} GiB"
-    return 4096, f"a GPU of {hardware.gpu.memory_gib:.0f} GiB"
+    return Decision(train.learning_rate * factor, f"{train.learning_rate:g} x {factor:.6g} ({how})")

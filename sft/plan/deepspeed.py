@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import dataclass, replace
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from sft.errors import PlanError, did_you_mean
 from sft.hub.model_facts import ModelFacts
 from sft.recipe.load import find_file
 from sft.recipe.schema import REPOSITORY, Recipe
+
+SHIPPED = REPOSITORY / "ds_configs"
 
 # The keys of deepspeed 0.19's configuration that a training run can use. It ignores what it does not know, so a typo
 # would silently do nothing; it has no list of these keys itself.
@@ -31,13 +34,7 @@ KNOWN_KEYS = (
     "use_data_before_expert_parallelism elasticity torch_autocast graph_harvesting use_node_local_storage"
 ).split()
 
-WRITING_KEYS = (
-    "tensorboard.enabled",
-    "wandb.enabled",
-    "csv_monitor.enabled",
-    "comet.enabled",
-    "flops_profiler.output_file",
-)
+_WRITING_KEYS = "tensorboard.enabled wandb.enabled csv_monitor.enabled comet.enabled flops_profiler.output_file".split()
 """Keys that have DeepSpeed write files where they say."""
 
 _OWNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
@@ -65,10 +62,15 @@ class DeepSpeedFile:
         return int(self.zero.get("stage", 0))
 
     @property
+    def devices(self) -> tuple[str, str]:
+        """Where the optimizer and the parameters are offloaded: `none`, `cpu` or `nvme` each."""
+        optimizer, parameters = (self.zero.get(f"offload_{what}", {}) for what in ("optimizer", "param"))
+        return str(optimizer.get("device", "none")), str(parameters.get("device", "none"))
+
+    @property
     def offload(self) -> str | None:
         """Where optimizer or parameters are kept besides the GPU: `cpu`, `nvme` or None."""
-        devices = {str(self.zero.get(key, {}).get("device")) for key in ("offload_optimizer", "offload_param")}
-        return next((device for device in ("nvme", "cpu") if device in devices), None)
+        return next((device for device in ("nvme", "cpu") if device in self.devices), None)
 
 
 def load_deepspeed(name: str) -> DeepSpeedFile:
@@ -77,12 +79,12 @@ def load_deepspeed(name: str) -> DeepSpeedFile:
     Raises:
         PlanError: There is none, it is no JSON, or DeepSpeed would not follow it.
     """
-    shipped = REPOSITORY / "ds_configs" / f"{name}.json"
+    shipped = SHIPPED / f"{name}.json"
     path = shipped if shipped.is_file() else find_file(name)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        names = sorted(file.stem for file in (REPOSITORY / "ds_configs").glob("*.json"))
+        names = sorted(file.stem for file in SHIPPED.glob("*.json"))
         raise PlanError(
             f"train.deepspeed={name}: there is no such file{did_you_mean(name, names, '.')} Shipped: {', '.join(names)}."
         ) from None
@@ -90,61 +92,56 @@ def load_deepspeed(name: str) -> DeepSpeedFile:
         raise PlanError(f"train.deepspeed={name}: {path} is not readable JSON: {error}.") from None
     if not isinstance(config, dict):
         raise PlanError(f"train.deepspeed={name}: {path} holds no JSON object.")
-    # DeepSpeed takes null for absent, in sections too.
-    config = _without_nulls(config)
-    problems = _problems(config, is_shipped=path.resolve().parent == REPOSITORY / "ds_configs")
-    if problems:
+    config = _without_nulls(config)  # DeepSpeed takes null for absent, in sections too
+    if problems := _problems(config) or ([] if path.resolve().parent == SHIPPED else _zero_problems(config)):
         raise PlanError("\n  ".join([f"{path} is not a configuration that DeepSpeed would follow:", *problems]))
     # Left out, DeepSpeed would clip at 1.0 and count the batch its own way, whatever the recipe says.
     return DeepSpeedFile(path, dict.fromkeys(_OWNED, "auto") | config)
 
 
 def _without_nulls(section: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_nulls(value) if isinstance(value, dict) else value
-        for key, value in section.items()
-        if value is not None
-    }
+    found = {key: value for key, value in section.items() if value is not None}
+    return {key: _without_nulls(value) if isinstance(value, dict) else value for key, value in found.items()}
 
 
-def _problems(config: dict[str, Any], is_shipped: bool) -> list[str]:
-    found = [f"{key}: unknown to DeepSpeed{did_you_mean(key, KNOWN_KEYS)}" for key in config if key not in KNOWN_KEYS]
-    found += [
-        f"{key}: would write outside of the run's folder; remove it, tracking.report_to and train.profile=true do the same inside"
-        for key in WRITING_KEYS
-        if _at(config, key, False)
+def _problems(config: dict[str, Any]) -> list[str]:
+    sections = {key: config.get(key, {}) for key in ("zero_optimization", "bf16", "fp16")}
+    return [
+        *(f"{key}: unknown to DeepSpeed{did_you_mean(key, KNOWN_KEYS)}" for key in config if key not in KNOWN_KEYS),
+        *(
+            f"{key}: would write outside of the run's folder; remove it, tracking.report_to and train.profile=true do the same inside"
+            for key in _WRITING_KEYS
+            if _at(config, key, False)
+        ),
+        *(
+            f"{key}: must be a section in braces, got {json.dumps(section)}"
+            for key, section in sections.items()
+            if not isinstance(section, dict)
+        ),
     ]
-    for key in ("zero_optimization", "bf16", "fp16"):
-        if not isinstance(section := config.get(key, {}), dict):
-            found.append(f"{key}: must be a section in braces, got {json.dumps(section)}")
+
+
+def _zero_problems(config: dict[str, Any]) -> list[str]:
+    """What DeepSpeed's own model of its section `zero_optimization` refuses. Its import takes seconds: for a file of the user's only."""
     zero = config.get("zero_optimization", {})
-    return found + ([] if found or is_shipped else _zero_problems(zero))
-
-
-def _zero_problems(zero: dict[str, Any]) -> list[str]:
-    """What DeepSpeed's own model of the section refuses."""
+    if type(zero.get("stage", 0)) is not int:
+        return [f"zero_optimization.stage must be 0, 1, 2 or 3, got {json.dumps(zero['stage'])}"]
     logging.disable(logging.WARNING)  # its import says which accelerator it found
     try:
-        # Seconds, and only for a file of the user's.
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     finally:
         logging.disable(logging.NOTSET)
     names = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
-    if type(zero.get("stage", 0)) is not int:
-        return [f"zero_optimization.stage must be 0, 1, 2 or 3, got {json.dumps(zero['stage'])}"]
+    lines = []
     try:
         DeepSpeedZeroConfig(**{key: value for key, value in zero.items() if value != "auto"})
     except ValidationError as error:
-        return [
-            f"zero_optimization.{'.'.join(map(str, one['loc']))}: "
-            + (
-                f"unknown to DeepSpeed{did_you_mean(str(one['loc'][-1]), names)}"
-                if one["type"] == "extra_forbidden"
-                else f"{one['msg']}, got {json.dumps(one['input'])}"
-            )
-            for one in error.errors()
-        ]
-    return []
+        for one in error.errors():
+            reason = f"{one['msg']}, got {json.dumps(one['input'])}"
+            if one["type"] == "extra_forbidden":
+                reason = f"unknown to DeepSpeed{did_you_mean(str(one['loc'][-1]), names)}"
+            lines.append(f"zero_optimization.{'.'.join(map(str, one['loc']))}: {reason}")
+    return lines
 
 
 def _at(config: dict[str, Any], dotted: str, absent: Any = "auto") -> Any:
@@ -156,32 +153,22 @@ def _at(config: dict[str, Any], dotted: str, absent: Any = "auto") -> Any:
 
 def _is_same(found: Any, expected: Any) -> bool:
     if isinstance(found, int | float) and isinstance(expected, int | float):
-        return abs(found - expected) <= 1e-12 * abs(expected)
+        return isclose(found, expected, rel_tol=1e-12)
     return bool(found == expected)
 
 
 def check_deepspeed(
     file: DeepSpeedFile, recipe: Recipe, micro_batch_size: int, accumulation: int, precision: str, empty: int = 0
 ) -> None:
-    """Refuse a JSON that says something else than the recipe.
-
-    Args:
-        file: The JSON.
-        recipe: What was asked for.
-        micro_batch_size: Sequences per forward pass on one rank, as planned.
-        accumulation: Forward passes per optimizer step, as planned.
-        precision: bf16, fp16 or fp32, as planned.
-        empty: Places of a step that hold no sequence, which DeepSpeed counts like the others.
+    """Refuse a JSON that contradicts the recipe or the plan; DeepSpeed counts empty slots of a step like the others.
 
     Raises:
         PlanError: Every contradiction, with both values.
     """
-    train = recipe.train
+    train, config = recipe.train, file.config
+    batch = f"train.global_batch_size with its {empty} empty slots" if empty else "train.global_batch_size"
     wanted = {
-        "train_batch_size": (
-            recipe.sequences_per_step + empty,
-            f"train.global_batch_size with its {empty} empty places" if empty else "train.global_batch_size",
-        ),
+        "train_batch_size": (recipe.sequences_per_step + empty, batch),
         "train_micro_batch_size_per_gpu": (micro_batch_size, "train.micro_batch_size"),
         "gradient_accumulation_steps": (accumulation, "accumulation in the plan"),
         "gradient_clipping": (train.max_grad_norm, "train.max_grad_norm"),
@@ -189,53 +176,40 @@ def check_deepspeed(
         "fp16.enabled": (precision == "fp16", f"train.precision ({precision})"),
     }
     lines = [
-        f"  {key} is {json.dumps(found)}, and {name} is {json.dumps(value)}"
+        f"{key} is {json.dumps(found)}, and {name} is {json.dumps(value)}"
         for key, (value, name) in wanted.items()
-        if (found := _at(file.config, key)) != "auto" and not _is_same(found, value)
+        if (found := _at(config, key)) != "auto" and not _is_same(found, value)
     ]
-    if "scheduler" in file.config:
-        lines.append(
-            f"  scheduler is {json.dumps(file.config['scheduler'])}, and train.lr_scheduler_type is {train.lr_scheduler_type}: "
-            "remove the section"
-        )
-    if "optimizer" in file.config:
+    rows = {
+        f"scheduler is {json.dumps(config.get('scheduler'))}, and train.lr_scheduler_type is {train.lr_scheduler_type}: remove the "
+        "section": "scheduler" in config,
         # transformers would hand DeepSpeed one flat group of parameters: biases and norms would be decayed with the rest.
-        lines.append(
-            f"  optimizer is {json.dumps(file.config['optimizer'])}, and the recipe's is AdamW with its own learning_rate, betas and "
-            "weight_decay (none on biases and norms): remove the section"
-        )
-    if _at(file.config, "bf16.check_grad_overflow", True) is False:
-        lines.append(
-            f"  bf16.check_grad_overflow is false, and train.on_nonfinite is {train.on_nonfinite}: a gradient that is not finite would be "
-            "applied before it is found; remove the key"
-        )
-    if file.stage == 3 and not file.zero.get("stage3_gather_16bit_weights_on_model_save"):
-        lines.append(
-            "  zero_optimization.stage3_gather_16bit_weights_on_model_save is not true: the saved model would be empty"
-        )
+        f"optimizer is {json.dumps(config.get('optimizer'))}, and the recipe's is AdamW with its own learning_rate, betas and "
+        "weight_decay (none on biases and norms): remove the section": "optimizer" in config,
+        f"bf16.check_grad_overflow is false, and train.on_nonfinite is {train.on_nonfinite}: a gradient that is not finite would be "
+        "applied before it is found; remove the key": _at(config, "bf16.check_grad_overflow", True) is False,
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save is not true: the saved model would be empty": (
+            file.stage == 3 and not file.zero.get("stage3_gather_16bit_weights_on_model_save")
+        ),
+    }
+    lines += [line for line, applies in rows.items() if applies]
     if lines:
         remedy = 'Write "auto" in the JSON for what the recipe decides.'
-        raise PlanError("\n".join([f"{file.path} contradicts the recipe:", *lines, remedy]))
+        raise PlanError("\n".join([f"{file.path} contradicts the recipe:", *(f"  {line}" for line in lines), remedy]))
 
 
 def size_buckets(file: DeepSpeedFile, model: ModelFacts) -> DeepSpeedFile:
-    """The file with numbers, in elements, where it says `"auto"` for the size of a buffer.
+    """The file with numbers of elements where it says `"auto"` for the size of a buffer; DeepSpeed's defaults for an unknown model.
 
     transformers would put in the square of hidden_size, which is less than one weight of an MLP.
-
-    Args:
-        file: From load_deepspeed; numbers that it holds stay.
-        model: Its size. What is not known gives DeepSpeed's own defaults.
     """
-    parameters, hidden, layers = model.parameters, model.hidden_size, model.num_hidden_layers
     # All of a small model in one reduction; never more than the model has.
-    bucket = min(LARGEST_BUCKET, parameters or LARGEST_BUCKET)
-    layer = model.layer_size if parameters and hidden and layers else 50_000_000
+    bucket = min(LARGEST_BUCKET, model.parameters or LARGEST_BUCKET)
     sizes = {
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
-        "stage3_prefetch_bucket_size": min(LARGEST_BUCKET, layer),
-        "stage3_param_persistence_threshold": 10 * hidden if hidden else 100_000,
+        "stage3_prefetch_bucket_size": min(LARGEST_BUCKET, model.layer_size or 50_000_000),
+        "stage3_param_persistence_threshold": 10 * (model.hidden_size or 10_000),
     }
     sized = {key: sizes[key] if value == "auto" and key in sizes else value for key, value in file.zero.items()}
     return replace(file, config=file.config | {"zero_optimization": sized}) if sized else file

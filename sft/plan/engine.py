@@ -10,15 +10,14 @@ from dataclasses import replace
 
 from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
-from sft.plan.decision import Decision
+from sft.plan.batch import resolve_data_parallel_ranks
 from sft.plan.deepspeed import DeepSpeedFile, load_deepspeed, size_buckets
-from sft.plan.hardware import Gpu, Hardware
+from sft.plan.hardware import Gpu, Hardware, machine
 from sft.plan.memory import ENGINES, GIB, MemoryEstimate, engine_of, estimate_memory
-from sft.plan.parallelism import FSDP2, data_parallel_ranks, describe_fsdp, resolve_fsdp
+from sft.plan.parallelism import FSDP2, describe_fsdp, resolve_fsdp
+from sft.plan.plan import Decision
 from sft.plan.precision import computes_in_half
 from sft.recipe.schema import Lora, Recipe
-
-AUTO = "auto"
 
 SHAPES: tuple[tuple[int, int], ...] = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8))
 """Nodes and GPUs of each, from the smallest."""
@@ -61,7 +60,7 @@ def order_of_engines(recipe: Recipe, hardware: Hardware) -> list[str]:
 def first_that_fits(
     recipe: Recipe, hardware: Hardware, model: ModelFacts
 ) -> tuple[str | None, dict[str, MemoryEstimate]]:
-    """The cheapest engine that fits, or None; and the estimates of those that were looked at."""
+    """The cheapest engine that fits, or None; and the estimates of it and of those before it."""
     estimates: dict[str, MemoryEstimate] = {}
     for name in order_of_engines(recipe, hardware):
         estimates[name] = estimate_memory(recipe, hardware, model, ENGINES[name])
@@ -76,28 +75,23 @@ def choose_engine(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Deci
     Raises:
         PlanError: None fits; the message names the smallest machine that does.
     """
+    name: str | None
     if hardware.gpu is None or model.parameters is None:
         name = order_of_engines(recipe, hardware)[0]
         why = "on a CPU" if hardware.gpu is None else "the model's size is not known before it is downloaded"
-        return Decision(_file(name), f"auto: {engine_words(name, recipe, hardware)}, the first that is tried ({why})")
-    found, estimates = first_that_fits(recipe, hardware, model)
-    lacks = ", ".join(
-        f"{engine_words(name, recipe, hardware)} {_lack(estimate, hardware)}"
-        for name, estimate in estimates.items()
-        if name != found
-    )
-    if found is None:
-        what = "adapters on a model" if recipe.model.lora is not None else "all weights of a model"
-        raise PlanError(
-            f"train.parallel=auto: training {what} of {model.parameters / 1e9:.3g}e9 parameters does not fit on {hardware.device}, by "
-            f"arithmetic: {lacks}. {smallest_that_fits(recipe, hardware, model)}"
-        )
-    why = f"; {lacks}" if lacks else ""
-    return Decision(_file(found), f"auto: {engine_words(found, recipe, hardware)} is the cheapest that fits{why}")
-
-
-def _file(name: str) -> str | None:
-    return None if name == "none" else name
+        reason = f"{engine_words(name, recipe, hardware)}, the first that is tried ({why})"
+    else:
+        name, estimates = first_that_fits(recipe, hardware, model)
+        failed = [(engine_words(one, recipe, hardware), estimate) for one, estimate in estimates.items() if one != name]
+        lacks = ", ".join(f"{words} needs {estimate.lack(hardware)}" for words, estimate in failed)
+        if name is None:
+            what = "adapters on a model" if recipe.model.lora is not None else "all weights of a model"
+            raise PlanError(
+                f"train.parallel=auto: training {what} of {model.parameters / 1e9:.3g}e9 parameters does not fit on {hardware.device}, "
+                f"by arithmetic: {lacks}. {smallest_that_fits(recipe, hardware, model)}"
+            )
+        reason = f"{engine_words(name, recipe, hardware)} is the cheapest that fits{'; ' if lacks else ''}{lacks}"
+    return Decision(None if name == "none" else name, f"auto: {reason}")
 
 
 def engine_words(name: str, recipe: Recipe, hardware: Hardware) -> str:
@@ -106,14 +100,6 @@ def engine_words(name: str, recipe: Recipe, hardware: Hardware) -> str:
         return name
     without = "tensor parallel" if recipe.train.tensor_parallel_size > 1 else "DDP"
     return "one process" if hardware.ranks == 1 else without
-
-
-def _lack(estimate: MemoryEstimate, hardware: Hardware) -> str:
-    """What there is too little of."""
-    assert hardware.gpu is not None
-    if estimate.gpu_bytes > hardware.gpu.memory_gib * GIB:
-        return f"needs {estimate.gpu_bytes / GIB:.1f} of {hardware.gpu.memory_gib:.0f} GiB"
-    return f"needs {estimate.cpu / GIB:.0f} of {hardware.cpu_memory_gib:.0f} GiB of the machine's memory"
 
 
 def smallest_that_fits(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> str:
@@ -135,24 +121,17 @@ def _machines_that_fit(recipe: Recipe, gpu: Gpu, model: ModelFacts) -> Iterator[
     """The fewest GPUs that do, in words: of this memory, and of each larger one that needs fewer."""
     shapes = SHAPES
     for memory in sorted({gpu.memory_gib, *(memory for memory in MEMORIES if memory > gpu.memory_gib + 1)}):
-        for place, (nodes, gpus) in enumerate(shapes):
+        for index, (nodes, gpus) in enumerate(shapes):
             hardware = machine(replace(gpu, memory_gib=memory), nodes, gpus)
             if hardware.ranks % (recipe.train.tensor_parallel_size * recipe.train.sequence_parallel_size):
                 continue
-            found, estimates = first_that_fits(recipe, hardware, model)
-            if found is not None:
-                cpu = estimates[found].cpu
-                yield (
-                    f"{f'{nodes} x ' if nodes > 1 else ''}{gpus} x {memory:.0f} GB with {engine_words(found, recipe, hardware)}"
-                    + (f" and {cpu / GIB:.0f} GiB of the machine's memory" if cpu else "")
-                )
-                shapes = shapes[:place]  # more memory is a remedy only where fewer GPUs do
+            name, estimates = first_that_fits(recipe, hardware, model)
+            if name is not None:
+                cpu = f" and {estimates[name].cpu / GIB:.0f} GiB of the machine's memory" if estimates[name].cpu else ""
+                size = f"{f'{nodes} x ' if nodes > 1 else ''}{gpus} x {memory:.0f} GB"
+                yield f"{size} with {engine_words(name, recipe, hardware)}{cpu}"
+                shapes = shapes[:index]  # more memory is a remedy only where fewer GPUs do
                 break
-
-
-def machine(gpu: Gpu, nodes: int, gpus: int) -> Hardware:
-    """A machine to do arithmetic for, with twice the memory of its GPUs."""
-    return Hardware(gpu, nodes * gpus, gpus, 8, 2 * gpus * gpu.memory_gib, cpu_memory_assumed=True)
 
 
 def resolve_memory(
@@ -176,11 +155,13 @@ def open_deepspeed(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Dee
     """The DeepSpeed file that runs, its buckets sized for the model; None without DeepSpeed.
 
     Raises:
-        PlanError: train.deepspeed names a file that there is not, or that DeepSpeed would not follow; or no engine fits.
+        PlanError: train.deepspeed names a file that is missing or that DeepSpeed would not follow; or no engine fits.
     """
     name = recipe.train.deepspeed
-    if recipe.train.parallel == AUTO:
-        data_parallel_ranks(recipe, hardware)  # refuses ranks that do not divide into groups, whatever the engine
+    if recipe.train.parallel == "auto":
+        resolve_data_parallel_ranks(
+            recipe, hardware
+        )  # refuses ranks that do not divide into groups, whatever the engine
         name = choose_engine(recipe, hardware, model).value
     return size_buckets(load_deepspeed(name), model) if name else None
 
@@ -196,14 +177,13 @@ def resolve_engine(
         reason = f"{deepspeed.path.name}{where}, {ranks} rank{'s' if ranks > 1 else ''}"
     elif fsdp is not None:
         engine, reason = FSDP2, describe_fsdp(fsdp, hardware)
-    elif ranks == 1 and recipe.train.fsdp is not None:
-        engine, reason = "one process", "train.fsdp is set, and one process shares with nobody"
     elif ranks == 1:
-        engine, reason = "one process", "train.deepspeed is not set, and there is one process"
+        unused = "train.fsdp has no effect" if recipe.train.fsdp else "train.deepspeed is not set"
+        engine, reason = "one process", f"{unused}, and there is one process"
     elif recipe.train.tensor_parallel_size > 1:
         engine, reason = "tensor parallel", f"train.tensor_parallel_size; {ranks} ranks share each layer"
     else:
         engine, reason = "DDP", f"train.deepspeed is not set; {ranks} ranks each hold the whole model"
-    if recipe.train.parallel == AUTO:
+    if recipe.train.parallel == "auto":
         reason = choose_engine(recipe, hardware, model).reason
     return Decision(engine, reason)

@@ -1,7 +1,7 @@
-"""Detects what the machine has: GPUs, cores, memory; and how many processes the job has.
+"""Detects what the machine has: GPUs, cores, memory.
 
-detect_hardware(ranks=8)        this machine
-described_hardware("8x80GB")    a machine that is not here, for `--plan --on 8x80GB`
+detect_hardware(ranks=8, ranks_per_node=8)   this machine
+described_hardware("8x80GB")                 a machine that is not here, for `--plan --on 8x80GB`
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from pathlib import Path
 
 from sft.errors import PlanError
 
-_CONTROL_GROUPS = Path("/sys/fs/cgroup")
-_OWN_GROUPS = Path("/proc/self/cgroup")
+_CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True)
@@ -44,16 +43,14 @@ class Hardware:
     ranks_per_node: int
     cpu_cores: int
     cpu_memory_gib: float
-    """Of one machine."""
+    """Of one node."""
 
     has_flash_attention: bool = False
-    """The flash-attn package is installed."""
-
     has_flash_attention_3: bool = False
-    """flash-attn 3, for Hopper, is installed: a package of its own."""
+    """flash-attn 3 for Hopper, a package of its own."""
 
     cpu_memory_assumed: bool = False
-    """Nobody has said how much memory the machine has."""
+    """A guess for a machine that is not here."""
 
     @property
     def device(self) -> str:
@@ -62,59 +59,58 @@ class Hardware:
             return f"CPU, {self.cpu_cores} cores, {self.ranks} process{'es' if self.ranks > 1 else ''}"
         return f"{self.ranks} x {self.gpu.name} ({self.gpu.memory_gib:.0f} GiB)"
 
+    @property
+    def noun(self) -> str:
+        """What a rank is called in messages."""
+        return "GPUs" if self.gpu else "processes"
+
+
+def whole_number(name: str, default: int, least: int, most: int | None = None) -> int:
+    """A variable of the environment as a number, or the default where it is empty.
+
+    Raises:
+        PlanError: It is no number, or outside the bounds.
+    """
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    if not (text.isascii() and text.isdecimal()) or int(text) < least or (most is not None and int(text) > most):
+        limit = "" if most is None else f" and at most {most}"
+        raise PlanError(f"{name}={text}: must be a whole number of at least {least}{limit}.")
+    return int(text)
+
 
 def visible_gpus() -> list[Gpu]:
     """The GPUs that this process may use, by nvidia-smi; none where there is no driver. Honours CUDA_VISIBLE_DEVICES."""
-    gpus = _all_gpus()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus, visible = _all_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return [gpu for _, gpu in gpus.values()]
+        return [gpu for _, _, gpu in gpus]
     chosen = []
     for entry in _entries(visible):
         match = _matching(entry, gpus)
-        if not match:  # CUDA ignores the first entry that it does not know and all after it
+        if match is None:  # CUDA ignores the first entry that it does not know and all after it
             break
-        chosen.append(match[0])
+        chosen.append(match)
     return chosen
 
 
 def unknown_gpus() -> tuple[list[str], int]:
-    """What CUDA_VISIBLE_DEVICES names and is not there, and how many GPUs are. `-1` and `` stand for none and are no mistake."""
+    """What CUDA_VISIBLE_DEVICES names and is not there, and how many GPUs are. `-1` and an empty value hide all GPUs and are no mistake."""
     gpus, visible = _all_gpus(), _entries(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     if not gpus or visible[:1] in ([], ["-1"], ["NoDevFiles"]):
         return [], len(gpus)
-    return [entry for entry in visible if not _matching(entry, gpus)], len(gpus)
+    return [entry for entry in visible if _matching(entry, gpus) is None], len(gpus)
 
 
-def _all_gpus() -> dict[str, tuple[str, Gpu]]:
-    """By index: the UUID and what it is."""
+def _all_gpus() -> list[tuple[str, str, Gpu]]:
+    """Index, UUID and GPU."""
+    query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
     try:
-        output = subprocess.run(
-            ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=30,
-        ).stdout
+        output = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout
     except (OSError, subprocess.SubprocessError):
-        return {}
+        return []
     rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines() if line.strip()]
-    return {
-        index: (uuid, Gpu(name, _memory_gib(mib), float(capability))) for index, uuid, name, mib, capability in rows
-    }
-
-
-def _entries(visible: str) -> list[str]:
-    return [entry for part in visible.split(",") if (entry := part.strip())]
-
-
-def _matching(entry: str, gpus: dict[str, tuple[str, Gpu]]) -> list[Gpu]:
-    # A slice of a GPU (MIG) is not in this list; it is taken for a whole one of its kind.
-    return [
-        gpu
-        for index, (uuid, gpu) in gpus.items()
-        if entry == index or uuid.startswith(entry) or entry.startswith("MIG-")
-    ]
+    return [(index, uuid, Gpu(name, _memory_gib(mib), float(cc))) for index, uuid, name, mib, cc in rows]
 
 
 def _memory_gib(mebibytes: str) -> float:
@@ -122,49 +118,51 @@ def _memory_gib(mebibytes: str) -> float:
     return float(mebibytes) / 1024 if mebibytes.replace(".", "").isdecimal() else cpu_memory_gib()
 
 
+def _entries(visible: str) -> list[str]:
+    return [entry for part in visible.split(",") if (entry := part.strip())]
+
+
+def _matching(entry: str, gpus: list[tuple[str, str, Gpu]]) -> Gpu | None:
+    # A slice of a GPU (MIG) is not in the list; it counts as a whole GPU.
+    known = (gpu for index, uuid, gpu in gpus if entry == index or uuid.startswith(entry) or entry.startswith("MIG-"))
+    return next(known, None)
+
+
 def cpu_memory_gib() -> float:
-    """Memory that this process may use: the machine's, or less where a control group (a container, Slurm) limits it."""
+    """Memory that this process may use: the machine's, or less where a cgroup (a container, Slurm) limits it."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for group in _control_groups("memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            with suppress(OSError, ValueError):  # not of this version, or "max"
-                limits.append(int((group / name).read_text()))
+    for group in _cgroups():
+        with suppress(OSError, ValueError):  # absent, or "max"
+            limits.append(int((group / "memory.max").read_text()))
     return min(limits) / 2**30
 
 
 def cpu_cores() -> int:
-    """Processors that this process may use, with its share of them where a control group limits that."""
+    """Cores that this process may use: by its affinity, or fewer where a cgroup limits it."""
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    for group in _control_groups("cpu"):
+    for group in _cgroups():
         with suppress(OSError, ValueError):
             quota, period = (group / "cpu.max").read_text().split()
             cores = min(cores, int(quota) / int(period))
-        with suppress(OSError, ValueError):
-            quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-            cores = min(cores, int(quota) / int(period) if int(quota) > 0 else cores)
     return max(1, int(cores))
 
 
-def _control_groups(controller: str) -> list[Path]:
-    """The folders of the control groups that this process is in, of version 2 and version 1, with all groups around them."""
+def _cgroups() -> list[Path]:
+    """The folders of this process's cgroup (version 2) and of all groups around it."""
     try:
-        lines = _OWN_GROUPS.read_text().splitlines()
+        lines = _OWN_CGROUP.read_text().splitlines()
     except OSError:
         return []
-    groups = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        root = _CONTROL_GROUPS / controller if controllers else _CONTROL_GROUPS
-        # In a container the path may be the host's, and not be there; the groups around it are.
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        groups += [root.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
-    return groups
+    path = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), None)
+    if path is None:
+        return []
+    # In a container the path may be the host's, and not be there; the groups around it are.
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    return [_CGROUPS.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
 
 
 def _is_installed(module: str, distribution: str) -> bool:
-    # By the distribution too, as transformers goes: flash-attn 4 alone is also a module named flash_attn.
+    # By the distribution too, as transformers does: flash-attn 4 alone is also a module named flash_attn.
     try:
         version(distribution)
     except PackageNotFoundError:
@@ -172,30 +170,21 @@ def _is_installed(module: str, distribution: str) -> bool:
     return find_spec(module) is not None
 
 
-def detect_hardware(ranks: int | None = None, ranks_per_node: int | None = None) -> Hardware:
-    """This machine.
-
-    Args:
-        ranks: Processes of the whole job. None: what a launcher has set in the environment, else one for each GPU.
-        ranks_per_node: Of them on this machine. None: likewise.
+def detect_hardware(ranks: int, ranks_per_node: int) -> Hardware:
+    """This machine, for a job of so many processes.
 
     Raises:
-        PlanError: More processes than GPUs were asked for.
+        PlanError: More processes than GPUs were requested.
     """
     gpus = visible_gpus()
-    default = max(1, len(gpus))
-    if ranks is None:
-        ranks = int(os.environ.get("WORLD_SIZE", default))
-        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", min(ranks, default)))
-    per_node = ranks_per_node or ranks
-    if gpus and per_node > len(gpus):
+    if gpus and ranks_per_node > len(gpus):
         raise PlanError(
-            f"{per_node} processes were asked for on a machine with {len(gpus)} visible GPUs. Start at most one for each GPU."
+            f"{ranks_per_node} processes were asked for on a machine with {len(gpus)} visible GPUs. Start at most one for each GPU."
         )
     return Hardware(
         gpu=min(gpus, key=lambda gpu: gpu.memory_gib) if gpus else None,
         ranks=ranks,
-        ranks_per_node=per_node,
+        ranks_per_node=ranks_per_node,
         cpu_cores=cpu_cores(),
         cpu_memory_gib=cpu_memory_gib(),
         has_flash_attention=_is_installed("flash_attn", "flash-attn"),
@@ -204,9 +193,9 @@ def detect_hardware(ranks: int | None = None, ranks_per_node: int | None = None)
 
 
 def described_hardware(description: str) -> Hardware:
-    """A machine in words, to plan for one that is not here: [machines x] GPUs x memory of each [+ memory of a machine].
+    """A machine that is not here, in words: [nodes x] GPUs x memory of each [+ memory of a node].
 
-    Without the last, a machine is taken to have twice the memory of its GPUs, as rented ones mostly have.
+    Without the last, a node has twice the memory of its GPUs, as rented ones mostly have.
 
     >>> described_hardware("8x80GB").device
     '8 x GPU (80 GiB)'
@@ -217,26 +206,22 @@ def described_hardware(description: str) -> Hardware:
         PlanError: The words are not of that form.
     """
     unit = "(?:GB|GiB|G)?"
-    match = re.fullmatch(rf"(?:(\d+)x)?(\d+)x(\d+){unit}(?:\+(\d+){unit})?", description, flags=re.IGNORECASE)
-    if not match or min(int(number) for number in match.groups() if number) < 1:
+    form = rf"(?:(?P<nodes>\d+)x)?(?P<gpus>\d+)x(?P<memory>\d+){unit}(?:\+(?P<node_memory>\d+){unit})?"
+    match = re.fullmatch(form, description, flags=re.IGNORECASE)
+    numbers = {name: int(text) for name, text in match.groupdict().items() if text} if match else {}
+    nodes, gpus = numbers.get("nodes", 1), numbers.get("gpus", 0)
+    if gpus > 8 and gpus % 8 == 0 and "nodes" not in numbers:
+        nodes, gpus = gpus // 8, 8
+    if not numbers or 0 in numbers.values() or (gpus > 8 and "nodes" not in numbers):
         raise PlanError(
-            f"--on {description}: write the number of GPUs and the memory of each, for example 8x80GB; with machines before it, "
-            "2x8x80GB; with the memory of a machine behind it, 8x80GB+1000GB."
+            f"--on {description}: write the number of GPUs and the memory of each, for example 8x80GB; with nodes before it, 2x8x80GB; "
+            "with the memory of a node behind it, 8x80GB+1000GB."
         )
-    count, memory = int(match[2]), float(match[3])
-    if match[1] is None and count > 8 and count % 8:
-        raise PlanError(
-            f"--on {description}: {count} GPUs are no whole number of machines with 8. Write the number of machines first, for example "
-            f"{-(-count // 8)}x{count // -(-count // 8)}x{match[3]}GB."
-        )
-    per_node = count if match[1] else min(count, 8)
-    cpu_memory = float(match[4]) if match[4] else 2 * per_node * memory
-    return Hardware(
-        # Every GPU sold with 24 GB or more in the last years has bf16.
-        Gpu("GPU", memory, 8.0),
-        ranks=int(match[1] or 1) * count,
-        ranks_per_node=per_node,
-        cpu_cores=cpu_cores(),
-        cpu_memory_gib=cpu_memory,
-        cpu_memory_assumed=match[4] is None,
-    )
+    # Every GPU sold with 24 GB or more in the last years has bf16.
+    return machine(Gpu("GPU", numbers["memory"], 8.0), nodes, gpus, numbers.get("node_memory"))
+
+
+def machine(gpu: Gpu, nodes: int, gpus: int, cpu_memory_gib: float | None = None) -> Hardware:
+    """A machine to do arithmetic for; without a number a node has twice the memory of its GPUs."""
+    memory = cpu_memory_gib or 2 * gpus * gpu.memory_gib
+    return Hardware(gpu, nodes * gpus, gpus, cpu_cores(), memory, cpu_memory_assumed=cpu_memory_gib is None)

@@ -10,12 +10,12 @@ from typing import Any
 
 from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
-from sft.plan.decision import Decision, TuningResult
 from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Hardware
 from sft.plan.parallelism import resolve_fsdp
-from sft.plan.plan import DataSize, Plan, resolve_plan
+from sft.plan.plan import DataSize, Decision, Plan, TuningResult
 from sft.plan.precision import MASTER
+from sft.plan.resolve import resolve_plan
 from sft.recipe.schema import Fsdp, Recipe
 
 
@@ -39,11 +39,11 @@ class Job:
 
     @property
     def fsdp(self) -> Fsdp | None:
-        """How FSDP2 shares the model out, where it is what runs."""
+        """How FSDP2 shards the model, where it runs."""
         return resolve_fsdp(self.recipe, self.hardware)
 
     def with_data(self, data: DataSize, tuned: TuningResult | None = None) -> Job:
-        """The job with the data counted, and therefore the number of steps known; and with what auto-tuning has found."""
+        """The job with its data counted, which gives the number of steps, and with what auto-tuning has found."""
         plan = resolve_plan(self.recipe, self.hardware, self.model, data, self.deepspeed, tuned)
         return replace(self, plan=plan)
 
@@ -70,11 +70,15 @@ def keep_decisions(job: Job, data: DataSize, earlier: Mapping[str, Any]) -> Job:
     Raises:
         PlanError: This machine cannot do what the run was started with.
     """
-    kept = _left_open(job, earlier)
-    recipe = job.recipe
-    for name, value in kept.items():
-        section, key = OPEN[name]
-        recipe = recipe.model_copy(update={section: getattr(recipe, section).model_copy(update={key: value})})
+    recipe, kept = job.recipe, {}
+    for name, (section, key) in OPEN.items():
+        is_open = getattr(getattr(recipe, section), key) == "auto" and name in earlier
+        # A micro-batch is one for as many ranks.
+        same_ranks = earlier.get("data_parallel_ranks") == job.plan.data_parallel_ranks.value
+        if is_open and (same_ranks or name != "micro_batch_size"):
+            kept[name] = earlier[name]
+            changed = getattr(recipe, section).model_copy(update={key: earlier[name]})
+            recipe = recipe.model_copy(update={section: changed})
     try:
         plan = resolve_plan(recipe, job.hardware, job.model, data, job.deepspeed)
     except PlanError as error:
@@ -83,20 +87,12 @@ def keep_decisions(job: Job, data: DataSize, earlier: Mapping[str, Any]) -> Job:
             f"This run resumes with what it was started with ({values}) where the recipe says auto, and this machine cannot: {error} "
             "Resume on a machine like the first, or start anew with train.resume=never."
         ) from None
-    changed = {name: Decision(value, REASON) for name, value in kept.items()}
-    alike = all(getattr(plan, name).value == earlier.get(name) for name in ("weights", "gradient_accumulation_steps"))
-    if alike and job.deepspeed is None and job.fsdp is None and "gradients" in earlier:
+    decisions = {name: Decision(value, REASON) for name, value in kept.items()}
+    same = all(getattr(plan, name).value == earlier.get(name) for name in ("weights", "gradient_accumulation_steps"))
+    if same and job.deepspeed is None and job.fsdp is None and "gradients" in earlier:
         # It also follows from the memory of the machine.
-        changed["gradients"] = Decision(earlier["gradients"], REASON)
-    return replace(job, plan=replace(plan, **changed))
-
-
-def _left_open(job: Job, earlier: Mapping[str, Any]) -> dict[str, Any]:
-    """The earlier decisions about what the recipe leaves open now; a micro-batch is one for as many ranks."""
-    names = [name for name, (section, key) in OPEN.items() if getattr(getattr(job.recipe, section), key) == "auto"]
-    if earlier.get("data_parallel_ranks") != job.plan.data_parallel_ranks.value:
-        names = [name for name in names if name != "micro_batch_size"]
-    return {name: earlier[name] for name in names if name in earlier}
+        decisions["gradients"] = Decision(earlier["gradients"], REASON)
+    return replace(job, plan=replace(plan, **decisions))
 
 
 def bytes_per_parameter(job: Job) -> tuple[int, int]:
@@ -105,12 +101,12 @@ def bytes_per_parameter(job: Job) -> tuple[int, int]:
     Adam keeps two moments of 4 bytes. DeepSpeed adds its fp32 copy, and below stage 3 writes the weights a second time in its
     own format.
     """
-    moments, stage = 8, job.deepspeed.stage if job.deepspeed else None
-    sixteen_bit = job.plan.weights.value == MASTER or (stage is not None and job.plan.precision.value != "fp32")
-    weights = 2 if sixteen_bit else 4
-    if stage is None:
-        return weights + moments + (4 if job.plan.weights.value == MASTER else 0), weights
-    return weights * (2 if stage < 3 else 1) + 4 + moments, weights
+    moments, has_copy = 8, job.plan.weights.value == MASTER
+    if job.deepspeed is None:
+        weights = 2 if has_copy else 4
+        return weights + moments + (4 if has_copy else 0), weights
+    weights = 2 if has_copy or job.plan.precision.value != "fp32" else 4
+    return weights * (2 if job.deepspeed.stage < 3 else 1) + 4 + moments, weights
 
 
 def checkpoint_bytes(job: Job) -> int:

@@ -1,12 +1,111 @@
-"""Decides what runs inside a layer: kernels, torch.compile, gradient checkpointing."""
+"""Decides what runs inside a layer: attention, kernels, torch.compile, gradient checkpointing."""
 
 from __future__ import annotations
 
 from sft.errors import PlanError
-from sft.plan.decision import Decision, TuningResult, stated
+from sft.hub.model_facts import Architecture
 from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Hardware
+from sft.plan.plan import Decision, TuningResult, stated
 from sft.recipe.schema import Recipe
+
+_NAMES = {"flash_attention_3": "flash-attn 3", "flash_attention_2": "flash-attn"}
+
+
+def resolve_attention(
+    recipe: Recipe, hardware: Hardware, precision: str, model_type: str | None, architecture: Architecture | None
+) -> Decision[str]:
+    """The attention function; `varlen` is our own, sft/model/attention.py.
+
+    Args:
+        recipe: The function, and whether documents are packed.
+        hardware: The GPU, and which flash-attn is installed.
+        precision: bf16, fp16 or fp32, as planned.
+        model_type: Of config.json; None before a download.
+        architecture: How the model attends; None where its own code computes it.
+
+    Raises:
+        PlanError: The recipe's function does not run here or not on this model; or the model cannot be packed.
+    """
+    known = architecture or (Architecture() if model_type is None else Architecture(has_interface=False))
+    wanted, packing = recipe.model.attn_implementation, recipe.data.packing
+    models = f"models of type {model_type or 'this kind'}"
+    if packing and known.recurrent:
+        raise PlanError(
+            f"data.packing=true, and {models} have recurrent layers, which carry their state from one packed document into the next. Set "
+            "data.packing=false."
+        )
+    problems = _attention_problems(hardware, precision, known, models)
+    if wanted == "auto":
+        tried = [name for name in problems if packing or name != "varlen"]
+        name = next(name for name in tried if problems[name] is None)
+        chosen = Decision(name, f"auto: {_attention_reason(name, hardware, packing, problems)}")
+    elif problem := problems[wanted]:
+        others = "auto or eager" if problems["sdpa"] else "auto or sdpa"
+        raise PlanError(f"model.attn_implementation={wanted}, and {problem}. Set it to {others}.")
+    else:
+        chosen = Decision(wanted, "the recipe")
+    if packing and known.blind_mask and chosen.value in ("sdpa", "eager"):
+        raise PlanError(
+            f"data.packing=true, and the masks of {models} do not follow documents: with {chosen.value} they would see each other. Set "
+            "data.packing=false."
+        )
+    return chosen
+
+
+def _attention_problems(hardware: Hardware, precision: str, known: Architecture, models: str) -> dict[str, str | None]:
+    """Why each function would not run here, or not compute what the model means; in the order in which `auto` tries them."""
+    gpu = hardware.gpu
+    capability = gpu.compute_capability if gpu else 0.0
+    this = f"this GPU (compute capability {capability})"
+    no_gpu = (gpu is None, "there is no GPU here")
+    softcap = (known.softcap, f"{models} cap their attention scores, which it does not support")
+    sinks = (known.sinks, f"{models} have attention sinks, which it does not support")
+    mask_only = (known.mask_only, f"{models} express by a mask alone what a token sees")
+    dropout = (known.dropout > 0, f"the model's attention_dropout is {known.dropout:g}, which it would leave out")
+    too_old = (gpu is not None and capability < 8.0, f"{this} has no FlashAttention")
+    fp32 = (gpu is not None and precision == "fp32", "FlashAttention does not run in fp32")
+    values = known.value_head_dim or known.head_dim
+    heads = (
+        gpu is not None and not known.one_kernel,
+        f"FlashAttention has no kernel for heads of {known.head_dim} (values {values})",
+    )
+    no_flash = (not known.has_flash, f"{models} have no flash attention in transformers")
+    missing = {
+        name: (not installed, f"the {_NAMES[name]} package is not installed")
+        for name, installed in zip(_NAMES, (hardware.has_flash_attention_3, hardware.has_flash_attention), strict=True)
+    }
+    hopper = (not 9.0 <= capability < 10.0, f"{this} is not a Hopper, the only kind it runs on")
+    flash = [fp32, too_old, no_flash, sinks, mask_only, heads]
+    rows = {
+        "flash_attention_3": [no_gpu, missing["flash_attention_3"], hopper, *flash, dropout],
+        "flash_attention_2": [no_gpu, missing["flash_attention_2"], *flash],
+        "varlen": [
+            softcap,
+            sinks,
+            (not known.has_interface, f"{models} do not take another attention function"),
+            mask_only,
+            dropout,
+            too_old,
+            fp32,
+            heads,
+        ],
+        "sdpa": [softcap, sinks, (not known.has_sdpa, f"{models} have no sdpa in transformers")],
+        "eager": [],
+    }
+    return {name: next((why for applies, why in reasons if applies), None) for name, reasons in rows.items()}
+
+
+def _attention_reason(name: str, hardware: Hardware, packing: bool, problems: dict[str, str | None]) -> str:
+    apart = "packed documents stay apart by their boundaries" if packing else "no packing"
+    if name in _NAMES:
+        return f"{_NAMES[name]} is installed; {apart}"
+    if name == "varlen":
+        return f"{'FlashAttention inside torch' if hardware.gpu else 'sdpa, document by document'}; {apart}"
+    masked = "; packed documents stay apart by a block mask" if packing else ""
+    if name == "sdpa":
+        return f"no varlen, {problems['varlen']}{masked}" if packing else apart
+    return f"no sdpa, {problems['sdpa']}{masked}"
 
 
 def resolve_kernels(recipe: Recipe, hardware: Hardware) -> Decision[str]:
@@ -15,56 +114,25 @@ def resolve_kernels(recipe: Recipe, hardware: Hardware) -> Decision[str]:
     if recipe.model.kernels == "none":
         return Decision("none", reason)
     if hardware.gpu is None:
-        return Decision(
-            "none",
-            f"{reason} asks for liger, whose kernels do not run on a CPU; plain layers give the same result",
-        )
+        why = f"{reason} asks for liger, whose kernels do not run on a CPU; plain layers give the same result"
+        return Decision("none", why)
     return Decision("liger", f"{reason}: fused RMSNorm, RoPE and SwiGLU; the loss path is TRL's fused head")
 
 
-def resolve_compile(recipe: Recipe, kernels: str, deepspeed: DeepSpeedFile | None) -> Decision[bool]:
-    """Whether each decoder layer is compiled.
-
-    Raises:
-        PlanError: Not with ZeRO-3 or Liger.
-    """
-    if not recipe.model.compile:
-        return Decision(False, stated(recipe.model, "compile"))
-    if deepspeed is not None and deepspeed.stage == 3:
-        raise PlanError(
-            f"model.compile=true, and {deepspeed.path.name} is ZeRO-3, which gathers each weight by hooks inside the layers: they "
-            "would be compiled in many pieces. Set model.compile=false, or train.deepspeed=zero2."
-        )
-    if kernels == "liger":
-        raise PlanError(
-            "model.compile=true and model.kernels=liger: both fuse the layers' operations, and together they are untested. Set "
-            "model.kernels=none, or model.compile=false."
-        )
-    return Decision(True, "the recipe: each decoder layer, for any number of tokens and documents")
+def resolve_compile(recipe: Recipe) -> Decision[bool]:
+    """Whether each decoder layer is compiled."""
+    if recipe.model.compile:
+        return Decision(True, "the recipe: each decoder layer, for any number of tokens and documents")
+    return Decision(False, stated(recipe.model, "compile"))
 
 
 def resolve_checkpointing(
-    recipe: Recipe, hardware: Hardware, attention: str, deepspeed: DeepSpeedFile | None, tuned: TuningResult | None
+    recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None, tuned: TuningResult | None
 ) -> Decision[bool | int | str]:
-    """Which layers recompute their activations: False, True, every n-th, `selective` or `offload`.
-
-    Raises:
-        PlanError: The recipe's cannot be had here.
-    """
+    """Which layers recompute their activations: False, True, every n-th, `selective` or `offload`."""
     wanted = recipe.train.gradient_checkpointing
-    adapters_sharded = recipe.model.lora is not None and deepspeed is not None and deepspeed.stage == 3
-    kind = "reentrant, which TRL needs for adapters under ZeRO-3" if adapters_sharded else "non-reentrant"
-    if wanted == "selective" and (adapters_sharded or attention == "eager"):
-        why = "its attention is no operator of its own" if attention == "eager" else f"its checkpointing is {kind}"
-        place = "model.attn_implementation=eager" if attention == "eager" else "model.lora with ZeRO-3"
-        raise PlanError(
-            f"train.gradient_checkpointing=selective does not work with {place}: {why}. Set train.gradient_checkpointing=true."
-        )
-    if wanted == "offload" and hardware.gpu is None:
-        raise PlanError(
-            "train.gradient_checkpointing=offload takes activations from a GPU to the machine's memory, and there is no GPU here. Set it "
-            "to true or auto."
-        )
+    is_reentrant = recipe.model.lora is not None and deepspeed is not None and deepspeed.stage == 3
+    kind = "reentrant, which TRL needs for adapters under ZeRO-3" if is_reentrant else "non-reentrant"
     if wanted != "auto":
         every = f", every {wanted} layers" if isinstance(wanted, int) and wanted > 1 else ""
         return Decision(wanted, f"the recipe{every}; {kind}" if wanted else "the recipe")

@@ -2,7 +2,7 @@
 
 One GPU holds, for P parameters, N ranks that share, w bytes a number (2 in bf16 and fp16, 4 in fp32) and s tokens of one sequence:
 
-model states     the table in `_Case.states`: weights, gradients, the optimizer's fp32 weights and two moments
+model states     the table in `_Sizes.states`: weights, gradients, the optimizer's fp32 weights and two moments
 buffers          DeepSpeed's: two reduce buckets of w x min(5e8, P) in stages 1 and 2; in stage 3 one, and the gathered weights: w x at most
                  1e9 (stage3_max_live_parameters) + one layer + the embedding. DDP's: a second copy of the gradients
 activations      of a micro-batch of 1, by the larger of two peaks:
@@ -80,92 +80,86 @@ class MemoryEstimate:
     """On each GPU, part by part."""
 
     cpu: float
-    """Of each machine's memory, all its ranks together."""
+    """Of each node's memory, all its ranks together."""
 
     @property
     def gpu_bytes(self) -> float:
         """On each GPU."""
         return sum(self.gpu.values())
 
+    def lack(self, hardware: Hardware) -> str | None:
+        """What there is too little of, such as `90.1 of 80 GiB`; None where the estimate fits."""
+        assert hardware.gpu
+        if self.gpu_bytes > hardware.gpu.memory_gib * GIB:
+            return f"{self.gpu_bytes / GIB:.1f} of {hardware.gpu.memory_gib:.0f} GiB"
+        if self.cpu > hardware.cpu_memory_gib * GIB:
+            return f"{self.cpu / GIB:.0f} of {hardware.cpu_memory_gib:.0f} GiB of the machine's memory"
+        return None
+
     def fits(self, hardware: Hardware) -> bool:
         """Whether the machine has it."""
-        gpu = hardware.gpu
-        return gpu is not None and self.gpu_bytes <= gpu.memory_gib * GIB and self.cpu <= hardware.cpu_memory_gib * GIB
+        return self.lack(hardware) is None
 
     def words(self, hardware: Hardware) -> str:
-        """The sum: `weights 5.7 + ... = 38 of 80 GiB`."""
-        assert hardware.gpu is not None
+        """The sum: `weights 5.7 + ... = 38.0 of 80 GiB`."""
+        assert hardware.gpu
         parts = " + ".join(f"{name} {size / GIB:.1f}" for name, size in self.gpu.items() if size >= 0.05 * GIB)
-        said = f"{parts} = {self.gpu_bytes / GIB:.1f} of {hardware.gpu.memory_gib:.0f} GiB"
-        if not self.cpu:
-            return said
-        assumed = " (assumed: twice its GPUs'; --on 8x80GB+1000GB says it)" if hardware.cpu_memory_assumed else ""
-        return f"{said}; {self.cpu / GIB:.0f} of {hardware.cpu_memory_gib:.0f} GiB of the machine's memory{assumed}"
+        shown = f"{parts} = {self.gpu_bytes / GIB:.1f} of {hardware.gpu.memory_gib:.0f} GiB"
+        assumed = " (assumed: twice its GPUs'; --on 8x80GB+1000GB states it)" if hardware.cpu_memory_assumed else ""
+        cpu = f"; {self.cpu / GIB:.0f} of {hardware.cpu_memory_gib:.0f} GiB of the machine's memory{assumed}"
+        return shown + (cpu if self.cpu else "")
 
 
 def engine_of(file: DeepSpeedFile | None) -> Engine:
-    """What a DeepSpeed file asks for."""
-    if file is None:
-        return Engine()
-    devices = [str(file.zero.get(key, {}).get("device", "none")) for key in ("offload_optimizer", "offload_param")]
-    return Engine(file.stage, *devices)
+    """What a DeepSpeed file configures."""
+    return Engine(file.stage, *file.devices) if file else Engine()
 
 
 def estimate_memory(recipe: Recipe, hardware: Hardware, model: ModelFacts, engine: Engine) -> MemoryEstimate:
-    """What one GPU and one machine must hold.
-
-    Args:
-        recipe: Precision, adapters, lengths, checkpointing.
-        hardware: The ranks, and the GPU.
-        model: With its number of parameters; without its shape activations are left out.
-        engine: What is asked for.
-    """
-    assert model.parameters
+    """What one GPU and one node must hold, for a model with a known number of parameters; without its shape no activations are counted."""
     assert hardware.gpu
-    case = _Case(recipe, hardware, model, engine)
+    sizes = _Sizes(recipe, hardware, model, engine)
     # A disk costs no memory here but DeepSpeed's buffers.
-    leaves = dict.fromkeys(("gradients", "optimizer"), engine.optimizer_offload) | {"weights": engine.weights_offload}
-    states = case.states()
+    leaves = {
+        "gradients": engine.optimizer_offload,
+        "optimizer": engine.optimizer_offload,
+        "weights": engine.weights_offload,
+    }
+    states = sizes.states()
     moved = sum(size for name, size in states.items() if leaves[name] == "cpu")
     stay = {name: 0.0 if leaves[name] != "none" else size for name, size in states.items()}
-    peaks = {"activations": case.activations(), "step": case.step()}
-    peak = max(peaks, key=lambda name: peaks[name])
+    peak, name = max((sizes.activations(), "activations"), (sizes.step(), "step"))
     reserve = RESERVE + FRAGMENTS * hardware.gpu.memory_gib * GIB
-    parts = stay | {"buffers": case.buffers(), peak: peaks[peak], "reserve": reserve}
+    parts = stay | {"buffers": sizes.buffers(), name: peak, "reserve": reserve}
     return MemoryEstimate(parts, CPU_FACTOR * moved * hardware.ranks_per_node)
 
 
-class _Case:
-    """The sizes that the sums are made of, for one recipe, machine, model and engine. All sums are in bytes."""
+class _Sizes:
+    """The sizes that the sums are made of, in bytes, for one recipe, machine, model and engine."""
 
     def __init__(self, recipe: Recipe, hardware: Hardware, model: ModelFacts, engine: Engine) -> None:
         assert model.parameters
         assert hardware.gpu
         self.recipe, self.engine, self.layer = recipe, engine, model.layer_size
-        tensor = recipe.train.tensor_parallel_size
         self.gpu_gib = hardware.gpu.memory_gib
-        self.ranks = max(1, hardware.ranks // tensor)
-        """That share what the engine shards."""
-        self.parameters = model.parameters / tensor
-        self.hidden, self.layers, self.vocabulary = (
-            size or 0 for size in (model.hidden_size, model.num_hidden_layers, model.vocab_size)
-        )
+        self.ranks = max(1, hardware.ranks // recipe.train.tensor_parallel_size)
+        """That shard what the engine shards."""
+        self.parameters = model.parameters / recipe.train.tensor_parallel_size
+        self.hidden, self.layers = model.hidden_size or 0, model.num_hidden_layers or 0
+        self.vocabulary = model.vocab_size or 0
         self.embedding = self.vocabulary * self.hidden
         # A gated MLP in a layer of that size, whose attention is about 2.5 h squared: also the experts of a mixture.
         self.wide = max((self.layer - 2.5 * self.hidden**2) / (3 * self.hidden), self.hidden) if self.hidden else 0.0
         self.is_half = computes_in_half(recipe, hardware.gpu)
         self.width = 2 if self.is_half else 4
-        self.adapters = recipe.model.lora is not None
-        self.trained = self._adapter_parameters() if self.adapters else self.parameters
+        lora = recipe.model.lora
+        self.adapters = lora is not None
+        # At most, an adapter for each matrix of a plain decoder: query, key, value, output have h + h each; gate, up, down h + f.
+        of_adapters = lora.r * self.layers * (8 * self.hidden + 3 * (self.hidden + self.wide)) if lora else 0.0
+        self.trained = of_adapters if lora else self.parameters
         # fp32 weights that compute in half precision: full fine-tuning under DDP, as sft/plan/precision.py has it.
         alone = hardware.ranks == 1 and recipe.train.precision != "fp16"
         self.autocasts = not self.adapters and engine.stage == 0 and not alone and self.is_half
-
-    def _adapter_parameters(self) -> float:
-        """At most: one for each matrix of a plain decoder."""
-        assert self.recipe.model.lora is not None
-        # Query, key, value, output: h + h each, less where heads are shared; gate, up, down: h + f each.
-        return self.recipe.model.lora.r * self.layers * (8 * self.hidden + 3 * (self.hidden + self.wide))
 
     def states(self) -> dict[str, float]:
         """Weights, gradients and optimizer on each rank, wherever they are kept.

@@ -5,18 +5,17 @@ MASTER is the only choice that sft/parallel/optimizer.py carries out by itself; 
 
 from __future__ import annotations
 
-from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
-from sft.plan.decision import Decision
 from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.parallelism import resolve_fsdp
+from sft.plan.plan import Decision
 from sft.recipe.schema import Recipe
 
 MASTER = "bf16 with an fp32 copy"
 
 _ROOM = 0.15
-"""Share of a GPU's memory that stays for activations and buffers."""
+"""Fraction of a GPU's memory that stays for activations and buffers."""
 
 
 def has_bf16(gpu: Gpu | None) -> bool:
@@ -30,70 +29,45 @@ def computes_in_half(recipe: Recipe, gpu: Gpu | None) -> bool:
 
 
 def resolve_precision(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Decision[str]:
-    """What the layers compute in: `bf16`, `fp16` or `fp32`.
-
-    Raises:
-        PlanError: The recipe's cannot be had here.
-    """
-    wanted, gpu = recipe.train.precision, hardware.gpu
-    if wanted == "auto":
-        if gpu is None:
-            return Decision("fp32", "auto: on a CPU bf16 is no faster")
-        if has_bf16(gpu):
-            stored = (
-                f"the weights are stored in {model.dtype}" if model.dtype else "the model's own format is not known yet"
-            )
-            return Decision("bf16", f"auto: the GPU has it; {stored}")
+    """What the layers compute in: `bf16`, `fp16` or `fp32`."""
+    gpu = hardware.gpu
+    if recipe.train.precision != "auto":
+        return Decision(recipe.train.precision, "the recipe")
+    if gpu is None:
+        return Decision("fp32", "auto: on a CPU bf16 is no faster")
+    if not has_bf16(gpu):
         return Decision("fp32", f"auto: this GPU (compute capability {gpu.compute_capability}) has no bf16")
-    if wanted == "bf16" and gpu is not None and not has_bf16(gpu):
-        raise PlanError(
-            f"train.precision=bf16, and this GPU ({gpu.name}, compute capability {gpu.compute_capability}) has none. "
-            "Set train.precision=fp32."
-        )
-    if wanted == "fp16" and gpu is None:
-        raise PlanError(
-            "train.precision=fp16 needs a GPU: there is none here, and a CPU has no fp16 training. Set train.precision=fp32 or auto."
-        )
-    if wanted == "fp16" and model.dtype == "bfloat16":
-        raise PlanError(
-            f"train.precision=fp16, and {recipe.model.name_or_path} was trained in bfloat16, whose values overflow fp16. "
-            f"Set train.precision={'bf16' if has_bf16(gpu) else 'fp32'}."
-        )
-    return Decision(wanted, "the recipe")
-
-
-def gradient_bytes(parameters: float, memory_gib: float, several_micro_batches: bool) -> int:
-    """Bytes of a gradient beside MASTER: 4 where micro-batches are added up and the memory holds it, else 2.
-
-    Args:
-        parameters: Trained ones.
-        memory_gib: Of the GPU.
-        several_micro_batches: Of a step.
-    """
-    # 2 weights + 4 copy + 8 moments + 4 gradients
-    fits = 18 * parameters / 2**30 <= (1 - _ROOM) * memory_gib
-    return 4 if several_micro_batches and fits else 2
+    stored = f"the weights are stored in {model.dtype}" if model.dtype else "the model's own dtype is not known yet"
+    return Decision("bf16", f"auto: the GPU has it; {stored}")
 
 
 def resolve_weights(
     recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None, precision: str
 ) -> Decision[str]:
     """What the trained weights are kept in."""
-    if recipe.model.lora is not None:
-        return Decision(f"{precision}, frozen", "adapters are trained beside them")
-    if precision == "fp32":
-        return Decision("fp32", "the precision")
-    if deepspeed is not None and deepspeed.stage > 0:
-        return Decision(MASTER.replace("bf16", precision), "DeepSpeed steps on its own copy, which the ranks share out")
-    if deepspeed is not None:
-        return Decision(precision, "DeepSpeed without ZeRO decides about a copy")
-    if precision == "bf16" and resolve_fsdp(recipe, hardware) is not None:
-        return Decision("fp32", "the rank's share, which AdamW steps on; layers are gathered and computed in bf16")
-    if precision == "bf16" and hardware.ranks == 1:
-        return Decision(MASTER, "AdamW steps on the copy, which keeps what bf16 would round away")
-    if precision == "bf16":
-        return Decision("fp32", "bf16 by autocast: DDP would add up bf16 gradients over the ranks")
-    return Decision("fp32", "fp16 by autocast")
+    zero = deepspeed is not None and deepspeed.stage > 0
+    rows = (
+        (recipe.model.lora is not None, f"{precision}, frozen", "adapters are trained beside them"),
+        (precision == "fp32", "fp32", "the precision"),
+        (zero, MASTER.replace("bf16", precision), "DeepSpeed steps on its own copy, which is sharded over the ranks"),
+        (deepspeed is not None, precision, "DeepSpeed without ZeRO decides about a copy"),
+        (precision == "fp16", "fp32", "fp16 by autocast"),
+        (
+            resolve_fsdp(recipe, hardware) is not None,
+            "fp32",
+            "the rank's shard, which AdamW steps on; layers are gathered and computed in bf16",
+        ),
+        (hardware.ranks == 1, MASTER, "AdamW steps on the copy, which keeps what bf16 would round away"),
+        (True, "fp32", "bf16 by autocast: DDP would add up bf16 gradients over the ranks"),
+    )
+    return next(Decision(value, reason) for applies, value, reason in rows if applies)
+
+
+def gradient_bytes(parameters: float, memory_gib: float, several_micro_batches: bool) -> int:
+    """Bytes of a gradient beside MASTER: 4 where micro-batches are added up and the GPU's memory holds it, else 2."""
+    # 2 weights + 4 copy + 8 moments + 4 gradients
+    fits = 18 * parameters / 2**30 <= (1 - _ROOM) * memory_gib
+    return 4 if several_micro_batches and fits else 2
 
 
 def resolve_gradients(
@@ -104,29 +78,19 @@ def resolve_gradients(
     precision: str,
     accumulation: int,
 ) -> Decision[str]:
-    """What the gradients of a step's micro-batches are added up in: `fp32`, `bf16` or `fp16`.
-
-    Args:
-        recipe: Says whether adapters are trained.
-        hardware: The memory.
-        model: The number of parameters, where it is known.
-        deepspeed: The file that train.deepspeed names, or None.
-        precision: As planned.
-        accumulation: Micro-batches a step, as planned.
-    """
+    """What the gradients of a step's micro-batches are added up in: `fp32`, `bf16` or `fp16`."""
     if deepspeed is not None:
         named = deepspeed.config.get("data_types", {}).get("grad_accum_dtype", precision)
         return Decision(str(named), f"data_types.grad_accum_dtype of {deepspeed.path.name}")
     if resolve_fsdp(recipe, hardware) is not None:
-        return Decision("fp32", "reduced over the ranks in fp32 after each micro-batch, into the rank's share")
-    if recipe.model.lora is not None or resolve_weights(recipe, hardware, None, precision).value != MASTER:
-        return Decision("fp32", "the format of what is trained")
+        return Decision("fp32", "reduced over the ranks in fp32 after each micro-batch, into the rank's shard")
+    if resolve_weights(recipe, hardware, None, precision).value != MASTER:
+        return Decision("fp32", "the dtype of what is trained")
     if accumulation == 1:
         return Decision("bf16", "one micro-batch a step: nothing is added up")
-    memory = hardware.gpu.memory_gib if hardware.gpu else None
-    if memory is None or model.parameters is None:
+    if hardware.gpu is None or model.parameters is None:
         return Decision("fp32", f"{accumulation} micro-batches a step, each of which bf16 would round")
-    needed = 18 * model.parameters / 2**30
+    needed, memory = 18 * model.parameters / 2**30, hardware.gpu.memory_gib
     if gradient_bytes(model.parameters, memory, several_micro_batches=True) == 4:
         return Decision("fp32", f"{accumulation} micro-batches a step; 18 bytes a parameter: {needed:.0f} GiB")
     return Decision(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import ceil
 
 from sft.hub.model_facts import ModelFacts
@@ -25,111 +26,83 @@ def plan_warnings(
 ) -> list[str]:
     """What a plan shows that would surprise its author, one sentence or two each; empty where nothing does.
 
-    Args:
-        recipe: The recipe.
-        plan: Its plan. Where the data is not counted, the number of steps is an estimate.
-        hardware: The machine.
-        model: The model.
-        data: The counted data.
+    Where the data is not counted (None), the plan's number of steps is an estimate.
     """
-    train, lora, rate = recipe.train, recipe.model.lora, plan.learning_rate.value
-    steps, parameters = plan.max_steps.value, model.parameters or 0
-    billions = f"{parameters / 1e9:.3g}e9"
-    smoothing, noise = (
-        _number(train.trainer_args.get(key)) for key in ("label_smoothing_factor", "neftune_noise_alpha")
-    )
-    every = recipe.eval.every_steps
-    alpha, rank = (lora.lora_alpha, lora.r) if lora else (0, 1)
-    checks = [
-        (
-            steps is not None and train.warmup_steps >= steps,
-            f"The warm-up is as long as the run: train.warmup_steps={train.warmup_steps}, and the run has {steps} steps, so the learning "
-            f"rate never falls. Set train.warmup_steps to about {max(1, (steps or 0) // 10)}.",
-        ),
-        (
-            lora is not None and rate < LORA_RATE,
-            f"train.learning_rate={rate:g} is a rate for training all weights; adapters (model.lora) learn little at it. They are usually "
-            "trained at 1e-4 to 5e-4.",
-        ),
-        (
-            lora is None and rate >= FULL_RATE and parameters > 1e9,
-            f"train.learning_rate={rate:g} is a rate for adapters, and all {billions} weights are trained (model.lora is not set). They "
-            "are usually trained at 1e-6 to 5e-5.",
-        ),
-        (
-            rate > 1e-2,
-            f"train.learning_rate={rate:g} is far above the usual 1e-6 to 5e-4; training will hardly be stable.",
-        ),
-        (
-            rate < 1e-8,
-            f"train.learning_rate={rate:g} is far below the usual 1e-6 to 5e-4; the weights will hardly move.",
-        ),
-        (
-            train.weight_decay > 2,
-            f"train.weight_decay={train.weight_decay:g} is far above the usual 0 to 0.1; it shrinks the weights.",
-        ),
-        (
-            0 < train.max_grad_norm < 1e-3,
-            f"train.max_grad_norm={train.max_grad_norm:g} is far below the usual 0.1 to 1 and scales every gradient down to that norm; 0 "
-            "turns clipping off.",
-        ),
-        (
-            train.adam_beta1 > train.adam_beta2,
-            f"train.adam_beta1={train.adam_beta1:g} is larger than train.adam_beta2={train.adam_beta2:g}; AdamW can diverge. They may be "
-            "swapped.",
-        ),
-        (
-            alpha > 64 * rank,
-            f"model.lora.lora_alpha={alpha} with r={rank} multiplies what the adapters add by {alpha / rank:g}; 1 and 2 are usual.",
-        ),
-        (
-            smoothing >= 0.5,
-            f"train.trainer_args.label_smoothing_factor={smoothing} trains other tokens than the target; 0 to 0.1 are usual.",
-        ),
-        (
-            noise > 50,
-            f"train.trainer_args.neftune_noise_alpha={noise:g} drowns the embeddings in noise; 5 to 15 are usual.",
-        ),
-        (
-            every is not None and steps is not None and every > steps,
-            f"eval.every_steps={every}, and the run has {steps} steps; no evaluation falls into the training.",
-        ),
-        (
-            hardware.gpu is None and parameters > CPU_PARAMETERS,
-            f"No GPU was found (nvidia-smi shows none, or CUDA_VISIBLE_DEVICES hides it), and {billions} parameters are trained on the "
-            "CPU: expect minutes a step.",
-        ),
-    ]
-    return _few_steps(recipe, plan, data) + [warning for applies, warning in checks if applies]
+    parameters = model.parameters or 0
+    warnings = [*_steps(recipe, plan, data), *_learning_rate(recipe, plan, parameters), *_optimizer(recipe)]
+    if hardware.gpu is None and parameters > CPU_PARAMETERS:
+        warnings.append(
+            f"No GPU was found (nvidia-smi shows none, or CUDA_VISIBLE_DEVICES hides it), and {parameters / 1e9:.3g}e9 parameters are "
+            "trained on the CPU: expect minutes a step."
+        )
+    return warnings
 
 
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
-
-
-def _few_steps(recipe: Recipe, plan: Plan, data: DataSize | None) -> list[str]:
-    """A batch so large that the run has too few steps; as many as the author has set are right."""
+def _steps(recipe: Recipe, plan: Plan, data: DataSize | None) -> Iterator[str]:
+    train, every = recipe.train, recipe.eval.every_steps
     batch, steps, per_epoch = plan.global_batch_size.value, plan.max_steps.value, plan.steps_per_epoch.value
     unit = f"packs of {recipe.sequence_length} tokens" if recipe.data.packing else "documents"
     sequences = data.sequences if data else None
     if sequences is not None and sequences < batch:
-        return [
+        yield (
             f"The batch is larger than the data: a step takes {batch} {unit}, and there are {sequences}. Make the batch smaller "
             f"({_smaller_batch(recipe, plan, sequences // FEW_STEPS)}), or add data."
-        ]
-    if steps is None or per_epoch is None or recipe.train.max_steps is not None or steps >= FEW_STEPS:
-        return []
-    return [
-        f"The run has {steps} optimizer step{'s' if steps > 1 else ''} of {batch} {unit}, too few to train much. A smaller batch "
-        f"({_smaller_batch(recipe, plan, batch * steps // FEW_STEPS)}) or more epochs "
-        f"(train.num_train_epochs={ceil(FEW_STEPS / per_epoch)}) gives more."
-    ]
+        )
+    elif (
+        steps and per_epoch and train.max_steps is None and steps < FEW_STEPS
+    ):  # as many as the author has set are right
+        yield (
+            f"The run has {steps} optimizer step{'s' if steps > 1 else ''} of {batch} {unit}, too few to train much. A smaller batch "
+            f"({_smaller_batch(recipe, plan, batch * steps // FEW_STEPS)}) or more epochs "
+            f"(train.num_train_epochs={ceil(FEW_STEPS / per_epoch)}) gives more."
+        )
+    if steps is not None and train.warmup_steps >= steps:
+        yield (
+            f"The warm-up is as long as the run: train.warmup_steps={train.warmup_steps}, and the run has {steps} steps, so the learning "
+            f"rate never falls. Set train.warmup_steps to about {max(1, steps // 10)}."
+        )
+    if steps is not None and every is not None and every > steps:
+        yield f"eval.every_steps={every}, and the run has {steps} steps; no evaluation falls into the training."
 
 
 def _smaller_batch(recipe: Recipe, plan: Plan, sequences: int) -> str:
-    """The recipe's key for the batch with about so many sequences, which the ranks can share."""
+    """The recipe's key for the batch with about so many sequences, which the ranks can divide."""
     ranks = plan.data_parallel_ranks.value
-    shared = max(ranks, sequences // ranks * ranks)
+    divided = max(ranks, sequences // ranks * ranks)
     if recipe.train.global_batch_tokens is not None:
-        return f"train.global_batch_tokens={shared * recipe.sequence_length}"
-    return f"train.global_batch_size={shared}"
+        return f"train.global_batch_tokens={divided * recipe.sequence_length}"
+    return f"train.global_batch_size={divided}"
+
+
+def _learning_rate(recipe: Recipe, plan: Plan, parameters: int) -> Iterator[str]:
+    rate, lora = plan.learning_rate.value, recipe.model.lora
+    key = f"train.learning_rate={rate:g} is"
+    if lora is not None and rate < LORA_RATE:
+        yield f"{key} a rate for training all weights; adapters (model.lora) learn little at it. They usually take 1e-4 to 5e-4."
+    if lora is None and rate >= FULL_RATE and parameters > 1e9:
+        yield f"{key} a rate for adapters, and all {parameters / 1e9:.3g}e9 weights are trained. They usually take 1e-6 to 5e-5."
+    if rate > 1e-2:
+        yield f"{key} far above the usual 1e-6 to 5e-4; training will hardly be stable."
+    if rate < 1e-8:
+        yield f"{key} far below the usual 1e-6 to 5e-4; the weights will hardly move."
+
+
+def _optimizer(recipe: Recipe) -> Iterator[str]:
+    train, lora = recipe.train, recipe.model.lora
+    beta1, beta2, norm = train.adam_beta1, train.adam_beta2, train.max_grad_norm
+    if train.weight_decay > 2:
+        yield f"train.weight_decay={train.weight_decay:g} is far above the usual 0 to 0.1; it shrinks the weights."
+    if 0 < norm < 1e-3:
+        yield f"train.max_grad_norm={norm:g} scales every gradient down to that norm; 0.1 to 1 are usual, and 0 turns clipping off."
+    if beta1 > beta2:
+        yield f"train.adam_beta1={beta1:g} is larger than train.adam_beta2={beta2:g}; AdamW can diverge. They may be swapped."
+    if lora and lora.lora_alpha > 64 * lora.r:
+        scale = lora.lora_alpha / lora.r
+        yield f"model.lora.lora_alpha={lora.lora_alpha} with r={lora.r} multiplies what the adapters add by {scale:g}; 1 and 2 are usual."
+    for key, limit, effect in (
+        ("label_smoothing_factor", 0.5, "trains other tokens than the target; 0 to 0.1 are usual"),
+        ("neftune_noise_alpha", 50, "drowns the embeddings in noise; 5 to 15 are usual"),
+    ):
+        value = train.trainer_args.get(key)
+        if isinstance(value, int | float) and value >= limit:
+            yield f"train.trainer_args.{key}={value} {effect}."

@@ -10,8 +10,6 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from shlex import join
 from typing import Any
@@ -43,76 +41,44 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     return lines
 
 
-@dataclass(frozen=True)
 class Run:
-    """One run's folder."""
+    """One run's folder. Two are equal where their paths are."""
 
-    path: Path
-
-    @property
-    def output_dir(self) -> Path:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.output_dir = path.parent.parent
         """The folder of all recipes' runs, absolute; the recipe's own may be relative."""
-        return self.path.parent.parent
-
-    @property
-    def recipe_file(self) -> Path:
+        self.recipe_file = path / "recipe.yaml"
         """The recipe, byte for byte as it was read."""
-        return self.path / "recipe.yaml"
-
-    @property
-    def plan_file(self) -> Path:
-        """Every resolved value with its reason."""
-        return self.path / "plan.json"
-
-    @property
-    def ledger_file(self) -> Path:
+        self.plan_file = path / "plan.json"
+        """Every decision with its reason."""
+        self.ledger_file = path / "ledger.json"
         """The token ledger."""
-        return self.path / "ledger.json"
-
-    @property
-    def metrics_file(self) -> Path:
+        self.metrics_file = path / "metrics.jsonl"
         """One JSON line per logging step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
+        self.checkpoints = path / "checkpoints"
         """Folder of checkpoint-N folders."""
-        return self.path / "checkpoints"
-
-    @property
-    def final(self) -> Path:
+        self.final = path / "final"
         """The tuned model: loads with `from_pretrained` alone."""
-        return self.path / "final"
-
-    @property
-    def unverified(self) -> Path:
+        self.unverified = path / "unverified"
         """The tuned model if the verification of final/ failed."""
-        return self.path / "unverified"
-
-    @property
-    def base_evaluation(self) -> Path:
+        self.base_evaluation = path / "eval" / "base"
         """lm_eval's output for the base model."""
-        return self.path / "eval" / "base"
-
-    @property
-    def tuned_evaluation(self) -> Path:
+        self.tuned_evaluation = path / "eval" / "tuned"
         """lm_eval's output for the tuned model."""
-        return self.path / "eval" / "tuned"
-
-    @property
-    def comparison_file(self) -> Path:
+        self.comparison_file = path / "eval" / "comparison.json"
         """Base against tuned."""
-        return self.path / "eval" / "comparison.json"
+        self.report_file = path / "report.md"
+        self.page_file = path / "report.html"
 
-    @property
-    def report_file(self) -> Path:
-        """The report in Markdown."""
-        return self.path / "report.md"
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Run) and other.path == self.path
 
-    @property
-    def page_file(self) -> Path:
-        """The report as one HTML file."""
-        return self.path / "report.html"
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    def __repr__(self) -> str:
+        return f"Run({self.path})"
 
     @property
     def recipe_name(self) -> str:
@@ -135,10 +101,14 @@ class Run:
         record: dict[str, Any] = read_json(self.path / "run.json")
         return record
 
+    @property
+    def record_if_any(self) -> dict[str, Any]:
+        """run.json; empty if there is none yet."""
+        return self.record if (self.path / "run.json").exists() else {}
+
     def update(self, **values: object) -> None:
         """Merge values into run.json."""
-        record = self.record if (self.path / "run.json").exists() else {}
-        write_json(self.path / "run.json", record | values)
+        write_json(self.path / "run.json", self.record_if_any | values)
 
     def warn(self, key: str, *messages: str | None) -> None:
         """Keep warnings about this run in run.json, for the end of the terminal output and the report.
@@ -147,7 +117,7 @@ class Run:
             key: What they are about. They replace earlier ones with this key.
             messages: Sentences for the user, each with its remedy; none, or None, if there is nothing to warn about.
         """
-        before: dict[str, list[str]] = self.record.get("warnings", {}) if (self.path / "run.json").exists() else {}
+        before: dict[str, list[str]] = self.record_if_any.get("warnings", {})
         kept = [message for message in messages if message]
         after = {name: texts for name, texts in before.items() if name != key} | ({key: kept} if kept else {})
         if after != before:
@@ -155,28 +125,19 @@ class Run:
 
     def recipe(self) -> Recipe:
         """The recipe as it was run, overrides applied."""
-        return parse_recipe(
-            self.recipe_file.read_text(encoding="utf-8"), self.record["overrides"], origin=str(self.recipe_file)
-        )
+        text = self.recipe_file.read_text(encoding="utf-8")
+        return parse_recipe(text, self.record["overrides"], origin=str(self.recipe_file))
+
+    def all_checkpoints(self) -> list[Path]:
+        """All complete checkpoints, the newest first. Reads none of them."""
+        found = {
+            int(name[1]): path for path in self.checkpoints.glob("*") if (name := _CHECKPOINT.fullmatch(path.name))
+        }
+        return [found[step] for step in sorted(found, reverse=True)]
 
     def last_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint, without those that the newest start could not use. Reads no checkpoint."""
-        found = [path for path in self.checkpoints.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-        good = [path for path in found if not self.was_passed_over(path)]
-        return max(good, key=lambda path: int(path.name.split("-")[1]), default=None)
-
-    @property
-    def _sessions(self) -> list[dict[str, Any]]:
-        return self.record.get("sessions", []) if (self.path / "run.json").exists() else []
-
-    def was_passed_over(self, checkpoint: Path) -> bool:
-        """Whether the newest start could not use a checkpoint, which has not been written again since."""
-        for session in self._sessions[-1:]:
-            if checkpoint.name in session.get("passed_over", {}):
-                manifest = checkpoint / "manifest.json"
-                started = datetime.strptime(session["started"], "%Y-%m-%dT%H:%M:%S%z").timestamp()
-                return not manifest.is_file() or manifest.stat().st_mtime < started
-        return False
+        """The newest complete checkpoint; None if there is none."""
+        return next(iter(self.all_checkpoints()), None)
 
     @property
     def next_start(self) -> str:
@@ -197,6 +158,9 @@ class Run:
         named = self.record.get("recipe_values", {}).get("tracking", {}).get("run_name") is not None
         latest = self.path.parent / LATEST
         return named or not latest.exists() or latest.resolve() == self.path.resolve()
+
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 def find_run(path: Path) -> Run:
@@ -230,7 +194,7 @@ def check_names(recipe_path: Path, run_name: str | None) -> None:
 
 
 def check_beside_latest(run: Path, parent: Path) -> None:
-    """Refuse to resume a run that the link `latest` finds in another folder: this start would write there.
+    """Refuse to resume a run that the link `latest` finds outside its recipe's folder: this start would write there.
 
     Args:
         run: The run's folder, links resolved.
@@ -247,11 +211,7 @@ def check_beside_latest(run: Path, parent: Path) -> None:
 
 
 def folder_fault(folder: Path) -> str | None:
-    """Why nothing can be written to a folder; None if it can, or if only the disk is full.
-
-    Args:
-        folder: <run>/checkpoints, which exists from the run's start.
-    """
+    """Why nothing can be written to <run>/checkpoints; None if it can, or if only the disk is full."""
     if not folder.is_dir():
         return (
             f"{folder} is gone: it was moved or removed, or its disk is no longer mounted. Restore it, and start again."
@@ -272,13 +232,10 @@ def folder_fault(folder: Path) -> str | None:
 
 @contextmanager
 def lost_folder_reported(folder: Path) -> Iterator[None]:
-    """Turn an error of writing any file of the run into one message, if its folder is to blame.
-
-    Args:
-        folder: <run>/checkpoints.
+    """Turn an error of writing any file of the run into one message, if <run>/checkpoints is gone or cannot be written.
 
     Raises:
-        RunError: It is gone, or cannot be written.
+        RunError: It is.
     """
     try:
         yield

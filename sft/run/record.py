@@ -28,18 +28,7 @@ from sft.run.directory import INCOMPLETE, Run, read_lines
 from sft.run.training_warnings import eval_loss_course, loss_course
 from sft.run.trust import base_checksums
 
-PACKAGES = (
-    "torch",
-    "transformers",
-    "trl",
-    "deepspeed",
-    "accelerate",
-    "datasets",
-    "peft",
-    "liger-kernel",
-    "lm-eval",
-    "wandb",
-)
+PACKAGES = "torch transformers trl deepspeed accelerate datasets peft liger-kernel lm-eval wandb".split()
 
 
 def installed_versions() -> dict[str, str]:
@@ -57,9 +46,8 @@ def git_state() -> dict[str, Any]:
     """The commit of this program, and whether files differ from it; None without git."""
 
     def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
+        words = ["git", "-C", str(REPOSITORY), *arguments]
+        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
@@ -71,37 +59,26 @@ def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
-class StartedJob(Protocol):
-    """What run.json records of a job."""
+class _Job(Protocol):
+    """The parts of sft.plan.job.Job that are recorded; this package does not import the plan."""
 
     @property
-    def name(self) -> str:
-        """Name of the recipe."""
-
+    def name(self) -> str: ...
     @property
-    def recipe(self) -> Recipe:
-        """As it runs."""
-
+    def recipe(self) -> Recipe: ...
     @property
-    def recipe_path(self) -> Path:
-        """Its file."""
-
+    def recipe_path(self) -> Path: ...
     @property
-    def overrides(self) -> Sequence[str]:
-        """`key=value` of the command line."""
-
+    def overrides(self) -> Sequence[str]: ...
     @property
-    def model(self) -> ModelFacts:
-        """Facts of the base model."""
-
+    def model(self) -> ModelFacts: ...
     @property
-    def hardware(self) -> Any:
-        """sft.plan.hardware.Hardware, which this package does not import."""
+    def hardware(self) -> Any: ...
 
 
 def record_start(
     run: Run,
-    job: StartedJob,
+    job: _Job,
     timings: Mapping[str, float],
     data_fingerprint: str,
     checkpoint: str | None = None,
@@ -119,57 +96,55 @@ def record_start(
         passed_over: Newer checkpoints that could not be used, and why.
         changes: Changes of the recipe since the last session.
     """
-    earlier = run.record if (run.path / "run.json").exists() else {}
-    status = earlier.get("status", "running")
+    status = run.record_if_any.get("status", "running")
     close_session(run, "killed" if status == "running" else status)
-    earlier = run.record if earlier else {}
-    versions, git, now = installed_versions(), git_state(), _now()
-    session = {
-        "started": now,
+    earlier = run.record_if_any
+    # These are the session's, and the run's where they are not the session's own.
+    common = {"ranks": job.hardware.ranks, "versions": installed_versions(), "git": git_state()}
+    common["overrides"] = list(job.overrides)
+    session = common | {
+        "started": _now(),
         "ended": None,
         "status": "running",
         "checkpoint": checkpoint,
         "passed_over": dict(passed_over or {}),
         "changes": {change.key: [change.old, change.new] for change in changes},
-        "ranks": job.hardware.ranks,
         "device": job.hardware.device,
-        "versions": versions,
-        "git": git,
-        "overrides": list(job.overrides),
         "last_step": None,
         "seconds": None,
     }
     run.update(
+        **common,
+        **_origin(run, job.recipe_path.resolve(), earlier),
         status="running",
         error=None,
         recipe=job.name,
-        **_origin(run, job.recipe_path.resolve(), earlier),
         recipe_version=job.recipe.version,
         # With all defaults: what the recipe means stays known when a default changes.
         recipe_values=job.recipe.model_dump(mode="json"),
         command=[redact(word) for word in (Path(sys.executable).name, *sys.orig_argv[1:])],
-        overrides=list(job.overrides),
         # Relative paths in the recipe start here.
         working_directory=str(Path.cwd()),
-        ranks=job.hardware.ranks,
-        base_model={
-            "name_or_path": job.recipe.model.name_or_path,
-            # The commit, so that a later evaluation measures the same base.
-            "revision": job.model.commit or job.recipe.model.revision,
-            "path": job.model.path,
-            "code_sha256": code_hash(job.recipe.model, job.model.path),
-            # A run that resumes started from what was there then.
-            "files": earlier.get("base_model", {}).get("files") if checkpoint else base_checksums(Path(job.model.path)),
-        },
+        base_model=_base_model(job, earlier if checkpoint else {}),
         hub_revisions=hub_revisions(job.recipe, job.model),
         data_fingerprint=data_fingerprint,
-        git=git,
-        versions=versions,
         hardware=asdict(job.hardware),
         timings=earlier.get("timings", {}) | timings,
-        started=earlier.get("started", now),
+        started=earlier.get("started", session["started"]),
         sessions=[*earlier.get("sessions", []), session],
     )
+
+
+def _base_model(job: _Job, resumed: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "name_or_path": job.recipe.model.name_or_path,
+        # The commit, so that a later evaluation measures the same base.
+        "revision": job.model.commit or job.recipe.model.revision,
+        "path": job.model.path,
+        "code_sha256": code_hash(job.recipe.model, job.model.path),
+        # A run that resumes started from what was there then.
+        "files": resumed.get("base_model", {}).get("files") if resumed else base_checksums(Path(job.model.path)),
+    }
 
 
 def _origin(run: Run, recipe_path: Path, earlier: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,7 +165,7 @@ def close_session(run: Run, status: str, seconds: float | None = None) -> None:
         status: `finished`, `failed`, `interrupted`, or `killed` if the session itself could write nothing.
         seconds: Training time; None: up to its last line in metrics.jsonl.
     """
-    record = run.record if (run.path / "run.json").exists() else {}
+    record = run.record_if_any
     sessions = record.get("sessions") or []
     if not sessions or sessions[-1]["ended"] is not None:
         return
@@ -206,13 +181,12 @@ def close_session(run: Run, status: str, seconds: float | None = None) -> None:
 
 def _last_line(run: Run, session: dict[str, Any]) -> dict[str, Any]:
     """The last line of metrics.jsonl that a session wrote; empty if it wrote none."""
-    try:
-        written = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(run.metrics_file.stat().st_mtime))
-    except OSError:
+    lines = read_lines(run.metrics_file)
+    if not lines:
         return {}
+    written = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(run.metrics_file.stat().st_mtime))
     step = int(session["checkpoint"].rpartition("-")[2]) if session["checkpoint"] else 0
-    line: dict[str, Any] = next(reversed(read_lines(run.metrics_file)), {})
-    return line if line.get("step", 0) > step and written >= session["started"] else {}
+    return lines[-1] if lines[-1]["step"] > step and written >= session["started"] else {}
 
 
 def record_end(run: Run, seconds: float, evaluates: bool) -> None:
@@ -224,20 +198,23 @@ def record_end(run: Run, seconds: float, evaluates: bool) -> None:
         evaluates: An evaluation follows; until it is complete, the same command resumes it.
     """
     lines = read_lines(run.metrics_file)
-    # Each line is the mean since the line before, over the steps that were not skipped.
-    steps = [
-        line["step"] - before - line.get("skipped_steps", 0)
-        for line, before in zip(lines, [0, *(line["step"] for line in lines)], strict=False)
-    ]
-    known = [(line["loss"], count) for line, count in zip(lines, steps, strict=True) if line["loss"] is not None]
-    trained = sum(count for _, count in known)
-    loss = sum(loss * count for loss, count in known) / trained if trained else None
     close_session(run, "finished", seconds)
     evaluation = {"evaluation": "running"} if evaluates else {}
-    run.update(status="finished", finished=_now(), train_loss=loss, **evaluation)
+    run.update(status="finished", finished=_now(), train_loss=_mean_loss(lines), **evaluation)
     eval_losses = [line["held_out_loss"] for line in lines if line.get("held_out_loss") is not None]
     run.warn("loss", loss_course(lines))
     run.warn("eval_loss", eval_loss_course(run.record.get("held_out_loss_before"), eval_losses))
+
+
+def _mean_loss(lines: Sequence[Mapping[str, Any]]) -> float | None:
+    """Mean loss of a step. Each line is the mean since the line before, over the steps that were not skipped."""
+    total, steps, before = 0.0, 0, 0
+    for line in lines:
+        trained = line["step"] - before - line.get("skipped_steps", 0)
+        before = line["step"]
+        if line["loss"] is not None:
+            total, steps = total + line["loss"] * trained, steps + trained
+    return total / steps if steps else None
 
 
 @dataclass(frozen=True)

@@ -76,19 +76,13 @@ def check_consents(run: Path, consents: Iterable[str], overrides: Iterable[str])
 Checksums = dict[str, dict[str, Any]]
 """Size and checksum (xxh3_128) of each file, by its path in the folder."""
 
-_LOADED = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt", ".py")
-"""What libraries load from a model's folder; a README beside it is the user's to edit."""
-
+# What libraries load from a model's folder; a README beside it is the user's to edit.
+_FINAL_FILES = tuple(f"**/*{suffix}" for suffix in (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt", ".py"))
+# What a base model's answers depend on; the tokenizer is the tuned model's.
 _BASE_FILES = (
-    "config.json",
-    "adapter_config.json",
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "*.bin",
-    "*.bin.index.json",
-    "*.py",
+    *("config.json", "adapter_config.json", "*.py"),
+    *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json"),
 )
-"""Files that a base model's answers depend on; the tokenizer is the tuned model's."""
 
 
 def base_checksums(folder: Path) -> Checksums | None:
@@ -96,12 +90,12 @@ def base_checksums(folder: Path) -> Checksums | None:
 
     Reads all weights; loading them next then finds them in the page cache.
     """
-    return _checksums(folder, *_BASE_FILES) if folder.is_dir() else None
+    return _checksums(folder, _BASE_FILES) if folder.is_dir() else None
 
 
 def final_checksums(folder: Path) -> Checksums:
     """Checksums of everything that libraries load of a saved model."""
-    return _checksums(folder, *(f"**/*{suffix}" for suffix in _LOADED))
+    return _checksums(folder, _FINAL_FILES)
 
 
 def check_final(run: Run, accept: bool) -> None:
@@ -114,43 +108,41 @@ def check_final(run: Run, accept: bool) -> None:
     Raises:
         RunError: Files have changed, are missing or were added.
     """
-    recorded = run.record.get("final_files")
-    if not isinstance(recorded, dict):
-        return
     found = final_checksums(run.final)
-    changes = _differences(recorded, found)
+    changes = _differences(run.record.get("final_files"), found)
     if not changes:
         return
     if not accept:
         raise RunError(
-            f"{run.final} is not what the training wrote: {'; '.join(changes)}. Put the files back, or use a checkpoint. If you edited "
+            f"{run.final} is not what the training wrote: {changes}. Put the files back, or use a checkpoint. If you edited "
             f"them on purpose, add {ACCEPT} to this command once."
         )
-    day = time.strftime("%Y-%m-%d")
     run.update(final_files=found)
-    run.warn("final", f"final/ was edited after the training, which was accepted on {day}: {'; '.join(changes)}.")
+    day = time.strftime("%Y-%m-%d")
+    run.warn("final", f"final/ was edited after the training, which was accepted on {day}: {changes}.")
 
 
 def base_changes(run: Run) -> str | None:
     """How the base model differs from the one the training started from; None if no difference is known."""
     base = run.record.get("base_model") or {}
-    folder, recorded = Path(str(base.get("path"))), base.get("files")
-    if not isinstance(recorded, dict) or not folder.is_dir():
-        return None
-    changes = _differences(recorded, base_checksums(folder) or {})
-    return f"{folder} has changed since {run.path} was started from it: {'; '.join(changes)}" if changes else None
+    folder = Path(str(base.get("path")))
+    changes = _differences(base.get("files"), base_checksums(folder))
+    return f"{folder} has changed since {run.path} was started from it: {changes}" if changes else None
 
 
-def _differences(recorded: Checksums, found: Checksums) -> list[str]:
+def _differences(recorded: Checksums | None, found: Checksums | None) -> str:
+    """What has changed, in words; empty if nothing has, or if there is nothing to compare."""
+    if recorded is None or found is None:
+        return ""
     states = {
         name: "is missing" if name not in found else "was added" if name not in recorded else "has changed"
         for name in sorted({*recorded, *found})
         if recorded.get(name) != found.get(name)
     }
-    return [f"{name} {state}" for name, state in states.items()]
+    return "; ".join(f"{name} {state}" for name, state in states.items())
 
 
-def _checksums(folder: Path, *patterns: str) -> Checksums:
+def _checksums(folder: Path, patterns: Iterable[str]) -> Checksums:
     paths = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
     with ThreadPoolExecutor(4) as pool:
         sums = pool.map(_checksum, paths)

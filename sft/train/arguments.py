@@ -8,33 +8,17 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from accelerate import ParallelismConfig
-from datasets import Dataset
-from transformers.trainer_callback import TrainerCallback
 from trl import SFTConfig
 
-from sft.checkpoint.resume import ResumePlan, writer_here
-from sft.checkpoint.write import CheckpointWriter
-from sft.data.tokenizer import new_token_ids
-from sft.errors import ModelError, RecipeError, did_you_mean
-from sft.model.adapters import lora_config, show_head, trains_embedding
-from sft.model.compiled_layers import compile_layers
-from sft.model.gradient_checkpointing import CheckpointingAsPlanned
-from sft.model.new_tokens import check_untrained, named, untrained_tokens
+from sft.errors import RecipeError, did_you_mean
 from sft.model.weight_checks import DTYPES
-from sft.parallel import process_group as distributed
-from sft.parallel.fsdp import Prefetch, plugin_arguments, policies
+from sft.parallel.fsdp import plugin_arguments, policies
 from sft.parallel.optimizer import MasterAdamW
-from sft.parallel.progress import Progress
 from sft.parallel.tensor import parallelism_config
-from sft.plan.job import Job, checkpoint_bytes
+from sft.plan.job import Job
 from sft.plan.parallelism import mesh_shape
 from sft.plan.precision import MASTER
 from sft.run.directory import Run
-from sft.train.batches import Fingerprint, Sequences, StepOrder
-from sft.train.faults import Faults
-from sft.train.metrics import StepClock
-from sft.train.stopping import Stopping
-from sft.train.trainer import RecipeTrainer
 
 SCHEDULES = {"cosine": "cosine_with_min_lr", "linear": "linear", "constant": "constant_with_warmup"}
 
@@ -90,6 +74,8 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "packing_strategy": "bfd",
         # For groups that transformers makes; sft/parallel/process_group.py has made the one of all ranks.
         "ddp_timeout": train.ddp_timeout,
+        # Else the collator would not see the numbers of its sequences.
+        "remove_unused_columns": False,
         # The documents come tokenized, masked and packed; TRL's own preparation is not needed.
         "dataset_kwargs": {"skip_prepare_dataset": True},
         # A causal language model uses every weight; looking for unused ones costs a walk of the graph each step.
@@ -211,146 +197,8 @@ def training_arguments(job: Job, run: Run) -> SFTConfig:
     return arguments
 
 
-def build_trainer(
-    job: Job,
-    arguments: SFTConfig,
-    model: Any,
-    tokenizer: Any,
-    sequences: Sequences,
-    order: StepOrder,
-    callbacks: list[TrainerCallback],
-    clock: StepClock,
-    progress: Progress | None = None,
-    fingerprint: Fingerprint | None = None,
-    stopping: Stopping | None = None,
-    faults: Faults | None = None,
-    continuation: ResumePlan | None = None,
-) -> RecipeTrainer:
-    """The trainer, ready to train.
-
-    Args:
-        job: Names the adapters, if any.
-        arguments: From training_arguments.
-        model: From load_model.
-        tokenizer: From load_tokenizer.
-        sequences: The prepared data, in whole steps.
-        order: Of the sequences.
-        callbacks: In the order in which they are called; the clock and engine_callbacks among them.
-        clock: Times the steps.
-        progress: How far this rank is.
-        fingerprint: Of the batches.
-        stopping: Agrees on stop requests; None in auto-tuning, as for the next.
-        faults: Watches for losses and gradients that are not finite.
-        continuation: How the run resumes from its checkpoint.
-
-    Raises:
-        ModelError: There are no layers named in model.lora.target_modules.
-    """
-    lora = job.recipe.model.lora
-    trained_tokens = _trained_tokens(job, model, tokenizer, sequences) if lora else []
-    facts = {
-        "ranks": job.hardware.ranks,
-        "engine": job.plan.engine.value,
-        "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True),
-    }
-    try:
-        trainer = RecipeTrainer(
-            sequences=sequences,
-            order=order,
-            plan=job.plan,
-            fsdp=job.fsdp,
-            writer=writer_here(job),
-            checkpoints=CheckpointWriter(
-                Path(arguments.output_dir), job.recipe.train.save_total_limit, facts, checkpoint_bytes(job)
-            ),
-            clock=clock,
-            progress=progress or Progress(),
-            fingerprint=fingerprint or Fingerprint(),
-            stopping=stopping,
-            faults=faults,
-            continuation=continuation,
-            model=model,
-            args=arguments,
-            # SFTTrainer takes a dataset of its own library only, and never reads this one.
-            train_dataset=Dataset.from_list([{name: list(value) for name, value in sequences[0].items()}]),
-            processing_class=tokenizer,
-            peft_config=lora_config(lora, model, trained_tokens) if lora else None,
-            callbacks=callbacks,
-            optimizer_cls_and_kwargs=_optimizer(job),
-        )
-    except ValueError as error:
-        if lora is None or "target" not in str(error).lower():
-            raise
-        raise ModelError(f"model.lora.target_modules={lora.target_modules}: {str(error).splitlines()[0]}") from None
-    if trained_tokens:
-        show_head(trainer.model)
-    if job.plan.compile.value:
-        compile_layers(trainer.model, job.plan.attention.value)
-    return trainer
-
-
-def _trained_tokens(job: Job, model: Any, tokenizer: Any, sequences: Sequences) -> list[int]:
-    """Tokens whose embeddings are trained beside the adapters: new ones, and those in the data that the base never trained."""
-    lora, new = job.recipe.model.lora, job.recipe.model.new_tokens
-    ids = new_token_ids(tokenizer, new)
-    if lora is None or trains_embedding(model, lora.target_modules):
-        return ids
-    untrained = untrained_tokens(model, tokenizer, sequences.store, new)
-    check_untrained(job, tokenizer, untrained)
-    if untrained and distributed.is_first_rank():
-        names = named(tokenizer, untrained)
-        print(f"The base never trained the embeddings of {names}: they are trained beside the adapters.", flush=True)
-    return ids + untrained
-
-
-class ResumedSettings(TrainerCallback):  # type: ignore[misc]
-    """Applies the current recipe's values over those that transformers loads from the checkpoint.
-
-    Args:
-        learning_rate: The peak, as planned.
-    """
-
-    def __init__(self, learning_rate: float) -> None:
-        self.learning_rate = learning_rate
-
-    def on_train_begin(
-        self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, optimizer: Any = None, **kwargs: Any
-    ) -> None:
-        """After the checkpoint is loaded, before the first step."""
-        if state.global_step == 0:
-            return
-        # Steps between lines and between saves come from trainer_state.json.
-        state.compute_steps(args, state.max_steps)
-        set_peak(getattr(lr_scheduler, "scheduler", lr_scheduler), optimizer, self.learning_rate)
-
-
-def set_peak(scheduler: Any, optimizer: Any, peak: float) -> None:
-    """Have a loaded schedule follow the recipe's peak, and its shape over the new number of steps.
-
-    Args:
-        scheduler: torch's LambdaLR. Its state holds the peaks, but not the shape.
-        optimizer: Whose groups get the rates.
-        peak: Learning rate.
-    """
-    scheduler.base_lrs = [peak] * len(scheduler.base_lrs)
-    rates = [peak * shape(scheduler.last_epoch) for shape in scheduler.lr_lambdas]
-    scheduler._last_lr = rates
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["initial_lr"], group["lr"] = peak, rate
-
-
-def engine_callbacks(job: Job) -> list[TrainerCallback]:
-    """Complete the engine when the training begins; they come before anything that measures or trains."""
-    callbacks = [
-        CheckpointingAsPlanned(job.plan.gradient_checkpointing.value),
-        ResumedSettings(job.plan.learning_rate.value),
-    ]
-    ahead = job.fsdp.prefetch if job.fsdp else None
-    return [*callbacks, Prefetch(ahead)] if ahead else callbacks
-
-
-def _optimizer(job: Job) -> tuple[type[MasterAdamW], dict[str, Any]] | None:
-    """Class and arguments; None for the plain AdamW that `optim` names."""
+def optimizer_arguments(job: Job) -> tuple[type[MasterAdamW], dict[str, Any]] | None:
+    """The optimizer's class and its arguments; None for the plain AdamW that `optim` names."""
     train = job.recipe.train
     if not _steps_on_copies(job):
         return None

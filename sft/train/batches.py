@@ -1,7 +1,7 @@
-"""What an optimizer step is made of: sequences, their order, how many tokens each step holds, and fingerprints of the batches.
+"""What an optimizer step is made of: sequences, their order, and an account of what each batch really holds.
 
-The order follows from the recipe alone, so one rank can count for all of them: no collective, no wait for the device. What the ranks
-were really given is in the fingerprints.
+The order follows from the recipe alone. The account is taken of the tensors that a rank is given, so its sums over the ranks show what
+was trained: tokens, FLOPs, and a fingerprint.
 """
 
 from __future__ import annotations
@@ -17,6 +17,12 @@ import torch
 
 from sft.data.formats import IGNORED
 from sft.data.store import DocumentStore, SequenceIndex
+from sft.model.flops import ModelFlops
+
+NUMBER, CONTENTS = "number", "contents"
+"""Keys of a sequence's number on its way to the collator, and of a batch's Contents on its way to the trainer."""
+
+_DUMMY = -1
 
 
 class Sequences(torch.utils.data.Dataset[dict[str, Any]]):
@@ -51,14 +57,15 @@ class Sequences(torch.utils.data.Dataset[dict[str, Any]]):
     def __getitem__(self, number: int) -> dict[str, Any]:
         """`input_ids` and `labels`, int64 of equal length, and `seq_lengths` where packed: position ids restart from them."""
         if number >= len(self.index):
-            ids, labels, lengths = np.array([self.pad_token_id]), np.array([IGNORED]), [1]
+            number, ids, labels, lengths = _DUMMY, np.array([self.pad_token_id]), np.array([IGNORED]), [1]
         else:
             documents = [self.store.document(document) for document in self.index.of(number)]
             ids = np.concatenate([tokens for tokens, _ in documents]).astype(np.int64)
             loss_mask = np.concatenate([mask for _, mask in documents])
             labels = np.where(loss_mask == 1, ids, IGNORED)
             lengths = [len(tokens) for tokens, _ in documents]
-        return {"input_ids": ids, "labels": labels} | ({"seq_lengths": lengths} if self.packed else {})
+        row = {NUMBER: number, "input_ids": ids, "labels": labels}
+        return row | ({"seq_lengths": lengths} if self.packed else {})
 
 
 class StepOrder(torch.utils.data.Sampler[int]):
@@ -86,22 +93,8 @@ class StepOrder(torch.utils.data.Sampler[int]):
     def __len__(self) -> int:
         return self.sequences + self.dummies
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps per epoch."""
-        return ceil(self.sequences / self.per_step)
-
-    def permutation(self, epoch: int) -> np.ndarray:
-        """The real sequences in the order of an epoch."""
-        return np.random.default_rng([self.seed, epoch]).permutation(self.sequences)
-
-    def sequences_of(self, step: int) -> np.ndarray:
-        """The real sequences of an optimizer step, counted from 1 over the whole run."""
-        epoch, place = divmod(step - 1, self.steps_per_epoch)
-        return self.permutation(epoch)[place * self.per_step : (place + 1) * self.per_step]
-
     def __iter__(self) -> Iterator[int]:
-        order = self.permutation(self.epoch).tolist()
+        order = np.random.default_rng([self.seed, self.epoch]).permutation(self.sequences).tolist()
         dummies = iter(range(self.sequences, len(self)))
         # Dummies that complete the last step come behind everything, as without empty slots.
         full = self.sequences // self.per_step * self.per_step if self.empty else 0
@@ -113,8 +106,11 @@ class StepOrder(torch.utils.data.Sampler[int]):
 
 
 @dataclass(frozen=True)
-class Work:
-    """What some optimizer steps hold, on all ranks. Padding and dummies count as nothing."""
+class Contents:
+    """What a micro-batch holds. Padding and dummies count as nothing."""
+
+    sequences: tuple[int, ...]
+    """Their numbers in the dataset."""
 
     lengths: np.ndarray
     """int64, tokens of each document."""
@@ -122,81 +118,20 @@ class Work:
     target_tokens: int
     """Tokens with a loss. A document's first token has none: nothing comes before it that could predict it."""
 
-    @property
-    def tokens(self) -> int:
-        """Real tokens."""
-        return int(self.lengths.sum())
+    fingerprint: int
+    """Sum of the documents' hashes modulo 2**64.
 
-
-class StepWork:
-    """Counts the work of optimizer steps by their number in the run.
-
-    Args:
-        sequences: The training's.
-        order: Of the sequences; its epoch is not touched.
+    A document is hashed with its token ids, its loss mask, and the position of each token. The sum depends neither on which rank or
+    micro-batch got a document nor on packing; the sum of two steps is the fingerprint of both.
     """
 
-    def __init__(self, sequences: Sequences, order: StepOrder) -> None:
-        self.store, self.index, self.order = sequences.store, sequences.index, order
-        self._epoch, self._permutation = -1, np.zeros(0, np.int64)
 
-    def between(self, first: int, last: int) -> Work:
-        """The work of the steps from `first` up to, but excluding, `last`; the first step of the run is 0."""
-        per_epoch, per_step = self.order.steps_per_epoch, self.order.per_step
-        parts = [np.zeros(0, np.int64)]
-        while first < last:
-            epoch, start = divmod(first, per_epoch)
-            end = min(last - epoch * per_epoch, per_epoch)
-            parts.append(self._permuted(epoch)[start * per_step : end * per_step])
-            first = epoch * per_epoch + end
-        return self._work(np.concatenate(parts))
-
-    def tokens_before(self, step: int) -> int:
-        """Real tokens of all steps before this one, over any number of epochs."""
-        epochs, rest = divmod(step, self.order.steps_per_epoch)
-        per_epoch = int(self.store.documents["length"][self.index.members].sum(dtype=np.int64)) if epochs else 0
-        return epochs * per_epoch + self.between(step - rest, step).tokens
-
-    def _permuted(self, epoch: int) -> np.ndarray:
-        if epoch != self._epoch:
-            self._epoch, self._permutation = epoch, self.order.permutation(epoch)
-        return self._permutation
-
-    def _work(self, sequences: np.ndarray) -> Work:
-        ends = self.index.ends[sequences]
-        starts = np.where(sequences > 0, self.index.ends[sequences - 1], 0)
-        counts = ends - starts
-        # The members of each sequence, one sequence after another.
-        places = np.arange(counts.sum()) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
-        documents = self.index.members[places]
-        records, first_tokens = self.store.documents[documents], self.store.starts[documents]
-        targets = records["trained"].sum(dtype=np.int64) - self.store.trained[first_tokens].sum(dtype=np.int64)
-        return Work(np.asarray(records["length"], dtype=np.int64), int(targets))
-
-
-# Fingerprints. Each document of a batch has a hash over its token ids, its loss mask, and the position of each token. A fingerprint is
-# the sum of the documents' hashes modulo 2**64. It does not depend on which rank or micro-batch got a document, nor on packing, and the
-# sum of two lines is the fingerprint of the steps of both. Padding and dummies do not count.
-
-KEY = "fingerprint"
-"""Name of a batch's hash on its way from the collator to the trainer."""
-
-_GOLDEN, _FIRST, _SECOND = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-
-
-def _mixed(values: np.ndarray) -> np.ndarray:
-    """Each value spread over 64 bits (the last part of splitmix64)."""
-    values = (values ^ (values >> np.uint64(30))) * _FIRST
-    values = (values ^ (values >> np.uint64(27))) * _SECOND
-    mixed: np.ndarray = values ^ (values >> np.uint64(31))
-    return mixed
-
-
-def batch_hash(batch: dict[str, Any]) -> int:
-    """Sum of the hashes of a batch's documents, modulo 2**64.
+def contents_of(batch: dict[str, Any], sequences: tuple[int, ...] = ()) -> Contents:
+    """Take the account of a batch.
 
     Args:
         batch: From the collator: `input_ids` and `labels`, with `position_ids` and `cu_seq_lens_q` where packed, else `attention_mask`.
+        sequences: Numbers of what is in it.
     """
     ids, labels = batch["input_ids"].numpy(), batch["labels"].numpy()
     if "cu_seq_lens_q" in batch:
@@ -209,15 +144,27 @@ def batch_hash(batch: dict[str, Any]) -> int:
     # A document's first token has no loss, whatever its label.
     labels = np.where(positions == 0, IGNORED, labels) - IGNORED
     tokens = ids.astype(np.uint64) | labels.astype(np.uint64) << np.uint64(32)
-    starts = np.cumsum(lengths) - lengths
-    sums = np.add.reduceat(_mixed(tokens + positions.astype(np.uint64) * _GOLDEN), starts)
-    documents = _mixed(sums + lengths.astype(np.uint64))
+    hashes = _mixed(tokens + positions.astype(np.uint64) * _GOLDEN)
+    documents = _mixed(np.add.reduceat(hashes, np.cumsum(lengths) - lengths) + lengths.astype(np.uint64))
     # A length of 1 is a dummy, or padding behind packed documents; nothing is trained on either.
-    return int(documents[lengths > 1].sum(dtype=np.uint64))
+    real = lengths > 1
+    fingerprint = int(documents[real].sum(dtype=np.uint64))
+    return Contents(sequences, lengths[real].astype(np.int64), int(np.count_nonzero(labels)), fingerprint)
 
 
-class Fingerprinted:
-    """A collator whose batches carry their hash.
+_GOLDEN, _FIRST, _SECOND = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """Each value spread over 64 bits (the last part of splitmix64)."""
+    values = (values ^ (values >> np.uint64(30))) * _FIRST
+    values = (values ^ (values >> np.uint64(27))) * _SECOND
+    mixed: np.ndarray = values ^ (values >> np.uint64(31))
+    return mixed
+
+
+class Accounted:
+    """A collator whose batches carry their Contents.
 
     Args:
         collator: Makes the batch.
@@ -228,28 +175,59 @@ class Fingerprinted:
         self.collator, self.counts = collator, counts
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """The batch, with its hash under KEY."""
+        """The batch, with its Contents under CONTENTS."""
         batch = self.collator(rows)
-        return batch | {KEY: batch_hash(batch) if self.counts else 0}
+        sequences = tuple(row[NUMBER] for row in rows if row[NUMBER] != _DUMMY)
+        nothing = Contents(sequences, np.zeros(0, np.int64), 0, 0)
+        return batch | {CONTENTS: contents_of(batch, sequences) if self.counts else nothing}
 
 
-class Fingerprint:
-    """Adds up the hashes of the batches that this rank trains on, and sums them over the ranks for each logged line."""
+@dataclass(frozen=True)
+class Work:
+    """What the steps of a logged line held, over all ranks."""
 
-    def __init__(self) -> None:
-        self.line: str | None = None
-        """Of the steps since the previous line, over all ranks: 16 hexadecimal digits."""
-        self._sum: int | None = None
+    tokens: int
+    target_tokens: int
+    flops: float | None
+    """None where they are not known for the model."""
 
-    def add(self, batches: Sequence[dict[str, Any]]) -> None:
-        """Remove the hashes from the batches of a step, which the model does not take, and add them up."""
-        self._sum = ((self._sum or 0) + sum(batch.pop(KEY) for batch in batches)) % 2**64
+    fingerprint: str
+    """16 hexadecimal digits."""
 
-    def gather(self, accelerator: Any) -> None:
-        """Make the line; every rank takes part."""
-        if self._sum is None:
-            return
-        # In halves: the sum of several ranks' 64 bits would overflow.
-        halves = torch.tensor([self._sum & 0xFFFFFFFF, self._sum >> 32], device=accelerator.device)
-        low, high = accelerator.reduce(halves, reduction="sum").tolist()
-        self.line, self._sum = f"{(low + (high << 32)) % 2**64:016x}", None
+
+class WorkSum:
+    """Adds up what this rank trains on, and sums it over the ranks for each logged line.
+
+    Args:
+        flops: What a step costs the model; None where that is not known.
+    """
+
+    def __init__(self, flops: ModelFlops | None = None) -> None:
+        self.flops = flops
+        self.line: Work | None = None
+        """Of the steps since the previous line."""
+        self._contents: list[Contents] = []
+
+    def add(self, contents: Sequence[Contents]) -> None:
+        """Count the micro-batches of a step."""
+        self._contents += contents
+
+    def gather(self, accelerator: Any) -> Work | None:
+        """Make the line; every rank takes part. None where there was no step."""
+        if not self._contents:
+            return None
+        mine, self._contents = self._contents, []
+        fingerprint = sum(one.fingerprint for one in mine) % 2**64
+        values = [
+            # In halves, which a double holds exactly, also as the sum over many ranks.
+            fingerprint & 0xFFFFFFFF,
+            fingerprint >> 32,
+            sum(int(one.lengths.sum()) for one in mine),
+            sum(one.target_tokens for one in mine),
+            sum(self.flops.of(one.lengths, one.target_tokens) for one in mine) if self.flops else 0,
+        ]
+        sums = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
+        low, high, tokens, targets, flops = accelerator.reduce(sums, reduction="sum").tolist()
+        total = (int(low) + (int(high) << 32)) % 2**64
+        self.line = Work(int(tokens), int(targets), flops if self.flops else None, f"{total:016x}")
+        return self.line

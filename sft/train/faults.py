@@ -8,21 +8,22 @@ the norm is read from the device at each step. docs/faults.md
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
 from sft.errors import NonfiniteError
 from sft.files import write_json
 from sft.parallel import process_group as distributed
+from sft.plan.job import Job
 from sft.run.directory import Run
-from sft.train.batches import Sequences, StepOrder
+from sft.train.batches import Contents, Sequences
 
 _TOKENS_SHOWN = 64
+_LOSSES_SHOWN = 4
 
 
 def finite(loss: torch.Tensor) -> torch.Tensor:
@@ -34,33 +35,105 @@ def finite(loss: torch.Tensor) -> torch.Tensor:
     return loss * (loss.detach() * 0 + 1)
 
 
-class Samples:
-    """The documents of a step, described for a person who looks for the cause of a fault.
+class _Account(NamedTuple):
+    """What a rank knows of a step, by micro-batch."""
+
+    rank: int
+    losses: list[float]
+    sequences: list[tuple[int, ...]]
+    faults_before: int
+
+    def bad(self) -> list[int]:
+        return [number for number, loss in enumerate(self.losses) if not math.isfinite(loss)]
+
+
+class Faults:
+    """Watches the steps of one run.
 
     Args:
+        job: What a fault does to the run.
+        run: Faults are recorded in nonfinite/ and run.json.
         sequences: What the trainer sees.
-        order: Their order.
-        sources: Path of each source, in the recipe's order.
         tokenizer: Decodes the beginning of each document.
     """
 
-    def __init__(self, sequences: Sequences, order: StepOrder, sources: Sequence[str], tokenizer: Any) -> None:
-        self.sequences, self.order, self.sources, self.tokenizer = sequences, order, sources, tokenizer
+    def __init__(self, job: Job, run: Run, sequences: Sequences, tokenizer: Any) -> None:
+        self.run, self.sequences, self.tokenizer = run, sequences, tokenizer
+        self.sources = [source.path for source in job.recipe.sources]
+        self.skips, self.limit = job.recipe.train.on_nonfinite == "skip", job.recipe.train.max_nonfinite_steps
+        # The loss scaler skips steps whose gradients overflow, as it should.
+        self.scaled = job.plan.precision.value == "fp16"
+        self._contents: list[Contents] = []
+        self._losses: list[torch.Tensor] = []
 
-    def of_step(self, step: int) -> list[int]:
-        """Documents of an optimizer step, counted from 1."""
-        numbers = self.order.sequences_of(step)
-        return [int(document) for number in numbers for document in self.sequences.index.of(number)]
+    def begin(self, contents: list[Contents]) -> None:
+        """A step of these micro-batches begins."""
+        self._contents, self._losses = contents, []
 
-    def of_batch(self, batch: dict[str, Any], step: int) -> list[int]:
-        """Documents of a step that a micro-batch holds, by their token ids; none where a rank holds a shard of each sequence."""
-        held = set(documents_in(batch))
-        return [one for one in self.of_step(step) if tuple(self.sequences.store.document(one)[0].tolist()) in held]
+    def add(self, loss: torch.Tensor) -> None:
+        """Remember the loss of a micro-batch."""
+        self._losses.append(loss.detach())
 
-    def described(self, documents: Sequence[int]) -> list[dict[str, Any]]:
-        """Source, row, number of tokens and the beginning of each."""
+    def must_skip(self, step: int, norm: Any, applied: bool) -> bool:
+        """Judge a step by the norm of its gradients. Every rank takes part.
+
+        Args:
+            step: Counted from 1.
+            norm: Of the gradients, over all ranks.
+            applied: The engine has made the step whatever the gradients are.
+
+        Returns:
+            Whether the step must change nothing.
+
+        Raises:
+            NonfiniteError: The run stops here.
+        """
+        value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if math.isfinite(value):
+            return False
+        before = len({fault["step"] for fault in self.run.record.get("nonfinite", [])} - {step})
+        mine = [one.sequences for one in self._contents]
+        accounts = distributed.gather(_Account(distributed.rank(), list(map(float, self._losses)), mine, before))
+        if self.scaled and not any(account.bad() for account in accounts):
+            return False
+        before = accounts[0].faults_before
+        skips = self.skips and not applied and before < self.limit
+        file = self.run.path / "nonfinite" / f"step-{step}.json"
+        what = _what(value, accounts)
+        if distributed.is_rank_0():
+            self._write(file, step, value, accounts, "skip" if skips else "stop")
+        if not skips:
+            raise NonfiniteError(f"step {step}: {what}. {self._effect(before, applied)} Losses and samples: {file}. "
+                                 f"Look at these samples, lower train.learning_rate, or {self._remedy(before)}.")  # fmt: skip
+        if distributed.is_rank_0():
+            print(f"step {step}: {what}. The step was skipped: {file}", flush=True)
+        return True
+
+    def _write(self, file: Path, step: int, norm: float, accounts: list[_Account], answer: str) -> None:
+        ranks = [
+            {
+                "rank": account.rank,
+                "losses": [loss if math.isfinite(loss) else str(loss) for loss in account.losses],
+                "micro_batches": [
+                    {"micro_batch": number + 1, "rows": self._rows(account.sequences[number])}
+                    for number in account.bad()
+                ],
+            }
+            for account in accounts
+        ]
+        of_step = sorted({number for account in accounts for some in account.sequences for number in some})
+        rows = self._rows(of_step)
+        file.parent.mkdir(exist_ok=True)
+        write_json(
+            file, {"step": step, "grad_norm": str(norm), "answer": answer, "ranks": ranks, "rows_of_the_step": rows}
+        )
+        faults = [fault for fault in self.run.record.get("nonfinite", []) if fault["step"] != step]
+        self.run.update(nonfinite=[*faults, {"step": step, "answer": answer, "file": f"nonfinite/{file.name}"}])
+
+    def _rows(self, sequences: Iterable[int]) -> list[dict[str, Any]]:
+        """Source, row, number of tokens and the beginning of each document, for a person who looks for the cause."""
         store, rows = self.sequences.store, []
-        for document in documents:
+        for document in (int(one) for number in sequences for one in self.sequences.index.of(number)):
             record, (ids, loss_mask) = store.documents[document], store.document(document)
             source = int(record["source"])
             rows.append(
@@ -74,134 +147,7 @@ class Samples:
             )
         return rows
 
-
-def documents_in(batch: dict[str, Any]) -> list[tuple[int, ...]]:
-    """Token ids of each document of a collated batch."""
-    ids = batch["input_ids"].cpu().numpy()
-    if "cu_seq_lens_q" in batch:
-        pieces = np.split(ids[0], batch["cu_seq_lens_q"].cpu().numpy()[1:-1])
-    elif "attention_mask" in batch:
-        pieces = [row[real] for row, real in zip(ids, batch["attention_mask"].cpu().numpy().astype(bool), strict=True)]
-    else:
-        return []
-    return [tuple(piece.tolist()) for piece in pieces]
-
-
-class Faults:
-    """Watches the steps of one run.
-
-    Args:
-        run: Faults are recorded in nonfinite/ and run.json.
-        samples: Describes the documents of a step.
-        policy: What a fault does to the run.
-        limit: Steps that may be skipped over the whole run.
-        scaled: fp16, where the loss scaler skips steps whose gradients overflow, as it should.
-    """
-
-    def __init__(self, run: Run, samples: Samples, policy: Literal["stop", "skip"], limit: int, scaled: bool) -> None:
-        self.run, self.samples, self.policy, self.limit, self.scaled = run, samples, policy, limit, scaled
-        self.skipped = 0
-        """Steps skipped since the last logged line."""
-        self._batches: list[dict[str, Any]] = []
-        self._losses: list[torch.Tensor] = []
-        self._sum: torch.Tensor | None = None
-
-    def begin(self, batches: list[dict[str, Any]], loss_sum: torch.Tensor) -> None:
-        """A step begins.
-
-        Args:
-            batches: Its micro-batches.
-            loss_sum: The trainer's sum of losses since the last line, without this step.
-        """
-        self._batches, self._losses, self._sum = batches, [], loss_sum.clone()
-
-    def add(self, loss: torch.Tensor) -> None:
-        """Remember the loss of a micro-batch."""
-        self._losses.append(loss.detach())
-
-    def check(self, trainer: Any, norm: Any) -> None:
-        """Called before the optimizer steps; under DeepSpeed right after, which itself discards gradients that are not finite.
-
-        Args:
-            trainer: RecipeTrainer.
-            norm: Of the gradients, over all ranks.
-
-        Raises:
-            NonfiniteError: The run stops here.
-        """
-        value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        if math.isfinite(value):
-            return
-        step = trainer.state.global_step + 1
-        accounts = distributed.gather(self._account(step))
-        if self.scaled and all(math.isfinite(loss) for account in accounts for loss in account["losses"]):
-            return
-        # Without ZeRO, DeepSpeed applies the step.
-        applied = trainer.is_deepspeed_enabled and not getattr(trainer.model_wrapped.optimizer, "overflow", False)
-        before = accounts[0]["faults_before"]
-        stops = self.policy == "stop" or applied or before >= self.limit
-        file = self.run.path / "nonfinite" / f"step-{step}.json"
-        if trainer.is_world_process_zero():
-            self._write(file, step, value, accounts, "stop" if stops else "skip")
-        if stops:
-            raise NonfiniteError(self._message(file, step, value, accounts, before, applied))
-        if trainer.is_world_process_zero():
-            print(f"step {step}: {_what(value, accounts)}. The step was skipped: {file}", flush=True)
-        self._skip(trainer)
-
-    def take(self) -> int:
-        """Steps skipped since the last call."""
-        skipped, self.skipped = self.skipped, 0
-        return skipped
-
-    def _skip(self, trainer: Any) -> None:
-        """The step counts, moves the schedule, and changes nothing else."""
-        if trainer.is_deepspeed_enabled:
-            # It has discarded the step. If the trainer knew, it would hold back the schedule too.
-            trainer.model_wrapped.optimizer.overflow = False
-        else:
-            # AdamW passes over weights without gradients.
-            trainer.optimizer.zero_grad(set_to_none=True)
-        trainer._tr_loss.copy_(self._sum)
-        self.skipped += 1
-
-    def _account(self, step: int) -> dict[str, Any]:
-        """What this rank knows of the step."""
-        losses = [float(loss) for loss in self._losses]
-        return {
-            "rank": distributed.rank(),
-            "losses": losses,
-            "documents": {
-                number: self.samples.of_batch(self._batches[number], step)
-                for number, loss in enumerate(losses)
-                if not math.isfinite(loss)
-            },
-            "faults_before": len({fault["step"] for fault in self.run.record.get("nonfinite", [])} - {step}),
-        }
-
-    def _write(self, file: Path, step: int, norm: float, accounts: list[dict[str, Any]], answer: str) -> None:
-        ranks = [
-            {
-                "rank": account["rank"],
-                "losses": [loss if math.isfinite(loss) else str(loss) for loss in account["losses"]],
-                "micro_batches": [
-                    {"micro_batch": number + 1, "rows": self.samples.described(documents)}
-                    for number, documents in account["documents"].items()
-                ],
-            }
-            for account in accounts
-        ]
-        rows = self.samples.described(self.samples.of_step(step))
-        file.parent.mkdir(exist_ok=True)
-        write_json(
-            file, {"step": step, "grad_norm": str(norm), "answer": answer, "ranks": ranks, "rows_of_the_step": rows}
-        )
-        faults = [fault for fault in self.run.record.get("nonfinite", []) if fault["step"] != step]
-        self.run.update(nonfinite=[*faults, {"step": step, "answer": answer, "file": f"nonfinite/{file.name}"}])
-
-    def _message(
-        self, file: Path, step: int, norm: float, accounts: list[dict[str, Any]], before: int, applied: bool
-    ) -> str:
+    def _effect(self, before: int, applied: bool) -> str:
         checkpoint = self.run.last_checkpoint()
         good = f"{checkpoint.name} is good" if checkpoint else "there is no checkpoint yet"
         effect = (
@@ -209,24 +155,23 @@ class Faults:
             if applied
             else "The step was not applied"
         )
-        remedy, reached = "set train.on_nonfinite=skip", ""
-        if self.policy == "skip" and before >= self.limit:
-            remedy = "raise train.max_nonfinite_steps"
-            reached = f" {before} steps had such a fault before; train.max_nonfinite_steps={self.limit}."
-        return (
-            f"step {step}: {_what(norm, accounts)}. {effect}; {good}.{reached} Losses and samples: {file}. "
-            f"Look at these samples, lower train.learning_rate, or {remedy}."
-        )
+        reached = f" {before} steps had such a fault before; train.max_nonfinite_steps={self.limit}."
+        return f"{effect}; {good}.{reached if self._reached(before) else ''}"
+
+    def _remedy(self, before: int) -> str:
+        return "raise train.max_nonfinite_steps" if self._reached(before) else "set train.on_nonfinite=skip"
+
+    def _reached(self, before: int) -> bool:
+        return self.skips and before >= self.limit
 
 
-def _what(norm: float, accounts: list[dict[str, Any]]) -> str:
+def _what(norm: float, accounts: Sequence[_Account]) -> str:
     bad = [
-        f"rank {account['rank']}, micro-batch {number + 1}: {loss}"
+        f"rank {account.rank}, micro-batch {number + 1}: {account.losses[number]}"
         for account in accounts
-        for number, loss in enumerate(account["losses"])
-        if not math.isfinite(loss)
+        for number in account.bad()
     ]
     if bad:
-        more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
-        return f"the loss is not finite ({'; '.join(bad[:4])}{more})"
+        more = f" and {len(bad) - _LOSSES_SHOWN} more" if len(bad) > _LOSSES_SHOWN else ""
+        return f"the loss is not finite ({'; '.join(bad[:_LOSSES_SHOWN])}{more})"
     return f"the norm of the gradients is {norm}, while all losses are finite"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.trainer_callback import TrainerCallback
 
 from sft.errors import PlanError
 from sft.model.compiled_layers import are_compiled
@@ -27,7 +28,7 @@ from sft.plan.job import Job
 from sft.plan.parallelism import FSDP2 as ENGINE
 from sft.run.directory import Run
 from sft.train.isolation_probe import Probe, check_probe, probe, sample_documents
-from sft.train.trainer import NeedsTrainer
+from sft.train.trainer import RecipeTrainer
 
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SHARDED = {0: "nothing", 1: "optimizer", 2: "optimizer, gradients", 3: "optimizer, gradients, parameters"}
@@ -52,18 +53,19 @@ def _word(value: object) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
-class RuntimeCheck(NeedsTrainer):
+class RuntimeCheck(TrainerCallback):  # type: ignore[misc]
     """Stops the run where documents of a batch see each other, or where something else runs than was planned.
 
     Must be called after engine_callbacks, and before what measures or trains.
 
     Args:
+        trainer: Trains the model.
         job: The plan.
         run: Where the findings are recorded.
     """
 
-    def __init__(self, job: Job, run: Run) -> None:
-        self.job, self.run = job, run
+    def __init__(self, trainer: RecipeTrainer, job: Job, run: Run) -> None:
+        self.trainer, self.job, self.run = trainer, job, run
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Run the isolation probe, read everything, record, compare.

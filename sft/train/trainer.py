@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
-from trl import SFTTrainer
+from trl import SFTConfig, SFTTrainer
 
 from sft.checkpoint.patches import plain_data_only
 from sft.checkpoint.reshard import reshard, start_random_streams, with_parameters
-from sft.checkpoint.resume import ResumePlan, Writer, write_writer
+from sft.checkpoint.resume import ResumePlan, writer_here
 from sft.checkpoint.write import CheckpointWriter
-from sft.parallel.fsdp import units_as_planned
+from sft.data.tokenizer import new_token_ids
+from sft.errors import ModelError
+from sft.model.adapters import lora_config, show_head, untrained_rows
+from sft.model.compiled_layers import compile_layers
+from sft.model.flops import model_flops
+from sft.model.gradient_checkpointing import CheckpointingAsPlanned
+from sft.model.new_tokens import named
+from sft.parallel import process_group as distributed
+from sft.parallel.fsdp import Prefetch, units_as_planned
+from sft.parallel.full_tensors import full_optimizer_state, full_state, load_optimizer_state, load_weights
 from sft.parallel.optimizer import MasterAdamW, check_optimizer
 from sft.parallel.patches import cpu_ranks_may_shard
 from sft.parallel.progress import CHECKPOINT, Progress
 from sft.parallel.sequence import PartOfSequences, labels_of_all, share_batches
-from sft.parallel.tensor import (
-    full_optimizer_state,
-    full_weights,
-    is_tensor_parallel,
-    load_optimizer_state,
-    load_weights,
-)
-from sft.plan.plan import Plan
-from sft.recipe.schema import Fsdp
+from sft.parallel.tensor import is_tensor_parallel
+from sft.plan.job import Job, checkpoint_bytes
 from sft.run.directory import INCOMPLETE
-from sft.train.batches import Fingerprint, Fingerprinted, Sequences, StepOrder
+from sft.train.arguments import optimizer_arguments
+from sft.train.batches import CONTENTS, Accounted, Sequences, StepOrder, WorkSum
 from sft.train.faults import Faults, finite
-from sft.train.metrics import StepClock
+from sft.train.speed import StepClock
 from sft.train.stopping import Stopping
 
 
@@ -48,17 +54,17 @@ def is_plain(trainer: SFTTrainer) -> bool:
 
 
 def plain_loss(trainer: RecipeTrainer, model: Any, inputs: dict[str, Any], tokens_in_step: Any) -> tuple[Any, Any]:
-    """Negative log-likelihood of the micro-batch's labels, over the labels of the whole step.
+    """Negative log-likelihood of the micro-batch's target tokens, over those of the whole step.
 
     TRL's own loss gathers four figures from all ranks at each micro-batch and reads them at once, so that no rank can launch its backward
     pass while its GPU still computes the forward pass. Here they add up on the device (Tally) and are read when a line is logged. One wait
-    remains on a GPU: the fused head takes the labelled tokens only, and must know how many there are.
+    remains on a GPU: the fused head takes the target tokens only, and must know how many there are.
 
     Args:
         trainer: Its arguments and the number of ranks.
         model: The engine, or the model itself.
         inputs: From the collator, on the device.
-        tokens_in_step: Labels of all micro-batches of all ranks; None for those of these inputs.
+        tokens_in_step: Target tokens of all micro-batches of all ranks; None for those of these inputs.
 
     Returns:
         The loss, scaled so that the engine's average of the ranks' gradients is that of the step; and the fused head's output.
@@ -73,7 +79,7 @@ def plain_loss(trainer: RecipeTrainer, model: Any, inputs: dict[str, Any], token
 
 
 class Tally:
-    """Labels, entropy and correct first guesses since the last line, on the device."""
+    """Target tokens, entropy and correct first guesses since the last line, on the device."""
 
     def __init__(self) -> None:
         self._sums: torch.Tensor | None = None
@@ -93,53 +99,51 @@ class Tally:
         return {"entropy": [entropy / max(labels, 1)], "mean_token_accuracy": [correct / max(labels, 1)]}
 
 
-class NeedsTrainer(TrainerCallback):  # type: ignore[misc]
-    """A callback that works on the live trainer, which sets itself here when it is built."""
-
-    trainer: RecipeTrainer
-
-
 class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
     """SFTTrainer, changed where the recipe means something else.
 
-    Args are those of build_trainer in sft/train/arguments.py; `trl` is what SFTTrainer itself takes, except for the dataset.
+    Args:
+        job: With its data counted.
+        sequences: The prepared data, in whole steps.
+        stopping: Agrees on stop requests; None in auto-tuning, as for the next.
+        faults: Watches for losses and gradients that are not finite.
+        resume_plan: How the run resumes from its checkpoint.
+        trl: What SFTTrainer takes, except for the dataset.
     """
 
     data_collator: Any
 
     def __init__(
         self,
-        *,
+        job: Job,
         sequences: Sequences,
-        order: StepOrder,
-        plan: Plan,
-        fsdp: Fsdp | None,
-        writer: Writer,
-        checkpoints: CheckpointWriter,
-        clock: StepClock,
-        progress: Progress,
-        fingerprint: Fingerprint,
+        *,
         stopping: Stopping | None,
         faults: Faults | None,
-        continuation: ResumePlan | None,
+        resume_plan: ResumePlan | None,
         **trl: Any,
     ) -> None:
-        self.order, self.plan, self.fsdp, self.writer, self.checkpoints = order, plan, fsdp, writer, checkpoints
-        self.clock, self.progress, self.fingerprint = clock, progress, fingerprint
-        self.stopping, self.faults, self.continuation = stopping, faults, continuation
-        self.tally = Tally()
-        super().__init__(**trl)
+        self.job, self.stopping, self.faults, self.resume_plan = job, stopping, faults, resume_plan
+        self.order, self.clock = sequences.order(job.recipe.train.seed), StepClock(job.hardware.gpu is not None)
+        self.progress, self.tally, self._skipped = Progress(), Tally(), 0
+        facts = {"ranks": job.hardware.ranks, "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True)}
+        self.writer = writer_here(job)
+        folder, keep = Path(trl["args"].output_dir), job.recipe.train.save_total_limit
+        self.checkpoints = CheckpointWriter(folder, keep, facts, checkpoint_bytes(job))
+        # SFTTrainer takes a dataset of its own library only, and never reads this one.
+        row = Dataset.from_list([{name: list(sequences[0][name]) for name in ("input_ids", "labels")}])
+        super().__init__(train_dataset=row, **trl)
         self.train_dataset = sequences
+        self.work = WorkSum(model_flops(self.model))
         # Only for transformers' check of a model whose layers are sharded (arguments.py); our checkpoints have an optimizer.
         self.args.save_only_model = False
         self.remove_callback(PrinterCallback)
-        for callback in trl["callbacks"]:
-            if isinstance(callback, NeedsTrainer) or hasattr(callback, "trainer"):
-                callback.trainer = self
         if self.sequence_parallel_size > 1:
-            # The loss is ours, over the labels of the whole step, and so are the batches.
+            # The loss is ours, over the target tokens of the whole step, and so are the batches.
             self.model_accepts_loss_kwargs = True
             self.accelerator.deepspeed_ulysses_dl_adapter = lambda loader, model: loader
+
+    # Ranks that share a batch.
 
     @property
     def data_parallel_ranks(self) -> int:
@@ -165,11 +169,13 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         """1: transformers multiplies the batches of an epoch by it, for DeepSpeed's adapter, which is not used."""
         return 1
 
+    # Batches.
+
     def get_train_dataloader(self) -> Any:
-        """One batch for each group of ranks that share sequences, with its hash."""
+        """One batch for each group of ranks that share sequences, with the account of what it holds."""
         size, rank, ranks = self.sequence_parallel_size, self.accelerator.process_index, self.accelerator.num_processes
         collator, sharing = self.data_collator, ranks // self.data_parallel_ranks
-        self.data_collator = Fingerprinted(collator, counts=rank % sharing == 0)
+        self.data_collator = Accounted(collator, counts=rank % sharing == 0)
         if size > 1:
             collator.pad_to_multiple_of = size
             self.data_collator = PartOfSequences(self.data_collator, rank % size, size)
@@ -182,29 +188,30 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
             share_batches(loader, size, rank, ranks)
         return loader
 
+    def _get_train_sampler(self, train_dataset: Any = None) -> StepOrder:
+        return self.order
+
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         if self.sequence_parallel_size > 1:
             return labels_of_all(batch_samples, self.accelerator)
         return super()._get_num_items_in_batch(batch_samples, device)
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """accelerate's state, with CPU ranks that may share a model."""
-        shards_on_cpu = self.args.fsdp and self.args.use_cpu
-        with cpu_ranks_may_shard() if shards_on_cpu else nullcontext():
-            super().create_accelerator_and_postprocess()
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """The batches of one optimizer step, which begins here."""
         self.clock.start()
         self.progress.begin(self.state.global_step + 1)
         if self.stopping is not None:
-            self.stopping.begin(self.state.global_step + 1)
+            self.stopping.begin()
         watched = self.clock.timed(self.progress.watched(epoch_iterator))
         batches, tokens = super().get_batch_samples(watched, num_batches, device)
-        self.fingerprint.add(batches)
+        contents = [batch.pop(CONTENTS) for batch in batches]
+        self.work.add(contents)
         if self.faults is not None:
-            self.faults.begin(batches, self._tr_loss)
+            self.faults.begin(contents)
+            self._loss_before = self._tr_loss.clone()
         return batches, tokens
+
+    # A step.
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward pass of a micro-batch; its loss, for the mean over ranks that is logged."""
@@ -217,39 +224,86 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
             return loss
         return loss * (self.accelerator.num_processes // self.gradients_divided_by)
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> StepOrder:
-        return self.order
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """plain_loss wherever TRL would compute the same, else TRL's."""
+        training = self.model.training
+        if return_outputs or not is_plain(self):
+            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        else:
+            result, outputs = plain_loss(self, model, inputs, num_items_in_batch)
+            if training:
+                self.tally.add(outputs)
+        self.progress.loss_known(training)
+        if return_outputs or self.faults is None or not training:
+            return result
+        self.faults.add(result)
+        return finite(result)
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        by_tensor = self.continuation if self.continuation is not None and self.continuation.reshards else None
-        checkpoint = None if by_tensor else resume_from_checkpoint
-        units = units_as_planned(self, self.fsdp) if self.fsdp else nullcontext()
-        # The engines load their checkpoints here.
-        with units, plain_data_only(self.is_deepspeed_enabled):
-            prepared = super()._prepare_for_training(max_steps, train_dataloader, checkpoint)
-        if by_tensor:
-            reshard(self, by_tensor)
-        return prepared
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """AdamW as planned."""
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        check_optimizer(optimizer, self.optimizer_cls_and_kwargs is not None, self.job.plan.gradients.value)
+        return optimizer
 
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is None or self.continuation is None or self.continuation.random_state:
-            super()._load_rng_state(checkpoint)
-            return
-        start_random_streams(self.args.seed, self.state.global_step, self.args.process_index)
+    def _clip_grad_norm(self, model: Any) -> Any:
+        # transformers would scale bf16 gradients, and take their norm, in bf16.
+        masters = getattr(self.optimizer, "optimizer", None)
+        if isinstance(masters, MasterAdamW):
+            return masters.clip_grad_norm(self.args.max_grad_norm)
+        return super()._clip_grad_norm(model)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        # Before the optimizer steps; under DeepSpeed right after, which itself discards gradients that are not finite.
+        masters = getattr(self.optimizer, "optimizer", None)
+        if grad_norm is None and isinstance(masters, MasterAdamW):
+            grad_norm = masters.clip_grad_norm(float("inf"))
+        norm = super()._get_grad_norm(model, grad_norm)
+        if self.faults is not None:
+            # Without ZeRO, DeepSpeed applies the step.
+            applied = self.is_deepspeed_enabled and not getattr(self.model_wrapped.optimizer, "overflow", False)
+            if self.faults.must_skip(self.state.global_step + 1, norm, applied):
+                self._skip_step()
+        return norm
+
+    def _skip_step(self) -> None:
+        """The step counts, moves the schedule, and changes nothing else."""
+        if self.is_deepspeed_enabled:
+            # It has discarded the step. If the trainer knew, it would hold back the schedule too.
+            self.model_wrapped.optimizer.overflow = False
+        else:
+            # AdamW passes over weights without gradients.
+            self.optimizer.zero_grad(set_to_none=True)
+        self._tr_loss.copy_(self._loss_before)
+        self._skipped += 1
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """With the entropy and accuracy of the target tokens, and without skipped steps in the mean loss."""
+        self._metrics["train"].update(self.tally.take(self.accelerator))
+        work = self.work.gather(self.accelerator)
+        self.state.num_input_tokens_seen += work.tokens if work is not None else 0
+        if "loss" in logs and self._skipped:
+            trained = self._steps_in_line - self._skipped
+            logs["loss"] = logs["loss"] * self._steps_in_line / trained if trained else float("nan")
+            logs["skipped_steps"], self._skipped = self._skipped, 0
+        super().log(logs, start_time)
 
     def _run_epoch(self, **kwargs: Any) -> None:
         if self.state.global_step >= self.state.max_steps:
             # The run was stopped between its last step and final/; transformers would train another step.
             self.control.should_training_stop = True
             return
-        self._logged_at = self._globalstep_last_logged
         # A resumed epoch wraps the loader once more to skip batches, and behind it the trainer does not find the sampler.
         self.order.set_epoch(kwargs["epoch"])
         super()._run_epoch(**kwargs)
 
+    # Saving.
+
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         # A resumed run starts new means and sums: the steps before must have their line.
         self.control.should_log |= self.control.should_save
+        self._steps_in_line = self.state.global_step - self._globalstep_last_logged
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -258,11 +312,12 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.progress.at(CHECKPOINT)
-        save, stopping = super()._save_checkpoint, self.stopping
+        began, save, stopping = time.monotonic(), super()._save_checkpoint, self.stopping
         goes_on = stopping is None or not stopping.agreed
+        self.checkpoints.facts["writer"] = asdict(with_parameters(self.writer, self.model, self.optimizer))
         self.checkpoints.save(self.state.global_step, lambda: save(model, trial), goes_on)
         if stopping is not None:
-            stopping.shortage = self.checkpoints.shortage
+            stopping.saved(self.checkpoints.shortage, time.monotonic() - began, self.control)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Every rank takes part where the layers are sharded, for which transformers has no checkpoints."""
@@ -274,20 +329,12 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
             # A pickle of rank 0's that nothing reads.
             Path(output_dir or self.args.output_dir, TRAINING_ARGS_NAME).unlink(missing_ok=True)
             return
-        self.model.save_pretrained(
-            output_dir, state_dict=full_weights(self.model), is_main_process=self.args.should_save
-        )
+        self.model.save_pretrained(output_dir, state_dict=full_state(self.model), is_main_process=self.args.should_save)
         if self.args.should_save:
             self.processing_class.save_pretrained(output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        # Each by itself: what fails on one rank must not leave the others inside an engine's collective.
-        self.checkpoints.part(lambda: self._save_writer(output_dir))
         self.checkpoints.part(lambda: self._save_optimizer(output_dir))
-
-    def _save_writer(self, output_dir: str) -> None:
-        if self.args.should_save:
-            write_writer(Path(output_dir), with_parameters(self.writer, self.model, self.optimizer))
 
     def _save_optimizer(self, output_dir: str) -> None:
         if not is_tensor_parallel(self.model):
@@ -298,8 +345,33 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
             torch.save(state, Path(output_dir, OPTIMIZER_NAME))
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """None: the run directory says what a model card would."""
+
+    # Resuming, and the engine that the checkpoint is loaded into.
+
+    @property
+    def _reshards(self) -> bool:
+        return self.resume_plan is not None and self.resume_plan.reshards
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """accelerate's state, with CPU ranks that may share a model."""
+        shards_on_cpu = self.args.fsdp and self.args.use_cpu
+        with cpu_ranks_may_shard() if shards_on_cpu else nullcontext():
+            super().create_accelerator_and_postprocess()
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        units = units_as_planned(self, self.job.fsdp) if self.job.fsdp else nullcontext()
+        # The engines load their checkpoints here.
+        with units, plain_data_only(self.is_deepspeed_enabled):
+            checkpoint = None if self._reshards else resume_from_checkpoint
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, checkpoint)
+        if self.resume_plan is not None and self._reshards:
+            reshard(self, self.resume_plan)
+        return prepared
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self.continuation is not None and self.continuation.reshards:
+        if self._reshards:
             return  # reshard loads them, once the optimizer exists
         if not is_tensor_parallel(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -313,63 +385,102 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         load_optimizer_state(self.optimizer, Path(checkpoint, OPTIMIZER_NAME))
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """AdamW as planned."""
-        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
-        check_optimizer(optimizer, self.optimizer_cls_and_kwargs is not None, self.plan.gradients.value)
-        return optimizer
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None or self.resume_plan is None or self.resume_plan.random_state:
+            super()._load_rng_state(checkpoint)
+            return
+        start_random_streams(self.args.seed, self.state.global_step, self.args.process_index)
 
-    def _clip_grad_norm(self, model: Any) -> Any:
-        # transformers would scale bf16 gradients, and take their norm, in bf16.
-        masters = getattr(self.optimizer, "optimizer", None)
-        if isinstance(masters, MasterAdamW):
-            return masters.clip_grad_norm(self.args.max_grad_norm)
-        return super()._clip_grad_norm(model)
 
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        masters = getattr(self.optimizer, "optimizer", None)
-        if grad_norm is None and isinstance(masters, MasterAdamW):
-            grad_norm = masters.clip_grad_norm(float("inf"))
-        norm = super()._get_grad_norm(model, grad_norm)
-        if self.faults is not None:
-            self.faults.check(self, norm)
-        return norm
+def build_trainer(
+    job: Job,
+    arguments: SFTConfig,
+    model: Any,
+    tokenizer: Any,
+    sequences: Sequences,
+    stopping: Stopping | None = None,
+    faults: Faults | None = None,
+    resume_plan: ResumePlan | None = None,
+) -> RecipeTrainer:
+    """The trainer, with adapters and compiled layers where the job has them; callbacks are still to be added.
 
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """plain_loss wherever TRL would compute the same, else TRL's."""
-        if return_outputs or not is_plain(self):
-            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-            self.progress.loss_known(self.model.training)
-            return result if return_outputs else self._watched(result)
-        loss, outputs = plain_loss(self, model, inputs, num_items_in_batch)
-        if self.model.training:
-            self.tally.add(outputs)
-        self.progress.loss_known(self.model.training)
-        return self._watched(loss)
+    Args:
+        job: With its data counted.
+        arguments: From training_arguments.
+        model: From load_model.
+        tokenizer: From load_tokenizer.
+        sequences: As RecipeTrainer, also for the next.
+        stopping: See there.
+        faults: See there.
+        resume_plan: See there.
 
-    def _watched(self, loss: torch.Tensor) -> torch.Tensor:
-        if self.faults is None or not self.model.training:
-            return loss
-        self.faults.add(loss)
-        return finite(loss)
+    Raises:
+        ModelError: There are no layers named in model.lora.target_modules.
+    """
+    lora, peft = job.recipe.model.lora, None
+    if lora is not None:
+        untrained = untrained_rows(job, model, tokenizer, sequences.store)
+        if untrained and distributed.is_rank_0():
+            names = named(tokenizer, untrained)
+            print(
+                f"The base never trained the embeddings of {names}: they are trained beside the adapters.", flush=True
+            )
+        peft = lora_config(lora, model, new_token_ids(tokenizer, job.recipe.model.new_tokens) + untrained)
+    try:
+        trainer = RecipeTrainer(
+            job,
+            sequences,
+            stopping=stopping,
+            faults=faults,
+            resume_plan=resume_plan,
+            model=model,
+            args=arguments,
+            processing_class=tokenizer,
+            peft_config=peft,
+            optimizer_cls_and_kwargs=optimizer_arguments(job),
+        )
+    except ValueError as error:
+        if lora is None or "target" not in str(error).lower():
+            raise
+        raise ModelError(f"model.lora.target_modules={lora.target_modules}: {str(error).splitlines()[0]}") from None
+    show_head(trainer.model)
+    if job.plan.compile.value:
+        compile_layers(trainer.model, job.plan.attention.value)
+    return trainer
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """With the entropy and accuracy of the target tokens, and without skipped steps in the mean loss."""
-        self._metrics["train"].update(self.tally.take(self.accelerator))
-        self.fingerprint.gather(self.accelerator)
-        if self.faults is not None and "loss" in logs:
-            self._leave_skipped_out(logs, self.faults.take())
-        super().log(logs, start_time)
 
-    def _leave_skipped_out(self, logs: dict[str, float], skipped: int) -> None:
-        """Make the mean loss that of the steps that trained; NaN where none did."""
-        steps = self.state.global_step - self._logged_at
-        self._logged_at = self.state.global_step
-        if skipped:
-            logs["loss"] = logs["loss"] * steps / (steps - skipped) if steps > skipped else float("nan")
-            logs["skipped_steps"] = skipped
+class ResumedSettings(TrainerCallback):  # type: ignore[misc]
+    """Applies the current recipe's values over those that transformers loads from the checkpoint.
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """None: the run directory says what a model card would."""
+    Args:
+        learning_rate: The peak, as planned.
+    """
+
+    def __init__(self, learning_rate: float) -> None:
+        self.learning_rate = learning_rate
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        """After the checkpoint is loaded, before the first step."""
+        if state.global_step == 0:
+            return
+        # Steps between lines and between saves come from trainer_state.json.
+        state.compute_steps(args, state.max_steps)
+        # torch's LambdaLR: its state holds the peaks, but not the shape over the new number of steps.
+        scheduler, peak = getattr(lr_scheduler, "scheduler", lr_scheduler), self.learning_rate
+        scheduler.base_lrs = [peak] * len(scheduler.base_lrs)
+        rates = [peak * shape(scheduler.last_epoch) for shape in scheduler.lr_lambdas]
+        scheduler._last_lr = rates
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["initial_lr"], group["lr"] = peak, rate
+
+
+def engine_callbacks(job: Job) -> list[TrainerCallback]:
+    """Complete the engine when the training begins; they come before anything that measures or trains."""
+    plan, ahead = job.plan, job.fsdp.prefetch if job.fsdp else None
+    return [
+        CheckpointingAsPlanned(plan.gradient_checkpointing.value),
+        ResumedSettings(plan.learning_rate.value),
+        *([Prefetch(ahead)] if ahead else []),
+    ]

@@ -22,7 +22,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from sft import terminal
 from sft.errors import EXIT_CRASHED
-from sft.parallel.progress import CHECKPOINT, START, Place, Progress
+from sft.parallel.progress import CHECKPOINT, START, Progress
 from sft.run.directory import Run
 from sft.signals import on_signal
 
@@ -105,7 +105,7 @@ class Watchdog(TrainerCallback):  # type: ignore[misc]
         """Close the file for stacks, and remove it where nothing was written."""
         self._stacks.close()
         with suppress(OSError):  # an empty file says nothing, and other ranks may have removed the folder
-            if not self._file(self.rank).stat().st_size:
+            if not self._wrote(self.rank):
                 self._file(self.rank).unlink()
             self.folder.rmdir()
 
@@ -130,29 +130,25 @@ class Watchdog(TrainerCallback):  # type: ignore[misc]
         pause, self._looked = now - self._looked, now
         if pause > 5 * self.every + 1:  # this process itself was stopped, or starved: that time is not the place's
             self._since += pause
-        place = self.progress.place
+        place, usual = self.progress.place, self.progress.step_seconds()
         if place != self._seen:
             self._seen, self._since, self._dumped = place, now, False
             return None
-        stood = now - self._since
-        if stood > self.timeout / 2 and not self._dumped:
+        stood, limit = now - self._since, end_limit(place.phase, usual, self.timeout, self.ranks)
+        ends = limit is not None and stood > limit
+        if ends or (stood > self.timeout / 2 and not self._dumped):
             self._dumped = True
-            self._report(place, stood)
-        limit = end_limit(place.phase, self.progress.step_seconds(), self.timeout, self.ranks)
-        if limit is None or stood <= limit:
+            stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            self._stacks.write(f"\n=== {stamp} rank {self.rank}: {place}, {stood:.0f} s\n")
+            self._stacks.flush()
+            self._dump()
+        if not ends:
             return None
-        self._report(place, stood)
-        seconds = self.progress.step_seconds()
-        usual = f" A step takes {seconds:.2g} s." if seconds is not None else ""
+        step = f" A step takes {usual:.2g} s." if usual is not None else ""
         return (
             f"Rank {self.rank} ({socket.gethostname()}, pid {os.getpid()}) has not moved for {stood:.0f} s, so it is ended: {place}."
-            f"{usual} Stacks: {self._file(self.rank)}"
+            f"{step} Stacks: {self._file(self.rank)}"
         )
-
-    def _report(self, place: Place, seconds: float) -> None:
-        self._stacks.write(f"\n=== {time.strftime('%Y-%m-%dT%H:%M:%S%z')} rank {self.rank}: {place}, {seconds:.0f} s\n")
-        self._stacks.flush()
-        self._dump()
 
     def _dump(self) -> None:
         with suppress(OSError, ValueError):  # a full disk, or a file that was closed meanwhile
@@ -170,13 +166,18 @@ class Watchdog(TrainerCallback):  # type: ignore[misc]
         """Where to look for the rank that this one has waited for; empty where nothing stands still."""
         if not self._dumped:
             return ""
-        silent = [rank for rank in range(self.ranks) if not _size(self._file(rank))]
+        silent = [rank for rank in range(self.ranks) if not self._wrote(rank)]
         names = ", ".join(map(str, silent[:8])) + (", ..." if len(silent) > 8 else "")
         stopped = f" None from rank {names}: stopped (SIGSTOP, a debugger), or its machine is gone." if silent else ""
         return f"Stacks: {self.folder}/rank-*.stacks.txt.{stopped}"
 
     def _file(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.stacks.txt"
+
+    def _wrote(self, rank: int) -> bool:
+        with suppress(OSError):
+            return self._file(rank).stat().st_size > 0
+        return False
 
 
 def name_debug_files(run: Run, rank: int) -> None:
@@ -186,10 +187,3 @@ def name_debug_files(run: Run, rank: int) -> None:
     os.environ.setdefault("NCCL_DEBUG_FILE", str(folder / f"rank-{rank}.nccl.log"))
     # torch appends the rank.
     os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(folder / "flight-recorder-"))
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:
-        return 0

@@ -1,19 +1,36 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
-from sft.errors import GateFailed, RecipeError
+from sft.errors import GateFailed, LostRank, RecipeError, WrongSave, is_lost
 from sft.program import exit_on_error, run_main
 
 
-def test_a_users_mistake_is_its_message_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop, exit_on_error():
-        raise RecipeError("train.seed is wrong")
+@pytest.mark.parametrize(
+    ("error", "status", "shown"),
+    [
+        (RecipeError("train.seed is wrong"), 2, "train.seed is wrong"),
+        (WrongSave("not the model"), 1, "not the model"),
+        (LostRank("rank 1 is gone"), 1, "rank 1 is gone"),
+        (GateFailed(["arc: worse by 0.3", "gsm8k: too low"]), 3, "The gate has failed:\n  arc: worse by 0.3\n  gsm8k: too low"),
+        (RuntimeError("[Errno 28] No space left on device"), 2, "The disk is full"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 638 bytes"), 2, "ulimit -v"),
+        (MemoryError(), 2, "ulimit -v"),
+        (RuntimeError("can't start new thread"), 2, "ulimit -u"),
+    ],
+)  # fmt: skip
+def test_a_known_error_is_one_message_with_its_status(
+    error: Exception, status: int, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended, exit_on_error():
+        raise error
     printed = capsys.readouterr()
-    assert (stop.value.code, printed.out, printed.err.strip()) == (2, "", "train.seed is wrong")
+    assert (ended.value.code, printed.out) == (status, "")
+    assert shown in printed.err
+    assert "Traceback" not in printed.err
 
 
 def test_our_own_bug_keeps_its_traceback() -> None:
@@ -44,38 +61,20 @@ def test_a_rank_ends_at_once_though_a_thread_of_a_tracker_is_still_at_work() -> 
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "lost"),
     [
-        (RuntimeError("[Errno 28] No space left on device"), "The disk is full"),
-        (RuntimeError("I/O error: File too large (os error 27)"), "ulimit -f"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 638 bytes"), "ulimit -v"),
-        (MemoryError(), "ulimit -v"),
-        (RuntimeError("can't start new thread"), "ulimit -u"),
+        (RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 20000ms for send operation"), True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:443"), True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:532] Read error [10.0.0.1]:9: Connection reset by peer"), True),
+        (RuntimeError("NCCL error: remote process exited or there was a network error"), True),
+        (DistStoreError("Timed out after 21 seconds waiting for clients. 1/2 clients joined."), True),
+        (DistBackendError("gone"), True),
+        (DistNetworkError("gone"), True),
+        (LostRank("rank 0 lost the others"), True),
+        (RuntimeError("DataLoader timed out after 5 seconds"), False),
+        (RuntimeError("CUDA out of memory"), False),
+        (ValueError("gloo: timed out"), False),
     ],
-)
-def test_a_resource_that_ran_out_is_one_message_whoever_asked_for_it(
-    error: Exception, told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stop, exit_on_error():
-        raise error
-    assert stop.value.code == 2
-    assert told in capsys.readouterr().err
-
-
-def test_a_working_directory_that_was_deleted_is_one_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    with pytest.raises(SystemExit) as stop, exit_on_error():
-        Path("rows.jsonl").resolve()
-    assert stop.value.code == 2
-    assert "working directory" in capsys.readouterr().err
-
-
-def test_a_gate_that_failed_is_told_and_ends_with_status_3(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ending, exit_on_error():
-        raise GateFailed(["arc: worse by 0.3", "gsm8k: too low"])
-    assert ending.value.code == 3
-    assert capsys.readouterr().err == "\nThe gate has failed:\n  arc: worse by 0.3\n  gsm8k: too low\n"
+)  # fmt: skip
+def test_only_a_collectives_error_about_another_rank_is_a_lost_rank(error: Exception, lost: bool) -> None:
+    assert is_lost(error) == lost

@@ -20,7 +20,7 @@ TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2"]
 LAUNCHER = [
     sys.executable,
     "-c",
-    "import sys; from sft.plan.topology import Topology; from sft.launch.torchrun import start; start(Topology(2), sys.argv[1:])",
+    "import sys; from sft.launch.topology import Topology; from sft.launch.torchrun import start; start(Topology(2), sys.argv[1:])",
 ]
 PROGRAM = REPOSITORY / "tests" / "slow" / "train_and_stall.py"
 Start = Callable[..., subprocess.Popen[str]]

@@ -231,5 +231,5 @@ def test_a_base_that_is_asked_with_its_own_prompts_is_asked_plainly(
     (compared,) = run.path.glob("eval/**/comparison.json")
     assert scores(compared.parent / "base" / "results.json") == by_hand(STORIES, False, 8)
     assert scores(compared.parent / "tuned" / "results.json") == by_hand(run.final, True, 8)
-    assert json.loads(compared.read_text())["base_treatment"]["base_template"] == "own"
+    assert json.loads(compared.read_text())["prompting"]["base_template"] == "own"
     shutil.rmtree(run.path / "eval")

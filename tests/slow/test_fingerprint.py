@@ -14,7 +14,7 @@ from sft.data.store import DocumentStore, SequenceIndex
 from sft.launch.job import open_recipe
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
-from sft.train.batches import Sequences, batch_hash
+from sft.train.batches import Sequences, contents_of
 from tests.slow.conftest import latest, write_recipe
 from tests.slow.ranks import Ranks
 
@@ -71,7 +71,7 @@ def expected(recipe: Path, packed: bool) -> dict[int, str]:
         places = list(order)
         for start in range(0, len(places), 8):
             rows = [sequences[number] for number in places[start : start + 8]]
-            prints[len(prints) + 1] = f"{batch_hash(collate(rows)):016x}"
+            prints[len(prints) + 1] = f"{contents_of(collate(rows)).fingerprint:016x}"
         order.set_epoch(order.epoch + 1)
     return {step: prints[step] for step in range(1, STEPS + 1)}
 

@@ -45,7 +45,7 @@ def mean_loss(model_folder: Path, prepared: Path) -> float:
 
 
 @pytest.mark.parametrize("engine", ["one process", "ZeRO-3"])
-def test_the_held_out_loss_is_that_of_each_row_alone(engine: str, recipe: Path, ranks: Ranks) -> None:
+def test_the_eval_loss_is_that_of_each_row_alone(engine: str, recipe: Path, ranks: Ranks) -> None:
     count, overrides = (1, []) if engine == "one process" else (2, ["train.deepspeed=zero3"])
     ranks.run(count, ["sft.train", recipe, *overrides], finish=count == 1)
     run = Run((recipe.parent / "outputs" / "job" / "latest").resolve())
@@ -60,7 +60,7 @@ def test_the_held_out_loss_is_that_of_each_row_alone(engine: str, recipe: Path, 
     assert count > 1 or "Eval loss at the end" in run.report_file.read_text()
 
 
-def test_measuring_the_held_out_loss_does_not_change_the_training(recipe: Path, ranks: Ranks) -> None:
+def test_measuring_the_eval_loss_does_not_change_the_training(recipe: Path, ranks: Ranks) -> None:
     ranks.run(1, ["sft.train", recipe, "tracking.run_name=often", "train.eval_steps=1"])
     ranks.run(1, ["sft.train", recipe, "tracking.run_name=rarely", "train.eval_steps=6"])
     folder = recipe.parent / "outputs" / "job"

@@ -119,7 +119,7 @@ def test_eight_ranks_train_and_start_again_after_one_was_killed(recipe: Path, st
 def launcher_of(restarts: int, how: str, starts: int, ranks: int = 2) -> list[str]:
     """Our launcher, around a training in which the last rank fails at step 3 in the first starts."""
     program = (
-        f"from sft.plan.topology import Topology; from sft.launch.torchrun import start; import sys; "
+        f"from sft.launch.topology import Topology; from sft.launch.torchrun import start; import sys; "
         f"start(Topology({ranks}), [{str(FAILING)!r}, '{ranks - 1}', '3', {how!r}, '{starts}', *sys.argv[1:]], restarts={restarts})"
     )
     return [sys.executable, "-c", program]

@@ -181,14 +181,14 @@ import os, signal, subprocess, sys, time
 from datetime import timedelta
 from sft.parallel import process_group as distributed
 from sft.errors import DataError
-from sft.parallel.process_group import is_lost
+from sft.errors import is_lost
 distributed.join_group(False, False, 2)
 assert distributed.group_timeouts() == {2}
 started = time.monotonic()
-assert distributed.from_first_rank(lambda: time.sleep(5) or 7) == 7
+assert distributed.from_rank_0(lambda: time.sleep(5) or 7) == 7
 assert time.monotonic() - started >= 5, "longer than the timeout, and nobody is lost"
 try:
-    distributed.from_first_rank(lambda: (_ for _ in ()).throw(DataError("no rows")))
+    distributed.from_rank_0(lambda: (_ for _ in ()).throw(DataError("no rows")))
     raise AssertionError("the first rank's mistake is everybody's")
 except DataError as error:
     assert str(error) == "no rows"
@@ -196,7 +196,7 @@ if os.environ["RANK"] == "0":
     subprocess.Popen(["sh", "-c", f"sleep 14; kill -9 {os.getpid()}"])
 started = time.monotonic()
 try:
-    with distributed.met_at_the_end():
+    with distributed.barrier_at_end():
         if os.environ["RANK"] == "0":
             os.kill(os.getpid(), signal.SIGSTOP)
 except RuntimeError as error:

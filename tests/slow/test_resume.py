@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sft.checkpoint.resume import checkpoints_of, step_of
+from sft.checkpoint.resume import step_of
 from sft.files import write_json
 from sft.hub.demo import make_demo
 from sft.recipe.schema import REPOSITORY
@@ -87,7 +87,7 @@ def killed_after(run: Run, step: int, name: str) -> Run:
     """A copy of a run, as a kill leaves it a few steps after a checkpoint."""
     copy = Run(run.path.parent / name)
     shutil.copytree(run.path, copy.path, ignore=shutil.ignore_patterns("final", "report.*", "loss.png"))
-    for checkpoint in checkpoints_of(copy):
+    for checkpoint in copy.all_checkpoints():
         if step_of(checkpoint) > step:
             shutil.rmtree(checkpoint)
     text = copy.metrics_file.read_text().splitlines(keepends=True)
@@ -183,7 +183,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_allowed_changes_take_effect(
         [1e-3 / 2 * (1 + cos(pi * step / 8)) for step in range(4)]
         + [2e-3 / 2 * (1 + cos(pi * step / 10)) for step in range(4, 10)]
     )
-    assert {step_of(path) for path in checkpoints_of(killed)} >= {6, 9, 10}
+    assert {step_of(path) for path in killed.all_checkpoints()} >= {6, 9, 10}
     session = killed.record["sessions"][-1]
     assert session["changes"]["train.max_steps"] == [8, 10]
     assert "checkpoint-8" in session["passed_over"]

@@ -53,7 +53,7 @@ def zero3_empty_shards() -> None:
 
 def fsdp_own_share() -> None:
     """A rank's share of each weight."""
-    final.full_state = lambda model, *_: {
+    final.full_state = lambda model, *_, **__: {
         name: value.to_local().clone() for name, value in model.named_parameters()
     }  # fmt: skip
 

@@ -36,7 +36,7 @@ def die(*args: Any, **keywords: Any) -> None:
 
 
 def fill(folder: Path, leave: int) -> None:
-    if distributed.is_first_rank():
+    if distributed.is_rank_0():
         with (folder.parent / "filler").open("wb") as file:
             file.truncate(0)
             os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(folder).free - leave)

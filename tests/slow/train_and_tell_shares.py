@@ -39,7 +39,7 @@ def tell(trainer: Any) -> dict[str, Any]:
             "offload": sharding.offload,
             "computes_in": str(computes_in(model)),
             "reduces_in": str(sharding.reduce),
-            "ahead": list(sharding.ahead),
+            "ahead": list(sharding.prefetch),
         }
     return told
 

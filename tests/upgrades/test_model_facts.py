@@ -1,4 +1,4 @@
-"""What no flag of transformers says of a model's attention, compared with its source: a new type there belongs into sft/plan/facts.py."""
+"""Compares what no flag of transformers says of a model's attention with its source. sft/hub/model_facts.py lists such types."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from sft.plan.facts import BLIND_MASKS, ENCODERS, MASKS_ALONE
+from sft.hub.model_facts import BLIND_MASKS, ENCODERS, MASKS_ALONE
 
 _MASK_CALL = re.compile(r"create_(?:causal|sliding_window_causal)_mask\(([^()]*(?:\([^()]*\)[^()]*)*)\)")
 _MASK_ARGUMENTS = re.compile(r"mask_kwargs\w* = \{[^}]*position_ids[^}]*\}")

@@ -2,10 +2,12 @@ from typing import Any
 
 import numpy as np
 
+from eval.compare.comparison import compare
 from eval.compare.contamination import Search, check_contamination
 from sft.data.store import DOCUMENT, DocumentWriter, SequenceIndex
 from sft.files import write_json
 from sft.run.directory import Run
+from tests.eval.compare.lm_eval_files import results, sampled
 
 LONG = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
 
@@ -37,10 +39,10 @@ def test_a_short_document_is_found_as_a_whole() -> None:
     assert found([["Who wrote the first novel?"]], ["He asked who wrote the first poem."]) == [False]
 
 
-def test_a_document_of_a_few_words_is_not_looked_for_and_counted() -> None:
+def test_a_document_of_a_few_words_is_not_searched_for_and_is_counted() -> None:
     search = Search([["Number 3?", "3"], [LONG]], 13)
     search.scan(["Number 3? 3"])
-    assert search.unsearchable.tolist() == [True, False]
+    assert search.too_short.tolist() == [True, False]
     assert search.found().tolist() == [False, False]
 
 
@@ -84,56 +86,42 @@ def prepare(run: Run, texts: list[str], trained: list[int]) -> Words:
     return tokenizer
 
 
-def rows_and_samples() -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, list[dict[str, Any]]]]:
-    row = {"task": "mine", "metric": "acc", "filter": "none", "decides": True}
+def check(run: Run, tokenizer: Words, texts: dict[str, list[str]], wanted: bool | int = True) -> dict[str, Any] | None:
+    """The contamination of tasks with these documents, of which each second is answered right."""
     samples = {
-        "mine": [
-            {"doc_id": n, "doc": {"text": text}, "filter": "none", "acc": n % 2}
-            for n, text in enumerate(
-                [LONG, "a text that nobody has ever written down before today", "b", LONG + " more"]
-            )
+        task: [
+            row | {"doc": {"text": text}}
+            for row, text in zip(sampled([n % 2 for n in range(len(some))]), some, strict=True)
         ]
+        for task, some in texts.items()
     }
-    return [row], {"results": {"mine": {"acc,none": 0.5}}}, samples
+    scores = {task: {"acc,none": sum(row["acc"] for row in rows) / len(rows)} for task, rows in samples.items()}
+    metrics = compare(results(scores), results(scores), samples, samples).metrics
+    return check_contamination(wanted, run, tokenizer, metrics, results(scores), samples)  # type: ignore[arg-type]
+
+
+MINE = [LONG, "a text that nobody has ever written down before today", "b", LONG + " more"]
 
 
 def test_documents_that_were_trained_on_are_counted_and_the_score_without_them(run: Run) -> None:
-    tokenizer = prepare(
-        run,
-        ["nothing of it at all", f"so then {LONG}", "a text that nobody has ever written down before today"],
-        [0, 1],
-    )
-    rows, results, samples = rows_and_samples()
-    contamination = check_contamination(True, run, tokenizer, rows, (results, results), (samples, samples))  # type: ignore[arg-type]
-    assert contamination is not None
+    tokenizer = prepare(run, ["nothing of it at all", f"so then {LONG}", MINE[1]], [0, 1])
+    contamination = check(run, tokenizer, {"mine": MINE})
     # The third text is held out: it is prepared, and not trained on.
-    assert contamination["ngram"] == 13
-    assert contamination["tasks"]["mine"] == {
-        "documents": 4,
-        "found": 2,
-        "too_short": 1,
-        "metric": "acc",
-        "base_without": 0.5,
-        "tuned_without": 0.5,
-        "difference_without": 0.0,
-    }
-    assert check_contamination(False, run, tokenizer, rows, (results, results), (samples, samples)) is None  # type: ignore[arg-type]
+    without = {"metric": "acc", "base_without": 0.5, "tuned_without": 0.5, "difference_without": 0.0}
+    mine = {"documents": 4, "found": 2, "too_short": 1} | without
+    assert contamination == {"ngram": 13, "tasks": {"mine": mine}}
+    assert check(run, tokenizer, {"mine": MINE}, False) is None
 
 
-def test_documents_that_several_tasks_ask_are_found_in_each(run: Run) -> None:
+def test_documents_that_several_tasks_share_are_found_in_each(run: Run) -> None:
     tokenizer = prepare(run, ["nothing of it at all", LONG], [0, 1])
-    names = [f"template{number}" for number in range(12)]
-    rows = [{"task": name, "metric": "acc", "filter": "none", "decides": True} for name in names]
-    samples = {name: [{"doc_id": 0, "doc": {"text": LONG}, "filter": "none", "acc": 1}] for name in names}
-    results: dict[str, Any] = {"results": {name: {"acc,none": 1.0} for name in names}}
-    contamination = check_contamination(True, run, tokenizer, rows, (results, results), (samples, samples))  # type: ignore[arg-type]
+    contamination = check(run, tokenizer, {f"template{number}": [LONG, "x"] for number in range(12)})
     assert contamination is not None
     assert [task["found"] for task in contamination["tasks"].values()] == [1] * 12
 
 
 def test_data_that_is_gone_is_said_to_be_gone(run: Run) -> None:
-    rows, results, samples = rows_and_samples()
-    gone = check_contamination(8, run, Words([]), rows, (results, results), (samples, samples))  # type: ignore[arg-type]
+    gone = check(run, Words([]), {"mine": MINE}, 8)
     assert gone is not None
     assert (gone["ngram"], gone["tasks"]) == (8, {})
     assert "is no longer in its output_dir" in gone["reason"]

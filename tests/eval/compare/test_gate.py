@@ -8,7 +8,7 @@ from sft.errors import EvaluationError
 from sft.recipe.eval import Gate
 
 
-def row(task: str, base: float, tuned: float, verdict: str = "NO SIGNIFICANT CHANGE", **more: object) -> dict[str, Any]:
+def row(task: str, base: float, tuned: float, verdict: str = "NO SIGNIFICANT CHANGE", **more: Any) -> dict[str, Any]:
     return {
         "task": task,
         "metric": "acc",
@@ -73,11 +73,14 @@ def test_a_score_that_is_required_is_reached_or_told() -> None:
     assert failed["failures"] == ["gsm8k (acc): the tuned model has 0.3900; at least 0.4 is required."]
 
 
-def test_another_metric_than_the_one_that_decides_can_be_named() -> None:
+def test_a_metric_that_does_not_decide_can_be_named_and_is_judged_alone() -> None:
     strict = row("gsm8k", 0.5, 0.5, metric="exact_match", filter="strict")
-    flexible = row("gsm8k", 0.6, 0.3, metric="exact_match", filter="flexible", decides=False)
-    gate = {"max_regression": {"gsm8k/exact_match,flexible": 0.1}}
+    alone = {"verdict": None, "decides": False, "interval_95": [-0.4, -0.2], "too_few": False}
+    flexible = row("gsm8k", 0.6, 0.3, metric="exact_match", filter="flexible", p_value=0.01, **alone)
+    gate: dict[str, Any] = {"max_regression": {"gsm8k/exact_match,flexible": 0.1}}
     assert "worse by 0.3" in judged(gate, strict, flexible)["failures"][0]
+    assert not judged(gate | {"judge_by": "evidence"}, strict, flexible)["passed"]
+    assert judged(gate | {"judge_by": "evidence"}, strict, flexible | {"p_value": 0.2})["passed"]
     failed = judged({"require": {"gsm8k/exact_mach": 0.1}}, strict, flexible)
     assert "gsm8k has no metric exact_mach; did you mean `exact_match," in failed["failures"][0]
 

@@ -19,25 +19,15 @@ from eval.tasks.settings import Settings, resolve_settings
 from eval.tasks.suites import check_tasks
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation
+from tests.eval.compare.lm_eval_files import scored
 
 WriteTask = Callable[..., Path]
 
 
 def results(settings: Settings, **more: object) -> dict[str, Any]:
-    """results.json as `evaluate_model` writes it, read again; of a model that scored nothing."""
-    written = {
-        "settings": asdict(settings),
-        "settings_hash": settings.hash,
-        "config": {"model_dtype": f"torch.{settings.dtype}"},
-        "results": {"mine": {"alias": "mine", "sample_len": 4, "exact_match,none": 0.5}},
-        "higher_is_better": {"mine": {"exact_match": True}},
-        "n-samples": {"mine": {"original": 4, "effective": 4}},
-        "n-shot": {"mine": 0},
-        "versions": {"mine": 1.0},
-        "failed": {},
-        "prompts_cut": [],
-        "measured_model": {"model": "m", "revision": None},
-    }
+    """results.json as `evaluate_model` writes it, read again."""
+    measured = {"settings": asdict(settings), "settings_hash": settings.hash}
+    written = scored(0.5, "exact_match", config={"model_dtype": f"torch.{settings.dtype}"}, **measured)
     read: dict[str, Any] = json.loads(json.dumps(written | more))
     return read
 
@@ -81,7 +71,7 @@ def refused(base: dict[str, Any], tuned: dict[str, Any]) -> str:
 def test_what_was_measured_alike_is_compared(task: Path, reference: Reference) -> None:
     first, second = (results(asked(task, reference, num_fewshot=1)) for _ in range(2))
     assert first == second
-    assert compare(first, second, {}, {})["base_treatment"] is None
+    assert compare(first, second, {"arc": []}, {"arc": []}).record["prompting"] is None
 
 
 @pytest.mark.parametrize(
@@ -196,17 +186,18 @@ def test_a_setting_changed_by_hand_in_a_results_file_is_named(task: Path, refere
 def test_samples_of_other_documents_are_counted(task: Path, reference: Reference) -> None:
     settings = results(asked(task, reference))
     lines = [{"doc_id": n, "filter": "none", "doc_hash": str(n), "prompt_hash": "p"} for n in range(4)]
-    changed = [{**line, "doc_hash": "other"} if line["doc_id"] > 1 else line for line in lines]
-    with pytest.raises(EvaluationError, match="The documents of mine were not the same for base and tuned: 2 differ"):
-        check_settings_match(settings, settings, {"mine": lines}, {"mine": changed})
-    with pytest.raises(EvaluationError, match="The samples of mine are missing"):
-        check_settings_match(settings, settings, {"mine": lines}, {})
-    for key, named in (("prompt_hash", "prompts"), ("target_hash", "targets")):
-        other = [{**line, key: "q"} for line in lines]
-        with pytest.raises(
-            EvaluationError, match=f"The {named} of mine were not the same for base and tuned: 4 differ"
-        ):
-            check_settings_match(settings, settings, {"mine": lines}, {"mine": other})
+    for key, named in (("doc_hash", "documents"), ("prompt_hash", "prompts"), ("target_hash", "targets")):
+        changed = [{**line, key: "other"} if n > 1 else line for n, line in enumerate(lines)]
+        with pytest.raises(EvaluationError, match=f"The {named} of arc were not the same for base and tuned: 2 differ"):
+            check_settings_match(settings, settings, {"arc": lines}, {"arc": changed})
+    with pytest.raises(EvaluationError, match="The samples of arc are missing"):
+        check_settings_match(settings, settings, {"arc": lines}, {})
+
+
+def test_weights_in_another_dtype_are_refused(task: Path, reference: Reference) -> None:
+    settings = asked(task, reference)
+    other = results(settings, config={"model_dtype": "torch.bfloat16"})
+    assert "dtype of the weights (set eval.dtype): base torch.float32" in refused(results(settings), other)
 
 
 def test_batches_of_sizes_that_were_searched_for_and_differ_are_refused(task: Path, reference: Reference) -> None:

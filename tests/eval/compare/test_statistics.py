@@ -85,12 +85,6 @@ def test_holm_keeps_the_order_and_is_no_smaller_than_any_false_discovery_control
     assert holm([]) == []
 
 
-def test_a_weighted_family_has_one_wrong_verdict_in_at_most_5_of_100_cases() -> None:
-    generator, weights = np.random.default_rng(0), [1.0, 1.0, *[0.25 / 8] * 8]
-    wrong = [min(holm(generator.random(10).tolist(), weights)) <= ALPHA for _ in range(4000)]
-    assert 0.03 < np.mean(wrong) < 0.06
-
-
 def test_scores_with_errors_of_their_own_are_compared_by_them() -> None:
     evidence = independent(-3.0, 3.0, 4.0, documents=50)
     assert (evidence.stderr, evidence.too_few, independent(-3.0, 3.0, 4.0, 49).too_few) == (5, False, True)

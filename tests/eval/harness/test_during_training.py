@@ -76,7 +76,7 @@ def test_what_cannot_be_measured_is_refused(
 
 def test_lines_of_steps_that_come_again_are_removed(tmp_path: Path) -> None:
     file = tmp_path / "eval" / "during.jsonl"
-    during = During(None, None, None, 2, file, tmp_path / "log")  # type: ignore[arg-type]
+    during = During(None, None, None, None, 2, file, tmp_path / "log")  # type: ignore[arg-type]
     assert during._keep(0) == []
     lines = [json.dumps({"step": step}) for step in (0, 2, 4, 6)]
     file.write_text("\n".join(lines) + '\n{"step": 8, "sec')  # a kill cut the last one off
@@ -101,8 +101,8 @@ def test_a_measurement_leaves_random_numbers_and_modes_as_they_were() -> None:
 
 
 def test_a_step_that_is_to_be_the_last_one_is_not_measured() -> None:
-    during = During(None, None, None, 2, Path("none"), Path("none"))  # type: ignore[arg-type]
-    during.trainer = SimpleNamespace(stopping=SimpleNamespace(agreed=1))
+    trainer = SimpleNamespace(stopping=SimpleNamespace(agreed=1))
+    during = During(trainer, None, None, None, 2, Path("none"), Path("none"))  # type: ignore[arg-type]
     state, control = SimpleNamespace(global_step=4), SimpleNamespace(should_training_stop=True)
     during.on_step_end(None, state, control)  # it would fail without a model
     assert during.take() is None

@@ -56,7 +56,9 @@ def test_by_default_the_tuned_models_template_asks_both_and_that_is_said(
     assert treated.settings == asked
     assert treated.note == f"The base model {has} and was asked through the tuned model's (eval.base_template: tuned)."
     treatment = check_settings_match(results(asked, treated), results(asked), {}, {})
-    assert treatment == {"base_template": "tuned", "told": treated.note}
+    assert treatment == {"base_template": "tuned", "note": treated.note}
+    before = results(asked, treated) | {"prompting": {"base_template": "tuned", "told": treated.note}}
+    assert check_settings_match(before, results(asked), {}, {}) == treatment, "results that an older version kept"
 
 
 @pytest.mark.parametrize("template", [None, OTHER])
@@ -71,7 +73,7 @@ def test_own_prompts_differ_in_the_template_alone_and_are_compared(
     assert names <= OF_THE_PROMPTS
     treatment = check_settings_match(base, tuned, {}, {})
     assert treatment is not None
-    assert "not of the weights alone" in treatment["told"]
+    assert "not of the weights alone" in treatment["note"]
     assert treated.tokenizer.chat_template == (template or reference.tokenizer.chat_template)
     expected = None if template is None else hashlib.sha256(template.encode()).hexdigest()
     assert treated.settings.chat_template_sha256 == expected

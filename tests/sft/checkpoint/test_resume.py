@@ -1,20 +1,17 @@
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from sft.checkpoint.manifest import is_damaged, write_manifest
+from sft.checkpoint.manifest import write_manifest
 from sft.checkpoint.resume import (
-    FILE,
     Writer,
     changed_tokens,
-    checkpoints_of,
     choose_checkpoint,
     lost_lines,
     resolve_resume,
-    write_writer,
     writer_here,
     writer_of,
 )
@@ -40,11 +37,7 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-def test_checkpoints_are_in_the_order_of_their_steps(run: Run) -> None:
-    assert [path.name for path in checkpoints_of(run)] == ["checkpoint-20", "checkpoint-10", "checkpoint-9"]
-
-
-def test_the_newest_that_verifies_is_chosen_and_the_others_are_named(run: Run) -> None:
+def test_the_newest_that_verifies_is_chosen_and_newer_ones_are_named_and_lose_their_name(run: Run) -> None:
     choice = choose_checkpoint(run)
     assert (choice.checkpoint, choice.step, choice.passed_over) == (run.checkpoints / "checkpoint-20", 20, {})
     (run.checkpoints / "checkpoint-20" / "weights").write_text("checkpoint-21")
@@ -52,10 +45,12 @@ def test_the_newest_that_verifies_is_chosen_and_the_others_are_named(run: Run) -
     choice = choose_checkpoint(run)
     assert choice.step == 9
     assert choice.lines() == [
-        "passed over: checkpoint-20: weights has changed since it was written: its checksum differs",
-        "passed over: checkpoint-10: weights is missing",
+        "passed over: checkpoint-20: weights has changed since it was written: its checksum differs; it is now checkpoint-20.unusable",
+        "passed over: checkpoint-10: weights is missing; it is now checkpoint-10.unusable",
         "This run is unfinished: it resumes from checkpoint-9. train.resume=never starts a new one.",
     ]
+    assert run.last_checkpoint() == choice.checkpoint
+    assert (run.checkpoints / "checkpoint-20.unusable" / "weights").is_file()
 
 
 def test_a_checkpoint_under_another_name_is_passed_over(run: Run) -> None:
@@ -99,12 +94,13 @@ def test_other_special_tokens_than_the_checkpoints_are_named(run: Run) -> None:
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over_unasked(run: Run) -> None:
-    for checkpoint in checkpoints_of(run):
+    for checkpoint in run.all_checkpoints():
         (checkpoint / "weights").unlink()
     with pytest.raises(RunError) as refused:
         choose_checkpoint(run)
     assert str(refused.value).splitlines()[1:4] == [f"  checkpoint-{step}: weights is missing" for step in (20, 10, 9)]
     assert "train.resume=never" in str(refused.value)
+    assert len(run.all_checkpoints()) == 3
 
 
 def test_a_run_without_checkpoints_starts_at_the_first_step(tmp_path: Path) -> None:
@@ -126,7 +122,8 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def wrote(checkpoint: Path, writer: Writer) -> Path:
-    write_writer(checkpoint, writer)
+    checkpoint.mkdir(exist_ok=True)
+    write_manifest(checkpoint, {"writer": asdict(writer)})
     return checkpoint
 
 
@@ -197,17 +194,11 @@ def test_what_cannot_be_exact_is_refused_with_its_reason(
     assert "train.resume=never" in str(refused.value)
 
 
-@pytest.mark.parametrize("text", [None, "{", '{"engine": "DDP"}', '{"unknown": 1, "parameters": []}'])
-def test_a_damaged_record_of_the_writer_is_refused(text: str | None, checkpoint: Path, job: Make) -> None:
-    wrote(checkpoint, writer_here(job(2)))
-    (checkpoint / FILE).unlink() if text is None else (checkpoint / FILE).write_text(text)
-    with pytest.raises(RunError, match="missing or damaged"):
-        writer_of(checkpoint)
-
-
-def test_a_record_that_was_changed_is_noticed_before_it_is_used(checkpoint: Path, job: Make) -> None:
-    wrote(checkpoint, writer_here(job(2, ZERO2)))
+def test_what_an_earlier_version_has_written_is_known_by_its_own_file(checkpoint: Path, job: Make) -> None:
+    writer = replace(writer_here(job(2, ZERO2)), parameters=("a",))
+    checkpoint.mkdir()
     write_manifest(checkpoint)
-    assert not is_damaged(checkpoint, FILE)
-    (checkpoint / FILE).write_text((checkpoint / FILE).read_text().replace("ZeRO-2", "ZeRO-0"))
-    assert is_damaged(checkpoint, FILE)
+    with pytest.raises(ValueError, match="does not say what wrote it"):
+        writer_of(checkpoint)
+    write_json(checkpoint / "written_by.json", asdict(writer))
+    assert writer_of(checkpoint) == writer

@@ -1,43 +1,64 @@
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from sft.checkpoint.manifest import fault
 from sft.checkpoint.write import CheckpointWriter
+from sft.errors import RunError
 from sft.run.directory import Run
 
 
-def test_where_a_checkpoint_has_no_room_the_one_that_stays_is_a_good_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
     run = Run(tmp_path)
-    for name in ("checkpoint-2", "checkpoint-4"):
+    for name in ("checkpoint-2", "checkpoint-4", "checkpoint-6.unusable"):
         (run.checkpoints / name).mkdir(parents=True)
-    run.update(sessions=[{"started": "2026-11-21T09:00:00+0000", "passed_over": {"checkpoint-4": "cut"}}])
+    return run
 
+
+def names(run: Run) -> set[str]:
+    return {path.name for path in run.checkpoints.iterdir()}
+
+
+def writing(run: Run, step: int) -> Callable[[], None]:
+    folder = run.checkpoints / ".incomplete" / f"checkpoint-{step}"
+
+    def write() -> None:
+        folder.mkdir(parents=True)
+        (folder / "weights").write_text(str(step))
+
+    return write
+
+
+def test_a_checkpoint_is_complete_and_the_newest_are_kept(run: Run) -> None:
+    writer = CheckpointWriter(run.checkpoints, 2, {"ranks": 1}, 0)
+    for step, kept in ((4, {2, 4}), (5, {4, 5}), (7, {5, 7})):  # 4 is written again: the run resumed from it
+        assert writer.save(step, writing(run, step))
+        assert names(run) == {*(f"checkpoint-{one}" for one in kept), "checkpoint-6.unusable"}
+        assert fault(run.checkpoints / f"checkpoint-{step}") is None
+
+
+def test_where_a_checkpoint_has_no_room_the_ones_before_stay(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     def write() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    before = names(run)
     assert not CheckpointWriter(run.checkpoints, 2, {"ranks": 1}, 0).save(5, write)
-    assert "The run goes on, checkpoint-2 stays, and the next interval" in capsys.readouterr().err
+    assert "The run goes on, checkpoint-4 stays, and the next interval" in capsys.readouterr().err
+    assert not CheckpointWriter(run.checkpoints, 2, {"ranks": 1}, 10**18).save(5, write, goes_on=False)
+    assert names(run) == before
 
 
-def test_a_damaged_checkpoint_of_an_earlier_step_is_none_of_those_that_are_kept(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    for name in ("checkpoint-1", "checkpoint-2", "checkpoint-3"):
-        (run.checkpoints / name).mkdir(parents=True)
-    run.update(sessions=[{"started": "2026-11-21T09:00:00+0000", "passed_over": {"checkpoint-3": "cut"}}])
+def test_a_bug_and_a_folder_that_is_gone_are_errors(run: Run) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
     writer = CheckpointWriter(run.checkpoints, 2, {"ranks": 1}, 0)
-    for step, left in ((4, {"2", "3", "4"}), (5, {"4", "5"})):
-        assert writer.save(step, lambda: (run.checkpoints / ".incomplete" / f"checkpoint-{step}").mkdir(parents=True))  # noqa: B023
-        assert {path.name.removeprefix("checkpoint-") for path in run.checkpoints.glob("checkpoint-*")} == left
-
-
-def test_the_new_checkpoint_is_kept_whatever_the_clocks_say(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.checkpoints.mkdir()
-    run.update(sessions=[{"started": "2999-01-01T00:00:00+0000", "passed_over": {"checkpoint-4": "cut"}}])
-    writer = CheckpointWriter(run.checkpoints, 2, {"ranks": 1}, 0)
-    assert writer.save(4, lambda: (run.checkpoints / ".incomplete" / "checkpoint-4").mkdir(parents=True))
-    assert (run.checkpoints / "checkpoint-4").is_dir()
+    with pytest.raises(ZeroDivisionError):
+        writer.save(5, fail)
+    run.checkpoints.rename(run.path / "moved")
+    with pytest.raises(RunError, match="is gone"):
+        writer.save(6, fail)

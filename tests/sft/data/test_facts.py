@@ -10,7 +10,7 @@ from sft.data.facts import inspect_data
 from sft.data.prepare import prepare
 from sft.errors import DataError, ModelError
 from sft.hub.demo import Demo
-from sft.plan.facts import inspect_model
+from sft.hub.model_facts import inspect_model
 from sft.recipe.schema import Recipe
 
 MakeRecipe = Callable[..., Recipe]

@@ -10,7 +10,7 @@ from sft.data.prepare import prepare
 from sft.data.special_tokens import SpecialTokens
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import DataError
-from sft.plan.facts import inspect_model
+from sft.hub.model_facts import inspect_model
 from sft.recipe.schema import Recipe
 
 MakeRecipe = Callable[..., Recipe]

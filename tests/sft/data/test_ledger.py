@@ -13,7 +13,7 @@ from sft.data.prepared import Prepared
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import DataError
-from sft.plan.facts import inspect_model
+from sft.hub.model_facts import inspect_model
 from sft.recipe.schema import Data, Recipe
 
 MakeRecipe = Callable[..., Recipe]

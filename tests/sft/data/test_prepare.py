@@ -21,8 +21,8 @@ from sft.data.prepared import Prepared, entry_folder, find_prepared
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.errors import DataError, ModelError
 from sft.hub.demo import Demo
+from sft.hub.model_facts import inspect_model
 from sft.launch.prepare import prepared_data
-from sft.plan.facts import inspect_model
 from sft.program import exit_on_error
 from sft.recipe.schema import Recipe
 

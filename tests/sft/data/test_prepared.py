@@ -10,8 +10,7 @@ import sft.data.prepared
 from sft.data.prepare import prepare
 from sft.data.prepared import data_key, entry_folder, find_prepared
 from sft.hub.demo import Demo
-from sft.hub.model_facts import ModelFacts
-from sft.plan.facts import inspect_model
+from sft.hub.model_facts import ModelFacts, inspect_model
 from sft.recipe.schema import REPOSITORY, Data, Recipe
 
 MakeRecipe = Callable[..., Recipe]

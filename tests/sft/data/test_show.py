@@ -15,7 +15,7 @@ from sft.data.prepare import prepare
 from sft.data.prepared import Prepared
 from sft.data.show import finding_lines, marked_text, summary_lines
 from sft.data.tokenizer import load_tokenizer
-from sft.plan.facts import inspect_model
+from sft.hub.model_facts import inspect_model
 from sft.recipe.schema import Recipe, Source
 
 MakeRecipe = Callable[..., Recipe]

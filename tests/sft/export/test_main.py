@@ -50,8 +50,7 @@ def run(tmp_path: Path, demo: Demo) -> Run:
     (checkpoint / "optimizer.pt").write_bytes(b"moments")
     (checkpoint / "training_args.bin").write_bytes(b"arguments")
     writer = {"engine": "one process", "ranks": 1, "weights": "fp32", "precision": "fp32"}
-    write_json(checkpoint / "written_by.json", writer | {"parameters": []})
-    write_manifest(checkpoint)
+    write_manifest(checkpoint, {"writer": writer | {"parameters": []}})
     run.recipe_file.write_text(RECIPE)
     write_json(run.plan_file, {"decisions": [{"name": "precision", "value": "fp32", "reason": ""}]})
     base = {"name_or_path": "builtin:demo", "revision": None, "path": str(demo.model)}
@@ -110,7 +109,7 @@ def test_a_place_that_exists_or_lies_in_the_run_is_refused(run: Run, tmp_path: P
 def test_only_what_makes_up_a_model_is_exported(run: Run) -> None:
     names = {path.name for path in model_files(find_exported(run, 5))}
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= names
-    assert not {"optimizer.pt", "training_args.bin", "written_by.json", "manifest.json"} & names
+    assert not {"optimizer.pt", "training_args.bin", "manifest.json"} & names
 
 
 def test_gathered_logits_are_equal_and_merged_ones_as_near_as_their_rounding() -> None:

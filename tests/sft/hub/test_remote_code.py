@@ -10,8 +10,8 @@ from eval.reference import load_config
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import ModelError
 from sft.hub.demo import Demo
+from sft.hub.model_facts import inspect_model
 from sft.hub.remote_code import check_remote_code, is_refusal
-from sft.plan.facts import inspect_model
 from sft.recipe.schema import Recipe
 
 MakeRecipe = Callable[..., Recipe]

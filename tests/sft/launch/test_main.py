@@ -1,7 +1,6 @@
 import json
 import os
 import shutil
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -12,24 +11,15 @@ from sft import cli
 from sft.errors import DataError
 from sft.launch.job import open_job
 from sft.launch.prepare import begin_data, wait_for_data
+from sft.launch.topology import Topology, first_slurm_node, read_topology
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
-from sft.plan.topology import Topology, expanded, read_topology
 
 
 def set_all(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     for word in text.split(" ") if text else []:
         name, _, value = word.partition("=")
         monkeypatch.setenv(name, value)
-
-
-@pytest.fixture
-def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cluster whose list of nodes stands for node07 and node08."""
-    program = tmp_path / "scontrol"
-    program.write_text('#!/bin/sh\n[ "$1 $2 $3" = "show hostnames node[07-08]" ] && printf "node07\\nnode08\\n"\n')
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +54,6 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("NNODES=1 SLURM_NNODES=2 SLURM_NODEID=1", Topology(1)),  # what the user says counts before what Slurm says
     ],
 )
-@pytest.mark.usefixtures("scontrol")
 def test_the_processes_that_the_environment_asks_for(
     environment: str, topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,26 +63,19 @@ def test_the_processes_that_the_environment_asks_for(
 
 
 @pytest.mark.parametrize(
-    ("nodelist", "hosts"),
+    ("nodelist", "node"),
     [
-        ("node07", ["node07"]),
-        ("a,b", ["a", "b"]),
-        ("node[01-03,07]", ["node01", "node02", "node03", "node07"]),
-        ("gpu[9-11],login", ["gpu9", "gpu10", "gpu11", "login"]),
-        ("r[1-2]n[01-02]", ["r1n01", "r1n02", "r2n01", "r2n02"]),
-        ("n[1,3]-ib.cluster", ["n1-ib.cluster", "n3-ib.cluster"]),
-        ("", []),
-        ("n[a-b]", []),
+        ("node07", "node07"),
+        ("a,b", "a"),
+        ("gpu[9-11],login", "gpu9"),
+        ("r[1-2]n[01-02]", "r1n01"),
+        ("n[1,3]-ib.cluster", "n1-ib.cluster"),
+        ("", None),
+        ("n[a-b]", None),
     ],
 )
-def test_a_list_of_machines_is_read_as_slurm_writes_it(nodelist: str, hosts: list[str]) -> None:
-    assert list(expanded(nodelist)) == hosts
-
-
-def test_the_first_machine_is_known_without_slurms_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    set_all(monkeypatch, "SLURM_NNODES=3 SLURM_NODEID=2 SLURM_JOB_NODELIST=gpu[08-10]")
-    assert read_topology().master_address == "gpu08"
+def test_the_first_node_of_a_slurm_list(nodelist: str, node: str | None) -> None:
+    assert first_slurm_node(nodelist) == node
 
 
 def test_a_plan_is_printed_and_nothing_is_started(

@@ -3,14 +3,14 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sft.checkpoint.manifest import write_manifest
-from sft.checkpoint.resume import write_writer, writer_here
+from sft.checkpoint.resume import writer_here
 from sft.errors import RecipeError, RunError
 from sft.files import write_json
 from sft.launch.evaluation import unfinished_evaluation
@@ -203,10 +203,11 @@ def test_what_wrote_the_newest_checkpoint_is_asked_before_the_data_is_prepared(
     """Not what the newest session was: it may have ended before it wrote one."""
     unfinished = left_behind("interrupted", checkpoint="checkpoint-5", ranks=4)
     written = writer_here(job_of(recipe_file, ranks=4))
-    write_writer(unfinished.checkpoints / "checkpoint-5", replace(written, ranks=2, precision="fp16"))
+    writer = asdict(replace(written, ranks=2, precision="fp16"))
+    write_manifest(unfinished.checkpoints / "checkpoint-5", {"writer": writer})
     with pytest.raises(RunError, match=r"checkpoint-5 was written by 2 ranks.*train.resume=never"):
         open_here(recipe_file, ranks=4)
-    write_writer(unfinished.checkpoints / "checkpoint-5", written)
+    write_manifest(unfinished.checkpoints / "checkpoint-5", {"writer": asdict(written)})
     assert open_here(recipe_file, ranks=4).path == unfinished.path
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from sft.launch.topology import Topology, read_topology
 from sft.launch.torchrun import _report_failures, first_failure, torchrun_arguments
-from sft.plan.topology import Topology, read_topology
 
 PROGRAM = ["-m", "sft.train", "a.yaml", "train.seed=1"]
 

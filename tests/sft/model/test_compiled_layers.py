@@ -11,7 +11,7 @@ from sft.launch.job import open_job
 from sft.model.compiled_layers import are_compiled, check_compiler, compile_layers, decoder_layers
 from sft.plan.deepspeed import load_deepspeed
 from sft.plan.hardware import Gpu, Hardware
-from sft.plan.plan import resolve_plan
+from sft.plan.resolve import resolve_plan
 from sft.recipe.schema import Recipe
 
 CPU = Hardware(None, 1, 1, 2, 16.0)

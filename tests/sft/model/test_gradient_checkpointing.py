@@ -10,18 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.trainer_callback import TrainerCallback
 
-from sft.data.prepare import prepare
-from sft.data.store import DocumentStore, SequenceIndex
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import PlanError
 from sft.launch.job import open_job
 from sft.model.gradient_checkpointing import check_checkpointing, checkpointed_layers, running_checkpointing, select
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
-from sft.run.directory import Run
-from sft.train.arguments import build_trainer, engine_callbacks, training_arguments
-from sft.train.batches import Sequences
-from sft.train.metrics import StepClock
 
 # transformers 5.23 renames the gradient checkpointing arguments; the range of versions knows only the old names.
 pytestmark = pytest.mark.filterwarnings(
@@ -86,15 +80,10 @@ def make_job(recipe_file: Path, outputs: Path, tmp_path: Path) -> Callable[..., 
     return make
 
 
-def trained(job: Job, folder: Path) -> tuple[Gradients, Operators]:
+def trained(job: Job, trainer_of: Callable[..., Any]) -> tuple[Gradients, Operators]:
     """One step of the real trainer on packed documents."""
-    tokenizer, prepared = load_tokenizer(job.recipe), prepare(job.recipe, job.model).folder
-    index, store = SequenceIndex.load(prepared / "train.npz"), DocumentStore.open(prepared)
-    sequences = Sequences(store, index, 2, tokenizer.pad_token_id, packed=True)
-    seen, operators, clock = Gradients(), Operators(), StepClock(on_gpu=False)
-    arguments = training_arguments(job, Run(folder / "mine" / "run"))
-    callbacks, order = [clock, *engine_callbacks(job), seen], sequences.order(0)
-    trainer = build_trainer(job, arguments, qwen(len(tokenizer)), tokenizer, sequences, order, callbacks, clock)
+    seen, operators = Gradients(), Operators()
+    trainer = trainer_of(job, lambda trainer: seen, model=qwen(len(load_tokenizer(job.recipe))))
     with operators:
         trainer.train()
     return seen, operators
@@ -102,14 +91,14 @@ def trained(job: Job, folder: Path) -> tuple[Gradients, Operators]:
 
 @pytest.mark.parametrize("adapters", [[], ["model.lora={}", "train.seed=3"]], ids=["all weights", "adapters"])
 def test_gradients_are_those_without_checkpointing_and_the_layers_are_as_many_as_asked_for(
-    adapters: list[str], make_job: Callable[..., Job], tmp_path: Path
+    adapters: list[str], make_job: Callable[..., Job], trainer_of: Callable[..., Any]
 ) -> None:
     """Adapters too: TRL's selective checkpointing would recompute all of their model, in silence."""
-    plain, once = trained(make_job("train.gradient_checkpointing=false", *adapters), tmp_path)
+    plain, once = trained(make_job("train.gradient_checkpointing=false", *adapters), trainer_of)
     assert (plain.layers, plain.kind) == ((0, LAYERS), "off")
     cases = {"true": (4, "full", 2.0), "2": (2, "full", 1.5), "3": (2, "full", 1.5), "selective": (4, "selective", 1.0)}
     for value, (layers, kind, attention) in cases.items():
-        found, operators = trained(make_job(f"train.gradient_checkpointing={value}", *adapters), tmp_path)
+        found, operators = trained(make_job(f"train.gradient_checkpointing={value}", *adapters), trainer_of)
         assert (found.layers, found.kind) == ((layers, LAYERS), kind)
         assert operators.attention == attention * once.attention
         assert found.gradients.keys() == plain.gradients.keys() != set()

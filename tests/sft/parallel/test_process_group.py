@@ -9,7 +9,7 @@ from torch.distributed import distributed_c10d
 
 from sft.errors import EXIT_LOST_RANK, EXIT_USER_ERROR, DataError, LostRank, PlanError
 from sft.parallel import process_group as distributed
-from sft.parallel.process_group import is_first_rank, is_lost, job_hardware, settle_environment, told_of_lost_ranks
+from sft.parallel.process_group import is_rank_0, job_hardware, reporting_lost_ranks, settle_environment
 from sft.recipe.schema import Recipe
 from sft.run.directory import Run
 
@@ -50,6 +50,7 @@ def test_one_process_that_a_launcher_started_is_a_process_by_itself(monkeypatch:
         monkeypatch.setenv(name, value)
     for name in ("TOKENIZERS_PARALLELISM", "HF_HUB_DISABLE_PROGRESS_BARS", "DS_ACCELERATOR"):
         monkeypatch.setenv(name, "")
+    assert not {*of_group, "WORLD_SIZE"} & set(distributed.environment_without_launcher())
     settle_environment(deepspeed=False, uses_gpu=False, precision="fp32")
     assert not {*of_group, "WORLD_SIZE"} & set(os.environ)
     assert os.environ["TORCHELASTIC_RESTART_COUNT"] == "2"
@@ -61,11 +62,11 @@ def test_one_process_that_a_launcher_started_is_a_process_by_itself(monkeypatch:
 
 def test_one_process_started_by_hand_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert (job_hardware().ranks, is_first_rank()) == (1, True)
+    assert (job_hardware().ranks, is_rank_0()) == (1, True)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "3")
-    assert (job_hardware().ranks, job_hardware().ranks_per_node, is_first_rank()) == (4, 2, False)
+    assert (job_hardware().ranks, job_hardware().ranks_per_node, is_rank_0()) == (4, 2, False)
 
 
 @pytest.fixture
@@ -96,30 +97,14 @@ def test_an_environment_in_which_nccl_waits_for_ever_is_refused(name: str, monke
 
 
 def test_a_single_process_does_the_work_of_rank_0_itself() -> None:
-    assert distributed.from_first_rank(lambda: 7) == 7
+    assert distributed.from_rank_0(lambda: 7) == 7
     assert distributed.gather("here") == ["here"]
     with pytest.raises(DataError, match="no rows"):
-        distributed.from_first_rank(_no_rows)
+        distributed.from_rank_0(_no_rows)
 
 
 def _no_rows() -> int:
     raise DataError("no rows")
-
-
-@pytest.mark.parametrize(
-    ("error", "lost"),
-    [
-        (RuntimeError(SEND), True),
-        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:443"), True),
-        (RuntimeError("[gloo/transport/tcp/pair.cc:532] Read error [10.0.0.1]:9: Connection reset by peer"), True),
-        (torch.distributed.DistStoreError("Timed out after 21 seconds waiting for clients. 1/2 clients joined."), True),
-        (RuntimeError("DataLoader timed out after 5 seconds"), False),
-        (RuntimeError("CUDA out of memory"), False),
-        (ValueError("gloo: timed out"), False),
-    ],
-)
-def test_only_a_collectives_error_about_another_rank_is_a_lost_rank(error: Exception, lost: bool) -> None:
-    assert is_lost(error) == lost
 
 
 @pytest.fixture
@@ -137,7 +122,7 @@ def test_a_lost_rank_is_one_message_with_rank_step_timeout_reason_and_remedy(
     run.update(status="running")
     with (
         pytest.raises(LostRank) as caught,
-        told_of_lost_ranks(recipe, lambda: "step 12 was trained", run, lambda: late),
+        reporting_lost_ranks(recipe, lambda: "step 12 was trained", run, lambda: late),
     ):
         raise RuntimeError(SEND)
     words = ("Rank 3 on ", "step 12", ": Timed out waiting 20000ms", "train.ddp_timeout=20", "checkpoint-10", late)
@@ -148,5 +133,5 @@ def test_a_lost_rank_is_one_message_with_rank_step_timeout_reason_and_remedy(
 
 
 def test_a_bug_stays_a_bug(recipe: Recipe) -> None:
-    with pytest.raises(RuntimeError, match="shape"), told_of_lost_ranks(recipe, "it ran"):
+    with pytest.raises(RuntimeError, match="shape"), reporting_lost_ranks(recipe, "it ran"):
         raise RuntimeError("shape mismatch")

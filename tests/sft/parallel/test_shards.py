@@ -5,8 +5,8 @@ import torch
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from sft.data.formats import IGNORED
+from sft.parallel.full_tensors import full, shard_of
 from sft.parallel.sequence import PartOfSequences
-from sft.parallel.tensor import full, shard_of
 
 ROWS = [
     {"input_ids": [1, 2, 3, 4, 5], "labels": [IGNORED, 2, 3, 4, 5]},

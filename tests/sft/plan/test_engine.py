@@ -1,28 +1,24 @@
-from collections.abc import Callable
-from typing import Any
+"""What each engine needs, against other people's arithmetic; and the cheapest that fits, for real models."""
+
+from itertools import product
 
 import pytest
 
+from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
-from sft.plan.deepspeed import DeepSpeedFile, load_deepspeed, size_buckets
-from sft.plan.engine import choose_engine, open_deepspeed
-from sft.plan.hardware import Gpu, Hardware
-from sft.plan.plan import resolve_plan
-from sft.recipe.schema import Recipe
+from sft.plan.deepspeed import load_deepspeed
+from sft.plan.engine import MEMORIES, choose_engine, engine_words, first_that_fits, open_deepspeed, resolve_memory
+from sft.plan.hardware import Gpu, Hardware, described_hardware, machine
+from sft.plan.memory import CPU_FACTOR, ENGINES, GIB, Engine, engine_of, estimate_memory
+from sft.plan.parallelism import mesh_shape, resolve_fsdp
+from sft.plan.resolve import resolve_plan
+from sft.recipe.schema import Lora, Recipe
+from tests.sft.plan.machines import MODELS, QWEN, MakeRecipe, cpu, gpus
 
-MakeRecipe = Callable[..., Recipe]
 AUTO = "train.parallel=auto"
-# Qwen2.5-3B and 7B: parameters, vocabulary, hidden size, layers.
-QWEN_3B = ModelFacts("m", "qwen2", "bfloat16", 32768, 3_085_938_688, 151_936, hidden_size=2048, num_hidden_layers=36)
-QWEN_7B = ModelFacts("m", "qwen2", "bfloat16", 32768, 7_615_616_512, 152_064, hidden_size=3584, num_hidden_layers=28)
-
-
-def gpus(ranks: int, memory: float = 80.0) -> Hardware:
-    return Hardware(Gpu("GPU", memory, 9.0), ranks, ranks, 16, 128.0)
-
-
-def cpu(ranks: int) -> Hardware:
-    return Hardware(None, ranks, ranks, 2, 16.0)
+LONG = (AUTO, "train.global_batch_size=64", "data.max_length=4096")
+STATES = ("weights", "gradients", "optimizer")
+QWEN_3B, QWEN_7B = MODELS["Qwen/Qwen2.5-3B"], MODELS["Qwen/Qwen2.5-7B"]
 
 
 @pytest.mark.parametrize(
@@ -30,9 +26,7 @@ def cpu(ranks: int) -> Hardware:
     [
         (gpus(1), QWEN_3B, [], "one process"),
         (cpu(1), QWEN_3B, [], "one process"),
-        (gpus(8), QWEN_3B, [], "ZeRO-2"),  # (2 + 16/8) x 3.1e9 = 11 GiB, and buffers
-        (gpus(8), QWEN_7B, [], "ZeRO-2"),  # 28 GiB
-        (gpus(2, memory=40), QWEN_3B, [], "ZeRO-2"),  # (2 + 16/2) x 3.1e9 = 29 GiB of 40
+        (gpus(8), QWEN_7B, [], "ZeRO-2"),  # (2 + 16/8) x 7.6e9 = 28 GiB, and buffers
         (gpus(4, memory=24), QWEN_3B, [], "ZeRO-3"),
         (gpus(2, memory=24), QWEN_3B, [], "ZeRO-2"),  # its optimizer in the machine's memory
         (gpus(1, memory=40), QWEN_3B, [], "ZeRO-2"),
@@ -41,7 +35,7 @@ def cpu(ranks: int) -> Hardware:
         (cpu(2), QWEN_7B, ["train.precision=bf16"], "ZeRO-2"),
         (gpus(8, memory=24), QWEN_7B, ["model.lora={}"], "DDP"),  # 14 GiB
         (gpus(8, memory=16), QWEN_7B, ["model.lora={}"], "ZeRO-3"),
-        (gpus(2, memory=80), QWEN_3B, ["train.precision=fp32"], "DDP"),  # (16 + 4) bytes: 57 GiB
+        (gpus(2), QWEN_3B, ["train.precision=fp32"], "DDP"),  # (16 + 4) bytes: 57 GiB
         (gpus(4, memory=40), QWEN_3B, ["train.precision=fp32"], "ZeRO-2"),  # (4 + 16/4) bytes: 23 GiB
         (gpus(4), QWEN_3B, ["train.sequence_parallel_size=2", "model.lora={}", "data.packing=false"], "ZeRO-2"),
     ],
@@ -56,28 +50,139 @@ def test_auto_is_the_cheapest_engine_that_holds_the_model(
     assert planned.reason.startswith("auto: ")
 
 
-def sizes(file: DeepSpeedFile) -> dict[str, Any]:
-    zero = file.config["zero_optimization"]
-    return {key: value for key, value in zero.items() if "bucket" in key or "threshold" in key}
+def states(recipe: Recipe, hardware: Hardware, model: ModelFacts, engine: str) -> float:
+    need = estimate_memory(recipe, hardware, model, ENGINES[engine])
+    return sum(need.gpu[name] for name in STATES)
 
 
-@pytest.mark.parametrize("model", [QWEN_3B, QWEN_7B])
-def test_buckets_are_as_large_as_a_layer_at_least_and_never_larger_than_half_a_billion(model: ModelFacts) -> None:
-    found = sizes(size_buckets(load_deepspeed("zero3"), model))
-    assert found["reduce_bucket_size"] == 500_000_000
-    assert model.hidden_size
-    # One layer: attention and three matrices of the MLP, 75 or 233 million.
-    assert found["stage3_prefetch_bucket_size"] > 12 * model.hidden_size**2
-    assert found["stage3_prefetch_bucket_size"] < 400_000_000
-    assert found["stage3_param_persistence_threshold"] == 10 * model.hidden_size
-    zero2 = sizes(size_buckets(load_deepspeed("zero2"), model))
-    assert zero2 == {"reduce_bucket_size": 500_000_000, "allgather_bucket_size": 500_000_000}
+def test_bytes_a_parameter_are_those_of_the_tables_of_the_documentation(make_recipe: MakeRecipe) -> None:
+    model, recipe, eight = ModelFacts("m", parameters=10**9), make_recipe(*LONG), described_hardware("8x80GB")
+    expected = {"zero1": 8 + 12 / 8, "zero2": 2 + 16 / 8, "zero3": 18 / 8, "zero2_offload": 2, "zero3_offload": 0}
+    for name, bytes_each in expected.items():
+        assert states(recipe, eight, model, name) == pytest.approx(bytes_each * 10**9), name
+    assert states(recipe, described_hardware("1x80GB"), model, "none") == 18e9
+    # fp32 weights, gradients and moments, and autocast's copies; the buckets hold the gradients once more.
+    ddp = estimate_memory(recipe, eight, model, ENGINES["none"])
+    assert (states(recipe, eight, model, "none"), ddp.gpu["buffers"]) == (18e9, 4e9)
 
 
-def test_without_a_known_size_buckets_are_deepspeeds_own() -> None:
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(("nodes", "gpus"), [(1, 1), (1, 4), (8, 8)])
+def test_model_states_agree_with_deepspeeds_own_estimates(
+    model: ModelFacts, nodes: int, gpus: int, make_recipe: MakeRecipe
+) -> None:
+    """They count weights, gradients and optimizer, no activations and no buckets.
 
-    for name in ("zero2", "zero3"):
-        for key, value in sizes(size_buckets(load_deepspeed(name), ModelFacts("m"))).items():
-            field = DeepSpeedZeroConfig.model_fields[key.removeprefix("stage3_")]
-            assert value == field.default, key
+    Where they differ: for ZeRO-2 DeepSpeed counts the shard of 16-bit gradients beside the one in fp32, 2/N bytes, which with
+    data_types.grad_accum_dtype=fp32 are in the buckets; for ZeRO-3 it adds the largest layer, which is in our buffers. Of the
+    machine's memory it counts what loading takes too, so that for ZeRO-2 with more than four ranks its figure is larger, and it
+    does not divide ZeRO-2's over nodes.
+    """
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as zero3
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs as zero2
+
+    recipe, hardware, ranks = make_recipe(*LONG), machine(Gpu("GPU", 80.0, 8.0), nodes, gpus), nodes * gpus
+    size = model.parameters
+    assert size
+    _, theirs = zero2(size, gpus, nodes, cpu_offload=False)
+    assert states(recipe, hardware, model, "zero2") + 2 * size / ranks == pytest.approx(theirs, abs=2)
+    _, theirs, largest = zero3(size, 0, gpus, nodes, cpu_offload=False)
+    assert states(recipe, hardware, model, "zero3") + largest == pytest.approx(theirs, abs=2)
+    memory, theirs = zero2(size, gpus, nodes, cpu_offload=True, additional_buffer_factor=CPU_FACTOR)
+    assert states(recipe, hardware, model, "zero2_offload") == pytest.approx(theirs, abs=2)
+    ours = estimate_memory(recipe, hardware, model, ENGINES["zero2_offload"]).cpu
+    assert ours == pytest.approx(memory, abs=2) if ranks <= 4 else ours <= memory + 2
+    memory, theirs, _ = zero3(size, 0, gpus, nodes, additional_buffer_factor=CPU_FACTOR)
+    assert states(recipe, hardware, model, "zero3_offload") == theirs == 0
+    assert estimate_memory(recipe, hardware, model, ENGINES["zero3_offload"]).cpu == pytest.approx(memory, abs=2)
+
+
+@pytest.mark.parametrize("lora", ["null", "{}"])
+@pytest.mark.parametrize("precision", ["auto", "fp32", "fp16"])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_every_cell_is_an_engine_that_fits_or_a_refusal_that_names_one_that_does(
+    model: ModelFacts, precision: str, lora: str, make_recipe: MakeRecipe
+) -> None:
+    recipe = make_recipe(AUTO, f"train.precision={precision}", f"model.lora={lora}", "data.max_length=4096")
+    for shape, memory in product(((1, 1), (1, 2), (1, 8), (8, 8)), MEMORIES):
+        hardware = machine(Gpu("GPU", float(memory), 8.0), *shape)
+        try:
+            found = choose_engine(recipe, hardware, model)
+        except PlanError as error:
+            for offer in str(error).partition("The smallest that does: ")[2].split(" | "):
+                assert offer
+                check_offer(offer, recipe, model)
+            continue
+        need = estimate_memory(recipe, hardware, model, ENGINES[found.value or "none"])
+        assert need.gpu_bytes <= memory * GIB
+        assert need.cpu <= hardware.cpu_memory_gib * GIB
+        shown = resolve_memory(recipe, hardware, model, load_deepspeed(found.value) if found.value else None)
+        assert shown.value == round(need.gpu_bytes / GIB, 1)
+        assert "WARNING" not in shown.reason
+        assert need.words(hardware) in shown.reason
+
+
+def check_offer(offer: str, recipe: Recipe, model: ModelFacts) -> None:
+    """What a refusal offers is what the machine would then be given."""
+    if offer.startswith("with model.lora={}: "):
+        offer = offer.removeprefix("with model.lora={}: ")
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"lora": Lora()})})
+    if not offer.startswith("here"):
+        shape, _, engine = offer.partition(" with ")
+        hardware = described_hardware(shape.replace(" ", ""))
+        found, _ = first_that_fits(recipe, hardware, model)
+        assert found is not None
+        assert engine.rstrip(".").partition(" and ")[0] == engine_words(found, recipe, hardware)
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_checkpointing_that_keeps_less_needs_less(model: ModelFacts, make_recipe: MakeRecipe) -> None:
+    def of(mode: str) -> float:
+        recipe = make_recipe(f"train.gradient_checkpointing={mode}", "data.max_length=8192")
+        estimate = estimate_memory(recipe, described_hardware("8x80GB"), model, ENGINES["zero3_offload"])
+        return estimate.gpu["activations"]
+
+    assert of("offload") < of("true") == of("auto") < of("selective") < of("2") < of("4") < of("false")
+
+
+def test_the_memory_of_the_machine_decides_about_offload(make_recipe: MakeRecipe) -> None:
+    recipe, model = make_recipe(*LONG), MODELS["Qwen/Qwen2.5-14B"]
+    assert choose_engine(recipe, described_hardware("2x141GB+400GB"), model).value == "zero2_offload"
+    with pytest.raises(PlanError, match=r"zero2_offload needs 330 of 300 GiB of the machine's memory"):
+        choose_engine(recipe, described_hardware("2x141GB+300GB"), model)
+
+
+def test_an_engine_that_the_recipe_names_is_warned_about_and_not_refused(make_recipe: MakeRecipe) -> None:
+    recipe, hardware, file = make_recipe("train.deepspeed=zero2"), gpus(8), load_deepspeed("zero2")
+    memory = resolve_plan(recipe, hardware, MODELS["meta-llama/Llama-3.1-70B"], None, file).memory
+    assert memory.reason.startswith("WARNING: does not fit, ")
+    assert memory.value is not None and memory.value > 80
+    assert "The smallest that does: " in memory.reason
+    assert "WARNING" not in resolve_plan(recipe, hardware, QWEN_3B, None, file).memory.reason
+
+
+def test_a_file_of_the_users_counts_as_what_it_configures() -> None:
+    assert {name: engine_of(load_deepspeed(name) if name != "none" else None) for name in ENGINES} == ENGINES
+    assert engine_of(load_deepspeed("zero3_nvme")) == Engine(3, "nvme", "nvme")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "per_node", "mesh"),
+    [
+        ("full_shard", 16, 8, (1, 16)),
+        ("shard_grad_op", 4, 4, (1, 4)),
+        ("hybrid_shard", 16, 8, (2, 8)),
+        ("hybrid_shard", 8, 8, (1, 8)),
+    ],
+)
+def test_fsdp_shards_over_all_ranks_and_hybrid_within_a_node(
+    strategy: str, ranks: int, per_node: int, mesh: tuple[int, int], make_recipe: MakeRecipe
+) -> None:
+    recipe = make_recipe(f"train.fsdp={{sharding_strategy: {strategy}}}", "train.global_batch_size=48")
+    hardware = gpus(ranks, per_node)
+    fsdp, plan = resolve_fsdp(recipe, hardware), resolve_plan(recipe, hardware, QWEN)
+    assert fsdp is not None
+    assert mesh_shape(fsdp, hardware) == mesh
+    assert f"shared by {mesh[1]} ranks" in plan.engine.reason
+    assert (plan.engine.value, plan.weights.value, plan.gradients.value) == ("FSDP2", "fp32", "fp32")
+    assert resolve_fsdp(recipe, gpus(1)) is None

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from sft.files import write_json
-from sft.run.diff import batches, final, losses, main, recipe
+from sft.run.diff import batches, compare, final, losses, main
 from sft.run.directory import Run
 from tests.conftest import DEMO_RECIPE
 
@@ -128,4 +128,4 @@ def test_a_recipe_is_what_it_meant_when_it_ran(runs: tuple[Run, Run]) -> None:
     values = a.recipe().model_dump(mode="json")
     values["train"]["adam_beta2"] = 0.999
     b.update(recipe_values=values)
-    assert recipe(a, b).lines == ("train.adam_beta2: 0.95 -> 0.999",)
+    assert compare(a, b)[0].lines == ("train.adam_beta2: 0.95 -> 0.999",)

@@ -1,4 +1,3 @@
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,25 +22,8 @@ def test_the_newest_checkpoint_is_the_highest_complete_one(tmp_path: Path) -> No
     assert run.last_checkpoint() is None
     for name in ("checkpoint-9", "checkpoint-10", "checkpoint-11.tmp", ".incomplete", "checkpoint-x"):
         (run.checkpoints / name).mkdir(parents=True)
+    assert [path.name for path in run.all_checkpoints()] == ["checkpoint-10", "checkpoint-9"]
     assert run.last_checkpoint() == run.checkpoints / "checkpoint-10"
-
-
-def test_a_checkpoint_that_was_passed_over_counts_again_once_it_is_rewritten(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    for name in ("checkpoint-26", "checkpoint-39", "checkpoint-52"):
-        (run.checkpoints / name).mkdir(parents=True)
-    (run.checkpoints / "checkpoint-39" / "manifest.json").touch()
-    os.utime(run.checkpoints / "checkpoint-39" / "manifest.json", (0, 0))
-    passed_over = {"checkpoint-39": "cut", "checkpoint-52": "it has no manifest.json"}
-    first, second = (
-        {"started": "2026-11-21T09:00:00+0000", "passed_over": found} for found in (dict[str, str](), passed_over)
-    )
-    run.update(sessions=[first])
-    assert run.next_start == "The same command resumes from checkpoint-52"
-    run.update(sessions=[first, second])
-    assert run.next_start == "The same command resumes from checkpoint-26"
-    (run.checkpoints / "checkpoint-39" / "manifest.json").touch()
-    assert run.last_checkpoint() == run.checkpoints / "checkpoint-39"
 
 
 def test_the_next_start_is_by_the_runs_folder_where_the_same_command_starts_another_run(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from sft.model.live import is_untrained, relative_change, sample_trained
 from sft.run.training_warnings import eval_loss_course, first_loss, loss_course, weights_moved
-from sft.train.metrics import is_untrained, relative_change, sample_trained
 
 
 def course(*losses: float | None) -> list[dict[str, Any]]:

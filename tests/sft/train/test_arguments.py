@@ -2,33 +2,27 @@ import json
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
-from transformers import get_scheduler
+from transformers import SchedulerType, get_scheduler
 from trl import SFTConfig
 
 from sft.checkpoint.final import save_weights
-from sft.data.prepare import prepare
-from sft.data.store import DocumentStore, SequenceIndex
-from sft.data.tokenizer import load_tokenizer
 from sft.errors import RecipeError
 from sft.launch.job import open_job
-from sft.model.load import load_model
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.job import Job
+from sft.recipe.train import Train
 from sft.run.directory import Run
 from sft.train.arguments import (
     SCHEDULES,
     _planned_arguments,
-    build_trainer,
     check_trainer_args,
-    engine_callbacks,
     training_arguments,
 )
-from sft.train.batches import Fingerprint, Sequences, StepWork
-from sft.train.metrics import Metrics, StepClock
+from sft.train.metrics import Metrics
 
 # transformers 5.23 renames the gradient checkpointing arguments; the range of versions knows only the old names.
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
@@ -102,7 +96,11 @@ def test_the_learning_rate_rises_and_then_has_the_recipes_shape(
     assert rates[-1] == pytest.approx(end, abs=1e-9)
     middle = {"cosine": (1e-3 + end) / 2, "linear": 5e-4, "constant": 1e-3}[name]
     assert rates[60] == pytest.approx(middle)
-    assert set(SCHEDULES) == {"cosine", "linear", "constant"}
+
+
+def test_every_schedule_of_the_recipe_is_one_of_transformers() -> None:
+    assert set(get_args(Train.model_fields["lr_scheduler_type"].annotation)) == set(SCHEDULES)
+    assert {SchedulerType(name) for name in SCHEDULES.values()}
 
 
 def test_other_fields_of_sftconfig_go_through(make_job: MakeJob, tmp_path: Path) -> None:
@@ -179,7 +177,9 @@ def test_a_trainer_arg_of_the_wrong_type_is_refused(name: str, value: str, make_
     assert name in message or value in message
 
 
-def test_a_few_steps_train_and_leave_whole_checkpoints_and_a_model(make_job: MakeJob, tmp_path: Path) -> None:
+def test_a_few_steps_train_and_leave_whole_checkpoints_and_a_model(
+    make_job: MakeJob, trainer_of: Callable[..., Any], tmp_path: Path
+) -> None:
     rows = tmp_path / "rows.jsonl"
     talk = {"prompt": "Say the alphabet", "completion": "a b c d e f g h i j k l m n o p q r s t u v w x y z"}
     rows.write_text((json.dumps(talk) + "\n") * 40)
@@ -188,27 +188,13 @@ def test_a_few_steps_train_and_leave_whole_checkpoints_and_a_model(make_job: Mak
         "train.logging_steps=1",
     )  # fmt: skip
     run = Run(tmp_path / "mine" / "first")
-    run.checkpoints.mkdir(parents=True)
-    tokenizer = load_tokenizer(job.recipe)
-    folder = prepare(job.recipe, job.model).folder
-    index = SequenceIndex.load(folder / "train.npz")
-    sequences = Sequences(DocumentStore.open(folder), index, 8, tokenizer.pad_token_id, packed=True)
-    order, clock, fingerprint = sequences.order(0), StepClock(on_gpu=False), Fingerprint()
-    metrics = Metrics(run, job.hardware, StepWork(sequences, order), clock, fingerprint, {})
-    trainer = build_trainer(
-        job,
-        training_arguments(job, run),
-        load_model(job, tokenizer),
-        tokenizer,
-        sequences,
-        order,
-        [clock, *engine_callbacks(job), metrics],
-        clock,
-        fingerprint=fingerprint,
-    )
+    trainer = trainer_of(job, lambda trainer: Metrics(trainer, run, job.hardware, {}))
     trainer.train()
     losses = [json.loads(line)["loss"] for line in run.metrics_file.read_text().splitlines()]
     assert len(losses) == 5
+    assert (
+        json.loads((run.checkpoints / "checkpoint-5" / "trainer_state.json").read_text())["num_input_tokens_seen"] > 0
+    )
     assert losses[-1] < losses[0]
     assert [path.name for path in run.checkpoints.iterdir()] == ["checkpoint-5"]
     assert run.last_checkpoint() == run.checkpoints / "checkpoint-5"

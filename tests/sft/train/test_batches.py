@@ -1,4 +1,4 @@
-"""What a step holds: sequences, their order, their work counted beforehand, and fingerprints, against what TRL's collator yields."""
+"""What a step holds: sequences, their order, and the account of each batch, against what TRL's collator yields."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +14,13 @@ from sft.data.packing import pack
 from sft.data.prepare import prepare
 from sft.data.store import DOCUMENT, DocumentStore, DocumentWriter, SequenceIndex
 from sft.hub.demo import Demo
+from sft.hub.model_facts import inspect_model
+from sft.model.flops import AttentionLayers, Matmuls, ModelFlops
 from sft.parallel.sequence import PartOfSequences
-from sft.plan.facts import inspect_model
 from sft.recipe.schema import Recipe
-from sft.train.batches import KEY, Fingerprint, Fingerprinted, Sequences, StepOrder, StepWork, batch_hash
+from sft.train.batches import CONTENTS, Accounted, Contents, Sequences, StepOrder, Work, WorkSum, contents_of
 
-LENGTHS = [5, 9, 16, 1, 3, 3, 12, 7, 8, 2, 15, 4, 6, 16, 10, 11, 13, 2, 2, 9]
+LENGTHS = [5, 9, 16, 3, 3, 12, 7, 8, 2, 15, 4, 6, 16, 10, 11, 13, 2, 2, 9]
 MAX_LENGTH = 16
 Document = tuple[list[int], list[int]]
 """Tokens and labels."""
@@ -39,7 +40,6 @@ def stored(folder: Path, rows: list[Document]) -> DocumentStore:
     folder.mkdir()
     records = np.zeros(len(rows), DOCUMENT)
     records["length"] = [len(ids) for ids, _ in rows]
-    records["trained"] = [sum(label != IGNORED for label in labels) for _, labels in rows]
     tokens = np.array([token for ids, _ in rows for token in ids], np.int32)
     loss_mask = np.array([label != IGNORED for _, labels in rows for label in labels], np.uint8)
     with DocumentWriter(folder) as writer:
@@ -63,12 +63,10 @@ def cut(values: Any, lengths: list[int]) -> list[list[int]]:
 
 
 def test_packs_hold_every_document_complete_and_once(store: DocumentStore) -> None:
-    packs = sequences_of(store, 1, packed=True)
-    found = []
+    packs, found = sequences_of(store, 1, packed=True), []
     for number in range(len(packs)):
         one = packs[number]
         assert sum(one["seq_lengths"]) == len(one["input_ids"]) == len(one["labels"]) <= MAX_LENGTH
-        assert one["input_ids"].dtype == one["labels"].dtype == np.int64
         found += zip(cut(one["input_ids"], one["seq_lengths"]), cut(one["labels"], one["seq_lengths"]), strict=True)
     assert sorted(found) == sorted(documents(LENGTHS))
 
@@ -77,11 +75,11 @@ def test_without_packing_a_sequence_is_a_document(store: DocumentStore) -> None:
     alone = sequences_of(store, 1, packed=False)
     rows = [alone[number] for number in range(len(alone))]
     assert [(row["input_ids"].tolist(), row["labels"].tolist()) for row in rows] == documents(LENGTHS)
-    assert all(set(row) == {"input_ids", "labels"} for row in rows)
+    assert not any("seq_lengths" in row for row in rows)
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize(("per_step", "empty"), [(1, 0), (3, 0), (8, 0), (700, 0), (8, 1)])
+@pytest.mark.parametrize(("per_step", "empty"), [(1, 0), (3, 0), (700, 0), (8, 1)])
 def test_steps_are_completed_with_what_is_not_trained(
     packed: bool, per_step: int, empty: int, store: DocumentStore
 ) -> None:
@@ -109,38 +107,17 @@ def test_what_training_sees_is_what_the_ledger_counts(
     assert sum(int((row["labels"] != IGNORED).sum()) for row in rows) == tokens["trained"]
     if packing:
         assert prepared.ledger["packing"]["padding"] == sum(128 - len(row["input_ids"]) for row in rows)
-        assert prepared.ledger["packing"]["packs"] == len(rows)
-
-
-def test_packed_documents_get_the_logits_they_get_alone(demo: Demo, tmp_path: Path) -> None:
-    """With the collator and the attention that training uses on a CPU."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(demo.model, attn_implementation="sdpa").eval()
-    store = stored(tmp_path / "documents", documents([5, 9, 3, 12, 7], 500))
-    packs = sequences_of(store, 1, packed=True, max_length=36)
-    assert len(packs) == 1
-    batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)([packs[0]])
-    del batch["labels"]
-    pieces = cut(packs[0]["input_ids"], packs[0]["seq_lengths"])
-    with torch.no_grad():
-        together = model(**batch, use_cache=False).logits[0]
-        separate = torch.cat([model(input_ids=torch.tensor([ids])).logits[0] for ids in pieces])
-        leaked = model(input_ids=batch["input_ids"]).logits[0]
-    torch.testing.assert_close(together, separate, atol=1e-4, rtol=0)
-    assert (leaked - separate).abs().max() > 0.1, "a leak would not show in this test"
 
 
 def orders(sequences: int, dummies: int, seed: int, epochs: range) -> list[list[int]]:
-    order = StepOrder(sequences, dummies, seed, per_step=1)
-    found = []
+    order, found = StepOrder(sequences, dummies, seed, per_step=1), []
     for epoch in epochs:
         order.set_epoch(epoch)
         found.append(list(order))
     return found
 
 
-@pytest.mark.parametrize(("sequences", "dummies"), [(1, 0), (1, 7), (100, 0), (1000, 24)])
+@pytest.mark.parametrize(("sequences", "dummies"), [(1, 0), (1, 7), (1000, 24)])
 def test_an_epoch_is_every_sequence_once_and_the_dummies_last(sequences: int, dummies: int) -> None:
     for order in orders(sequences, dummies, 3, range(3)):
         assert sorted(order[:sequences]) == list(range(sequences))
@@ -176,56 +153,22 @@ def test_a_step_with_empty_slots_holds_the_sequences_of_one_without(real: int, p
         assert min(with_empty[len(sequences) :], default=real) >= real
 
 
-def collated(sequences: Sequences, numbers: list[int], packed: bool) -> dict[str, int]:
-    """Tokens, labels and squares of one micro-batch, from the tensors that the model gets."""
-    batch: dict[str, Any] = DataCollatorForLanguageModeling(pad_token_id=7, padding_free=packed)(
-        [sequences[number] for number in numbers]
-    )
-    labelled = int(batch["labels"][:, 1:].ne(-100).sum())
-    if packed:
-        lengths = batch["cu_seq_lens_q"].diff()
-        lengths = lengths[
-            batch["input_ids"][0, batch["cu_seq_lens_q"][:-1].long()] != 7
-        ]  # a dummy is the padding token
-    else:
-        lengths = (batch["input_ids"] != 7).sum(1)
-    lengths = lengths.to(torch.int64)
-    return {"tokens": int(lengths.sum()), "labelled": labelled, "squares": int((lengths**2).sum())}
-
-
-def counted(work: StepWork, first: int, last: int) -> dict[str, int]:
-    found = work.between(first, last)
-    return {"tokens": found.tokens, "labelled": found.target_tokens, "squares": int((found.lengths**2).sum())}
-
-
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(("micro_batch", "empty"), [(1, 0), (2, 1), (6, 2)])
-def test_the_counted_work_is_what_the_collator_yields(
+def test_a_batch_carries_the_numbers_and_the_counts_of_what_it_holds(
     store: DocumentStore, packed: bool, micro_batch: int, empty: int
 ) -> None:
-    """Each step of three epochs, the steps together, and all before one, where a resumed run continues to count."""
     sequences = sequences_of(store, 6 - empty, packed, empty)
-    order = sequences.order(seed=3)
-    work, steps = StepWork(sequences, order), []
-    for epoch in range(3):
-        order.set_epoch(epoch)
-        numbers = list(order)
-        for start in range(0, len(numbers), 6):
-            micro = [numbers[at : at + micro_batch] for at in range(start, start + 6, micro_batch)]
-            parts = [collated(sequences, some, packed) for some in micro]
-            steps.append({key: sum(part[key] for part in parts) for key in parts[0]})
-            assert sorted(order.sequences_of(len(steps))) == sorted(
-                number for number in numbers[start : start + 6] if number < len(sequences.index)
-            )
-        assert list(order) == numbers  # counting leaves it alone
-    per_epoch = order.steps_per_epoch
-    assert len(steps) == 3 * per_epoch
-    assert [counted(work, step, step + 1) for step in range(len(steps))] == steps
-    for first, last in ((0, 0), (1, per_epoch), (per_epoch - 1, per_epoch + 2), (0, len(steps))):
-        assert counted(work, first, last) == {key: sum(one[key] for one in steps[first:last]) for key in steps[0]}
-    assert [work.tokens_before(step) for step in range(len(steps))] == [
-        sum(one["tokens"] for one in steps[:step]) for step in range(len(steps))
-    ]
+    collate = Accounted(DataCollatorForLanguageModeling(pad_token_id=7, padding_free=packed), counts=True)
+    order, given = list(sequences.order(seed=3)), documents(LENGTHS)
+    for start in range(0, len(order), micro_batch):
+        numbers = order[start : start + micro_batch]
+        found: Contents = collate([sequences[number] for number in numbers])[CONTENTS]
+        real = [number for number in numbers if number < len(sequences.index)]
+        rows = [given[int(document)] for number in real for document in sequences.index.of(number)]
+        assert found.sequences == tuple(real)
+        assert found.lengths.tolist() == [len(ids) for ids, _ in rows]
+        assert found.target_tokens == sum(label != IGNORED for _, labels in rows for label in labels[1:])
 
 
 PRINTED: list[Document] = [
@@ -242,6 +185,7 @@ DUMMY: Document = ([0], [IGNORED])
 def row(*rows: Document) -> dict[str, Any]:
     """A sequence as Sequences gives it; of several documents only where they are packed."""
     return {
+        "number": 0,
         "input_ids": np.concatenate([ids for ids, _ in rows]),
         "labels": np.concatenate([labels for _, labels in rows]),
         "seq_lengths": [len(ids) for ids, _ in rows],
@@ -249,52 +193,67 @@ def row(*rows: Document) -> dict[str, Any]:
 
 
 def packs(*sequences: list[Document]) -> int:
-    """Hash of one batch of packs."""
+    """Fingerprint of one batch of packs."""
     collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
-    return batch_hash(collate([row(*rows) for rows in sequences]))
+    return contents_of(collate([row(*rows) for rows in sequences])).fingerprint
 
 
 def padded(*rows: Document) -> int:
-    """Hash of one batch with a document per sequence."""
-    return batch_hash(DataCollatorForLanguageModeling(pad_token_id=0, padding_free=False)([row(one) for one in rows]))
+    """Fingerprint of one batch with a document per sequence."""
+    collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=False)
+    return contents_of(collate([row(one) for one in rows])).fingerprint
 
 
 class Ranks:
     """accelerate's sum over ranks, given what the others have."""
 
-    def __init__(self, *others: Fingerprint) -> None:
+    def __init__(self, *others: WorkSum) -> None:
         self.others, self.device = others, torch.device("cpu")
+        self.summed = torch.zeros(5, dtype=torch.float64)
 
-    def reduce(self, halves: torch.Tensor, reduction: str) -> torch.Tensor:
+    def reduce(self, sums: torch.Tensor, reduction: str) -> torch.Tensor:
         assert reduction == "sum"
         for other in self.others:
-            value = int(line_of(other), 16)
-            halves = halves + torch.tensor([value & 0xFFFFFFFF, value >> 32])
-        return halves
+            alone = Ranks()
+            other.gather(alone)
+            sums = sums + alone.summed
+        self.summed = sums
+        return sums
 
 
-def line_of(fingerprint: Fingerprint, *others: Fingerprint) -> str:
-    fingerprint.gather(Ranks(*others))
-    assert fingerprint.line is not None
-    return fingerprint.line
+def line_of(one: WorkSum, *others: WorkSum) -> Work:
+    line = one.gather(Ranks(*others))
+    assert line is not None
+    return line
 
 
-def of_batches(*hashes: int) -> Fingerprint:
-    fingerprint = Fingerprint()
-    fingerprint.add([{KEY: value} for value in hashes])
-    return fingerprint
+FLOPS = ModelFlops(Matmuls(trained=10, head_trained=3), (AttentionLayers(2, 4),))
+
+
+def of_batches(*fingerprints: int) -> WorkSum:
+    work = WorkSum(FLOPS)
+    work.add([Contents((), np.array([3, 4]), 2, value) for value in fingerprints])
+    return work
 
 
 def test_a_fingerprint_does_not_depend_on_packing_micro_batches_ranks_padding_or_dummies() -> None:
     assert packs(PRINTED) == packs(PRINTED[3:], PRINTED[:3]) == padded(*PRINTED)
     assert packs(PRINTED, [DUMMY], [DUMMY]) == padded(*PRINTED, DUMMY) == packs(PRINTED)
     assert padded(DUMMY) == packs([DUMMY]) == 0
-    expected = line_of(of_batches(packs(PRINTED)))
-    assert line_of(of_batches(padded(*PRINTED[4:]), padded(*PRINTED[:2]), padded(*PRINTED[2:4]))) == expected
+    expected = line_of(of_batches(packs(PRINTED))).fingerprint
+    parts = padded(*PRINTED[4:]), padded(*PRINTED[:2]), padded(*PRINTED[2:4])
+    assert line_of(of_batches(*parts)).fingerprint == expected
     first, *others = [of_batches(packs([document])) for document in PRINTED]
-    assert line_of(first, *others) == expected
+    assert line_of(first, *others).fingerprint == expected
     # The label of a first token has no loss.
     assert padded(([9, 10, 11], [IGNORED, 10, 11])) == padded(PRINTED[1])
+
+
+def test_a_line_sums_its_steps_over_all_ranks() -> None:
+    one = FLOPS.of(np.array([3, 4]), 2)
+    assert line_of(of_batches(1, 2), of_batches(5)) == Work(21, 6, 3 * one, f"{8:016x}")
+    assert line_of(of_batches(2**64 - 1), of_batches(2)).fingerprint == f"{1:016x}"
+    assert WorkSum().gather(Ranks()) is None
 
 
 @pytest.mark.parametrize(
@@ -316,24 +275,22 @@ def test_a_fingerprint_shows_what_is_trained(changed: list[Document]) -> None:
 
 def test_a_fingerprint_shows_position_ids_that_do_not_restart() -> None:
     batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)([row(*PRINTED)])
-    before = batch_hash(batch)
+    before = contents_of(batch)
     batch["position_ids"] = torch.arange(batch["input_ids"].shape[1])[None]
-    assert batch_hash(batch) != before
-
-
-def test_lines_add_up_to_the_line_of_all_their_steps() -> None:
-    hashes = [padded(document) for document in PRINTED]
-    lines = [int(line_of(of_batches(one)), 16) for one in hashes]
-    assert f"{sum(lines) % 2**64:016x}" == line_of(of_batches(*hashes))
+    assert contents_of(batch).fingerprint != before.fingerprint
 
 
 def test_ranks_that_share_a_batch_count_once() -> None:
-    def batch(rank: int) -> dict[str, Any]:
+    def contents(rank: int) -> Contents:
         collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True, pad_to_multiple_of=8)
-        return PartOfSequences(Fingerprinted(collate, counts=rank == 0), rank, 2)([row(*PRINTED)])
+        batch = PartOfSequences(Accounted(collate, counts=rank == 0), rank, 2)([row(*PRINTED)])
+        assert batch["input_ids"].shape == (1, 12)
+        found: Contents = batch[CONTENTS]
+        return found
 
-    assert batch(0)["input_ids"].shape == batch(1)["input_ids"].shape == (1, 12)
-    assert [batch(rank)[KEY] for rank in (0, 1)] == [packs(PRINTED), 0]
+    assert [contents(rank).fingerprint for rank in (0, 1)] == [packs(PRINTED), 0]
+    assert [int(contents(rank).lengths.sum()) for rank in (0, 1)] == [22, 0]
+    assert [contents(rank).sequences for rank in (0, 1)] == [(0,), (0,)]
 
 
 def test_a_fingerprint_is_the_same_in_every_version() -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from sft.train.faults import documents_in, finite
+from sft.train.faults import finite
 
 
 @pytest.mark.parametrize("value", [2.3456789, -1e-30, 0.0, 3e38])
@@ -24,10 +24,3 @@ def test_a_loss_that_is_not_finite_has_a_gradient_of_nan(value: float) -> None:
     finite(weight + value).backward()
     assert weight.grad is not None
     assert weight.grad.isnan()
-
-
-def test_documents_are_found_in_packed_and_in_padded_batches() -> None:
-    packed = {"input_ids": torch.tensor([[1, 2, 3, 4, 5]]), "cu_seq_lens_q": torch.tensor([0, 3, 5])}
-    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    padded = {"input_ids": torch.tensor([[1, 2, 3], [4, 5, 0]]), "attention_mask": mask}
-    assert documents_in(packed) == documents_in(padded) == [(1, 2, 3), (4, 5)]

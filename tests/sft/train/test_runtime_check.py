@@ -14,25 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.trainer_callback import TrainerCallback
 
-from sft.data.prepare import prepare
-from sft.data.store import DocumentStore, SequenceIndex
-from sft.data.tokenizer import load_tokenizer
 from sft.errors import PlanError
 from sft.launch.job import open_job
-from sft.model.load import load_model
-from sft.plan.decision import Decision
 from sft.plan.deepspeed import load_deepspeed
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
+from sft.plan.plan import Decision
 from sft.recipe.schema import Lora
-from sft.run.directory import Run
-from sft.train.arguments import build_trainer, engine_callbacks, training_arguments
-from sft.train.batches import Sequences
 from sft.train.isolation_probe import probe, sample_documents
-from sft.train.metrics import StepClock
 from sft.train.runtime_check import Reading, _offloaded, check_readings, read_running
-from sft.train.trainer import NeedsTrainer
 
 # transformers 5.23 renames the gradient checkpointing arguments; the range of versions knows only the old names.
 pytestmark = [
@@ -83,11 +75,11 @@ class _Seen(Exception):
     """Everything was read; nothing is to be trained."""
 
 
-class _Look(NeedsTrainer):
+class _Look(TrainerCallback):  # type: ignore[misc]
     """Alters the live objects where the check looks at them, and reads them."""
 
-    def __init__(self, planned: Job, before: Alter, after: Alter) -> None:
-        self.planned, self.before, self.after = planned, before, after
+    def __init__(self, trainer: Any, planned: Job, before: Alter, after: Alter) -> None:
+        self.trainer, self.planned, self.before, self.after = trainer, planned, before, after
         self.found: dict[str, Reading] = {}
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -104,7 +96,7 @@ def nothing(trainer: Any) -> None:
 
 
 @pytest.fixture
-def read(make_job: MakeJob, tmp_path: Path) -> Read:
+def read(make_job: MakeJob, trainer_of: Callable[..., Any]) -> Read:
     """Build what one job says, and read it back as another planned it."""
 
     def reading(
@@ -114,20 +106,16 @@ def read(make_job: MakeJob, tmp_path: Path) -> Read:
         after: Alter = nothing,
     ) -> dict[str, Reading]:
         job = make_job(*overrides)
-        run = Run(tmp_path / "mine" / "first")
-        run.checkpoints.mkdir(parents=True, exist_ok=True)
-        tokenizer = load_tokenizer(job.recipe)
-        folder = prepare(job.recipe, job.model).folder
-        index = SequenceIndex.load(folder / "train.npz")
-        store, packed = DocumentStore.open(folder), job.recipe.data.packing
-        sequences = Sequences(store, index, 4, tokenizer.pad_token_id, packed)
-        look = _Look(planned(job), before, after)
-        order, clock = sequences.order(0), StepClock(on_gpu=False)
-        model, callbacks = load_model(job, tokenizer), [clock, *engine_callbacks(job), look]
-        trainer = build_trainer(job, training_arguments(job, run), model, tokenizer, sequences, order, callbacks, clock)
+        look: list[_Look] = []
+
+        def make(trainer: Any) -> _Look:
+            look.append(_Look(trainer, planned(job), before, after))
+            return look[0]
+
+        trainer = trainer_of(job, make)
         with pytest.raises(_Seen):
             trainer.train()
-        return look.found
+        return look[0].found
 
     return reading
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from eval.report.blocks import MOST_LINES, facts, notice, table
 from eval.report.collect import collect_report
-from eval.report.formats import table
-from eval.report.html import FOLDED_FROM, MOST_OF_AN_ANSWER, as_html, said, text
 from eval.report.main import write_report
+from eval.report.pages import FOLDED_FROM, MOST_OF_AN_ANSWER, as_html, excerpt, html_text
 from eval.report.run_files import read_run
 from sft.files import write_json
 from sft.run.directory import Run
@@ -56,7 +56,7 @@ class Seen(HTMLParser):
 
 
 def page(run: Run) -> str:
-    return as_html("report.html.jinja", collect_report(read_run(run)))
+    return as_html(collect_report(read_run(run)))
 
 
 @pytest.fixture
@@ -122,17 +122,19 @@ def test_hidden_characters_are_shown_and_what_scripts_need_is_kept(run: Run) -> 
         assert f'<b class="u">⟨{shown}⟩</b>' in found
     assert kept in found
     found.encode("utf-8")
-    assert text("a_long/name_with\x00hidden") == 'a_<wbr>long/<wbr>name_<wbr>with<b class="u">⟨U+0000⟩</b>hidden'
+    assert html_text("a_long/name_with\x00hidden") == 'a_<wbr>long/<wbr>name_<wbr>with<b class="u">⟨U+0000⟩</b>hidden'
 
 
-def test_long_texts_and_tables_are_cut_and_say_how_much_is_missing() -> None:
-    assert said("x" * FOLDED_FROM)["whole"] is None
-    long = said("x" * (MOST_OF_AN_ANSWER + 5))
+def test_what_is_long_is_cut_and_says_how_much_is_missing() -> None:
+    assert excerpt("x" * FOLDED_FROM)["whole"] is None
+    long = excerpt("x" * (MOST_OF_AN_ANSWER + 5))
     assert long["whole"] == "x" * MOST_OF_AN_ANSWER
     assert long["note"] == "4,005 characters, the last 5 are not shown"
-    assert text("y" * 5000).endswith("and 3,000 more characters")
-    cut = table(["a"], [["x"]] * 1000)
-    assert (len(cut["rows"]), cut["more"]) == (300, 700)
+    assert html_text("y" * 5000).endswith("and 3,000 more characters")
+    for block in (table(["a"], [["x"]] * 1000), facts({str(n): n for n in range(1000)})):
+        assert (len(block.value["rows"]), block.value["more"]) == (300, 700)
+    lines = notice("plain", "a", ["x"] * 1000).value["lines"]
+    assert (len(lines), lines[-1]) == (MOST_LINES + 1, f"and {1000 - MOST_LINES} more")
 
 
 def test_marks_name_the_answers_that_did_not_end_were_empty_or_looped(run: Run) -> None:

@@ -11,9 +11,8 @@ from transformers import CONFIG_MAPPING
 
 from sft.errors import ModelError
 from sft.hub.demo import Demo
-from sft.hub.model_facts import Architecture, ModelFacts
+from sft.hub.model_facts import Architecture, ModelFacts, empty_model, inspect_model, read_architecture
 from sft.hub.names import model_path
-from sft.plan.facts import empty_model, inspect_model, read_architecture
 from sft.recipe.schema import Recipe
 
 MakeRecipe = Callable[..., Recipe]

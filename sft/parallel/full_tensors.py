@@ -1,0 +1,83 @@
+"""Gathers full tensors out of the ranks' shards, and gives each rank its shard of a full one; for FSDP2 and tensor parallelism.
+
+Checkpoints of tensor parallelism hold full tensors, as those of one process do: transformers refuses to checkpoint the optimizer of such a
+model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def full(value: Any) -> Any:
+    """A tensor with all ranks' shards, on the CPU; everything else as it is. Every rank takes part."""
+    if isinstance(value, DTensor):
+        return value.full_tensor().cpu()
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def shard_of(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a full tensor, which is the same on every rank, sharded as a parameter is."""
+    value = value.to(like.device)
+    if not isinstance(like, DTensor) or value.shape != like.shape:
+        return value  # not sharded, or no state per element, such as the number of steps
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def full_state(
+    model: Any, adapters_only: bool = False, dtype: torch.dtype | None = None, keep: bool = True
+) -> dict[str, Any]:
+    """The model's weights, each once. Every rank takes part.
+
+    Args:
+        model: Sharded.
+        adapters_only: Leave out what is frozen.
+        dtype: Rounded to it before gathering; None: the dtype of the shards.
+        keep: False on ranks that only take part: they get an empty dictionary.
+    """
+    parameters = dict(model.named_parameters())
+    # A weight with two names, such as a tied embedding, would be gathered for each.
+    once = parameters.keys() | {name for name, _ in model.named_buffers()}
+    state: dict[str, Any] = {}
+    for name, tensor in model.state_dict().items():
+        if name not in once or (adapters_only and name in parameters and not parameters[name].requires_grad):
+            continue
+        rounded = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor.detach()
+        gathered = rounded.full_tensor() if isinstance(rounded, DTensor) else rounded
+        if keep:
+            state[name] = gathered.cpu()
+    return state
+
+
+def load_weights(model: Any, folder: Path) -> None:
+    """Give each rank its shard of the saved weights."""
+    from safetensors import safe_open
+
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as weights, torch.no_grad():
+            for name in weights.keys():  # noqa: SIM118 (no dictionary)
+                parameters[name].copy_(shard_of(weights.get_tensor(name), parameters[name]))
+
+
+def full_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state_dict with full tensors. Every rank takes part."""
+    state = optimizer.state_dict()
+    for number, entries in state["state"].items():
+        state["state"][number] = {name: full(value) for name, value in entries.items()}
+    return state
+
+
+def load_optimizer_state(optimizer: Any, file: Path) -> None:
+    """Give each rank its shard of a `full_optimizer_state` that torch.save has written."""
+    state = torch.load(file, map_location="cpu", weights_only=True)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        entries = state["state"].get(number, {})
+        state["state"][number] = {name: shard_of(value, parameter) for name, value in entries.items()}
+    optimizer.load_state_dict(state)

@@ -1,0 +1,246 @@
+"""Refuses what cannot run here as the recipe states it. A new combination is a new `if` with its message: value, reason and remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sft.errors import PlanError
+from sft.hub.model_facts import ModelFacts
+from sft.plan.deepspeed import DeepSpeedFile
+from sft.plan.hardware import Hardware
+from sft.plan.precision import has_bf16
+from sft.recipe.schema import Recipe
+
+_TENSOR_STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce"})
+"""Ways to divide a layer that were trained and compared with one process."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a refusal may depend on: the recipe, the machine, and what the plan has decided."""
+
+    recipe: Recipe
+    hardware: Hardware
+    model: ModelFacts
+    deepspeed: DeepSpeedFile | None
+    precision: str
+    attention: str
+    kernels: str
+    micro_batch_size: int
+    learning_rate: float
+
+    @property
+    def file(self) -> str:
+        """The DeepSpeed file's name."""
+        return self.deepspeed.path.name if self.deepspeed else ""
+
+
+def refuse(case: Case) -> None:
+    """Refuse a recipe that cannot run here.
+
+    Raises:
+        PlanError: A line for each problem.
+    """
+    problems = [*_numbers(case), *_precision(case), *_layers(case), *_fsdp(case)]
+    problems += [*_tensor_parallel(case), *_sequence_parallel(case)]
+    if problems:
+        raise PlanError("\n".join(problems))
+
+
+def _numbers(case: Case) -> Iterator[str]:
+    recipe, lora, hidden = case.recipe, case.recipe.model.lora, case.model.hidden_size
+    # Positions restart at each document, so that the length of a pack does not matter to the model.
+    limit, length, decay = case.model.max_position_embeddings, recipe.data.max_length, recipe.train.weight_decay
+    if limit is not None and length > limit:
+        yield f"data.max_length={length} is more than the model's {limit} positions. Set it to at most {limit}."
+    if lora and hidden and lora.r > hidden:
+        yield f"model.lora.r={lora.r} is more than the model's hidden size of {hidden}. Usual ranks are 8 to 256."
+    if case.learning_rate * decay >= 1:
+        yield (
+            f"train.weight_decay={decay:g} x learning rate {case.learning_rate:g} is 1 or more: a step would wipe out the weights. AdamW's "
+            "weight decay is usually 0 to 0.1."
+        )
+
+
+def _precision(case: Case) -> Iterator[str]:
+    wanted, gpu = case.recipe.train.precision, case.hardware.gpu
+    if wanted == "bf16" and gpu is not None and not has_bf16(gpu):
+        capability = f"compute capability {gpu.compute_capability}"
+        yield f"train.precision=bf16, and this GPU ({gpu.name}, {capability}) has none. Set train.precision=fp32."
+    if wanted == "fp16" and gpu is None:
+        yield "train.precision=fp16 needs a GPU, and there is none here. Set train.precision=fp32 or auto."
+    if wanted == "fp16" and gpu is not None and case.model.dtype == "bfloat16":
+        better, name = "bf16" if has_bf16(gpu) else "fp32", case.recipe.model.name_or_path
+        yield (
+            f"train.precision=fp16, and {name} was trained in bfloat16, whose values overflow fp16. Set train.precision={better}."
+        )
+
+
+def _layers(case: Case) -> Iterator[str]:
+    model, mode = case.recipe.model, case.recipe.train.gradient_checkpointing
+    is_zero_3 = case.deepspeed is not None and case.deepspeed.stage == 3
+    if model.compile and is_zero_3:
+        yield (
+            f"model.compile=true, and {case.file} is ZeRO-3, which gathers each weight by hooks inside the layers: they would be compiled "
+            "in many pieces. Set model.compile=false, or train.deepspeed=zero2."
+        )
+    if model.compile and case.kernels == "liger":
+        yield (
+            "model.compile=true and model.kernels=liger: both fuse the layers' operations, and together they are untested. Set "
+            "model.kernels=none, or model.compile=false."
+        )
+    where, why = "", ""
+    if mode == "selective" and case.attention == "eager":
+        where, why = "model.attn_implementation=eager", "its attention is not one operator"
+    elif mode == "selective" and model.lora is not None and is_zero_3:
+        where, why = "model.lora with ZeRO-3", "TRL needs reentrant checkpointing there"
+    if where:
+        key = "train.gradient_checkpointing"
+        yield f"{key}=selective does not work with {where}: {why}. Set {key}=true."
+    if mode == "offload" and case.hardware.gpu is None:
+        yield (
+            "train.gradient_checkpointing=offload moves activations from a GPU to the CPU's memory, and there is no GPU here. Set it to "
+            "true or auto."
+        )
+
+
+def _fsdp(case: Case) -> Iterator[str]:
+    fsdp, model = case.recipe.train.fsdp, case.recipe.model
+    ranks, per_node = case.hardware.ranks, case.hardware.ranks_per_node
+    if fsdp is None or ranks == 1:
+        return
+    if case.precision == "fp16":
+        yield (
+            "train.precision=fp16 with train.fsdp: fp16 needs its loss scaled, which is not built for sharded weights. Set "
+            "train.precision=bf16 where the GPU has it, else fp32; or leave train.fsdp out and set train.deepspeed=zero3."
+        )
+    if model.new_tokens and model.lora is not None:
+        yield (
+            "model.new_tokens with model.lora under train.fsdp: peft trains single rows of the embeddings, and each rank has a shard only. "
+            "Leave train.fsdp out, set train.deepspeed=zero2, or train all weights: model.lora=null."
+        )
+    if fsdp.sharding_strategy == "hybrid_shard" and (per_node == 1 or ranks % per_node):
+        have = (
+            "there is one process on each"
+            if per_node == 1
+            else f"{ranks} processes are no multiple of the {per_node} on this one"
+        )
+        yield (
+            f"train.fsdp.sharding_strategy=hybrid_shard shards the model within a node and replicates it across nodes, and {have}. Start "
+            "as many on each, at least two, or set it to full_shard."
+        )
+
+
+def _tensor_parallel(case: Case) -> Iterator[str]:
+    recipe, train, model, ranks = case.recipe, case.recipe.train, case.model, case.hardware.ranks
+    size = train.tensor_parallel_size
+    key = f"train.tensor_parallel_size={size}"
+    if size == 1:
+        return
+    if train.sequence_parallel_size > 1:
+        other = f"train.sequence_parallel_size={train.sequence_parallel_size}"
+        yield f"{key} and {other}: one works without DeepSpeed, the other within it. Set one of them to 1."
+        return
+    if case.deepspeed is not None:
+        remedy = "Set train.deepspeed and train.parallel to null."
+        yield f"{key}, and {case.file} is DeepSpeed's, which takes full tensors. {remedy}"
+    if train.fsdp is not None:
+        yield f"{key} and train.fsdp: layers divided twice are not built. Leave one of them out."
+    if ranks != size:
+        yield (
+            f"{key}, and there are {ranks} ranks: groups with a batch of their own each are not built. Start {size} ranks, set the size to "
+            f"{ranks}, or use train.fsdp or train.deepspeed=zero3 instead."
+        )
+    styles = model.architecture.tensor_plan if model.architecture else frozenset()
+    if model.model_type is not None and not (styles and styles <= _TENSOR_STYLES):
+        plan = f"a plan with untested styles ({', '.join(sorted(styles - _TENSOR_STYLES))})" if styles else "no plan"
+        yield (
+            f"{key}: transformers has {plan} to divide the layers of models of type {model.model_type}. Set it to 1, and use "
+            "train.deepspeed=zero3 to shard the weights."
+        )
+    widths = {
+        "attention heads": model.num_attention_heads,
+        "key and value heads": model.num_key_value_heads,
+        "feed-forward units": model.intermediate_size,
+        "tokens of the vocabulary": model.vocab_size,
+    }
+    known = {name: count for name, count in widths.items() if count is not None}
+    if uneven := " and ".join(f"{count} {name}" for name, count in known.items() if count % size):
+        yield f"{key} does not divide the model's {uneven}. Set it to {_sizes([*known.values()])}."
+    switches = {
+        "model.lora (leave it out)": recipe.model.lora is not None,
+        "model.new_tokens (leave it out)": bool(recipe.model.new_tokens),
+        "model.compile (set it to false)": recipe.model.compile,
+        "model.kernels=liger (set model.kernels=none)": case.kernels == "liger",
+        "train.precision=fp16 (set train.precision=bf16 or fp32)": case.precision == "fp16",
+    }
+    if found := ", ".join(name for name, is_set in switches.items() if is_set):
+        yield f"{key} does not work, or is untested, with {found}."
+    yield from _across_nodes(case, key, size)
+
+
+def _sequence_parallel(case: Case) -> Iterator[str]:
+    recipe, model, zero, size = case.recipe, case.model, case.deepspeed, case.recipe.train.sequence_parallel_size
+    key = f"train.sequence_parallel_size={size}"
+    if size == 1 or recipe.train.tensor_parallel_size > 1:
+        return
+    if zero is None or zero.stage not in (2, 3):
+        runs = f"{case.file} is ZeRO-{zero.stage}" if zero else "train.deepspeed is not set"
+        yield f"{key} is DeepSpeed's, over ZeRO-2 or 3, and {runs}. Set train.deepspeed=zero2 or zero3."
+    elif zero.zero.get("reduce_scatter", True) is not True:
+        yield f"{key} needs gradients that are reduced by scattering: remove reduce_scatter from {case.file}."
+    heads, kv_heads = model.num_attention_heads or size, model.num_key_value_heads or size
+    if heads % size:
+        yield f"{key} does not divide the model's {heads} attention heads. Set it to {_sizes([heads])}."
+    if kv_heads % size and size % kv_heads:
+        yield (
+            f"{key} neither divides the model's {kv_heads} key and value heads nor is a multiple of them. Set it to {_sizes([kv_heads])}."
+        )
+    yield from _lost_masks(case, key)
+    if recipe.data.packing and case.micro_batch_size > 1:
+        yield f"{key} shares one pack at a time, and train.micro_batch_size is {case.micro_batch_size}. Set it to 1."
+    if recipe.model.compile:
+        yield f"{key} is untested with model.compile=true. Set that to false."
+    extra = recipe.train.trainer_args
+    if extra.get("loss_type", "nll") != "nll" or extra.get("label_smoothing_factor"):
+        yield f"{key} works with the plain loss only. Remove loss_type and label_smoothing_factor from train.trainer_args."
+    yield from _across_nodes(case, key, size)
+
+
+def _lost_masks(case: Case, key: str) -> Iterator[str]:
+    """What a mask says is lost: each rank makes one for its own tokens, and it is thrown away."""
+    known, packed, attention = case.model.architecture, case.recipe.data.packing, case.attention
+    models, window = f"models of type {case.model.model_type or 'this kind'}", case.model.sliding_window
+    boundaries = attention.startswith("flash_attention") or (packed and attention == "varlen")
+    lost = "which the ranks do not exchange"
+    if known is not None and (known.recurrent or known.mask_only or not known.has_interface):
+        why = "carry a state from token to token" if known.recurrent else "attend by more than transformers' interface"
+        yield f"{key}, and {models} {why}, so that ranks cannot exchange tokens for heads. Set it to 1."
+    elif attention == "eager":
+        yield f"{key}, and attn_implementation=eager needs a mask, {lost}. Set model.attn_implementation=sdpa."
+    elif packed and attention == "sdpa":
+        remedy = "Set model.attn_implementation=auto, or data.packing=false."
+        yield f"{key}, and sdpa keeps packed documents apart by a mask, {lost}. {remedy}"
+    elif window is not None and window < case.recipe.sequence_length and not boundaries:
+        remedy = f"Set data.max_length to at most {window}, or data.packing=true."
+        yield f"{key}, and the model sees {window} tokens back, which {attention} does by a mask, {lost}. {remedy}"
+
+
+def _across_nodes(case: Case, key: str, size: int) -> Iterator[str]:
+    per_node = case.hardware.ranks_per_node
+    if per_node % size:
+        yield (
+            f"{key}, and a node has {per_node} ranks: a group would wait for the network in each layer. Set it to a divisor of {per_node}; "
+            "train.deepspeed=zero3 shards weights over nodes."
+        )
+
+
+def _sizes(widths: list[int]) -> str:
+    """The sizes above 1 that divide all, in words.
+
+    >>> _sizes([32, 8, 11008])
+    '2, 4, 8'
+    """
+    sizes = [size for size in range(2, min(widths) + 1) if all(width % size == 0 for width in widths)]
+    return ", ".join(map(str, sizes)) or "1"

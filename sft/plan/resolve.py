@@ -1,0 +1,108 @@
+"""Decides everything that the recipe left open, for one machine, each decision with its reason.
+
+A pure function of plain values: it reads no environment and does not change the recipe.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any
+
+from sft.hub.model_facts import ModelFacts
+from sft.plan.batch import resolve_data_parallel_ranks, resolve_learning_rate, resolve_sequences, split_batch
+from sft.plan.deepspeed import DeepSpeedFile, check_deepspeed
+from sft.plan.engine import resolve_engine, resolve_memory
+from sft.plan.hardware import Hardware
+from sft.plan.layers import resolve_attention, resolve_checkpointing, resolve_compile, resolve_kernels
+from sft.plan.parallelism import resolve_sequence_parallel, resolve_tensor_parallel
+from sft.plan.plan import DataSize, Decision, Plan, TuningResult
+from sft.plan.precision import resolve_gradients, resolve_precision, resolve_weights
+from sft.plan.refusals import Case, refuse
+from sft.recipe.schema import Recipe
+
+
+def resolve_plan(
+    recipe: Recipe,
+    hardware: Hardware,
+    model: ModelFacts,
+    data: DataSize | None = None,
+    deepspeed: DeepSpeedFile | None = None,
+    tuned: TuningResult | None = None,
+) -> Plan:
+    """Decide everything the recipe left open.
+
+    Args:
+        recipe: What the user wants.
+        hardware: The machine.
+        model: What config.json says.
+        data: How much data there is, estimated or counted; None where nothing is known before preparation.
+        deepspeed: The file that train.deepspeed names or stands for, or None.
+        tuned: What auto-tuning found for the values that are `auto`; None: they follow from arithmetic.
+
+    Raises:
+        PlanError: The recipe cannot run here as written; the message names values that can.
+    """
+    batch = resolve_sequences(recipe, hardware)
+    precision = resolve_precision(recipe, hardware, model)
+    attention = resolve_attention(recipe, hardware, precision.value, model.model_type, model.architecture)
+    micro, accumulation, empty = split_batch(recipe, hardware, batch.value, attention.value, tuned)
+    kernels = resolve_kernels(recipe, hardware)
+    learning_rate = resolve_learning_rate(recipe)
+    refuse(
+        Case(
+            recipe, hardware, model, deepspeed, precision.value, attention.value, kernels.value, micro.value, learning_rate.value
+        )
+    )  # fmt: skip
+    if deepspeed is not None:
+        check_deepspeed(deepspeed, recipe, micro.value, accumulation.value, precision.value, empty.value)
+    return Plan(
+        engine=resolve_engine(recipe, hardware, model, deepspeed),
+        memory=resolve_memory(recipe, hardware, model, deepspeed),
+        precision=precision,
+        weights=resolve_weights(recipe, hardware, deepspeed, precision.value),
+        gradients=resolve_gradients(recipe, hardware, model, deepspeed, precision.value, accumulation.value),
+        attention=attention,
+        kernels=kernels,
+        compile=resolve_compile(recipe),
+        gradient_checkpointing=resolve_checkpointing(recipe, hardware, deepspeed, tuned),
+        global_batch_size=batch,
+        tensor_parallel_size=resolve_tensor_parallel(recipe),
+        sequence_parallel_size=resolve_sequence_parallel(recipe),
+        data_parallel_ranks=resolve_data_parallel_ranks(recipe, hardware),
+        micro_batch_size=micro,
+        gradient_accumulation_steps=accumulation,
+        empty_sequences_per_step=empty,
+        learning_rate=learning_rate,
+        **_expectations(recipe, batch.value, data),
+    )
+
+
+def _expectations(recipe: Recipe, sequences: int, data: DataSize | None) -> dict[str, Decision[Any]]:
+    """Documents and target tokens per step, and the number of steps."""
+    steps, epochs = recipe.train.max_steps, recipe.train.num_train_epochs
+    max_steps: Decision[int | None] = Decision(steps, "the recipe" if steps else "known when the data is prepared")
+    if data is None:
+        unknown = Decision(None, "known when the data is prepared")
+        names = ("documents_per_step", "trained_tokens_per_step", "steps_per_epoch")
+        return dict.fromkeys(names, unknown) | {"max_steps": max_steps}
+    how, about = ("counted", "") if data.exact else ("estimated from the first rows", "about ")
+    per_epoch = data.sequences
+    if per_epoch is None:
+        per_epoch = ceil(data.tokens / recipe.sequence_length) if recipe.data.packing else data.documents
+    epoch_steps = max(1, ceil(per_epoch / sequences))
+    if not steps:
+        plural = "" if epochs == 1 else "s"
+        max_steps = Decision(ceil(epochs * epoch_steps), f"{epochs:g} epoch{plural} x {epoch_steps} steps")
+    mean = data.tokens / data.documents
+    return {
+        "documents_per_step": Decision(
+            round(data.documents * sequences / per_epoch, 1),
+            f"{how}: {about}{data.documents} documents of {mean:.0f} tokens on average",
+        ),
+        "trained_tokens_per_step": Decision(
+            round(data.trained_tokens * sequences / per_epoch),
+            f"{how}: {about}{data.trained_tokens} of {data.tokens} tokens are trained",
+        ),
+        "steps_per_epoch": Decision(epoch_steps, f"{how}: {about}{per_epoch} sequences / {sequences}, rounded up"),
+        "max_steps": max_steps,
+    }

@@ -1,0 +1,133 @@
+"""Measures how fast the training is: times its steps, and relates their tokens and FLOPs to the time and to the GPUs' peak."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.trainer_callback import TrainerCallback
+
+from sft.plan.hardware import Hardware
+from sft.train.batches import Work
+
+# Dense bf16 peak of one GPU, FLOP/s, by the first part of its name that fits: NVIDIA's data sheets.
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+    "A10G": 70e12,
+}
+
+
+def peak_flops(hardware: Hardware) -> float | None:
+    """Dense bf16 peak of all GPUs of the job, FLOP/s; None where unknown."""
+    name = hardware.gpu.name if hardware.gpu else ""
+    of_one = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+    return of_one * hardware.ranks if of_one is not None else None
+
+
+def peak_memory_gib() -> float:
+    """The most memory this rank has used: of its GPU, or of the process without one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "darwin" else 1)
+    return kibibytes / 2**20
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The steps since the last line."""
+
+    seconds: list[float]
+    """Of each step."""
+
+    data_seconds: float
+    """Of all of them, inside the data loader's `next`."""
+
+
+class StepClock(TrainerCallback):  # type: ignore[misc]
+    """Times the steps of this rank. Must be the first callback: what the others do at the end of a step does not count.
+
+    A step lasts from the request for its first batch until its update is done. On a GPU the CPU's clock would time the launching of
+    kernels. There an event is recorded in the stream at both ends of a step, without waiting, and read when a line is logged: the trainer
+    has then read the loss, so all events have happened.
+
+    Args:
+        on_gpu: Whether the steps run on a GPU.
+    """
+
+    def __init__(self, on_gpu: bool) -> None:
+        self.on_gpu = on_gpu
+        self._began: Any = None
+        self._steps: list[tuple[Any, Any]] = []
+        self._data_seconds = 0.0
+
+    def start(self) -> None:
+        """A step begins."""
+        self._began = self._mark()
+
+    def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches, with the wait for each counted. The iterator can be continued afterwards."""
+        # Not `yield from`: it would close the epoch's batches together with this generator, after one step.
+        while True:
+            asked = time.monotonic()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                self._data_seconds += time.monotonic() - asked
+            yield batch
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A step is done."""
+        self._steps.append((self._began, self._mark()))
+
+    def take(self) -> StepTimes:
+        """The steps since the last call."""
+        if self.on_gpu and self._steps:
+            self._steps[-1][1].synchronize()
+        seconds = [
+            begin.elapsed_time(end) / 1000 if self.on_gpu else end - begin  # an event counts in milliseconds
+            for begin, end in self._steps
+        ]
+        times = StepTimes(seconds, self._data_seconds)
+        self._steps, self._data_seconds = [], 0.0
+        return times
+
+    def _mark(self) -> Any:
+        if not self.on_gpu:
+            return time.monotonic()
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+def speed(work: Work, times: StepTimes, peak: float | None) -> dict[str, float | None]:
+    """The figures of a line of metrics.jsonl.
+
+    Args:
+        work: What its steps held, over all ranks.
+        times: How long they took.
+        peak: FLOP/s of all GPUs; None where unknown.
+    """
+    seconds = sum(times.seconds)
+    p50, p90 = np.percentile(times.seconds, [50, 90]).tolist()
+    return {
+        "tokens_per_second": work.tokens / seconds,
+        "labelled_tokens_per_second": work.target_tokens / seconds,
+        "mfu": work.flops / seconds / peak if work.flops is not None and peak is not None else None,
+        "step_seconds_p50": p50,
+        "step_seconds_p90": p90,
+        "data_seconds": times.data_seconds,
+    }

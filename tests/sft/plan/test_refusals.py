@@ -1,0 +1,146 @@
+"""Each reason why a recipe cannot run on a machine, known before anything is loaded."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft.errors import PlanError
+from sft.hub.model_facts import Architecture, ModelFacts
+from sft.plan.deepspeed import DeepSpeedFile, load_deepspeed
+from sft.plan.hardware import Hardware
+from sft.plan.refusals import Case, refuse
+from sft.plan.resolve import resolve_plan
+from tests.sft.plan.machines import QWEN, MakeRecipe, cpu, gpus
+
+LLAMA = ModelFacts(
+    "model",
+    "llama",
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    intermediate_size=11008,
+    architecture=Architecture(head_dim=128, tensor_plan=frozenset({"colwise", "rowwise"})),
+)
+
+
+def zero(stage: int, **settings: Any) -> DeepSpeedFile:
+    return DeepSpeedFile(Path(f"zero{stage}.json"), {"zero_optimization": {"stage": stage} | settings})
+
+
+def limit(positions: int) -> dict[str, Any]:
+    return {"model": ModelFacts("m", max_position_embeddings=positions)}
+
+
+def architecture(**changes: Any) -> dict[str, Any]:
+    return {"model": replace(LLAMA, architecture=Architecture(**changes))}
+
+
+def check(make_recipe: MakeRecipe, overrides: str, hardware: Hardware, **changes: Any) -> None:
+    """Refuse what a plan over Llama with these decisions cannot do."""
+    recipe = make_recipe(*overrides.split())
+    decided = {
+        "precision": "fp32",
+        "attention": "sdpa",
+        "kernels": "none",
+        "micro_batch_size": 1,
+        "learning_rate": 1e-5,
+    }
+    refuse(Case(**{"recipe": recipe, "hardware": hardware, "model": LLAMA, "deepspeed": None, **decided, **changes}))
+
+
+Z2: dict[str, Any] = {"deepspeed": zero(2)}
+WINDOW = {"model": replace(LLAMA, sliding_window=16)}
+TENSOR = "train.tensor_parallel_size="
+SEQUENCE = "train.deepspeed=zero2 data.packing=false train.sequence_parallel_size="
+
+
+@pytest.mark.parametrize(
+    ("overrides", "hardware", "changes", "message"),
+    [
+        (TENSOR + "2", cpu(2), {}, None),
+        (TENSOR + "2", cpu(4), {}, "there are 4 ranks.*Start 2 ranks, set the size to 4"),
+        (TENSOR + "2", cpu(2), Z2, "zero2.json is DeepSpeed's.*Set train.deepspeed and train.parallel to null"),
+        (TENSOR + "2", cpu(2), {"kernels": "liger"}, "is untested, with .*model.kernels=liger .set model.kernels=none"),
+        (TENSOR + "2", cpu(2), {"precision": "fp16"}, "train.precision=fp16 .set train.precision=bf16 or fp32"),
+        (TENSOR + "2 model.lora={}", cpu(2), {}, "is untested, with .*model.lora"),
+        (TENSOR + "2 model.compile=true", cpu(2), {}, "is untested, with .*model.compile"),
+        (TENSOR + "2 model.new_tokens=[<x>]", cpu(2), {}, "is untested, with .*new_tokens"),
+        (TENSOR + "2 train.fsdp={}", cpu(2), {}, "divided twice.*Leave one of them out"),
+        (TENSOR + "16", cpu(16), {}, "does not divide the model's 8 key and value heads. Set it to 2, 4, 8"),
+        (TENSOR + "3", cpu(3), {}, "32 attention heads and 8 key and value heads and 11008 feed-forward units. Set it to 2, 4, 8"),
+        (TENSOR + "2", cpu(2), architecture(), "transformers has no plan"),
+        (TENSOR + "2", cpu(2), {"model": replace(LLAMA, architecture=None)}, "transformers has no plan"),
+        (TENSOR + "2", cpu(2), architecture(tensor_plan=frozenset({"moe_tp_experts"})), "untested styles .moe_tp"),
+        (TENSOR + "4", cpu(4, per_node=2), {}, "a node has 2 ranks"),
+        (TENSOR + "2 train.parallel=auto train.sequence_parallel_size=2", cpu(4), {}, "Set one of them to 1"),
+        (SEQUENCE + "2", cpu(4, per_node=2), Z2, None),
+        (SEQUENCE + "4", cpu(4, per_node=2), Z2, "a node has 2 ranks"),
+        (SEQUENCE + "2", cpu(6), {}, "train.deepspeed is not set. Set train.deepspeed=zero2 or zero3"),
+        (SEQUENCE + "2", cpu(6), {"deepspeed": zero(1)}, "zero1.json is ZeRO-1"),
+        (SEQUENCE + "2", cpu(6), {"deepspeed": zero(2, reduce_scatter=False)}, "remove reduce_scatter from zero2.json"),
+        (SEQUENCE + "3", cpu(6), Z2, "does not divide the model's 32 attention heads. Set it to 2, 4, 8, 16, 32"),
+        (SEQUENCE + "2", cpu(6), Z2 | {"model": replace(LLAMA, num_key_value_heads=3)}, "3 key and value heads"),
+        (SEQUENCE + "2", cpu(6), Z2 | {"attention": "eager"}, "Set model.attn_implementation=sdpa"),
+        (SEQUENCE + "2", cpu(6), Z2 | architecture(recurrent=True), "carry a state"),
+        (SEQUENCE + "2", cpu(6), Z2 | architecture(mask_only=True), "cannot exchange tokens"),
+        (SEQUENCE + "2", cpu(6), Z2 | WINDOW, "sees 16 tokens.*max_length to at most 16"),
+        (SEQUENCE + "2 model.compile=true", cpu(6), Z2, "untested with model.compile"),
+        (SEQUENCE + "2 train.trainer_args.label_smoothing_factor=0.1", cpu(6), Z2, "plain loss only"),
+        (SEQUENCE + "2 data.packing=true", cpu(2), Z2, "sdpa keeps packed documents apart by a mask"),
+        (SEQUENCE + "2 data.packing=true", cpu(2), Z2 | {"attention": "varlen", "micro_batch_size": 2}, r"Set it to 1"),
+        (SEQUENCE + "2 data.packing=true", cpu(2), Z2 | {"attention": "varlen"} | WINDOW, None),
+        ("train.fsdp.sharding_strategy=hybrid_shard", gpus(6, 4), {}, "6 processes are no multiple of the 4"),
+        ("train.fsdp.sharding_strategy=hybrid_shard", gpus(2, 1), {}, "there is one process on each"),
+        ("train.fsdp={}", gpus(2), {"precision": "fp16"}, "train.deepspeed=zero3"),
+        ("train.fsdp={} model.lora={} model.new_tokens=['<|a|>']", gpus(2), {}, "train.deepspeed=zero2"),
+        ("train.fsdp={}", gpus(1), {"precision": "fp16"}, None),
+        ("model.compile=true", gpus(2), {"deepspeed": zero(3)}, "ZeRO-3.*Set model.compile=false, or train.deepspeed=zero2"),
+        ("model.compile=true", gpus(2), {"kernels": "liger"}, "Set model.kernels=none, or model.compile=false"),
+        ("train.gradient_checkpointing=selective", gpus(), {"attention": "eager"}, "does not work with .*eager"),
+        ("train.gradient_checkpointing=selective model.lora={}", gpus(), {"deepspeed": zero(3)}, "model.lora with ZeRO-3: .* reentrant"),
+        ("train.gradient_checkpointing=selective model.lora={}", gpus(), Z2, None),
+        ("train.gradient_checkpointing=offload", cpu(), {}, "there is no GPU here. Set it to true or auto"),
+        ("model.lora.r=897", gpus(), {"model": replace(LLAMA, hidden_size=896)}, "model.lora.r=897"),
+        ("model.lora.r=896", gpus(), {"model": replace(LLAMA, hidden_size=896)}, None),
+        ("train.weight_decay=1000", gpus(), {"learning_rate": 1e-3}, "train.weight_decay=1000 x learning rate 0.001"),
+        ("data.max_length=1024", cpu(), limit(1024), None),
+        ("data.max_length=1025", cpu(), limit(1024), "the model's 1024 positions. Set it to at most 1024"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_with_value_and_remedy(
+    overrides: str, hardware: Hardware, changes: dict[str, Any], message: str | None, make_recipe: MakeRecipe
+) -> None:
+    with pytest.raises(PlanError, match=message) if message else nullcontext():
+        check(make_recipe, overrides, hardware, **changes)
+
+
+VOLTA, AMPERE = gpus(capability=7.0), gpus(capability=8.0)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "hardware", "stored", "remedy"),
+    [
+        ("fp16", cpu(), "float32", "Set train.precision=fp32 or auto"),
+        ("fp16", AMPERE, "bfloat16", "Set train.precision=bf16"),
+        ("fp16", VOLTA, "bfloat16", "Set train.precision=fp32"),
+        ("bf16", VOLTA, "bfloat16", "Set train.precision=fp32"),
+    ],
+)
+def test_a_precision_that_cannot_be_had_names_one_that_can(
+    wanted: str, hardware: Hardware, stored: str, remedy: str, make_recipe: MakeRecipe
+) -> None:
+    model = ModelFacts("some/model", dtype=stored)
+    with pytest.raises(PlanError, match=f"train.precision={wanted}.*{remedy}"):
+        resolve_plan(make_recipe(f"train.precision={wanted}"), hardware, model)
+    better = remedy.split()[1].partition("=")[2]
+    assert resolve_plan(make_recipe(f"train.precision={better}"), hardware, model).precision.value == better
+
+
+def test_a_plan_refuses_with_every_problem_a_line(make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe("train.deepspeed=zero3", "model.compile=true", "model.kernels=none", "data.max_length=40000")
+    with pytest.raises(PlanError) as error:
+        resolve_plan(recipe, gpus(2), QWEN, deepspeed=load_deepspeed("zero3"))
+    first, second = str(error.value).splitlines()
+    assert "32768 positions" in first and "zero3.json is ZeRO-3" in second
