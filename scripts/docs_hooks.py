@@ -18,6 +18,7 @@ from pydantic_core import PydanticUndefined
 
 from sft.recipe import changes  # not its function on_resume: mkdocs takes every on_... of this module for an event
 from sft.recipe.schema import Recipe, Section
+from sft.recipe.section import sections_in
 
 REFERENCE = "reference/recipe.md"
 _INTRODUCTION = """\
@@ -47,10 +48,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def reference() -> str:
     """Every key of a recipe with its type, default and description."""
     keys = Recipe.model_fields
-    top = [name for name in keys if not list(_sections(keys[name].annotation))]
+    top = [name for name in keys if not list(sections_in(keys[name].annotation))]
     lines = [_INTRODUCTION, *_keys(Recipe, only=top)]
     for name in keys:
-        for schema in _sections(keys[name].annotation):
+        for schema in sections_in(keys[name].annotation):
             lines += [
                 f"## {name}",
                 "",
@@ -64,7 +65,7 @@ def reference() -> str:
 
 def _nested(schema: type[Section], prefix: str) -> Iterator[str]:
     for name, field in schema.model_fields.items():
-        for inner in _sections(field.annotation):
+        for inner in sections_in(field.annotation):
             yield from [
                 f"### {prefix}.{name}",
                 "",
@@ -101,13 +102,6 @@ def _default(field: Any) -> str:
         value = value.model_dump(mode="json")
     words = {None: "null", True: "true", False: "false"}.get(value) if isinstance(value, bool | NoneType) else None
     return f"default `{words or value}`"
-
-
-def _sections(annotation: Any) -> Iterator[type[Section]]:
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from _sections(argument)
 
 
 def _type(annotation: Any) -> str:

@@ -66,7 +66,7 @@ def check(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def warning(tuned: dict[str, Any], ends: Sequence[str], limit: int, only_text: bool, truncated: int) -> str | None:
-    """What is wrong with the tuned model's answers, the likely reason, and the remedy; None where nothing is.
+    """What is wrong with the tuned model's answers, the likely reason, and the remedy; None where nothing is wrong.
 
     Args:
         tuned: From `check`.

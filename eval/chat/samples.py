@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.chat.checks import check, is_empty, loops, warning
-from eval.chat.model import Asker, Messages, load_asker, load_weights
+from eval.chat.model import ChatFormat, Messages, load_format, load_weights
 from eval.harness.prompting import own_template
 from eval.models.placement import give_memory_back
 from eval.models.target import Target, base_target
@@ -22,7 +22,7 @@ from eval.reference import Reference, load_reference
 from sft.errors import EvaluationError
 from sft.files import read_json, write_json
 from sft.hub.demo import questions
-from sft.recipe.schema import Evaluation, Recipe
+from sft.recipe.schema import Recipe
 from sft.run.directory import Run, find_run
 from sft.run.trust import TRUST, check_model_code
 
@@ -42,6 +42,11 @@ DEFAULT: tuple[str | Messages, ...] = (
 )
 """Each has a short answer: one that does not end has another reason than its length."""
 
+AT_ONCE = 8
+"""Prompts in a batch."""
+
+Answer = dict[str, Any]
+
 
 def prompts_of(recipe: Recipe) -> list[Messages]:
     """The conversations to continue, each ending before an answer.
@@ -56,98 +61,96 @@ def prompts_of(recipe: Recipe) -> list[Messages]:
         ]
     elif any(source.path == "builtin:demo" for source in recipe.sources):
         given = list(questions(len(DEFAULT)))  # it has learned nothing else
-    return [_conversation(one, recipe.eval.system_instruction) for one in given]
+    system = recipe.eval.system_instruction
+    conversations = []
+    for prompt in given:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if system is not None and all(message["role"] != "system" for message in messages):
+            messages = [{"role": "system", "content": system}, *messages]
+        conversations.append(messages)
+    return conversations
 
 
-def _conversation(prompt: str | Messages, system: str | None) -> Messages:
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    if system is None or any(message["role"] == "system" for message in messages):
-        return messages
-    return [{"role": "system", "content": system}, *messages]
-
-
-AT_ONCE = 8
-"""Prompts in a batch."""
-
-Answer = dict[str, Any]
-
-
-def answer_limit(asker: Asker, prompts: list[list[int]], max_new_tokens: int) -> int:
-    """Tokens of the longest answer: as many as asked for, where the context has room for them.
+def answer_limit(chat_format: ChatFormat, prompts: list[list[int]], max_new_tokens: int) -> int:
+    """Tokens of the longest answer: the recipe's number, where the context has room for it.
 
     Raises:
         EvaluationError: It has room for none.
     """
-    longest = max(map(len, prompts))
-    room = max_new_tokens if asker.context is None else min(max_new_tokens, asker.context - longest)
+    longest, context = max(map(len, prompts)), chat_format.context
+    room = max_new_tokens if context is None else min(max_new_tokens, context - longest)
     if room < 1:
         raise EvaluationError(
-            f"eval.chat.prompts: one of {longest} tokens leaves no room for an answer in a context of {asker.context}. Shorten it."
+            f"eval.chat.prompts: one of {longest} tokens leaves no room for an answer in a context of {context}. Shorten it."
         )
     return room
 
 
-def answer_prompts(model: Any, asker: Asker, prompts: list[list[int]], limit: int, seed: int) -> list[Answer]:
+def answer_prompts(
+    model: Any, chat_format: ChatFormat, prompts: list[list[int]], limit: int, seed: int
+) -> list[Answer]:
     """Answer each prompt; the same each time on the same machine.
 
     Args:
         model: From load_weights.
-        asker: Knows what ends an answer, and how to sample.
-        prompts: As Asker.render gives them.
+        chat_format: Knows what ends an answer, and how to sample.
+        prompts: As ChatFormat.render gives them.
         limit: Tokens of the longest answer.
         seed: Of the sampling.
     """
     import torch
 
     torch.manual_seed(seed)
-    batches = [prompts[start : start + AT_ONCE] for start in range(0, len(prompts), AT_ONCE)]
-    return [_answer(asker, ids) for batch in batches for ids in _generate(model, asker, batch, limit)]
-
-
-def _generate(model: Any, asker: Asker, prompts: list[list[int]], limit: int) -> list[list[int]]:
-    """The new tokens of each, up to and including the one that ends it."""
-    import torch
-
-    longest, pad = max(map(len, prompts)), asker.generation_config.pad_token_id
-    # Padded on the left: the answer follows the prompt.
-    ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
-    config = deepcopy(asker.generation_config)
+    config = deepcopy(chat_format.generation_config)
     config.max_new_tokens = limit
-    generated = model.generate(ids, attention_mask=mask, generation_config=config)
-    return [asker.upto_end(row) for row in generated[:, longest:].tolist()]
+    answers = []
+    for start in range(0, len(prompts), AT_ONCE):
+        batch = prompts[start : start + AT_ONCE]
+        longest = max(map(len, batch))
+        # Padded on the left: the answer follows the prompt.
+        padded = [[config.pad_token_id] * (longest - len(prompt)) + prompt for prompt in batch]
+        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in batch]
+        ids, seen = (torch.tensor(one, device=model.device) for one in (padded, mask))
+        generated = model.generate(ids, attention_mask=seen, generation_config=config)
+        answers += [_answer(chat_format, row) for row in generated[:, longest:].tolist()]
+    return answers
 
 
-def _answer(asker: Asker, ids: list[int]) -> Answer:
-    text, ended = asker.text(ids), ids[-1] in asker.stops
-    return {"text": text, "tokens": len(ids), "ended": ended, "empty": is_empty(text), "loops": loops(text)}
+def _answer(chat_format: ChatFormat, ids: list[int]) -> Answer:
+    """An answer up to the first token that ends it; padding follows."""
+    end = next((place for place, token in enumerate(ids) if token in chat_format.stops), None)
+    ids = ids if end is None else ids[: end + 1]
+    text = chat_format.text(ids)
+    return {"text": text, "tokens": len(ids), "ended": end is not None, "empty": is_empty(text), "loops": loops(text)}
 
 
-def _ask_both(run: Run, reference: Reference, evaluation: Evaluation, prompts: list[Messages], log: Path) -> Any:
+def _answer_with_both(run: Run, reference: Reference, log: Path) -> dict[str, Any]:
     """What eval/chat.json holds."""
+    recipe = run.recipe()
+    evaluation, trusted = recipe.eval, recipe.model.trust_remote_code
     assert evaluation.chat
-    asker, trusted = load_asker(reference), run.recipe().model.trust_remote_code
-    rendered = [asker.render(prompt) for prompt in prompts]
-    limit = answer_limit(asker, rendered, evaluation.chat.max_new_tokens)
-    base = base_target(run, reference)
+    chat_format, prompts, base = load_format(reference), prompts_of(recipe), base_target(run, reference)
+    rendered = [chat_format.render(prompt) for prompt in prompts]
+    limit = answer_limit(chat_format, rendered, evaluation.chat.max_new_tokens)
     answers = {}
     for target in (base, Target("tuned", str(run.final), None, trusted)):
         with chatter_to(log):
-            model = load_weights(target, reference, asker, evaluation)
-            answers[target.label] = answer_prompts(model, asker, rendered, limit, evaluation.seed)
+            model = load_weights(target, reference, chat_format, evaluation)
+            answers[target.label] = answer_prompts(model, chat_format, rendered, limit, evaluation.seed)
         dtype = str(model.dtype).removeprefix("torch.")
         del model
         give_memory_back()  # the next model needs it
+    saved = chat_format.generation_config.to_diff_dict()
     generation = {
-        **{name: value for name, value in asker.generation_config.to_diff_dict().items() if not name.startswith("_")},
+        **{name: value for name, value in saved.items() if not name.startswith("_")},
         "max_new_tokens": limit,
         "seed": evaluation.seed,
         "dtype": dtype,
         "backend": "transformers",
-        **asker.thinking,
+        **chat_format.thinking,
         "chat_template": "the tuned model's",
         "base_has_chat_template": own_template(base) is not None,
-        "ends": asker.tokenizer.convert_ids_to_tokens(sorted(asker.stops)),
+        "ends": chat_format.tokenizer.convert_ids_to_tokens(sorted(chat_format.stops)),
     }
     pairs = zip(prompts, answers["base"], answers["tuned"], strict=True)
     return {
@@ -157,24 +160,18 @@ def _ask_both(run: Run, reference: Reference, evaluation: Evaluation, prompts: l
     }
 
 
-def _ledger(run: Run) -> tuple[bool, int]:
-    """Whether the data holds no conversations, and how many tokens were truncated."""
-    ledger = read_json(run.ledger_file) if run.ledger_file.is_file() else {}
-    formats = {source["format"] for source in ledger.get("sources", [])}
-    return bool(formats) and formats <= {"text", "input_ids"}, ledger.get("total", {}).get("tokens", {}).get(
-        "truncated", 0
-    )
-
-
 def _show(run: Run, result: dict[str, Any]) -> None:
     for label, counts in result["checks"].items():
         looping = f", {counts['loops']} loop" if counts["loops"] else ""
         empty = f", {counts['empty']} are empty" if counts["empty"] else ""
         print(f"{label}: {counts['ended']} of {counts['answers']} answers end on their own{looping}{empty}")
-    if not result["generation"]["base_has_chat_template"]:
+    generation, ledger = result["generation"], read_json(run.ledger_file) if run.ledger_file.is_file() else {}
+    if not generation["base_has_chat_template"]:
         print("base: has no chat template, and uses the tuned model's.")
-    ends, limit = result["generation"]["ends"], result["generation"]["max_new_tokens"]
-    words = warning(result["checks"]["tuned"], ends, limit, *_ledger(run))
+    formats = {source["format"] for source in ledger.get("sources", [])}
+    only_text = bool(formats) and formats <= {"text", "input_ids"}
+    truncated = ledger.get("total", {}).get("tokens", {}).get("truncated", 0)
+    words = warning(result["checks"]["tuned"], generation["ends"], generation["max_new_tokens"], only_text, truncated)
     if words is not None:
         print(words, file=sys.stderr, flush=True)
     print(f"Answers: {run.path / 'eval' / 'chat.json'}", flush=True)
@@ -186,31 +183,30 @@ def chat(run: Run) -> None:
     Raises:
         EvaluationError: There is no final/, or prompts or models cannot be used.
     """
-    evaluation = run.recipe().eval
-    if not evaluation.chat:
+    recipe = run.recipe()
+    if not recipe.eval.chat:
         raise EvaluationError("eval.chat=false: no prompts are answered.")
     if not (run.final / "config.json").is_file():
-        raise EvaluationError(
-            f"{run.path} has no final model (status: {run.record.get('status')}). Finish its training first."
-        )
-    reference = load_reference(str(run.final), None, run.recipe().model.trust_remote_code)
+        status = run.record.get("status")
+        raise EvaluationError(f"{run.path} has no final model (status: {status}). Finish its training first.")
+    reference = load_reference(str(run.final), None, recipe.model.trust_remote_code)
     file = run.path / "eval" / "chat.json"
     file.parent.mkdir(exist_ok=True)
-    if reference.tokenizer.chat_template is None and "chat" not in evaluation.model_fields_set:
+    if reference.tokenizer.chat_template is None and "chat" not in recipe.eval.model_fields_set:
         reason = "The tuned model has no chat template, because its data needed none."
         write_json(file, {"skipped": reason, "generation": {}, "prompts": [], "checks": {}})
         print(f"chat: no prompts are answered. {reason}")
         return
-    result = _ask_both(run, reference, evaluation, prompts_of(run.recipe()), file.with_suffix(".log"))
+    result = _answer_with_both(run, reference, file.with_suffix(".log"))
     write_json(file, result)
     _show(run, result)
 
 
 def main(arguments: list[str]) -> None:
     """Have the models of the run that the only argument names answer."""
-    words = [word for word in arguments if word != TRUST]
-    if len(words) != 1:
+    names = [word for word in arguments if word != TRUST]
+    if len(names) != 1:
         raise EvaluationError("Name one run's folder: python -m eval.chat outputs/tiny/latest")
-    run = find_run(Path(words[0]))
+    run = find_run(Path(names[0]))
     check_model_code(run.path, run.recipe().model.trust_remote_code, TRUST in arguments)
     chat(run)

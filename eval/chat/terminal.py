@@ -6,17 +6,15 @@ The answer is shown as it is generated. Ctrl-C stops an answer, Ctrl-D exits. Fr
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eval.chat.model import Asker, Messages, choose
+from eval.chat.model import ChatFormat, Messages, find_model
 from eval.quiet import chatter_to
 from sft.errors import EvaluationError
 from sft.program import exit_on_error
@@ -25,8 +23,6 @@ from sft.visible import visible
 HELP = """\
 /system TEXT  start over with this system prompt; without TEXT: with none
 /reset        start over
-/undo         remove the last question and its answer
-/save FILE    append the conversation as a row of training data (`messages`)
 /exit         exit; so does Ctrl-D. Ctrl-C stops an answer"""
 
 EXAMPLES = """\
@@ -44,55 +40,28 @@ class Streamer:
     transformers' TextStreamer waits for a space, and decodes each line alone, which costs some tokenizers its indentation.
     """
 
-    def __init__(self, asker: Asker, show: Callable[[str], None]) -> None:
-        self.asker, self.show = asker, show
+    def __init__(self, chat_format: ChatFormat, show: Callable[[str], None]) -> None:
+        self.chat_format, self.show = chat_format, show
         self.ids: list[int] = []
         """All generated tokens."""
-        self._from = self._shown = 0
+        self._shown = 0
         self._prompt = True
 
     def put(self, value: Any) -> None:
         """Take new tokens: first those of the prompt, then one at a time."""
         if not self._prompt:
             self.ids += value.flatten().tolist()
-            self._show(final=False)
+            if not self.chat_format.text(self.ids).endswith(
+                "\ufffd"
+            ):  # else the rest of a character comes with the next token
+                self.end()
         self._prompt = False
 
     def end(self) -> None:
         """Show what is left."""
-        self._show(final=True)
-
-    def _show(self, final: bool) -> None:
-        # How a token decodes depends on those before it; the last ones are enough.
-        before = self.asker.tokenizer.decode(self.ids[self._from : self._shown])
-        text = self.asker.text(self.ids[self._from :])
-        if text.endswith("\ufffd") and not final:
-            return  # the rest of a character comes with the next token
-        if len(text) > len(before):
-            self.show(text[len(before) :])
-        self._from, self._shown = self._shown, len(self.ids)
-
-
-def fit(messages: Messages, length: Callable[[Messages], int], most: int) -> tuple[Messages, int]:
-    """The conversation without its oldest turns, as far as it is too long.
-
-    Args:
-        messages: A system turn or none, then questions and answers; the last is a question.
-        length: Of a conversation in tokens.
-        most: Tokens that there is room for.
-
-    Returns:
-        The conversation, and the number of turns left out.
-
-    Raises:
-        EvaluationError: The last question alone is too long.
-    """
-    system = [message for message in messages[:1] if message["role"] == "system"]
-    turns = messages[len(system) :]
-    for start in range(0, len(turns), 2):
-        if length(system + turns[start:]) <= most:
-            return system + turns[start:], start
-    raise EvaluationError(f"This is longer than the {most} tokens that there is room for. Shorten it.")
+        text = self.chat_format.text(self.ids)
+        self.show(text[self._shown :])
+        self._shown = len(text)
 
 
 @dataclass
@@ -100,7 +69,7 @@ class Conversation:
     """The turns so far, and the model that answers."""
 
     model: Any
-    asker: Asker
+    chat_format: ChatFormat
     generation: Any
     """transformers' GenerationConfig, with the length of an answer."""
 
@@ -110,77 +79,67 @@ class Conversation:
         """Start over."""
         messages = [{"role": "system", "content": system}] if system else []
         if messages:
-            self.asker.render([*messages, {"role": "user", "content": "?"}])  # refused where the template drops it
+            self.chat_format.render(
+                [*messages, {"role": "user", "content": "?"}]
+            )  # refused where the template drops it
         self.messages = messages
 
-    def undo(self) -> bool:
-        """Remove a question and its answer; False where there is none."""
-        if len(self.messages) < 2 or self.messages[-1]["role"] != "assistant":
-            return False
-        del self.messages[-2:]
-        return True
+    def command(self, line: str) -> str:
+        """Run a line that starts with a slash; returns a note for the user."""
+        name, _, rest = line.partition(" ")
+        if name == "/reset":
+            system = next((turn["content"] for turn in self.messages[:1] if turn["role"] == "system"), None)
+            self.begin(system)
+            return "(a new conversation)"
+        if name == "/system":
+            self.begin(rest.strip() or None)
+            return f"(a new conversation, {'with this' if rest.strip() else 'without'} system prompt)"
+        return HELP if name == "/help" else f"({name} is not a command)\n{HELP}"
 
-    def ask(self, question: str, show: Callable[[str], None]) -> Iterator[str]:
+    def fit(self, question: str) -> tuple[Messages, list[int], int]:
+        """The conversation with a new question, its token ids, and how many of the oldest turns are left out to make room for an answer.
+
+        Raises:
+            EvaluationError: There is no room for it, or the template refuses it.
+        """
+        messages, dropped = [*self.messages, {"role": "user", "content": question}], 0
+        first = int(messages[0]["role"] == "system")
+        context = self.chat_format.context
+        room = sys.maxsize if context is None else context - self.generation.max_new_tokens
+        while len(ids := self.chat_format.render(messages)) > room:
+            if len(messages) == first + 1:
+                raise EvaluationError(f"This is longer than the {room} tokens that there is room for. Shorten it.")
+            del messages[first : first + 2]
+            dropped += 2
+        return messages, ids, dropped
+
+    def answer(self, question: str, show: Callable[[str], None]) -> Iterator[str]:
         """Answer a question; yields notes for the user.
 
         Raises:
             EvaluationError: There is no room for it, or the template refuses it.
         """
-        messages = [*self.messages, {"role": "user", "content": question}]
-        room = self.asker.context - self.generation.max_new_tokens if self.asker.context is not None else sys.maxsize
-        kept, dropped = fit(messages, lambda some: len(self.asker.render(some)), room)
-        if dropped:
-            yield f"(the context of {self.asker.context} tokens is full: the oldest {dropped} turns are left out)"
-        streamer = Streamer(self.asker, show)
-        stopped = self._generate(self.asker.render(kept), streamer)
-        if streamer.ids:
-            show("\n")
-            self.messages = [*kept, {"role": "assistant", "content": self.asker.text(streamer.ids)}]
-        if stopped or not streamer.ids:
-            yield "(stopped)"
-        elif streamer.ids[-1] not in self.asker.stops:
-            yield f"(cut at {len(streamer.ids)} tokens before it ended; --max-new-tokens raises the limit)"
-
-    def _generate(self, prompt: list[int], streamer: Streamer) -> bool:
-        """Whether Ctrl-C stopped it."""
         import torch
 
+        chat_format = self.chat_format
+        messages, prompt, dropped = self.fit(question)
+        if dropped:
+            yield f"(the context of {chat_format.context} tokens is full: the oldest {dropped} turns are left out)"
+        streamer, stopped = Streamer(chat_format, show), False
         ids = torch.tensor([prompt], device=self.model.device)
         mask = torch.ones_like(ids)
         try:
             self.model.generate(ids, attention_mask=mask, generation_config=self.generation, streamer=streamer)
         except KeyboardInterrupt:
             streamer.end()
-            return True
-        return False
-
-
-def save(messages: Messages, path: Path) -> str:
-    """Append the conversation to a file as a row of training data; returns a note for the user."""
-    try:
-        with path.expanduser().open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
-    except OSError as error:
-        return f"(cannot be written: {error})"
-    return f"(added to {path})"
-
-
-def command(conversation: Conversation, line: str) -> str:
-    """Run a line that starts with a slash; returns a note for the user."""
-    name, _, rest = line.partition(" ")
-    rest = rest.strip()
-    if name == "/reset":
-        system = next((turn["content"] for turn in conversation.messages[:1] if turn["role"] == "system"), None)
-        conversation.begin(system)
-        return "(a new conversation)"
-    if name == "/system":
-        conversation.begin(rest or None)
-        return f"(a new conversation, {'with this' if rest else 'without'} system prompt)"
-    if name == "/undo":
-        return "(undone)" if conversation.undo() else "(nothing to undo)"
-    if name == "/save":
-        return save(conversation.messages, Path(rest or time.strftime("chat-%Y%m%d-%H%M%S.jsonl")))
-    return HELP if name == "/help" else f"({name} is not a command)\n{HELP}"
+            stopped = True
+        if streamer.ids:
+            show("\n")
+            self.messages = [*messages, {"role": "assistant", "content": chat_format.text(streamer.ids)}]
+        if stopped or not streamer.ids:
+            yield "(stopped)"
+        elif streamer.ids[-1] not in chat_format.stops:
+            yield f"(cut at {len(streamer.ids)} tokens before it ended; --max-new-tokens raises the limit)"
 
 
 def lines() -> Iterator[str]:
@@ -210,10 +169,8 @@ def converse(conversation: Conversation) -> None:
         if line.strip() == "/exit":
             return
         try:
-            notes = (
-                iter([command(conversation, line.strip())]) if line.startswith("/") else conversation.ask(line, show)
-            )
-            for note in notes:
+            commands = [conversation.command(line.strip())] if line.startswith("/") else None
+            for note in commands or conversation.answer(line, show):
                 print(note, file=sys.stderr, flush=True)
         except EvaluationError as error:
             print(f"({error})", file=sys.stderr, flush=True)
@@ -242,13 +199,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return found
 
 
-def generation_config(asker: Asker, max_new_tokens: int | None, temperature: float | None) -> Any:
+def generation_config(chat_format: ChatFormat, max_new_tokens: int | None, temperature: float | None) -> Any:
     """The saved generation config with the command line's values.
 
     Raises:
         EvaluationError: The answer is as long as the context.
     """
-    config, context = deepcopy(asker.generation_config), asker.context
+    config, context = deepcopy(chat_format.generation_config), chat_format.context
     config.max_new_tokens = max_new_tokens or min(1024, (context or 2048) // 2)
     if context is not None and config.max_new_tokens >= context:
         raise EvaluationError(
@@ -269,19 +226,17 @@ def main(arguments: list[str]) -> None:
         stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
     print("Loading ...", file=sys.stderr, flush=True)
     with chatter_to(Path(os.devnull)):
-        chosen = choose(given.model, given.base, given.checkpoint, given.trust_remote_code)
-        model, asker = chosen.load()
+        found = find_model(given.model, given.base, given.checkpoint, given.trust_remote_code)
+        model, chat_format = found.load()
         import torch
 
         torch.seed()  # otherwise each conversation draws the same
-    conversation = Conversation(model, asker, generation_config(asker, given.max_new_tokens, given.temperature))
-    conversation.begin(given.system or chosen.evaluation.system_instruction)
+    generation = generation_config(chat_format, given.max_new_tokens, given.temperature)
+    conversation = Conversation(model, chat_format, generation)
+    conversation.begin(given.system or found.evaluation.system_instruction)
     device = f"{model.device}, {str(model.dtype).removeprefix('torch.')}"
-    print(
-        f"{chosen.target.label}: {chosen.target.model} ({device}). /help lists the commands.",
-        file=sys.stderr,
-        flush=True,
-    )
+    opening = f"{found.target.label}: {found.target.model} ({device}). /help lists the commands."
+    print(opening, file=sys.stderr, flush=True)
     converse(conversation)
 
 

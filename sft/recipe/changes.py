@@ -49,8 +49,7 @@ def _keys_of(schema: type[Section], prefix: str = "") -> Iterator[tuple[str, OnR
 
 
 _KEYS = dict(_keys_of(Recipe))
-_ON_RESUME = {key: said for key, said in _KEYS.items() if said is not None}
-_ON_RESUME |= {f"train.trainer_args.{name}": FREE for name in _FREE_TRAINER_ARGS}
+_ON_RESUME = _KEYS | {f"train.trainer_args.{name}": FREE for name in _FREE_TRAINER_ARGS}
 
 
 def recipe_keys() -> list[str]:
@@ -59,7 +58,7 @@ def recipe_keys() -> list[str]:
 
 
 def _said(key: str) -> OnResume | None:
-    while key and key not in _ON_RESUME:
+    while key and _ON_RESUME.get(key) is None:
         key = key.rpartition(".")[0]
     return _ON_RESUME.get(key)
 
@@ -83,13 +82,13 @@ def differences(old: Any, new: Any, key: str = "") -> list[Change]:
     >>> [str(change) for change in differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}})]
     ['a.c: 2 -> 3']
     """
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        pairs = [(name, old.get(name, MISSING), new.get(name, MISSING)) for name in dict.fromkeys([*old, *new])]
-    elif _are_lists_of_sections(old, new):
-        pairs = [(str(place), *both) for place, both in enumerate(zip(old, new, strict=True))]
-    else:
+    if _are_lists_of_sections(old, new):
+        old, new = ({str(index): one for index, one in enumerate(side)} for side in (old, new))
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
         return [] if old == new and isinstance(old, bool) == isinstance(new, bool) else [Change(key, old, new)]
-    return [change for name, one, other in pairs for change in differences(one, other, f"{key}.{name}".lstrip("."))]
+    names = dict.fromkeys([*old, *new])
+    inner = [differences(old.get(one, MISSING), new.get(one, MISSING), f"{key}.{one}".lstrip(".")) for one in names]
+    return [change for changes in inner for change in changes]
 
 
 def _are_lists_of_sections(old: Any, new: Any) -> bool:
@@ -103,18 +102,13 @@ def recipe_differences(old: Recipe, new: Recipe) -> list[Change]:
 
 
 def not_allowed(changes: Sequence[Change], allowed: Sequence[str]) -> list[Change]:
-    """The changes that a run cannot resume with.
+    """The changes that a run cannot resume with, where train.resume_allow_changes has these keys."""
 
-    Args:
-        changes: From recipe_differences.
-        allowed: train.resume_allow_changes.
-    """
-    return [
-        change
-        for change in changes
-        if change.kind == "fixed"
-        or (change.kind == "named" and not any(f"{change.key}.".startswith(f"{key}.") for key in allowed))
-    ]
+    def is_allowed(change: Change) -> bool:
+        named = any(f"{change.key}.".startswith(f"{key}.") for key in allowed)
+        return change.kind == "free" or (change.kind == "named" and named)
+
+    return [change for change in changes if not is_allowed(change)]
 
 
 def check_allowed_changes(allowed: Sequence[str]) -> None:
@@ -124,11 +118,10 @@ def check_allowed_changes(allowed: Sequence[str]) -> None:
         RecipeError: All of them in one message.
     """
     lines = []
-    sections = {key.rpartition(".")[0] for key in _KEYS} - {"", "eval", "tracking", "data"}
     for key in allowed:
         if key not in _KEYS and not key.startswith("train.trainer_args."):
-            lines.append(f"  {key}: unknown key{did_you_mean(key, sorted(set(_KEYS) - sections))}")
-        elif key in ("train", "model"):
+            lines.append(f"  {key}: unknown key{did_you_mean(key, _KEYS)}")
+        elif _said(key) is None:
             lines.append(f"  {key}: some keys of this section may change and others may not; name the keys")
         elif on_resume(key).kind == "fixed":
             lines.append(f"  {key}: cannot change when a run resumes: {on_resume(key).reason}")

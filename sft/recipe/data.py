@@ -143,11 +143,12 @@ class Data(Section):
 
     @model_validator(mode="after")
     def _packs_hold_any_document(self) -> Data:
-        if self.pack_length is not None and not self.packing:
-            raise ValueError(f"pack_length={self.pack_length} has no effect while packing is false: remove one of them")
-        if self.pack_length is not None and self.pack_length < self.max_length:
+        pack, document = self.pack_length, self.max_length
+        if pack is not None and not self.packing:
+            raise ValueError(f"pack_length={pack} has no effect while packing is false: remove one of them")
+        if pack is not None and pack < document:
             raise ValueError(
-                f"pack_length={self.pack_length} is less than max_length={self.max_length}, so a document may fit in no pack: "
-                f"raise pack_length to {self.max_length} or more, or lower max_length"
+                f"pack_length={pack} is less than max_length={document}, so a document may fit in no pack: raise pack_length to {document} "
+                f"or more, or lower max_length"
             )
         return self

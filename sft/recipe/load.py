@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from sft.credentials import secrets_in
 from sft.errors import RecipeError, did_you_mean
 from sft.recipe.schema import REPOSITORY, SCHEMA_VERSION, Recipe, Section
+from sft.recipe.section import sections_in
 
-_MOST_VALUES = 100_000
-_REMOVED_FINDINGS = ("answer_in_question", "repeated_system", "base64", "carriage_return", "held_out_near")
+_REMOVED_FINDINGS = {"answer_in_question", "repeated_system", "base64", "carriage_return", "held_out_near"}
 """Values that `data.refuse` and `data.allow` once took. Recipes that name them still load, and a line says so."""
 
 
@@ -52,7 +52,13 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), origin: str = "recipe
     Raises:
         RecipeError: All mistakes in one message.
     """
-    _refuse_secrets(text, overrides, origin)
+    if found := secrets_in(text, overrides):
+        lines = "\n".join(f"  {line}" for line in found)
+        raise RecipeError(
+            f"{origin} holds what looks like a token or a key:\n{lines}\nRecipes and overrides are copied into the run's folder, which is "
+            "meant to be shared. Remove it, and log in with `hf auth login` or `wandb login`, or set an environment variable such as "
+            "HF_TOKEN or WANDB_API_KEY."
+        )
     values = _read_yaml(text, origin)
     if not isinstance(values, dict):
         raise RecipeError(f"{origin} is not a valid recipe:\n  it holds {'nothing' if values is None else 'no keys'}")
@@ -61,11 +67,11 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), origin: str = "recipe
     for override in overrides:
         _apply_override(values, override)
     _drop_removed_findings(values, origin)
-    found = values.get("schema_version")
-    if isinstance(found, int) and found != SCHEMA_VERSION:
-        remedy = "Update the program." if found > SCHEMA_VERSION else f"There is no version {found}."
+    version = values.get("schema_version")
+    if isinstance(version, int) and version != SCHEMA_VERSION:
+        remedy = "Update the program." if version > SCHEMA_VERSION else f"There is no version {version}."
         raise RecipeError(
-            f"{origin} is written in schema_version {found}, and this program reads {SCHEMA_VERSION}. {remedy}"
+            f"{origin} is written in schema_version {version}, and this program reads {SCHEMA_VERSION}. {remedy}"
         )
     try:
         # Through JSON, where pydantic's strict mode takes a list for a tuple and an int for a float, and nothing else.
@@ -75,13 +81,11 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), origin: str = "recipe
 
 
 def _drop_removed_findings(values: dict[str, Any], origin: str) -> None:
-    data = values.get("data")
-    if not isinstance(data, dict):
-        return
+    data: Any = values.get("data")
     for key in ("refuse", "allow"):
-        named = data.get(key)
-        if isinstance(named, list) and (gone := [one for one in named if one in _REMOVED_FINDINGS]):
-            data[key] = [one for one in named if one not in _REMOVED_FINDINGS]
+        named = data.get(key) if isinstance(data, dict) else None
+        if isinstance(named, list) and (gone := [one for one in named if str(one) in _REMOVED_FINDINGS]):
+            data[key] = [one for one in named if one not in gone]
             print(f"{origin}: data.{key}: {', '.join(gone)} no longer exists, and is left out.", file=sys.stderr)
 
 
@@ -97,16 +101,6 @@ def find_file(path: str) -> Path:
         return here if here.exists() or not shipped.exists() else shipped
     except (OSError, RuntimeError, ValueError):  # no file can have such a name
         return Path("no such file")
-
-
-def _refuse_secrets(text: str, overrides: Sequence[str], origin: str) -> None:
-    found = secrets_in(text, overrides)
-    if found:
-        raise RecipeError(
-            "\n".join([f"{origin} holds what looks like a token or a key:", *(f"  {line}" for line in found)])
-            + "\nRecipes and overrides are copied into the run's folder, which is meant to be shared. Remove it, and log in with "
-            "`hf auth login` or `wandb login`, or set an environment variable such as HF_TOKEN or WANDB_API_KEY."
-        )
 
 
 class _Loader(yaml.SafeLoader):
@@ -156,30 +150,15 @@ _Loader.add_implicit_resolver(
 
 def _read_yaml(text: str, origin: str) -> Any:
     try:
-        value = yaml.load(text, _Loader)
-        _check_size(value)
-        return value
+        return yaml.load(text, _Loader)  # noqa: S506 (made from SafeLoader)
     except RecipeError as error:
         raise RecipeError(f"{origin} is not a valid recipe:\n  {error}") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise RecipeError(f"{origin} is not valid YAML:\n  {place}{problem}") from None
-    except (ValueError, RecursionError) as error:  # an impossible date, or endless nesting
-        raise RecipeError(f"{origin} is not valid YAML:\n  {error}") from None
-
-
-def _check_size(value: Any) -> None:
-    """Refuse aliases of aliases of aliases: a short text can expand to more values than fit in memory."""
-    waiting, count = [value], 0
-    while waiting:
-        one, count = waiting.pop(), count + 1
-        if count > _MOST_VALUES:
-            raise RecipeError(
-                f"it holds more than {_MOST_VALUES} values: anchors (&) and aliases (*) that repeat each other"
-            )
-        waiting += one.values() if isinstance(one, dict) else one if isinstance(one, list) else []
+        raise RecipeError(f"{origin} is not valid YAML:\n  {place}{error.problem}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # such as an impossible date, or endless nesting
+        raise RecipeError(f"{origin} is not valid YAML:\n  {str(error).splitlines()[0]}") from None
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
@@ -200,12 +179,18 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     section[leaf] = text if plain else _read_yaml(text, f"override {override}")
 
 
+_MISSING = {
+    "schema_version": f"write `schema_version: {SCHEMA_VERSION}` (format of the file)",
+    "version": "write `version: 1` (of this recipe)",
+}
+
+
 def _explain(error: ValidationError) -> list[str]:
     """A line for each mistake, with its key."""
     lines: dict[str, str] = {}
     for problem in error.errors(include_url=False):
         path = _location(problem)
-        where = ".".join(map(str, path)) or "recipe"
+        where = ".".join(path) or "recipe"
         if problem["type"] == "extra_forbidden":
             text = f"unknown key{_hint(path)}"
         elif problem["type"] == "missing":
@@ -220,22 +205,16 @@ def _explain(error: ValidationError) -> list[str]:
     return [f"  {where}: {text}" for where, text in shown.items()]
 
 
-_MISSING = {
-    "schema_version": f"write `schema_version: {SCHEMA_VERSION}` (format of the file)",
-    "version": "write `version: 1` (of this recipe)",
-}
 _UNION_BRANCHES = {"str", "int", "bool", "constrained-int", "constrained-str", "constrained-float"}
 
 
-def _location(problem: Any) -> list[str | int]:
+def _location(problem: Any) -> list[str]:
     """The path of keys to a mistake, without the union branches that pydantic tried (`str`, `tuple[Source, ...]`)."""
-    return [
-        part
-        for place, part in enumerate(problem["loc"], 1)
-        if isinstance(part, int)
-        or (problem["type"] == "extra_forbidden" and place == len(problem["loc"]))  # whatever it is called
-        or not ("[" in part or part in _UNION_BRANCHES)
-    ]
+    path = [str(part) for part in problem["loc"]]
+    # An unknown key stays, whatever it is called.
+    unknown = path[-1:] if problem["type"] == "extra_forbidden" else []
+    known = path[: len(path) - len(unknown)]
+    return [part for part in known if not ("[" in part or part in _UNION_BRANCHES)] + unknown
 
 
 # What other tools, or transformers, call a key.
@@ -256,35 +235,25 @@ _OTHER_NAMES = {
 }
 
 
-def _hint(path: list[str | int]) -> str:
+def _hint(path: list[str]) -> str:
     """What was probably meant by an unknown key."""
-    name, known = str(path[-1]), _known_keys(path)
-    other = _OTHER_NAMES.get(name, "")
-    sections = {section: field.annotation for section, field in Recipe.model_fields.items()}
-    at_home = [
-        section
-        for section, kind in sections.items()
-        if isinstance(kind, type) and issubclass(kind, Section) and name in kind.model_fields
-    ]
+    *parents, name = path
+    schema: type[Section] = Recipe
+    for part in parents:
+        field = schema.model_fields.get(part)
+        schema = next(sections_in(field.annotation), schema) if field else schema
+    known, other = list(schema.model_fields), _OTHER_NAMES.get(name, "")
     if other.split("`")[0] in known:
         hint = f"; here it is `{other}`"
     else:
-        hint = did_you_mean(name, known) or (f"; it belongs to `{at_home[0]}`" if at_home else "")
+        homes = [
+            home
+            for home, field in Recipe.model_fields.items()
+            for section in sections_in(field.annotation)
+            if name in section.model_fields
+        ]
+        hint = did_you_mean(name, known) or (f"; it belongs to `{homes[0]}`" if homes else "")
     return hint if name.isascii() else f"{hint} (as written it is {name!a}, which only looks alike)"
-
-
-def _known_keys(path: list[str | int]) -> list[str]:
-    """The keys of the section in which an unknown one was found."""
-    schema: Any = Recipe
-    for part in path[:-1]:
-        field = schema.model_fields.get(part)
-        if field is None:
-            continue
-        options = [field.annotation]
-        for option in options:  # the list grows while it is read: unions in tuples in unions
-            options += getattr(option, "__args__", ())
-        schema = next((o for o in options if isinstance(o, type) and issubclass(o, Section)), schema)
-    return list(schema.model_fields)
 
 
 def _wrong_value(problem: Any, where: str) -> str:

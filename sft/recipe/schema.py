@@ -136,20 +136,16 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _eval_during_training_needs_full_layers(self) -> Recipe:
-        if self.eval.every_steps is None:
-            return self
-        train, refused = self.train, []
-        if train.tensor_parallel_size > 1:
-            refused.append(f"train.tensor_parallel_size={train.tensor_parallel_size}")
-        if train.sequence_parallel_size > 1:
-            refused.append(f"train.sequence_parallel_size={train.sequence_parallel_size}")
-        if self.model.compile:
+        switches = {
+            f"train.tensor_parallel_size={self.train.tensor_parallel_size}": self.train.tensor_parallel_size > 1,
+            f"train.sequence_parallel_size={self.train.sequence_parallel_size}": self.train.sequence_parallel_size > 1,
             # Each new length would be compiled, until torch gives up on the layer and trains it uncompiled.
-            refused.append("model.compile=true")
-        if refused:
+            "model.compile=true": self.model.compile,
+        }
+        refused = " and ".join(name for name, is_set in switches.items() if is_set)
+        if refused and self.eval.every_steps is not None:
             raise ValueError(
-                f"eval.every_steps={self.eval.every_steps} does not work with {' and '.join(refused)}: remove one of them, and evaluate "
-                "after training"
+                f"eval.every_steps={self.eval.every_steps} does not work with {refused}: remove one of them, and evaluate after training"
             )
         return self
 

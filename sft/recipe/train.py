@@ -64,6 +64,7 @@ class Train(Section):
     base_batch_size: Annotated[int | None, _PEAK] = Field(default=None, gt=0)
     """The batch size you tuned learning_rate for, in the unit of the batch: sequences, or tokens with global_batch_tokens."""
 
+    # A new schedule is a name here, and transformers' name for it in SCHEDULES of sft/train/arguments.py.
     lr_scheduler_type: Annotated[Literal["cosine", "linear", "constant"], _SCHEDULE] = "cosine"
     """Shape of the learning rate after warmup."""
 
@@ -184,24 +185,17 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _one_batch(self) -> Train:
-        if (self.global_batch_size is None) == (self.global_batch_tokens is None):
+        batch, tokens, base = self.global_batch_size, self.global_batch_tokens, self.base_batch_size
+        if (batch is None) == (tokens is None):
             raise ValueError(
                 "give one of global_batch_size (sequences per optimizer step) and global_batch_tokens (tokens), "
-                f"got {self.global_batch_size} and {self.global_batch_tokens}"
+                f"got {batch} and {tokens}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _base_batch_size_with_lr_scaling(self) -> Train:
-        if self.lr_scaling != "none" and self.base_batch_size is None:
+        if self.lr_scaling != "none" and base is None:
+            raise ValueError(f"lr_scaling={self.lr_scaling} needs base_batch_size: set it, or set lr_scaling to none")
+        if self.lr_scaling == "none" and base is not None:
             raise ValueError(
-                f"lr_scaling={self.lr_scaling} needs base_batch_size, the batch size you tuned learning_rate for: set it, or set "
-                "lr_scaling to none"
-            )
-        if self.lr_scaling == "none" and self.base_batch_size is not None:
-            raise ValueError(
-                f"base_batch_size={self.base_batch_size} has no effect while lr_scaling is none: remove it, or set lr_scaling to linear "
-                "or sqrt"
+                f"base_batch_size={base} has no effect while lr_scaling is none: remove it, or set lr_scaling to linear or sqrt"
             )
         return self
 
@@ -211,21 +205,18 @@ class Train(Section):
             raise ValueError("deepspeed=auto is now train.parallel: auto. Remove deepspeed and set that")
         engines = {"parallel": self.parallel, "deepspeed": self.deepspeed, "fsdp": self.fsdp}
         given = [name for name, value in engines.items() if value is not None]
+        tensor, sequence = self.tensor_parallel_size, self.sequence_parallel_size
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} each name the engine: give one of them")
-        if self.tensor_parallel_size > 1 and self.deepspeed is not None:
+        if tensor > 1 and self.deepspeed is not None:
             raise ValueError(
-                f"tensor_parallel_size={self.tensor_parallel_size} does not work with deepspeed={self.deepspeed}: remove one of them"
+                f"tensor_parallel_size={tensor} does not work with deepspeed={self.deepspeed}: remove one of them"
             )
-        if self.sequence_parallel_size > 1 and self.deepspeed is None and self.parallel is None:
+        if sequence > 1 and self.deepspeed is None and self.parallel is None:
             raise ValueError(
-                f"sequence_parallel_size={self.sequence_parallel_size} needs DeepSpeed ZeRO-2 or ZeRO-3: set deepspeed to zero2 or zero3, "
-                "or parallel to auto"
+                f"sequence_parallel_size={sequence} needs DeepSpeed ZeRO-2 or ZeRO-3: set deepspeed to zero2 or zero3, or parallel to auto"
             )
         return self
-
-
-_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
 def parse_duration(text: str) -> int:
@@ -237,9 +228,9 @@ def parse_duration(text: str) -> int:
     >>> parse_duration("23h30m")
     84600
     """
-    seconds = 0
-    if re.fullmatch(r"(\d+d)?(\d+h)?(\d+m)?(\d+s)?", text):
-        seconds = sum(int(number) * _UNITS[unit] for number, unit in re.findall(r"(\d+)([dhms])", text))
-    if not seconds:
+    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text)
+    days, hours, minutes, seconds = (int(number or 0) for number in match.groups()) if match else (0, 0, 0, 0)
+    total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if not total:
         raise ValueError(f"{text!r} is no duration: write days, hours, minutes and seconds, such as 23h30m")
-    return seconds
+    return total

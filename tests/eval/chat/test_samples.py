@@ -8,7 +8,7 @@ import pytest
 import yaml
 from transformers import GenerationConfig
 
-from eval.chat.model import Asker, load_asker, load_weights
+from eval.chat.model import ChatFormat, load_format, load_weights
 from eval.chat.samples import answer_limit, answer_prompts, chat, main, prompts_of
 from eval.models.target import Target
 from eval.reference import Reference, load_reference
@@ -48,26 +48,28 @@ def test_both_models_answer_and_the_same_again(run: Run, capsys: pytest.CaptureF
 
 
 @pytest.fixture(scope="module")
-def tuned(reference: Reference) -> tuple[Any, Asker]:
-    asker = load_asker(reference)
-    return load_weights(Target("tuned", reference.path), reference, asker, Evaluation()), asker
+def tuned(reference: Reference) -> tuple[Any, ChatFormat]:
+    chat_format = load_format(reference)
+    return load_weights(Target("tuned", reference.path), reference, chat_format, Evaluation()), chat_format
 
 
-def test_answers_of_a_batch_are_those_of_each_prompt_alone(tuned: tuple[Any, Asker]) -> None:
+def test_answers_of_a_batch_are_those_of_each_prompt_alone(tuned: tuple[Any, ChatFormat]) -> None:
     """Padding is not seen."""
-    model, asker = tuned
+    model, chat_format = tuned
     texts = ["A", "Please book 4 bus tickets to Rome for Uma, leaving Sunday"]
-    prompts = [asker.render([{"role": "user", "content": text}]) for text in texts]
-    together = answer_prompts(model, asker, prompts, 12, 0)
-    assert together == [answer_prompts(model, asker, [prompt], 12, 0)[0] for prompt in prompts]
+    prompts = [chat_format.render([{"role": "user", "content": text}]) for text in texts]
+    together = answer_prompts(model, chat_format, prompts, 12, 0)
+    assert together == [answer_prompts(model, chat_format, [prompt], 12, 0)[0] for prompt in prompts]
     assert together[0] != together[1]
 
 
-def test_a_saved_sampling_draws_the_same_each_time(tuned: tuple[Any, Asker]) -> None:
-    model, asker = tuned
-    asker = replace(asker, generation_config=GenerationConfig(do_sample=True, eos_token_id=[2, 0], pad_token_id=0))
-    prompts = [asker.render([{"role": "user", "content": "A"}])]
-    drawn = [answer_prompts(model, asker, prompts, 12, seed)[0]["text"] for seed in (0, 0, 1)]
+def test_a_saved_sampling_draws_the_same_each_time(tuned: tuple[Any, ChatFormat]) -> None:
+    model, chat_format = tuned
+    chat_format = replace(
+        chat_format, generation_config=GenerationConfig(do_sample=True, eos_token_id=[2, 0], pad_token_id=0)
+    )
+    prompts = [chat_format.render([{"role": "user", "content": "A"}])]
+    drawn = [answer_prompts(model, chat_format, prompts, 12, seed)[0]["text"] for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
@@ -94,11 +96,11 @@ def test_a_system_prompt_that_the_template_drops_is_refused(run: Run) -> None:
 
 
 def test_answers_are_as_long_as_the_context_has_room(run: Run) -> None:
-    asker = load_asker(load_reference(str(run.final), None, False))
-    assert answer_limit(asker, [[1] * 1000, [1]], 512) == 24
-    assert answer_limit(asker, [[1]], 512) == 512
+    chat_format = load_format(load_reference(str(run.final), None, False))
+    assert answer_limit(chat_format, [[1] * 1000, [1]], 512) == 24
+    assert answer_limit(chat_format, [[1]], 512) == 512
     with pytest.raises(EvaluationError, match="1024 tokens leaves no room"):
-        answer_limit(asker, [[1] * 1024], 512)
+        answer_limit(chat_format, [[1] * 1024], 512)
 
 
 def test_the_system_prompt_of_the_recipe_begins_each_conversation_without_one(

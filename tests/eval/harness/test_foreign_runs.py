@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from eval.chat.model import choose
+from eval.chat.model import find_model
 from eval.chat.samples import main as chat_main
 from eval.run import CONSENTS, SENDS, main, parse_evaluation
 from eval.sandbox.metric import score_code_within_limits
@@ -67,7 +67,7 @@ def test_a_runs_own_consents_count_only_in_the_evaluation_of_its_training(
 
 def choose_checkpoint(words: list[str]) -> object:
     """As scripts/chat.sh does."""
-    return choose(words[0], checkpoint=9, trust_remote_code="--trust-remote-code" in words)
+    return find_model(words[0], checkpoint=9, trust_remote_code="--trust-remote-code" in words)
 
 
 TRUSTED = {

@@ -2,11 +2,11 @@ import json
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
-from transformers import get_scheduler
+from transformers import SchedulerType, get_scheduler
 from trl import SFTConfig
 
 from sft.checkpoint.final import save_weights
@@ -14,6 +14,7 @@ from sft.errors import RecipeError
 from sft.launch.job import open_job
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.job import Job
+from sft.recipe.train import Train
 from sft.run.directory import Run
 from sft.train.arguments import (
     SCHEDULES,
@@ -95,7 +96,11 @@ def test_the_learning_rate_rises_and_then_has_the_recipes_shape(
     assert rates[-1] == pytest.approx(end, abs=1e-9)
     middle = {"cosine": (1e-3 + end) / 2, "linear": 5e-4, "constant": 1e-3}[name]
     assert rates[60] == pytest.approx(middle)
-    assert set(SCHEDULES) == {"cosine", "linear", "constant"}
+
+
+def test_every_schedule_of_the_recipe_is_one_of_transformers() -> None:
+    assert set(get_args(Train.model_fields["lr_scheduler_type"].annotation)) == set(SCHEDULES)
+    assert {SchedulerType(name) for name in SCHEDULES.values()}
 
 
 def test_other_fields_of_sftconfig_go_through(make_job: MakeJob, tmp_path: Path) -> None:
