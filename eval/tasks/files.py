@@ -206,7 +206,7 @@ class LocalTasks:
         if path in including:
             raise EvaluationError(f"{path} is not a valid task file: it includes itself.")
         try:
-            config = yaml.load(path.read_text(encoding="utf-8"), _TextLoader)
+            config = yaml.load(path.read_text(encoding="utf-8"), _TextLoader)  # noqa: S506 (made from SafeLoader)
         except (OSError, UnicodeDecodeError) as error:
             raise EvaluationError(f"The task file {path} cannot be read: {error}.") from None
         except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -1,121 +1,67 @@
-"""Find micro-batch and checkpointing by measuring: the fastest that fits, on this machine, with the real engine.
+"""Choose micro-batch size and gradient checkpointing by measuring: the fastest that fits, on this machine, with the real engine.
 
-Started by the launcher where the recipe leaves one of them `auto` and there is a GPU; by hand anywhere:
+    python -m sft.launch.auto_tune recipes/tiny.yaml      by hand, on as many processes as the launcher starts (NPROC)
 
-python -m sft.launch.auto_tune recipes/tiny.yaml                      as many processes as the launcher starts (NPROC)
-python -m sft.launch.auto_tune recipes/tiny.yaml --memory-gib 2       what if one process might use so much: told, and not gone by
-
-What does not fit ends the process that finds it out: an engine is not to be trusted after that, and the other ranks wait for
-one that will not come. The next process goes on behind it.
+A start does it if the recipe leaves one of the two `auto` and there is a GPU. Running out of memory ends the processes that measure, since
+no engine can be trusted after that; the next processes read the journal and try what is left.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict
 
 from sft.data.prepared import Prepared
 from sft.errors import EXIT_USER_ERROR
+from sft.hub.pins import pinned
 from sft.launch.checks import job_and_topology
-from sft.launch.job import open_job
+from sft.launch.job import command_of, open_job, parse_command_line
 from sft.launch.prepare import prepared_data
+from sft.launch.rank import check_with_frameworks, enter
 from sft.launch.topology import read_topology
-from sft.launch.tuning_result import (
-    PASSES,
-    Candidate,
-    answer_file,
-    candidates,
-    find_answer,
-    is_searched,
-    read_journal,
-    worst,
-    write_answer,
-)
+from sft.launch.tuning_result import Trial, find_result, is_tuned, read_journal, result_file, write_result
 from sft.parallel import process_group as distributed
 from sft.plan.job import Job
-from sft.plan.plan import Decision
-from sft.plan.precision import resolve_gradients
 from sft.program import run_main
 
-
-def main(argv: Sequence[str]) -> None:
-    """Search, with processes of its own; or, as one of them, measure."""
-    arguments = parse_command_line(argv)
-    hardware = distributed.job_hardware() if arguments.rank else None
-    if hardware is None:
-        job, _ = job_and_topology(Path(arguments.recipe), arguments.overrides)
-        prepared = prepared_data(job.recipe, job.model, [str(job.recipe_path), *job.overrides])
-        if not is_searched(job):
-            print("Nothing to search: the recipe or its DeepSpeed file gives micro-batch and checkpointing.")
-            return
-        search(job, prepared, arguments.memory_gib)
-        found = find_answer(job, prepared, arguments.memory_gib)
-        assert found is not None
-        if found.micro_batch_size is None or found.gradient_checkpointing is None:
-            print(f"Arithmetic decides: {found.reason}.")
-        else:
-            print(f"{Candidate(found.gradient_checkpointing, found.micro_batch_size).words}; {found.reason}.")
-        return
-    measure(open_job(Path(arguments.recipe), arguments.overrides, hardware), arguments.memory_gib)
+RANK = "--rank"
+"""On the command line: this process is one of those that measure."""
 
 
-def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
-    """Recipe, overrides and switches."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sft.launch.auto_tune", description="Measure what fits and is fastest here."
-    )
-    parser.add_argument("recipe")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--memory-gib", type=float, help="what one process may use (default: 92 %% of what there is)")
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_intermixed_args([word for word in argv if not word.startswith("--local_rank")])
-    if arguments.memory_gib is not None and not arguments.memory_gib > 0:
-        parser.error(f"--memory-gib {arguments.memory_gib:g}: give a number of GiB greater than 0")
-    return arguments
+def auto_tune(job: Job, prepared: Prepared) -> None:
+    """Have as many processes as the training measure, and leave the result for the plan.
 
-
-def search(job: Job, prepared: Prepared, memory_gib: float | None = None) -> None:
-    """Have as many processes as the training measure, and leave the answer for the plan.
-
-    A search that fails says so in its answer, and the plan goes by arithmetic.
+    A search that fails says so in its result, and the plan goes by arithmetic.
 
     Args:
         job: The recipe on this machine.
         prepared: Its data.
-        memory_gib: What one process may use; None for nearly all there is.
     """
-    answer = answer_file(job, prepared, memory_gib)
-    journal = answer.with_suffix(".jsonl")
-    answer.parent.mkdir(parents=True, exist_ok=True)
+    file = result_file(job, prepared)
+    journal = file.with_suffix(".jsonl")
+    file.parent.mkdir(parents=True, exist_ok=True)
     journal.unlink(missing_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, job.hardware.cpu_cores // job.hardware.ranks_per_node)))
-    print("Measuring which micro-batch and checkpointing are fastest here; the answer is kept.", flush=True)
-    program = ["-m", "sft.launch.auto_tune", "--rank", str(job.recipe_path), *job.overrides]
-    program += [] if memory_gib is None else ["--memory-gib", str(memory_gib)]
-    while True:
-        before = len(worst(read_journal(journal)))
-        status = _run(program)
-        if status == 0:
-            return
-        measured = worst(read_journal(journal))
-        if status == EXIT_USER_ERROR:  # told by the rank; the training would tell it again
+    print("Measuring which micro-batch and checkpointing are fastest here; the result is kept.", flush=True)
+    failures = 0
+    while status := _run_ranks(["-m", "sft.launch.auto_tune", RANK, *command_of(job)]):
+        if status == EXIT_USER_ERROR:  # a rank has reported it
             raise SystemExit(status)
-        if len(measured) > before and measured[-1].seconds_per_token is None:
-            continue
-        reason = f"its processes ended with status {status}"
-        print(f"The search failed: {reason}. Micro-batch and checkpointing follow from arithmetic.", flush=True)
-        write_answer(answer, job.hardware.device, 0.0, measured, reason)
-        return
+        measured, before = read_journal(journal), failures
+        failures = sum(one.seconds_per_token is None for one in measured)
+        if failures == before:
+            reason = f"its processes ended with status {status}"
+            print(f"Auto-tuning failed: {reason}. Micro-batch and checkpointing follow from arithmetic.", flush=True)
+            write_result(file, job.hardware.device, 0.0, measured, reason)
+            return
 
 
-def _run(program: Sequence[str]) -> int:
+def _run_ranks(program: Sequence[str]) -> int:
     """Start the ranks as a training does, and wait for them; they end with this process."""
     topology = json.dumps(asdict(read_topology()) | {"slurm": None})
     command = [sys.executable, "-m", "sft.launch.torchrun", topology, "0", "0", *program]
@@ -127,48 +73,42 @@ def _run(program: Sequence[str]) -> int:
             raise
 
 
-def measure(job: Job, memory_gib: float | None) -> None:
-    """One rank's part: train on the longest sequences, a candidate each step, until there is none left."""
-    from sft.data.tokenizer import load_tokenizer
-    from sft.hub.pins import pinned
-    from sft.launch.rank import check_with_frameworks, enter
-
+def measure(job: Job) -> None:
+    """Train on the longest sequences as one of the ranks, a trial each step, until none is left."""
     enter(job)
-    from sft.launch.trials import Steps
+    from sft.data.tokenizer import load_tokenizer
+    from sft.launch.trials import Trials
 
     tokenizer = load_tokenizer(pinned(job.recipe, job.model))
     check_with_frameworks(job)
-    prepared = distributed.from_rank_0(lambda: prepared_data(job.recipe, job.model, list(job.overrides)))
-    answer = answer_file(job, prepared, memory_gib)
-    steps = Steps(to_measure(job), prepared, tokenizer, memory_gib, answer.with_suffix(".jsonl"), candidates(job))
-    steps.run()
+    prepared = distributed.from_rank_0(lambda: prepared_data(job.recipe, job.model, command_of(job)))
+    file = result_file(job, prepared)
+    trials = Trials(job, prepared, tokenizer, file.with_suffix(".jsonl"))
+    trials.run()
     with distributed.barrier_at_end():
         if distributed.is_rank_0():
-            write_answer(answer, job.hardware.device, steps.limit, steps.measured)
+            write_result(file, job.hardware.device, trials.limit, trials.measured)
     distributed.leave_group()
 
 
-def to_measure(job: Job) -> Job:
-    """The job as it is measured: no checkpoints, logs or trackers, and passes that follow one another without end."""
-    modes, _ = candidates(job)
-    train = job.recipe.train.model_copy(update={"save_steps": 10**9, "logging_steps": 10**9})
-    tracking = job.recipe.tracking.model_copy(update={"report_to": ()})
-    plan = replace(
-        job.plan,
-        micro_batch_size=Decision(1, "the search"),
-        gradient_accumulation_steps=Decision(PASSES, "the search"),
-        # What gradients take where a step has several micro-batches; a step of one may take less.
-        gradients=resolve_gradients(
-            job.recipe, job.hardware, job.model, job.deepspeed, job.plan.precision.value, PASSES
-        ),
-        gradient_checkpointing=Decision(modes[0], "the search"),
-        max_steps=Decision(10**6, "the search"),
-    )
-    deepspeed = job.deepspeed
-    if deepspeed is not None:
-        deepspeed = replace(deepspeed, config=deepspeed.config | {"train_batch_size": "auto"})
-    recipe = job.recipe.model_copy(update={"train": train, "tracking": tracking})
-    return replace(job, recipe=recipe, plan=plan, deepspeed=deepspeed)
+def main(argv: Sequence[str]) -> None:
+    """Tune for a recipe and print the result; or measure, as one of the ranks."""
+    if RANK in argv:
+        words = [word for word in argv if word != RANK]
+        measure(open_job(*parse_command_line(words, "sft.launch.auto_tune"), distributed.job_hardware()))
+        return
+    job, _ = job_and_topology(*parse_command_line(argv, "sft.launch.auto_tune"))
+    if not is_tuned(job):
+        print("Nothing to tune: the recipe or its DeepSpeed file gives micro-batch and checkpointing.")
+        return
+    prepared = prepared_data(job.recipe, job.model, command_of(job))
+    auto_tune(job, prepared)
+    found = find_result(job, prepared)
+    assert found is not None
+    if found.micro_batch_size is None or found.gradient_checkpointing is None:
+        print(f"Arithmetic decides: {found.reason}.")
+    else:
+        print(f"{Trial(found.gradient_checkpointing, found.micro_batch_size).name}; {found.reason}.")
 
 
 if __name__ == "__main__":

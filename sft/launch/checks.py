@@ -1,4 +1,4 @@
-"""Mistakes of launching that would otherwise train something else, or hang. Imports no torch."""
+"""Refuse mistakes of launching that would otherwise train something else, or hang. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import os
 import re
 import socket
 import tomllib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.metadata import distributions
 from pathlib import Path
 
-from sft.errors import PlanError, PreflightError
+from sft.errors import PlanError
 from sft.launch.job import open_job
 from sft.launch.topology import Topology, read_topology
 from sft.plan.hardware import detect_hardware, unknown_gpus, whole_number
@@ -62,59 +61,34 @@ def check_started_once() -> None:
             )
 
 
-def check_visible_gpus() -> None:
-    """Refuse names of GPUs that are not there: CUDA would use those before the first of them, and say nothing.
-
-    Raises:
-        PlanError: CUDA_VISIBLE_DEVICES names such a GPU.
-    """
+def _check_visible_gpus() -> None:
+    # CUDA would silently use those before the first unknown one.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     unknown, count = unknown_gpus()
-    named = [entry.strip() for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()]
+    named = [entry.strip() for entry in visible.split(",") if entry.strip()]
     if count and len(set(named)) < len(named):
-        raise PlanError(f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} names a GPU twice. Name each once.")
+        raise PlanError(f"CUDA_VISIBLE_DEVICES={visible} names a GPU twice. Name each once.")
     if unknown:
         there = f"{count} GPU{'s' if count > 1 else ''}, number 0" + (f" to {count - 1}" if count > 1 else "")
         raise PlanError(
-            f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}: there is no GPU {', '.join(unknown)} here; this machine has "
-            f"{there}. Name those that are there, or unset it for all."
+            f"CUDA_VISIBLE_DEVICES={visible}: there is no GPU {', '.join(unknown)} here; this machine has {there}. Name those that are "
+            "there, or unset it for all."
         )
 
 
 def job_and_topology(recipe: Path, overrides: Sequence[str]) -> tuple[Job, Topology]:
-    """The recipe on this machine, with as many processes as the environment asks for."""
-    check_visible_gpus()
+    """The recipe on this machine, with as many processes as the environment asks for.
+
+    Raises:
+        UserError: The environment or the recipe is wrong.
+    """
+    _check_visible_gpus()
     topology = read_topology()
     return open_job(recipe, overrides, detect_hardware(topology.ranks, topology.per_node)), topology
 
 
-def check_address(topology: Topology) -> None:
-    """Refuse a name of the first machine that nobody knows, at once. In Kubernetes such a name may take a minute to be known.
-
-    Raises:
-        PlanError: It has no address.
-    """
-    if topology.nodes == 1 or "KUBERNETES_SERVICE_HOST" in os.environ or "PET_NNODES" in os.environ:
-        return
-    try:
-        socket.getaddrinfo(topology.master_address, topology.master_port)
-    except OSError as error:
-        raise PlanError(
-            f"MASTER_ADDR={topology.master_address}: no address is known for that name here ({error.strerror}). Set it to the first "
-            "machine's name or address, as this machine sees it (on the first: hostname -I)."
-        ) from None
-
-
-@contextmanager
-def told_of_slurm(topology: Topology) -> Iterator[None]:
-    """Add to a refusal what Slurm has said of the machines, which the user did not set and may not know of."""
-    try:
-        yield
-    except (PlanError, PreflightError) as error:
-        raise type(error)(f"{error}\n{topology.slurm}") if topology.slurm else error from None
-
-
 def check_rank_variables() -> None:
-    """Refuse a part of the variables that a launcher sets: the ranks would never meet, or train alone.
+    """Refuse an incomplete set of a launcher's variables: the ranks would never meet, or each would train alone.
 
     Raises:
         PlanError: One is missing or does not fit.
@@ -130,8 +104,8 @@ def check_rank_variables() -> None:
         )
     whole_number("LOCAL_WORLD_SIZE", 1, 1)
     whole_number("LOCAL_RANK", 0, 0)
+    whole_number("RANK", 0, 0, ranks - 1)
     if ranks == 1:
-        whole_number("RANK", 0, 0, 0)
         return
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
@@ -139,11 +113,11 @@ def check_rank_variables() -> None:
             f"WORLD_SIZE={ranks}, and {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set. A launcher sets them in each "
             "process: bash scripts/sft.sh, or torchrun --nproc-per-node N -m sft.train. For a single process unset WORLD_SIZE."
         )
-    whole_number("RANK", 0, 0, ranks - 1)
     there = [name for _, name in socket.if_nameindex()]
-    unknown = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name.strip() not in ("", *there)]
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    unknown = [name for name in named.split(",") if name.strip() not in ("", *there)]
     if unknown:
         raise PlanError(
-            f"GLOO_SOCKET_IFNAME={os.environ['GLOO_SOCKET_IFNAME']}: {socket.gethostname()} has no network interface {unknown[0]}. It has "
-            f"{', '.join(there)}. Set one of them, or unset it."
+            f"GLOO_SOCKET_IFNAME={named}: {socket.gethostname()} has no network interface {unknown[0]}. It has {', '.join(there)}. Set "
+            "one of them, or unset it."
         )

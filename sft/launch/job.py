@@ -1,7 +1,6 @@
 """Opens a job: checks the recipe, its model, data and tasks on this machine, and plans, before anything heavy is imported.
 
-The launcher opens it to answer a mistake in a second or two, and each rank opens it again, since it may have been started by
-hand.
+The launcher opens it to report a mistake within a second or two, and each rank opens it again, since it may have been started by hand.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from eval.models.backends import check_backend
 from eval.tasks.suites import check_tasks
 from sft.data.facts import inspect_data
 from sft.data.tokenizer import check_tokenizer_choice
-from sft.errors import EvaluationError, ModelError, RunError
+from sft.errors import EvaluationError, ModelError, RecipeError, RunError
 from sft.hub.model_facts import ModelFacts, inspect_model
 from sft.hub.names import model_path
 from sft.plan.batch import check_batch
@@ -28,87 +27,26 @@ from sft.recipe.schema import Recipe
 from sft.run.directory import check_names
 
 
-def check_output_dir(recipe: Recipe) -> None:
-    """Refuse a place for the run that cannot be written.
+def parse_command_line(argv: Sequence[str], module: str) -> tuple[Path, list[str]]:
+    """The recipe's path and the overrides.
 
     Raises:
-        RunError: It is a file, or belongs to somebody else.
+        RecipeError: The first word is no path.
     """
-    if re.search(r"\$\{?\w", recipe.output_dir):
-        raise RunError(
-            f"output_dir={recipe.output_dir}: variables are not expanded in a recipe. Write the path, or give it on the command line, "
-            'where the shell expands it: output_dir="$SCRATCH/runs".'
-        )
-    folder = Path(recipe.output_dir)
-    try:
-        folder = folder.expanduser().resolve()
-        while not folder.exists():
-            folder = folder.parent
-        # By making something: permissions do not tell of /proc, a quota, or a server that gives root no rights.
-        Path(mkdtemp(prefix=".writable-", dir=folder)).rmdir()
-    except (OSError, RuntimeError, ValueError) as error:
-        why = "is not a folder" if isinstance(error, NotADirectoryError) else f"cannot be written ({_reason(error)})"
-        raise RunError(
-            f"output_dir={recipe.output_dir}: {folder} {why}. Set output_dir to a place that can be written."
-        ) from None
+    # The deepspeed launcher adds --local_rank=N; the environment says the same.
+    words = [word for word in argv if not word.startswith("--local_rank")]
+    if not words or words[0].startswith("-") or "=" in words[0]:
+        raise RecipeError(f"usage: python -m {module} RECIPE [key=value ...]")
+    return Path(words[0]), words[1:]
 
 
-def _reason(error: Exception) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-
-
-def open_recipe(recipe_path: Path, overrides: Sequence[str], to_run: bool = True) -> tuple[Recipe, Path, ModelFacts]:
-    """A recipe, the file it is in, and its model: what the preparation of the data needs, on whatever machine.
-
-    Raises:
-        UserError: The recipe, its output_dir, chat template or model is wrong.
-    """
-    recipe, path = _checked_recipe(recipe_path, overrides)
-    return recipe, path, _checked_model(recipe, to_run)
-
-
-def _checked_recipe(recipe_path: Path, overrides: Sequence[str]) -> tuple[Recipe, Path]:
-    path = find_file(str(recipe_path))
-    recipe = load_recipe(path, overrides)
-    check_names(path, recipe.tracking.run_name)
-    check_output_dir(recipe)
-    check_tokenizer_choice(recipe)
-    return recipe, path
-
-
-def _checked_model(recipe: Recipe, to_run: bool) -> ModelFacts:
-    model = inspect_model(recipe, download=to_run)
-    if to_run and model.model_type is None:
-        raise ModelError(
-            f"model.name_or_path={recipe.model.name_or_path}: there is no such folder here, it is not in the hub's cache, and the "
-            "hub does not answer. Download it where there is a network (hf download), or give a local folder."
-        )
-    return model
-
-
-def check_tasks_during(recipe: Recipe) -> None:
-    """Find the tasks that are measured during the training.
-
-    Raises:
-        EvaluationError: One is missing, or runs generated code.
-    """
-    if recipe.eval.during is None:
-        return
-    try:
-        check_tasks(recipe.eval.during, Path(recipe.output_dir))
-    except EvaluationError as error:
-        raise EvaluationError(
-            "eval.every_steps: during the training no generated code is run, whatever eval.confirm_run_unsafe_code says. eval.every_tasks "
-            f"names what is measured then.\n{error}"
-            if "Python code" in str(error)
-            else f"eval.every_steps: {error}"
-        ) from None
+def command_of(job: Job) -> list[str]:
+    """The recipe's path and the overrides, as on a command line."""
+    return [str(job.recipe_path), *job.overrides]
 
 
 def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to_run: bool = True) -> Job:
-    """Check everything that can be checked before the data is prepared, and plan.
-
-    What needs no import of torch comes first, so that most mistakes cost a second.
+    """Check everything that can be checked before the data is prepared, and plan; what imports no torch comes first.
 
     Args:
         recipe_path: The YAML.
@@ -130,3 +68,74 @@ def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to
     deepspeed = open_deepspeed(recipe, hardware, model)
     plan = resolve_plan(recipe, hardware, model, data, deepspeed)
     return Job(recipe, path, tuple(overrides), hardware, model, deepspeed, plan)
+
+
+def open_recipe(recipe_path: Path, overrides: Sequence[str]) -> tuple[Recipe, Path, ModelFacts]:
+    """A recipe, the file it is in, and its model: what preparing the data needs, on whatever machine.
+
+    Raises:
+        UserError: The recipe, its output_dir, chat template or model is wrong.
+    """
+    recipe, path = _checked_recipe(recipe_path, overrides)
+    return recipe, path, _checked_model(recipe, to_run=True)
+
+
+def _checked_recipe(recipe_path: Path, overrides: Sequence[str]) -> tuple[Recipe, Path]:
+    path = find_file(str(recipe_path))
+    recipe = load_recipe(path, overrides)
+    check_names(path, recipe.tracking.run_name)
+    _check_output_dir(recipe.output_dir)
+    check_tokenizer_choice(recipe)
+    return recipe, path
+
+
+def _checked_model(recipe: Recipe, to_run: bool) -> ModelFacts:
+    model = inspect_model(recipe, download=to_run)
+    if to_run and model.model_type is None:
+        raise ModelError(
+            f"model.name_or_path={recipe.model.name_or_path}: there is no such folder here, it is not in the hub's cache, and the "
+            "hub does not answer. Download it where there is a network (hf download), or give a local folder."
+        )
+    return model
+
+
+def _check_output_dir(output_dir: str) -> None:
+    if re.search(r"\$\{?\w", output_dir):
+        raise RunError(
+            f"output_dir={output_dir}: variables are not expanded in a recipe. Write the path, or give it on the command line, "
+            'where the shell expands it: output_dir="$SCRATCH/runs".'
+        )
+    folder = Path(output_dir)
+    try:
+        folder = folder.expanduser().resolve()
+        while not folder.exists():
+            folder = folder.parent
+        # Permissions do not tell of /proc, a quota, or a server that gives root no rights: make something.
+        Path(mkdtemp(prefix=".writable-", dir=folder)).rmdir()
+    except NotADirectoryError:
+        why = "is not a folder"
+    except (OSError, RuntimeError, ValueError) as error:
+        why = f"cannot be written ({getattr(error, 'strerror', None) or error})"
+    else:
+        return
+    raise RunError(f"output_dir={output_dir}: {folder} {why}. Set output_dir to a place that can be written.")
+
+
+def check_tasks_during(recipe: Recipe) -> None:
+    """Find the tasks that are measured during the training.
+
+    Raises:
+        EvaluationError: One is missing, or runs generated code.
+    """
+    if recipe.eval.during is None:
+        return
+    try:
+        check_tasks(recipe.eval.during, Path(recipe.output_dir))
+    except EvaluationError as error:
+        why = f"eval.every_steps: {error}"
+        if "Python code" in str(error):
+            why = (
+                "eval.every_steps: during the training no generated code is run, whatever eval.confirm_run_unsafe_code says. "
+                f"eval.every_tasks names what is measured then.\n{error}"
+            )
+        raise EvaluationError(why) from None

@@ -1,39 +1,307 @@
-"""Open a run: its data, its directory, and the checkpoint it resumes from. Rank 0 does it for all."""
+"""Open the run of a job: a new one, or the unfinished one that it resumes, or refuse. Rank 0 does it for all.
+
+A start resumes the latest run of its recipe, or the one that tracking.run_name names, if that is unfinished. A recipe that has changed
+meanwhile resumes only where that is allowed (sft/recipe/changes.py). A finished run is never overwritten.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import fcntl
+import os
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import join
 from typing import Any
 
 from sft import signals
-from sft.checkpoint.resume import Choice, ResumePlan, choose_checkpoint, lost_lines, resolve_resume
-from sft.data.prepared import Prepared
-from sft.errors import RunError
-from sft.files import write_json
-from sft.launch.prepare import command_of, prepared_data
-from sft.launch.rerun import check_same_data, original_run
-from sft.launch.run_directory import (
-    broken_latest,
-    check_start,
-    claim_directory,
-    decisions_of,
-    keep_recipe,
-    other_unfinished,
-    recipe_changes,
-    unfinished_run,
+from sft.checkpoint.manifest import read_manifest
+from sft.checkpoint.resume import (
+    Choice,
+    ResumePlan,
+    choose_checkpoint,
+    lost_lines,
+    resolve_resume,
 )
-from sft.launch.tuning_result import find_answer
+from sft.data.prepared import Prepared
+from sft.errors import RecipeError, RunError
+from sft.files import read_json, remove, write_json
+from sft.launch.job import command_of
+from sft.launch.prepare import prepared_data
+from sft.launch.rerun import check_same_data
+from sft.launch.tuning_result import find_result
 from sft.parallel import process_group as distributed
 from sft.plan.job import Job, keep_decisions
-from sft.plan.plan import TuningResult
-from sft.recipe.changes import Change, differences
-from sft.run.directory import Run
+from sft.recipe.changes import Change, check_allowed_changes, differences, not_allowed, recipe_differences
+from sft.recipe.schema import Recipe
+from sft.run.directory import EVALUATION_LEFT, INCOMPLETE, LATEST, Run, check_beside_latest
 from sft.run.record import InterruptibleRun, installed_versions, record_start
-from sft.run.trust import base_changes
+from sft.run.trust import OWN_RUN, base_changes
 from sft.terminal import forget_failure
 
-_ANEW = "start anew with train.resume=never."
+_NEW_RUN = "start a new run with train.resume=never"
+
+
+# Which run.
+
+
+def runs_folder(job: Job) -> Path:
+    """Where the runs of a recipe are: <output_dir>/<recipe>."""
+    return Path(job.recipe.output_dir).expanduser().resolve() / job.name
+
+
+def unfinished_run(job: Job) -> Run | None:
+    """The run that a start resumes, if there is one.
+
+    Raises:
+        RunError: It has checkpoints, and the recipe differs from the one that it was started with.
+    """
+    own = _own_run()
+    run = own or Run(runs_folder(job) / (job.recipe.tracking.run_name or LATEST))
+    if not (own or _may_resume(job.recipe)) or not (run.path / "run.json").is_file():
+        return None
+    run = Run(run.path.resolve())
+    trained = run.record.get("evaluation") in EVALUATION_LEFT
+    if run.record["status"] == "finished" and not trained:
+        return None
+    check_beside_latest(run.path, runs_folder(job))
+    changes = recipe_changes(run, job.recipe)
+    # If only the evaluation is left, no change of the training could take effect.
+    refused = not_allowed(changes, () if trained else job.recipe.train.resume_allow_changes)
+    if not refused:
+        return run
+    if not (trained or run.all_checkpoints()) or (_is_claimed(run) and job.recipe.tracking.run_name is None):
+        return None
+    raise RunError(_explain(run, changes, refused, trained))
+
+
+def _may_resume(recipe: Recipe) -> bool:
+    # `never` is for the first start: a restart after a failure resumes, and so does a job that Slurm has requeued.
+    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    return recipe.train.resume != "never" or any(os.environ.get(name, "0") != "0" for name in counts)
+
+
+def _own_run() -> Run | None:
+    """The run that this same job opened before its launcher restarted it; another start may have made a newer one meanwhile."""
+    folder = os.environ.get(OWN_RUN)
+    return Run(Path(folder)) if folder and (Path(folder) / "run.json").is_file() else None
+
+
+def broken_latest(job: Job) -> str | None:
+    """A warning if `latest` points nowhere, so that a start resumes no run."""
+    link = runs_folder(job) / LATEST
+    if job.recipe.tracking.run_name or not _may_resume(job.recipe) or not link.is_symlink() or link.exists():
+        return None
+    return f"{link} leads to {link.readlink()}, which is not there: it was moved, renamed or removed. Bring it back to resume it."
+
+
+def recipe_changes(run: Run, recipe: Recipe) -> list[Change]:
+    """What differs between the recipe that a run was last trained with and this one.
+
+    Raises:
+        RunError: This program cannot read the run's.
+    """
+    try:
+        values = _recipe_of_newest(run) or run.record.get("recipe_values")
+        then = Recipe.model_validate(values, strict=False) if values else run.recipe()
+    except (RecipeError, ValueError) as error:
+        raise RunError(
+            f"{run.path} is unfinished, and was started by another version of this program, whose recipe this one does not read: {error}. "
+            f"Resume with that version, or {_NEW_RUN}."
+        ) from None
+    commit = run.record.get("base_model", {}).get("revision")
+    # To name the commit that it was started with changes nothing.
+    return [
+        change
+        for change in recipe_differences(then, recipe)
+        if change.key != "model.revision" or change.new not in (None, commit)
+    ]
+
+
+def _recipe_of_newest(run: Run) -> dict[str, Any] | None:
+    """What the newest checkpoint was trained with: a later session may have ended before it wrote one."""
+    for checkpoint in run.all_checkpoints():
+        with suppress(ValueError):
+            found: dict[str, Any] | None = read_manifest(checkpoint).get("recipe")
+            return found
+    return None
+
+
+def _explain(run: Run, changes: list[Change], refused: list[Change], trained: bool) -> str:
+    it = "it" if len(refused) == 1 else "them"
+    if trained:
+        first = f"{run.path} is trained, its evaluation is not complete, and this start differs from it:"
+        lines = [first, *(f"  {change}" for change in refused)]
+        return "\n".join([*lines, f"Change {it} back to resume the evaluation, or {_NEW_RUN}."])
+    lines = [f"{run.path} is unfinished ({run.all_checkpoints()[0].name}), and this start differs from it:"]
+    for change in refused:
+        lines.append(f"  {change}" + (" (no run can resume with that)" if change.kind == "fixed" else ""))
+    lines += [f"  {change} (may differ)" for change in changes if change not in refused]
+    remedies = [f"Change {it} back to resume"]
+    if all(change.kind != "fixed" for change in refused):
+        keys = ",".join(change.key for change in changes if change.kind == "named")
+        remedies.append(f"allow it: 'train.resume_allow_changes=[{keys}]'")
+    return "\n".join([*lines, f"{', or '.join([*remedies, _NEW_RUN])}. See docs/resume.md."])
+
+
+def check_start(job: Job) -> None:
+    """Refuse, before the data is prepared, what could not be started after it. Reads no checkpoint.
+
+    Raises:
+        RecipeError: train.resume_allow_changes names what is no key, or cannot change.
+        RunError: The name is taken, there is nothing to resume, or the unfinished run cannot resume like this.
+    """
+    check_allowed_changes(job.recipe.train.resume_allow_changes)
+    run, name, must = unfinished_run(job), job.recipe.tracking.run_name, job.recipe.train.resume == "must"
+    if run is None:
+        if must:
+            lost = broken_latest(job) or ""
+            raise RunError(
+                f"train.resume=must, and {runs_folder(job)} has no unfinished run of this recipe. {lost}".rstrip()
+            )
+        if name is not None and (runs_folder(job) / name).exists():
+            raise RunError(_name_is_taken(Run(runs_folder(job) / name)))
+        return
+    if (must or name is not None) and _is_claimed(run):
+        raise RunError(
+            f"{'train.resume=must, and a' if must else 'A'}nother process is training {run.path}. Wait for it, or choose another "
+            "tracking.run_name."
+        )
+    checkpoints = run.all_checkpoints()
+    if checkpoints:
+        _check_same_model(run, job)
+        with suppress(ValueError):  # a damaged one is passed over later, when all of it is verified
+            resolve_resume(checkpoints[0], job)
+    elif must:
+        raise RunError(
+            f"train.resume=must, and {run.path}, which is unfinished, has no checkpoint. train.resume=auto starts it again."
+        )
+
+
+def _name_is_taken(run: Run) -> str:
+    taken = f"{run.path} exists and is never overwritten. Choose another tracking.run_name, or remove the folder."
+    if not (run.path / "run.json").is_file() or run.record["status"] != "finished":
+        return taken
+    return (
+        f"{taken}\nIt is finished. Evaluate it: {join(['bash', 'scripts/eval.sh', str(run.path)])}; repeat it under another name: "
+        f"{join(['bash', 'scripts/sft.sh', str(run.path)])}; train its model further: model.name_or_path={run.final} with another "
+        "tracking.run_name."
+    )
+
+
+def _check_same_model(run: Run, job: Job) -> None:
+    then = run.record.get("base_model", {}).get("revision")
+    now = job.model.commit or job.recipe.model.revision
+    if then and now and then != now:
+        raise RunError(
+            f"{run.path} is unfinished and was started with commit {then} of {job.recipe.model.name_or_path}; the hub's name now stands "
+            f"for {now}. Set model.revision={then} to resume, or {_NEW_RUN}."
+        )
+
+
+# Whose run.
+
+_claims: set[int] = set()
+
+
+def _let_go() -> None:
+    # A lock is held as long as any process has it open, and the workers that load data may outlive this one by seconds.
+    while _claims:
+        with suppress(OSError):
+            os.close(_claims.pop())
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+def claim(run: Run) -> int | None:
+    """Claim a run's folder until this process ends, however it ends, or the descriptor is closed. None: another process has it.
+
+    Raises:
+        RunError: The folder cannot be written.
+    """
+    try:
+        # NFS locks only what is open for writing, which a folder never is.
+        descriptor = os.open(run.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise RunError(
+            f"{run.path} cannot be written: {error.strerror}. Make it writable, or choose another run."
+        ) from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError as error:
+        note = f"The file system of {run.path} has no locks ({error.strerror}): do not start this run a second time while it runs."
+        print(note, file=sys.stderr, flush=True)
+    _claims.add(descriptor)
+    return descriptor
+
+
+def _is_claimed(run: Run) -> bool:
+    """Whether another process is training it now."""
+    descriptor = claim(run)
+    if descriptor is not None:
+        _claims.discard(descriptor)
+        os.close(descriptor)
+    return descriptor is None
+
+
+def claim_directory(job: Job) -> Run:
+    """Claim the folder of the run to resume, or make that of a new run, beside one that another process is training.
+
+    Raises:
+        RunError: The name is taken, the folder cannot be written, or there is nothing to resume although the recipe requires it.
+    """
+    run = unfinished_run(job)
+    if run is not None and claim(run) is not None:
+        remove(run.checkpoints / INCOMPLETE)  # its writer has ended
+        return run
+    if job.recipe.train.resume == "must":
+        raise RunError(f"train.resume=must, and another process has begun to train {run.path if run else 'the run'}.")
+    run = _make(runs_folder(job), job.recipe.tracking.run_name)
+    claim(run)
+    run.recipe_file.write_bytes(job.recipe_path.read_bytes())
+    temporary = run.path.with_name(f".{LATEST}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(run.path.name)
+    temporary.replace(run.path.with_name(LATEST))
+    return run
+
+
+def _make(folder: Path, name: str | None) -> Run:
+    """A new run's folder, empty but for checkpoints/."""
+    started = time.strftime("%Y%m%d-%H%M%S")
+    # Two jobs may start in one second.
+    for candidate in [name] if name else [started, *(f"{started}-{number}" for number in range(2, 100))]:
+        run = Run(folder / candidate)
+        try:
+            run.checkpoints.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise RunError(
+                f"The run's folder cannot be made: {error}. Set output_dir to a place that can be written."
+            ) from None
+        return run
+    raise RunError(_name_is_taken(Run(folder / (name or started))))
+
+
+def keep_recipe(run: Run, job: Job) -> None:
+    """Write the recipe of this session, and keep that of the sessions before it if its text differs."""
+    text = job.recipe_path.read_bytes()
+    with suppress(FileNotFoundError):
+        if run.recipe_file.read_bytes() == text:
+            return
+        sessions = len(run.record.get("sessions", [])) or 1
+        run.recipe_file.replace(run.path / f"recipe.session-{sessions}.yaml")
+    run.recipe_file.write_bytes(text)
+
+
+# Opening it.
 
 
 @dataclass(frozen=True)
@@ -42,33 +310,24 @@ class OpenedRun:
 
     run: Run
     prepared: Prepared
-    tuned: TuningResult | None
-    """What auto-tuning on this machine has found for the job."""
+    planned: Job
+    """The job with its data counted, and with what was decided when the run was started."""
 
     choice: Choice
     """The checkpoint to resume from, if any."""
 
-    earlier: dict[str, Any]
-    """The decisions of the plan it was trained with, by name; empty if it starts at the first step."""
-
-    resume_plan: ResumePlan | None = None
+    resume_plan: ResumePlan | None
     """How it resumes from the checkpoint."""
 
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
     """Lines for the user."""
-
-    def planned(self, job: Job) -> Job:
-        """The job with its data counted."""
-        if self.earlier:
-            return keep_decisions(job, self.prepared.facts(), self.earlier)
-        return job.with_data(self.prepared.facts(), self.tuned)
 
 
 def open_run(job: Job) -> OpenedRun:
-    """Find or prepare the data, then make the run's directory: a mistake in the data leaves none behind.
+    """Find or prepare the data, then claim the run's folder: a mistake in the data leaves none behind.
 
     Raises:
-        UserError: The data or the run's directory cannot be used.
+        UserError: The data or the run's folder cannot be used.
     """
     return distributed.from_rank_0(lambda: _open(job))
 
@@ -76,9 +335,7 @@ def open_run(job: Job) -> OpenedRun:
 def _open(job: Job) -> OpenedRun:
     check_start(job)
     prepared = _intact_data(job)
-    original = original_run(job.recipe_path)
-    if original is not None:
-        check_same_data(original, job, prepared.fingerprint)
+    check_same_data(job, prepared.fingerprint)
     unfinished, broken = unfinished_run(job), broken_latest(job)
     run = claim_directory(job)
     signals.interrupts(InterruptibleRun(run))
@@ -89,28 +346,31 @@ def _open(job: Job) -> OpenedRun:
         _check_unchanged(run, job, prepared)
         missing = lost_lines(run, choice.checkpoint)
         run.warn("metrics", missing)
-    opened = OpenedRun(
-        run, prepared, find_answer(job, prepared), choice, decisions_of(run) if choice.checkpoint else {}
-    )
-    planned = opened.planned(job)
-    _check_steps_left(opened, planned.plan.max_steps.value)
-    resume_plan = resolve_resume(choice.checkpoint, planned) if choice.checkpoint else None
+        decided = {row["name"]: row["value"] for row in read_json(run.plan_file).get("decisions", [])}
+        planned = keep_decisions(job, prepared.facts(), decided)
+        _check_steps_left(run, choice.step, planned.plan.max_steps.value)
+        resume_plan = resolve_resume(choice.checkpoint, planned)
+    else:
+        planned, resume_plan = job.with_data(prepared.facts(), find_result(job, prepared)), None
     changes = recipe_changes(run, job.recipe) if resumes else []
-    versions = installed_versions()
-    updated = differences(run.record.get("versions", versions), versions, "versions") if resumes else []
-    forget_failure(run.path)
+    notes = [broken, missing, *choice.lines()]
+    if unfinished is not None and unfinished != run:
+        notes.insert(0, f"Another process is training {unfinished.path}: this is a run beside it.")
     if resumes:
+        if not choice.step:
+            notes.append("This run was not finished and has no checkpoint: it starts again.")
+        versions = installed_versions()
+        updated = differences(run.record.get("versions", versions), versions, "versions")
+        notes += [f"changed since the last session: {change}" for change in [*changes, *updated]]
         keep_recipe(run, job)
+    if resume_plan is not None:
+        notes.append(resume_plan.words)
+    forget_failure(run.path)
     checkpoint = choice.checkpoint.name if choice.checkpoint else None
     seconds = {"prepare_seconds": prepared.summary["seconds"]}
     record_start(run, job, seconds, prepared.fingerprint, checkpoint, choice.passed_over, changes)
     write_json(run.ledger_file, prepared.ledger | {"findings": prepared.findings})
-    busy = None
-    if unfinished is not None and unfinished != run:
-        busy = f"Another process is training {unfinished.path}: this is a run beside it."
-    notes = [busy, broken, *other_unfinished(run), missing, *_notes(choice, [*changes, *updated], resumes)]
-    notes.append(resume_plan.words if resume_plan else None)
-    return replace(opened, resume_plan=resume_plan, notes=tuple(filter(None, notes)))
+    return OpenedRun(run, prepared, planned, choice, resume_plan, tuple(filter(None, notes)))
 
 
 def _intact_data(job: Job) -> Prepared:
@@ -124,27 +384,23 @@ def _intact_data(job: Job) -> Prepared:
     return prepared_data(job.recipe, job.model, command_of(job))
 
 
-def _notes(choice: Choice, changes: Sequence[Change], resumes: bool) -> list[str]:
-    again = ["This run was not finished and has no checkpoint: it starts again."] if resumes and not choice.step else []
-    return [*choice.lines(), *again, *(f"changed since the last session: {change}" for change in changes)]
-
-
 def _check_unchanged(run: Run, job: Job, prepared: Prepared) -> None:
     """Refuse to resume on other data, or adapters on other base weights."""
     if run.record.get("data_fingerprint") not in (None, prepared.fingerprint):
         raise RunError(
-            f"The data, tokenizer or chat template has changed since {run.path} was started, so it cannot resume. Put it back, or {_ANEW}"
+            f"The data, tokenizer or chat template has changed since {run.path} was started, so it cannot resume. Put it back, or "
+            f"{_NEW_RUN}."
         )
     changes = base_changes(run) if job.recipe.model.lora is not None else None
     if changes:  # a checkpoint of adapters holds no weights of the base
         raise RunError(
-            f"The base model {changes}. Its adapters fit the old weights, so the run cannot resume. Put the base back, or {_ANEW}"
+            f"The base model {changes}. Its adapters fit the old weights, so the run cannot resume. Put the base back, or {_NEW_RUN}."
         )
 
 
-def _check_steps_left(opened: OpenedRun, max_steps: int | None) -> None:
-    if max_steps is not None and opened.choice.step > max_steps:
+def _check_steps_left(run: Run, step: int, max_steps: int | None) -> None:
+    if max_steps is not None and step > max_steps:
         raise RunError(
-            f"{opened.run.path} has been trained for {opened.choice.step} steps, and the recipe now asks for {max_steps}. Set "
-            f"train.max_steps to at least {opened.choice.step}, or {_ANEW}"
+            f"{run.path} has been trained for {step} steps, and the recipe now requests {max_steps}. Set train.max_steps to at least "
+            f"{step}, or {_NEW_RUN}."
         )

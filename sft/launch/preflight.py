@@ -1,13 +1,12 @@
-"""Compare the ranks of a job, before anything is loaded: one exchange of facts, and one sum.
+"""Compare the ranks of a job before anything is loaded: one exchange of facts, and one sum.
 
-Each start of several processes does it, and a difference ends the job with one message on each machine. `sft train RECIPE --preflight`
-also measures the bandwidth, shows all of it as a table, and stops.
+Each start of several processes does it, and a difference ends the job with one message on each node. `sft train RECIPE --preflight` also
+measures the bandwidth, shows all of it as a table, and stops.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import socket
 import sys
@@ -22,13 +21,13 @@ from uuid import uuid4
 from sft.data.prepared import data_key
 from sft.errors import PreflightError
 from sft.files import in_words
-from sft.launch.run_directory import unfinished_run
+from sft.launch.open_run import unfinished_run
 from sft.parallel import process_group as distributed
 from sft.plan.job import Job, bytes_per_parameter, checkpoints_to_come, trained_parameters
 from sft.recipe.schema import REPOSITORY
 from sft.run.record import installed_versions
 
-MUST_BE_IDENTICAL = {
+REMEDIES = {
     "packages": "Install requirements.lock on {host}, or share one environment.",
     "code": "Check out the same commit on {host}, without changes.",
     "recipe": "Start the same file with the same overrides on {host}.",
@@ -36,14 +35,14 @@ MUST_BE_IDENTICAL = {
     "GPUs": "Use machines with one kind of GPU: the slowest sets the pace of all.",
     "dataset": "Put the files on a folder that all machines share, or copy them to {host} again.",
 }
-"""Sections of a rank's facts, and what to do where they differ."""
-MAY_DIFFER = ("driver", "variables")
-"""Sections whose differences are shown, and stop nothing."""
+"""Sections of a rank's facts, and what to do if they differ."""
+_VARIABLES = "variables"
+"""The section that may differ, which is shown."""
 _CODE = ("sft/**/*.py", "sft/**/*.jinja", "eval/**/*.py", "ds_configs/*.json")
-_VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_DIST", "TORCH_CPP_LOG", "FI_", "UCX_")
-"""Prefixes of the environment variables that change how ranks communicate."""
-_MEASURED_BYTES = {True: 256 * 2**20, False: 16 * 2**20}
-"""Of the all-reduce that is timed, by whether it is on GPUs."""
+_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_DIST", "TORCH_CPP_LOG", "FI_", "UCX_")
+"""Of environment variables that change how ranks communicate."""
+_MEASURED_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
+"""Of the all-reduce that is timed."""
 
 Facts = Mapping[str, Any]
 """Of one rank: `rank`, `host`, and each section as names and values."""
@@ -58,9 +57,6 @@ class Check:
     problem: str | None = None
     """What is wrong, where, and what to do; it stops the job."""
 
-    remark: str | None = None
-    """Worth a look; it stops nothing."""
-
 
 def check_ranks(job: Job) -> None:
     """Refuse ranks that differ, before anything is loaded.
@@ -68,7 +64,7 @@ def check_ranks(job: Job) -> None:
     Raises:
         PreflightError: They would wait for each other for ever, or train each in its own way; or the disk is too small.
     """
-    refuse(all_checks(job)[1] if job.hardware.ranks > 1 else [disk(job)])
+    refuse(_all_checks(job)[1] if job.hardware.ranks > 1 else [disk(job)])
 
 
 def preflight(job: Job) -> None:
@@ -77,31 +73,35 @@ def preflight(job: Job) -> None:
     Raises:
         PreflightError: Something is.
     """
-    facts, checks = all_checks(job)
-    if job.hardware.ranks > 1 and checks[-1].problem is None:
-        checks[-1] = Check("all-reduce", f"the right sum; {bus_bandwidth(job):.2f} GB/s")
+    facts, checks = _all_checks(job, measure=True)
     if distributed.is_rank_0():
-        show(facts, checks)
+        _show(facts, checks)
     refuse(checks)
 
 
-def all_checks(job: Job) -> tuple[list[Facts], list[Check]]:
+def _all_checks(job: Job, measure: bool = False) -> tuple[list[Facts], list[Check]]:
     """The facts of every rank, and the checks; the same on every rank."""
     facts = distributed.gather(rank_facts(job, distributed.rank()))
-    return facts, [*compare(facts), check_shared(job, facts), distributed.gather(disk(job))[0], check_sum(job)]
+    disk_of_rank_0 = distributed.gather(disk(job))[0]
+    return facts, [*compare(facts), _check_shared(job, facts), disk_of_rank_0, _check_all_reduce(job, measure)]
 
 
 def rank_facts(job: Job, rank: int) -> Facts:
-    """What this rank brings to the comparison; plain values, since another version of the program reads them."""
-    recipe = _flat(job.recipe.model_dump(mode="json"))
+    """What this rank brings to the comparison; plain values, since another version of the program may read them."""
     folder = str(Path(job.recipe.output_dir).expanduser().resolve() / job.name)
     files = sorted(file for pattern in _CODE for file in REPOSITORY.glob(pattern))
+    # Names of network interfaces may differ from node to node.
+    variables = {name: one for name, one in sorted(os.environ.items()) if name.startswith(_PREFIXES)}
     return {
         "rank": rank,
         "host": socket.gethostname(),
         "packages": installed_versions(),
         "code": {str(file.relative_to(REPOSITORY)): sha256(file.read_bytes()).hexdigest()[:12] for file in files},
-        "recipe": recipe | {"the run's folder": folder, "the model's commit": str(job.model.commit)},
+        "recipe": {
+            **_flat(job.recipe.model_dump(mode="json")),
+            "the run's folder": folder,
+            "the model's commit": str(job.model.commit),
+        },
         "plan": {
             **{name: str(value) for name, value in job.plan.settings().items()},
             "processes of the machine": str(job.hardware.ranks_per_node),
@@ -109,13 +109,7 @@ def rank_facts(job: Job, rank: int) -> Facts:
         "GPUs": {"GPU": job.hardware.gpu.name if job.hardware.gpu else "none"},
         # Each file's size and both ends, the tokenizer and the template.
         "dataset": {"fingerprint": str(data_key(job.recipe, job.model))[:12]},
-        "driver": {"driver": driver_version(Path("/proc/driver/nvidia/version"))},
-        # Names of network interfaces may differ from machine to machine.
-        "variables": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name.startswith(_VARIABLES) and not name.endswith("_IFNAME")
-        },
+        _VARIABLES: {name: one for name, one in variables.items() if not name.endswith("_IFNAME")},
     }
 
 
@@ -126,15 +120,6 @@ def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def driver_version(file: Path) -> str:
-    """The version of NVIDIA's kernel module; `none` where there is none."""
-    try:
-        match = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", file.read_text())
-    except OSError:
-        return "none"
-    return match[1] if match else "unknown"
-
-
 def compare(facts: Sequence[Facts]) -> list[Check]:
     """A row for each section: identical on all ranks, or what differs on the first rank that does.
 
@@ -142,40 +127,39 @@ def compare(facts: Sequence[Facts]) -> list[Check]:
         facts: By rank.
     """
     rows = []
-    for section in (*MUST_BE_IDENTICAL, *MAY_DIFFER):
-        other, lines = _first_difference(facts, section)
+    for section in (*REMEDIES, _VARIABLES):
         values = facts[0].get(section, {})
-        shown = ", ".join(f"{name} {value}" for name, value in list(values.items())[:3]) or "none"
+        shown = ", ".join(f"{name} {value}" for name, value in values.items()) or "none"
         found = shown if len(values) <= 3 else f"identical on all ranks ({len(values)})"
-        if other is None:
-            rows.append(Check(section, found))
-            continue
-        told = "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more" if len(lines) > 3 else "")
-        if section in MUST_BE_IDENTICAL:
-            rows.append(Check(section, lines[0], f"{told}. {MUST_BE_IDENTICAL[section].format(host=other['host'])}"))
+        host, lines = _first_difference(facts, section)
+        more = f"; and {len(lines) - 3} more" if len(lines) > 3 else ""
+        difference = "; ".join(lines[:3]) + more
+        if lines and section in REMEDIES:
+            rows.append(Check(section, lines[0], f"{difference}. {REMEDIES[section].format(host=host)}"))
         else:
-            rows.append(Check(section, found, remark=told))
+            rows.append(Check(section, difference or found))
     return rows
 
 
-def _first_difference(facts: Sequence[Facts], section: str) -> tuple[Facts | None, list[str]]:
+def _first_difference(facts: Sequence[Facts], section: str) -> tuple[str, list[str]]:
+    """The host of the first rank that differs from rank 0, and a line for each difference."""
     first = facts[0]
     for other in facts[1:]:
         here, there = first.get(section, {}), other.get(section, {})
         names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
         if names:
-            return other, [
+            return other["host"], [
                 f"{name} is {here.get(name, 'missing')} on {_where(first)} and {there.get(name, 'missing')} on {_where(other)}"
                 for name in names
             ]
-    return None, []
+    return "", []
 
 
 def _where(facts: Facts) -> str:
     return f"{facts['host']} (rank {facts['rank']})"
 
 
-def check_shared(job: Job, facts: Sequence[Facts]) -> Check:
+def _check_shared(job: Job, facts: Sequence[Facts]) -> Check:
     """Whether every rank sees in output_dir what rank 0 writes there."""
     folder = Path(job.recipe.output_dir).expanduser().resolve()
 
@@ -222,59 +206,42 @@ def disk(job: Job) -> Check:
     )
     if needed <= free:
         return Check("disk", f"{words}; {in_words(free)} free")
-    return Check(
-        "disk",
-        f"{in_words(free)} free",
-        f"{words}, and {folder} has {in_words(free)} free. Free some space, set output_dir to another disk, or lower "
-        "train.save_total_limit.",
-    )
+    remedy = "Free some space, set output_dir to another disk, or lower train.save_total_limit."
+    return Check("disk", f"{in_words(free)} free", f"{words}, and {folder} has {in_words(free)} free. {remedy}")
 
 
-def check_sum(job: Job) -> Check:
-    """An all-reduce over what the training uses gives the right sum."""
+def _check_all_reduce(job: Job, measure: bool) -> Check:
+    """Whether an all-reduce over the backend of the training gives the right sum; with `measure`, also how fast."""
     import torch
 
-    ranks = job.hardware.ranks
+    ranks, rank = job.hardware.ranks, distributed.rank()
     if ranks == 1:
         return Check("all-reduce", "one process")
-    total = torch.tensor([float(distributed.rank() + 1)], device=_device(job))
-    torch.distributed.all_reduce(total)
-    if total.item() == ranks * (ranks + 1) / 2:
-        return Check("all-reduce", "the right sum")
-    return Check(
-        "all-reduce",
-        "a wrong sum",
-        f"the numbers 1 to {ranks}, one a rank, add up to {total.item():g} on rank {distributed.rank()}. The GPUs or the links between "
-        "them corrupt data: check the machine, and try NCCL_P2P_DISABLE=1.",
-    )
-
-
-def bus_bandwidth(job: Job) -> float:
-    """GB/s that each rank's link carries in an all-reduce, whatever the number of ranks."""
-    import torch
-
-    on_gpu, ranks = job.hardware.gpu is not None, job.hardware.ranks
-    tensor = torch.ones(_MEASURED_BYTES[on_gpu] // 4, device=_device(job))
+    device = "cuda" if job.hardware.gpu else "cpu"
+    tensor = torch.empty(_MEASURED_BYTES[device] // 4 if measure else 1, device=device)
     seconds = []
-    for _ in range(4):
+    for _ in range(4 if measure else 1):
+        tensor.fill_(rank + 1)
         started = time.perf_counter()
         torch.distributed.all_reduce(tensor)
-        if on_gpu:
+        if device == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
-        tensor.fill_(1)
-    # A ring moves 2 (n - 1) / n of the tensor over each link. The first one connects.
-    return 2 * (ranks - 1) / ranks * _MEASURED_BYTES[on_gpu] / min(seconds[1:]) / 1e9
-
-
-def _device(job: Job) -> Any:
-    import torch
-
-    return torch.device("cuda", torch.cuda.current_device()) if job.hardware.gpu else torch.device("cpu")
+    total = tensor.max().item()
+    if total != ranks * (ranks + 1) / 2 or tensor.min().item() != total:
+        return Check(
+            "all-reduce",
+            "a wrong sum",
+            f"the numbers 1 to {ranks}, one a rank, add up to {total:g} on rank {rank}. The GPUs or the links between them corrupt data: "
+            "check the machine, and try NCCL_P2P_DISABLE=1.",
+        )
+    # A ring moves 2 (n - 1) / n of the tensor over each link. The first all-reduce connects.
+    speed = 2 * (ranks - 1) / ranks * tensor.nbytes / min(seconds[1:] or seconds) / 1e9
+    return Check("all-reduce", f"the right sum; {speed:.2f} GB/s" if measure else "the right sum")
 
 
 def refuse(checks: Sequence[Check]) -> None:
-    """Stop where something is wrong.
+    """Stop if something is wrong.
 
     Raises:
         PreflightError: All of it, in one message.
@@ -285,23 +252,12 @@ def refuse(checks: Sequence[Check]) -> None:
         raise PreflightError("\n".join([title, *(f"  {check.name}: {check.problem}" for check in failed)]))
 
 
-def show(facts: Sequence[Facts], checks: Sequence[Check]) -> None:
+def _show(facts: Sequence[Facts], checks: Sequence[Check]) -> None:
     """Print the ranks and the table."""
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console() if sys.stdout.isatty() else Console(width=140)
     hosts = dict.fromkeys(one["host"] for one in facts)
     print(f"{len(facts)} rank{'s' if len(facts) > 1 else ''} on {len(hosts)} host{'s' if len(hosts) > 1 else ''}:")
     for host in hosts:
         print(f"  {host}: {', '.join(str(one['rank']) for one in facts if one['host'] == host)}")
-    table = Table(box=SIMPLE, title="Preflight", title_justify="left", title_style="bold")
-    for column in ("check", "", "found"):
-        table.add_column(column, overflow="fold")
     for check in checks:
-        state = "FAILED" if check.problem else "look" if check.remark else "ok"
-        table.add_row(check.name, state, escape(check.remark or check.found), style="red" if check.problem else None)
-    console.print(table)
+        print(f"  {check.name:<12} {'FAILED' if check.problem else 'ok':<8} {check.found}")
     sys.stdout.flush()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,15 +22,14 @@ from sft.checkpoint.resume import changed_tokens
 from sft.data.show import summary_lines
 from sft.data.template_checks import note_on_headers
 from sft.data.tokenizer import load_tokenizer
-from sft.errors import RecipeError
 from sft.files import write_json
 from sft.hub.pins import pin_lines, pinned
 from sft.launch.checks import check_installed, check_rank_variables
 from sft.launch.evaluation import become_evaluation, programs, unfinished_evaluation
-from sft.launch.job import open_job
-from sft.launch.open_run import OpenedRun, open_run
+from sft.launch.job import command_of, open_job, parse_command_line
+from sft.launch.open_run import OpenedRun, check_start, open_run
 from sft.launch.preflight import check_ranks, preflight
-from sft.launch.prepare import begin_data, wait_for_data
+from sft.launch.prepare import prepared_data
 from sft.parallel import process_group as distributed
 from sft.parallel.process_group import reporting_lost_ranks
 from sft.plan.job import Job
@@ -47,8 +47,8 @@ def main(argv: Sequence[str]) -> None:
     check_rank_variables()
     check_installed()
     terminal.start_rank_log()
-    recipe_path, overrides = parse_command_line([word for word in argv if word != PREFLIGHT])
-    job = open_job(recipe_path, overrides, distributed.job_hardware())
+    words = [word for word in argv if word != PREFLIGHT]
+    job = open_job(*parse_command_line(words, "sft.train"), distributed.job_hardware())
     if PREFLIGHT in argv:
         show_preflight(job)
     else:
@@ -68,21 +68,22 @@ def train_job(job: Job) -> None:
     """Train, then evaluate: the table of contents."""
     resume_evaluation(job)
     tasks = check_before_training(job.recipe) if distributed.is_rank_0() else None
-    data = begin_data(job)
+    if "WORLD_SIZE" not in os.environ:  # one process: report a mistake before seconds of imports
+        check_start(job)
+        prepared_data(job.recipe, job.model, command_of(job))
     with uncollected(), reporting_lost_ranks(job.recipe, "the processes met"):
         enter(job)
         check_with_frameworks(job)
-    wait_for_data(job, data)
     if tasks is not None:
         tasks.wait()
     tokenizer = load_tokenizer(pinned(job.recipe, job.model))
-    with reporting_lost_ranks(job.recipe, "the first one prepared the data"):
+    with reporting_lost_ranks(job.recipe, "rank 0 prepared the data"):
         opened = open_run(job)
     signals.interrupts(InterruptibleRun(opened.run))
     terminal.move_rank_log(opened.run.path)
     from sft.train.main import train
 
-    run, planned = opened.run, opened.planned(job)
+    run, planned = opened.run, opened.planned
     with recorded(run), lost_folder_reported(run.checkpoints):
         if distributed.is_rank_0():
             show_start(planned, opened, tokenizer)
@@ -97,31 +98,18 @@ def train_job(job: Job) -> None:
         become_evaluation(opened.run)
 
 
-def parse_command_line(argv: Sequence[str]) -> tuple[Path, list[str]]:
-    """The recipe's path and the overrides."""
-    # The deepspeed launcher adds --local_rank=N; the environment says the same.
-    words = [word for word in argv if not word.startswith("--local_rank")]
-    if not words or words[0].startswith("-") or "=" in words[0]:
-        raise RecipeError("usage: python -m sft.train RECIPE [key=value ...]")
-    return Path(words[0]), words[1:]
-
-
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Import without looking for garbage, then or later, among what the imports leave.
-
-    They make millions of objects, nearly all of which stay: looking through them again and again is a quarter of the time.
-    """
+    """Import without garbage collection: it would search millions of objects that stay, which takes a quarter of the time."""
     gc.disable()
-    # What is frozen at exit is told as leaked, object by object, behind the message of a mistake.
+    # At exit frozen objects would be reported as leaked, one by one, behind the message of a mistake.
     atexit.register(gc.unfreeze)
     try:
         yield
     finally:
         gc.freeze()
         gc.enable()
-        # What is never looked through again is never freed either, and triton tells of each such object at the end.
-        atexit.register(gc.unfreeze)
+        atexit.register(gc.unfreeze)  # before whatever the imports have registered
 
 
 def enter(job: Job) -> None:
@@ -162,7 +150,7 @@ def check_with_frameworks(job: Job) -> None:
 
 @contextmanager
 def recorded(run: Run) -> Iterator[None]:
-    """Keep run.json's status true however the training ends. An interruption is recorded by who tells it: sft/signals.py."""
+    """Record a failure in run.json; sft/signals.py records an interruption."""
     try:
         yield
     except Exception as error:
@@ -174,7 +162,7 @@ def recorded(run: Run) -> Iterator[None]:
 
 
 def resume_evaluation(job: Job) -> None:
-    """Go on with the evaluation where it was interrupted; the first rank does, and the others have nothing to do."""
+    """Resume an interrupted evaluation on rank 0; the other ranks have nothing to do."""
     run = unfinished_evaluation(job)
     if run is not None:
         if distributed.is_rank_0():

@@ -1,7 +1,7 @@
-"""A run started again from its own folder: `bash scripts/sft.sh outputs/tiny/RUN`. Imports no torch.
+"""Start a run from its own folder: `bash scripts/sft.sh outputs/tiny/RUN`. Imports no torch.
 
-An unfinished run goes on. A finished one is trained a second time, beside the first: the same text of the recipe, the same overrides,
-the same working directory, and a list of what is no longer as it was.
+An unfinished run resumes. A finished one is repeated beside the first: the same text of the recipe, the same overrides, the same working
+directory, and a list of what differs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from sft.run.directory import EVALUATION_LEFT, Run, find_run
 from sft.run.record import git_state, installed_versions
 from sft.run.trust import check_consents
 
-_DECIDED_ANEW = ("tracking.run_name=", "train.resume=")
+_REPLACED = ("tracking.run_name", "train.resume")
+"""Keys that a rerun sets itself."""
 
 
 def is_run(word: str) -> bool:
@@ -30,19 +31,19 @@ def is_run(word: str) -> bool:
     return (Path(word).expanduser() / "run.json").is_file()
 
 
-def is_left(record: Mapping[str, Any]) -> bool:
-    """Whether a run's record says that something of it is left to do: training, or its evaluation."""
+def is_unfinished(record: Mapping[str, Any]) -> bool:
+    """Whether a run's record says that its training or its evaluation is not complete."""
     return record["status"] != "finished" or record.get("evaluation") in EVALUATION_LEFT
 
 
-def original_run(recipe_path: Path) -> Run | None:
-    """The run that a recipe file lies in, which goes on or is repeated; None for a recipe of its own."""
+def _original_run(recipe_path: Path) -> Run | None:
+    """The run that a recipe file lies in; None for a recipe of its own."""
     folder = recipe_path.resolve().parent
     return Run(folder) if (folder / "run.json").is_file() else None
 
 
 def rerun_arguments(folder: Path, overrides: Sequence[str]) -> tuple[Path, list[str]]:
-    """What to start so that a run goes on or is repeated. Changes to the directory that it was started in.
+    """What to start so that a run resumes or is repeated. Changes to the directory that it was started in.
 
     Args:
         folder: The run's.
@@ -69,8 +70,8 @@ def rerun_arguments(folder: Path, overrides: Sequence[str]) -> tuple[Path, list[
             f"the recipe from another one: {_by_hand(run.recipe_file, record['overrides'])}."
         )
     os.chdir(place)
-    words = [word for word in record["overrides"] if not word.startswith(_DECIDED_ANEW)]
-    name = run.path.name if is_left(record) else _free_name(run)
+    words = [word for word in record["overrides"] if word.partition("=")[0] not in _REPLACED]
+    name = run.path.name if is_unfinished(record) else _free_name(run)
     words += [f"tracking.run_name={name if isinstance(yaml.safe_load(name), str) else repr(name)}", "train.resume=auto"]
     if Path(recipe.output_dir).expanduser().resolve() != run.output_dir:
         words.append(f"output_dir={run.output_dir}")
@@ -87,49 +88,44 @@ def _by_hand(recipe_path: Path, overrides: Sequence[str]) -> str:
 
 
 def differences_to_report(job: Job) -> list[str]:
-    """What to tell the user before a run goes on or is repeated; nothing for a recipe of its own."""
-    run = original_run(job.recipe_path)
+    """Lines for the user before a run resumes or is repeated; none for a recipe of its own."""
+    run = _original_run(job.recipe_path)
     if run is None:
         return []
-    record = run.record
-    then = {
-        "commit": record.get("git"),
-        "versions": record.get("versions"),
-        "ranks": record.get("ranks"),
-        "hardware": record.get("hardware"),
-    }
+    record, hardware = run.record, job.hardware
     now = {
-        "commit": git_state(),
+        "git": git_state(),
         "versions": installed_versions(),
-        "ranks": job.hardware.ranks,
-        "hardware": asdict(job.hardware),
+        "ranks": hardware.ranks,
+        "hardware": asdict(hardware),
     }
-    changes = [*_changes_of(run, job), *differences(then, now)]
-    what = "Goes on with" if is_left(record) else "Repeats"
+    changes = [*_recipe_changes(run, job), *differences({key: record.get(key) for key in now}, now)]
+    what = "Resumes" if is_unfinished(record) else "Repeats"
     if not changes:
         return [f"{what} {run.path}: recipe, versions, commit and hardware are as they were."]
-    return [f"{what} {run.path}. Not as it was:", *(f"  {change}" for change in changes)]
+    return [f"{what} {run.path}. Differs from then:", *(f"  {change}" for change in changes)]
 
 
-def _changes_of(run: Run, job: Job) -> list[Change]:
-    decided = {word.rstrip("=") for word in _DECIDED_ANEW}
-    return [change for change in recipe_differences(run.recipe(), job.recipe) if change.key not in decided]
+def _recipe_changes(run: Run, job: Job) -> list[Change]:
+    return [change for change in recipe_differences(run.recipe(), job.recipe) if change.key not in _REPLACED]
 
 
-def check_same_data(run: Run, job: Job, fingerprint: str) -> None:
-    """Refuse to call it a repetition where the data is another one, and nobody has asked for another.
+def check_same_data(job: Job, fingerprint: str) -> None:
+    """Refuse to repeat a finished run on other data, unless the command line requests other data.
 
     Args:
-        run: The finished one that is repeated.
         job: The repetition.
         fingerprint: Of its data.
 
     Raises:
         RunError: The fingerprints differ.
     """
+    run = _original_run(job.recipe_path)
+    if run is None or run.record["status"] != "finished":
+        return
     then = run.record.get("data_fingerprint")
-    asked = any(change.key.startswith(("data.", "model.")) for change in _changes_of(run, job))
-    if run.record["status"] != "finished" or then in (None, fingerprint) or asked:
+    requested = any(change.key.startswith(("data.", "model.")) for change in _recipe_changes(run, job))
+    if then in (None, fingerprint) or requested:
         return
     raise RunError(
         f"{run.path} was trained on other data than there is now (fingerprint {then[:12]}, now {fingerprint[:12]}): the rows, the "

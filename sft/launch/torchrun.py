@@ -1,9 +1,9 @@
-"""Start the ranks of this machine with torchrun, in this process, and report in one message how they ended.
+"""Start the ranks of this node with torchrun, in this process, and report in one message how they ended.
 
-    python -m sft.launch.torchrun '{"per_node": 2}' 0 -m sft.train recipes/tiny.yaml
+    python -m sft.launch.torchrun '{"per_node": 2}' 0 0 -m sft.train recipes/tiny.yaml
 
-torchrun brings the machines together, passes signals on, and ends all ranks when one fails. Ours: the first failure is named once, a
-job that failed restarts (unless it would fail again), and the exit status says how the ranks ended.
+torchrun brings the nodes together, passes signals on, and ends all ranks when one fails. Ours: the first failure is named once, a job that
+failed restarts (unless it would fail again), and the exit status says how the ranks ended.
 """
 
 from __future__ import annotations
@@ -36,22 +36,32 @@ from sft.run.trust import OWN_RUN
 from sft.terminal import FAILURE, failure_text, launch_folder, run_of, show_first, shown_failure
 
 _START_TIMEOUT = 50
-"""Seconds that the machines of a job wait for each other at the start; START_TIMEOUT changes it."""
+"""Seconds that the nodes of a job wait for each other at the start; START_TIMEOUT changes it."""
 _SAVE_SECONDS = "3600"
-"""After a signal, the ranks have so long to save; torchrun's default of 30 is less than a large checkpoint takes."""
+"""How long the ranks may save after a signal; torchrun's default of 30 is less than a large checkpoint takes."""
 _KILL_SECONDS = 3.0
-"""After a second signal, the ranks have so long to end."""
+"""How long the ranks may end after a second signal."""
 RESTARTS = "SFT_RESTARTS"
 """Environment variable: how often this job has restarted."""
 _ENDED_BY_A_SIGNAL = {*signals.EXITS, *(-number for number in signals.SIGNALS)}
+_KILLED = ", most often by the kernel because memory ran out (dmesg says so; then start fewer processes with NPROC, or see docs/memory.md)"
 
 
-def check_port(topology: Topology) -> None:
-    """Refuse a port of the first machine that another program listens on: torchrun would wait, or end in a traceback.
+def check_rendezvous(topology: Topology) -> None:
+    """Refuse an address of node 0 that nobody knows, and a port of it that another program uses: torchrun would wait, or crash.
 
     Raises:
-        PlanError: It is taken.
+        PlanError: One of the two.
     """
+    # In Kubernetes a name may take a minute to be known.
+    if topology.nodes > 1 and not {"KUBERNETES_SERVICE_HOST", "PET_NNODES"} & set(os.environ):
+        try:
+            socket.getaddrinfo(topology.master_address, topology.master_port)
+        except OSError as error:
+            raise PlanError(
+                f"MASTER_ADDR={topology.master_address}: no address is known for that name here ({error.strerror}). Set it to the first "
+                f"machine's name or address, as this machine sees it (on the first: hostname -I).{_slurm(topology)}"
+            ) from None
     if topology.ranks == 1 or topology.node_rank != 0 or (topology.nodes == 1 and "MASTER_PORT" not in os.environ):
         return
     try:
@@ -61,8 +71,13 @@ def check_port(topology: Topology) -> None:
         elsewhere = " on every machine" if topology.nodes > 1 else ", or none: a free one is taken then"
         raise PlanError(
             f"MASTER_PORT={topology.master_port} cannot be listened on here ({os.strerror(error.errno or 0)}): another job uses it, or did "
-            f"until just now. Set another MASTER_PORT{elsewhere}."
+            f"until just now. Set another MASTER_PORT{elsewhere}.{_slurm(topology)}"
         ) from None
+
+
+def _slurm(topology: Topology) -> str:
+    # The user did not set Slurm's variables and may not know of them.
+    return f"\n{topology.slurm}" if topology.slurm else ""
 
 
 def torchrun_arguments(topology: Topology, program: Sequence[str], timeout: int = _START_TIMEOUT) -> list[str]:
@@ -71,7 +86,7 @@ def torchrun_arguments(topology: Topology, program: Sequence[str], timeout: int 
     Args:
         topology: The processes.
         program: What each of them runs, after the interpreter.
-        timeout: Seconds to wait for the other machines.
+        timeout: Seconds to wait for the other nodes.
     """
     if topology.nodes == 1:
         # A free port of its own, so that two jobs on one machine do not meet.
@@ -92,15 +107,15 @@ def start(
         topology: The processes.
         program: What each of them runs, after the interpreter.
         restarts: How often all processes restart after one has failed.
-        lost_after: Seconds after which the other machines notice a failure; a restart waits that much longer for them.
+        lost_after: Seconds after which the other nodes notice a failure; a restart waits that much longer for them.
         restarted: This is a restart.
 
     Raises:
         PlanError: The port is taken.
-        PreflightError: The machines do not meet.
+        PreflightError: The nodes do not meet.
     """
     clear_environment()
-    check_port(topology)
+    check_rendezvous(topology)
     timeout = whole_number("START_TIMEOUT", _START_TIMEOUT, 1) + (lost_after if restarted else 0)
     arguments = torchrun_arguments(topology, program, timeout)
     threads = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} " if "OMP_NUM_THREADS" in os.environ else ""
@@ -114,10 +129,9 @@ def start(
 
 def clear_environment() -> None:
     """Remove what a cluster or an outer launcher has left: ranks would wait for others, and torchrun reads PET_* as arguments."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
-        os.environ.pop(name, None)
-    for name in [name for name in os.environ if name.startswith("PET_")]:
-        del os.environ[name]
+    for name in list(os.environ):
+        if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK") or name.startswith("PET_"):
+            del os.environ[name]
 
 
 def _run_ranks(arguments: list[str], topology: Topology, timeout: int) -> tuple[int, bool]:
@@ -137,13 +151,12 @@ def _run_ranks(arguments: list[str], topology: Topology, timeout: int) -> tuple[
     os.environ["SFT_LAUNCHER"] = str(os.getpid())
     # What is ignored stays so: nohup.
     heard = [number.name for number in signals.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    kills = _out_of_memory_kills()
     signals.hold(_on_signal)
     try:
         run(parse_args(["--signals-to-handle", ",".join(heard), *arguments]))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         signals.ignore()
-        return _report_failures(error.failures, kills)
+        return _report_failures(error.failures)
     except SignalException as stopped:
         signals.ignore()
         return _record_interruption(stopped.sigval), False
@@ -154,6 +167,7 @@ def _run_ranks(arguments: list[str], topology: Topology, timeout: int) -> tuple[
             f"The {topology.nodes} machines of this job did not meet within START_TIMEOUT={timeout} s: {reason}. Start the same command on "
             f"each with MASTER_ADDR={topology.master_address}, MASTER_PORT={topology.master_port} and a NODE_RANK of its own, from 0 to "
             f"{topology.nodes - 1}. Check the address, a firewall, and START_TIMEOUT=600 for machines that start minutes apart."
+            f"{_slurm(topology)}"
         ) from None
     return 0, False
 
@@ -161,14 +175,12 @@ def _run_ranks(arguments: list[str], topology: Topology, timeout: int) -> tuple[
 def _on_signal(number: signal.Signals, again: bool) -> None:
     """Answer a signal, in another thread; torchrun passes it on to the ranks."""
     ranks = psutil.Process().children()
-    if not ranks:  # still waiting for the other machines
+    if not ranks:  # still waiting for the other nodes
         print(f"\nInterrupted by {number.name}. The same command starts again.", file=sys.stderr, flush=True)
         os._exit(signals.exit_status(number))
     if not again:
-        print(
-            f"\n{number.name}: stopping after the current step, with a checkpoint. A second signal ends it at once.",
-            file=sys.stderr,
-        )
+        note = "stopping after the current step, with a checkpoint. A second signal ends it at once."
+        print(f"\n{number.name}: {note}", file=sys.stderr)
         return
     time.sleep(_KILL_SECONDS)
     for rank in ranks:
@@ -177,7 +189,7 @@ def _on_signal(number: signal.Signals, again: bool) -> None:
 
 
 def _record_interruption(number: signal.Signals) -> int:
-    """The exit status after a signal; where no rank could say that it was interrupted, say it."""
+    """The exit status after a signal. If no rank could record that it was interrupted, record it."""
     run = _run()
     if run is not None and run.record["status"] == "failed":
         return EXIT_LOST_RANK
@@ -204,26 +216,21 @@ def first_failure(failures: Mapping[int, Any]) -> int:
     return min(failures, key=order)
 
 
-def _report_failures(failures: Mapping[int, Any], kills: int | None) -> tuple[int, bool]:
-    """Name the first failure, where the rank could not do so itself; returns the exit status, and whether a restart may help."""
+def _report_failures(failures: Mapping[int, Any]) -> tuple[int, bool]:
+    """Name the first failure if its rank could not; returns the exit status, and whether a restart may help."""
     codes = {failure.exitcode for failure in failures.values()}
     if codes <= _ENDED_BY_A_SIGNAL:  # the ranks agreed to stop, and have said so
         return (130 if 130 in codes else 143), False
-    rank = first_failure(failures)
+    rank, launcher, run = first_failure(failures), os.getpid(), _run()
     code = failures[rank].exitcode
-    run = _run()
     if code < 0:
-        why = _why_killed(kills) if -code == signal.SIGKILL else ""
-        if (shown_failure(launcher=os.getpid()) or "").startswith("Interrupted by"):
+        if (shown_failure(launcher=launcher) or "").startswith("Interrupted by"):
             # torchrun ended another rank for this one, and that rank spoke first.
-            (launch_folder(os.getpid()) / FAILURE).unlink(missing_ok=True)
-        show_first(
-            failure_text(
-                rank, f"was ended by signal {-code} ({signal.Signals(-code).name}){why}; the others are stopped."
-            ),
-            os.getpid(),
-        )
-    elif code == EXIT_LOST_RANK and shown_failure(launcher=os.getpid()) is None:
+            (launch_folder(launcher) / FAILURE).unlink(missing_ok=True)
+        why = _KILLED if -code == signal.SIGKILL else ""
+        ended = f"was ended by signal {-code} ({signal.Signals(-code).name}){why}; the others are stopped."
+        show_first(failure_text(rank, ended), launcher)
+    elif code == EXIT_LOST_RANK and shown_failure(launcher=launcher) is None:
         log = f" Its log: {run.path / 'logs' / f'rank-{rank}.log'}" if run and rank else ""
         print(f"\nRank {rank} on {socket.gethostname()} ended with exit status {code}.{log}", file=sys.stderr)
     failure = shown_failure(run.path) if run else None
@@ -243,9 +250,8 @@ def _run() -> Run | None:
 
 def _restart(topology: Topology, program: Sequence[str], restarts: int, lost_after: int) -> NoReturn:
     """Become a new launcher: nothing of the failed start, such as addresses in its store, is left."""
-    print(
-        f"Restarting all processes; {restarts} restart{'s' if restarts != 1 else ''} left.", file=sys.stderr, flush=True
-    )
+    left = f"{restarts} restart{'s' if restarts != 1 else ''} left"
+    print(f"Restarting all processes; {left}.", file=sys.stderr, flush=True)
     os.environ[RESTARTS] = str(int(os.environ.get(RESTARTS, "0")) + 1)
     run = _run()
     if run is not None:  # another start may have made a newer one meanwhile
@@ -254,27 +260,6 @@ def _restart(topology: Topology, program: Sequence[str], restarts: int, lost_aft
     words = [json.dumps(asdict(topology) | {"slurm": None}), str(restarts), str(lost_after), *program]
     with signals.held_back():
         os.execv(sys.executable, [sys.executable, "-m", "sft.launch.torchrun", *words])
-
-
-def _out_of_memory_kills() -> int | None:
-    """The kernel's count of processes killed for memory, in this container and on the machine; None where it does not tell."""
-    counts = []
-    for path in (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat")):
-        with suppress(OSError):
-            counts += [int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith("oom_kill ")]
-    return sum(counts) if counts else None
-
-
-def _why_killed(before: int | None) -> str:
-    now = _out_of_memory_kills()
-    if before is None or now is None:
-        return ", by the kernel when memory runs out (see dmesg), or by a scheduler when a limit is exceeded"
-    if now > before:
-        return (
-            ": the machine ran out of memory. Start fewer processes (NPROC), or have each need less (train.micro_batch_size, a DeepSpeed "
-            "file with a higher stage, docs/memory.md)"
-        )
-    return ", by a user or scheduler (no out-of-memory kill in the kernel log)"
 
 
 def main(argv: Sequence[str]) -> None:

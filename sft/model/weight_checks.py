@@ -14,7 +14,7 @@ import torch
 
 from sft.errors import ModelError
 from sft.hub.model_facts import empty_model, load_config
-from sft.hub.weights import read_header, weight_files
+from sft.hub.weights import read_dtypes, weight_files
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -157,7 +157,7 @@ def check_weights(path: str, revision: str | None, trust_remote_code: bool, name
     except ModelError:
         return  # not on this machine yet
     for file in files:
-        read_header(file)
+        read_dtypes(file)
     with outside_zero_3():
         refuse_misfit(_compare_with_config(path, tuple(files), revision, trust_remote_code), name)
 

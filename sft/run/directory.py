@@ -1,7 +1,7 @@
 """Names the files of a run's folder, finds runs, and refuses names and places that lead elsewhere.
 
 Only rank 0 writes here; every other part of the program takes its paths from this module. sft/run/record.py says what run.json holds,
-sft/launch/run_directory.py makes a folder or finds the one to resume.
+sft/launch/open_run.py makes a folder or finds the one to resume.
 """
 
 from __future__ import annotations
@@ -195,10 +195,6 @@ def check_names(recipe_path: Path, run_name: str | None) -> None:
 
 def check_beside_latest(run: Path, parent: Path) -> None:
     """Refuse to resume a run that the link `latest` finds outside its recipe's folder: this start would write there.
-
-    Args:
-        run: The run's folder, links resolved.
-        parent: The folder that it must be in.
 
     Raises:
         RunError: It lies elsewhere.

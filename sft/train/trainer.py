@@ -30,7 +30,6 @@ from sft.parallel.fsdp import Prefetch, units_as_planned
 from sft.parallel.full_tensors import full_optimizer_state, full_state, load_optimizer_state, load_weights
 from sft.parallel.optimizer import MasterAdamW, check_optimizer
 from sft.parallel.patches import cpu_ranks_may_shard
-from sft.parallel.progress import CHECKPOINT, Progress
 from sft.parallel.sequence import PartOfSequences, labels_of_all, share_batches
 from sft.parallel.tensor import is_tensor_parallel
 from sft.plan.job import Job, checkpoint_bytes
@@ -38,6 +37,7 @@ from sft.run.directory import INCOMPLETE
 from sft.train.arguments import optimizer_arguments
 from sft.train.batches import CONTENTS, Accounted, Sequences, StepOrder, WorkSum
 from sft.train.faults import Faults, finite
+from sft.train.progress import CHECKPOINT, Progress
 from sft.train.speed import StepClock
 from sft.train.stopping import Stopping
 

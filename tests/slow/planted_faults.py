@@ -677,12 +677,6 @@ FAULTS: dict[str, dict[str, Fault]] = {
             status=0,
             before=RUN,
         ),
-        "another unfinished run beside it": Fault(
-            ("Also unfinished, at checkpoint-2", "/copy"),
-            _killed(lambda run: shutil.copytree(run, run.with_name("copy"))),
-            status=0,
-            before=RUN,
-        ),
         "adapters on a base that was changed in place": Fault(
             ("model.safetensors has changed", "train.resume=never"),
             _all(_killed(), _weights(lambda weights: weights["model.norm.weight"].__imul__(2))),

@@ -88,6 +88,6 @@ def test_a_finished_run_is_not_written_over(recipe: Path, command: Command) -> N
     command(words)
     report = (recipe.parent / "outputs" / recipe.stem / "once" / "report.md").read_bytes()
     again = command(words, expect=2)
-    assert "exists already and is not written over" in again.stderr
+    assert "exists and is never overwritten" in again.stderr
     assert "Traceback" not in again.stderr
     assert (recipe.parent / "outputs" / recipe.stem / "once" / "report.md").read_bytes() == report

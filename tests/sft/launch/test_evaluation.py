@@ -6,20 +6,20 @@ from pathlib import Path
 import pytest
 
 from sft.errors import EXIT_GATE
-from sft.launch.evaluation import _status, closing_lines
+from sft.launch.evaluation import _exit_status, closing_lines
 from sft.run.directory import Run
 
 
 @pytest.mark.parametrize("status", [0, 1, 2, EXIT_GATE, 143])
-def test_a_part_that_ends_by_itself_keeps_its_exit_status(status: int) -> None:
-    assert _status(status, "eval.run") == status
+def test_a_part_that_ends_by_itself_keeps_its_exit_exit_status(status: int) -> None:
+    assert _exit_status(status, "eval.run") == status
 
 
 def test_a_part_that_was_killed_is_told_and_ends_as_an_evaluation_that_is_not_complete(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert _status(-signal.SIGKILL, "eval.run") == 1
-    assert "eval.run was ended by SIGKILL, as the kernel does where memory runs out." in capsys.readouterr().err
+    assert _exit_status(-signal.SIGKILL, "eval.run") == 1
+    assert "eval.run was ended by SIGKILL, as the kernel does when memory runs out." in capsys.readouterr().err
 
 
 def test_the_last_lines_name_the_warnings_the_next_commands_and_the_report(

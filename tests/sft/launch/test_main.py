@@ -1,6 +1,5 @@
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from sft import cli
+from sft.data.prepared import entry_folder, find_prepared
 from sft.errors import DataError
 from sft.launch.job import open_job
-from sft.launch.prepare import begin_data, wait_for_data
 from sft.launch.topology import Topology, first_slurm_node, read_topology
 from sft.plan.hardware import Hardware
-from sft.plan.job import Job
 
 
 def set_all(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
@@ -97,28 +95,15 @@ def test_a_plan_is_printed_and_nothing_is_started(
     assert not (tmp_path / "outputs" / ".prepared").exists()
 
 
-def opened(words: list[str]) -> Job:
-    return open_job(Path(words[0]), words[1:], Hardware(None, 1, 1, 2, 16.0))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("by_itself", [False, True])
-def test_data_that_is_prepared_once_is_found_by_every_start(
-    by_itself: bool, recipe_file: Path, outputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_data_is_prepared_once_for_every_start(recipe_file: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "completion": "b"}\n' * 5)
-    words = [str(recipe_file), f"output_dir={outputs}", f"data.train={rows}"]
-    if by_itself:
-        cli.run(["train", *words, "--prepare"])
-    else:
-        begun = begin_data(opened(words))
-        assert begun is not None
-        wait_for_data(opened(words), begun)
-    assert f"Preparing {rows} (prompt_completion)" in capfd.readouterr().err
-    # What is trained otherwise is trained on the same data.
-    for others in ([], ["train.learning_rate=1e-3"], ["train.global_batch_size=4"]):
-        assert begin_data(opened([*words, *others])) is None
+    words = [str(recipe_file), f"output_dir={tmp_path / 'outputs'}", f"data.train={rows}"]
+    cli.run(["train", *words, "--prepare"])
+    for other in ([], ["train.learning_rate=1e-3"], ["train.global_batch_size=4"]):
+        job = open_job(recipe_file, [*words[1:], *other], Hardware(None, 1, 1, 2, 16.0))
+        assert find_prepared(entry_folder(job.recipe, job.model)) is not None
 
 
 @pytest.mark.slow
@@ -126,18 +111,10 @@ def test_data_beyond_a_limit_starts_nothing(recipe_file: Path, tmp_path: Path, m
     rows, outputs = tmp_path / "rows.jsonl", tmp_path / "outputs"
     rows.write_text('{"prompt": "a", "completion": "b"}\n' * 5 + json.dumps({"prompt": "a" * 200, "completion": "b"}))
     words = [str(recipe_file), f"output_dir={outputs}", f"data.train={rows}"]
-    told = r"1 of 6 rows \(16.7%\) are longer than data.max_length=128"
-    for switch in ("--prepare", "--show=1"):
-        with pytest.raises(DataError, match=told):
-            cli.run(["train", *words, switch])
-    monkeypatch.setenv("NPROC", "2")
-    with pytest.raises(DataError, match=told):
-        cli.run(["train", *words])
-    monkeypatch.delenv("NPROC")
-    shutil.rmtree(outputs / ".prepared")
-    begun = begin_data(opened(words))
-    with pytest.raises(DataError, match=told):
-        wait_for_data(opened(words), begun)
+    for switch, processes in (("--prepare", "1"), ("--show=1", "1"), (None, "1"), (None, "2")):
+        monkeypatch.setenv("NPROC", processes)
+        with pytest.raises(DataError, match=r"1 of 6 rows \(16.7%\) are longer than data.max_length=128"):
+            cli.run(["train", *words, *([switch] if switch else [])])
     assert not list(outputs.glob("mine/*"))
     cli.run(["prepare", *words, "data.max_overlong_fraction=0.2"])
 

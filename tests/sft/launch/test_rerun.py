@@ -8,8 +8,8 @@ import pytest
 
 from sft.errors import RunError
 from sft.launch.job import open_job
-from sft.launch.rerun import check_same_data, differences_to_report, is_run, original_run, rerun_arguments
-from sft.launch.run_directory import check_start, claim_directory, unfinished_run
+from sft.launch.open_run import check_start, claim_directory, unfinished_run
+from sft.launch.rerun import check_same_data, differences_to_report, is_run, rerun_arguments
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
 from sft.run.directory import Run
@@ -84,28 +84,27 @@ def test_what_is_not_as_it_was_is_told(make_run: MakeRun) -> None:
     versions = run.record["versions"] | {"torch": "1.0"}
     run.update(versions=versions, ranks=2, git={"commit": "abc", "dirty": False})
     lines = differences_to_report(again(run, "train.max_steps=3"))
-    assert lines[:2] == [f"Repeats {run.path}. Not as it was:", "  train.max_steps: null -> 3"]
+    assert lines[:2] == [f"Repeats {run.path}. Differs from then:", "  train.max_steps: null -> 3"]
     assert "  ranks: 2 -> 1" in lines
     assert any(line.startswith("  versions.torch: 1.0 -> ") for line in lines)
-    assert any(line.startswith("  commit.commit: abc -> ") for line in lines)
+    assert any(line.startswith("  git.commit: abc -> ") for line in lines)
 
 
 def test_a_recipe_of_its_own_repeats_nothing(recipe_file: Path, tmp_path: Path) -> None:
     assert not is_run(str(recipe_file))
     assert not is_run(str(tmp_path))
-    assert original_run(recipe_file) is None
     assert differences_to_report(open_job(recipe_file, [f"output_dir={tmp_path}"], MACHINE)) == []
 
 
 def test_other_data_is_no_repetition_unless_it_is_asked_for(make_run: MakeRun) -> None:
     run = make_run("finished")
     job = again(run)
-    check_same_data(run, job, "fingerprint-of-then")
+    check_same_data(job, "fingerprint-of-then")
     with pytest.raises(RunError, match=r"trained on other data than there is now.*To train on what there is now: bash"):
-        check_same_data(run, job, "fingerprint-of-now")
-    check_same_data(run, again(run, "data.max_length=64"), "fingerprint-of-now")
+        check_same_data(job, "fingerprint-of-now")
+    check_same_data(again(run, "data.max_length=64"), "fingerprint-of-now")
     run.update(status="interrupted")
-    check_same_data(run, job, "fingerprint-of-now")  # told, and otherwise, where it goes on
+    check_same_data(job, "fingerprint-of-now")  # told, and otherwise, where it goes on
 
 
 def test_a_working_directory_that_is_gone_is_told(make_run: MakeRun, tmp_path: Path) -> None:

@@ -15,14 +15,13 @@ from sft.errors import RecipeError, RunError
 from sft.files import write_json
 from sft.launch.evaluation import unfinished_evaluation
 from sft.launch.job import open_job
-from sft.launch.run_directory import (
+from sft.launch.open_run import (
     OWN_RUN,
     broken_latest,
     check_start,
     claim,
     claim_directory,
     keep_recipe,
-    other_unfinished,
     unfinished_run,
 )
 from sft.plan.hardware import Hardware
@@ -91,9 +90,7 @@ def test_a_new_run_is_the_recipe_byte_for_byte_and_latest(recipe_file: Path, fol
 
 def test_a_finished_run_is_never_written_over(recipe_file: Path, left_behind: LeftBehind) -> None:
     finished = left_behind("finished", "tracking.run_name=first", checkpoint="checkpoint-5")
-    with pytest.raises(
-        RunError, match=r"first exists already and is not written over. Choose another tracking.run_name"
-    ):
+    with pytest.raises(RunError, match=r"first exists and is never overwritten. Choose another tracking.run_name"):
         open_here(recipe_file, "tracking.run_name=first")
     assert finished.record["status"] == "finished"
     assert open_here(recipe_file).path != finished.path
@@ -127,8 +124,8 @@ def test_a_changed_recipe_is_refused_with_what_differs(recipe_file: Path, left_b
         f"{unfinished.path} is unfinished (checkpoint-5), and this start differs from it:",
         "  train.max_steps: 20 -> 30",
         "  train.save_steps: 500 -> 7 (may differ)",
-        "Change it back to go on, or allow it: 'train.resume_allow_changes=[train.max_steps]', or start anew with train.resume=never. See "
-        "docs/resume.md.",
+        "Change it back to resume, or allow it: 'train.resume_allow_changes=[train.max_steps]', or start a new run with "
+        "train.resume=never. See docs/resume.md.",
     ]
     allowed = "train.resume_allow_changes=[train.max_steps]"
     assert open_here(recipe_file, "train.max_steps=30", allowed).path == unfinished.path
@@ -137,7 +134,7 @@ def test_a_changed_recipe_is_refused_with_what_differs(recipe_file: Path, left_b
 
 def test_what_no_run_can_go_on_with_is_not_offered(recipe_file: Path, left_behind: LeftBehind) -> None:
     left_behind("interrupted", checkpoint="checkpoint-5")
-    with pytest.raises(RunError, match=r"train.seed: 0 -> 1 \(no run can go on with that\)") as refused:
+    with pytest.raises(RunError, match=r"train.seed: 0 -> 1 \(no run can resume with that\)") as refused:
         open_here(recipe_file, "train.seed=1", "train.max_steps=3")
     assert "resume_allow_changes" not in str(refused.value)
     with pytest.raises(RecipeError, match=r"train.seed: cannot change when a run resumes: it decides which rows"):
@@ -324,18 +321,9 @@ def test_a_session_that_trained_nothing_is_not_what_the_next_is_compared_with(
     assert unfinished_run(job_of(recipe_file)) == run
 
 
-def test_every_run_that_is_left_is_named_with_its_command(left_behind: LeftBehind) -> None:
-    older, killed = (
-        left_behind(status, checkpoint="checkpoint-5", name=status) for status in ("interrupted", "running")
-    )
-    left_behind("finished", checkpoint="checkpoint-9", name="done")
-    left_behind("failed", name="without a checkpoint")
-    trained, newest = (left_behind("running", checkpoint="checkpoint-7", name=name) for name in ("other", "newest"))
-    with claimed(trained):
-        assert other_unfinished(newest) == [
-            f"Also unfinished, at checkpoint-5: bash scripts/sft.sh {run.path}" for run in (killed, older)
-        ]
-    assert newest.next_start == "The same command resumes from checkpoint-7"
+def test_the_next_start_of_a_run_is_a_command(left_behind: LeftBehind) -> None:
+    older, newest = (left_behind("running", checkpoint="checkpoint-5", name=name) for name in ("older", "newest"))
+    assert newest.next_start == "The same command resumes from checkpoint-5"
     assert older.next_start == f"`bash scripts/sft.sh {older.path}` resumes from checkpoint-5"
 
 

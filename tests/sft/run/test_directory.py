@@ -7,7 +7,7 @@ from sft.errors import RecipeError, RunError
 from sft.files import write_json
 from sft.hub.demo import Demo
 from sft.launch.job import open_job
-from sft.launch.run_directory import claim_directory, unfinished_run
+from sft.launch.open_run import claim_directory, unfinished_run
 from sft.plan.hardware import Hardware
 from sft.plan.job import Job
 from sft.recipe.load import parse_recipe

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sft.launch.job import open_job
-from sft.launch.run_directory import claim_directory
+from sft.launch.open_run import claim_directory
 from sft.plan.hardware import Hardware
 from sft.recipe.changes import Change
 from sft.run.record import close_session, installed_versions, record_end, record_start
