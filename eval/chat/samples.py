@@ -18,7 +18,7 @@ from eval.harness.prompting import own_template
 from eval.models.placement import give_memory_back
 from eval.models.target import Target, base_target
 from eval.quiet import chatter_to
-from eval.reference import Reference, load_reference
+from eval.tasks.reference import Reference, load_reference
 from sft.errors import EvaluationError
 from sft.files import read_json, write_json
 from sft.hub.demo import questions
@@ -89,15 +89,7 @@ def answer_limit(chat_format: ChatFormat, prompts: list[list[int]], max_new_toke
 def answer_prompts(
     model: Any, chat_format: ChatFormat, prompts: list[list[int]], limit: int, seed: int
 ) -> list[Answer]:
-    """Answer each prompt; the same each time on the same machine.
-
-    Args:
-        model: From load_weights.
-        chat_format: Knows what ends an answer, and how to sample.
-        prompts: As ChatFormat.render gives them.
-        limit: Tokens of the longest answer.
-        seed: Of the sampling.
-    """
+    """Answer each rendered prompt in at most `limit` tokens; the same each time on the same machine."""
     import torch
 
     torch.manual_seed(seed)
