@@ -318,5 +318,5 @@ def test_which_documents_are_sampled(lengths: tuple[int, ...], each: int, expect
     starts = np.cumsum(lengths, dtype=np.int64) - np.array(lengths, np.int64)
     store = DocumentStore(zeros, zeros, records, starts)
     index = SequenceIndex(np.arange(count), np.array([*range(each, count, each), count][: -(-count // each)], np.int64))
-    sequences = SimpleNamespace(store=store, index=index)
+    sequences: Any = SimpleNamespace(store=store, index=index)
     assert [len(document) for document in sample_documents(sequences)] == expected
