@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sft.export.go_template import Markup, Message, compare, literal, read_markup, write_go
+from sft.export.go_template import Markup, Message, compare, literal, read_markup
 from sft.recipe.schema import REPOSITORY
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -131,14 +131,14 @@ MUST = (
 def test_what_go_writes_is_what_jinja_writes(name: str) -> None:
     apply = apply_of(TEMPLATES[name])
     try:
-        markup = read_markup(apply, TOKENS["bos_token"])
+        markup = read_markup(apply)
         compare(markup, apply)
     except ValueError:
         assert name not in MUST, "a family that recipes name cannot be written"
         return  # refused, which is no wrong template
-    written = write_go(markup)
+    written = markup.go()
     for roles in CONVERSATIONS:
-        if markup.first_system is None and "s" in roles:
+        if markup.system is None and "s" in roles:
             continue
         assert go(written, conversation(roles)) == apply(conversation(roles), True)
 
@@ -164,7 +164,7 @@ def test_what_go_writes_is_what_jinja_writes(name: str) -> None:
 def test_a_template_that_writes_anything_else_is_refused(template: str, why: str) -> None:
     apply = apply_of(template)
     with pytest.raises(ValueError, match=why):
-        compare(read_markup(apply, ""), apply)
+        compare(read_markup(apply), apply)
 
 
 def test_what_a_template_takes_away_is_told() -> None:
@@ -179,14 +179,14 @@ def test_the_first_user_is_the_first_where_a_system_message_before_him_is_droppe
     turns = "{{ bos_token }}{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
     apply = apply_of(refuses + turns if name == "raises" else turns)
-    markup = read_markup(apply, TOKENS["bos_token"])
+    markup = read_markup(apply)
     assert any(one.startswith("system messages, which") for one in compare(markup, apply))
-    assert go(write_go(markup), conversation("suau")) == apply_of(turns)(conversation("suau"), True)
+    assert go(markup.go(), conversation("suau")) == apply_of(turns)(conversation("suau"), True)
 
 
 def _both(name: str) -> tuple[Markup, Any]:
     apply = apply_of(TEMPLATES[name])
-    return read_markup(apply, TOKENS["bos_token"]), apply
+    return read_markup(apply), apply
 
 
 @pytest.mark.parametrize(
