@@ -86,7 +86,7 @@ def both(folder: Path, name: str) -> dict[str, Any]:
     from sft.checkpoint.resume import Writer
     from sft.checkpoint.write import CheckpointWriter
     from sft.hub.demo import make_demo
-    from sft.parallel.progress import Progress
+    from sft.train.progress import Progress
     from sft.train.trainer import RecipeTrainer
 
     class SavesOnly(RecipeTrainer):

@@ -14,20 +14,15 @@ import signal
 
 from sft.processes import end_with_parent
 
-if __name__ == "__main__":  # before the imports, during which the parent may end
-    if os.environ.get("SFT_LAUNCHER") == str(os.getppid()):
-        end_with_parent(os.getppid(), signal.SIGTERM)
-    elif "SFT_PARENT" in os.environ and "RANK" not in os.environ:
-        end_with_parent(int(os.environ["SFT_PARENT"]), signal.SIGTERM)
+if __name__ == "__main__" and "SFT_PARENT" in os.environ:  # before the imports, during which the parent may end
+    end_with_parent(int(os.environ["SFT_PARENT"]), signal.SIGTERM)
 
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval import ranks
-from eval.evaluate import evaluate_one, evaluate_run
-from eval.harness.processes import NeedsProcesses, become_launcher
+from eval.harness.evaluate import evaluate_one, evaluate_run
 from eval.models.backends import check_backend
 from eval.models.target import check_folder
 from sft import terminal
@@ -47,6 +42,7 @@ NO_RECIPE = json.dumps(
     {"schema_version": 1, "version": 1, "model": {"name_or_path": "-"}, "data": {"train": "-"}}
     | {"train": {"global_batch_size": 1}}
 )
+_OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def _as_override(argument: str) -> str:
@@ -89,36 +85,48 @@ def _without_consents(run: Run, evaluation: Evaluation, given: set[str]) -> Eval
     Raises:
         EvaluationError: Only the run's recipe says where requests would go, or which key they would carry.
     """
-    if evaluation.backend == "server":
-        values = {f"eval.server.{key}": getattr(evaluation.server, key) for key in SENDS}
-        alone = [f"{key}={value}" for key, value in values.items() if value is not None and key not in given]
-        if alone:
-            words = " ".join(alone).replace("eval.", "")
-            raise EvaluationError(
-                f"{run.path}: only its recipe says {' and '.join(alone)}, and a run's folder may be somebody else's. Nothing was sent. To "
-                f"send the tasks' documents and that key there, add to this command: {words}"
-            )
+    values = {f"eval.server.{key}": getattr(evaluation.server, key) for key in SENDS}
+    alone = [f"{key}={value}" for key, value in values.items() if value is not None and key not in given]
+    if evaluation.backend == "server" and alone:
+        raise EvaluationError(
+            f"{run.path}: only its recipe says {' and '.join(alone)}, and a run's folder may be somebody else's. Nothing was sent. To "
+            f"send the tasks' documents and that key there, add to this command: {' '.join(alone).replace('eval.', '')}"
+        )
     return evaluation.model_copy(update={key: False for key in CONSENTS if f"eval.{key}" not in given})
+
+
+def _leave_launcher() -> str | None:
+    """Under torchrun by hand, go on as a single process: rank 0 starts as many itself, and the other ranks end.
+
+    Returns:
+        The override that says how many; None without a launcher.
+
+    Raises:
+        EvaluationError: The ranks are on several nodes.
+    """
+    number, here = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    rank, is_rank = os.environ.get("RANK", "0"), terminal.is_rank()
+    if is_rank and here != number:
+        raise EvaluationError(
+            f"The evaluation was started as {number} processes, {here} of them on this node. It runs on one node: start it on one."
+        )
+    for name in _OF_A_LAUNCHER:
+        os.environ.pop(name, None)
+    if is_rank and rank != "0":
+        sys.exit(0)
+    return f"processes={number}" if is_rank else None
 
 
 def _evaluate(arguments: list[str]) -> dict[str, str]:
     path = Path(arguments[0]).expanduser()
-    # A folder that is neither a model nor a run is told of as a run that is missing.
+    # A folder that is neither a model nor a run is reported as a missing run.
     if path.is_dir() and not (path / "config.json").is_file():
         run = find_run(path)
         check_model_code(run.path, run.recipe().model.trust_remote_code, TRUST in arguments)
-        evaluation = parse_evaluation(arguments[1:], run)
-        given = {word.removeprefix("eval.").partition("=")[0] for word in arguments}
-        # Tasks that are named on this command line may read what they name; a name may stand for one in the run's include_path.
-        named = "tasks" in given and (evaluation.include_path is None or "include_path" in given)
-        brought = not (named or is_own(run.path))
-        return evaluate_run(run, evaluation, brought, ACCEPT in arguments)
-    if ACCEPT in arguments:
-        raise EvaluationError(f"{ACCEPT} is for a run's folder: the files of {arguments[0]} are measured as they are.")
-    if TRUST in arguments:
-        raise EvaluationError(
-            f"{TRUST} is for a run's folder: {arguments[0]} is a model, and the code of one is not run here."
-        )
+        return evaluate_run(run, parse_evaluation(arguments[1:], run), ACCEPT in arguments)
+    for flag in (ACCEPT, TRUST):
+        if flag in arguments:
+            raise EvaluationError(f"{flag} is for a run's folder, and {arguments[0]} is a model. Leave it out.")
     check_folder(arguments[0])
     return evaluate_one(arguments[0], parse_evaluation(arguments[1:]))
 
@@ -127,19 +135,11 @@ def main(arguments: list[str]) -> None:
     """Measure what the first argument names."""
     if not arguments or "=" in arguments[0]:
         raise EvaluationError(f"Name a run's folder or a model first.\n\n{__doc__}")
-    terminal.start_rank_log()
-    ranks.join()
-    try:
-        not_measured = _evaluate(arguments)
-    except NeedsProcesses as more:
-        become_launcher(more.placement, arguments)
+    launched = _leave_launcher()
+    not_measured = _evaluate([*arguments, *([launched] if launched else [])])
     if not_measured:
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in not_measured.items())
         terminal.show_message(f"The evaluation is incomplete. Not measured:{reasons}")
-    else:
-        terminal.remove_launch_folder()
-    ranks.leave()
-    if not_measured:
         sys.exit(EXIT_INCOMPLETE)
 
 

@@ -67,10 +67,6 @@ def _describe(text: str) -> str | None:
 def secrets_in(text: str, overrides: Sequence[str]) -> list[str]:
     """Find what looks like a secret in a recipe or its overrides.
 
-    Args:
-        text: The recipe with its comments: the run's folder holds a copy of all of it.
-        overrides: `key=value`.
-
     Returns:
         One line for each place, without the secret.
     """

@@ -112,11 +112,7 @@ class WrongSave(ShownError):
 
 
 class GateFailed(ShownError):
-    """A tuned model that does not meet eval.gate.
-
-    Args:
-        failures: A sentence for each.
-    """
+    """A tuned model that does not meet eval.gate."""
 
     status = EXIT_GATE
 
@@ -164,11 +160,6 @@ def is_lost(error: BaseException) -> bool:
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
     """The closest known word, ready to append to a message.
-
-    Args:
-        word: What was written.
-        known: What could have been meant.
-        otherwise: What to append where nothing is close, such as a full stop.
 
     >>> did_you_mean("max_len", ["max_length", "packing"])
     '; did you mean `max_length`?'

@@ -14,12 +14,7 @@ RESULT_FILE = "SFT_RESULT_FILE"
 
 
 def end_with_parent(parent: int, number: signal.Signals) -> None:
-    """Have the kernel send this process a signal when its parent ends, however that ends.
-
-    Args:
-        parent: The parent's process id; where it has ended already the signal comes at once.
-        number: The signal.
-    """
+    """Have the kernel send this process a signal when its parent ends, however that ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)

@@ -211,11 +211,7 @@ class _Listener:
         return self._first
 
     def hold(self, act: Act | None = None) -> None:
-        """From here on a signal does not end the main thread, which asks for it instead.
-
-        Args:
-            act: What to do when one arrives; None: announce the stop after the current step, and end at a second one.
-        """
+        """From here on a signal does not end the main thread: `act` is called, which by default announces the stop after this step."""
         self._holds, self._act = True, act or self._stop_after_the_step
         if self._first is not None:
             self._act(self._first, False)

@@ -61,11 +61,7 @@ def _rank() -> int:
 
 
 def launch_folder(launcher: int) -> Path:
-    """The temporary folder that the processes of one launcher share.
-
-    Args:
-        launcher: Its process id.
-    """
+    """The temporary folder that the processes of one launcher share, by its process id."""
     try:  # a process id is reused, but not together with its start time
         started = Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -112,11 +108,7 @@ def _flush() -> None:
 
 
 def move_rank_log(run: Path) -> None:
-    """Move the log into the run's folder, now that it is known.
-
-    Args:
-        run: outputs/RECIPE/RUN, the same on every rank.
-    """
+    """Move the log into the run's folder, now that it is known."""
     if is_rank() or os.environ.get("SFT_LAUNCHER") == str(os.getppid()):  # the launcher cannot know otherwise
         with suppress(OSError):
             (_make_launch_folder(os.getppid()) / "run").write_text(str(run))
@@ -156,22 +148,12 @@ def to_terminal(text: str) -> None:
 
 
 def failure_text(rank: int, what: str) -> str:
-    """A failure on this node, for `show_first`.
-
-    Args:
-        rank: Which rank failed.
-        what: Follows the rank and the host: `failed`.
-    """
+    """A failure of a rank on this node, for `show_first`: who, where, and what, such as `failed`."""
     return f"Rank {rank} on {socket.gethostname()} {what}"
 
 
 def show_first(failure: str, launcher: int) -> None:
-    """Show the job's first failure, unless a process of this node has shown it.
-
-    Args:
-        failure: What to show if it is the first.
-        launcher: Process id of the launcher of this node's ranks.
-    """
+    """Show the job's first failure, unless a process of this node has shown it."""
     with suppress(OSError):  # better shown twice than never
         if not _create(_make_launch_folder(launcher) / FAILURE, failure):
             return
@@ -220,12 +202,7 @@ def run_of(launcher: int) -> Path | None:
 
 
 def show_message(message: str, lost: bool = False) -> None:
-    """Show a message once for all ranks of this node that have one.
-
-    Args:
-        message: For the user.
-        lost: This rank has only lost the others: the rank that failed, or the launcher, may speak first.
-    """
+    """Show a message once for all ranks of this node that have one. Of a rank that has only `lost` the others, the cause may come first."""
     message = visible(redact(message))
     if not is_rank():
         print(f"\n{message}", file=sys.stderr, flush=True)

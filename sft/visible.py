@@ -36,10 +36,6 @@ def name_of(character: str) -> str:
 def visible(text: str, mark: Callable[[str], str] = name_of) -> str:
     r"""Show every character of a text.
 
-    Args:
-        text: Text of others.
-        mark: How to show a hidden character.
-
     >>> visible("a\u202eb\x00"), visible("é 👩‍👩‍👧 سلام")
     ('a⟨U+202E⟩b⟨U+0000⟩', 'é 👩\u200d👩\u200d👧 سلام')
     """

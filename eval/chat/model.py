@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from eval.models.placement import change_whole, check_placement, place_model
 from eval.models.target import Target, check_folder, recorded_base
 from eval.quiet import first_line
-from eval.reference import Reference, context_of, load_config, load_reference
+from eval.tasks.reference import Reference, context_of, load_config, load_reference
 from eval.tasks.settings import LENGTH_KEYS
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation
@@ -110,7 +110,7 @@ def load_weights(target: Target, reference: Reference, chat_format: ChatFormat, 
     dtype: str = evaluation.dtype
     if dtype == "auto":  # None in a config is transformers' word for fp32
         dtype = str(getattr(reference.config, "dtype", None) or "float32").removeprefix("torch.")
-    placement = place_model(evaluation.parallelize, 1, 1, reference.config, dtype, target.trust_remote_code)
+    placement = place_model(evaluation.parallelize, 1, reference.config, dtype, target.trust_remote_code)
     check_weights(target.model, target.revision, target.trust_remote_code, f"The {target.label} model {target.model}")
     try:
         model = AutoModelForCausalLM.from_pretrained(

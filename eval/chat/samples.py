@@ -18,7 +18,7 @@ from eval.harness.prompting import own_template
 from eval.models.placement import give_memory_back
 from eval.models.target import Target, base_target
 from eval.quiet import chatter_to
-from eval.reference import Reference, load_reference
+from eval.tasks.reference import Reference, load_reference
 from sft.errors import EvaluationError
 from sft.files import read_json, write_json
 from sft.hub.demo import questions

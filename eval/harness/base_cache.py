@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
-from eval import ranks
 from eval.harness.measure import evaluate_model
 from eval.harness.prompting import Prompting
 from eval.models.placement import Placement, gpu_name
@@ -48,17 +47,16 @@ def measure_base(
     Raises:
         EvaluationError: As `evaluate_model`.
     """
-    key = ranks.from_first(lambda: base_key(target, prompting, placement, gpu_name()))
-    reuses = key is not None and output_dir is not None
-    found = ranks.from_first(lambda: reuse(folder, str(key), Path(str(output_dir))) if reuses else None)
+    key = base_key(target, prompting, placement, gpu_name())
     if key is None and output_dir is not None:
         print(f"base: not kept for other runs: {target.model} is a name without a commit.", flush=True)
-    if found is not None:
+    reuses = key is not None and output_dir is not None
+    if reuses and (found := reuse(folder, str(key), Path(str(output_dir)))) is not None:
         print(f"base: measured before under the same settings ({found}); not measured again.", flush=True)
         return
     more = {"base_key": key, "prompting": prompting.record}
     evaluate_model(target, prompting.tokenizer, tasks, prompting.settings, folder, log, placement, more)
-    if key is not None and output_dir is not None and ranks.is_first() and _has(folder, key):
+    if key is not None and output_dir is not None and _has(folder, key):
         keep(output_dir, key, folder)
 
 

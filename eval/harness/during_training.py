@@ -22,8 +22,8 @@ from transformers.trainer_callback import TrainerCallback
 from eval.harness.measure import Scores, scores
 from eval.models.live_model import LeftOff, Live, language_model, undisturbed
 from eval.quiet import chatter_to, summary
-from eval.reference import load_reference
 from eval.tasks.load import LoadedTasks, load_tasks
+from eval.tasks.reference import load_reference
 from eval.tasks.settings import Settings, resolve_settings
 from eval.tasks.suites import check_tasks
 from sft.errors import EvaluationError

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval.models.target import Target
 from eval.quiet import first_line
-from eval.reference import Reference
+from eval.tasks.reference import Reference
 from eval.tasks.settings import Settings, template_sha256
 from sft.errors import EvaluationError
 

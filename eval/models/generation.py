@@ -1,7 +1,5 @@
-"""Ask vLLM and servers for the answer that transformers would generate.
-
-lm_eval's clients for them have other defaults than its `hf` model, for sampling, for what ends an answer, and for how a chat becomes a
-prompt. Here each is decided once, from the settings that base and tuned share. Imports no torch.
+"""Works out what transformers would generate, for servers, whose clients have other defaults than lm_eval's `hf` model: for sampling, for
+what ends an answer, and for how a chat becomes a prompt. Imports no torch.
 """
 
 from __future__ import annotations
@@ -32,8 +30,6 @@ NO_EFFECT = {
 }
 """Keys of a generation config that change no answer."""
 
-OF_A_TASK = {*CARRIED, "until", "max_gen_toks"}
-
 
 @dataclass(frozen=True)
 class Request:
@@ -48,6 +44,12 @@ class Request:
     """temperature and, where the answer is sampled, top_p, top_k and min_p."""
 
     repetition_penalty: float
+
+    @property
+    def beyond_openai(self) -> dict[str, Any]:
+        """The arguments that only vLLM's API can carry, where they have an effect."""
+        effective = {key: self.sampling[key] for key in ("top_k", "min_p") if self.sampling.get(key)}
+        return effective | ({"repetition_penalty": self.repetition_penalty} if self.repetition_penalty != 1.0 else {})
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
@@ -82,25 +84,6 @@ def make_request(gen_kwargs: dict[str, Any], settings: Settings, special: dict[s
     )
 
 
-def extensions(request: Request) -> dict[str, Any]:
-    """vLLM's keys beside OpenAI's, so that the served model's own generation config decides nothing."""
-    return {
-        "stop_token_ids": request.stop_token_ids,
-        # The stop tokens above are all that ends an answer, also where the served model has others.
-        "ignore_eos": True,
-        "repetition_penalty": request.repetition_penalty,
-    }
-
-
-def carried_by_openai(request: Request) -> str | None:
-    """The argument that a server without vLLM's keys cannot be given; None where there is none."""
-    if request.repetition_penalty != 1.0:
-        return f"repetition_penalty={request.repetition_penalty:g}"
-    if request.sampling.get("top_k") or request.sampling.get("min_p"):
-        return ", ".join(f"{key}={request.sampling[key]:g}" for key in ("top_k", "min_p") if request.sampling.get(key))
-    return None
-
-
 def cut(text: str, until: Iterable[str]) -> str:
     """Cut an answer at the first of the texts that end it.
 
@@ -110,12 +93,6 @@ def cut(text: str, until: Iterable[str]) -> str:
     return min((text.split(end)[0] for end in until), key=len, default=text)
 
 
-def strips_leading_space(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether an answer that is decoded alone loses its leading space, as with SentencePiece."""
-    ids = tokenizer.encode("a a", add_special_tokens=False)
-    return not str(tokenizer.decode(ids[-1:])).startswith(" ")
-
-
 def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     settings: Settings,
@@ -123,8 +100,9 @@ def render_chat(
     add_generation_prompt: bool = True,
 ) -> str:
     """A chat as a prompt, as lm_eval's `hf` model renders it."""
-    thinking = {} if settings.enable_thinking is None else {"enable_thinking": settings.enable_thinking}
     import jinja2
+
+    thinking = {} if settings.enable_thinking is None else {"enable_thinking": settings.enable_thinking}
 
     def render(turns: list[dict[str, str]]) -> str:
         return str(
@@ -163,41 +141,37 @@ def encode_as_hf(
     return ids
 
 
-def _unknown(keys: Iterable[str], known: set[str]) -> str:
-    return ", ".join(sorted(key for key in keys if key not in known))
-
-
 def check_generation(settings: Settings) -> None:
     """Refuse a generation config that only transformers can follow.
 
     Raises:
         EvaluationError: It has such keys.
     """
-    unknown = _unknown(settings.generation, CARRIED | NO_EFFECT)
+    unknown = sorted(settings.generation.keys() - CARRIED - NO_EFFECT)
     if unknown:
         raise EvaluationError(
-            f"The tuned model's generation config has {unknown}, which eval.backend={settings.backend} cannot follow. Use eval.backend=hf."
+            f"The tuned model's generation config has {', '.join(unknown)}, which eval.backend=server cannot follow. Use eval.backend=hf."
         )
 
 
-def task_problems(task: ConfigurableTask, settings: Settings, special: dict[str, int]) -> list[str]:
+def task_problems(task: ConfigurableTask, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """What a task asks that only transformers can do."""
-    given = dict(task.get_config("generation_kwargs") or {})
     if task.get_config("output_type") != "generate_until":
         return []
-    name, backend = task.task_name, f"eval.backend={settings.backend}"
+    given = dict(task.get_config("generation_kwargs") or {})
     problems = []
-    unknown = _unknown(given, OF_A_TASK)
+    unknown = sorted(given.keys() - CARRIED - {"until", "max_gen_toks"})
     if unknown:
         problems.append(
-            f"{name} generates with {unknown}, which {backend} cannot follow. Use eval.backend=hf, or leave the task out."
+            f"{task.task_name} generates with {', '.join(unknown)}, which eval.backend=server cannot follow. Use eval.backend=hf, or leave "
+            "the task out."
         )
     until = given.get("until") or []
     for text in [until] if isinstance(until, str) else until:
-        inside = [token for token in special if token in text and token != text]
+        inside = [token for token in special_tokens(tokenizer) if token in text and token != text]
         if inside:
             problems.append(
-                f"{name} ends its answers at {text!r}, of which {inside[0]} is a special token: {backend} leaves those out of the text. "
-                "Use eval.backend=hf."
+                f"{task.task_name} ends its answers at {text!r}, of which {inside[0]} is a special token: a server leaves those out of the "
+                "text. Use eval.backend=hf."
             )
     return problems

@@ -1,42 +1,65 @@
-"""lm_eval's transformers model, as one of several processes that share the documents: their number moves no score.
+"""Loads lm_eval's transformers model, and has helper processes answer a part of its requests.
 
-lm_eval 0.4.13 shares the documents itself, and three things are different here:
-
-- It draws few-shot examples for the documents of one process after another, so that a document's examples depend on the number of
-  processes. Here each process draws for all documents, as a single one does, and keeps its own.
-- A process with fewer requests repeats its last one and keeps both answers with the document, where a vote over answers or pass@k
-  counts them. It does so for models that are sharded over the processes; here each has the whole model, and nothing is repeated.
-- It appends the documents of one process to those of another, which moves standard errors that resampling finds. Here they are put
-  back in order.
+lm_eval runs in this process alone: it draws the examples, applies the filters and computes the scores as for a single process. Only the
+requests are shared, by document, so that the number of processes moves no score. (Under accelerate lm_eval itself would draw other few-shot
+examples, repeat requests and reorder documents.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import chain, zip_longest
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lm_eval.api.task import Task
 from lm_eval.models.huggingface import HFLM
-from transformers import GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
-from eval import ranks
-from eval.models.placement import BatchSizes, Placement, change_whole
+from eval.models.placement import Placement, change_whole, check_placement
 from eval.models.target import Target
+from eval.quiet import summary
 from eval.tasks.settings import Settings
+from sft.errors import EvaluationError, LostRank
+from sft.plan.hardware import cpu_cores
+from sft.processes import end_with_parent
+from sft.signals import held_back
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_NOTHING = object()
+Requests = Sequence[Any]
+"""lm_eval's instances, or what has their `args`."""
 
 
-def load_hf(
-    target: Target, tokenizer: PreTrainedTokenizerBase, settings: Settings, placement: Placement
-) -> DataParallelHFLM:
-    """Load the weights."""
-    model = DataParallelHFLM(
+def load_hf(target: Target, tokenizer: PreTrainedTokenizerBase, settings: Settings, placement: Placement) -> SharedHFLM:
+    """Load the weights, here and in each helper process.
+
+    Raises:
+        EvaluationError: They do not load, or part of them would stay off the GPUs.
+    """
+    number = placement.processes
+    if number > 1:  # for the helpers, which import torch anew, and for this process
+        threads = int(os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_cores() // number))))
+        torch.set_num_threads(threads)
+    helpers = [Helper(target, tokenizer.name_or_path, settings, process) for process in range(1, number)]
+    model = _load(target, tokenizer, settings, placement.spread, 0)
+    check_placement(model.model, placement)
+    for helper in helpers:
+        helper.receive()
+    model.helpers = helpers
+    return model
+
+
+def _load(
+    target: Target, tokenizer: PreTrainedTokenizerBase, settings: Settings, spread: bool, process: int
+) -> SharedHFLM:
+    device = "cpu" if not torch.cuda.is_available() else "cuda" if spread else f"cuda:{process}"
+    model = SharedHFLM(
         pretrained=target.model,
         revision=target.revision or "main",
         tokenizer=tokenizer,
@@ -45,8 +68,8 @@ def load_hf(
         batch_size=settings.batch_size,
         add_bos_token=settings.add_bos_token,
         enable_thinking=settings.enable_thinking,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        parallelize=placement.spread,
+        device=device,
+        parallelize=spread,
         trust_remote_code=target.trust_remote_code,
     )
     if target.new_tokens:
@@ -60,84 +83,169 @@ def load_hf(
     return model
 
 
-class DataParallelHFLM(HFLM):  # type: ignore[misc]
-    """HFLM whose processes communicate through eval/ranks.py, where they learn of each other's errors."""
+class SharedHFLM(HFLM):  # type: ignore[misc]  # lm_eval ships no types
+    """HFLM that sends each helper its part of the requests, and follows the batch sizes of an earlier model."""
 
-    def __init__(self, *arguments: Any, **keys: Any) -> None:
-        super().__init__(*arguments, **keys)
-        self.sizes = BatchSizes()
-        self.share(True)
+    helpers: Sequence[Helper] = ()
+    _given: Sequence[int] = ()
+    _strict = False
+    found: Sequence[int] = ()
+    """Batch sizes that this process has searched for since `follow`."""
 
-    def share(self, among_all: bool) -> None:
-        """Share the documents of the next task, or leave them to this process."""
-        # lm_eval sets these where it finds several GPUs, and not for processes on a CPU.
-        self._rank, self._world_size = (ranks.rank(), ranks.launched()) if among_all else (0, 1)
+    def follow(self, given: Sequence[int], strict: bool) -> None:
+        """Use these batch sizes in the next searches, instead of larger ones.
 
-    def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
-        # All processes find the smallest that fits on any of them, so that they decide alike.
-        search = super()._detect_batch_size
-        return self.sizes.decide(lambda: int(search(requests, pos)))
+        Args:
+            given: What `sizes_found` returned for the base model; empty: search freely.
+            strict: Whether too little memory for them is an error: in half precision another size moves answers.
+        """
+        number = len(given) // (len(self.helpers) + 1)
+        self._given, self._strict, self.found = given[:number], strict, []
+        for place, helper in enumerate(self.helpers, 1):
+            helper.follow(given[place * number : (place + 1) * number], strict)
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Batch sizes that were found. A number of requests, a bare number, counts as the same on all: none is padded."""
-        if tensor.ndim == 0:
-            return tensor.repeat(self.world_size)
-        return torch.tensor(list(chain.from_iterable(ranks.exchange(tensor.tolist()))))
+    def sizes_found(self) -> list[int]:
+        """The batch sizes that all processes have searched for since `follow`."""
+        return [*self.found, *(size for helper in self.helpers for size in helper.found)]
 
-    def gather_object(self, obj: dict[str, Any], dst: int = 0) -> list[dict[str, Any]] | None:
-        """Answers and scores of all documents, on rank 0: those of all processes as one, in the documents' order."""
-        if self.world_size == 1:
-            return [obj]
-        found = ranks.collect(obj)
-        return [in_order(found)] if found else None
+    def _detect_batch_size(self, requests: Requests | None = None, pos: int = 0) -> int:
+        size = int(super()._detect_batch_size(requests, pos))
+        given = self._given[len(self.found)] if len(self.found) < len(self._given) else size
+        if size < given and self._strict:
+            raise EvaluationError(
+                f"the base model was measured in batches of {given}, and there is memory for {size} now: in half precision that moves "
+                f"answers. Set eval.batch_size={size}, or end what else uses the GPU."
+            )
+        self.found = [*self.found, min(size, given)]
+        return self.found[-1]
 
-    def barrier(self) -> None:
-        """Wait for the others."""
-        if self.world_size > 1:
-            ranks.exchange(None)
+    def loglikelihood(self, requests: Requests, disable_tqdm: bool = False) -> list[Any]:
+        """Score given answers."""
+        return self._share("loglikelihood", requests, disable_tqdm)
+
+    def loglikelihood_rolling(self, requests: Requests, disable_tqdm: bool = False) -> list[Any]:
+        """Score whole texts."""
+        return self._share("loglikelihood_rolling", requests, disable_tqdm)
+
+    def generate_until(self, requests: Requests, disable_tqdm: bool = False) -> list[Any]:
+        """Generate answers."""
+        return self._share("generate_until", requests, disable_tqdm)
+
+    def _share(self, method: str, requests: Requests, disable_tqdm: bool) -> list[Any]:
+        number = len(self.helpers) + 1
+        # A document's requests stay together: lm_eval computes the prompt that they share once.
+        parts = [
+            [place for place, request in enumerate(requests) if number == 1 or request.doc_id % number == process]
+            for process in range(number)
+        ]
+        busy = [(helper, part) for helper, part in zip(self.helpers, parts[1:], strict=True) if part]
+        for helper, part in busy:
+            helper.send((method, [requests[place].args for place in part]))
+        own = [requests[place] for place in parts[0]]
+        try:
+            answers = dict(zip(parts[0], getattr(super(), method)(own, disable_tqdm=disable_tqdm), strict=True))
+        except Exception:
+            for helper, _ in busy:  # else their answers would be taken for those to the next task
+                helper.receive()
+            raise
+        for reply, (_, part) in zip([helper.receive() for helper, _ in busy], busy, strict=True):
+            if isinstance(reply, str):
+                raise RuntimeError(reply)
+            answers |= zip(part, reply, strict=True)
+        return [answers[place] for place in range(len(requests))]
+
+    def close(self) -> None:
+        """End the helpers, which frees their GPUs."""
+        for helper in self.helpers:
+            helper.close()
 
 
-def in_order(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What one process would have found.
+class Helper:
+    """A process with a full model of its own that answers what it is sent.
 
     Args:
-        found: By process; per task its samples, or its scores by metric and filter.
-
-    >>> in_order([{"arc": {("acc", "none"): [0, 2]}}, {"arc": {("acc", "none"): [1]}}])
-    {'arc': {('acc', 'none'): [0, 1, 2]}}
+        target: The model.
+        tokenizer: Folder or id of the tokenizer.
+        settings: Of the evaluation.
+        process: Its number, from 1: the GPU that it uses.
     """
-    return {task: _task_in_order([one[task] for one in found]) for task in found[0]}
+
+    def __init__(self, target: Target, tokenizer: str, settings: Settings, process: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, other = context.Pipe()
+        self.number, self.found = process, list[int]()
+        arguments = (other, os.getpid(), target, tokenizer, settings, process)
+        self.process = context.Process(target=_help, args=arguments, daemon=True)
+        with held_back():
+            self.process.start()
+        other.close()
+        self.follow((), strict=False)
+
+    def follow(self, given: Sequence[int], strict: bool) -> None:
+        """As `SharedHFLM.follow`."""
+        self.given, self.strict, self.found = list(given), strict, []
+
+    def send(self, work: tuple[str, list[Any]]) -> None:
+        """Send the name of a method, and its requests' arguments."""
+        try:
+            self.connection.send((*work, self.given[len(self.found) :], self.strict))
+        except OSError:
+            raise self._lost() from None
+
+    def receive(self) -> list[Any] | str:
+        """Wait for the answers, or why there are none.
+
+        Raises:
+            EvaluationError: The model could not be loaded.
+            LostRank: The process is gone.
+        """
+        try:
+            reply, found = self.connection.recv()
+        except (EOFError, OSError):
+            raise self._lost() from None
+        self.found += found
+        if isinstance(reply, EvaluationError):
+            raise reply
+        answers: list[Any] | str = reply
+        return answers
+
+    def close(self) -> None:
+        """End the process."""
+        self.connection.close()
+        self.process.join()
+
+    def _lost(self) -> LostRank:
+        self.process.join(5)
+        status = self.process.exitcode
+        ended = f"was ended by {signal.Signals(-status).name}" if status is not None and status < 0 else "has ended"
+        return LostRank(f"Process {self.number} of the evaluation {ended}. The same command starts it again.")
 
 
-def _task_in_order(found: Sequence[Any]) -> Any:
-    if isinstance(found[0], dict):
-        keys = dict.fromkeys(chain.from_iterable(found))
-        return {key: _interleaved([one.get(key, []) for one in found]) for key in keys}
-    samples = list(chain.from_iterable(found))
-    filters = list(dict.fromkeys(one["filter"] for one in samples))
-    return sorted(samples, key=lambda one: (filters.index(one["filter"]), one["doc_id"]))
-
-
-def _interleaved(lists: Iterable[list[Any]]) -> list[Any]:
-    rounds = zip_longest(*lists, fillvalue=_NOTHING)
-    return [value for one in rounds for value in one if value is not _NOTHING]
-
-
-def share_documents(task: Task) -> None:
-    """Have a task draw its few-shot examples as if one process asked everything."""
-    build = task.build_all_requests
-    if getattr(build, "shares_documents", False):
+def _help(
+    connection: Connection, parent: int, target: Target, tokenizer: str, settings: Settings, process: int
+) -> None:
+    """Answer requests until the connection is closed; what a helper process runs."""
+    end_with_parent(parent, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends this process
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    logging.basicConfig(level=logging.INFO)  # standard error is the log of the evaluation
+    try:
+        reader = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=target.trust_remote_code)
+        model = _load(target, reader, settings, False, process)
+    except Exception as error:
+        connection.send((EvaluationError(f"Process {process} cannot load {target.model}: {summary(error)}"), []))
         return
-
-    def build_all_requests(*, rank: int = 0, world_size: int = 1, **keys: Any) -> None:
-        build(rank=0, world_size=1, **keys)
-        task._instances = [one for one in task._instances if one.doc_id % world_size == rank]
-
-    build_all_requests.shares_documents = True  # type: ignore[attr-defined]
-    task.build_all_requests = build_all_requests
-
-
-def fewest_documents(tasks: Iterable[Task], limit: int | None) -> int:
-    """Of the task with the fewest."""
-    numbers = [len(task.eval_docs) for task in tasks]
-    return min(number if limit is None else min(number, limit) for number in numbers)
+    reply: Any = []
+    model.follow((), strict=False)
+    while True:
+        try:
+            connection.send((reply, list(model.found)))
+            method, requests, given, strict = connection.recv()
+        except (EOFError, OSError):
+            return
+        model.follow(given, strict)
+        try:
+            reply = getattr(model, method)([SimpleNamespace(args=one, doc_id=0) for one in requests], disable_tqdm=True)
+        except Exception as error:
+            logging.exception("Process %d failed", process)
+            reply = summary(error)

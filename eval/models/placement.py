@@ -1,15 +1,10 @@
-"""Decide where a model's layers go, how many processes share the documents, and in which batches.
-
-Layers on several GPUs compute one after another on the same kind of device, so that no score depends on it: it is recorded with the
-results, and is no part of the settings that two evaluations must share. Imports torch only where it looks at the GPUs.
-"""
+"""Decides where a model's layers go and how many processes share the documents. No score depends on it, so the settings leave it out."""
 
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from sft.errors import EvaluationError
@@ -20,11 +15,7 @@ if TYPE_CHECKING:
 ROOM = 0.2
 """Fraction of a GPU's free memory that is kept for activations, logits and the KV cache."""
 
-Parallelize = bool | Literal["auto"]
-
-
-Found = dict[str, list[int]]
-"""Per task the batch sizes of its searches, in order: `batch_sizes_found` of results.json."""
+Processes = int | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -32,12 +23,12 @@ class Placement:
     """Where the layers go, and why."""
 
     devices: int
-    """GPUs that hold them; 0 for the CPU."""
+    """GPUs that hold one model; 0 for the CPU."""
 
     reason: str
 
     processes: int = 1
-    """How many share the documents, each with the whole model."""
+    """How many share the documents, each with a full model."""
 
     @property
     def spread(self) -> bool:
@@ -46,118 +37,60 @@ class Placement:
 
     def __str__(self) -> str:
         where = {0: "the CPU", 1: "one GPU"}.get(self.devices, f"layers over {self.devices} GPUs")
-        shared = f"{self.processes} processes, each with the whole model on " if self.processes > 1 else ""
+        shared = f"{self.processes} processes, each with the full model on " if self.processes > 1 else ""
         return f"{shared}{where} ({self.reason})"
 
 
-def choose_placement(wanted: Parallelize, weights: int, free: Sequence[int]) -> Placement:
-    """One GPU where the weights fit on it, else all.
+def choose_placement(
+    parallelize: bool | Literal["auto"], processes: Processes, weights: int, free: Sequence[int]
+) -> Placement:
+    """Choose one process per GPU where the weights fit on one GPU, else spread the layers over all.
 
     Args:
-        wanted: eval.parallelize.
+        parallelize: eval.parallelize.
+        processes: eval.processes.
         weights: Bytes of the weights in the evaluation's dtype.
-        free: Free bytes of each visible GPU; none without a GPU.
+        free: Free bytes of each visible GPU; empty without a GPU.
 
     Raises:
-        EvaluationError: There is only one GPU to spread layers over, or the weights do not fit.
+        EvaluationError: The weights do not fit, or the keys ask for more GPUs than there are.
     """
-    if wanted is True and len(free) < 2:
+    wanted = 1 if processes == "auto" else processes
+    if parallelize is True and len(free) < 2:
         raise EvaluationError(
             f"eval.parallelize=true spreads layers over GPUs, and {len(free)} are visible. Leave it out."
         )
     if not free:
-        return Placement(0, "there is no GPU")
-    size, room = f"{_gib(weights)} of weights", (1 - ROOM) * free[0]
-    if wanted is not True and weights <= room:
-        return Placement(1, f"{size} fit into {_gib(room)}, which is {1 - ROOM:.0%} of what is free")
-    allowed = free[:1] if wanted is False else free
+        return Placement(0, "there is no GPU", wanted)
+    size = f"{_gib(weights)} of weights"
+    # Processes take GPUs from the first on, so that the first one without room ends the count.
+    with_room = next((number for number, count in enumerate(free) if weights > (1 - ROOM) * count), len(free))
+    if parallelize is not True and with_room:
+        if wanted > with_room:
+            raise EvaluationError(
+                f"eval.processes={wanted}, each on its own GPU, and {with_room} of {len(free)} visible GPUs have room for {size}. Set "
+                f"eval.processes={with_room}, or end what else uses the GPUs."
+            )
+        fits = f"{size} fit into {1 - ROOM:.0%} of the {_gib(free[0])} that are free"
+        return Placement(1, fits, with_room if processes == "auto" else wanted)
+    allowed = free[:1] if parallelize is False else free
     if weights > (1 - ROOM) * sum(allowed):
-        remedy = (
-            "Leave eval.parallelize=false out to spread the layers over all visible GPUs."
-            if wanted is False
-            else "Make more GPUs visible, end what else uses them, or set eval.dtype=bfloat16."
-        )
+        remedy = "Leave eval.parallelize=false out to spread the layers over all visible GPUs."
+        if parallelize is not False:
+            remedy = "Make more GPUs visible, end what else uses them, or set eval.dtype=bfloat16."
         raise EvaluationError(
             f"{size} do not fit on {len(allowed)} GPU{'s' if len(allowed) > 1 else ''}: {_gib(sum(allowed))} are free, and {ROOM:.0%} of "
             f"that stays for activations. {remedy}"
         )
-    why = "eval.parallelize=true" if wanted is True else f"{size}, and one GPU has room for {_gib(room)}"
-    return Placement(len(free), why)
-
-
-def choose_processes(
-    wanted: int | Literal["auto"], placement: Placement, weights: int, free: Sequence[int], launched: int = 1
-) -> Placement:
-    """One process for each GPU that has room for the weights, or as many as were asked for.
-
-    Args:
-        wanted: eval.processes.
-        placement: From `choose_placement`.
-        weights: Bytes of the weights in the evaluation's dtype.
-        free: Free bytes of each visible GPU, the first one first; none without a GPU.
-        launched: How many a launcher of the user's has started; 1 for none.
-
-    Raises:
-        EvaluationError: There cannot be so many.
-    """
-    if launched > 1 and wanted not in ("auto", launched):
+    if wanted > 1:
         raise EvaluationError(
-            f"eval.processes={wanted}, and {launched} processes were started. Start it without a launcher: it starts them itself."
+            f"eval.processes={wanted}, and one process spreads {size} over {len(free)} GPUs. Leave eval.processes out."
         )
-    asked = launched if launched > 1 else wanted
-    if placement.spread:
-        if wanted not in ("auto", 1):
-            raise EvaluationError(
-                f"eval.processes={wanted}, and the layers are spread over {placement.devices} GPUs, which one process does "
-                f"({placement.reason}). Leave eval.processes out."
-            )
-        return placement
-    if not free:
-        return replace(placement, processes=1 if asked == "auto" else asked)
-    room = next((number for number, bytes_ in enumerate(free) if weights > (1 - ROOM) * bytes_), len(free))
-    if asked != "auto" and asked > room:
-        raise EvaluationError(
-            f"{'eval.processes' if launched == 1 else 'Processes that were started'}: {asked}, each on a GPU of its own, and "
-            f"{room} of {len(free)} visible GPUs have room for {_gib(weights)} of weights. Ask for {room}, or end what else uses the GPUs."
-        )
-    return replace(placement, processes=room if asked == "auto" else asked)
+    return Placement(len(free), "eval.parallelize=true" if parallelize is True else f"{size} do not fit on one GPU")
 
 
 def _gib(count: float) -> str:
     return f"{count / 2**30:.3g} GiB"
-
-
-class BatchSizes:
-    """The batch sizes of one task where lm_eval searches for them.
-
-    Args:
-        given: Those of the base model; empty where there is none to follow.
-        strict: Whether less memory than the base model had is a failure: in half precision another size moves answers.
-    """
-
-    def __init__(self, given: Sequence[int] = (), strict: bool = False) -> None:
-        self.given, self.strict = given, strict
-        self.found: list[int] = []
-
-    def decide(self, search: Callable[[], int]) -> int:
-        """The size of the next batches.
-
-        Args:
-            search: Finds the largest that fits.
-
-        Raises:
-            EvaluationError: The given one does not fit.
-        """
-        size, number = search(), len(self.found)
-        if number < len(self.given):
-            if size < self.given[number] and self.strict:
-                raise EvaluationError(
-                    f"the base model was asked in batches of {self.given[number]}, and there is memory for {size} now: in half precision "
-                    f"that moves answers. Set eval.batch_size={size}, or end what else uses the GPU."
-                )
-            size = min(size, self.given[number])
-        self.found.append(size)
-        return size
 
 
 def on_gpu() -> bool:
@@ -168,21 +101,14 @@ def on_gpu() -> bool:
 
 
 def gpu_name() -> str | None:
-    """What the GPU that this process uses is called; None without one."""
+    """The name of the GPU that this process uses; None without one."""
     import torch
 
     return str(torch.cuda.get_device_name()) if on_gpu() else None
 
 
-def free_memory() -> list[int]:
-    """Free bytes of each visible GPU."""
-    import torch
-
-    return [torch.cuda.mem_get_info(device)[0] for device in range(torch.cuda.device_count())]
-
-
 def give_memory_back() -> None:
-    """Free the GPU memory of models that nothing holds any more: torch caches it, and the next model is placed by what is free."""
+    """Free the GPU memory of models that nothing refers to any more: torch caches it, and the next model is placed by what is free."""
     import torch
 
     gc.collect()
@@ -208,45 +134,33 @@ def weights_size(config: PreTrainedConfig, dtype: str, trust_remote_code: bool) 
 
 
 def place_model(
-    wanted: Parallelize,
-    processes: int | Literal["auto"],
-    launched: int,
+    parallelize: bool | Literal["auto"],
+    processes: Processes,
     config: PreTrainedConfig,
     dtype: str,
     trust_remote_code: bool,
 ) -> Placement:
-    """Decide for the GPUs that are visible here.
+    """Choose the placement for the GPUs that are visible here; arguments and errors as `choose_placement` and `weights_size`."""
+    import torch
 
-    Args:
-        wanted: eval.parallelize.
-        processes: eval.processes.
-        launched: Processes that a launcher of the user's has started; 1 for none.
-        config: The model's.
-        dtype: The evaluation's.
-        trust_remote_code: As for loading.
-
-    Raises:
-        EvaluationError: As choose_placement and choose_processes.
-    """
-    free = free_memory()
+    free = [torch.cuda.mem_get_info(device)[0] for device in range(torch.cuda.device_count())]
     weights = weights_size(config, dtype, trust_remote_code) if free else 0
-    return choose_processes(processes, choose_placement(wanted, weights, free), weights, free, launched)
+    return choose_placement(parallelize, processes, weights, free)
 
 
-def check_placement(model: Any, placement: Placement) -> dict[str, int]:
-    """Count the modules on each device of the loaded model; empty where it is on one device.
+def check_placement(model: Any, placement: Placement) -> None:
+    """Refuse a model that `device_map=auto` has put on the CPU or a disk in part, where it would take days.
 
     Raises:
-        EvaluationError: Part of the model is on a disk, or on the CPU beside GPUs, where it would take days.
+        EvaluationError: It has.
     """
-    modules = Counter(str(device) for device in (getattr(model, "hf_device_map", None) or {}).values())
-    elsewhere = {"cpu", "disk"} & modules.keys()
+    devices = [str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()]
+    elsewhere = sorted({"cpu", "disk"} & {*devices})
     if placement.spread and elsewhere:
         raise EvaluationError(
-            f"The model does not fit on the GPUs after all: {sum(modules[device] for device in elsewhere)} of its "
-            f"{modules.total()} parts would stay on {' and '.join(sorted(elsewhere))}. End what else uses the GPUs."
+            f"The model does not fit on the GPUs: {sum(devices.count(name) for name in elsewhere)} of its {len(devices)} parts would stay "
+            f"on {' and '.join(elsewhere)}. End what else uses the GPUs."
         )
-    return dict(modules) if placement.spread else {}
 
 
 def change_whole(model: Any, change: Callable[[], None]) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from eval.models.server import Served
-from eval.reference import Reference, check_vocabulary, load_config
+from eval.models.served import Served
+from eval.tasks.reference import Reference, check_vocabulary, load_config
 from sft.errors import EvaluationError, did_you_mean
 from sft.hub.remote_code import code_hash
 from sft.run.directory import Run
@@ -31,9 +30,6 @@ class Target:
 
     served: Served | None = None
     """Where a server has it."""
-
-    vllm: dict[str, Any] = field(default_factory=dict)
-    """Arguments of vLLM that move no score."""
 
 
 def check_folder(named: str) -> None:

@@ -14,7 +14,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval import ranks
 from eval.sandbox.runner import LIMITS, Outcome, check_isolation, describe, run_programs
 from sft.errors import EvaluationError
 
@@ -184,7 +183,6 @@ def prepare_code_tasks(tasks: Sequence[ConfigurableTask]) -> dict[str, Any]:
         EvaluationError: A limit does not hold here.
     """
     isolation = check_isolation()
-    told = [describe(isolation)]
     outside = [task.task_name for task in tasks if not runs_within_limits(task)]
     for task in tasks:
         if task.task_name in outside:
@@ -193,8 +191,7 @@ def prepare_code_tasks(tasks: Sequence[ConfigurableTask]) -> dict[str, Any]:
             )
         else:
             _score_ahead(task)
-    if ranks.is_first():
-        print("\n".join(told), flush=True)
+    print(describe(isolation), flush=True)
     _metric.take_endings()  # lm_eval tries the metric where it imports the tasks
     return asdict(isolation) | {"outside_these_limits": outside}
 

@@ -1,18 +1,17 @@
-"""Describe the loaded tasks by what decides a score: definition, version, documents, examples, answer length."""
+"""Describes the loaded tasks by what decides a score: definition, code, documents, examples, answer length."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from inspect import getsource, getsourcefile
+from collections.abc import Iterable
+from inspect import getsource
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.tasks.load import LoadedTasks, leaves
+from eval.tasks.load import LoadedTasks, is_own, leaves, source_of
 from eval.tasks.settings import Settings
 
 if TYPE_CHECKING:
@@ -33,16 +32,23 @@ def documents_hash(documents: Iterable[Any]) -> str:
     return sha256.hexdigest()
 
 
-def _functions(value: object) -> Iterator[Callable[..., Any]]:
-    """The functions in a task's configuration, wherever they stand."""
-    if isinstance(value, (dict, list, tuple)):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _functions(one)
-    elif callable(value):
-        yield value
+def definition_hash(task: ConfigurableTask) -> str:
+    """SHA-256 of a task's configuration as lm_eval has it, with all that it includes and overrides, and of a user's task's code.
+
+    The code of lm_eval's own tasks is known by its version.
+    """
+    config = {key: value for key, value in task.dump_config().items() if key not in _OF_THE_PLACE}
+    source = source_of(task)
+    # Where the folder lies is no part of what a task does.
+    parts = [json.dumps(config, default=_code).replace(f"{source.parent}/", "").encode()]
+    if is_own(task) and source.is_absolute():  # lm_eval says "inline" of what has no file
+        loaded = {str(getattr(module, "__file__", None)) for module in list(sys.modules.values())}
+        for file in sorted(Path(one) for one in loaded if Path(one).is_relative_to(source.parent)):
+            parts += [str(file.relative_to(source.parent)).encode(), file.read_bytes()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
-def _source(value: object) -> str:
+def _code(value: object) -> str:
     """A function's source; of any other object its type, since its text may name an address in memory."""
     try:
         return getsource(value)  # type: ignore[arg-type]
@@ -50,50 +56,19 @@ def _source(value: object) -> str:
         return type(value).__qualname__
 
 
-def _code_files(task: ConfigurableTask, folder: Path | None) -> dict[str, bytes]:
-    """The Python files of a task's functions, and those of its folder that they import."""
-    files = set()
-    for one in (type(task), *_functions(task.config.to_dict(keep_callable=True))):
-        with suppress(TypeError):
-            files.add(Path(str(getsourcefile(one))))  # type: ignore[arg-type]
-    if folder is not None:
-        loaded = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-        files |= {Path(file) for file in loaded if file is not None and Path(file).is_relative_to(folder)}
-    # Where the task's folder lies is no part of what it does.
-    return {
-        str(file.relative_to(folder)) if folder is not None and file.is_relative_to(folder) else file.name: (
-            file.read_bytes()
-        )
-        for file in sorted(files)
-        if file.suffix == ".py" and file.is_file() and "site-packages" not in file.parts
-    }
-
-
-def definition_hash(task: ConfigurableTask) -> str:
-    """SHA-256 of a task's configuration as lm_eval has it, with all that it includes and overrides, and of its code."""
-    source = Path(str((task.config.metadata or {}).get("config_source")))
-    folder = source.resolve().parent if source.is_absolute() else None  # lm_eval says "inline" of what has no file
-    config = {key: value for key, value in task.dump_config().items() if key not in _OF_THE_PLACE}
-    code = _code_files(task, folder)
-    text = json.dumps([config, sorted(code)], default=_source).replace(f"{folder}/", "")
-    return hashlib.sha256(b"\0".join([text.encode(), *(code[name] for name in sorted(code))])).hexdigest()
-
-
 def _facts(task: ConfigurableTask, settings: Settings) -> dict[str, Any]:
     own = task.get_config("num_fewshot")
     examples = (own if own == 0 or settings.num_fewshot is None else settings.num_fewshot) or 0
-    facts = {
+    generates = task.get_config("output_type") == "generate_until"
+    return {
         "version": task.VERSION,
         "definition_sha256": definition_hash(task),
         "num_fewshot": examples,
         "documents_sha256": documents_hash(islice(task.eval_docs, settings.limit)),
         "examples_sha256": documents_hash(task.fewshot_docs() or ()) if examples else None,
         "repeats": task.get_config("repeats"),
-        "generation_kwargs": None,
+        "generation_kwargs": task.get_config("generation_kwargs") if generates else None,
     }
-    if task.get_config("output_type") == "generate_until":
-        facts["generation_kwargs"] = task.get_config("generation_kwargs")
-    return facts
 
 
 def task_facts(settings: Settings, tasks: LoadedTasks) -> dict[str, dict[str, Any]]:

@@ -1,11 +1,11 @@
-"""Read the user's task files as text, before lm_eval does: which tasks they define, what code they run, what they read.
+"""Reads the user's task files as text, before lm_eval does: which tasks they define, and what code they run.
 
 lm_eval imports a task's code as it loads it, so consent comes first. Nothing in a file runs here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,9 +18,6 @@ from eval.tasks.index import members_of, reached
 from sft.errors import EvaluationError, did_you_mean
 from sft.recipe.load import find_file
 
-# The formats that `datasets` reads from files on this machine.
-LOCAL_FORMATS = ("json", "csv", "parquet", "text", "arrow", "pandas", "xml", "webdataset")
-
 # The metrics of the `evaluate` library itself; any other name there is a program of somebody's.
 EVALUATE_METRICS = frozenset(
     "accuracy bertscore bleu bleurt brier_score cer character charcut_mt chrf code_eval comet competition_math confusion_matrix coval cuad "
@@ -28,11 +25,6 @@ EVALUATE_METRICS = frozenset(
     "nist_mt pearsonr perplexity poseval precision r_squared recall rl_reliability roc_auc rouge sacrebleu sari seqeval smape spearmanr "
     "squad squad_v2 super_glue ter trec_eval wer wiki_split xnli xtreme_s honest label_distribution regard text_duplicates toxicity "
     "word_count word_length mcnemar wilcoxon".split()
-)
-
-_OUTSIDE = (
-    "The task came with a run, which may be somebody else's, and reads files outside the run's folder and its own. To allow that, name "
-    "the task on this command line: tasks=FILE."
 )
 
 
@@ -45,9 +37,6 @@ class Task:
 
     given: str
     """What lm_eval gets: the name, or the path of the task's file."""
-
-    local: bool = False
-    """Defined in a file of the user's."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +78,6 @@ def _values(value: object) -> Iterator[object]:
             left += value.values() if isinstance(value, dict) else value
 
 
-def _dictionaries(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """The file's dictionaries: a group may define tasks in its own list, and change others."""
-    return [value for value in _values(config) if isinstance(value, dict)]
-
-
 def _metrics(config: dict[str, Any]) -> list[str]:
     listed = config.get("metric_list")
     entries = listed if isinstance(listed, list) else []
@@ -106,34 +90,12 @@ def _code_of(config: dict[str, Any], known: frozenset[str]) -> list[str]:
     known |= EVALUATE_METRICS
     loaded = [
         f"metric: {name}{did_you_mean(name, sorted(known))}"
-        for part in _dictionaries(config)
-        if part.get("process_results") is None  # with it, the names are those of what it returns
+        for part in _values(config)  # a group may define tasks in its own list, and change others
+        if isinstance(part, dict) and part.get("process_results") is None  # with it, it names what that returns
         for name in _metrics(part)
         if name not in known
     ]
     return [*functions, *loaded]
-
-
-def _is_outside(file: str, folders: Sequence[Path]) -> bool:
-    """Whether a path, a pattern or an address reaches a file of this machine outside the folders."""
-    if "://" in file:  # others may be this machine too: file://, zip://a::/b
-        return "::" in file or file.partition("://")[0] not in ("http", "https", "hf")
-    path = Path(file).expanduser()
-    found = [path] if path.exists() else []
-    if not found and "*" in file:
-        found = list(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor))))
-    return any(not any(one.resolve().is_relative_to(folder) for folder in folders) for one in found)
-
-
-def _files_outside(config: dict[str, Any], folders: Sequence[Path]) -> list[str]:
-    """What a task reads that lies outside the folders, links followed."""
-    given, options = config.get("dataset_path"), config.get("dataset_kwargs")
-    named = [value for value in _values(options) if isinstance(value, str)]
-    if isinstance(given, str) and given not in LOCAL_FORMATS:
-        named.append(given)
-    folder = options.get("data_dir") if isinstance(options, dict) else None
-    in_folder = [str(Path(folder, name)) for name in named if "://" not in name] if isinstance(folder, str) else []
-    return [file for file in dict.fromkeys([*named, *in_folder]) if _is_outside(file, folders)]
 
 
 class LocalTasks:
@@ -142,14 +104,13 @@ class LocalTasks:
     Args:
         include_path: A folder of task files.
         metrics: The metrics that lm_eval has, which are no code of others.
-        run: The folder of the run that the tasks came with: they read nothing outside it and their own folder. None: a person named them.
 
     Raises:
         EvaluationError: There is no such folder.
     """
 
-    def __init__(self, include_path: str | None, metrics: frozenset[str], run: Path | None = None) -> None:
-        self.metrics, self.run = metrics, run
+    def __init__(self, include_path: str | None, metrics: frozenset[str]) -> None:
+        self.metrics = metrics
         self.by_name: dict[str, list[TaskFile]] = {}
         self.folders: list[Path] = []
         """Where lm_eval looks for groups."""
@@ -166,31 +127,24 @@ class LocalTasks:
             try:
                 self.read(path, folder)
             except EvaluationError as error:
-                if _OUTSIDE in str(error):  # a group would have lm_eval read it all the same
-                    raise
                 self.unreadable.append(str(error))  # shown only where a task is missing: the folder may hold other YAML
 
     def read(self, path: Path, folder: Path) -> TaskFile:
         """Read one file.
 
         Raises:
-            EvaluationError: It defines no task, or reads what it may not.
+            EvaluationError: It defines no task.
         """
         code: list[str] = []
         config = self._read_yaml(path, code)
-        name = config.get("group") or config.get("task")
+        name, group = config.get("group") or config.get("task"), "group" in config
         if not isinstance(name, str):
             raise EvaluationError(f"{path} is not a valid task file: it has no `task:` with the task's name.")
-        within = self._within(path)
-        outside = [file for part in _dictionaries(config) for file in _files_outside(part, within)] if within else []
-        if outside:
-            raise EvaluationError(f"{path} reads {', '.join(outside)}. {_OUTSIDE}")
-        group = "group" in config
         if group and folder not in self.folders:
             self.folders.append(folder)
         file = TaskFile(
             # lm_eval takes a task by its path; a group only by name, from a folder.
-            Task(name, name if group else str(path), local=True),
+            Task(name, name if group else str(path)),
             tuple(dict.fromkeys(code)),
             bool(config.get("unsafe_code")) or CODE_METRIC in _metrics(config),
             members_of(config) if group else [],
@@ -198,15 +152,12 @@ class LocalTasks:
         self.by_name.setdefault(name, []).append(file)
         return file
 
-    def _within(self, path: Path) -> list[Path]:
-        return [] if self.run is None else [self.run.resolve(), path.resolve().parent, _lm_eval_folder()]
-
     def _read_yaml(self, path: Path, code: list[str], including: tuple[Path, ...] = ()) -> dict[str, Any]:
         """A file with what it includes; adds to the code that it runs."""
         if path in including:
             raise EvaluationError(f"{path} is not a valid task file: it includes itself.")
         try:
-            config = yaml.load(path.read_text(encoding="utf-8"), _TextLoader)
+            config = yaml.load(path.read_text(encoding="utf-8"), _TextLoader)  # noqa: S506 (made from SafeLoader)
         except (OSError, UnicodeDecodeError) as error:
             raise EvaluationError(f"The task file {path} cannot be read: {error}.") from None
         except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -218,14 +169,10 @@ class LocalTasks:
             raise EvaluationError(f"{path} is not a valid task file: it holds no keys.")
         if not path.is_relative_to(_lm_eval_folder()):  # what is installed is trusted
             code += _code_of(config, self.metrics)
-        merged: dict[str, Any] = {}
         included = config.pop("include", [])
-        within = self._within((*including, path)[0])
+        merged: dict[str, Any] = {}
         for name in included if isinstance(included, list) else [included]:
-            other = (path.parent / str(name)).resolve()
-            if within and not any(other.is_relative_to(folder) for folder in within):
-                raise EvaluationError(f"{path} includes {other}. {_OUTSIDE}")
-            merged |= self._read_yaml(other, code, (*including, path))
+            merged |= self._read_yaml((path.parent / str(name)).resolve(), code, (*including, path))
         return merged | config
 
     def reached(self, file: TaskFile) -> list[TaskFile]:

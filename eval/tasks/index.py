@@ -1,11 +1,12 @@
-"""Keep the names of lm_eval's tasks and metrics: reading its 14,000 task files takes seconds, a typo should cost none."""
+"""Keeps the names of lm_eval's tasks and metrics: reading its 14,000 task files takes seconds, a typo should cost none."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -18,55 +19,41 @@ from sft.files import write_json
 class TaskIndex:
     """What lm_eval knows by name."""
 
-    names: frozenset[str]
+    names: frozenset[str] = frozenset()
     """Tasks, groups and tags."""
 
-    unsafe: frozenset[str]
+    unsafe: frozenset[str] = frozenset()
     """Those that run code which the model wrote, or contain a task that does."""
 
-    members: dict[str, list[str]]
+    metrics: frozenset[str] = frozenset()
+
+    members: dict[str, list[str]] | None = None
     """Per group and tag, the names in it."""
 
-    metrics: frozenset[str]
 
+def known_tasks(files: Sequence[Path] | None = None) -> TaskIndex:
+    """The index of the installed lm_eval: read from the cache, else built and cached.
 
-NO_TASKS = TaskIndex(frozenset(), frozenset(), {}, frozenset())
-
-
-def known_tasks() -> TaskIndex:
-    """The index of the installed lm_eval: read from the cache, else built and cached."""
-    name = f"lm_eval-{version('lm_eval')}-names.json"
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    # The environment that lm_eval is installed in may be read-only.
-    files = [Path(sys.prefix) / "cache" / name, user / "sft-recipes" / name]
+    Args:
+        files: Where it may be cached; None: in the environment, which may be read-only, or in the user's cache.
+    """
+    if files is None:
+        name = f"lm_eval-{version('lm_eval')}-names.json"
+        user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        files = [Path(sys.prefix) / "cache" / name, user / "sft-recipes" / name]
     for file in files:
-        if (cached := read_index(file)) is not None:
-            return cached
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            kept = json.loads(file.read_text(encoding="utf-8"))
+            names, unsafe, metrics = (frozenset(kept[key]) for key in ("names", "unsafe", "metrics"))
+            return TaskIndex(names, unsafe, metrics, dict(kept["members"]))
     index = build_index()
-    keep_index(index, files)
-    return index
-
-
-def read_index(file: Path) -> TaskIndex | None:
-    """The index in a file; None where it cannot be read."""
-    try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        names, unsafe, metrics = (frozenset(kept[key]) for key in ("names", "unsafe", "metrics"))
-        return TaskIndex(names, unsafe, dict(kept["members"]), metrics)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def keep_index(index: TaskIndex, files: Iterable[Path]) -> None:
-    """Write the index to the first file that can be written."""
-    lists = {key: sorted(value) for key, value in vars(index).items() if key != "members"}
+    lists = {key: sorted(getattr(index, key)) for key in ("names", "unsafe", "metrics")}
     for file in files:
-        try:
+        with suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_json(file, lists | {"members": index.members})
-            return
-        except OSError:
-            continue
+            break
+    return index
 
 
 def build_index() -> TaskIndex:
@@ -85,7 +72,7 @@ def build_index() -> TaskIndex:
     }
     marked = {name for name, entry in entries.items() if (entry.cfg or {}).get("unsafe_code")}
     unsafe = marked | {name for name in inside if marked & reached(name, inside)}
-    return TaskIndex(frozenset(entries), frozenset(unsafe), inside, frozenset(metric_registry))
+    return TaskIndex(frozenset(entries), frozenset(unsafe), frozenset(metric_registry), inside)
 
 
 def members_of(config: dict[str, Any] | None) -> list[str]:

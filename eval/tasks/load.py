@@ -1,4 +1,4 @@
-"""Load the tasks of an evaluation with their documents through lm_eval, before any weights, and refuse what cannot be measured."""
+"""Loads the tasks of an evaluation with their documents through lm_eval, before any weights, and refuses what cannot be measured."""
 
 from __future__ import annotations
 
@@ -81,9 +81,7 @@ def load_tasks(selection: TaskSelection, settings: Settings, run_code: bool, log
     if tasks.missing:  # the results record the reasons
         print(f"Out of reach, and left out: {', '.join(tasks.missing)}. {WHERE_TO_GET}", file=sys.stderr)
     parts = [part for items in tasks.by_name.values() for part in leaves(items)]
-    problems = [problem for part in parts if (problem := _set_answer_length(part, settings)) is not None]
-    if problems:
-        raise EvaluationError("\n".join(dict.fromkeys(problems)))
+    _refuse([problem for part in parts for problem in _set_answer_length(part, settings)])
     code = [part for part in parts if _runs_code(part)]
     if code:
         tasks.generated_code.update(prepare_code_tasks(code))
@@ -91,11 +89,7 @@ def load_tasks(selection: TaskSelection, settings: Settings, run_code: bool, log
 
 
 def read_tasks(selection: TaskSelection, documents: Documents, run_code: bool, log: Path) -> LoadedTasks:
-    """Load every task's documents, and check what needs no tokenizer.
-
-    Raises:
-        EvaluationError: As `load_tasks`.
-    """
+    """Load every task's documents, and check what needs no tokenizer; arguments and errors as `load_tasks`."""
     from lm_eval.tasks import TaskManager
 
     # A code task loads its metric at once. That the user's shell has set this variable is no consent.
@@ -114,9 +108,13 @@ def read_tasks(selection: TaskSelection, documents: Documents, run_code: bool, l
     problems += measured_twice(
         (leaf.task_name, name) for name, items in tasks.by_name.items() for leaf in leaves(items)
     )
+    _refuse(problems)
+    return tasks
+
+
+def _refuse(problems: list[str]) -> None:
     if problems:
         raise EvaluationError("\n".join(dict.fromkeys(problems)))
-    return tasks
 
 
 def leaves(loaded: list[ConfigurableTask | Group]) -> list[ConfigurableTask]:
@@ -126,11 +124,16 @@ def leaves(loaded: list[ConfigurableTask | Group]) -> list[ConfigurableTask]:
     return [task for item in loaded for task in (item.get_all_tasks() if isinstance(item, Group) else [item])]
 
 
+def source_of(task: ConfigurableTask) -> Path:
+    """The task's YAML."""
+    return Path(str((task.config.metadata or {}).get("config_source")))
+
+
 def is_own(task: ConfigurableTask) -> bool:
     """Whether the task comes from a file of the user's: lm_eval's own are measured as everybody measures them."""
     import lm_eval
 
-    return not _source(task).resolve().is_relative_to(Path(str(lm_eval.__file__)).resolve().parent)
+    return not source_of(task).resolve().is_relative_to(Path(str(lm_eval.__file__)).resolve().parent)
 
 
 def compares_choices(task: ConfigurableTask) -> bool:
@@ -196,28 +199,19 @@ def _why_not_loaded(name: str, error: BaseException) -> str:
     task = next((value for value in reversed(held) if isinstance(value, ConfigurableTask)), None)
     if task is None or getattr(task, "config", None) is None:
         return f"The task {name} cannot be loaded: {summary(error)}"
-    reason = summary(error)
-    splits = getattr(task, "dataset", None)
-    if isinstance(error, KeyError) and isinstance(splits, dict) and error.args[0] not in splits:
+    reason, splits = summary(error), getattr(task, "dataset", None)
+    if isinstance(error, KeyError) and splits is None:  # the metric has no default aggregation
+        reason = "a metric in its `metric_list:` is none of lm_eval's, or lacks `aggregation:` and `higher_is_better:`"
+    elif isinstance(error, KeyError) and isinstance(splits, dict) and error.args[0] not in splits:
         split = str(error.args[0])
         key = next((f"{key}: " for key in SPLIT_KEYS if getattr(task.config, key) == split), "")
         hint = did_you_mean(split, [*map(str, splits)], ".")
         reason = f"`{key}{split}` is no split of its dataset, which has {', '.join(map(str, splits))}{hint}"
-    elif isinstance(error, KeyError) and splits is None:  # the metric has no default aggregation
-        reason = "a metric in its `metric_list:` is none of lm_eval's, or lacks `aggregation:` and `higher_is_better:`"
     elif splits is None and (error.__cause__ is not None or isinstance(error, StopIteration)):
         # `datasets` names the row in the cause; a file without rows stops its iterator.
-        told = first_line(error.__cause__) if error.__cause__ is not None else "there are none"
-        reason = f"its documents cannot be read from {task.config.dataset_kwargs}: {told}"
-    elif isinstance(error, IndexError) and "size 0" in reason:
-        reason = "no document is left of its split: check its process_docs"
-    file = _source(task)
-    return f"The task {name}{f' ({file})' if file.is_file() else ''} cannot be loaded: {reason}"
-
-
-def _source(task: ConfigurableTask) -> Path:
-    """The task's YAML."""
-    return Path(str((task.config.metadata or {}).get("config_source")))
+        cause = first_line(error.__cause__) if error.__cause__ is not None else "there are none"
+        reason = f"its documents cannot be read from {task.config.dataset_kwargs}: {cause}"
+    return f"The task {name} ({source_of(task)}) cannot be loaded: {reason}"
 
 
 def _metrics_not_loaded(task: ConfigurableTask) -> list[str]:
@@ -233,19 +227,20 @@ def _runs_code(task: ConfigurableTask) -> bool:
     return bool(getattr(task, "UNSAFE_CODE", False)) or CODE_METRIC in metrics
 
 
-def _problems_of(task: ConfigurableTask, documents: Documents, run_code: bool) -> list[str]:
+def _problems_of(task: ConfigurableTask, documents: Documents, run_code: bool) -> Iterator[str]:
     """What lm_eval loads and could not measure, or would measure as something else than was asked for."""
-    problems = [*_example_problems(task, documents)]
+    yield from _example_problems(task, documents)
     if not _FILE_NAME.fullmatch(str(task.task_name)):
-        problems.append(
+        yield (
             f"The task {task.task_name!r} cannot be measured: its samples go to a file of that name. Rename it, without "
             "slashes and not beginning with a dot."
         )
     if _runs_code(task) and not run_code:
-        problems.append(needs_consent(str(task.task_name)))
+        yield needs_consent(str(task.task_name))
     if is_own(task):
-        problems += [*_metric_problems(task), *_gold_problems(task, documents.limit)]
-    return problems
+        yield from _metric_problems(task)
+    if is_own(task) and compares_choices(task):
+        yield from _gold_problems(task, documents.limit)
 
 
 def _example_problems(task: ConfigurableTask, documents: Documents) -> Iterator[str]:
@@ -288,17 +283,14 @@ def _metric_problems(task: ConfigurableTask) -> Iterator[str]:
     for name, aggregation in task._aggregation_list.items():
         if aggregation is None:
             yield f"{task.task_name}: the `aggregation:` of its metric {name} is none of lm_eval's."
-    if compares_choices(task):
-        for name in task._metric_fn_list:
-            if name not in metric_registry:
-                hint = did_you_mean(str(name), sorted(metric_registry), ".")
-                yield f"{task.task_name}: `metric: {name}` is none that lm_eval has for multiple_choice{hint}"
+    for name in task._metric_fn_list if compares_choices(task) else ():
+        if name not in metric_registry:
+            hint = did_you_mean(str(name), sorted(metric_registry), ".")
+            yield f"{task.task_name}: `metric: {name}` is none that lm_eval has for multiple_choice{hint}"
 
 
 def _gold_problems(task: ConfigurableTask, limit: int | None) -> Iterator[str]:
     """Right answers that are no choice: lm_eval counts such a document as answered wrong, and says so in its log alone."""
-    if not compares_choices(task):
-        return
     wrong, number = [], 0
     for number, document in enumerate(islice(task.eval_docs, limit), 1):
         try:
@@ -319,21 +311,20 @@ def _gold_problems(task: ConfigurableTask, limit: int | None) -> Iterator[str]:
         )
 
 
-def _set_answer_length(task: ConfigurableTask, settings: Settings) -> str | None:
-    """Decide the longest answer; returns why it does not fit."""
+def _set_answer_length(task: ConfigurableTask, settings: Settings) -> Iterator[str]:
+    """Decide the longest answer; yields why it does not fit."""
     if task.get_config("output_type") != "generate_until":
-        return None
+        return
     own = _own_generation(task)
     length = next((own[name] for name in LENGTH_ALIASES if own.get(name) is not None), settings.default_max_gen_toks)
     length = length if settings.max_gen_toks is None else settings.max_gen_toks
     rest = {key: value for key, value in own.items() if key not in (*LENGTH_ALIASES, "max_length")}
     task.set_config("generation_kwargs", {**rest, "max_gen_toks": length})
-    if settings.max_length is None or length < settings.max_length:
-        return None
-    return (
-        f"{task.task_name} asks for answers of {length} tokens, and a context of {settings.max_length} has no room for "
-        "them beside a prompt. Set eval.max_gen_toks to less."
-    )
+    if settings.max_length is not None and length >= settings.max_length:
+        yield (
+            f"{task.task_name} asks for answers of {length} tokens, and a context of {settings.max_length} has no room for "
+            "them beside a prompt. Set eval.max_gen_toks to less."
+        )
 
 
 def _own_generation(task: ConfigurableTask) -> dict[str, Any]:
@@ -342,7 +333,7 @@ def _own_generation(task: ConfigurableTask) -> dict[str, Any]:
     from lm_eval.tasks._yaml_loader import load_yaml
 
     given: dict[str, Any] = task.config.generation_kwargs
-    source = _source(task)
+    source = source_of(task)
     if given == default_gen_kwargs(task.config.fewshot_delimiter) and source.is_file():
         written: dict[str, Any] = load_yaml(source, resolve_func=False)
         if "generation_kwargs" not in written:

@@ -1,4 +1,4 @@
-"""Check the tasks of the evaluation after a training before it starts: lm_eval loads them in a process beside data preparation.
+"""Checks the tasks of the evaluation after a training before it starts: lm_eval loads them in a process beside data preparation.
 
 What a training needs hours for must not end in a task file that cannot be loaded. A network that is down stops no training.
 """
@@ -46,14 +46,10 @@ class TaskCheck:
             return
         if found["refused"] is not None:
             raise EvaluationError(f"Nothing is trained yet. {found['refused']}")
-        for task, reason in found["missing"].items():
-            print(f"The documents of {task} are out of reach: {reason}", file=sys.stderr)
-        if found["missing"]:
-            print(
-                "The training goes on; without them the evaluation after it will be incomplete.",
-                file=sys.stderr,
-                flush=True,
-            )
+        lines = [f"The documents of {task} are out of reach: {reason}" for task, reason in found["missing"].items()]
+        if lines:
+            lines.append("Training goes on; without them the evaluation after it will be incomplete.")
+            print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def check_before_training(recipe: Recipe) -> TaskCheck | None:
@@ -80,8 +76,8 @@ def main(arguments: list[str]) -> None:
     end_with_parent(int(arguments[0]), signal.SIGKILL)
     from eval.tasks.load import Documents, read_tasks
 
-    output_dir, evaluation = Path(arguments[1]), Evaluation.model_validate_json(arguments[2])
-    selection = check_tasks(evaluation, output_dir)
+    evaluation = Evaluation.model_validate_json(arguments[2])
+    selection = check_tasks(evaluation, Path(arguments[1]))
     limit = selection.suite_limit if evaluation.limit is None else evaluation.limit
     documents = Documents(limit, evaluation.num_fewshot)
     refused, missing = None, dict[str, str]()

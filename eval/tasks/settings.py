@@ -1,4 +1,4 @@
-"""Resolve the settings of an evaluation: everything that can move a score besides the weights, in one value with one hash.
+"""Resolves the settings of an evaluation: everything that can move a score besides the weights, in one value with one hash.
 
 Base and tuned are measured with the tuned model's tokenizer and chat template, in one dtype, and stop at the same tokens.
 """
@@ -12,8 +12,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from eval.quiet import first_line
-from eval.reference import Reference, context_of
 from eval.sandbox.metric import code_settings
+from eval.tasks.reference import Reference, context_of
 from eval.tasks.suites import TaskSelection
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation
@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 # lm_eval's own 256 cuts off a chat model's reasoning before its answer.
 ANSWER_TOKENS = 1024
 # Packages whose versions can move a score, by backend.
-PACKAGES = {
-    "hf": ("lm_eval", "transformers", "torch"),
-    "vllm": ("lm_eval", "transformers", "torch", "vllm"),
-    "server": ("lm_eval", "transformers"),
-}
+PACKAGES = {"hf": ("lm_eval", "transformers", "torch"), "server": ("lm_eval", "transformers")}
 OF_THE_SERVER = "the server's"
 # On a CPU lm_eval's search for a batch size would take longer than it saves.
 CPU_BATCH_SIZE = 32
@@ -94,8 +90,8 @@ class Settings:
     versions: dict[str, str]
 
     loaded: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Per loaded task its version, number of examples, checksums of definition, documents and examples, and generation arguments. Empty
-    until the tasks are loaded."""
+    """From `task_facts`: per task its version, number of examples, generation arguments, and checksums of definition, documents and
+    examples. Empty until the tasks are loaded."""
 
     generated_code: dict[str, Any] | None = None
     """The limits on programs that the model writes; None where no task runs any."""
@@ -118,36 +114,39 @@ def resolve_settings(evaluation: Evaluation, selection: TaskSelection, reference
     Raises:
         EvaluationError: The tokenizer has no chat template, or one that drops the system instruction; or max_length is beyond the context.
     """
-    served, config = evaluation.backend == "server", reference.config
-    context = _length(evaluation, reference)
-    saved_dtype = str(getattr(config, "dtype", None) or "auto").removeprefix("torch.")
-    searched = evaluation.batch_size == "auto" and evaluation.backend == "hf"
-    reasons = "enable_thinking" in str(reference.tokenizer.chat_template)
+    served, chat, tokenizer = evaluation.backend == "server", evaluation.apply_chat_template, reference.tokenizer
+    context = context_of(reference.config)
+    if evaluation.max_length is not None and context is not None and evaluation.max_length > context:
+        raise EvaluationError(
+            f"eval.max_length={evaluation.max_length} is more than the model's context of {context} tokens."
+        )
+    context = evaluation.max_length or context
+    saved_dtype = str(getattr(reference.config, "dtype", None) or "auto").removeprefix("torch.")
+    generation = reference.generation_config.to_diff_dict()
+    searched = evaluation.batch_size == "auto" and not served
     return Settings(
         tasks=tuple(task.name for task in selection.tasks),
         limit=selection.suite_limit if evaluation.limit is None else evaluation.limit,
         num_fewshot=evaluation.num_fewshot,
-        fewshot_as_multiturn=evaluation.apply_chat_template,
+        fewshot_as_multiturn=chat,
         system_instruction=evaluation.system_instruction,
-        apply_chat_template=evaluation.apply_chat_template,
-        chat_template_sha256=_check_chat_template(reference, evaluation),
-        enable_thinking=False if evaluation.apply_chat_template and reasons else None,
-        add_bos_token=False if evaluation.apply_chat_template else None,
+        apply_chat_template=chat,
+        chat_template_sha256=_check_chat_template(reference, evaluation) if chat else None,
+        enable_thinking=False if chat and "enable_thinking" in str(tokenizer.chat_template) else None,
+        add_bos_token=False if chat else None,
         dtype=OF_THE_SERVER if served else saved_dtype if evaluation.dtype == "auto" else evaluation.dtype,
         max_length=context,
         max_gen_toks=evaluation.max_gen_toks,
         # At least half of a small context is left for the prompt.
         default_max_gen_toks=min(ANSWER_TOKENS, (context or 2 * ANSWER_TOKENS) // 2),
-        generation={
-            key: value for key, value in reference.generation_config.to_diff_dict().items() if key not in NO_SETTINGS
-        },
+        generation={key: value for key, value in generation.items() if key not in NO_SETTINGS},
         stop_token_ids=_stop_token_ids(reference),
         seed=evaluation.seed,
         batch_size=CPU_BATCH_SIZE if searched and not on_gpu else evaluation.batch_size,
         base_template=evaluation.base_template,
-        tokenizer_sha256=_tokenizer_sha256(reference.tokenizer),
+        tokenizer_sha256=_tokenizer_sha256(tokenizer),
         backend=evaluation.backend,
-        backend_settings=_backend_settings(evaluation),
+        backend_settings={"api": evaluation.server.api} if served else {},
         device=OF_THE_SERVER if served else "cuda" if on_gpu else "cpu",
         versions={package: version(package) for package in PACKAGES[evaluation.backend]},
         generated_code=code_settings() if selection.runs_code else None,
@@ -155,22 +154,19 @@ def resolve_settings(evaluation: Evaluation, selection: TaskSelection, reference
 
 
 def template_sha256(template: str | dict[str, str]) -> str:
-    """Of a chat template, or of several by name."""
+    """SHA-256 of a chat template, or of several by name."""
     text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _check_chat_template(reference: Reference, evaluation: Evaluation) -> str | None:
-    """The checksum of the template, which takes what it is given; None where none is applied."""
-    if not evaluation.apply_chat_template:
-        return None
-    template = reference.tokenizer.chat_template
+def _check_chat_template(reference: Reference, evaluation: Evaluation) -> str:
+    """The checksum of the template, which must render the system instruction."""
+    template, instruction = reference.tokenizer.chat_template, evaluation.system_instruction
     if template is None:
         raise EvaluationError(
             f"eval.apply_chat_template=true, and the tokenizer of {reference.path} has no chat template. Set "
             "eval.apply_chat_template=false to ask without one."
         )
-    instruction = evaluation.system_instruction
     if instruction is not None:
         turns = [{"role": "system", "content": instruction}, {"role": "user", "content": "?"}]
         try:
@@ -185,26 +181,6 @@ def _check_chat_template(reference: Reference, evaluation: Evaluation) -> str | 
     return template_sha256(template)
 
 
-def _length(evaluation: Evaluation, reference: Reference) -> int | None:
-    context = context_of(reference.config)
-    if evaluation.max_length is not None and context is not None and evaluation.max_length > context:
-        raise EvaluationError(
-            f"eval.max_length={evaluation.max_length} is more than the model's context of {context} tokens."
-        )
-    return evaluation.max_length or context
-
-
-def _backend_settings(evaluation: Evaluation) -> dict[str, Any]:
-    if evaluation.backend == "server":
-        return {"api": evaluation.server.api}
-    if evaluation.backend == "vllm":
-        return {
-            "tensor_parallel_size": evaluation.tensor_parallel_size or 1,
-            "data_parallel_size": evaluation.data_parallel_size or 1,
-        }
-    return {}
-
-
 def _stop_token_ids(reference: Reference) -> tuple[int, ...]:
     ids = reference.generation_config.eos_token_id
     ids = {ids} if isinstance(ids, int) else set(ids or ())
@@ -213,15 +189,10 @@ def _stop_token_ids(reference: Reference) -> tuple[int, ...]:
 
 
 def _tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Of what decides how text becomes tokens. Not of the tokenizer's files: those name versions and folders."""
+    """SHA-256 of what decides how text becomes tokens. Not of the tokenizer's files: those name versions and folders."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     # Truncation and padding are what the last call asked for.
     rules = json.loads(backend.to_str()) | {"truncation": None, "padding": None} if backend is not None else {}
-    values = [
-        rules,
-        sorted(tokenizer.get_vocab().items()),
-        tokenizer.all_special_tokens,
-        tokenizer.eos_token,
-        tokenizer.bos_token,
-    ]
+    special = [tokenizer.all_special_tokens, tokenizer.eos_token, tokenizer.bos_token]
+    values = [rules, sorted(tokenizer.get_vocab().items()), *special]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from eval.tasks.files import LocalTasks, Task, TaskFile
-from eval.tasks.index import NO_TASKS, TaskIndex, known_tasks, reached
+from eval.tasks.index import TaskIndex, known_tasks, reached
 from sft.errors import EvaluationError, did_you_mean
 from sft.program import run_main
 from sft.recipe.eval import Gate
@@ -119,21 +119,20 @@ class TaskSelection:
         return all(task.given != task.name for task in self.tasks)
 
 
-def check_tasks(evaluation: Evaluation, output_dir: Path, run: Path | None = None) -> TaskSelection:
+def check_tasks(evaluation: Evaluation, output_dir: Path) -> TaskSelection:
     """Find every task that the recipe names. Loads no model and no dataset, runs no code.
 
     Args:
         evaluation: The recipe's `eval` section.
         output_dir: The recipe's output_dir, where `builtin:demo` is made.
-        run: The folder of the run that the tasks came with, unless a person named them; see `LocalTasks`.
 
     Raises:
         EvaluationError: A task is unknown, is measured twice, or runs code without consent; or the gate names a task that is not
             measured. All in one message.
     """
     asked = dict.fromkeys([*evaluation.tasks, *tasks_of(evaluation.suite, evaluation.apply_chat_template)])
-    known = known_tasks() if asked else NO_TASKS
-    local = LocalTasks(evaluation.include_path, known.metrics, run)
+    known = known_tasks() if asked else TaskIndex()
+    local = LocalTasks(evaluation.include_path, known.metrics)
     tasks: dict[str, Task] = {}
     problems: list[str] = []
     runs_code = False
@@ -153,12 +152,12 @@ def check_tasks(evaluation: Evaluation, output_dir: Path, run: Path | None = Non
                 f"eval.tasks: `{name}` runs Python code that comes with its file ({', '.join(code)}), with all that you may do on this "
                 "machine. Read it; to allow it, set eval.confirm_run_task_code=true."
             )
-        unsafe = task.given in known.unsafe if not files else any(file.unsafe for file in files)
+        unsafe = any(file.unsafe for file in files) if files else task.given in known.unsafe
         # Which of lm_eval's own tasks a group of the user's reaches is known once it is loaded; load_tasks asks again.
         runs_code |= unsafe or (evaluation.confirm_run_unsafe_code and bool(local.folders))
         if unsafe and not evaluation.confirm_run_unsafe_code:
             problems.append(f"eval.tasks: {needs_consent(f'`{name}`')}")
-    members = known.members | {name: found[0].members for name, found in local.by_name.items() if found[0].members}
+    members = (known.members or {}) | {name: found[0].members for name, found in local.by_name.items()}
     inside = {name: sorted(reached(name, members) - {name}) for name in tasks}
     problems += measured_twice((part, name) for name in tasks for part in [name, *inside[name]])
     if problems:
@@ -189,11 +188,9 @@ def _find_task(asked: str, local: LocalTasks, known: TaskIndex, output_dir: Path
         if not path.is_file():
             raise EvaluationError(f"eval.tasks: there is no task file {asked}.")
         return local.read(path, path.parent)
-    hint = did_you_mean(asked, [*local.by_name, *known.names, "builtin:demo"])
+    hint = did_you_mean(asked, [*local.by_name, *known.names, "builtin:demo"], ".")
     unreadable = "".join(f"\n  {reason}" for reason in local.unreadable)
-    raise EvaluationError(
-        f"eval.tasks: `{asked}` is not a task of lm_eval {version('lm_eval')}{hint or '.'}{unreadable}"
-    )
+    raise EvaluationError(f"eval.tasks: `{asked}` is not a task of lm_eval {version('lm_eval')}{hint}{unreadable}")
 
 
 def needs_consent(task: str) -> str:
@@ -226,30 +223,18 @@ def measured_twice(measured: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def check_gate(gate: Gate | None, measured: Sequence[str], parts: Collection[str]) -> None:
-    """Refuse a gate on tasks that are not measured.
-
-    Args:
-        gate: The recipe's eval.gate.
-        measured: Names of the tasks and groups that are measured.
-        parts: Everything inside these groups.
-
-    Raises:
-        EvaluationError: It names other tasks; all of them in one message.
-    """
-    if gate is None:
-        return
+    """Refuse a gate on tasks that are not measured. `parts` is everything inside the measured groups."""
     whole = ("default", "overall")
-    named = dict.fromkeys(name.partition("/")[0] for name in [*gate.max_regression, *gate.require] if name not in whole)
-    unknown = [name for name in named if name not in measured and name not in parts]
-    if unknown:
-        names = ", ".join(measured) or "nothing"
-        problems = [
-            f"eval.gate: `{name}` is not measured{did_you_mean(name, [*measured, *whole], '.')} Measured: {names}."
-            for name in unknown
-        ]
-        raise EvaluationError(
-            "\n".join([*problems, "Another selection of tasks needs another gate; eval.gate=null is none."])
-        )
+    required = [*gate.max_regression, *gate.require] if gate is not None else []
+    named = dict.fromkeys(name.partition("/")[0] for name in required if name not in whole)
+    problems = [
+        f"eval.gate: `{name}` is not measured{did_you_mean(name, [*measured, *whole], '.')} Measured: {', '.join(measured) or 'nothing'}."
+        for name in named
+        if name not in measured and name not in parts
+    ]
+    if problems:
+        remedy = "Another selection of tasks needs another gate; eval.gate=null is none."
+        raise EvaluationError("\n".join([*problems, remedy]))
 
 
 def main(_: list[str]) -> None:

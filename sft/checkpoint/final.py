@@ -60,14 +60,7 @@ def _rename(folder: Path, place: Path) -> None:
 
 
 def write_model(trainer: Any, job: Job, tokenizer: Any, folder: Path) -> None:
-    """Write the model as it is now, and leave it unchanged. Every rank takes part.
-
-    Args:
-        trainer: Its engine initialized.
-        job: Describes the model.
-        tokenizer: From load_tokenizer.
-        folder: Replaced if it exists.
-    """
+    """Write the model as it is now, and leave it unchanged. Every rank takes part."""
     distributed.from_rank_0(lambda: remove(folder))
     with distributed.barrier_at_end():  # rank 0 may write for longer than the group's timeout
         save_weights(trainer, job, folder)
@@ -121,9 +114,6 @@ def complete_config(folder: Path) -> None:
 
     transformers 5 writes the rotary embedding as `rope_parameters`. transformers 4 and programs that read config.json themselves know only
     `rope_theta` and `rope_scaling`, and silently assume 10,000 where those are missing.
-
-    Args:
-        folder: Of the model.
     """
     config = read_json(folder / "config.json")
     rope = config.get("rope_parameters")

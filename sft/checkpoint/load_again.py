@@ -45,13 +45,6 @@ def load_and_compare(
 ) -> tuple[list[str], float]:
     """Load a folder in a fresh process on the CPU, and compare its logits.
 
-    Args:
-        folder: The saved model.
-        rows: Token ids, all rows of one length.
-        logits: Of the live model, fp32.
-        limit: Largest distance that passes.
-        trust_remote_code: The recipe's.
-
     Returns:
         What is wrong, and the distance of the logits.
 

@@ -101,9 +101,6 @@ def deepspeed_classes() -> list[Any]:
 def plain_data_only(deepspeed: bool) -> Iterator[None]:
     """Make every `torch.load` take only tensors and plain values, whatever its caller says.
 
-    Args:
-        deepspeed: DeepSpeed's own classes are allowed too.
-
     Raises:
         pickle.UnpicklingError: A file holds something else.
     """
@@ -123,10 +120,6 @@ def plain_data_only(deepspeed: bool) -> Iterator[None]:
 
 def load_mapped(file: Path, allowed: list[Any] | None = None) -> Any:
     """A file of torch.save, its tensors mapped from disk.
-
-    Args:
-        file: In torch's zip format.
-        allowed: Classes that it may hold beside tensors and plain values.
 
     Raises:
         RunError: It is missing, or holds another class.

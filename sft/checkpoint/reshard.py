@@ -47,10 +47,6 @@ class FullTensors:
 def reshard(trainer: Any, plan: ResumePlan) -> None:
     """Give a live engine the weights, the moments and the schedule of a checkpoint. Every rank takes part.
 
-    Args:
-        trainer: Its engine, optimizer and schedule just created, its state that of the checkpoint.
-        plan: One that reshards.
-
     Raises:
         RunError: The checkpoint holds other parameters than are trained here, or cannot be read.
     """
@@ -66,11 +62,6 @@ def reshard(trainer: Any, plan: ResumePlan) -> None:
 
 def open_full(checkpoint: Path, writer: Writer, adapter_names: dict[str, str]) -> FullTensors:
     """A checkpoint's trained parameters, by name.
-
-    Args:
-        checkpoint: Complete.
-        writer: What wrote it.
-        adapter_names: The parameter of each tensor in an adapter's file; empty where the model has no adapters.
 
     Raises:
         RunError: Files of it are missing.

@@ -35,7 +35,6 @@ from sft.model.load import weights_dtype
 from sft.model.weight_checks import DTYPES
 from sft.parallel import process_group as distributed
 from sft.parallel.fsdp import reshard
-from sft.parallel.progress import BETWEEN, CHECKPOINT
 from sft.plan.job import Job
 from sft.recipe.changes import MISSING, differences
 from sft.run.directory import Run
@@ -78,22 +77,18 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
         if self._verified or not self._trains or state.global_step >= state.max_steps:
             return
         self._verified = True
-        self.trainer.progress.at(CHECKPOINT)
         folder = self.run.path / FOLDER
-        distributed.from_rank_0(self._check_room)
         # Merging adapters builds layers, which draws random numbers.
         on_gpu = self.trainer.accelerator.device.type == "cuda"
-        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []):
+        random_state = torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else [])
+        with self.trainer.progress.saving(), random_state:
+            distributed.from_rank_0(self._check_room)
             write_model(self.trainer, self.job, self.tokenizer, folder)
             self._verify(folder, load=False)
-        distributed.from_rank_0(lambda: shutil.rmtree(folder))
-        self.trainer.progress.at(BETWEEN)
+            distributed.from_rank_0(lambda: shutil.rmtree(folder))
 
     def verify_final(self, folder: Path) -> None:
         """Compare a folder with the model, and load it. Every rank takes part.
-
-        Args:
-            folder: From write_model, of the model as it is.
 
         Raises:
             WrongSave: It is another model.
@@ -165,11 +160,6 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
 
 def compare_tensors(live: Iterable[LiveTensor], model: Any, folder: Path) -> tuple[list[str], int]:
     """Compare a folder's tensors with the live ones, one by one.
-
-    Args:
-        live: The model's tensors. Consumed as far as nothing keeps the folder from being read.
-        model: Tells how its names differ from those in files.
-        folder: Written by save_pretrained.
 
     Returns:
         What is wrong, and how many tensors were compared.

@@ -122,15 +122,7 @@ class Stretch:
 
 
 def load_zero(engine: Any, checkpoint: Path, read: Read, source_names: dict[str, str], step: int) -> None:
-    """Give this rank its shard. Every rank takes part.
-
-    Args:
-        engine: DeepSpeed's, just created.
-        checkpoint: Named in messages.
-        read: Reads a full tensor of it.
-        source_names: The names in the checkpoint by the engine's.
-        step: Optimizer steps so far.
-    """
+    """Give this rank its shard. Every rank takes part."""
     optimizer = engine.optimizer
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     stage3 = hasattr(optimizer, "fp32_partitioned_groups_flat")

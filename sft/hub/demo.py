@@ -111,18 +111,14 @@ def _write_tokenizer(folder: Path, texts: list[str]) -> None:
 
     tokenizer = Tokenizer(models.BPE())
     # Digits and punctuation stand alone, so that a count or a quotation mark is never part of a longer token.
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"\s+|\d|[^\w\s]+"), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    words = pre_tokenizers.Split(Regex(r"\s+|\d|[^\w\s]+"), "isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, as_bytes])
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
         special_tokens=[PAD, TURN_START, TURN_END],
-        initial_alphabet=alphabet,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
@@ -146,21 +142,15 @@ def _write_model(folder: Path) -> None:
     def random_weights(*shape: int) -> np.ndarray:
         return generator.normal(0.0, INITIALIZER_RANGE, shape).astype(np.float32)
 
-    weights = {
-        "model.embed_tokens.weight": random_weights(VOCABULARY, HIDDEN),
-        "model.norm.weight": np.ones(HIDDEN, np.float32),
-    }
-    for layer in range(LAYERS):
-        prefix = f"model.layers.{layer}."
-        for name in ("q_proj", "k_proj", "v_proj"):
-            weights[f"{prefix}self_attn.{name}.weight"] = random_weights(HIDDEN, HIDDEN)
-            weights[f"{prefix}self_attn.{name}.bias"] = np.zeros(HIDDEN, np.float32)
-        weights[f"{prefix}self_attn.o_proj.weight"] = random_weights(HIDDEN, HIDDEN)
-        weights[f"{prefix}mlp.gate_proj.weight"] = random_weights(FEED_FORWARD, HIDDEN)
-        weights[f"{prefix}mlp.up_proj.weight"] = random_weights(FEED_FORWARD, HIDDEN)
-        weights[f"{prefix}mlp.down_proj.weight"] = random_weights(HIDDEN, FEED_FORWARD)
-        weights[f"{prefix}input_layernorm.weight"] = np.ones(HIDDEN, np.float32)
-        weights[f"{prefix}post_attention_layernorm.weight"] = np.ones(HIDDEN, np.float32)
+    ones, zeros = np.ones(HIDDEN, np.float32), np.zeros(HIDDEN, np.float32)
+    shapes = {f"self_attn.{name}_proj": (HIDDEN, HIDDEN) for name in "qkvo"}
+    shapes |= {f"mlp.{name}_proj": (FEED_FORWARD, HIDDEN) for name in ("gate", "up")}
+    shapes["mlp.down_proj"] = (HIDDEN, FEED_FORWARD)
+    weights = {"model.embed_tokens.weight": random_weights(VOCABULARY, HIDDEN), "model.norm.weight": ones}
+    for prefix in (f"model.layers.{layer}." for layer in range(LAYERS)):
+        weights |= {f"{prefix}{name}.weight": random_weights(*shape) for name, shape in shapes.items()}
+        weights |= {f"{prefix}self_attn.{name}_proj.bias": zeros for name in "qkv"}
+        weights |= {f"{prefix}{name}_layernorm.weight": ones for name in ("input", "post_attention")}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = {
         "architectures": ["Qwen2ForCausalLM"],
@@ -199,24 +189,18 @@ def make_demo(output_dir: Path) -> Demo:
     # Made beside and renamed: whoever finds the folder finds all of it, also when two ranks make it at once.
     work = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
-        (work / "model").mkdir(parents=True)
-    except OSError as error:
-        raise RunError(f"The demo cannot be written to {work.parent}: {error}.") from None
-    try:
         _write_files(work, demo, task)
-    except OSError:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
-    try:
         work.rename(folder)
-    except OSError:
-        shutil.rmtree(work)
-        assert folder.exists()
+    except OSError as error:
+        shutil.rmtree(work, ignore_errors=True)
+        if not folder.exists():
+            raise RunError(f"The demo cannot be written to {work.parent}: {error}.") from None
     return demo
 
 
 def _write_files(work: Path, demo: Demo, task: str) -> None:
-    (work / "task").mkdir()
+    for name in ("model", "task"):
+        (work / name).mkdir(parents=True)
     generator = random.Random(VERSION)
     train, test = _rows(TRAIN_ROWS, False, generator), _rows(TEST_ROWS, True, generator)
     with (work / "train.jsonl").open("w") as file:

@@ -40,15 +40,9 @@ def pin_lines(revisions: list[dict[str, Any]]) -> list[str]:
     """What to write into the recipe, for each name that is not pinned to a commit."""
     lines = []
     for one in revisions:
-        if is_commit(one["revision"]):
-            continue
-        where = "model.revision" if one["key"] == "model" else f"revision of {one['name']} in {one['key']}"
-        now = (
-            f"stands for {one['commit']} today; to keep it"
-            if one["commit"]
-            else "cannot be asked of the hub now; to pin it"
-        )
-        lines.append(
-            f"Not pinned: {one['name']} {one['revision'] or 'main'} {now}, set {where}: {one['commit'] or '<commit>'}"
-        )
+        name, revision, commit = one["name"], one["revision"], one["commit"]
+        where = "model.revision" if one["key"] == "model" else f"revision of {name} in {one['key']}"
+        now = f"stands for {commit} today; to keep it" if commit else "cannot be asked of the hub now; to pin it"
+        if not is_commit(revision):
+            lines.append(f"Not pinned: {name} {revision or 'main'} {now}, set {where}: {commit or '<commit>'}")
     return lines

@@ -26,14 +26,11 @@ def named_code(settings: Mapping[str, Any]) -> dict[str, str]:
     >>> named_code({"auto_map": {"AutoConfig": "mine.Config"}}), named_code({"auto_map": ["mine.Tokenizer", None]})
     ({'AutoConfig': 'mine.Config'}, {'AutoTokenizer': 'mine.Tokenizer'})
     """
-    found = settings.get("auto_map")
-    named = found if isinstance(found, dict) else {"AutoTokenizer": found} if found else {}
-    return {str(kind): _class_of(value) for kind, value in named.items()}
-
-
-def _class_of(value: Any) -> str:
+    found = settings.get("auto_map") or {}
+    named = found if isinstance(found, dict) else {"AutoTokenizer": found}
     # A tokenizer has two: slow and fast.
-    return ", ".join(str(one) for one in value if one) if isinstance(value, list | tuple) else str(value)
+    classes = {kind: value if isinstance(value, list | tuple) else [value] for kind, value in named.items()}
+    return {str(kind): ", ".join(str(one) for one in value if one) for kind, value in classes.items()}
 
 
 def _is_known(model_type: Any) -> bool:
@@ -52,9 +49,9 @@ def check_remote_code(
     Args:
         model: The recipe's section.
         path: Local folder or hub id.
-        commit: What the revision of a hub model stands for today, where that is known.
-        config: Its config.json.
-        tokenizer: Its tokenizer_config.json.
+        commit: The commit that the revision of a hub model stands for today, where that is known.
+        config: The model's config.json.
+        tokenizer: The model's tokenizer_config.json.
 
     Raises:
         ModelError: Either of the two.

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
 
+from safetensors import SafetensorError, safe_open
+
 from sft.errors import ModelError
 
 _FORMATS = ("model.safetensors", "pytorch_model.bin")
@@ -22,19 +24,18 @@ def weight_files(folder: Path) -> list[Path]:
     for name in _FORMATS:
         single, index = folder / name, folder / f"{name}.index.json"
         shards = _shards(index)
+        there = [shard for shard in shards if shard.is_file()]
         if single.is_file():
-            others = [shard.name for shard in shards if shard != single and shard.is_file()]
-            if others:
+            if others := [shard.name for shard in there if shard != single]:
                 # transformers would load the former, other tools the latter.
                 raise ModelError(
                     f"model.name_or_path={folder}: the folder holds two sets of weights: {name}, and {others[0]} and whatever else "
                     f"{index.name} names. Move the one that you do not mean out of the folder."
                 )
             return [single]
-        missing = next((shard.name for shard in shards if not shard.is_file()), None)
-        if missing:
+        if missing := [shard.name for shard in shards if shard not in there]:
             raise ModelError(
-                f"model.name_or_path={folder}: {missing} is missing. Copy or download the model's files again."
+                f"model.name_or_path={folder}: {missing[0]} is missing. Copy or download the model's files again."
             )
         if shards:
             return shards
@@ -54,38 +55,31 @@ def _shards(index: Path) -> list[Path]:
         raise ModelError(f"{index} cannot be read: {error}. Copy it again.") from None
 
 
-def read_header(file: Path) -> dict[str, Any]:
-    """Read what a safetensors file says of its tensors, by name; of a .bin file only the form is checked, and nothing is returned.
+def read_dtypes(file: Path) -> dict[str, str]:
+    """The dtype of each tensor of a safetensors file, by name; of a .bin file only the form is checked, and nothing is returned.
 
     Raises:
         ModelError: The file is cut off, or holds no weights.
     """
-    tensors: dict[str, Any] = {}
-    size, problem = file.stat().st_size, None
     with file.open("rb") as opened:
         start = opened.read(60)
-        if start.startswith(b"version https://git-lfs"):
-            problem = "holds no weights, but a pointer of Git LFS to them (`git lfs pull` gets them)"
-        elif not size:
-            problem = "is empty"
-        elif file.suffix == ".safetensors" and start[8:9] == b"{":
-            length = int.from_bytes(start[:8], "little")
-            opened.seek(8)
-            try:
-                tensors = json.loads(opened.read(min(length, size)))
-                tensors.pop("__metadata__", None)
-                length += 8 + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
-            except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-                length = max(length, size + 1)
-            if size != length:
-                problem = f"was cut off, or is damaged: it has {size} bytes, and its header says {length}"
-        elif file.suffix == ".safetensors" or not start.startswith((b"PK", b"\x80")):
-            problem = f"holds no weights: it begins with {start[:40]!r}"
-        elif start.startswith(b"PK") and not is_zipfile(file):
-            problem = "was cut off"
-    if problem:
-        raise ModelError(f"{file} {problem}. Copy or download it again.")
-    return tensors
+    if start.startswith(b"version https://git-lfs"):
+        problem = "holds no weights, but a pointer of Git LFS to them (`git lfs pull` gets them)"
+    elif not start:
+        problem = "is empty"
+    elif file.suffix == ".safetensors" and start[8:9] == b"{":
+        try:
+            with safe_open(file, "np") as tensors:
+                return {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118 (no dictionary)
+        except SafetensorError as error:
+            problem = f"was cut off, or is damaged ({error})"
+    elif file.suffix == ".safetensors" or not start.startswith((b"PK", b"\x80")):
+        problem = f"holds no weights: it begins with {start[:40]!r}"
+    elif start.startswith(b"PK") and not is_zipfile(file):
+        problem = "was cut off"
+    else:
+        return {}
+    raise ModelError(f"{file} {problem}. Copy or download it again.")
 
 
 def check_weight_files(folder: Path, config: dict[str, Any]) -> None:
@@ -96,9 +90,9 @@ def check_weight_files(folder: Path, config: dict[str, Any]) -> None:
     """
     is_quantized = "quantization_config" in config or "compression_config" in config
     for file in weight_files(folder):
-        for name, tensor in read_header(file).items():
-            if str(tensor.get("dtype")).startswith("F8_") and not is_quantized:
+        for name, dtype in read_dtypes(file).items():
+            if dtype.startswith("F8_") and not is_quantized:
                 raise ModelError(
-                    f"{file}: {name} is stored in {tensor['dtype']}, and config.json has no quantization_config, without which its "
-                    "scales are ignored. Get the model in bfloat16, or the config.json that belongs to these weights."
+                    f"{file}: {name} is stored in {dtype}, and config.json has no quantization_config, without which its scales are "
+                    "ignored. Get the model in bfloat16, or the config.json that belongs to these weights."
                 )

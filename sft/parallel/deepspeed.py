@@ -33,9 +33,6 @@ def own_folder() -> Path:
 def prepare_builds(needed: bool) -> list[str]:
     """Choose the folder of the operations unless the user has, and remove locks that no process holds; before DeepSpeed is imported.
 
-    Args:
-        needed: The job uses some.
-
     Returns:
         Lines for the user.
 

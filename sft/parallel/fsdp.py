@@ -42,11 +42,6 @@ def policies(fsdp: Fsdp, compute: torch.dtype, on_gpu: bool) -> dict[str, Any]:
 
     accelerate's policy for bf16 would reduce gradients in bf16, and round to bf16 what leaves the model, which is the loss. Its
     offload pins memory, which needs a GPU.
-
-    Args:
-        fsdp: The recipe's section.
-        compute: What weights are gathered and computed in; gradients are reduced in fp32.
-        on_gpu: Whether the job runs on GPUs.
     """
     half = compute != torch.float32
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
@@ -59,10 +54,6 @@ def units_as_planned(trainer: Any, fsdp: Fsdp) -> Iterator[None]:
     """Decide which modules accelerate shards as units, while it does.
 
     Its choice of layers refuses a model that names a layer it does not have, as parts of larger models do.
-
-    Args:
-        trainer: Its accelerator built, its model not sharded yet.
-        fsdp: The recipe's section.
 
     Raises:
         ModelError: The model marks no layers.
@@ -86,10 +77,6 @@ def size_units(model: Any, least: int) -> list[Any]:
     """The modules to shard as units, from the inside out: each with so many parameters that no inner unit has taken.
 
     Not the embeddings and the model itself, which accelerate handles, nor lists of modules, which are never called.
-
-    Args:
-        model: Not sharded.
-        least: Parameters.
     """
     left_out = (model.get_input_embeddings(), model.get_output_embeddings(), model)
     units: list[Any] = []
@@ -110,11 +97,7 @@ def size_units(model: Any, least: int) -> list[Any]:
 
 
 class Prefetch(TrainerCallback):  # type: ignore[misc]
-    """Gathers layers before they are needed, in the order of the layers and back.
-
-    Args:
-        ahead: train.fsdp.prefetch, in layers.
-    """
+    """Gathers so many layers before they are needed, in the order of the layers and back."""
 
     def __init__(self, ahead: int) -> None:
         self.ahead = ahead
@@ -203,12 +186,7 @@ def _parameter_groups(state: Any) -> list[Any]:
 
 
 def sharding_readings(trainer: Any, job: Job) -> list[tuple[str, object, object]]:
-    """What was planned of the sharding and what the live model has, by name.
-
-    Args:
-        trainer: Its engine initialized.
-        job: With train.fsdp.
-    """
+    """What was planned of the sharding and what the live model has, by name."""
     fsdp, found, model = job.fsdp, read_sharding(trainer.model), trainer.model
     assert fsdp is not None
     half = job.plan.precision.value != "fp32"

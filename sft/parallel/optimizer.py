@@ -125,11 +125,6 @@ def _is_spread(optimizer: torch.optim.Optimizer) -> bool:
 def check_optimizer(optimizer: torch.optim.Optimizer, master_weights: bool, gradients: str) -> None:
     """Law 3: read back what steps, once it is made.
 
-    Args:
-        optimizer: The trainer's.
-        master_weights: MasterAdamW was planned.
-        gradients: What gradients are added up in, as planned: `fp32` or `bf16`.
-
     Raises:
         PlanError: It is another kind, not fused, or holds something else than fp32.
     """

@@ -67,11 +67,6 @@ def set_debug_environment(ddp: bool, uses_gpu: bool) -> None:
 def settle_environment(deepspeed: bool, uses_gpu: bool, precision: str) -> None:
     """Make the environment agree with the plan; before accelerate or deepspeed is imported.
 
-    Args:
-        deepspeed: The recipe names a DeepSpeed file.
-        uses_gpu: The job runs on GPUs.
-        precision: As planned: `bf16`, `fp16` or `fp32`.
-
     Raises:
         PlanError: `accelerate launch` requests an engine or a precision that the recipe does not name.
     """

@@ -18,13 +18,7 @@ Batch = dict[str, Any]
 
 
 class PartOfSequences:
-    """A collator that keeps this rank's part of the tokens.
-
-    Args:
-        whole: Makes a batch whose length is a multiple of the ranks.
-        part: The number of this rank within its group.
-        parts: Ranks of the group.
-    """
+    """A collator that keeps this rank's part of the tokens."""
 
     def __init__(self, whole: Callable[[list[Batch]], Batch], part: int, parts: int) -> None:
         self.whole, self.part, self.parts = whole, part, parts
@@ -43,14 +37,7 @@ class PartOfSequences:
 
 
 def share_batches(loader: Any, sequence_parallel_size: int, rank: int, ranks: int) -> None:
-    """Let the ranks of a group load the same batches.
-
-    Args:
-        loader: accelerate's: deals batches to all ranks, each its own.
-        sequence_parallel_size: Ranks of a group.
-        rank: Of this process.
-        ranks: Of the job.
-    """
+    """Let the ranks of a group load the same batches."""
     shard = loader.batch_sampler
     assert (shard.num_processes, shard.process_index) == (ranks, rank)
     shard.num_processes, shard.process_index = ranks // sequence_parallel_size, rank // sequence_parallel_size

@@ -125,22 +125,22 @@ class Evaluation(Section):
     """Few-shot examples in the prompt. None: each task's own number."""
 
     batch_size: Positive | Literal["auto"] = "auto"
-    """Documents per forward pass on each process. `auto`: lm_eval finds it on a GPU; 32 on a CPU."""
+    """Documents per forward pass on each process. `auto`: lm_eval finds it on a GPU; 32 on a CPU. A server decides it itself."""
 
     backend: Literal["hf", "vllm", "server"] = "hf"
-    """What runs the model: transformers, vLLM in this process (needs the extra `vllm`), or a running server."""
+    """What runs the model: transformers, or a running server. `vllm` is refused: serve the model with vLLM and use `server`."""
 
     server: Server = Server()
     """The server, for `backend: server`."""
 
     tensor_parallel_size: Positive | None = None
-    """GPUs that share the layers of one model, for `backend: vllm`. None: one."""
+    """No effect: an option of `vllm serve`."""
 
     data_parallel_size: Positive | None = None
-    """Replicas of the model that share the documents, for `backend: vllm`; needs the package ray. None: one."""
+    """No effect: an option of `vllm serve`."""
 
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """Fraction of each GPU's memory for vLLM, for `backend: vllm`. None: vLLM's default."""
+    """No effect: an option of `vllm serve`."""
 
     max_length: Positive | None = None
     """Tokens of prompt and answer together. None: the model's context length."""

@@ -150,7 +150,7 @@ _Loader.add_implicit_resolver(
 
 def _read_yaml(text: str, origin: str) -> Any:
     try:
-        return yaml.load(text, _Loader)
+        return yaml.load(text, _Loader)  # noqa: S506 (made from SafeLoader)
     except RecipeError as error:
         raise RecipeError(f"{origin} is not a valid recipe:\n  {error}") from None
     except yaml.MarkedYAMLError as error:

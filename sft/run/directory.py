@@ -196,10 +196,6 @@ def check_names(recipe_path: Path, run_name: str | None) -> None:
 def check_beside_latest(run: Path, parent: Path) -> None:
     """Refuse to resume a run that the link `latest` finds outside its recipe's folder: this start would write there.
 
-    Args:
-        run: The run's folder, links resolved.
-        parent: The folder that it must be in.
-
     Raises:
         RunError: It lies elsewhere.
     """

@@ -85,17 +85,7 @@ def record_start(
     passed_over: Mapping[str, str] | None = None,
     changes: Sequence[Change] = (),
 ) -> None:
-    """Write what is known before training into run.json. It holds no environment, and so no token or key.
-
-    Args:
-        run: New, or one that resumes.
-        job: What was requested, on what.
-        timings: Seconds, by what took them.
-        data_fingerprint: Of the prepared data.
-        checkpoint: Name of the one to resume from.
-        passed_over: Newer checkpoints that could not be used, and why.
-        changes: Changes of the recipe since the last session.
-    """
+    """Write what is known before training into run.json. It holds no environment, and so no token or key."""
     status = run.record_if_any.get("status", "running")
     close_session(run, "killed" if status == "running" else status)
     earlier = run.record_if_any
@@ -190,13 +180,7 @@ def _last_line(run: Run, session: dict[str, Any]) -> dict[str, Any]:
 
 
 def record_end(run: Run, seconds: float, evaluates: bool) -> None:
-    """Write what is known after training into run.json.
-
-    Args:
-        run: The run.
-        seconds: Training time of this session.
-        evaluates: An evaluation follows; until it is complete, the same command resumes it.
-    """
+    """Write what is known after training into run.json."""
     lines = read_lines(run.metrics_file)
     close_session(run, "finished", seconds)
     evaluation = {"evaluation": "running"} if evaluates else {}

@@ -22,10 +22,6 @@ def began() -> float:
 def forget_stale(run: Path, since: float) -> list[str]:
     """Remove the files meant for an earlier start, which ended before it acted on them.
 
-    Args:
-        run: The run's folder.
-        since: When this start began, in seconds since 1970.
-
     Returns:
         Names of the removed files.
     """

@@ -18,13 +18,7 @@ _CLEAR = 0.2
 
 
 def first_loss(loss: float | None, vocabulary: int, untrained: bool) -> str | None:
-    """Compare the loss of the first batch, before any update, with the loss of guessing among all tokens.
-
-    Args:
-        loss: Mean over the target tokens of step 1, nats.
-        vocabulary: Tokens of the model.
-        untrained: Whether the weights are random, whose loss is about that of guessing.
-    """
+    """Compare the loss of the first batch, before any update, with the loss of guessing among all tokens."""
     guessing = math.log(vocabulary)
     if loss is None or untrained or loss < 0.98 * guessing:
         return None
@@ -36,11 +30,7 @@ def first_loss(loss: float | None, vocabulary: int, untrained: bool) -> str | No
 
 
 def weights_moved(change: float) -> str | None:
-    """Judge how far the training has moved the weights.
-
-    Args:
-        change: Relative norm of the difference from the start, over a sample of the trained weights.
-    """
+    """Judge how far the training has moved the weights."""
     if change > 1e-8:
         return None
     return (
@@ -51,11 +41,7 @@ def weights_moved(change: float) -> str | None:
 
 
 def loss_course(lines: Sequence[Mapping[str, Any]]) -> str | None:
-    """Compare the first and the last quarter of the training loss.
-
-    Args:
-        lines: Lines of metrics.jsonl, by step.
-    """
+    """Compare the first and the last quarter of the training loss."""
     points = [(line["step"], line["loss"]) for line in lines if line.get("loss") is not None]
     if len(points) < 2:
         return None
@@ -78,12 +64,7 @@ def loss_course(lines: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def eval_loss_course(before: float | None, losses: Sequence[float]) -> str | None:
-    """Compare the eval loss at the end with its start and its minimum.
-
-    Args:
-        before: Eval loss before step 1.
-        losses: Eval losses during training, the last at the end.
-    """
+    """Compare the eval loss at the end with its start and its minimum."""
     known = [one for one in (before, *losses) if one is not None]
     if len(known) < 2:
         return None

@@ -37,12 +37,6 @@ def is_own(run: Path) -> bool:
 def check_model_code(run: Path, trust_remote_code: bool, allowed: bool, flag: str = TRUST) -> None:
     """Refuse to run the Python files of a run's model.
 
-    Args:
-        run: The run's folder.
-        trust_remote_code: What the run's recipe says.
-        allowed: Whether the command line allows it.
-        flag: How it would.
-
     Raises:
         RunError: Only the run's recipe allows it.
     """
@@ -55,11 +49,6 @@ def check_model_code(run: Path, trust_remote_code: bool, allowed: bool, flag: st
 
 def check_consents(run: Path, consents: Iterable[str], overrides: Iterable[str]) -> None:
     """Refuse to start a run from its folder if only the folder allows code to run.
-
-    Args:
-        run: The run's folder.
-        consents: Keys that its recipe sets to true, such as `model.trust_remote_code`.
-        overrides: `key=value` of this command line.
 
     Raises:
         RunError: The command line does not repeat some of them.

@@ -23,14 +23,13 @@ from sft.errors import ModelError
 from sft.model.adapters import lora_config, show_head, untrained_rows
 from sft.model.compiled_layers import compile_layers
 from sft.model.flops import model_flops
-from sft.model.gradient_checkpointing import CheckpointingAsPlanned
+from sft.model.gradient_checkpointing import SelectiveCheckpointing
 from sft.model.new_tokens import named
 from sft.parallel import process_group as distributed
 from sft.parallel.fsdp import Prefetch, units_as_planned
 from sft.parallel.full_tensors import full_optimizer_state, full_state, load_optimizer_state, load_weights
 from sft.parallel.optimizer import MasterAdamW, check_optimizer
 from sft.parallel.patches import cpu_ranks_may_shard
-from sft.parallel.progress import CHECKPOINT, Progress
 from sft.parallel.sequence import PartOfSequences, labels_of_all, share_batches
 from sft.parallel.tensor import is_tensor_parallel
 from sft.plan.job import Job, checkpoint_bytes
@@ -38,6 +37,7 @@ from sft.run.directory import INCOMPLETE
 from sft.train.arguments import optimizer_arguments
 from sft.train.batches import CONTENTS, Accounted, Sequences, StepOrder, WorkSum
 from sft.train.faults import Faults, finite
+from sft.train.progress import CHECKPOINT, Progress
 from sft.train.speed import StepClock
 from sft.train.stopping import Stopping
 
@@ -480,7 +480,7 @@ def engine_callbacks(job: Job) -> list[TrainerCallback]:
     """Complete the engine when the training begins; they come before anything that measures or trains."""
     plan, ahead = job.plan, job.fsdp.prefetch if job.fsdp else None
     return [
-        CheckpointingAsPlanned(plan.gradient_checkpointing.value),
+        *([SelectiveCheckpointing()] if plan.gradient_checkpointing.value == "selective" else []),
         ResumedSettings(plan.learning_rate.value),
         *([Prefetch(ahead)] if ahead else []),
     ]

@@ -22,9 +22,9 @@ from transformers.trainer_callback import TrainerCallback
 
 from sft import terminal
 from sft.errors import EXIT_CRASHED
-from sft.parallel.progress import CHECKPOINT, START, Progress
 from sft.run.directory import Run
 from sft.signals import on_signal
+from sft.train.progress import CHECKPOINT, START, Progress
 
 ENDS_AFTER = 20
 """Median steps in one place after which a job is ended; train.ddp_timeout where that is longer."""
@@ -37,7 +37,7 @@ def end_limit(phase: str, step_seconds: float | None, timeout: float, ranks: int
     """Seconds in one place after which a rank is ended; None where it may take as long as it needs.
 
     Args:
-        phase: From sft/parallel/progress.py.
+        phase: From sft/train/progress.py.
         step_seconds: The median step; None during the first steps.
         timeout: train.ddp_timeout: how long a rank waits for the others.
         ranks: Of the job. With several, those that wait give up first.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from eval.reference import Reference, load_reference
+from eval.tasks.reference import Reference, load_reference
 from eval.tasks.settings import Settings, resolve_settings
 from eval.tasks.suites import Task, TaskSelection
 from sft.files import write_json

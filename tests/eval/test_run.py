@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from eval.evaluate import name_of
+from eval.harness.evaluate import name_of
 from eval.models.target import check_folder
 from eval.run import main, parse_evaluation
 from sft.errors import EvaluationError, UserError
@@ -154,18 +154,23 @@ def test_the_models_of_two_runs_are_kept_apart(tmp_path: Path) -> None:
     assert name_of(tmp_path / "models" / "mine") == "mine"
 
 
-def test_processes_on_several_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_on_several_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(EvaluationError, match="started as 4 processes, 2 of them on this machine"):
+    with pytest.raises(EvaluationError, match="started as 4 processes, 2 of them on this node"):
         main(["/no/such/model", "tasks=gsm8k"])
 
 
-def test_a_launcher_of_one_process_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(EvaluationError, match="There is no folder /no/such/model"):
+@pytest.mark.parametrize(("rank", "number"), [(0, 1), (0, 2), (1, 2)])
+def test_under_a_launcher_rank_0_goes_on_alone(rank: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", number), ("LOCAL_WORLD_SIZE", number)):
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises((EvaluationError, SystemExit)) as ended:
         main(["/no/such/model", "tasks=gsm8k"])
+    if rank:
+        assert isinstance(ended.value, SystemExit) and not ended.value.code
+    else:
+        assert "There is no folder /no/such/model" in str(ended.value)
     assert "WORLD_SIZE" not in os.environ
 
 

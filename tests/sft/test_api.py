@@ -20,11 +20,6 @@ def test_a_recipe_and_its_plan_are_values(recipe_file: Path, outputs: Path) -> N
     assert plan.engine.value == "DDP"
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'trian'"):
-        sft.trian  # noqa: B018
-
-
 def test_packages_of_the_same_name_stay_packages() -> None:
     code = "import sft; sft.load_recipe; import sft.train.main, sft.plan.plan; assert callable(sft.train) and sft.train.main.train"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -56,13 +55,6 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
     done = sft(command, "--help")
     assert done.returncode == 0, done.stderr
     assert f"sft {command} outputs/" in done.stdout or f"sft {command} recipes/" in done.stdout
-
-
-@pytest.mark.parametrize("words", [[], ["train"], ["eval"]])
-def test_without_arguments_there_is_help_and_nothing_starts(words: list[str], tmp_path: Path) -> None:
-    done = sft(*words)
-    assert done.returncode == 2
-    assert "Usage: sft" in done.stdout + done.stderr
 
 
 def test_the_shell_completes_commands_and_recipe_keys() -> None:

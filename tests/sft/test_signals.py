@@ -63,14 +63,6 @@ def test_the_same_signal_told_twice_by_a_launcher_is_one() -> None:
     assert heard == [False]
 
 
-def test_signals_are_afterwards_as_they_were() -> None:
-    before = [signal.getsignal(number) for number in signals.SIGNALS]
-    with signals.listening():
-        assert [signal.getsignal(number) for number in signals.SIGNALS] != before
-    assert [signal.getsignal(number) for number in signals.SIGNALS] == before
-    assert signals.asked() is None
-
-
 def test_what_a_shell_has_set_to_be_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

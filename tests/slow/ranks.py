@@ -36,7 +36,7 @@ IMPORTED = (
     "deepspeed.runtime.zero.muon.muon_optimizer "
     "sft.launch.rank sft.train.main sft.train.arguments sft.train.runtime_check sft.model.load sft.train.batches sft.data.store "
     "sft.train.eval_loss sft.train.metrics sft.train.profiling sft.model.compiled_layers sft.model.new_tokens "
-    "sft.checkpoint.save_verification eval.harness.during_training eval.ranks "
+    "sft.checkpoint.save_verification eval.harness.during_training "
     "lm_eval.evaluator "
     "lm_eval.models.huggingface"
 ).split()

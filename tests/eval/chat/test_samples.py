@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from eval.chat.model import ChatFormat, load_format, load_weights
 from eval.chat.samples import answer_limit, answer_prompts, chat, main, prompts_of
 from eval.models.target import Target
-from eval.reference import Reference, load_reference
+from eval.tasks.reference import Reference, load_reference
 from sft.errors import EvaluationError, RecipeError
 from sft.files import read_json
 from sft.launch.evaluation import programs

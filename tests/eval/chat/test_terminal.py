@@ -9,7 +9,7 @@ import torch
 
 from eval.chat.model import ChatFormat, Messages, find_model, load_format
 from eval.chat.terminal import Conversation, Streamer, converse, generation_config, parse
-from eval.reference import Reference, load_reference
+from eval.tasks.reference import Reference, load_reference
 from sft.errors import EvaluationError
 from sft.run.directory import Run
 

@@ -12,9 +12,9 @@ import yaml
 
 from eval.compare.comparison import compare
 from eval.compare.settings_match import check_settings_match
-from eval.reference import Reference, load_reference
 from eval.tasks.facts import task_facts
 from eval.tasks.load import load_tasks
+from eval.tasks.reference import Reference, load_reference
 from eval.tasks.settings import Settings, resolve_settings
 from eval.tasks.suites import check_tasks
 from sft.errors import EvaluationError

@@ -11,7 +11,7 @@ from eval.harness.base_cache import FOLDER, base_key, keep, model_identity, reus
 from eval.harness.prompting import Prompting
 from eval.models.placement import Placement
 from eval.models.target import Target
-from eval.reference import Reference
+from eval.tasks.reference import Reference
 from eval.tasks.settings import Settings
 
 Resolve = Callable[..., Settings]

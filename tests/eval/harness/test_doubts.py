@@ -10,8 +10,8 @@ import pytest
 from eval.harness.measure import evaluate_model
 from eval.models.placement import Placement
 from eval.models.target import Target
-from eval.reference import Reference
 from eval.tasks.load import load_tasks
+from eval.tasks.reference import Reference
 from eval.tasks.settings import resolve_settings
 from eval.tasks.suites import check_tasks
 from sft.recipe.schema import Evaluation

@@ -11,7 +11,7 @@ import pytest
 from eval.compare.settings_match import OF_THE_PROMPTS, check_settings_match, differing
 from eval.harness.prompting import Prompting, own_template, prompt_base
 from eval.models.target import Target
-from eval.reference import Reference
+from eval.tasks.reference import Reference
 from eval.tasks.settings import Settings
 from sft.errors import EvaluationError
 

@@ -1,27 +1,22 @@
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from eval.models.generation import (
-    carried_by_openai,
-    check_generation,
-    cut,
-    encode_as_hf,
-    make_request,
-    special_tokens,
-    task_problems,
-)
-from eval.reference import Reference
+from eval.models.generation import check_generation, encode_as_hf, make_request, special_tokens, task_problems
 from eval.tasks.load import leaves, load_tasks
+from eval.tasks.reference import Reference
 from eval.tasks.settings import Settings
+from eval.tasks.suites import check_tasks
 from sft.errors import EvaluationError
+from sft.recipe.schema import Evaluation
+from tests.conftest import SHARED
 
 Resolve = Callable[..., Settings]
 
 
 def test_a_temperature_counts_only_where_an_answer_is_sampled(settings: Resolve) -> None:
-    """lm_eval's client of servers sends it in any case."""
     asked = {"until": [], "max_gen_toks": 8, "do_sample": False, "temperature": 0.7, "top_p": 0.5}
     assert make_request(asked, settings(), {}).sampling == {"temperature": 0.0}
 
@@ -30,46 +25,28 @@ def test_sampling_is_what_transformers_would_do(settings: Resolve) -> None:
     from transformers import GenerationConfig
 
     asked = {"until": [], "max_gen_toks": 8, "do_sample": True, "temperature": 0.7, "top_p": 0.5}
-    own = replace(settings(), generation={"do_sample": True, "temperature": 0.1, "min_p": 0.2, "top_p": 0.9})
+    generation = {"do_sample": True, "temperature": 0.1, "min_p": 0.2, "top_p": 0.9, "repetition_penalty": 1.05}
+    request = make_request(asked, replace(settings(), generation=generation), {})
     defaults = GenerationConfig._get_default_generation_params()
-    chosen = {"temperature": 0.7, "top_p": 0.5, "top_k": defaults["top_k"], "min_p": 0.2}
-    request = make_request(asked, own, {})
-    assert request.sampling == chosen
-    assert carried_by_openai(request) == "top_k=50, min_p=0.2"
-    assert (defaults["top_p"], defaults["repetition_penalty"]) == (1.0, request.repetition_penalty)
-
-
-def test_a_repetition_penalty_is_carried_also_where_nothing_is_sampled(settings: Resolve) -> None:
-    request = make_request(
-        {"until": [], "max_gen_toks": 8}, replace(settings(), generation={"repetition_penalty": 1.05}), {}
-    )
-    assert request.repetition_penalty == 1.05
-    assert carried_by_openai(request) == "repetition_penalty=1.05"
+    assert request.sampling == {"temperature": 0.7, "top_p": 0.5, "top_k": defaults["top_k"], "min_p": 0.2}
+    assert request.beyond_openai == {"top_k": 50, "min_p": 0.2, "repetition_penalty": 1.05}
+    assert (defaults["top_p"], defaults["repetition_penalty"]) == (1.0, 1.0)
 
 
 def test_a_special_token_ends_an_answer_by_its_id(settings: Resolve, reference: Reference) -> None:
     special = special_tokens(reference.tokenizer)
-    assert special["<|im_start|>"] == reference.tokenizer.convert_tokens_to_ids("<|im_start|>")
     request = make_request({"until": ["\n", "<|im_start|>", ""], "max_gen_toks": 8}, settings(), special)
     assert request.until == ["\n"]
     assert request.stop_token_ids == sorted({special["<|im_start|>"], *settings().stop_token_ids})
 
 
-def test_an_answer_is_cut_at_the_first_of_its_ends() -> None:
-    assert cut("one two three", ["three", "two"]) == "one "
-    assert cut("one", []) == cut("one", ["two"]) == "one"
-    assert cut("one", ["one"]) == ""
-
-
 @pytest.mark.parametrize("add_bos_token", [None, False, True])
 @pytest.mark.parametrize("text", ["Once upon", "<s>Once upon"])
 def test_a_prompt_is_tokens_as_lm_evals_hf_model_makes_them(
-    text: str, add_bos_token: bool | None, shared: object, request: pytest.FixtureRequest
+    text: str, add_bos_token: bool | None, shared: object
 ) -> None:
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoTokenizer
-
-    from tests.conftest import SHARED
 
     folder = str(SHARED / "models" / "stories260k_hf")
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -81,30 +58,20 @@ def test_a_prompt_is_tokens_as_lm_evals_hf_model_makes_them(
 
 
 def test_a_generation_config_that_only_transformers_follows_is_refused(settings: Resolve) -> None:
-    own = replace(settings(backend="server"), generation={"num_beams": 4, "temperature": 0.5, "use_cache": True})
-    with pytest.raises(
-        EvaluationError, match=r"generation config has num_beams, which eval\.backend=server cannot follow"
-    ):
-        check_generation(own)
+    generation = {"num_beams": 4, "temperature": 0.5, "use_cache": True}
+    with pytest.raises(EvaluationError, match=r"generation config has num_beams, which eval\.backend=server cannot"):
+        check_generation(replace(settings(backend="server"), generation=generation))
 
 
 def test_a_task_that_only_transformers_can_do_is_refused(
-    write_task: Callable[..., object], settings: Resolve, reference: Reference, tmp_path: object
+    write_task: Callable[..., Path], settings: Resolve, reference: Reference, tmp_path: Path
 ) -> None:
-    from pathlib import Path
-
-    from eval.tasks.suites import check_tasks
-    from sft.recipe.schema import Evaluation
-
-    assert isinstance(tmp_path, Path)
     beams = write_task("beams", generation_kwargs={"until": ["\n"], "num_beams": 2})
     ends = write_task("ends", generation_kwargs={"until": ["<|im_end|>\n"]})
     fine = write_task("fine", generation_kwargs={"until": ["<|im_end|>"]})
     selection = check_tasks(Evaluation(tasks=(str(beams), str(ends), str(fine))), tmp_path)
     loaded = load_tasks(selection, settings(), False, tmp_path / "log")
     parts = [part for items in loaded.by_name.values() for part in leaves(items)]
-    problems = [
-        problem for part in parts for problem in task_problems(part, settings(), special_tokens(reference.tokenizer))
-    ]
+    problems = [problem for part in parts for problem in task_problems(part, reference.tokenizer)]
     assert [problem.split()[0] for problem in problems] == ["beams", "ends"]
     assert "num_beams" in problems[0]

@@ -1,4 +1,4 @@
-"""The user's task files: which tasks they define, and that nothing of them runs or is read without consent."""
+"""The user's task files: which tasks they define, and that nothing of them runs without consent."""
 
 import os
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def test_code_in_a_task_file_needs_consent_and_does_not_run_before(
     (path.parent / "functions").write_text("process_docs: !function utils.text\n")
     (path.parent / "utils.py").write_text("raise SystemExit('ran')\ndef text(doc): ...\n")
     (path.parent / "group.yaml").write_text("group: ours\ntask: [mine]\n")
-    for tasks, folder in (((str(path),), None), (("ours",), str(path.parent))):
+    for tasks, folder in (((str(path),), None), (("ours",), str(path.parent))):  # by itself, and in a group
         evaluation = Evaluation(tasks=tasks, include_path=folder)
         with pytest.raises(EvaluationError, match=r"comes with its file.*set eval\.confirm_run_task_code=true") as told:
             check_tasks(evaluation, tmp_path)
@@ -80,60 +80,6 @@ def test_a_file_that_runs_generated_code_needs_consent(
     with pytest.raises(EvaluationError, match=r"runs Python code that the model writes"):
         check_tasks(Evaluation(tasks=(path,)), tmp_path)
     assert check_tasks(Evaluation(tasks=(path,), confirm_run_unsafe_code=True), tmp_path).runs_code
-
-
-OUTSIDE = {
-    "a file": {"dataset_kwargs": {"data_files": {"test": "PRIVATE/rows.jsonl"}}},
-    "a list": {"dataset_kwargs": {"data_files": [{"split": "test", "path": ["PRIVATE/rows.jsonl"]}]}},
-    "a pattern": {"dataset_kwargs": {"data_files": {"test": "PRIVATE/*.jsonl"}}},
-    "a link": {"dataset_kwargs": {"data_files": {"test": "HERE/link.jsonl"}}},
-    "a path upwards": {"dataset_kwargs": {"data_files": {"test": "HERE/../private/rows.jsonl"}}},
-    "a folder of the working directory": {"dataset_path": "private", "dataset_kwargs": None},
-    "data_dir": {"dataset_kwargs": {"data_dir": "PRIVATE", "data_files": {"test": "rows.jsonl"}}},
-    "an address": {"dataset_kwargs": {"data_files": {"test": "file://PRIVATE/rows.jsonl"}}},
-    "an address in another": {"dataset_kwargs": {"data_files": {"test": "zip://rows::file://PRIVATE/rows.zip"}}},
-    "what a group changes": {"task": [{"task": "gsm8k", "dataset_path": "PRIVATE"}], "group": "mine"},
-    "an included file": {"include": "PRIVATE/more.yaml"},
-}
-
-
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_tasks_that_came_with_a_run_read_nothing_elsewhere(
-    name: str, write_task: WriteTask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    private, run = tmp_path / "private", tmp_path / "run"
-    private.mkdir()
-    run.mkdir()
-    (private / "rows.jsonl").write_text('{"question": "a", "answer": "b"}\n')
-    (private / "more.yaml").write_text("num_fewshot: 0\n")
-
-    def placed(value: object) -> object:
-        if isinstance(value, dict):
-            return {key: placed(one) for key, one in value.items()}
-        if isinstance(value, list):
-            return [placed(one) for one in value]
-        here = str(tmp_path / "tasks")
-        return value.replace("PRIVATE", str(private)).replace("HERE", here) if isinstance(value, str) else value
-
-    path = write_task("mine", **placed(OUTSIDE[name]))  # type: ignore[arg-type]
-    (path.parent / "link.jsonl").symlink_to(private / "rows.jsonl")
-    (path.parent / "group.yaml").write_text("group: ours\ntask: [mine]\n")
-    for tasks, folder in (((str(path),), None), (("mine",), str(path.parent)), (("ours",), str(path.parent))):
-        with pytest.raises(EvaluationError, match=r"came with a run.*tasks=FILE"):
-            check_tasks(Evaluation(tasks=tasks, include_path=folder), tmp_path, run)
-
-
-def test_what_lies_in_the_run_or_beside_the_task_is_read(write_task: WriteTask, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    beside = write_task("beside")
-    (run / "rows.jsonl").write_text((beside.parent / "beside.jsonl").read_text())
-    inside = write_task("inside", dataset_kwargs={"data_files": {"test": str(run / "rows.jsonl")}})
-    far = write_task("far", dataset_path="owner/name", dataset_kwargs={"data_files": {"test": "data/test.jsonl"}})
-    web = write_task("web", dataset_kwargs={"data_files": {"test": "https://host/rows.jsonl"}})
-    tasks = (*map(str, (beside, inside, far, web)), "builtin:demo")
-    assert len(check_tasks(Evaluation(tasks=tasks), tmp_path, run).tasks) == 5
 
 
 @pytest.mark.parametrize("consent", [True, False])

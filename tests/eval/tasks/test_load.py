@@ -48,13 +48,9 @@ def test_the_answer_length_is_the_recipes_else_the_tasks_else_ours(
     ("keys", "told"),
     [
         ({"doc_to_txt": "{{question}}"}, "unexpected keyword argument 'doc_to_txt'"),
-        ({"doc_to_text": None}, "TypeError"),
         ({"doc_to_text": "{{no_such_column.deeper}}"}, "'no_such_column' is undefined"),
-        ({"output_type": "generate"}, "Got invalid output_type 'generate'"),
-        ({"dataset_path": None}, "TypeError"),
         ({"test_split": None}, "must have valid or test docs"),
         ({"test_split": "tset"}, "`test_split: tset` is no split of its dataset, which has test; did you mean `test`"),
-        ({"fewshot_split": "dev"}, "`fewshot_split: dev` is no split of its dataset"),
         ({"dataset_kwargs": {"data_files": {"test": "/no/such/rows.jsonl"}}}, "/no/such/rows.jsonl"),
         ({"rows": []}, "mine.jsonl"),
         ({"metric_list": [{"metric": "exact_mach"}]}, "`metric_list:` is none of lm_eval's"),
@@ -62,7 +58,6 @@ def test_the_answer_length_is_the_recipes_else_the_tasks_else_ours(
             {"metric_list": [{"metric": "exact_match", "aggregation": "maen"}]},
             "aggregation:` of its metric exact_match",
         ),
-        ({"metric_list": ["acc"]}, "'metric' key not provided"),
         (CHOICE | {"doc_to_choice": None, "doc_to_target": "0"}, "document 1: TypeError"),
         (
             CHOICE | {"doc_to_target": "{{answer}}"},
@@ -105,7 +100,7 @@ def test_documents_that_cannot_be_read_are_named(settings: Resolve, tmp_path: Pa
     assert "line 3" in told[1]
 
 
-@pytest.mark.parametrize("name", ["../../outside", "/tmp/outside", ".hidden", "a/b"])
+@pytest.mark.parametrize("name", ["../../outside", "/tmp/outside", ".hidden"])
 def test_a_task_is_not_named_like_a_path(name: str, write_task: WriteTask, settings: Resolve, tmp_path: Path) -> None:
     path = write_task("plain")
     path.write_text(path.read_text().replace("task: plain", f"task: '{name}'"))

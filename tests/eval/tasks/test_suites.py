@@ -8,11 +8,11 @@ from typing import get_args
 
 import pytest
 
-from eval.reference import Reference
 from eval.sandbox.runner import LIMITS
-from eval.tasks.index import build_index, keep_index, known_tasks, read_index
+from eval.tasks.index import build_index, known_tasks
+from eval.tasks.reference import Reference
 from eval.tasks.settings import Settings, resolve_settings
-from eval.tasks.suites import SUITES, check_tasks, describe_suite
+from eval.tasks.suites import SUITES, check_tasks
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation
 
@@ -45,16 +45,12 @@ def test_every_suite_can_be_asked_for_and_no_other() -> None:
     assert list(get_args(allowed)) == list(SUITES)
 
 
-def test_a_suites_own_limit_is_part_of_the_settings(settings_of: Callable[..., Settings], tmp_path: Path) -> None:
+def test_a_suites_own_limit_is_part_of_the_settings(settings_of: Callable[..., Settings]) -> None:
     assert settings_of(suite="quick").limit == 100
     assert settings_of(suite="quick", limit=7).limit == 7
     assert settings_of(suite="chat").limit is None
-    hashes = {
-        settings_of(suite="quick").hash,
-        settings_of(suite="quick", limit=7).hash,
-        settings_of(suite="quick", limit=100).hash,
-    }
-    assert len(hashes) == 2
+    hashes = [settings_of(suite="quick", **keys).hash for keys in ({}, {"limit": 100}, {"limit": 7})]
+    assert hashes[0] == hashes[1] != hashes[2]
 
 
 def test_the_code_suite_follows_the_chat_template(tmp_path: Path) -> None:
@@ -70,13 +66,6 @@ def test_what_decides_the_score_of_code_is_part_of_the_settings(settings_of: Cal
     assert settings_of(tasks=("gsm8k",)).generated_code is None
     decides = settings_of(tasks=("humaneval",), confirm_run_unsafe_code=True).generated_code
     assert decides == asdict(LIMITS) | {"python": platform.python_version()}
-
-
-def test_a_suite_is_described_with_its_limit_its_needs_and_what_it_leaves_out() -> None:
-    assert "the first 100 documents of each task" in str(describe_suite(Evaluation(suite="quick")))
-    assert "the first 7 documents of each task" in str(describe_suite(Evaluation(suite="quick", limit=7)))
-    assert "access to Idavidrein/gpqa, which is gated" in str(describe_suite(Evaluation(suite="leaderboard")))
-    assert describe_suite(Evaluation(tasks=("gsm8k",))) is None
 
 
 def test_a_mistyped_task_is_refused_with_the_closest_name(tmp_path: Path) -> None:
@@ -157,19 +146,15 @@ def test_groups_that_share_tasks_are_refused_before_any_is_loaded(tasks: list[st
         check(tmp_path, tasks=tasks)
 
 
-def test_an_index_is_cached_where_it_can_be_and_a_broken_one_is_none(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_cached_names_are_those_of_lm_eval_and_a_broken_cache_is_built_again(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder can be made here")
     files = [tmp_path / "file" / "names.json", tmp_path / "user" / "names.json"]
-    index = known_tasks()
-    keep_index(index, files)
-    assert [read_index(path) for path in files] == [None, index]
+    files[1].parent.mkdir()
     files[1].write_text("{half")
-    assert read_index(files[1]) is None
-
-
-@pytest.mark.slow
-def test_the_kept_names_are_those_of_lm_eval() -> None:
-    built = build_index()
-    assert built == known_tasks()
+    built = known_tasks(files)
+    assert built == build_index() == known_tasks()
+    files[1].with_name("moved").write_bytes(files[1].read_bytes())
+    assert known_tasks([files[1].with_name("moved")]) == built
     assert len(built.names) > 10_000
     assert {"humaneval", "mbpp", "humaneval_infilling"} <= built.unsafe

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.reference import load_config
+from eval.tasks.reference import load_config
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import ModelError
 from sft.hub.demo import Demo

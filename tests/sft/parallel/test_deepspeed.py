@@ -1,5 +1,3 @@
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -60,12 +58,3 @@ def test_a_build_is_announced_where_one_is_needed_and_refused_without_its_tools(
         prepare_builds(True)
     (lock.parent / "cpu_adam.so").touch()
     assert prepare_builds(True) == []
-
-
-def test_each_environment_has_a_folder_of_its_own(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(FOLDER)
-    here = own_folder()
-    prepare_builds(False)
-    assert os.environ[FOLDER] == str(here)
-    monkeypatch.setattr(sys, "prefix", "/another/environment")
-    assert own_folder() != here

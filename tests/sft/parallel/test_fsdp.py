@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from sft.parallel.fsdp import plugin_arguments, policies, size_units
-from sft.parallel.patches import cpu_ranks_may_shard
 from sft.recipe.schema import Fsdp
 
 
@@ -23,37 +22,32 @@ def test_memory_is_pinned_only_where_there_is_a_gpu(on_gpu: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
-def test_transformers_takes_every_word_of_the_section() -> None:
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        (
+            Fsdp(sharding_strategy="shard_grad_op", offload_params=True, state_dict_type="full"),
+            {
+                "fsdp_version": 2,
+                "reshard_after_forward": False,
+                "cpu_offload": True,
+                "state_dict_type": "FULL_STATE_DICT",
+            },
+        ),
+        (
+            Fsdp(min_num_params=10),
+            {"auto_wrap_policy": "NO_WRAP", "reshard_after_forward": True, "state_dict_type": "SHARDED_STATE_DICT"},
+        ),
+        (Fsdp(), {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "cpu_ram_efficient_loading": False}),
+    ],
+)
+def test_transformers_takes_every_word_of_the_section(section: Fsdp, words: dict[str, object]) -> None:
     from trl import SFTConfig
 
-    words = plugin_arguments(Fsdp(sharding_strategy="shard_grad_op", offload_params=True, state_dict_type="full"))
-    arguments = SFTConfig(output_dir="nowhere", report_to="none", use_cpu=True, fsdp=True, fsdp_config=words)
-    taken = arguments.fsdp_plugin_args
-    assert taken["fsdp_version"] == 2
-    assert taken["reshard_after_forward"] is False
-    assert taken["cpu_offload"] is True
-    assert taken["state_dict_type"] == "FULL_STATE_DICT"
-    assert taken["auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
-    assert taken["activation_checkpointing"] is taken["cpu_ram_efficient_loading"] is False
-    sized = SFTConfig(
-        output_dir="nowhere",
-        report_to="none",
-        use_cpu=True,
-        fsdp=True,
-        fsdp_config=plugin_arguments(Fsdp(min_num_params=10)),
-    ).fsdp_plugin_args
-    assert (sized["auto_wrap_policy"], sized["reshard_after_forward"]) == ("NO_WRAP", True)
-    assert sized["state_dict_type"] == "SHARDED_STATE_DICT"
-
-
-def test_accelerates_state_is_its_own_again_after_the_patch() -> None:
-    from accelerate.state import AcceleratorState
-
-    original = AcceleratorState.__init__
-    with cpu_ranks_may_shard():
-        patched = AcceleratorState.__init__
-    assert patched is not original
-    assert AcceleratorState.__init__ is original
+    arguments = SFTConfig(
+        output_dir="nowhere", report_to="none", use_cpu=True, fsdp=True, fsdp_config=plugin_arguments(section)
+    )
+    assert words.items() <= arguments.fsdp_plugin_args.items()
 
 
 class Layer(nn.Module):

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from sft.parallel.progress import CHECKPOINT, Progress
 from sft.run.directory import Run
+from sft.train.progress import CHECKPOINT, Progress
 from sft.train.watchdog import Watchdog
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -47,6 +48,13 @@ class Progress:
         """A phase begins, or moves on."""
         step, moves, _, _ = self.place
         self.place = Place(step, moves + 1, phase, micro_batch)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """The model is saved or verified, which may take as long as it needs, after a step."""
+        self.at(CHECKPOINT)
+        yield
+        self.at(BETWEEN)
 
     def begin(self, step: int) -> None:
         """A step begins by loading its first micro-batch."""

@@ -1,4 +1,4 @@
-"""Read the tuned model's config, tokenizer and generation config, which decide how base and tuned are prompted; no weights."""
+"""Reads the tuned model's config, tokenizer and generation config, which decide how base and tuned are prompted; no weights."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ class Reference:
     tokenizer: PreTrainedTokenizerBase
 
 
-def _refuse_code(error: Exception, model: str) -> None:
+def _not_loaded(what: str, model: str, error: Exception, remedy: str = "") -> EvaluationError:
     if is_refusal(error):
-        raise EvaluationError(
+        return EvaluationError(
             f"{model} has code of its own, which is not run here. A run's models are measured with the run's model.trust_remote_code; "
             "another model with such code is not measured."
-        ) from None
+        )
+    return EvaluationError(f"{what} {model} cannot be loaded: {first_line(error)}{remedy}")
 
 
 def load_config(
     model: str, revision: str | None, trust_remote_code: bool, called: str = "The model"
 ) -> PreTrainedConfig:
-    """A model's config: what is wrong with the model shows before its weights load.
+    """Read a model's config: what is wrong with the model shows before its weights load.
 
     Raises:
         EvaluationError: There is no such model.
@@ -47,11 +48,8 @@ def load_config(
     try:
         return AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        _refuse_code(error, model)
-        raise EvaluationError(
-            f"{called} {model} cannot be loaded: {first_line(error)} Name a folder that `from_pretrained` can load, or "
-            "an id on the hub that this machine can reach."
-        ) from None
+        remedy = " Name a folder that `from_pretrained` can load, or an id on the hub that this machine can reach."
+        raise _not_loaded(called, model, error, remedy) from None
 
 
 def load_reference(model: str, revision: str | None, trust_remote_code: bool) -> Reference:
@@ -66,8 +64,7 @@ def load_reference(model: str, revision: str | None, trust_remote_code: bool) ->
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        _refuse_code(error, model)
-        raise EvaluationError(f"The tokenizer of {model} cannot be loaded: {first_line(error)}") from None
+        raise _not_loaded("The tokenizer of", model, error) from None
     # Without its files transformers makes an empty tokenizer of the model's kind and says nothing.
     if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
         raise EvaluationError(f"The tokenizer of {model} cannot be loaded: its vocabulary is empty or missing.")

@@ -1,4 +1,4 @@
-"""Evaluate a run (base and tuned model, compared and reported) or any one model."""
+"""Evaluates a run (base and tuned model, compared and reported) or any one model."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
-from eval import ranks
 from eval.compare.comparison import write_comparison
 from eval.compare.tables import score_lines
 from eval.harness.base_cache import measure_base
 from eval.harness.measure import Results, evaluate_model
-from eval.harness.processes import load_tasks_together, log_in, place
 from eval.harness.prompting import own_template, prompt_base
 from eval.models.backends import check_requests, find_backend
-from eval.models.placement import on_gpu
+from eval.models.placement import Placement, on_gpu, place_model
 from eval.models.target import Target, base_target
-from eval.reference import Reference, check_vocabulary, load_reference
+from eval.quiet import LOG
 from eval.tasks.facts import task_facts
+from eval.tasks.load import load_tasks
+from eval.tasks.reference import Reference, check_vocabulary, load_reference
 from eval.tasks.settings import Settings, resolve_settings
-from eval.tasks.suites import check_tasks
+from eval.tasks.suites import check_tasks, describe_suite
 from sft.errors import EvaluationError, GateFailed
 from sft.files import read_json
 from sft.processes import report_result
@@ -31,14 +31,19 @@ from sft.run.directory import Run
 from sft.run.trust import base_changes, check_final
 from sft.visible import visible_line
 
+MOVES_NO_SCORE = {
+    *("gate", "chat", "contamination", "base_cache", "processes", "parallelize", "every_steps", "every_tasks"),
+    *("every_limit", "confirm_run_unsafe_code", "confirm_run_task_code"),
+}
+"""Keys of the `eval` section in which an evaluation may differ from the recipe's and still replace its results."""
 
-def evaluate_run(run: Run, evaluation: Evaluation, brought: bool = False, accept_edits: bool = False) -> dict[str, str]:
+
+def evaluate_run(run: Run, evaluation: Evaluation, accept_edits: bool = False) -> dict[str, str]:
     """Measure a run's base and tuned model, and write the comparison and the report.
 
     Args:
         run: A run that has its final model.
         evaluation: The recipe's `eval` section, changed on the command line or not.
-        brought: Whether the tasks came with the run: they read nothing outside it and their own folders.
         accept_edits: Whether final/ may differ from what training wrote.
 
     Returns:
@@ -50,7 +55,7 @@ def evaluate_run(run: Run, evaluation: Evaluation, brought: bool = False, accept
         GateFailed: The tuned model does not pass eval.gate.
     """
     model_code = run.recipe().model.trust_remote_code
-    selection = check_tasks(evaluation, run.output_dir, run.path if brought else None)
+    selection = check_tasks(evaluation, run.output_dir)
     if not selection.tasks:
         raise EvaluationError("There is nothing to measure: eval.tasks is empty. Name tasks: tasks=gsm8k,arc_easy")
     if not (run.final / "config.json").is_file():
@@ -60,15 +65,17 @@ def evaluate_run(run: Run, evaluation: Evaluation, brought: bool = False, accept
     base, tuned = base_target(run, reference), Target("tuned", str(run.final), None, model_code)
     settings = resolve_settings(evaluation, selection, reference, on_gpu())
     prompting = prompt_base(settings, reference, own_template(base, settings.base_template == "own"))
-    placement = place(evaluation, reference, settings, model_code)
-    ranks.from_first(lambda: _check_models(run, accept_edits))
-    asked_base, asked_tuned = (prompting.settings, prompting.tokenizer), (settings, reference.tokenizer)
-    base, tuned = find_backend(evaluation, reference.path, (base, *asked_base), (tuned, *asked_tuned))
-    folder = _results_folder(run, evaluation, settings, reference)
-    log = log_in(folder)
-    tasks = load_tasks_together(selection, settings, evaluation, log)
-    check_requests(tasks, (base, *asked_base), (tuned, *asked_tuned))
-    loaded = ranks.from_first(lambda: task_facts(settings, tasks))
+    placement = _place(evaluation, reference, settings, model_code)
+    _check_models(run, accept_edits)
+    of_base, of_tuned = (prompting.settings, prompting.tokenizer), (settings, reference.tokenizer)
+    base, tuned = find_backend(evaluation, reference.path, (base, *of_base), (tuned, *of_tuned))
+    folder = _results_folder(run, evaluation, settings)
+    log = _log_in(folder)
+    _print_suite(evaluation)
+    tasks = load_tasks(selection, settings, evaluation.confirm_run_unsafe_code, log)
+    check_requests(tasks, (base, *of_base), (tuned, *of_tuned))
+    loaded = task_facts(settings, tasks)
+    settings = replace(settings, loaded=loaded)
     prompting = replace(prompting, settings=replace(prompting.settings, loaded=loaded))
     if prompting.note:
         print(prompting.note, flush=True)
@@ -76,50 +83,67 @@ def evaluate_run(run: Run, evaluation: Evaluation, brought: bool = False, accept
     keeps = evaluation.base_cache and settings.backend != "server"
     measure_base(base, prompting, tasks, folder / "base", log, placement, run.output_dir if keeps else None)
     # The tuned model follows the base model's batches, unless prompts of other lengths leave room for others.
-    given = ranks.from_first(lambda: read_json(folder / "base" / "results.json").get("batch_sizes_found", {}))
+    given = read_json(folder / "base" / "results.json").get("batch_sizes_found", {})
     strict = settings.dtype != "float32" and not prompting.own_prompts
-    settings = replace(settings, loaded=loaded)
     output = folder / "tuned"
     evaluate_model(tuned, reference.tokenizer, tasks, settings, output, log, placement, given=given, strict=strict)
-    return _compare_and_report(run, folder, evaluation, reference) if ranks.is_first() else {}
+    return _compare_and_report(run, folder, evaluation, reference)
+
+
+def _place(evaluation: Evaluation, reference: Reference, settings: Settings, trust_remote_code: bool) -> Placement:
+    if evaluation.backend == "server":
+        return Placement(0, "the server decides")
+    placement = place_model(
+        evaluation.parallelize, evaluation.processes, reference.config, settings.dtype, trust_remote_code
+    )
+    if placement.spread or placement.processes > 1:
+        print(f"Placement: {placement}", flush=True)
+    return placement
 
 
 def _check_models(run: Run, accept_edits: bool) -> None:
     """Refuse another final/ than the run's, and warn of another base model."""
     check_final(run, accept_edits)
     changes = base_changes(run)
-    told = changes and f"The base model {changes}. The comparison is with another model than the training started from."
-    run.warn("base", told)
-    if told:
-        print(f"Warning: {visible_line(told)}", flush=True)
+    warning = changes and f"The base model {changes}. The comparison is with another model than training started from."
+    run.warn("base", warning)
+    if warning:
+        print(f"Warning: {visible_line(warning)}", flush=True)
 
 
-def _results_folder(run: Run, evaluation: Evaluation, settings: Settings, reference: Reference) -> Path:
+def _results_folder(run: Run, evaluation: Evaluation, settings: Settings) -> Path:
     """eval/ for the recipe's own evaluation; a folder in it for any other, which must not replace those results."""
-    recipe, folder = run.recipe(), run.comparison_file.parent
-    try:
-        selection = check_tasks(recipe.eval, run.output_dir)
-        same = (
-            not selection.tasks or resolve_settings(recipe.eval, selection, reference, on_gpu()).hash == settings.hash
-        )
-    except EvaluationError:  # a task file of the recipe's that is gone: what is asked now is another evaluation
-        same = False
-    if same:
+    folder = run.comparison_file.parent
+    others = other_than(run.recipe().eval, evaluation)
+    if others is None:
         return folder
     other = folder / settings.hash[:12]
-    if ranks.is_first():
-        print(visible_line(f"The results go to {other}: {other_than(recipe.eval, evaluation)}"), flush=True)
+    print(visible_line(f"The results go to {other}: {others}"), flush=True)
     return other
 
 
-def other_than(recipe: Evaluation, asked: Evaluation) -> str:
-    """How an evaluation differs from the recipe's; a gate or chat prompts measure nothing.
+def other_than(recipe: Evaluation, asked: Evaluation) -> str | None:
+    """How an evaluation differs from the recipe's in what can move a score; None where it does not.
 
-    >>> other_than(Evaluation(tasks=("a",)), Evaluation(tasks=("a",), limit=5))
+    >>> other_than(Evaluation(tasks=("a",)), Evaluation(tasks=("a",), limit=5, processes=2))
     'other than in the recipe are limit: null -> 5'
     """
-    values = [one.model_dump(mode="json", exclude={"gate", "chat"}) for one in (recipe, asked)]
-    return f"other than in the recipe are {', '.join(map(str, differences(values[0], values[1])))}"
+    values = [one.model_dump(mode="json", exclude=MOVES_NO_SCORE) for one in (recipe, asked)]
+    changes = differences(values[0], values[1]) if recipe.tasks or recipe.suite else []
+    return f"other than in the recipe are {', '.join(map(str, changes))}" if changes else None
+
+
+def _log_in(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EvaluationError(f"Results cannot be written: {error}.") from None
+    return folder / LOG
+
+
+def _print_suite(evaluation: Evaluation) -> None:
+    if (suite := describe_suite(evaluation)) is not None:
+        print(suite, flush=True)
 
 
 def _compare_and_report(run: Run, folder: Path, evaluation: Evaluation, reference: Reference) -> dict[str, str]:
@@ -135,7 +159,7 @@ def _compare_and_report(run: Run, folder: Path, evaluation: Evaluation, referenc
         passed = None if gate is None else "passed" if gate["passed"] else "failed"
         run.update(evaluation="failed" if not_measured else "finished", gate=passed)
         write_report(run)
-        if "SFT_PARENT" not in os.environ:  # after a training, sft/launch/evaluation.py says so at its end
+        if "SFT_PARENT" not in os.environ:  # after a training, sft/launch/evaluation.py prints it at its end
             print(f"Report: {run.page_file}")
     else:
         print(f"Results: {folder} (the report keeps those of the recipe's own evaluation)")
@@ -166,8 +190,6 @@ def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
     Raises:
         EvaluationError: Whatever the user can fix.
     """
-    if evaluation.gate is not None:
-        raise EvaluationError("eval.gate compares a tuned model with its base: name a run, or leave the gate out.")
     outputs = Path("outputs")
     selection = check_tasks(evaluation, outputs)
     if not selection.tasks:
@@ -179,21 +201,20 @@ def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
     folder = Path(model).expanduser()
     target = Target(name_of(folder), str(folder)) if folder.is_dir() else Target(model, model)
     reference = load_reference(target.model, None, False)
+    tokenizer = reference.tokenizer
     check_vocabulary(reference, reference.config, target.model)
     settings = resolve_settings(evaluation, selection, reference, on_gpu())
-    placement = place(evaluation, reference, settings, False)
-    (target,) = find_backend(evaluation, reference.path, (target, settings, reference.tokenizer))
+    placement = _place(evaluation, reference, settings, False)
+    (target,) = find_backend(evaluation, reference.path, (target, settings, tokenizer))
     # Two evaluations may start within a second, and the second would replace the first one's results.
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid4().hex[:6]}"
     output = outputs.resolve() / "eval" / target.label.replace("/", "__") / name
-    log = log_in(output.parent)
-    tasks = load_tasks_together(selection, settings, evaluation, log)
-    facts = ranks.from_first(lambda: task_facts(settings, tasks))
-    check_requests(tasks, (target, settings, reference.tokenizer))
-    settings = replace(settings, loaded=facts)
-    evaluate_model(target, reference.tokenizer, tasks, settings, output, log, placement)
-    if not ranks.is_first():
-        return {}
+    log = _log_in(output.parent)
+    _print_suite(evaluation)
+    tasks = load_tasks(selection, settings, evaluation.confirm_run_unsafe_code, log)
+    check_requests(tasks, (target, settings, tokenizer))
+    settings = replace(settings, loaded=task_facts(settings, tasks))
+    evaluate_model(target, tokenizer, tasks, settings, output, log, placement)
     results: Results = read_json(output / "results.json")
     for line in score_lines(results):
         print(visible_line(line))

@@ -1,0 +1,378 @@
+"""Finds a model on an OpenAI-compatible server, and probes before any task loads that it reads, stops and scores as `hf` would.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from eval.models.generation import make_request, render_chat, special_tokens
+from eval.tasks.settings import Settings
+from sft.errors import EvaluationError, did_you_mean
+from sft.recipe.eval import Server
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import ConfigurableTask
+    from transformers import PreTrainedTokenizerBase
+
+SECONDS_TO_CONNECT = 10
+WORDS = "The 3 quick brown foxes, née Müller, jump: 12 + 7 = 19.\n"
+"""Sent to compare tokenizers: letters, digits, accents, punctuation."""
+
+EXTENDED = ("vllm", "sglang")
+"""`owned_by` of servers that take vLLM's keys."""
+
+_ENDPOINTS = {"completions": "/completions", "chat": "/chat/completions"}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model on a server, as the server described it; results.json records it."""
+
+    base_url: str
+    """Address with its /v1."""
+
+    name: str
+    api: Literal["completions", "chat"]
+    num_concurrent: int
+    timeout: int
+    """Seconds."""
+
+    api_key_env: str | None
+    owner: str | None
+    """`owned_by` of the model: vLLM and SGLang name themselves there."""
+
+    root: str | None = None
+    """What the model was loaded from, where the server says so."""
+
+    max_model_len: int | None = None
+    dialect: Literal["vllm", "openai"] = "openai"
+    """`vllm`: it follows stop_token_ids, repetition_penalty and others that OpenAI's own API does not have."""
+
+    no_likelihoods: str | None = None
+    """Why it cannot score given answers; None: it can."""
+
+    tokens_compared: bool = False
+    """Whether it reported how many tokens it makes of a text."""
+
+    @property
+    def place(self) -> str:
+        """For messages."""
+        return f"{self.name} at {self.base_url}"
+
+    def complete(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """Request a completion; errors as `send`."""
+        path = _ENDPOINTS[self.api]
+        return send(self.base_url, path, self.timeout, self.api_key_env, {"model": self.name, **payload})
+
+    def prompt(self, prompt: Any, settings: Settings) -> dict[str, Any]:
+        """The part of a request that holds one prompt: a text or token ids, or the messages of a chat."""
+        if self.api == "completions":
+            return {"prompt": prompt}
+        if settings.enable_thinking is None:
+            return {"messages": prompt}
+        return {"messages": prompt, "chat_template_kwargs": {"enable_thinking": settings.enable_thinking}}
+
+
+def send(
+    base_url: str, path: str, timeout: int, api_key_env: str | None, payload: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Send a request, and return the answer.
+
+    Args:
+        base_url: Address with its /v1.
+        path: Such as `/models`.
+        timeout: Seconds.
+        api_key_env: Environment variable with the key.
+        payload: Sent by POST; None for GET.
+
+    Raises:
+        EvaluationError: There is no answer, or one that is an error or not a JSON object.
+    """
+    import requests
+
+    url, method = base_url + path, "GET" if payload is None else "POST"
+    seconds = SECONDS_TO_CONNECT if payload is None else timeout
+    headers = {} if api_key_env is None else {"Authorization": f"Bearer {os.environ[api_key_env]}"}
+    try:
+        answer = requests.request(
+            method, url, json=payload, headers=headers, timeout=(SECONDS_TO_CONNECT, seconds), auth=_no_netrc
+        )
+    except requests.Timeout:
+        raise EvaluationError(
+            f"{url} has not answered within {seconds} s. Is the server still loading its model? Wait until it serves, or raise "
+            "eval.server.timeout."
+        ) from None
+    except requests.RequestException as error:
+        raise EvaluationError(
+            f"No server can be reached at {url} ({_innermost(error)}). Start it, or set eval.server.base_url to its address."
+        ) from None
+    if not answer.ok:
+        remedy = {401: _about_key(api_key_env), 403: _about_key(api_key_env), 404: _about_address(base_url)}
+        raise EvaluationError(
+            f"{url} answers {answer.status_code}: {shortened(answer.text)!r}.{remedy.get(answer.status_code, '')}"
+        )
+    try:
+        value = answer.json()
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise EvaluationError(
+            f"{url} does not answer as an OpenAI-compatible server: {shortened(answer.text)!r} is no JSON object."
+        )
+    return value
+
+
+def _no_netrc(request: Any) -> Any:
+    """Send no key but the one that the recipe names: without an `auth` requests takes one from ~/.netrc."""
+    return request
+
+
+def _about_key(api_key_env: str | None) -> str:
+    if api_key_env is None:
+        return (
+            " The server wants a key: put it into an environment variable and name that one, server.api_key_env=MY_KEY."
+        )
+    return f" It does not take the key in {api_key_env}."
+
+
+def _about_address(base_url: str) -> str:
+    if base_url.endswith("/v1"):
+        return " Is eval.server.base_url right?"
+    return f" Servers of this kind answer under /v1: set eval.server.base_url={base_url}/v1"
+
+
+def _innermost(error: BaseException) -> str:
+    """The error at the bottom of a client's error in a few words, such as `Connection refused`."""
+    while (below := error.__cause__ or error.__context__) is not None:
+        error = below
+    return str(getattr(error, "strerror", None) or type(error).__name__)
+
+
+def shortened(text: str, length: int = 200) -> str:
+    """The beginning of a server's text, on one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= length else f"{line[:length]}..."
+
+
+def find_served(server: Server, label: str, model: str, alone: bool) -> Served:
+    """Find a model of the evaluation on its server.
+
+    Args:
+        server: The recipe's section.
+        label: base or tuned.
+        model: Its folder, or its id on the hub: what it is served as unless the recipe names it.
+        alone: Whether one model is measured, not a run's two.
+
+    Raises:
+        EvaluationError: The server cannot be reached or has no such model, or the keys name other models.
+    """
+    key = "model" if alone else label
+    given = [one for one in ("model", "base", "tuned", "base_url_of_base") if getattr(server, one) is not None]
+    wrong = [one for one in given if (one == "model") != alone]
+    if wrong:
+        what = "one model is measured: use server.model" if alone else "a run has two: use server.base and server.tuned"
+        raise EvaluationError(f"eval.server.{wrong[0]} is given, and {what}.")
+    assert server.base_url is not None, "check_backend refuses that"
+    base_url = ((server.base_url_of_base if key == "base" else None) or server.base_url).rstrip("/")
+    name = getattr(server, key) or model
+    listed = send(base_url, "/models", server.timeout, server.api_key_env).get("data")
+    entries = {str(one["id"]): one for one in listed or () if isinstance(one, dict) and "id" in one}
+    # Ollama lists `name:latest` and answers to `name`.
+    entry = entries.get(name) or entries.get(f"{name}:latest")
+    if entry is None:
+        known = ", ".join(f"`{one}`" for one in entries) or "none"
+        raise EvaluationError(
+            f"The server at {base_url} serves no model `{name}`{did_you_mean(name, list(entries), '.')} It serves {known}. Set "
+            f"eval.server.{key} to one of them."
+        )
+    length = entry.get("max_model_len")
+    return Served(
+        base_url=base_url,
+        name=str(entry["id"]),
+        api=server.api,
+        num_concurrent=server.num_concurrent,
+        timeout=server.timeout,
+        api_key_env=server.api_key_env,
+        owner=entry.get("owned_by"),
+        root=entry.get("root"),
+        max_model_len=length if isinstance(length, int) else None,
+    )
+
+
+def check_two(found: list[Served]) -> None:
+    """Refuse one served model as both base and tuned, and two servers of which one ends answers otherwise.
+
+    Raises:
+        EvaluationError: They do not make a comparison.
+    """
+    if len({(one.base_url, one.name) for one in found}) < len(found):
+        raise EvaluationError(
+            f"The base and the tuned model would both be {found[0].name}: eval.server.base and eval.server.tuned name the same model."
+        )
+    if len({one.dialect for one in found}) > 1:
+        raise EvaluationError(
+            "One of the two servers takes stop_token_ids and the other does not: their answers would end at other tokens."
+        )
+
+
+def probe(served: Served, settings: Settings, tokenizer: PreTrainedTokenizerBase, path: str) -> Served:
+    """Find out whether a served model can answer as the evaluation needs.
+
+    Args:
+        served: From `find_served`.
+        settings: Of the evaluation.
+        tokenizer: What makes the prompts.
+        path: The tuned model, whose tokenizer that is.
+
+    Raises:
+        EvaluationError: Its context is shorter, or it makes other tokens of a text.
+    """
+    wanted = settings.max_length
+    if served.max_model_len is not None and wanted is not None and served.max_model_len < wanted:
+        raise EvaluationError(
+            f"{served.name} is served with a context of {served.max_model_len} tokens, and the evaluation asks for up to {wanted}. Serve "
+            f"it with more (vLLM: --max-model-len {wanted}), or set eval.max_length={served.max_model_len}."
+        )
+    plain = {"max_tokens": 2, "temperature": 0, "seed": settings.seed}
+    own, bare = (list(tokenizer.encode(WORDS, add_special_tokens=special)) for special in (True, False))
+    if served.api == "chat":
+        chat = [{"role": "user", "content": WORDS.strip()}]
+        expected = tokenizer.encode(render_chat(tokenizer, settings, chat), add_special_tokens=False)
+        request, remedy = (
+            plain | served.prompt(chat, settings),
+            (
+                f"It has another tokenizer or chat template than {path}. Serve it with that template (vLLM: --chat-template), or use "
+                "eval.server.api=completions."
+            ),
+        )
+        compared = _check_count(served, served.complete(request), {len(expected)}, "a chat of one message", remedy)
+        served = replace(served, no_likelihoods="chat requests give no log probabilities of a prompt")
+        return _find_dialect(replace(served, tokens_compared=compared), request)
+    request = plain | {"prompt": [bare]}
+    try:
+        answer = served.complete(request)
+    except EvaluationError as error:
+        raise EvaluationError(f"{error} (The prompts of eval.server.api=completions are token ids.)") from None
+    _check_count(served, answer, {len(bare)}, f"{len(bare)} token ids", "It does not take token ids as they are.")
+    answer = served.complete(plain | {"prompt": WORDS})
+    remedy = f"It has another tokenizer than {path}: is it the right model?"
+    compared = _check_count(served, answer, {len(own), len(bare)}, f"the text {WORDS.strip()!r}", remedy)
+    served = _find_dialect(replace(served, tokens_compared=compared), request)
+    try:
+        score_answer(served, bare, slice(1, len(bare)), settings.seed)
+    except EvaluationError as error:
+        return replace(served, no_likelihoods=str(error))
+    return served
+
+
+def _check_count(served: Served, answer: dict[str, Any], expected: set[int], what: str, remedy: str) -> bool:
+    """Whether the server has reported its count of the prompt's tokens, which must be one of those expected."""
+    choice_of(answer, served.place)
+    usage = answer.get("usage")
+    count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    if not isinstance(count, int) or count <= 0:
+        return False
+    if count not in expected:
+        raise EvaluationError(
+            f"{served.place} reads {count} tokens in {what}, and the tokenizer of the evaluation makes "
+            f"{' or '.join(map(str, sorted(expected)))} of it. {remedy}"
+        )
+    return True
+
+
+def _find_dialect(served: Served, request: dict[str, Any]) -> Served:
+    """Find out whether the server takes vLLM's keys, by ending an answer at its own first token."""
+
+    def generated(**more: Any) -> list[int]:
+        try:
+            answer = served.complete(request | {"return_token_ids": True, "ignore_eos": True, **more})
+            ids = choice_of(answer, served.place).get("token_ids")
+        except EvaluationError:  # OpenAI's own server refuses unknown keys; it has answered the plain request
+            return []
+        return ids if isinstance(ids, list) else []
+
+    first = generated()
+    follows = len(generated(stop_token_ids=first[:1])) <= 1 < len(first) if first else served.owner in EXTENDED
+    return replace(served, dialect="vllm") if follows else served
+
+
+def choice_of(answer: dict[str, Any], place: str) -> dict[str, Any]:
+    """The one choice in an answer.
+
+    Raises:
+        EvaluationError: There is none, or several.
+    """
+    listed = answer.get("choices")
+    if not isinstance(listed, list) or len(listed) != 1 or not isinstance(listed[0], dict):
+        raise EvaluationError(f"{place} answers {shortened(str(answer))!r}, which is not one choice.")
+    return listed[0]
+
+
+def score_answer(served: Served, prompt: Sequence[int], scored: slice, seed: int) -> tuple[float, bool]:
+    """Request the log probability of an answer within a prompt.
+
+    Args:
+        served: The model.
+        prompt: Token ids, the answer's included.
+        scored: The tokens of the answer.
+        seed: Of the evaluation.
+
+    Returns:
+        Sum of the log probabilities, and whether each was the likeliest token.
+
+    Raises:
+        EvaluationError: There is not one log probability for each token.
+    """
+    request = {"prompt": [list(prompt)], "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True, "seed": seed}
+    # Two tokens that decode to the same text would be one key in what vLLM answers.
+    choice = choice_of(served.complete(request | {"return_tokens_as_token_ids": True}), served.place)
+    return score_choice(choice, len(prompt), scored, served.place)
+
+
+def score_choice(choice: dict[str, Any], tokens: int, scored: slice, place: str) -> tuple[float, bool]:
+    """Read a score from a choice with `logprobs`; see `score_answer`. `tokens` is the length of the prompt."""
+    logprobs = choice.get("logprobs")
+    logprobs = logprobs if isinstance(logprobs, dict) else {}
+    values, tops = logprobs.get("token_logprobs"), logprobs.get("top_logprobs")
+    if not isinstance(values, list) or not isinstance(tops, list):
+        raise EvaluationError(f"{place} gives no log probabilities of the prompt (`echo` with `logprobs`)")
+    # The prompt comes with the one generated token, unless that ends the text.
+    if not tokens <= len(values) <= tokens + 1 or len(tops) != len(values):
+        raise EvaluationError(
+            f"{place} was sent {tokens} tokens and one more to generate, and gives log probabilities of {len(values)}: it reads the "
+            "prompt as other tokens, or does not echo it"
+        )
+    own, likeliest = values[scored], tops[scored]
+    if not all(isinstance(value, (int, float)) for value in own) or not all(likeliest):
+        raise EvaluationError(f"{place} leaves out log probabilities of tokens in the prompt")
+    greedy = all(value == max(top.values()) for value, top in zip(own, likeliest, strict=True))
+    return float(sum(own)), greedy
+
+
+def served_problems(
+    task: ConfigurableTask, settings: Settings, tokenizer: PreTrainedTokenizerBase, served: Served | None
+) -> list[str]:
+    """What a task asks that this server cannot do."""
+    assert served is not None
+    name = task.task_name
+    if task.get_config("output_type") != "generate_until":
+        if served.no_likelihoods is None:
+            return []
+        return [
+            f"{name} scores given answers, and {served.no_likelihoods}. Use eval.backend=hf, or leave the task out."
+        ]
+    problems = []
+    if served.api == "chat" and task.get_config("gen_prefix"):
+        problems.append(
+            f"{name} begins the answer itself, which a chat request cannot carry. Use eval.server.api=completions."
+        )
+    request = make_request(dict(task.get_config("generation_kwargs") or {}), settings, special_tokens(tokenizer))
+    if served.dialect == "openai" and request.beyond_openai:
+        lost = ", ".join(f"{key}={value:g}" for key, value in request.beyond_openai.items())
+        problems.append(f"{name} is asked with {lost}, which {served.place} does not take. Use eval.backend=hf.")
+    return problems
