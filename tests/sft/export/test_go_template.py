@@ -67,7 +67,7 @@ def go(template: str, messages: Sequence[Message]) -> str:
         else:
             jinja += f"{{% if {CONDITIONS[words.removeprefix('if ')]} %}}"
             blocks.append("if")
-    return Environment().from_string(jinja).render(texts=texts, messages=messages)
+    return Environment(autoescape=False).from_string(jinja).render(texts=texts, messages=messages)  # noqa: S701
 
 
 def templates() -> dict[str, str]:
