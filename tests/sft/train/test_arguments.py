@@ -138,6 +138,7 @@ def test_everything_that_the_plan_decides_is_refused(make_job: MakeJob, tmp_path
         ("auto_find_batch_size", "true", "decided by train.micro_batch_size"),
         ("completion_only_loss", "true", "decided by data.loss_on"),
         ("ignore_data_skip", "true", "decided by train.resume"),  # a resumed run would see other data
+        ("include_num_input_tokens_seen", "true", "decided by metrics.jsonl"),  # it would count them a second time
         ("push_to_hub", "true", "decided by scripts/export.sh"),
         ("loss_type", "mse", "must be `nll` or `dft`, got 'mse'"),  # else refused after the weights load
         ("neftune_noise_alpha", ".nan", "must be a finite number"),
