@@ -28,7 +28,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def two_nodes(node_rank: int, **environment: str) -> dict[str, str]:
-    """What a launcher is told that runs on one of two machines, which is this one."""
+    """The environment of a launcher on one of two machines, which is this one."""
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC": "1"}
     return {"NNODES": "2", "NODE_RANK": str(node_rank), "PYTHONPATH": str(REPOSITORY), **where, **environment}
 
