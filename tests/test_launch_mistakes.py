@@ -30,8 +30,12 @@ def tell(recipe_file: Path, outputs: Path, monkeypatch: pytest.MonkeyPatch, caps
     def stop(status: int) -> None:
         raise SystemExit(status)
 
-    # A rank of several ends so.
+    def started(*_: object) -> None:
+        raise AssertionError("the mistake was not found before the start")
+
+    # A rank of several ends so; a single process starts so, and would take the place of this one.
     monkeypatch.setattr(os, "_exit", stop)
+    monkeypatch.setattr(os, "execv", started)
 
     def told(environment: str, *words: str, program: Callable[[list[str]], None] = start) -> str:
         for word in environment.split():
@@ -67,6 +71,7 @@ def busy_port() -> Iterator[int]:
     ("environment", "value", "remedy"),
     [
         ("NPROC=0", "NPROC=0", "at least 1"),
+        ("NNODES=2 NODE_RANK=2 MASTER_ADDR=localhost", "NODE_RANK=2 with NNODES=2", "numbered from 0 to 1"),
         ("NNODES=2", "NNODES=2, and NODE_RANK is not set", "Set it to 0 on the first machine"),
         ("NNODES=2 NODE_RANK=1", "MASTER_ADDR is not set", "on every machine"),
         (
