@@ -120,7 +120,6 @@ BAD = {
     "tokens that were packed elsewhere": refused(
         lines({"input_ids": [5, 6, 7], "position_ids": [0, 1, 0]}), "row 1", "`position_ids` start again"
     ),
-    "a loss mask of no token": refused(lines({"input_ids": [5, 6], "loss_mask": [0, 0]}), "1 no target tokens"),
     # Lengths
     "a conversation of 330 turns": refused(
         lines(TURNS_330), "Nothing is left to train on", "1 too long", "tokens a row"

@@ -91,13 +91,7 @@ def load_format(reference: Reference) -> ChatFormat:
 
 
 def load_weights(target: Target, reference: Reference, chat_format: ChatFormat, evaluation: Evaluation) -> Any:
-    """Load a model's weights onto one GPU, all GPUs, or the CPU.
-
-    Args:
-        target: The model.
-        reference: Has its config.
-        chat_format: Has the tokenizer, for new tokens.
-        evaluation: Its dtype and parallelize.
+    """Load a model's weights onto one GPU, all GPUs, or the CPU, in the dtype of the evaluation.
 
     Raises:
         EvaluationError: It cannot be loaded, or fits nowhere.

@@ -89,15 +89,7 @@ def answer_limit(chat_format: ChatFormat, prompts: list[list[int]], max_new_toke
 def answer_prompts(
     model: Any, chat_format: ChatFormat, prompts: list[list[int]], limit: int, seed: int
 ) -> list[Answer]:
-    """Answer each prompt; the same each time on the same machine.
-
-    Args:
-        model: From load_weights.
-        chat_format: Knows what ends an answer, and how to sample.
-        prompts: As ChatFormat.render gives them.
-        limit: Tokens of the longest answer.
-        seed: Of the sampling.
-    """
+    """Answer each rendered prompt in at most `limit` tokens; the same each time on the same machine."""
     import torch
 
     torch.manual_seed(seed)

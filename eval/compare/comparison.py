@@ -83,12 +83,6 @@ def _compare_metric(
 def compare(base: Results, tuned: Results, base_samples: Samples, tuned_samples: Samples) -> Comparison:
     """Compare two evaluations that were made under the same settings.
 
-    Args:
-        base: results.json of the base model.
-        tuned: results.json of the tuned model.
-        base_samples: By task, the lines of its samples file.
-        tuned_samples: The same of the tuned model.
-
     Returns:
         All but `flips`, `contamination` and `gate`, which are empty. Each of `metrics` has the difference tuned - base; a perplexity
         also has `ratio_interval_95`, of tuned / base.
@@ -134,16 +128,7 @@ def compare(base: Results, tuned: Results, base_samples: Samples, tuned_samples:
 def write_comparison(
     run: Run, folder: Path, evaluation: Evaluation, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """Compare two evaluations, write comparison.json and flips.jsonl, and print the comparison.
-
-    Args:
-        run: The run, for the data that it was trained on.
-        folder: Holds base/ and tuned/.
-        evaluation: The recipe's `eval` section: its gate and contamination.
-        tokenizer: The run's.
-
-    Returns:
-        What comparison.json holds.
+    """Compare the evaluations in base/ and tuned/ of a folder; write comparison.json and flips.jsonl there, and print the comparison.
 
     Raises:
         EvaluationError: The two were not measured under the same settings.

@@ -167,15 +167,7 @@ def check_contamination(
     results: Results,
     samples: Samples,
 ) -> dict[str, Any] | None:
-    """Count the documents of each task that the training data holds.
-
-    Args:
-        wanted: The recipe's eval.contamination.
-        run: The run, for the data that it was trained on.
-        tokenizer: The run's.
-        metrics: The comparison's.
-        results: results.json of one of the models.
-        samples: Its samples.
+    """Count the documents of each task that the run's training data holds, as eval.contamination wants it.
 
     Returns:
         `ngram`, and for each of `tasks` how many `documents` it has, how many were `found`, how many are too short to search for

@@ -82,10 +82,6 @@ def describe_gate(gate: dict[str, Any]) -> str:
 def judge_gate(gate: Gate | None, comparison: dict[str, Any]) -> dict[str, Any] | None:
     """Hold a comparison against a gate.
 
-    Args:
-        gate: The recipe's eval.gate.
-        comparison: As in comparison.json.
-
     Returns:
         `asked`, `passed`, and a sentence for each of `failures`; None without a gate.
     """

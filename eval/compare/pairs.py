@@ -96,11 +96,7 @@ class Paired:
         return sum(len(part.documents if part.passages is None else set(part.passages)) for part in parts)
 
     def scores(self, without: Mapping[str, Collection[int]] | None = None) -> np.ndarray | None:
-        """The scores of base and tuned; None where no document is left.
-
-        Args:
-            without: Documents to leave out, by task. A task without any left is left out of its group's mean.
-        """
+        """The scores of base and tuned without some documents of each task; None where none is left."""
         total, sums = 0.0, np.zeros(2)
         for weight, (task, part) in zip(self.weights, self.parts.items(), strict=True):
             left_out = (without or {}).get(task, ())
@@ -178,14 +174,7 @@ def _passages(samples: list[dict[str, Any]], documents: list[int]) -> np.ndarray
 def pair(
     base: list[dict[str, Any]], tuned: list[dict[str, Any]], key: str, expected: list[float | None]
 ) -> Pairs | None:
-    """A task's documents side by side; None where the score cannot be computed from theirs, as an F1 over a corpus cannot.
-
-    Args:
-        base: lm_eval's samples of one task.
-        tuned: The same of the tuned model.
-        key: metric,filter.
-        expected: The two scores that lm_eval reports.
-    """
+    """Pair the samples of one task on `metric,filter`; None where they do not give lm_eval's scores, as for an F1 over a corpus."""
     sides = [_values(samples, key) for samples in (base, tuned)]
     if sides[0].keys() != sides[1].keys():
         return None
@@ -207,15 +196,7 @@ def pair(
 
 
 def pair_task(task: str, key: str, base: Results, tuned: Results, samples: tuple[Samples, Samples]) -> Paired | None:
-    """A task's or group's documents side by side; None where its score cannot be computed from theirs.
-
-    Args:
-        task: Of the results.
-        key: metric,filter.
-        base: results.json.
-        tuned: results.json.
-        samples: Of base and tuned, by task.
-    """
+    """Pair the documents of a task or group on `metric,filter`; None where they do not give the scores that lm_eval reports."""
 
     def expected(name: str) -> list[float | None]:
         return [number(one["results"].get(name, {}).get(key)) for one in (base, tuned)]

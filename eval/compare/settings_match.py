@@ -31,12 +31,6 @@ def check_settings_match(
 ) -> dict[str, Any] | None:
     """Refuse a comparison where settings, documents or prompts differ.
 
-    Args:
-        base: results.json of the base model.
-        tuned: results.json of the tuned model.
-        base_samples: By task, the lines of its samples file.
-        tuned_samples: The same of the tuned model.
-
     Returns:
         How the base model was prompted where that had to be decided: `base_template`, and `note`, a sentence about it.
 

@@ -114,12 +114,7 @@ def judge(rows: list[Row]) -> None:
 
 
 def note(rows: list[Row], mean: Row | None) -> str:
-    """What the verdicts mean together, and what to know of single ones.
-
-    Args:
-        rows: The metrics that decide, judged.
-        mean: Over tasks, judged.
-    """
+    """What the verdicts of the metrics that decide and of the mean over tasks say together, and what to know of single ones."""
     judged = sum(row["p_adjusted"] is not None for row in [*rows, *([mean] if mean else [])])
     sentences = []
     if judged > 1:

@@ -19,7 +19,7 @@ from matplotlib import rc_context, style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from eval.report.blocks import is_number
+from eval.report.formats import is_number
 
 SMOOTH_FROM = 60
 """Points from which their running mean is easier to read than the points; fewer are drawn as dots."""
@@ -215,13 +215,7 @@ def _described(series: Series) -> str:
 
 @style.context("default")
 def draw_curve(points: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """Draw the loss, and under it the learning rate, as a PNG.
-
-    Args:
-        points: At least one line of metrics.jsonl, by step.
-        title: Of the figure.
-        path: PNG to write.
-    """
+    """Draw the loss, and under it the learning rate, as a PNG; there is at least one line of metrics.jsonl."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     losses = [*with_mean(series_of(points, "loss", "loss")), series_of(points, "held_out_loss", "eval loss", "c2")]

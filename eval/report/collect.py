@@ -10,22 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from eval.report.blocks import (
-    Block,
-    Code,
-    Link,
-    Section,
-    code,
-    counted,
-    duration,
-    facts,
-    notice,
-    number,
-    table,
-    text,
-    words,
-)
+from eval.report.blocks import Block, Section, facts, notice, table, text
 from eval.report.evaluation import chat_blocks, evaluation_blocks, flips_blocks, settings_blocks, verdict_notices
+from eval.report.formats import Code, Link, code, counted, duration, number, words
 from eval.report.run_files import RunFiles, data_names, method, model_name
 from eval.report.training import during_blocks, training_blocks
 from sft.recipe.schema import REPOSITORY

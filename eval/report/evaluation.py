@@ -7,23 +7,8 @@ from collections import Counter
 from typing import Any
 
 from eval.compare.gate import describe_gate
-from eval.report.blocks import (
-    Block,
-    code,
-    counted,
-    facts,
-    interval,
-    is_number,
-    kind_of,
-    name_of,
-    notice,
-    number,
-    score,
-    table,
-    text,
-    verdict_of,
-    words,
-)
+from eval.report.blocks import Block, facts, notice, table, text
+from eval.report.formats import code, counted, interval, is_number, kind_of, name_of, number, score, verdict_of, words
 
 Part = dict[str, Any]
 

@@ -21,13 +21,7 @@ from sft.run.directory import Run, find_run
 
 
 def write_report(run: Run) -> Path:
-    """Write report.md and report.html, and loss.png beside them where steps were logged.
-
-    Args:
-        run: Any run, finished or not.
-
-    Returns:
-        The path of report.md.
+    """Write report.md and report.html of any run, and loss.png beside them where steps were logged; returns the path of report.md.
 
     Raises:
         RunError: The directory cannot be written.
@@ -57,10 +51,7 @@ def write_page(path: Path, text: str) -> None:
 
 
 def compare_runs(names: list[str]) -> Path:
-    """Write compare.html, which compares 2 to 10 runs, into the directory that holds all of them.
-
-    Args:
-        names: Run directories; the others are compared with the first.
+    """Write compare.html, which compares 2 to 10 runs with the first, into the directory that holds all of them.
 
     Raises:
         RunError: A name is no run or named twice, or the page cannot be written.

@@ -14,7 +14,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from eval.report.blocks import Block, Code, Link, Section
+from eval.report.blocks import Block, Section
+from eval.report.formats import Code, Link
 from sft.visible import name_of, visible
 
 FOLDED_FROM = 600
@@ -30,8 +31,8 @@ LONG_NAME = 20
 """Characters of a word from which it may break after an underscore or a slash."""
 
 
-def html_text(value: object) -> Markup:
-    r"""A value in HTML: text, Code or a Link; a tuple of them joined, a list of them with commas.
+def html_text(value: object, most: int = MOST_OF_A_CELL) -> Markup:
+    r"""A value in HTML, cut after `most` characters: text, Code or a Link; a tuple of them joined, a list of them with commas.
 
     >>> html_text(["<b>\x00", Code("a")])
     Markup('&lt;b&gt;<b class="u">⟨U+0000⟩</b>, <code>a</code>')
@@ -41,7 +42,7 @@ def html_text(value: object) -> Markup:
     if isinstance(value, list | tuple):
         return Markup(", " if isinstance(value, list) else "").join(map(html_text, value))
     whole = str(value)
-    inside = str(escape(whole[:MOST_OF_A_CELL]))
+    inside = str(escape(whole[:most]))
     if len(whole) > LONG_NAME and " " not in whole and not isinstance(value, Code):
         inside = re.sub(r"(?<=[_/])(?=\w)", "<wbr>", inside)
     inside = visible(inside, lambda character: f'<b class="u">{name_of(character)}</b>')
@@ -49,7 +50,7 @@ def html_text(value: object) -> Markup:
         inside = f"<code>{inside}</code>"
     if isinstance(value, Link):
         inside = f'<a href="{attribute(value)}">{inside}</a>'
-    left = len(whole) - MOST_OF_A_CELL
+    left = len(whole) - most
     return Markup(inside + (f" … and {left:,} more characters" if left > 0 else ""))
 
 
@@ -59,15 +60,12 @@ def attribute(value: object) -> Markup:
 
 
 def excerpt(value: str) -> dict[str, Any]:
-    """A prompt or an answer: its beginning, the whole where that is longer, and a note on its length."""
+    """A prompt or an answer: its beginning and, where it is longer, all of it with its length."""
     whole = value.replace("\r\n", "\n")
     if len(whole) <= FOLDED_FROM:
         return {"beginning": html_text(whole), "whole": None, "note": ""}
-    kept = whole[:MOST_OF_AN_ANSWER]
-    pieces = tuple(kept[start : start + MOST_OF_A_CELL] for start in range(0, len(kept), MOST_OF_A_CELL))
-    left = len(whole) - len(kept)
-    note = f"{len(whole):,} characters" + (f", the last {left:,} are not shown" if left else "")
-    return {"beginning": html_text(whole[: FOLDED_FROM // 2].rstrip() + " …"), "whole": html_text(pieces), "note": note}
+    beginning = html_text(whole[: FOLDED_FROM // 2].rstrip() + " …")
+    return {"beginning": beginning, "whole": html_text(whole, MOST_OF_AN_ANSWER), "note": f"{len(whole):,} characters"}
 
 
 def anchor(title: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eval.report.blocks import Code, code, is_number, words
+from eval.report.formats import Code, code, is_number, words
 from sft.errors import UserError
 from sft.recipe.schema import Recipe
 from sft.run.directory import Run

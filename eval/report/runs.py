@@ -14,25 +14,12 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
-from eval.report.blocks import (
-    Block,
-    Code,
-    code,
-    duration,
-    interval,
-    kind_of,
-    name_of,
-    notice,
-    number,
-    table,
-    text,
-    verdict_of,
-    words,
-)
+from eval.report.blocks import Block, notice, table, text
 from eval.report.charts import SMOOTH_FROM, Series, chart, running_mean, series_of
 from eval.report.collect import blocks_of, sections
+from eval.report.formats import Code, duration, interval, kind_of, name_of, number, verdict_of, words
 from eval.report.pages import attribute, html_text
-from eval.report.run_files import RunFiles, column, data_names, method, model_name
+from eval.report.run_files import RunFiles, column, data_names, model_name
 from eval.report.training import mean_rate
 
 LETTERS = "ABCDEFGHIJ"
@@ -52,12 +39,7 @@ CURVES = (
 
 
 def collect_runs(runs: Runs, folder: Path) -> dict[str, Any]:
-    """What compare.html shows.
-
-    Args:
-        runs: 2 to 10.
-        folder: Where the page will be: its links are relative to it.
-    """
+    """What compare.html shows of 2 to 10 runs; its links are relative to the folder that it will be in."""
     collectors: dict[str, Callable[[Runs], list[Block]]] = {
         "Runs": partial(_overview, folder=folder),
         "Evaluation": _evaluation,
@@ -114,17 +96,14 @@ def _overview(runs: Runs, folder: Path) -> list[Block]:
         "Status": lambda files: words(files.record.get("status")),
         "Started": lambda files: words(files.record.get("started"))[:16].replace("T", " "),
         "Model": model_name,
-        "Method": method,
         "Data": data_names,
         "Last logged step": lambda files: last(files, "step"),
         "Tokens seen": lambda files: last(files, "tokens_seen", ",.0f"),
         "Loss at the last logged step": lambda files: last(files, "loss", ".4f"),
-        "Mean training loss": lambda files: number(files.record.get("train_loss"), ".4f"),
         "Eval loss at the end": lambda files: last(files, "held_out_loss", ".4f"),
         "Tokens per second": lambda files: number(mean_rate(files.metrics), ",.0f"),
         "Peak memory of rank 0, GiB": lambda files: number(max(column(files, "peak_memory_gib"), default=None), ".2f"),
         "Time to train": lambda files: duration((files.record.get("timings") or {}).get("train_seconds")),
-        "Evaluation settings": lambda files: code(str(files.comparison.get("settings_hash") or "")[:12] or None),
     }
     rows: list[list[Any]] = [[name, *map(value, runs)] for name, value in values.items()]
     diff = Code(f"sft diff {runs[0].run.path} {runs[1].run.path}")

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from eval.report.blocks import MISSING, Block, counted, duration, facts, is_number, number, text, words
+from eval.report.blocks import Block, facts, text
 from eval.report.charts import Series, chart, series_of, with_mean
+from eval.report.formats import MISSING, counted, duration, is_number, number, words
 from eval.report.run_files import RunFiles, column
 
 MOST_CHARTS = 12

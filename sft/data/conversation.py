@@ -8,35 +8,35 @@ from typing import Any
 
 Message = dict[str, Any]
 
-ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "assistant": "assistant",
-    "function_call": "assistant",
-    "system": "system",
-    "observation": "tool",
-    "tool": "tool",
-    "function": "tool",
-    "developer": "developer",
+_SPELLINGS = {
+    "system": ("system", "developer"),
+    "user": ("user", "human"),
+    "assistant": ("assistant", "gpt", "chatgpt", "bot", "model", "function_call"),
+    "tool": ("tool", "function", "observation"),
 }
+ROLES = {spelling: role for role, spellings in _SPELLINGS.items() for spelling in spellings}
+
 _WEIGHTS = ("weight", "loss_weight", "train", "training", "loss")
 """Keys by which other programs take a turn out of the loss."""
 
+_REASONING_PARTS = ("reasoning", "thinking")
 
-def parse_json(text: str, what: str) -> Any:
-    """JSON in a string.
+# Also reasoning whose opening tag is part of the prompt.
+_REASONING = re.compile(r"(?:<think>.*?|\A(?:(?!<think>).)*?)</think>\s*", re.DOTALL)
+
+
+def parsed(value: Any, what: str) -> Any:
+    """A value, or what the JSON in a string says.
 
     Raises:
-        ValueError: It is not JSON; the message names `what`.
+        ValueError: The string is not JSON; the message names `what`.
     """
+    if not isinstance(value, str):
+        return value
     try:
-        return json.loads(text)
+        return json.loads(value)
     except ValueError as error:
-        raise ValueError(f"{what} is not JSON ({error}): {text[:80]!r}") from None
+        raise ValueError(f"{what} is not JSON ({error}): {value[:80]!r}") from None
 
 
 def text_of(content: Any) -> str:
@@ -45,22 +45,22 @@ def text_of(content: Any) -> str:
     Raises:
         ValueError: It is something else.
     """
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
+    if not isinstance(content, str | list | None):
         raise ValueError(f"content is of type {type(content).__name__}, not text")
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind != "text":
-            raise ValueError(f"content has parts of type {kind}; only text parts can be trained")
-        text = part["text"] if part.get("text") is not None else part.get("value")
-        if not isinstance(text, str | None) or not {"text", "value"} & set(part):
-            raise ValueError("content has a part of type text without a `text`")
-        texts.append(text or "")
-    return "".join(texts)
+    return "".join(map(_text_of_part, content)) if isinstance(content, list) else content or ""
+
+
+def _text_of_part(part: Any) -> str:
+    if _kind(part) != "text":
+        raise ValueError(f"content has parts of type {_kind(part)}; only text parts can be trained")
+    text = part["text"] if part.get("text") is not None else part.get("value")
+    if not isinstance(text, str | None) or not {"text", "value"} & set(part):
+        raise ValueError("content has a part of type text without a `text`")
+    return text or ""
+
+
+def _kind(part: Any) -> Any:
+    return part.get("type") if isinstance(part, dict) else type(part).__name__
 
 
 def to_message(given: Any) -> Message:
@@ -72,22 +72,27 @@ def to_message(given: Any) -> Message:
     if isinstance(given, dict) and "role" not in given and {"from", "value"} <= set(given):
         given = {"role": given["from"], "content": given["value"]} | given
     if not isinstance(given, dict) or "role" not in given:
-        raise ValueError(f"a message has no `role`: {json.dumps(given, ensure_ascii=False, default=str)[:80]}")
+        raise ValueError(f"a message has no `role`: {_start_of(given)}")
     role = ROLES.get(str(given["role"]))
     if role is None:
         raise ValueError(f"unknown role {given['role']!r}; known: {', '.join(sorted(ROLES))}")
-    if given["role"] == "function_call":
-        calls = parse_json(text_of(given.get("content")), "a function call")
-        return {"role": role, "content": "", "tool_calls": _tool_calls(calls)}
     if given.get("train_detail"):
         raise ValueError("`train_detail` of a message trains parts of a turn, which is not supported")
-    content, reasoning, calls = _split_parts(given.get("content"))
+    if given["role"] == "function_call":
+        given = {"role": role, "tool_calls": parsed(text_of(given.get("content")), "a function call")}
+    content, reasoning, calls = given.get("content"), "", []
+    if isinstance(content, list):
+        for part in content:
+            if _kind(part) in _REASONING_PARTS:
+                reasoning += text_of(part.get("value", part.get("text", part.get("thinking"))))
+            elif _kind(part) == "tool_call":
+                calls += _tool_calls(parsed(part.get("value", part.get("tool_call")), "a tool call"))
+        content = [part for part in content if _kind(part) not in (*_REASONING_PARTS, "tool_call")]
     message: Message = {"role": role, "content": text_of(content)}
     # Columnar files give each message every key, null if it has none; a template must not see those.
     message |= {key: given[key] for key in ("name", "tool_call_id") if given.get(key)}
     named = given.get("tool_calls") or given.get("function_call") or []
-    named = (parse_json(named, "`tool_calls`") or []) if isinstance(named, str) else named
-    calls = _tool_calls(named) or calls
+    calls = _tool_calls(parsed(named, "`tool_calls`") or []) or calls
     if calls:
         message["tool_calls"] = calls
     for key in ("reasoning_content", "reasoning", "thinking"):
@@ -99,23 +104,6 @@ def to_message(given: Any) -> Message:
     return message
 
 
-def _split_parts(content: Any) -> tuple[Any, str, list[Any]]:
-    """A content list without its reasoning and tool calls, and those two."""
-    if not isinstance(content, list):
-        return content, "", []
-    rest, reasoning, calls = [], "", []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind in ("reasoning", "thinking"):
-            reasoning += text_of(part.get("value", part.get("text", part.get("thinking"))))
-        elif kind == "tool_call":
-            value = part.get("value", part.get("tool_call"))
-            calls += _tool_calls(parse_json(value, "a tool call") if isinstance(value, str) else value)
-        else:
-            rest.append(part)
-    return rest, reasoning, calls
-
-
 def _tool_calls(calls: Any) -> list[Any]:
     """One tool call or a list of them, each in OpenAI's form."""
     return [_tool_call(call) for call in (calls if isinstance(calls, list) else [calls])]
@@ -124,7 +112,7 @@ def _tool_calls(calls: Any) -> list[Any]:
 def _tool_call(call: Any) -> Any:
     function = (call.get("function") or call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise ValueError(f"a tool call has no name: {json.dumps(call, ensure_ascii=False, default=str)[:80]}")
+        raise ValueError(f"a tool call has no name: {_start_of(call)}")
     if function.get("arguments") in (None, ""):
         function = function | {"arguments": "{}"}  # OpenAI's form of no arguments
     if call.get("function"):
@@ -133,23 +121,21 @@ def _tool_call(call: Any) -> Any:
     return ({"id": call["id"]} if call.get("id") else {}) | {"type": "function", "function": bare}
 
 
+def _start_of(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)[:80]
+
+
 def is_trained(given: Any) -> bool:
     """Whether a row leaves a message in the loss.
 
     Raises:
         ValueError: Its weight is neither 0 nor 1.
     """
-    for key in _WEIGHTS:
-        weight = given.get(key) if isinstance(given, dict) else None
-        if weight is not None and weight not in (0, 1):
+    weights = {key: given[key] for key in _WEIGHTS if isinstance(given, dict) and given.get(key) is not None}
+    for key, weight in weights.items():
+        if weight not in (0, 1):
             raise ValueError(f"`{key}` of a message is {weight!r}; only 0 (not trained) and 1 (trained) are supported")
-        if weight == 0:
-            return False
-    return True
-
-
-# Also reasoning whose opening tag is part of the prompt.
-_REASONING = re.compile(r"(?:<think>.*?|\A(?:(?!<think>).)*?)</think>\s*", re.DOTALL)
+    return 0 not in weights.values()
 
 
 def without_reasoning(text: str) -> str:

@@ -6,7 +6,6 @@ reason.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from sft.data.findings import MEANING, Findings, found_in_row
+from sft.data.conversation import Message
+from sft.data.findings import FINDINGS, Findings, found_in_row
 from sft.data.formats import IGNORED, Conversation, Text, Tokens, has_zero_weight, renamed, to_example
 from sft.data.readers import BadRow, Row
-from sft.data.render import ChatRenderer, Rendered, Span
-from sft.data.special_tokens import SpecialTokens, tokens_without_mark, unused_mark
+from sft.data.render import ChatRenderer, Span
+from sft.data.special_tokens import SpecialTokens, tokens_without_mark
 from sft.data.store import DOCUMENT
-from sft.data.template_checks import check_nothing_is_lost
+from sft.data.template_checks import check_nothing_is_lost, check_turns_are_closed
 from sft.recipe.schema import Data, Source
 
 LENGTHS = 2 ** np.arange(3, 33, 0.5)
@@ -89,26 +89,20 @@ class Chunk:
         self.find(reason, row)
 
 
+Ids = tuple[np.ndarray, np.ndarray]
+"""Token ids (int32) and loss mask (uint8) of one document."""
+
+
 @dataclass(frozen=True)
 class _Text:
     """A row ready for the tokenizer."""
 
-    row: int
     text: str
     spans: list[Span]
     """Characters whose tokens are targets."""
 
-    mark: str | None = None
-    """The character that escapes special tokens; its own tokens are taken out."""
-
-
-@dataclass(frozen=True)
-class _Ids:
-    """A row that came tokenized."""
-
-    row: int
-    ids: np.ndarray
-    mask: np.ndarray
+    is_escaped: bool = False
+    """Whether special tokens hold a mark, whose own tokens are taken out."""
 
 
 class DocumentMaker:
@@ -152,26 +146,26 @@ class DocumentMaker:
         chunk = Chunk(number, Counts(rows_in=len(rows)))
         # The chat template writes the special tokens, BOS included: the tokenizer must not add another.
         adds_special_tokens = format == "text" or not source.chat
-        items: list[_Text | _Ids] = []
+        items: list[tuple[int, _Text | Ids]] = []
         for row_number, row in rows:
             with self._row_errors(chunk, row_number):
                 item = self._ready(row, row_number, source, format, chunk)
                 if item is not None:
-                    items.append(item)
-        texts = [item.text for item in items if isinstance(item, _Text)]
+                    items.append((row_number, item))
+        texts = [item.text for _, item in items if isinstance(item, _Text)]
         encodings = iter(self.backend.encode_batch(texts, add_special_tokens=adds_special_tokens))
-        parts: list[tuple[np.ndarray, np.ndarray]] = []
+        parts: list[Ids] = []
         records: list[tuple[int, ...]] = []
-        for item in items:
+        for row_number, item in items:
             encoding = next(encodings) if isinstance(item, _Text) else None
-            with self._row_errors(chunk, item.row):
+            with self._row_errors(chunk, row_number):
                 if isinstance(item, _Text):
-                    ids, mask = self._tokens_and_mask(item, encoding, adds_special_tokens)
-                    if self.unknown_id is not None and self.unknown_id in ids:
-                        chunk.find("unknown_token", item.row)
-                else:
-                    ids, mask = item.ids, item.mask
-                self._add(item.row, ids, mask, chunk, parts, records)
+                    item = self._tokens_and_mask(item, encoding, adds_special_tokens)
+                    if self.unknown_id is not None and self.unknown_id in item[0]:
+                        chunk.find("unknown_token", row_number)
+                pieces, cut = self._pieces(row_number, *item, chunk)
+                parts += pieces
+                records += _records(chunk.source, row_number, *item, pieces, cut)
         if parts:
             chunk.tokens, chunk.trained = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
             chunk.documents = np.array(records, DOCUMENT)
@@ -189,22 +183,20 @@ class DocumentMaker:
 
     # From a row to text
 
-    def _ready(
-        self, row: Row | BadRow, row_number: int, source: Source, format: str, chunk: Chunk
-    ) -> _Text | _Ids | None:
-        """The row as the tokenizer gets it; None if it is dropped."""
+    def _ready(self, row: Row | BadRow, number: int, source: Source, format: str, chunk: Chunk) -> _Text | Ids | None:
+        """The row as the tokenizer gets it, or as it came if it is tokenized; None if it is dropped."""
         if isinstance(row, BadRow):
             raise ValueError(row.reason)
         row = renamed(row, source)
         if has_zero_weight(row):
-            chunk.drop("zero_weight", row_number)
+            chunk.drop("zero_weight", number)
             return None
         example = to_example(row, format, self.data, source)
         if isinstance(example, Tokens):
             ids, mask = self._given(example)
             if mask.any() and int(ids[mask == 1][-1]) not in self.special_ids:
-                chunk.find("no_end", row_number)
-            return _Ids(row_number, ids, mask)
+                chunk.find("no_end", number)
+            return ids, mask
         # Text that was rendered elsewhere holds its special tokens on purpose.
         escape = self.data.special_tokens == "escape" and format != "text"
         found = found_in_row(example, self.special_tokens, escape)
@@ -212,111 +204,85 @@ class DocumentMaker:
         if format == "text" and "special_tokens_kept" in found and not refused:
             found.remove("special_tokens_kept")
         for kind in refused or found:
-            chunk.find(kind, row_number)
+            chunk.find(kind, number)
         if refused:
-            raise _RefusedRow(f"{', '.join(MEANING[kind] for kind in refused)} (data.refuse: {', '.join(refused)})")
+            meanings = ", ".join(FINDINGS[kind].meaning for kind in refused)
+            raise _RefusedRow(f"{meanings} (data.refuse: {', '.join(refused)})")
         has_special = "special_tokens" in found
         if isinstance(example, Text):
-            item = self._text(example, row_number, escape, has_special)
+            item = self._text(example, escape, has_special)
         else:
-            item = self._conversation(example, row_number, escape, has_special)
-            if item is not None and self._lacks_reasoning(example):
-                chunk.find("prompt_thinks", row_number)
+            item = self._conversation(example, escape, has_special)
+            if item is not None and self._lacks_reasoning(example.messages):
+                chunk.find("prompt_thinks", number)
         if item is None:
-            chunk.drop("no_answer", row_number)
+            chunk.drop("no_answer", number)
             return None
         item.text.encode()  # half a surrogate pair is not text
         return item
 
-    def _given(self, row: Tokens) -> tuple[np.ndarray, np.ndarray]:
+    def _given(self, row: Tokens) -> Ids:
         wrong = next((token for token in row.input_ids if not 0 <= token < self.vocabulary), None)
         if wrong is not None:
             raise ValueError(f"input_ids holds {wrong}, and the tokenizer has {self.vocabulary} tokens")
-        ids = np.array(row.input_ids, np.int32)
-        if row.labels is None:
-            return ids, np.ones(len(ids), np.uint8)
-        different = any(label not in (IGNORED, token) for label, token in zip(row.labels, row.input_ids, strict=True))
-        if different:
+        if any(label not in (IGNORED, token) for label, token in zip(row.labels, row.input_ids, strict=True)):
             raise ValueError("labels differ from input_ids elsewhere than in -100; give them unshifted")
-        return ids, np.array([label != IGNORED for label in row.labels], np.uint8)
+        return np.array(row.input_ids, np.int32), np.array([label != IGNORED for label in row.labels], np.uint8)
 
-    def _text(self, example: Text, row_number: int, escape: bool, has_special: bool) -> _Text | None:
+    def _text(self, example: Text, escape: bool, has_special: bool) -> _Text | None:
         prompt, completion = example.prompt, example.completion
         if escape:
             completion = self.special_tokens.without_end(completion)
         if not completion.strip():
             return None
-        mark = None
         if has_special:
-            mark = unused_mark(prompt + completion)
-            # Together: a special token may begin in the one and end in the other.
-            whole = self.special_tokens.escaped(prompt + completion, mark)
-            at = _end_of_prefix(whole, len(prompt), mark)
-            prompt, completion = whole[:at], whole[at:]
+            prompt, completion = map(self.special_tokens.escaped, (prompt, completion))
+            if self.special_tokens.found_in(prompt + completion):
+                raise ValueError("a special token begins in its prompt and ends in its completion")
         if completion.rstrip().endswith(self.eos):  # rendered elsewhere, maybe with a line break behind
             completion = completion.rstrip().removesuffix(self.eos)
         text = prompt + completion + ("" if self.adds_eos else self.eos)
-        start = 0 if self.data.loss_on == "all" else len(prompt)
-        return _Text(row_number, text, [(start, len(text))], mark)
+        return _Text(text, [(0 if self.data.loss_on == "all" else len(prompt), len(text))], has_special)
 
-    def _conversation(self, example: Conversation, row_number: int, escape: bool, has_special: bool) -> _Text | None:
+    def _conversation(self, example: Conversation, escape: bool, has_special: bool) -> _Text | None:
         assert self.renderer is not None
         messages, tools, arguments = example.messages, example.tools, example.template_arguments
         if escape:
-            messages = [
-                message | {"content": self.special_tokens.without_end(message["content"])}
-                if message["role"] == "assistant"
-                else message
-                for message in messages
-            ]
+            messages = list(map(self._without_end, messages))
         answered = [
             bool(keep and (message["content"].strip() or message.get("tool_calls")))
             for keep, message in zip(example.trained, messages, strict=True)
         ]
         if not any(answered):
             return None
+        every = self.data.loss_on == "all"
+        if every and any(
+            message["role"] == "assistant" and not keep for message, keep in zip(messages, example.trained, strict=True)
+        ):
+            raise ValueError("it takes a turn of the assistant out of the loss, and data.loss_on=all trains every turn")
         messages = self.renderer.adapted(messages, tools)
-        mark = None
         if has_special:
-            mark = unused_mark(json.dumps([messages, tools, arguments], ensure_ascii=False, default=str))
-            messages, tools, arguments = self.special_tokens.escaped([messages, tools, arguments], mark)
-        every = self.data.loss_on == "all"  # the spans of the other turns are needed to leave them out
-        rendered = self.renderer.render(messages, tools, arguments, None if every else answered)
+            messages, tools, arguments = self.special_tokens.escaped([messages, tools, arguments])
+        rendered = self.renderer.render(messages, tools, arguments, answered)
         check_nothing_is_lost(messages, answered, rendered.text)
-        return _Text(row_number, rendered.text, self._target_spans(example, rendered), mark)
+        check_turns_are_closed(rendered, self.renderer.added)
+        return _Text(rendered.text, [(0, len(rendered.text))] if every else rendered.spans, has_special)
 
-    def _target_spans(self, example: Conversation, rendered: Rendered) -> list[Span]:
-        """The characters whose tokens are targets.
+    def _without_end(self, message: Message) -> Message:
+        if message["role"] != "assistant":
+            return message
+        return message | {"content": self.special_tokens.without_end(message["content"])}
 
-        Raises:
-            ValueError: The template leaves a turn open.
-        """
-        assert self.renderer is not None
-        for _, end in rendered.spans:
-            if not rendered.text.endswith(self.renderer.added, 0, end):
-                raise ValueError(
-                    f"the chat template leaves the assistant's turn open: {rendered.text[end - 20 : end]!r}"
-                )
-        if self.data.loss_on != "all":
-            return rendered.spans
-        # All but the turns that the row itself takes out of the loss.
-        turns = [index for index, message in enumerate(example.messages) if message["role"] == "assistant"]
-        edges = [0]
-        for span, index in zip(rendered.spans, turns, strict=True):
-            edges += [] if example.trained[index] else span
-        edges.append(len(rendered.text))
-        return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
-
-    def _lacks_reasoning(self, example: Conversation) -> bool:
+    def _lacks_reasoning(self, messages: list[Message]) -> bool:
         """Whether the generation prompt opens reasoning that none of the answers has."""
         assert self.renderer is not None
         return self.renderer.generation_prompt.rstrip().endswith("<think>") and not any(
-            message.get("reasoning_content") or "</think>" in message["content"] for message in example.messages
+            message.get("reasoning_content") or "</think>" in message["content"] for message in messages
         )
 
     # From text to documents
 
-    def _tokens_and_mask(self, item: _Text, encoding: Any, adds_special_tokens: bool) -> tuple[np.ndarray, np.ndarray]:
+    def _tokens_and_mask(self, item: _Text, encoding: Any, adds_special_tokens: bool) -> Ids:
         ids = np.array(encoding.ids, np.int32)
         mask = np.zeros(len(ids), np.uint8)
         for start, end in item.spans:
@@ -324,56 +290,53 @@ class DocumentMaker:
             mask[first:stop] = 1
         if self.adds_eos and adds_special_tokens:
             mask[-1:] = 1
-        if item.mark is not None:
-            kept = tokens_without_mark(encoding, item.text, item.mark)
+        if item.is_escaped:
+            kept = tokens_without_mark(encoding, item.text)
             ids, mask = ids[kept], mask[kept]
         if adds_special_tokens and self.bos_id is not None and len(ids) > 1 and ids[0] == ids[1] == self.bos_id:
             ids, mask = ids[1:], mask[1:]  # the text brings its own
         return ids, mask
 
-    def _add(
-        self,
-        row: int,
-        ids: np.ndarray,
-        mask: np.ndarray,
-        chunk: Chunk,
-        parts: list[tuple[np.ndarray, np.ndarray]],
-        records: list[tuple[int, ...]],
-    ) -> None:
-        """Add the documents of one row, none longer than max_length, each with a target token."""
+    def _pieces(self, row: int, ids: np.ndarray, mask: np.ndarray, chunk: Chunk) -> tuple[list[Ids], int]:
+        """The documents of one row, none longer than max_length, each with a target token; and the tokens that are cut off."""
         mask[:1] = 0  # nothing predicts the first token
-        length, limit = len(ids), self.data.max_length
+        length, limit, overlong = len(ids), self.data.max_length, self.data.overlong
         chunk.counts.lengths[np.searchsorted(LENGTHS, length)] += 1
         chunk.counts.tokens_in += length
-        digest, answer = _digest(ids), _digest(ids[mask == 1])
         if not mask.any():
             chunk.drop("no_target_tokens", row, length)
-            return
-        pieces, cut = [(ids, mask)], 0
-        if length > limit:
-            if self.data.overlong == "error":
-                raise RowError(
-                    row,
-                    f"{length} tokens, more than data.max_length={limit}. Raise it, or set data.overlong to drop, truncate or split",
-                )
-            if self.data.overlong == "drop":
-                chunk.drop("too_long", row, length)
-                return
-            starts = range(0, length, limit) if self.data.overlong == "split" else [0]
-            pieces = [(ids[start : start + limit], mask[start : start + limit].copy()) for start in starts]
-            cut = length - limit if self.data.overlong == "truncate" else 0
-            for _, kept in pieces:
-                kept[0] = 0  # nothing in the piece predicts its first token
-            pieces = [(piece, kept) for piece, kept in pieces if kept.any()]
-            if not pieces:
-                chunk.drop("targets_past_max_length", row, length)
-                return
-            chunk.find("truncated" if cut else "split", row)
-        lost = length - cut - sum(len(piece) for piece, _ in pieces)
-        for piece, kept in pieces:
-            parts.append((piece, kept))
-            records.append((len(piece), int(kept.sum()), cut, lost, chunk.source, row, digest, answer))
-            lost = 0  # counted on the row's first document
+            return [], 0
+        if length <= limit:
+            return [(ids, mask)], 0
+        if overlong == "error":
+            raise RowError(
+                row,
+                f"{length} tokens, more than data.max_length={limit}. Raise it, or set data.overlong to drop, truncate or split",
+            )
+        if overlong == "drop":
+            chunk.drop("too_long", row, length)
+            return [], 0
+        starts = range(0, length, limit) if overlong == "split" else [0]
+        pieces = [(ids[start : start + limit], mask[start : start + limit].copy()) for start in starts]
+        for _, kept in pieces:
+            kept[0] = 0  # nothing in the piece predicts its first token
+        pieces = [(piece, kept) for piece, kept in pieces if kept.any()]
+        if not pieces:
+            chunk.drop("targets_past_max_length", row, length)
+            return [], 0
+        chunk.find("truncated" if overlong == "truncate" else "split", row)
+        return pieces, length - limit if overlong == "truncate" else 0
+
+
+def _records(source: int, row: int, ids: np.ndarray, mask: np.ndarray, pieces: list[Ids], cut: int) -> list[Any]:
+    """A DOCUMENT record for each piece of a row."""
+    digest, answer = _digest(ids), _digest(ids[mask == 1])
+    # Pieces without a target are counted on the row's first document.
+    lost = [len(ids) - cut - sum(len(piece) for piece, _ in pieces)] + [0] * len(pieces)
+    return [
+        (len(piece), int(kept.sum()), cut, without_targets, source, row, digest, answer)
+        for (piece, kept), without_targets in zip(pieces, lost, strict=False)
+    ]
 
 
 def token_range(encoding: Any, start: int, end: int, added: Container[int] = ()) -> tuple[int, int]:
@@ -395,15 +358,6 @@ def token_range(encoding: Any, start: int, end: int, added: Container[int] = ())
     while (place := encoding.token_to_chars(stop) if stop < len(encoding) else None) and place[0] < min(end, place[1]):
         stop += 1
     return first, stop
-
-
-def _end_of_prefix(escaped: str, characters: int, mark: str) -> int:
-    """Where in an escaped text the first `characters` of the original end."""
-    at = 0
-    while characters:
-        characters -= escaped[at] != mark
-        at += 1
-    return at
 
 
 def _digest(ids: np.ndarray) -> int:

@@ -21,8 +21,8 @@ from sft.recipe.schema import Recipe, Source
 _SAMPLE = 200
 """Rows of each source that the estimate reads."""
 
-_PACKS = 16
-"""Packs that the estimate fills: the last one, which is seldom full, is then a small part."""
+_COPIES = 16
+"""How often the estimate packs the sampled rows: one pack that is not full is then a small part."""
 
 
 @dataclass(frozen=True)
@@ -67,29 +67,28 @@ def inspect_data(recipe: Recipe, model_folder: str) -> DataFacts | None:
         DataError: A source does not exist, cannot be read, or has no usable columns.
         ModelError: The tokenizer cannot be read.
     """
-    samples, on_hub = [], False
+    samples: list[_Sample | None] = []
     for key, source in all_sources(recipe):
         with under_key(key):
             files = source_files(source, recipe.output_dir)
-            if files is not None:
-                samples.append(_sample(files, source))
-            on_hub = on_hub or (files is None and key == "data.train")
-    if on_hub:
+            samples.append(_sample(files, source) if files is not None else None)
+    trained_on = [sample for sample in samples[: len(recipe.sources)] if sample is not None]
+    if len(trained_on) < len(recipe.sources):
         return None
-    samples = samples[: len(recipe.sources)]
     count = _token_counter(Path(model_folder) / "tokenizer.json")
     kept = 1 - recipe.data.held_out if isinstance(recipe.data.held_out, float) else 1.0
     # These are guesses: that a source has fewer rows than the recipe takes is an error only once they are counted.
-    available = [max(round(sample.count * kept), sample.source.rows or 1) for sample in samples]
+    available = [max(round(sample.count * kept), sample.source.rows or 1) for sample in trained_on]
     documents = tokens = trained = sequences = 0.0
-    for sample, number in zip(samples, wanted_rows(recipe.sources, available), strict=True):
+    for sample, number in zip(trained_on, wanted_rows(recipe.sources, available), strict=True):
         share = number / len(sample.rows)
         lengths = list(_lengths(sample, recipe, count))
         used = [min(length, recipe.data.max_length) for length, _ in lengths]
         documents += share * len(lengths)
         tokens += share * sum(used)
         trained += share * sum(length if recipe.data.loss_on == "all" else answer for length, answer in lengths)
-        sequences += share * (_packs(used, share, recipe.sequence_length) if recipe.data.packing else len(used))
+        packs = len(pack(np.tile(used, _COPIES), recipe.sequence_length)[1]) / _COPIES
+        sequences += share * (packs if recipe.data.packing else len(used))
     if not documents:
         return None
     return DataFacts(int(documents), int(tokens), min(int(trained), int(tokens)), ceil(sequences))
@@ -134,8 +133,7 @@ def _lengths(sample: _Sample, recipe: Recipe, count: Callable[[str], int]) -> It
         except (ValueError, TypeError, AttributeError):
             continue  # reported with its number when the data is prepared
         if isinstance(example, Tokens):
-            labels = example.labels or example.input_ids
-            yield len(labels), sum(label >= 0 for label in labels)
+            yield len(example.labels), sum(label >= 0 for label in example.labels)
         elif isinstance(example, Text):
             trained = count(example.completion) + 1
             yield count(example.prompt) + trained, trained
@@ -144,9 +142,3 @@ def _lengths(sample: _Sample, recipe: Recipe, count: Callable[[str], int]) -> It
             answers = [length + 1 for length, keep in zip(lengths, example.trained, strict=True) if keep]
             # Most templates add five tokens to a turn: its start, the role, two line breaks and its end.
             yield sum(length + 5 for length in lengths), sum(answers)
-
-
-def _packs(sampled: list[int], rows_for_each: float, capacity: int) -> float:
-    """Packs that the documents of a sample need, each of which stands for several: enough of them to fill some packs."""
-    copies = max(1, min(ceil(rows_for_each), ceil(_PACKS * capacity / max(1, sum(sampled)))))
-    return len(pack(np.tile(sampled, copies), capacity)[1]) / copies

@@ -6,7 +6,7 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -21,62 +21,59 @@ from sft.data.special_tokens import SpecialTokens
 from sft.errors import DataError
 from sft.recipe.schema import Data
 
-MEANING = {
-    "bad_row": "a row that cannot be read or rendered; dropped (data.on_bad_row=drop)",
-    "refused": "a row with a finding that data.refuse names; dropped",
-    "zero_weight": "a row of weight 0 (`weight`, `loss_weight`, `sample_weight`); dropped",
-    "no_answer": "no answer to train on; dropped",
-    "no_target_tokens": "no target token; dropped",
-    "too_long": "longer than data.max_length; dropped",
-    "targets_past_max_length": "no target token within data.max_length; dropped",
-    "truncated": "longer than data.max_length; cut off at its end (data.overlong=truncate)",
-    "split": "longer than data.max_length; several documents now (data.overlong=split)",
-    "role_order": "roles out of order",
-    "empty_turn": "an empty turn",
-    "last_turn": "the last turn is not the assistant's: nothing follows it to train on",
-    "special_tokens": "text that spells a special token; read as plain text (data.special_tokens=escape)",
-    "special_tokens_kept": "text that spells a special token, and became one (data.special_tokens=keep)",
-    "end_token": "an answer that closes with an end token of its own; cut off, the template writes one",
-    "undecodable": "characters lost in an earlier decoding (U+FFFD), NUL, or half a surrogate pair",
-    "mojibake": "text that was decoded wrongly (UTF-8 read as another encoding), such as Ã© for é",
-    "escaped": "text that was escaped once too often: \\n, \\u00e9 or &quot; stands in it letter by letter",
-    "unknown_token": "text that the tokenizer has no token for: the model never sees it",
-    "rendered": "text rendered for another model or in another format, such as <|im_start|>, [INST] or ### Response:",
-    "echo": "an answer that begins with its whole question",
-    "dialogue": "an answer that contains further turns (User: ... Assistant: ...)",
-    "missing_value": "an answer that is only nan, None or null, as programs write a missing value",
-    "placeholder": "a placeholder that was never filled in, such as {{name}}",
-    "no_end": "tokens whose last target is not a special token: the model does not learn from them to stop",
-    "prompt_thinks": "no reasoning content: generation begins after <think>, and these answers are trained without it",
-    "same_answer": "the same answer as many other rows",
-    "duplicate": "a row identical to an earlier one",
-    "held_out_duplicate": "a row that is also held out; not trained",
-}
-"""What each kind of finding says of a row."""
 
-_REFUSED_FROM = {
-    "role_order": 0.9,
-    "empty_turn": 0.9,
-    "last_turn": 0.9,
-    "special_tokens": 0.5,
-    "placeholder": 0.9,
-    "rendered": 0.9,
-    "echo": 0.9,
-    "dialogue": 0.9,
-    "missing_value": 0.5,
-    "same_answer": 0.9,
-    "duplicate": 0.9,
-    "held_out_duplicate": 0.9,
-    # Only some rows have line breaks or quotes that can be escaped, and fewer have letters beyond ASCII.
-    "escaped": 0.5,
-    "mojibake": 0.1,
-    "undecodable": 0.1,
-    "unknown_token": 0.5,
-}
-"""The fraction of a source's rows from which a finding stops the run: the rows were made wrongly."""
+@dataclass(frozen=True)
+class Finding:
+    """One kind of finding."""
 
-_REPORTED_FROM = {"dialogue": 0.2}
-"""The fraction of a source's rows from which a finding is reported: single rows are often meant so."""
+    meaning: str
+    """What it says of a row."""
+
+    refused_from: float | None = None
+    """The fraction of a source's rows from which it stops the run: the rows were made wrongly."""
+
+    reported_from: float = 0.0
+    """The fraction of a source's rows from which it is reported: single rows are often meant so."""
+
+
+FINDINGS = {
+    "bad_row": Finding("a row that cannot be read or rendered; dropped (data.on_bad_row=drop)"),
+    "refused": Finding("a row with a finding that data.refuse names; dropped"),
+    "zero_weight": Finding("a row of weight 0 (`weight`, `loss_weight`, `sample_weight`); dropped"),
+    "no_answer": Finding("no answer to train on; dropped"),
+    "no_target_tokens": Finding("no target token; dropped"),
+    "too_long": Finding("longer than data.max_length; dropped"),
+    "targets_past_max_length": Finding("no target token within data.max_length; dropped"),
+    "truncated": Finding("longer than data.max_length; cut off at its end (data.overlong=truncate)"),
+    "split": Finding("longer than data.max_length; several documents now (data.overlong=split)"),
+    "role_order": Finding("roles out of order", 0.9),
+    "empty_turn": Finding("an empty turn", 0.9),
+    "last_turn": Finding("the last turn is not the assistant's: nothing follows it to train on", 0.9),
+    "special_tokens": Finding("text that spells a special token; read as plain text (data.special_tokens=escape)", 0.5),
+    "special_tokens_kept": Finding("text that spells a special token, and became one (data.special_tokens=keep)"),
+    "end_token": Finding("an answer that closes with an end token of its own; cut off, the template writes one"),
+    "undecodable": Finding("characters lost in an earlier decoding (U+FFFD), NUL, or half a surrogate pair", 0.1),
+    # Only some rows have letters beyond ASCII, and line breaks or quotes that can be escaped.
+    "mojibake": Finding("text that was decoded wrongly (UTF-8 read as another encoding), such as Ã© for é", 0.1),
+    "escaped": Finding(
+        "text that was escaped once too often: \\n, \\u00e9 or &quot; stands in it letter by letter", 0.5
+    ),
+    "unknown_token": Finding("text that the tokenizer has no token for: the model never sees it", 0.5),
+    "rendered": Finding(
+        "text rendered for another model or in another format, such as <|im_start|>, [INST] or ### Response:", 0.9
+    ),
+    "echo": Finding("an answer that begins with its whole question", 0.9),
+    "dialogue": Finding("an answer that contains further turns (User: ... Assistant: ...)", 0.9, reported_from=0.2),
+    "missing_value": Finding("an answer that is only nan, None or null, as programs write a missing value", 0.5),
+    "placeholder": Finding("a placeholder that was never filled in, such as {{name}}", 0.9),
+    "no_end": Finding("tokens whose last target is not a special token: the model does not learn from them to stop"),
+    "prompt_thinks": Finding(
+        "no reasoning content: generation begins after <think>, and these answers are trained without it"
+    ),
+    "same_answer": Finding("the same answer as many other rows", 0.9),
+    "duplicate": Finding("a row identical to an earlier one", 0.9),
+    "held_out_duplicate": Finding("a row that is also held out; not trained", 0.9),
+}
 
 _FEWEST_ROWS = 10
 """Rows of a source that say something about how all of them were made."""
@@ -117,19 +114,18 @@ class Findings:
         for kind in dict.fromkeys(kind for kind, _ in self.counts):
             counts = {source: count for (of, source), count in sorted(self.counts.items()) if of == kind}
             worst = max(counts, key=lambda source: counts[source] / max(rows_in[source], 1))
-            places = [
-                place(names[source], file_starts[source], row) for source in counts for row in self.rows[kind, source]
-            ]
-            if counts[worst] >= _REPORTED_FROM.get(kind, 0) * rows_in[worst]:
-                found.append(
-                    {
-                        "kind": kind,
-                        "meaning": MEANING[kind],
-                        "count": sum(counts.values()),
-                        "most": {"source": names[worst], "count": counts[worst], "rows": rows_in[worst]},
-                        "rows": places[:_EXAMPLES],
-                    }
-                )
+            if counts[worst] < FINDINGS[kind].reported_from * rows_in[worst]:
+                continue
+            rows = [(source, row) for source in counts for row in self.rows[kind, source]][:_EXAMPLES]
+            found.append(
+                {
+                    "kind": kind,
+                    "meaning": FINDINGS[kind].meaning,
+                    "count": sum(counts.values()),
+                    "most": {"source": names[worst], "count": counts[worst], "rows": rows_in[worst]},
+                    "rows": [place(names[source], file_starts[source], row) for source, row in rows],
+                }
+            )
         return sorted(found, key=lambda finding: -finding["count"])
 
 
@@ -144,13 +140,16 @@ def check_findings(findings: list[dict[str, Any]], data: Data) -> None:
         DataError: A kind that it does not allow; the message names the key.
     """
     allowed = (*data.allow, "duplicate") if data.deduplicate else data.allow
-    refused = {
-        finding["kind"]: f"  {most['source']}: {most['count']} of {most['rows']} rows: {finding['meaning']} "
-        f"({finding['kind']}; the first: {finding['rows'][0]})"
-        for finding in findings
-        if finding["kind"] not in allowed and (most := finding["most"])["rows"] >= _FEWEST_ROWS
-        if most["count"] >= _REFUSED_FROM.get(finding["kind"], 2) * most["rows"]
-    }
+    refused = {}
+    for finding in findings:
+        kind, most = finding["kind"], finding["most"]
+        limit = FINDINGS[kind].refused_from
+        if kind in allowed or limit is None or most["rows"] < _FEWEST_ROWS or most["count"] < limit * most["rows"]:
+            continue
+        refused[kind] = (
+            f"  {most['source']}: {most['count']} of {most['rows']} rows: {finding['meaning']} "
+            f"({kind}; the first: {finding['rows'][0]})"
+        )
     if refused:
         lines = ["Too many rows of a source share a fault, so they were most likely made wrongly:", *refused.values()]
         raise DataError(
@@ -227,6 +226,54 @@ _CAN_FOLLOW = {
 }
 
 
+@dataclass(frozen=True)
+class _Said:
+    """What one row says, as the checks read it."""
+
+    texts: list[str]
+    """Every string that a template may write."""
+
+    written: list[str]
+    """What people or models wrote: not the results of tools, which are often JSON with escapes of its own."""
+
+    answers: list[tuple[str, str]]
+    """Each answer with the question before it."""
+
+    turns: list[str] = field(default_factory=list)
+    """The contents of a conversation's messages."""
+
+
+def _is_escaped(said: _Said) -> bool:
+    # Text with line breaks of its own is code, or about it; JSON has escapes of its own.
+    suspect = [text for text in said.written if ("\\" in text or "&" in text) and "\n" not in text]
+    return any(text.lstrip()[:1] not in ("{", "[") and _ESCAPED.search(text) for text in suspect)
+
+
+def _has_echo(said: _Said) -> bool:
+    pairs = [(question.strip(), answer.lstrip()) for question, answer in said.answers]
+    return any(len(question) >= _SHORTEST_ECHO and answer.startswith(question) for question, answer in pairs)
+
+
+def _has_dialogue(said: _Said) -> bool:
+    # A text without a question may be a whole conversation.
+    return any(
+        question and "\nAssistant:" in answer and ("\nUser:" in answer or "\nHuman:" in answer)
+        for question, answer in said.answers
+    )
+
+
+_CHECKS: dict[str, Callable[[_Said], bool]] = {
+    "rendered": lambda said: any(map(_FOREIGN.search, said.texts)) or any(map(_OTHER_FORMAT.search, said.turns)),
+    "undecodable": lambda said: any(map(_UNDECODABLE.search, said.texts)),
+    "mojibake": lambda said: any(not text.isascii() and _MOJIBAKE.search(text) for text in said.texts),
+    "placeholder": lambda said: any("{{" in text and _PLACEHOLDER.search(text) for text in said.texts),
+    "escaped": _is_escaped,
+    "missing_value": lambda said: any(answer.strip() in _MISSING for _, answer in said.answers),
+    "echo": _has_echo,
+    "dialogue": _has_dialogue,
+}
+
+
 def found_in_row(example: Example, special_tokens: SpecialTokens, escape: bool) -> list[str]:
     """The kinds of findings of one row.
 
@@ -238,48 +285,33 @@ def found_in_row(example: Example, special_tokens: SpecialTokens, escape: bool) 
     if isinstance(example, Text):
         answer = special_tokens.without_end(example.completion) if escape else example.completion
         found = ["end_token"] if answer != example.completion else []
-        found += _found_in_texts([example.prompt + answer], special_tokens, escape)
-        return found + _found_in_written([example.prompt, answer]) + _found_in_answers([(example.prompt, answer)])
-    return _found_in_conversation(example, special_tokens, escape) if isinstance(example, Conversation) else []
-
-
-def _found_in_conversation(example: Conversation, special_tokens: SpecialTokens, escape: bool) -> list[str]:
-    messages = example.messages
-    contents = [
-        special_tokens.without_end(message["content"])
-        if escape and message["role"] == "assistant"
-        else message["content"]
-        for message in messages
-    ]
-    found = []
-    if not _roles_in_order(messages):
-        found.append("role_order")
-    if any(not message["content"].strip() and not message.get("tool_calls") for message in messages):
-        found.append("empty_turn")
-    if messages and messages[-1]["role"] != "assistant":
-        found.append("last_turn")
-    if any(content != message["content"] for content, message in zip(contents, messages, strict=True)):
-        found.append("end_token")
-    elsewhere = [
-        {key: value for key, value in message.items() if key not in ("role", "content")} for message in messages
-    ]
-    # Templates that quote arguments get them parsed, and then an escape in the JSON is a character.
-    arguments = [call["function"].get("arguments") for message in messages for call in message.get("tool_calls") or []]
-    parsed = [_parsed(given) for given in arguments if isinstance(given, str) and "\\" in given]
-    texts = contents + _strings([elsewhere, parsed, example.tools, example.template_arguments])
-    found += _found_in_texts(texts, special_tokens, escape)
-    # The result of a tool is often JSON, which has escapes.
-    found += _found_in_written([message["content"] for message in messages if message["role"] != "tool"])
-    before = [{"content": ""}, *messages]
-    found += _found_in_answers(
-        [
-            (question["content"], answer["content"])
-            for question, answer in pairwise(before)
-            if answer["role"] == "assistant"
+        said = _Said([example.prompt + answer], [example.prompt, answer], [(example.prompt, answer)])
+    elif isinstance(example, Conversation):
+        contents = [
+            special_tokens.without_end(message["content"])
+            if escape and message["role"] == "assistant"
+            else message["content"]
+            for message in example.messages
         ]
-    )
-    known = {"special_tokens", "special_tokens_kept", "rendered"} & set(found)
-    return found if known or not any(map(_OTHER_FORMAT.search, contents)) else [*found, "rendered"]
+        found = _found_in_turns(example.messages, contents)
+        said = _said_in(example, contents)
+    else:
+        return []
+    kinds = list(_CHECKS)
+    if any(map(special_tokens.found_in, said.texts)):
+        found.append("special_tokens" if escape else "special_tokens_kept")
+        kinds.remove("rendered")
+    return found + [kind for kind in kinds if _CHECKS[kind](said)]
+
+
+def _found_in_turns(messages: list[Message], contents: list[str]) -> list[str]:
+    kinds = {
+        "role_order": not _roles_in_order(messages),
+        "empty_turn": any(not message["content"].strip() and not message.get("tool_calls") for message in messages),
+        "last_turn": bool(messages) and messages[-1]["role"] != "assistant",
+        "end_token": contents != [message["content"] for message in messages],
+    }
+    return [kind for kind, is_found in kinds.items() if is_found]
 
 
 def _roles_in_order(messages: list[Message]) -> bool:
@@ -290,6 +322,24 @@ def _roles_in_order(messages: list[Message]) -> bool:
             return False
         before = "call" if role == "assistant" and message.get("tool_calls") else role
     return True
+
+
+def _said_in(example: Conversation, contents: list[str]) -> _Said:
+    messages = example.messages
+    elsewhere = [
+        {key: value for key, value in message.items() if key not in ("role", "content")} for message in messages
+    ]
+    # Templates that quote arguments get them parsed, and then an escape in the JSON is a character.
+    arguments = [call["function"].get("arguments") for message in messages for call in message.get("tool_calls") or []]
+    unescaped = [_parsed(given) for given in arguments if isinstance(given, str) and "\\" in given]
+    texts = contents + _strings([elsewhere, unescaped, example.tools, example.template_arguments])
+    written = [message["content"] for message in messages if message["role"] != "tool"]
+    answers = [
+        (question["content"], answer["content"])
+        for question, answer in pairwise([{"content": ""}, *messages])
+        if answer["role"] == "assistant"
+    ]
+    return _Said(texts, written, answers, contents)
 
 
 def _parsed(arguments: str) -> Any:
@@ -306,40 +356,3 @@ def _strings(value: Any) -> list[str]:
     if isinstance(value, dict):
         return [text for key, inner in value.items() for text in (key, *_strings(inner))]
     return [text for inner in value for text in _strings(inner)] if isinstance(value, list) else []
-
-
-def _found_in_texts(texts: list[str], special_tokens: SpecialTokens, escape: bool) -> list[str]:
-    found = []
-    if any(map(special_tokens.found_in, texts)):
-        found.append("special_tokens" if escape else "special_tokens_kept")
-    elif any(map(_FOREIGN.search, texts)):
-        found.append("rendered")
-    if any(map(_UNDECODABLE.search, texts)):
-        found.append("undecodable")
-    if any(not text.isascii() and _MOJIBAKE.search(text) for text in texts):
-        found.append("mojibake")
-    if any("{{" in text and _PLACEHOLDER.search(text) for text in texts):
-        found.append("placeholder")
-    return found
-
-
-def _found_in_written(texts: list[str]) -> list[str]:
-    # Text with line breaks of its own is code, or about it; JSON has escapes of its own.
-    suspect = [text for text in texts if ("\\" in text or "&" in text) and "\n" not in text]
-    found = any(text.lstrip()[:1] not in ("{", "[") and _ESCAPED.search(text) for text in suspect)
-    return ["escaped"] if found else []
-
-
-def _found_in_answers(pairs: list[tuple[str, str]]) -> list[str]:
-    """What is found in answers, each with the question before it."""
-    found = ["missing_value"] if any(answer.strip() in _MISSING for _, answer in pairs) else []
-    questions = [(question.strip(), answer.lstrip()) for question, answer in pairs]
-    if any(len(question) >= _SHORTEST_ECHO and answer.startswith(question) for question, answer in questions):
-        found.append("echo")
-    # A text without a question may be a whole conversation.
-    if any(
-        question and "\nAssistant:" in answer and ("\nUser:" in answer or "\nHuman:" in answer)
-        for question, answer in pairs
-    ):
-        found.append("dialogue")
-    return found

@@ -1,19 +1,12 @@
 """Turns rows of the common dataset formats into what is rendered: a conversation, plain text, or tokens.
 
-| format            | columns                                                             |
-|-------------------|---------------------------------------------------------------------|
-| messages          | messages: [{role, content}]; tools, system: optional                |
-| sharegpt          | conversations: [{from, value}]; tools, system: optional             |
-| prompt_completion | prompt, completion: strings or lists of messages; tools: optional   |
-| alpaca            | instruction, output (or response); input, system, history: optional |
-| tokens            | input_ids; labels: optional, -100 where nothing is trained          |
-| text              | text                                                                |
+To add a format, write a function that reads a row and add it to FORMATS; `data.train.format` in sft/recipe/data.py lists the names.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -22,7 +15,7 @@ from sft.data.conversation import (
     Message,
     is_trained,
     message_without_reasoning,
-    parse_json,
+    parsed,
     text_of,
     to_message,
     without_reasoning,
@@ -34,28 +27,6 @@ from sft.recipe.schema import Data, Source
 IGNORED = -100
 """The label of a token that is not a target."""
 
-FORMATS = {
-    "messages": {"messages"},
-    "sharegpt": {"conversations"},
-    "prompt_completion": {"prompt", "completion"},
-    "alpaca": {"instruction", "output"},
-    "tokens": {"input_ids"},
-    "text": {"text"},
-}
-"""The columns of each format, in the order they are tried: alpaca rows may have a rendered `text` beside."""
-
-_CONVERSATION = {"system", "tools", "chat_template_kwargs"}
-_LOSS_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
-_READ = {
-    "messages": _CONVERSATION,
-    "sharegpt": _CONVERSATION,
-    "prompt_completion": _CONVERSATION,
-    "alpaca": {"input", "response", "history", *_CONVERSATION},
-    "tokens": {"labels", "attention_mask", "position_ids", *_LOSS_MASKS},
-    "text": set(),
-}
-"""The optional columns of each format."""
-
 _UNSUPPORTED = {
     "images": "images are not supported",
     "videos": "videos are not supported",
@@ -64,17 +35,11 @@ _UNSUPPORTED = {
 }
 _ROW_WEIGHTS = ("weight", "loss_weight", "sample_weight")
 _PREFERENCE_LABELS = ("label", "kto_tag")
-_RESERVED = {
-    "messages",
-    "tools",
-    "documents",
-    "chat_template",
-    "tokenize",
-    "add_generation_prompt",
-    "continue_final_message",
-    "return_assistant_tokens_mask",
-    "strftime_now",
-}
+_LOSS_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
+_RESERVED = (
+    "messages tools documents chat_template tokenize add_generation_prompt continue_final_message "
+    "return_assistant_tokens_mask strftime_now"
+).split()
 """Variables of a chat template that a row may not set."""
 
 
@@ -104,10 +69,98 @@ class Tokens:
     """A row that came tokenized."""
 
     input_ids: list[int]
-    labels: list[int] | None
+    labels: list[int]
+    """Not shifted; IGNORED where a token is not a target."""
 
 
 Example = Conversation | Text | Tokens
+Turns = tuple[list[Message], list[bool]]
+"""Messages, and whether each is trained."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """One kind of rows."""
+
+    columns: set[str]
+    """A row has all of these."""
+
+    optional: set[str]
+    read: Callable[[Row, Data, Source], Example]
+    has_completion: bool = False
+    """Whether the answer is apart from the prompt, as data.loss_on=completion needs."""
+
+
+# What each format reads
+
+
+def _messages_row(row: Row, data: Data, source: Source) -> Example:
+    return _conversation(row, data, _messages(row["messages"], "messages"))
+
+
+def _sharegpt_row(row: Row, data: Data, source: Source) -> Example:
+    return _conversation(row, data, _messages(row["conversations"], "conversations"))
+
+
+def _prompt_completion_row(row: Row, data: Data, source: Source) -> Example:
+    if not source.chat:
+        beside = [name for name in ("system", "tools") if row.get(name)]
+        if beside:
+            raise ValueError(f"it has {' and '.join(beside)}, which `chat: false` leaves no place for")
+        completion = text_of(row["completion"])
+        return Text(text_of(row["prompt"]), without_reasoning(completion) if data.reasoning == "drop" else completion)
+    prompt, prompt_trained = _side(row["prompt"], "prompt", "user")
+    answers, answers_trained = _side(row["completion"], "completion", "assistant")
+    if data.loss_on == "auto":
+        prompt_trained = [False] * len(prompt)
+    return _conversation(row, data, (prompt + answers, prompt_trained + answers_trained), len(prompt))
+
+
+def _alpaca_row(row: Row, data: Data, source: Source) -> Example:
+    answer = row["output"] if row.get("output") is not None else row.get("response")
+    question = "\n".join(filter(None, (text_of(row["instruction"]), text_of(row.get("input")))))
+    history = row.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in history):
+        raise ValueError("`history` is not a list of pairs of question and answer")
+    messages: list[Message] = []
+    for asked, answered in [*history, (question, answer)]:
+        messages += [{"role": "user", "content": text_of(asked)}, {"role": "assistant", "content": text_of(answered)}]
+    return _conversation(row, data, (messages, [False, True] * (len(messages) // 2)), len(messages) - 1)
+
+
+def _tokens_row(row: Row, data: Data, source: Source) -> Example:
+    labels = row["input_ids"] if row.get("labels") is None else row["labels"]
+    for name, numbers in (("input_ids", row["input_ids"]), ("labels", labels)):
+        if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
+            raise ValueError(f"`{name}` is not a list of whole numbers")
+    if len(labels) != len(row["input_ids"]):
+        raise ValueError(f"`labels` has {len(labels)} numbers, and `input_ids` {len(row['input_ids'])}")
+    if 0 in (row.get("attention_mask") or ()):
+        raise ValueError("its `attention_mask` has zeros, so it is padded. Remove the padding")
+    if any(after <= before for before, after in pairwise(row.get("position_ids") or ())):
+        raise ValueError("its `position_ids` start again, so it is packed already. Give each document a row of its own")
+    mask = next((name for name in _LOSS_MASKS if row.get(name) is not None and row.get("labels") is None), None)
+    if mask is not None:
+        raise ValueError(f"it has `{mask}` and no `labels`. Give `labels`, with -100 where nothing is trained")
+    return Tokens(row["input_ids"], labels)
+
+
+def _text_row(row: Row, data: Data, source: Source) -> Example:
+    return Text("", text_of(row["text"]))
+
+
+_BESIDE = {"system", "tools", "chat_template_kwargs"}
+FORMATS = {
+    "messages": Format({"messages"}, _BESIDE, _messages_row),
+    "sharegpt": Format({"conversations"}, _BESIDE, _sharegpt_row),
+    "prompt_completion": Format({"prompt", "completion"}, _BESIDE, _prompt_completion_row, has_completion=True),
+    "alpaca": Format(
+        {"instruction", "output"}, {"input", "response", "history", *_BESIDE}, _alpaca_row, has_completion=True
+    ),
+    "tokens": Format({"input_ids"}, {"labels", "attention_mask", "position_ids", *_LOSS_MASKS}, _tokens_row),
+    "text": Format({"text"}, set(), _text_row),
+}
+"""The formats in the order they are tried: alpaca rows may have a rendered `text` beside."""
 
 
 # Which format
@@ -130,21 +183,19 @@ def row_format(rows: Sequence[Row], source: Source) -> str:
     """
     counts = Counter(name for row in rows for name in row)
     columns = {name for name, count in counts.items() if 2 * count >= len(rows)}
-    names = sorted(columns)
-    found = (", ".join(names[:12]) or "none") + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+    found = ", ".join(sorted(columns)[:20]) or "none"
     wanted = Counter(source.columns.values())
     missing = [name for name in wanted if name not in counts]
     if missing:
         raise DataError(f"{source.path} has no column {', '.join(missing)}, which `columns` names. Found: {found}.")
-    if wanted and max(wanted.values()) > 1:
-        raise DataError(
-            f"`columns` of {source.path} names {wanted.most_common(1)[0][0]} twice. Give each a column of its own."
-        )
+    twice = [name for name, times in wanted.items() if times > 1]
+    if twice:
+        raise DataError(f"`columns` of {source.path} names {twice[0]} twice. Give each a column of its own.")
     ours = set(renamed(dict.fromkeys(columns), source))
     if "response" in ours:
         ours.add("output")
     if source.format is not None:
-        lacking = FORMATS[source.format] - ours
+        lacking = FORMATS[source.format].columns - ours
         if lacking:
             raise DataError(
                 f"{source.path} has format={source.format} and no {', '.join(sorted(lacking))}. Found: {found}. Name the columns with "
@@ -156,10 +207,10 @@ def row_format(rows: Sequence[Row], source: Source) -> str:
             f"{source.path} is preference data (columns chosen and rejected) for DPO. To fine-tune on the chosen answers, where `chosen` "
             "is the answer alone, set columns: {completion: chosen}, format: prompt_completion."
         )
-    for name, needed in FORMATS.items():
-        if needed <= ours:
+    for name, format in FORMATS.items():
+        if format.columns <= ours:
             return name
-    usable = "; ".join(" + ".join(f"`{column}`" for column in sorted(needed)) for needed in FORMATS.values())
+    usable = "; ".join(" + ".join(f"`{name}`" for name in sorted(format.columns)) for format in FORMATS.values())
     raise DataError(
         f"{source.path} has no usable columns. Found: {found}. Usable: {usable}. Rename the columns, or name them with `columns` of the "
         "source."
@@ -169,7 +220,7 @@ def row_format(rows: Sequence[Row], source: Source) -> str:
 def unread_columns(rows: Sequence[Row], format: str, source: Source) -> list[str]:
     """The columns that nothing here reads."""
     columns = set(renamed({name: None for row in rows for name in row}, source))
-    return sorted(columns - FORMATS[format] - _READ[format] - {*_UNSUPPORTED, *_ROW_WEIGHTS})
+    return sorted(columns - FORMATS[format].columns - FORMATS[format].optional - {*_UNSUPPORTED, *_ROW_WEIGHTS})
 
 
 # One row
@@ -190,140 +241,17 @@ def to_example(row: Row, format: str, data: Data, source: Source) -> Example:
     for name, why in _UNSUPPORTED.items():
         if row.get(name):
             raise ValueError(f"it has `{name}`: {why}")
-    missing = [name for name in sorted(FORMATS[format] - row.keys()) if not (name == "output" and "response" in row)]
+    missing = FORMATS[format].columns - row.keys() - ({"output"} if "response" in row else set())
     if missing:
-        names = ", ".join(map(repr, missing))
+        names = ", ".join(map(repr, sorted(missing)))
         raise ValueError(f"it has no column {names}, as rows of the format {format} do, but {', '.join(row)}")
-    if format == "tokens":
-        return _tokens(row)
-    if format == "text":
-        return Text("", text_of(row["text"]))
-    for name in _PREFERENCE_LABELS:
+    for name in _PREFERENCE_LABELS if format not in ("tokens", "text") else ():
         if str(row.get(name)).lower() == "false":
             raise ValueError(
                 f"its `{name}` is false, which marks an answer to avoid in preference data (KTO). Keep only the rows labelled true, or "
                 "rename the column if it means something else"
             )
-    if format == "prompt_completion" and not source.chat:
-        beside = [name for name in ("system", "tools") if row.get(name)]
-        if beside:
-            raise ValueError(f"it has {' and '.join(beside)}, which `chat: false` leaves no place for")
-        completion = text_of(row["completion"])
-        return Text(text_of(row["prompt"]), without_reasoning(completion) if data.reasoning == "drop" else completion)
-    return _conversation(row, format, data)
-
-
-def _conversation(row: Row, format: str, data: Data) -> Conversation:
-    prompt_turns = 0
-    if format == "messages":
-        messages, trained = _messages(row["messages"], "messages")
-    elif format == "sharegpt":
-        messages, trained = _messages(row["conversations"], "conversations")
-    elif format == "alpaca":
-        messages = _alpaca(row)
-        trained, prompt_turns = [message["role"] == "assistant" for message in messages], len(messages) - 1
-    else:
-        messages, trained = _side(row["prompt"], "prompt", "user")
-        prompt_turns = len(messages)
-        answers, answers_trained = _side(row["completion"], "completion", "assistant")
-        messages, trained = messages + answers, trained + answers_trained
-        if data.loss_on == "auto":
-            trained[:prompt_turns] = [False] * prompt_turns
-    system = next((message["content"] for message in messages if message["role"] == "system"), None)
-    if row.get("system") and system not in (None, text_of(row["system"])):
-        raise ValueError("it has a system message and another one in the column `system`")
-    if row.get("system") and system is None:
-        messages, trained = [{"role": "system", "content": text_of(row["system"])}, *messages], [False, *trained]
-        prompt_turns += 1
-    if data.loss_on == "completion":
-        trained[:prompt_turns] = [False] * prompt_turns
-    elif data.loss_on == "last_assistant":
-        last = max((index for index, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
-        trained = [keep and index == last for index, keep in enumerate(trained)]
-    if data.reasoning == "drop":
-        messages = list(map(message_without_reasoning, messages))
-    return Conversation(messages, _tools(row), trained, _template_arguments(row))
-
-
-def _messages(value: Any, name: str) -> tuple[list[Message], list[bool]]:
-    value = parse_json(value, f"`{name}`") if isinstance(value, str) else value
-    if not isinstance(value, list | None):
-        raise ValueError(f"`{name}` is of type {type(value).__name__}, not a list of messages")
-    messages = [to_message(given) for given in value or []]
-    pairs = zip(messages, value or [], strict=True)
-    return messages, [message["role"] == "assistant" and is_trained(given) for message, given in pairs]
-
-
-def _side(value: Any, name: str, role: str) -> tuple[list[Message], list[bool]]:
-    """A prompt or a completion: a text is one turn, a list several."""
-    if isinstance(value, str | None):
-        return [{"role": role, "content": text_of(value)}], [role == "assistant"]
-    return _messages(value, name)
-
-
-def _alpaca(row: Row) -> list[Message]:
-    answer = row["output"] if row.get("output") is not None else row.get("response")
-    question = "\n".join(part for part in (text_of(row["instruction"]), text_of(row.get("input"))) if part)
-    history = row.get("history") or []
-    if not isinstance(history, list) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in history):
-        raise ValueError("`history` is not a list of pairs of question and answer")
-    messages: list[Message] = []
-    for asked, answered in [*history, (question, answer)]:
-        messages += [{"role": "user", "content": text_of(asked)}, {"role": "assistant", "content": text_of(answered)}]
-    return messages
-
-
-def _tools(row: Row) -> list[Any] | None:
-    """The tools in OpenAI's form, which is what servers give the template."""
-    tools = row.get("tools") or None
-    tools = parse_json(tools, "`tools`") if isinstance(tools, str) else tools
-    if not isinstance(tools, list | None):
-        raise ValueError(f"`tools` is of type {type(tools).__name__}, not a list")
-    return [_tool(parse_json(tool, "a tool") if isinstance(tool, str) else tool) for tool in tools] if tools else None
-
-
-def _tool(tool: Any) -> Any:
-    if not isinstance(tool, dict) or tool.get("type", "function") != "function":
-        return tool
-    if "function" not in tool and "name" in tool:
-        tool = {"function": {key: value for key, value in tool.items() if key != "type"}}
-    return {"type": "function"} | tool if "function" in tool else tool
-
-
-def _template_arguments(row: Row) -> dict[str, Any]:
-    arguments = row.get("chat_template_kwargs") or {}
-    arguments = (parse_json(arguments, "`chat_template_kwargs`") or {}) if isinstance(arguments, str) else arguments
-    if not isinstance(arguments, dict):
-        raise ValueError(f"`chat_template_kwargs` is of type {type(arguments).__name__}, not an object")
-    reserved = sorted(name for name in arguments if name in _RESERVED or name.endswith("_token"))
-    if reserved:
-        raise ValueError(f"`chat_template_kwargs` sets {', '.join(reserved)}, which a row may not set")
-    return arguments
-
-
-def _tokens(row: Row) -> Tokens:
-    """A tokenized row without its padding; a loss mask becomes labels."""
-    columns = {
-        name: row[name]
-        for name in ("input_ids", "labels", "attention_mask", "position_ids", *_LOSS_MASKS)
-        if row.get(name) is not None or name == "input_ids"
-    }
-    input_ids = columns["input_ids"]
-    for name, numbers in columns.items():
-        if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
-            raise ValueError(f"`{name}` is not a list of whole numbers")
-        if len(numbers) != len(input_ids):
-            raise ValueError(f"`{name}` has {len(numbers)} numbers, and `input_ids` {len(input_ids)}")
-    labels = columns.get("labels")
-    for name in _LOSS_MASKS if labels is None else ():
-        if name in columns:
-            before = labels or input_ids
-            labels = [label if keep else IGNORED for label, keep in zip(before, columns[name], strict=True)]
-    kept = [index for index, attended in enumerate(columns.get("attention_mask", [1] * len(input_ids))) if attended]
-    positions = columns.get("position_ids") or range(len(input_ids))
-    if any(positions[index] <= positions[before] for before, index in pairwise(kept)):
-        raise ValueError("its `position_ids` start again, so it is packed already. Give each document a row of its own")
-    return Tokens([input_ids[index] for index in kept], [labels[index] for index in kept] if labels else labels)
+    return FORMATS[format].read(row, data, source)
 
 
 def has_zero_weight(row: Row) -> bool:
@@ -340,13 +268,74 @@ def has_zero_weight(row: Row) -> bool:
         if isinstance(row.get(name), list):
             raise ValueError(f"its `{name}` is a list: weights of single tokens are not supported. Use `labels`")
         try:
-            weight = float(row[name])
+            weights.append(float(row[name]))
         except (KeyError, TypeError, ValueError, OverflowError):
             continue  # not a number, so a column about something else
-        if weight not in (0, 1):
+        if weights[-1] not in (0, 1):
             raise ValueError(
                 f"its `{name}` is {row[name]!r}; only 0 (not trained) and 1 (trained) are supported. Put rows to be seen more often into "
                 "a source of their own with `epochs`, or rename the column if it is not a weight"
             )
-        weights.append(weight)
     return 0 in weights
+
+
+def _conversation(row: Row, data: Data, turns: Turns, prompt_turns: int = 0) -> Conversation:
+    """The conversation of a row; its first `prompt_turns` turns are the prompt."""
+    messages, trained = turns
+    if row.get("system"):
+        said = {message["content"] for message in messages if message["role"] == "system"}
+        if said - {text_of(row["system"])}:
+            raise ValueError("it has a system message and another one in the column `system`")
+        if not said:
+            messages = [{"role": "system", "content": text_of(row["system"])}, *messages]
+            trained, prompt_turns = [False, *trained], prompt_turns + 1
+    if data.loss_on == "completion":
+        trained = [keep and index >= prompt_turns for index, keep in enumerate(trained)]
+    elif data.loss_on == "last_assistant":
+        last = max((index for index, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+        trained = [keep and index == last for index, keep in enumerate(trained)]
+    if data.reasoning == "drop":
+        messages = list(map(message_without_reasoning, messages))
+    return Conversation(messages, _tools(row), trained, _template_arguments(row))
+
+
+def _messages(value: Any, name: str) -> Turns:
+    value = parsed(value, f"`{name}`")
+    if not isinstance(value, list | None):
+        raise ValueError(f"`{name}` is of type {type(value).__name__}, not a list of messages")
+    messages = [to_message(given) for given in value or []]
+    pairs = zip(messages, value or [], strict=True)
+    return messages, [message["role"] == "assistant" and is_trained(given) for message, given in pairs]
+
+
+def _side(value: Any, name: str, role: str) -> Turns:
+    """A prompt or a completion: a text is one turn, a list several."""
+    if isinstance(value, str | None):
+        return [{"role": role, "content": text_of(value)}], [role == "assistant"]
+    return _messages(value, name)
+
+
+def _tools(row: Row) -> list[Any] | None:
+    """The tools in OpenAI's form, which is what servers give the template."""
+    tools = parsed(row.get("tools") or None, "`tools`")
+    if not isinstance(tools, list | None):
+        raise ValueError(f"`tools` is of type {type(tools).__name__}, not a list")
+    return [_tool(parsed(tool, "a tool")) for tool in tools] if tools else None
+
+
+def _tool(tool: Any) -> Any:
+    if not isinstance(tool, dict) or tool.get("type", "function") != "function":
+        return tool
+    if "function" not in tool and "name" in tool:
+        tool = {"function": {key: value for key, value in tool.items() if key != "type"}}
+    return {"type": "function"} | tool if "function" in tool else tool
+
+
+def _template_arguments(row: Row) -> dict[str, Any]:
+    arguments = parsed(row.get("chat_template_kwargs") or None, "`chat_template_kwargs`") or {}
+    if not isinstance(arguments, dict):
+        raise ValueError(f"`chat_template_kwargs` is of type {type(arguments).__name__}, not an object")
+    reserved = sorted(name for name in arguments if name in _RESERVED or name.endswith("_token"))
+    if reserved:
+        raise ValueError(f"`chat_template_kwargs` sets {', '.join(reserved)}, which a row may not set")
+    return arguments

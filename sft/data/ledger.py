@@ -18,6 +18,13 @@ from sft.errors import DataError
 from sft.recipe.schema import Data
 
 _TOO_LONG = ("too_long", "targets_past_max_length")
+_TOO_LONG_WORDS = {
+    "drop": ("are longer than", "truncate or split"),
+    "truncate": ("have no target token within", "split"),
+    "split": ("have no target token within", "drop"),
+}
+"""By data.overlong: what the rows that it drops have in common, and what to set instead."""
+
 _MEANT = ("duplicate", "held_out", "not_drawn", "zero_weight")
 """Reasons for dropping a row that are not faults."""
 
@@ -47,18 +54,16 @@ def make_ledger(
         for number, (name, format, count) in enumerate(zip(names, formats, counts, strict=True))
     ]
     total = {"source": "all", "format": None} | _total(accounts)
-    used = total["tokens"]["trained"] + total["tokens"]["masked"]
+    used = _used(total)
     for account in [*accounts, total]:
-        own = account["tokens"]["trained"] + account["tokens"]["masked"]
-        account["share"] = own / used if used else 0.0
+        account["share"] = _used(account) / used if used else 0.0
     lengths = sum((count.lengths for count in counts), np.zeros(len(LENGTHS), np.int64))
     space = (packs or 0) * pack_length
+    packing = {"packs": packs, "fill": used / space if space else 0, "padding": space - used}
     return {
         "sources": accounts,
         "total": total,
-        "packing": None
-        if packs is None
-        else {"packs": packs, "fill": used / space if space else 0, "padding": space - used},
+        "packing": None if packs is None else packing,
         "lengths": {"up_to": [int(edge) for edge in LENGTHS], "rows": lengths.tolist()},
     }
 
@@ -104,6 +109,10 @@ def _account(number: int, count: Counts, documents: np.ndarray, mixture: Mixture
     }
 
 
+def _used(account: dict[str, Any]) -> int:
+    return int(account["tokens"]["trained"] + account["tokens"]["masked"])
+
+
 def _total(values: Sequence[Any]) -> Any:
     """The sum of dictionaries of numbers, key by key; other values are left out."""
     if not isinstance(values[0], dict):
@@ -128,10 +137,7 @@ def check_limits(ledger: dict[str, Any], data: Data) -> None:
         )
     too_long = sum(dropped.get(reason, 0) for reason in _TOO_LONG)
     if too_long > data.max_overlong_fraction * rows["in"]:
-        longer, other = {
-            "drop": ("are longer than", "truncate or split"),
-            "truncate": ("have no target token within", "split"),
-        }.get(data.overlong, ("have no target token within", "drop"))
+        longer, other = _TOO_LONG_WORDS[data.overlong]
         raise DataError(
             f"{too_long} of {rows['in']} rows ({too_long / rows['in']:.1%}) {longer} data.max_length={data.max_length}, more than "
             f"data.max_overlong_fraction={data.max_overlong_fraction:g} allows. Raise data.max_length, set data.overlong to {other}, or "
@@ -144,7 +150,7 @@ def check_limits(ledger: dict[str, Any], data: Data) -> None:
             f"{faulty} of {rows['in']} rows ({faulty / rows['in']:.1%}) were dropped ({reasons_text(faults)}), more than "
             f"data.max_dropped_fraction={data.max_dropped_fraction:g} allows. Look at them with --show, correct them, or raise the limit."
         )
-    used = tokens["trained"] + tokens["masked"]
+    used = _used(ledger["total"])
     if tokens["trained"] < data.min_trained_fraction * used:
         raise DataError(
             f"{tokens['trained']} of {used} tokens are trained ({tokens['trained'] / used:.2%}), fewer than "

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from sft.data.documents import Counts, DocumentMaker, RowError
 from sft.data.findings import Findings, find_in_all
-from sft.data.formats import row_format, unread_columns
+from sft.data.formats import FORMATS, row_format, unread_columns
 from sft.data.ledger import make_ledger
 from sft.data.mixture import Mixture, mix
 from sft.data.packing import pack
@@ -49,12 +49,7 @@ _FIRST_ROWS = 1000
 
 
 def prepare(recipe: Recipe, model: ModelFacts, workers: int = 1) -> Prepared:
-    """Prepare the recipe's data, or find it prepared.
-
-    Args:
-        recipe: Names the data, the model and how rows become sequences.
-        model: From inspect_model.
-        workers: Processes that render and tokenize; 1 does it in this process.
+    """Prepare the recipe's data with so many processes, or find it prepared.
 
     Raises:
         UserError: The data, the tokenizer or the chat template cannot be used.
@@ -75,7 +70,8 @@ def prepare(recipe: Recipe, model: ModelFacts, workers: int = 1) -> Prepared:
                 raise DataError(
                     "The data or the tokenizer changed while it was prepared. Start again once it no longer changes."
                 )
-            _write_durably(work / "prepared.json", summary)
+            (work / "prepared.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False), encoding="utf-8")
+            _sync(work)
             shutil.rmtree(folder, ignore_errors=True)
             work.rename(folder)
             _remove_unused(folder.parent)
@@ -84,6 +80,13 @@ def prepare(recipe: Recipe, model: ModelFacts, workers: int = 1) -> Prepared:
     prepared = find_prepared(folder)
     assert prepared is not None
     return prepared
+
+
+def _sync(folder: Path) -> None:
+    """Have every file of a folder on the disk, before it takes its name."""
+    for path in folder.iterdir():
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
 
 
 @contextmanager
@@ -123,13 +126,6 @@ def _remove_unused(place: Path) -> None:
                 shutil.rmtree(gone, ignore_errors=True)
 
 
-def _write_durably(file: Path, value: object) -> None:
-    with file.open("w", encoding="utf-8") as target:
-        json.dump(value, target, indent=1, ensure_ascii=False)
-        target.flush()
-        os.fsync(target.fileno())
-
-
 @dataclass(frozen=True)
 class _SourceResult:
     """What is known of a source once its rows are documents."""
@@ -143,14 +139,7 @@ class _SourceResult:
 
 
 class _Preparation:
-    """Writes the files of one entry.
-
-    Args:
-        recipe: What is prepared.
-        tokenizer: From load_tokenizer.
-        folder: Where the files go.
-        workers: Processes that render and tokenize.
-    """
+    """Writes the files of one entry to a folder."""
 
     def __init__(self, recipe: Recipe, tokenizer: Any, folder: Path, workers: int) -> None:
         self.recipe, self.folder, self.workers = recipe, folder, workers
@@ -176,8 +165,9 @@ class _Preparation:
         held_out.save(self.folder / "held_out.npz")
         find_in_all(documents, mixture, self.findings)
         names, counts = [result.name for result in results], [result.counts for result in results]
+        file_starts = [result.file_starts for result in results]
         packs = len(train) if recipe.data.packing else None
-        formats, file_starts = [result.format for result in results], [result.file_starts for result in results]
+        formats = [result.format for result in results]
         ledger = make_ledger(names, formats, counts, documents, mixture, packs, recipe.sequence_length)
         parts = [*digests.values(), train.digest(), held_out.digest()]
         files = sorted(file.name for file in self.folder.iterdir())
@@ -195,20 +185,14 @@ class _Preparation:
         }
 
     def _read(self, number: int, key: str, source: Source, writer: DocumentWriter) -> _SourceResult:
-        """Turn the rows of one source into documents.
-
-        Raises:
-            DataError: The source, or one of its rows, cannot be used.
-            ModelError: Its rows need a chat template, and there is none.
-        """
+        """Turn the rows of one source into documents."""
         opened = open_source(source, self.recipe.output_dir)
         head = list(islice(opened.rows, _FIRST_ROWS))
         good = [row for _, row in head if not isinstance(row, BadRow)]
         if not good:
             bad = [row.reason for _, row in head if isinstance(row, BadRow)]
             reason = f": none of its first {len(bad)} rows can be read ({bad[0]})" if bad else ""
-            where = f" in split={source.split}" if "[" in source.split else ""
-            raise DataError(f"{source.path} holds no rows{where}{reason}.")
+            raise DataError(f"{source.path} holds no rows in split={source.split}{reason}.")
         format = row_format(good, source)
         self._check_format(source, format)
         counts = Counts()
@@ -229,7 +213,7 @@ class _Preparation:
         return _SourceResult(name, format, counts, opened.file_starts, unread_columns(good, format, source))
 
     def _check_format(self, source: Source, format: str) -> None:
-        if self.recipe.data.loss_on == "completion" and format not in ("prompt_completion", "alpaca"):
+        if self.recipe.data.loss_on == "completion" and not FORMATS[format].has_completion:
             raise DataError(
                 f"{source.path} is of the format {format}, which has no completion, and data.loss_on=completion. Set data.loss_on to "
                 "assistant, last_assistant or all."

@@ -94,10 +94,6 @@ def find_prepared(folder: Path) -> Prepared | None:
 def entry_folder(recipe: Recipe, model: ModelFacts) -> Path:
     """Where the recipe's prepared data is, or will be: <output_dir>/.prepared/<key>.
 
-    Args:
-        recipe: With its data and model sections.
-        model: From inspect_model: the tokenizer's folder, or the commit on the hub.
-
     Raises:
         DataError: A source does not exist.
     """

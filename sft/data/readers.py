@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BufferedReader, TextIOWrapper
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -102,15 +102,6 @@ def read_rows(file: Path) -> Iterator[Row | BadRow]:
         raise DataError(f"{file} cannot be read as {suffix[1:]}: {error}.") from None
 
 
-def first_rows(file: Path, count: int) -> list[Row | BadRow]:
-    """Up to `count` rows from the start of a file.
-
-    Raises:
-        DataError: As read_rows.
-    """
-    return list(islice(read_rows(file), count))
-
-
 def _check_signature(file: Path, head: bytes) -> None:
     """Refuse a file whose content is of another kind than its name says."""
     for start, (suffix, what) in _SIGNATURES.items():
@@ -132,19 +123,20 @@ def _open_text(file: Path) -> BufferedReader:
 
 # JSON
 
+_decode = json.JSONDecoder().raw_decode
+_START, _BLANK = re.compile(r"\s*(?P<array>\[\s*(?P<empty>\]?))?"), re.compile(r"\s*")
+_SEPARATOR = re.compile(r"\s*[,\]]\s*")
+
 
 def _json_rows(stream: BufferedReader, file: Path, suffix: str) -> Iterator[Row | BadRow]:
-    if stream.peek(64).lstrip().startswith(b"["):
-        yield from _array(stream.read().decode(), file)
-        return
     first = stream.readline()
-    if suffix == ".json" and not _is_json(first):  # objects over several lines
-        yield from _objects((first + stream.read()).decode(), file)
+    if first.lstrip().startswith(b"[") or (suffix == ".json" and not _is_json(first)):
+        yield from _values((first + stream.read()).decode(), file)
         return
     for number, line in enumerate(chain([first], stream), start=1):
         record = line.removeprefix(_BOM).strip()  # concatenated files have the mark inside
         if record:
-            yield _line(record, number)
+            yield _line(record, f"line {number}")
 
 
 def _is_json(line: bytes) -> bool:
@@ -155,16 +147,13 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-def _line(record: bytes, number: int) -> Row | BadRow:
+def _line(record: bytes, where: str) -> Row | BadRow:
     try:
-        value = json.loads(record.decode())
+        return _object(json.loads(record.decode()), where)
     except UnicodeDecodeError as error:
-        return BadRow(f"line {number} is not UTF-8 text (byte 0x{record[error.start]:02x} at {error.start + 1})")
+        return BadRow(f"{where} is not UTF-8 text (byte 0x{record[error.start]:02x} at {error.start + 1})")
     except json.JSONDecodeError as error:
-        return BadRow(f"line {number} is not JSON: {error.msg} (column {error.colno})")
-    except RecursionError:
-        return BadRow(f"line {number} is nested too deeply")
-    return _object(value, f"line {number}")
+        return BadRow(f"{where} is not JSON: {error.msg} (column {error.colno})")
 
 
 def _object(value: Any, where: str) -> Row | BadRow:
@@ -173,49 +162,27 @@ def _object(value: Any, where: str) -> Row | BadRow:
     return BadRow(f"{where} is of type {type(value).__name__}, not an object with columns")
 
 
-_decode = json.JSONDecoder().raw_decode
-_BLANK = re.compile(r"\s*")
-_SEPARATOR = re.compile(r"\s*([,\]])\s*")
-
-
-def _array(text: str, file: Path) -> Iterator[Row | BadRow]:
-    """The elements of one array, decoded one at a time: the objects of a large file need far more memory than its text."""
-    position = text.index("[") + 1
-    position, number = _end(_BLANK, text, position), 0
-    following = "]" if text.startswith("]", position) else ","
-    while following == ",":
+def _values(text: str, file: Path) -> Iterator[Row | BadRow]:
+    """The objects of an array, or objects over several lines; one at a time, since they need far more memory than their text."""
+    text = text.rstrip()
+    start = _START.match(text)
+    assert start is not None
+    in_array, position, number = bool(start["array"]) and not start["empty"], start.end(), 0
+    separator = _SEPARATOR if in_array else _BLANK
+    while in_array or position < len(text):
         number += 1
         try:
-            value, position = _decode(text, position)
-            found = _SEPARATOR.match(text, position)
+            value, end = _decode(text, position)
+            found = separator.match(text, end)
             if found is None:
-                raise json.JSONDecodeError("Expecting ',' or ']'", text, position)
+                raise json.JSONDecodeError("Expecting ',' or ']'", text, end)
         except json.JSONDecodeError as error:
             raise DataError(f"{file}, row {number}, cannot be read: {error}. Correct the file there.") from None
         yield _object(value, f"row {number}")
-        following, position = found[1], found.end()
-    if number == 0:  # an empty array
-        position = _end(_BLANK, text, position + 1)
-    if position < len(text):
-        raise DataError(f"{file} goes on after the end of its array: {text[position : position + 40]!r}.")
-
-
-def _objects(text: str, file: Path) -> Iterator[Row | BadRow]:
-    """Objects one after another."""
-    position, number = _end(_BLANK, text, 0), 0
-    while position < len(text):
-        number += 1
-        try:
-            value, position = _decode(text, position)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{file}, row {number}, cannot be read: {error}. Correct the file there.") from None
-        yield _object(value, f"row {number}")
-        position = _end(_BLANK, text, position)
-
-
-def _end(pattern: re.Pattern[str], text: str, position: int) -> int:
-    found = pattern.match(text, position)
-    return found.end() if found else position
+        position = found.end()
+        if "]" in found[0] and position < len(text):
+            raise DataError(f"{file} goes on after the end of its array: {text[position : position + 40]!r}.")
+        in_array = "," in found[0]
 
 
 # CSV
@@ -252,11 +219,10 @@ def _delimiter(header: str) -> str:
 
 
 def _header(names: list[str], file: Path) -> list[str]:
-    unnamed = [number for number, name in enumerate(names, start=1) if not name.strip()]
-    if unnamed or not names:
+    unnamed = [number for number, name in enumerate(names or [""], start=1) if not name.strip()]
+    if unnamed:
         raise DataError(
-            f"{file}: column {unnamed[0] if unnamed else 1} of the header has no name. Name it, or leave it out "
-            "(pandas: to_csv(index=False))."
+            f"{file}: column {unnamed[0]} of the header has no name. Name it, or leave it out (pandas: to_csv(index=False))."
         )
     _refuse_repeated(names, file)
     return names
@@ -293,7 +259,9 @@ def _batches(file: Path) -> Iterator[Any]:
             yield from source.iter_batches(_BATCH)
         return
     with pa.memory_map(str(file)) as source:
-        if _is_file_format(source):
+        is_file_format = source.read(6) == b"ARROW1"
+        source.seek(0)
+        if is_file_format:
             reader = pa.ipc.open_file(source)
             batches = map(reader.get_batch, range(reader.num_record_batches))
         else:
@@ -303,33 +271,20 @@ def _batches(file: Path) -> Iterator[Any]:
             yield from (batch.slice(start, _BATCH) for start in range(0, batch.num_rows, _BATCH))
 
 
-def _is_file_format(source: Any) -> bool:
-    start = source.read(6)
-    source.seek(0)
-    return bool(start == b"ARROW1")
-
-
 def count_rows(file: Path) -> int | None:
-    """How many rows a parquet file, or one of Arrow's file format, says that it holds; None for others.
+    """How many rows a parquet file says that it holds; None for other files.
 
     Raises:
         DataError: The file cannot be read.
     """
-    suffix = suffix_of(file)
-    if suffix not in (".parquet", ".arrow"):
+    if suffix_of(file) != ".parquet":
         return None
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        if not file.stat().st_size:
-            return 0
-        if suffix == ".parquet":
-            return int(pq.read_metadata(file).num_rows)
-        with pa.memory_map(str(file)) as source:
-            return int(pa.ipc.open_file(source).count_rows()) if _is_file_format(source) else None
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise DataError(f"{file} cannot be read as {suffix[1:]}: {error}.") from None
+        return int(pq.read_metadata(file).num_rows) if file.stat().st_size else 0
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} cannot be read as parquet: {error}.") from None
 
 
 def without_nulls(row: Row) -> Row:

@@ -17,19 +17,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from sft.data.conversation import Message, parse_json
+from sft.data.conversation import Message, parsed
 
 Span = tuple[int, int]
+Arguments = dict[str, Any]
 
 QUESTION, ANSWER, _REASONING, _TOOL, _ARGUMENT = "Qvaa", "Avbb", "Tvcc", "tool_vdd", "Vvee"
 """Words of samples that no template writes by itself, to find again in what it rendered."""
-
-_ID = re.compile("[A-Za-z0-9]{9}")
-MARKERS = ("{% generation", "{%- generation", "{%generation", "{%-generation")
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ def training_template(template: str) -> str | None:
 
     Compares TRL's files: importing trl.chat_template_utils, which does the same, takes seconds.
     """
-    if any(marker in template for marker in MARKERS):
+    if re.search(r"\{%-? *generation", template):
         return template
     package = importlib.util.find_spec("trl")
     assert package is not None
@@ -79,14 +76,14 @@ class ChatRenderer:
         self.is_marked = marked is not None
         self.template = with_fixed_date(marked or tokenizer.chat_template)
         self.special_tokens: dict[str, str] = dict(tokenizer.special_tokens_map)
-        self.added = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
-        self.added += tuple(tokenizer.all_special_tokens)
+        added = [token.content for token in tokenizer.added_tokens_decoder.values()]
+        self.added = (*added, *tokenizer.all_special_tokens)
 
     def render(
         self,
         messages: list[Message],
         tools: list[Any] | None = None,
-        arguments: dict[str, Any] | None = None,
+        arguments: Arguments | None = None,
         trained: Sequence[bool] | None = None,
     ) -> Rendered:
         """Render one conversation.
@@ -102,72 +99,58 @@ class ChatRenderer:
             ValueError: The template refuses this conversation, for example for the order of its roles, or hides where the
                 assistant speaks.
         """
-        arguments = arguments or {}
         messages = self.adapted(messages, tools)
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [index for index in turns if trained is None or trained[index]]
-        try:
-            return self._render(messages, tools, arguments, turns, wanted)
-        except ValueError:
-            # Mistral's templates refuse calls without an id of nine characters.
-            if any(message.get("tool_calls") for message in messages):
-                with suppress(ValueError):
-                    return self._render(_with_ids(messages), tools, arguments, turns, wanted)
-            raise
+        render = self._render_by_markers if self.is_marked else self._render_by_prefixes
+        return render(messages, tools, arguments, wanted)
 
     def apply(
         self,
         messages: list[Message],
-        tools: list[Any] | None,
-        arguments: dict[str, Any],
-        marked: bool = False,
+        tools: list[Any] | None = None,
+        arguments: Arguments | None = None,
         prompt: bool = False,
-    ) -> tuple[str, list[Span]]:
-        """Run the template once.
-
-        Args:
-            messages: Turns in OpenAI's form.
-            tools: What the assistant may call.
-            arguments: Further variables of the template.
-            marked: Return the marked ranges too.
-            prompt: Add the generation prompt.
+    ) -> str:
+        """What the template makes of some messages; with `prompt`, followed by the generation prompt.
 
         Raises:
-            ValueError: The template refuses this conversation.
+            ValueError: The template refuses them.
         """
+        return self._run(messages, tools, arguments, prompt=prompt)[0]
+
+    def _run(
+        self, messages: list[Message], tools: list[Any] | None, arguments: Arguments | None, **options: bool
+    ) -> tuple[str, list[Span]]:
+        """Run the template once: the text, and the marked ranges if they are wanted."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        marked = options.get("marked", False)
         try:
             texts, ranges = render_jinja_template(
                 [messages],
                 tools=tools,
                 chat_template=self.template,
                 return_assistant_tokens_mask=marked,
-                add_generation_prompt=prompt,
-                **(self.special_tokens | arguments),
+                add_generation_prompt=options.get("prompt", False),
+                **(self.special_tokens | (arguments or {})),
             )
         except Exception as error:  # a template is a foreign program
             raise ValueError(f"the chat template refuses it: {error}") from None
         return texts[0], [(start, end) for start, end in ranges[0]] if marked else []
 
-    def _render(
-        self,
-        messages: list[Message],
-        tools: list[Any] | None,
-        arguments: dict[str, Any],
-        turns: list[int],
-        wanted: list[int],
+    # With markers
+
+    def _render_by_markers(
+        self, messages: list[Message], tools: list[Any] | None, arguments: Arguments | None, wanted: list[int]
     ) -> Rendered:
-        if not self.is_marked:
-            return self._render_by_prefixes(messages, tools, arguments, wanted)
-        text, marked = self.apply(messages, tools, arguments, marked=True)
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        text, marked = self._run(messages, tools, arguments, marked=True)
         spans = self._whole_turns(text, marked, len(turns))
         if len(spans) != len(turns):
             raise ValueError(f"the chat template shows {len(spans)} of the assistant's {len(turns)} turns")
         chosen = [span for span, index in zip(spans, turns, strict=True) if index in wanted]
         return Rendered(text, [(self._after_prompt(text, start), end) for start, end in chosen])
-
-    # With markers
 
     def _whole_turns(self, text: str, marked: list[Span], count: int) -> list[Span]:
         """The marked ranges as turns that end with their end-of-turn token.
@@ -177,12 +160,10 @@ class ChatRenderer:
         """
         special, turns = set(self.special_tokens.values()), list[Span]()
         for start, end in marked:
-            if turns and turns[-1][1] == start:
-                is_eos = text[start:end].strip() in special and text[:start].rstrip().endswith(self.added)
-                if not is_eos:
-                    turns[-1] = (turns[-1][0], end)
-            else:
+            if not turns or turns[-1][1] != start:
                 turns.append((start, end))
+            elif not (text[start:end].strip() in special and text[:start].rstrip().endswith(self.added)):
+                turns[-1] = (turns[-1][0], end)
         if len(turns) > count:
             turns = [(start, end) for start, end in turns if text[start:end].strip() not in special]
         return [(start, start + len(text[start:end].rstrip())) for start, end in turns]
@@ -192,7 +173,7 @@ class ChatRenderer:
         """What the template writes to make the assistant speak; empty if it cannot be told."""
         question: list[Message] = [{"role": "user", "content": QUESTION}]
         try:
-            asked, prompted = self.apply(question, None, {})[0], self.apply(question, None, {}, prompt=True)[0]
+            asked, prompted = self.apply(question), self.apply(question, prompt=True)
         except ValueError:
             return ""
         return prompted.removeprefix(asked) if prompted.startswith(asked) else ""
@@ -213,11 +194,11 @@ class ChatRenderer:
     # Without markers
 
     def _render_by_prefixes(
-        self, messages: list[Message], tools: list[Any] | None, arguments: dict[str, Any], wanted: list[int]
+        self, messages: list[Message], tools: list[Any] | None, arguments: Arguments | None, wanted: list[int]
     ) -> Rendered:
-        text, _ = self.apply(messages, tools, arguments)
+        text = self.apply(messages, tools, arguments)
         try:
-            return Rendered(text, self.prefix_spans(text, messages, tools, arguments, wanted))
+            return Rendered(text, self.prefix_spans(text, messages, wanted, tools, arguments))
         except ValueError:
             if wanted == [len(messages) - 1] and any(message["role"] == "system" for message in messages):
                 with suppress(ValueError):
@@ -225,33 +206,27 @@ class ChatRenderer:
             raise
 
     def _last_turn_after_prompt(
-        self, messages: list[Message], tools: list[Any] | None, arguments: dict[str, Any]
+        self, messages: list[Message], tools: list[Any] | None, arguments: Arguments | None
     ) -> Rendered:
         """The last turn as it is without a system message, after its prompt with one.
 
         Mistral's templates write the system message into the last question, and only while nothing follows it.
-
-        Raises:
-            ValueError: Without the system message the turn does not follow its prompt either.
         """
         rest = [message for message in messages if message["role"] != "system"]
-        text, _ = self.apply(rest, tools, arguments)
-        [(start, end)] = self.prefix_spans(text, rest, tools, arguments, [len(rest) - 1])
-        # What the prompt has and the turn has not, such as empty reasoning.
-        unused = self.apply(rest[:-1], tools, arguments, prompt=True)[0][start:]
-        prompt, _ = self.apply(messages[:-1], tools, arguments, prompt=True)
-        if not prompt.endswith(unused):
-            raise ValueError("the prompt ends differently without its system message")
-        prompt = prompt.removesuffix(unused)
+        text = self.apply(rest, tools, arguments)
+        [(start, end)] = self.prefix_spans(text, rest, [len(rest) - 1], tools, arguments)
+        prompt = self.apply(messages[:-1], tools, arguments, prompt=True)
+        if text[:start] != self.apply(rest[:-1], tools, arguments, prompt=True):
+            raise ValueError("the turn does not follow its prompt without the system message either")
         return Rendered(prompt + text[start:end], [(len(prompt), len(prompt) + end - start)])
 
     def prefix_spans(
         self,
         text: str,
         messages: list[Message],
-        tools: list[Any] | None,
-        arguments: dict[str, Any],
         wanted: list[int],
+        tools: list[Any] | None = None,
+        arguments: Arguments | None = None,
     ) -> list[Span]:
         """The turns at the indices `wanted` of a rendered text, by rendering it up to and including each.
 
@@ -260,10 +235,10 @@ class ChatRenderer:
         """
         spans = []
         for index in wanted:
-            prompt, _ = self.apply(messages[:index], tools, arguments, prompt=True)
+            prompt = self.apply(messages[:index], tools, arguments, prompt=True)
             is_last = index + 1 == len(messages)
             # The line break after the end-of-turn token belongs to the template, not to the answer.
-            upto = (text if is_last else self.apply(messages[: index + 1], tools, arguments)[0]).rstrip()
+            upto = (text if is_last else self.apply(messages[: index + 1], tools, arguments)).rstrip()
             start = _end_of_prompt(text, upto, prompt)
             if start is None or not text.startswith(upto):
                 last = "" if is_last else ", or train the last turn alone (data.loss_on=last_assistant)"
@@ -290,12 +265,8 @@ class ChatRenderer:
             )
         adapted = []
         for message in messages:
-            if message["role"] == "developer" and not self._shows_developer:
-                message = message | {"role": "system"}
-            if message.get("tool_calls") and self._wants_arguments_as_text:
-                message = message | {"tool_calls": [_with_text_arguments(call) for call in message["tool_calls"]]}
-            elif message.get("tool_calls") and self._quotes_arguments:
-                message = message | {"tool_calls": [_with_parsed_arguments(call) for call in message["tool_calls"]]}
+            if message.get("tool_calls"):
+                message = message | {"tool_calls": list(map(self._adapted_call, message["tool_calls"]))}
             if message.get("reasoning_content") and not self._shows_reasoning:
                 reasoning = f"<think>\n{message['reasoning_content'].strip()}\n</think>\n\n"
                 message = {key: value for key, value in message.items() if key != "reasoning_content"}
@@ -303,13 +274,22 @@ class ChatRenderer:
             adapted.append(message)
         return adapted
 
+    def _adapted_call(self, call: Any) -> Any:
+        arguments = call["function"].get("arguments")
+        if self._wants_arguments_as_text:
+            arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        elif self._quotes_arguments:
+            arguments = parsed(arguments, "`arguments` of a tool call")
+        else:
+            return call
+        return call | {"function": call["function"] | {"arguments": arguments}}
+
     def _shows(self, word: str, tools: list[Any] | None = None, **turn: Any) -> bool:
         """Whether the template shows a word of a sample conversation; no if it refuses the sample."""
-        messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER, **turn}]
-        try:
-            return word in self.apply(messages, tools, {})[0]
-        except ValueError:
-            return False
+        answer = {"role": "assistant", "content": ANSWER, **turn}
+        with suppress(ValueError):
+            return word in self.apply([{"role": "user", "content": QUESTION}, answer], tools)
+        return False
 
     @cached_property
     def _shows_tools(self) -> bool:
@@ -319,13 +299,6 @@ class ChatRenderer:
     @cached_property
     def _shows_reasoning(self) -> bool:
         return self._shows(_REASONING, reasoning_content=_REASONING)
-
-    @cached_property
-    def _shows_developer(self) -> bool:
-        messages = [{"role": "developer", "content": _TOOL}, {"role": "user", "content": QUESTION}]
-        with suppress(ValueError):
-            return _TOOL in self.apply(messages, None, {})[0]
-        return False
 
     def _shows_call(self, word: str, arguments: Any) -> bool:
         call = {"id": "Ivff00000", "type": "function", "function": {"name": _TOOL, "arguments": arguments}}
@@ -363,43 +336,3 @@ def _end_of_prompt(text: str, upto: str, prompt: str) -> int | None:
         # The reasoning that the prompt opens ends in the turn; a second block in it was never asked for.
         follows = follows and "</think>" in turn and not turn.lstrip().startswith("<think>")
     return len(shared) if follows else None
-
-
-def _with_ids(messages: list[Message]) -> list[Message]:
-    """The messages, each call with an id of nine characters, and each result with that of its call.
-
-    An id of another form becomes a hash of itself, a missing one a hash of the call and its place, so the same rows are the same
-    tokens every day. A result without an id answers the first call that has no result.
-    """
-
-    def nine(name: str) -> str:
-        return name if _ID.fullmatch(name) else blake2b(name.encode(), digest_size=8).hexdigest()[:9]
-
-    changed, waiting = [], []
-    for at, message in enumerate(messages):
-        if message.get("tool_calls"):
-            calls = [
-                call | {"id": nine(str(call.get("id") or json.dumps([at, number, call["function"]], default=str)))}
-                for number, call in enumerate(message["tool_calls"])
-            ]
-            message, waiting = message | {"tool_calls": calls}, [call["id"] for call in calls]
-        elif message["role"] == "tool" and (message.get("tool_call_id") or waiting):
-            answers = nine(str(message.get("tool_call_id") or waiting[0]))
-            waiting = [other for other in waiting if other != answers]
-            message = message | {"tool_call_id": answers}
-        changed.append(message)
-    return changed
-
-
-def _with_text_arguments(call: Any) -> Any:
-    arguments = call["function"].get("arguments")
-    if isinstance(arguments, str):
-        return call
-    return call | {"function": call["function"] | {"arguments": json.dumps(arguments, ensure_ascii=False)}}
-
-
-def _with_parsed_arguments(call: Any) -> Any:
-    arguments = call["function"].get("arguments")
-    if not isinstance(arguments, str):
-        return call
-    return call | {"function": call["function"] | {"arguments": parse_json(arguments, "`arguments` of a tool call")}}

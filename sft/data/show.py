@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -48,14 +47,7 @@ def finding_lines(prepared: Prepared) -> list[str]:
 
 
 def show(prepared: Prepared, recipe: Recipe, tokenizer: Any, count: int) -> None:
-    """Print some rows as the model sees them, the ledger, the lengths and the findings.
-
-    Args:
-        prepared: The data.
-        recipe: What it was prepared for.
-        tokenizer: From load_tokenizer.
-        count: Rows to show.
-    """
+    """Print `count` rows as the model sees them, the ledger, the lengths and the findings."""
     colours = sys.stdout.isatty()
     store, index = DocumentStore.open(prepared.folder), SequenceIndex.load(prepared.folder / "train.npz")
     sources = all_sources(recipe)
@@ -79,14 +71,7 @@ def show(prepared: Prepared, recipe: Recipe, tokenizer: Any, count: int) -> None
 
 
 def marked_text(ids: np.ndarray, trained: np.ndarray, tokenizer: Any, colours: bool) -> str:
-    """A document as text that shows what is trained.
-
-    Args:
-        ids: Token ids, length T.
-        trained: The loss mask, length T.
-        tokenizer: Decodes them.
-        colours: Use a terminal's colours; otherwise trained stretches stand in double brackets.
-    """
+    """A document as text that shows the loss mask: with a terminal's colours, otherwise trained stretches in double brackets."""
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     spelled = SpecialTokens(tokenizer)
     is_special = np.isin(ids, list(special))
@@ -129,34 +114,26 @@ def print_ledger(ledger: dict[str, Any]) -> None:
     table.add_column("", no_wrap=True)
     for account in accounts:
         table.add_column(escape(visible_line(account["source"])), justify="right", overflow="fold")
-    for label, values in _ledger_rows(accounts):
-        table.add_row(label, *values)
+    table.add_row("format", *(account["format"] or "" for account in accounts))
+    columns = [_ledger_column(account) for account in accounts]
+    for label in dict.fromkeys(label for column in columns for label in column):
+        values = [column.get(label, 0) for column in columns]
+        if any(values) or label in _ALWAYS_SHOWN:
+            table.add_row(label, *(f"{value:,}" for value in values))
+    table.add_row("share of the tokens", *(f"{account['share']:.1%}" for account in accounts))
     console = Console() if sys.stdout.isatty() else Console(width=max(80, 50 + 24 * len(accounts)))
     console.print(table)
-    if ledger["packing"]:
-        packing = ledger["packing"]
+    if packing := ledger["packing"]:
         line = f"{packing['packs']:,} packs, {packing['fill']:.2%} full, {packing['padding']:,} tokens of padding"
         console.print(line, highlight=False)
 
 
-def _ledger_rows(accounts: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Label and values of each row of the table; rows of zeros only where they matter."""
-    rows: list[tuple[str, list[str]]] = [("format", [account["format"] or "" for account in accounts])]
-    for section in ("rows", "tokens"):
-        keys = dict.fromkeys(
-            key for account in accounts for key in account[section] if key != "dropped" or section == "tokens"
-        )
-        numbers = {f"{section} {key}": [account[section].get(key, 0) for account in accounts] for key in keys}
-        if section == "rows":
-            reasons = dict.fromkeys(reason for account in accounts for reason in account["rows"]["dropped"])
-            numbers |= {
-                f"rows dropped: {reason}": [account["rows"]["dropped"].get(reason, 0) for account in accounts]
-                for reason in reasons
-            }
-        always = ("rows in", "rows used", "tokens in", "tokens trained", "tokens masked")
-        rows += [
-            (label.replace("_", " "), [f"{value:,}" for value in values])
-            for label, values in numbers.items()
-            if any(values) or label in always
-        ]
-    return [*rows, ("share of the tokens", [f"{account['share']:.1%}" for account in accounts])]
+_ALWAYS_SHOWN = ("rows in", "rows used", "tokens in", "tokens trained", "tokens masked")
+
+
+def _ledger_column(account: dict[str, Any]) -> dict[str, int]:
+    """The numbers of one source by label."""
+    numbers = {f"rows {key}": value for key, value in account["rows"].items() if key != "dropped"}
+    numbers |= {f"rows dropped: {reason}": count for reason, count in account["rows"]["dropped"].items()}
+    numbers |= {f"tokens {key}": value for key, value in account["tokens"].items()}
+    return {label.replace("_", " "): value for label, value in numbers.items()}

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from sft.data.readers import BadRow, Row, first_rows, read_rows, suffix_of, without_nulls
+from sft.data.readers import BadRow, Row, read_rows, suffix_of, without_nulls
 from sft.errors import DataError
 from sft.hub.demo import make_demo
 from sft.hub.names import BUILTIN, SUFFIXES, hub_answers, hub_commit, is_on_hub, is_pattern
@@ -101,18 +101,17 @@ def local_files(path: Path, split: str = "train") -> list[Path]:
         raise DataError(f"{path} cannot be opened: {error}.") from None
 
 
-def _is_data(file: Path, folder: Path) -> bool:
-    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-    return not hidden and bool(suffix_of(file)) and file.name not in _METADATA and file.is_file()
+def _data_files(folder: Path, pattern: str) -> list[Path]:
+    # A set: pathlib finds a file twice if two `**` lead to it.
+    found = {file for file in folder.glob(pattern) if suffix_of(file) and file.name not in _METADATA and file.is_file()}
+    return sorted(file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts))
 
 
 def _matches(path: Path) -> list[Path]:
     first = next((index for index, part in enumerate(path.parts) if is_pattern(part)), None)
     if first is None:
         raise DataError(f"there is no file or folder {path} (looked in {Path.cwd()}).")
-    folder, pattern = Path(*path.parts[:first]), str(Path(*path.parts[first:]))
-    # A set: pathlib finds a file twice if two `**` lead to it.
-    files = sorted({file for file in folder.glob(pattern) if _is_data(file, folder)})
+    files = _data_files(Path(*path.parts[:first]), str(Path(*path.parts[first:])))
     if not files:
         raise DataError(f"no data file matches {path}. Use one of {', '.join(SUFFIXES)}.")
     return files
@@ -120,18 +119,15 @@ def _matches(path: Path) -> list[Path]:
 
 def _folder(path: Path, split: str) -> list[Path]:
     """The files of one split in a folder, or, as in downloaded datasets, in one folder below it."""
-    files = sorted(file for file in path.iterdir() if _is_data(file, path))
-    if not files:
-        files = sorted(file for depth in ("*/*", "*/*/*") for file in path.glob(depth) if _is_data(file, path))
-        folders = {file.parent.parent if _split_named(file.parent.name) else file.parent for file in files}
-        if len(folders) > 1:
-            found = ", ".join(sorted(str(folder.relative_to(path)) for folder in folders)[:9])
-            raise DataError(
-                f"{path} holds data in several folders ({found}). Name one, or a pattern ({path}/**/*.jsonl)."
-            )
+    files = _data_files(path, "**/*")
     if not files:
         raise DataError(f"the folder {path} holds no data file. Use one of {', '.join(SUFFIXES)}.")
-    splits = {file: _split_of(file, path) for file in files}
+    inside = {file: file.relative_to(path) for file in files}
+    folders = {at.parent.parent if _split_named(at.parent.name) else at.parent for at in inside.values()}
+    if len(folders) > 1:
+        found = ", ".join(sorted(map(str, folders))[:9])
+        raise DataError(f"{path} holds data in several folders ({found}). Name one, or a pattern ({path}/**/*.jsonl).")
+    splits = {file: _split_named(at.parent.name) or _split_named(at.name.split(".")[0]) for file, at in inside.items()}
     names = {name for name in splits.values() if name}
     if split == "train" and names <= {"train"}:
         return files
@@ -149,13 +145,8 @@ def _folder(path: Path, split: str) -> list[Path]:
     return chosen
 
 
-def _split_of(file: Path, folder: Path) -> str | None:
-    *folders, name = file.relative_to(folder).parts
-    return next((split for part in (*folders, name.split(".")[0]) if (split := _split_named(part))), None)
-
-
 def _split_named(name: str) -> str | None:
-    """The split that a file name says.
+    """The split that a file or folder name says.
 
     >>> _split_named("train_sft-00000-of-00003"), _split_named("my-dev"), _split_named("attestation")
     ('train_sft', 'validation', None)
@@ -163,9 +154,8 @@ def _split_named(name: str) -> str | None:
     if shard := re.fullmatch(r"(.+)-\d{5}-of-\d{5}(-\w+)?", name):
         # `save_to_disk` names the shards of every split `data`.
         return None if shard[1] == "data" else _SPLITS.get(shard[1], shard[1])
-    word = f"({'|'.join(_SPLITS)})([-_ ]?(set|data))?"
-    found = re.match(rf"{word}(?![a-z])", name.lower()) or re.search(rf"(?<![a-z]){word}$", name.lower())
-    return _SPLITS[found[1]] if found else None
+    word = re.search(rf"(?<![a-z])({'|'.join(_SPLITS)})(?![a-z])", name.lower())
+    return _SPLITS[word[1]] if word else None
 
 
 def _saved_dataset(path: Path, split: str) -> list[Path]:
@@ -244,7 +234,7 @@ def first_good_rows(files: list[Path], count: int) -> list[Row]:
         DataError: There is none.
     """
     for file in files:
-        rows = first_rows(file, count)
+        rows = list(islice(read_rows(file), count))
         good = [row for row in rows if not isinstance(row, BadRow)]
         if good:
             return good

@@ -13,22 +13,17 @@ import numpy as np
 
 # What answers end with in data made for another model. Not `</s>`, which is an HTML tag in other vocabularies.
 _FOREIGN_ENDS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<eos>", "<end_of_turn>")
-_MARKS = [chr(code) for code in range(0xE000, 0xE010)]
+MARK = "\ue000"
 
 
 class SpecialTokens:
-    """The special tokens of one tokenizer, as strings that a row may contain.
-
-    Args:
-        tokenizer: A transformers tokenizer.
-    """
+    """The special tokens of one tokenizer, as strings that a row may contain."""
 
     def __init__(self, tokenizer: Any) -> None:
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-        names = sorted(special | set(tokenizer.all_special_tokens), key=len, reverse=True)
-        self._any = re.compile("|".join(map(re.escape, names)) or "(?!)")
-        ends = sorted({tokenizer.eos_token, *_FOREIGN_ENDS} - {None, ""}, key=len, reverse=True)
-        self._end = re.compile(rf"(?:(?:{'|'.join(map(re.escape, ends))})\s*)+\Z")
+        self._any = re.compile(_any_of(special | set(tokenizer.all_special_tokens)) or "(?!)")
+        ends = {tokenizer.eos_token, *_FOREIGN_ENDS} - {None, ""}
+        self._end = re.compile(rf"(?:(?:{_any_of(ends)})\s*)+\Z")
         # Compared before the regular expression runs: most answers end in none of these characters.
         self._last = tuple({name[-1] for name in ends})
 
@@ -44,37 +39,32 @@ class SpecialTokens:
         """The text with a backslash before each string that spells a special token."""
         return self._any.sub(r"\\\g<0>", text)
 
-    def escaped(self, value: Any, mark: str) -> Any:
-        """A value with `mark` after the first character of each special token in its strings and keys."""
+    def escaped(self, value: Any) -> Any:
+        """A value with a mark after the first character of each special token in its strings and keys.
+
+        Raises:
+            ValueError: It holds the mark itself.
+        """
         if isinstance(value, str):
-            return self._any.sub(lambda match: match[0][0] + mark + match[0][1:], value)
+            if MARK in value:
+                raise ValueError("it holds special tokens and the private-use character U+E000")
+            return self._any.sub(lambda match: match[0][0] + MARK + match[0][1:], value)
         if isinstance(value, dict):
-            return {self.escaped(key, mark): self.escaped(inner, mark) for key, inner in value.items()}
-        return [self.escaped(inner, mark) for inner in value] if isinstance(value, list) else value
+            return {self.escaped(key): self.escaped(inner) for key, inner in value.items()}
+        return list(map(self.escaped, value)) if isinstance(value, list) else value
 
 
-def unused_mark(text: str) -> str:
-    """A private-use character that the text does not hold.
-
-    Raises:
-        ValueError: It holds all sixteen.
-    """
-    for mark in _MARKS:
-        if mark not in text:
-            return mark
-    raise ValueError("it holds special tokens and the private-use characters U+E000 to U+E00F")
+def _any_of(names: set[str]) -> str:
+    return "|".join(map(re.escape, sorted(names, key=lambda name: (-len(name), name))))
 
 
-def tokens_without_mark(encoding: Any, text: str, mark: str) -> np.ndarray:
+def tokens_without_mark(encoding: Any, text: str) -> np.ndarray:
     """Which tokens of an encoding are left when those of the mark are taken out.
 
     Raises:
         ValueError: A mark has become part of another token.
     """
-    kept = np.ones(len(encoding), bool)
-    for index, (start, end) in enumerate(encoding.offsets):
-        if mark in text[start:end]:
-            if end - start > 1:
-                raise ValueError("text that spells a special token cannot be kept apart by this tokenizer")
-            kept[index] = False
-    return kept
+    marked = [MARK in text[start:end] for start, end in encoding.offsets]
+    if any(end - start > 1 for (start, end), is_mark in zip(encoding.offsets, marked, strict=True) if is_mark):
+        raise ValueError("text that spells a special token cannot be kept apart by this tokenizer")
+    return ~np.array(marked, bool)

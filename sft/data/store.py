@@ -11,12 +11,10 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -37,36 +35,22 @@ _ARRAYS: dict[str, np.dtype[Any]] = {"tokens": np.dtype("<i4"), "trained": np.dt
 
 
 class DocumentWriter:
-    """Writes documents, in order.
-
-    Args:
-        folder: Where tokens.bin, trained.bin and documents.bin go.
-    """
+    """Writes documents, in order, to tokens.bin, trained.bin and documents.bin of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
         self._files = {name: (folder / f"{name}.bin").open("wb") for name in _ARRAYS}
         self._digests = {name: sha256() for name in _ARRAYS}
 
     def __enter__(self) -> DocumentWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         with ExitStack() as stack:  # a disk that is full at one file leaves none of them open
             for file in self._files.values():
                 stack.callback(file.close)
-            for file in self._files.values() if error is None else ():
-                file.flush()
-                os.fsync(file.fileno())
 
     def write(self, tokens: np.ndarray, trained: np.ndarray, documents: np.ndarray) -> None:
-        """Append documents.
-
-        Args:
-            tokens: Token ids of all of them, one after another.
-            trained: The loss mask: 1 where a token is a target.
-            documents: Of DOCUMENT, one for each.
-        """
+        """Append documents: the token ids of all, one after another, the loss mask, and a DOCUMENT record for each."""
         for (name, dtype), array in zip(_ARRAYS.items(), (tokens, trained, documents), strict=True):
             data = array.astype(dtype, copy=False).tobytes()
             self._files[name].write(data)
@@ -124,10 +108,7 @@ class SequenceIndex:
 
     def save(self, file: Path) -> None:
         """Write it to disk."""
-        with file.open("wb") as target:
-            np.savez(target, members=self.members, ends=self.ends)
-            target.flush()
-            os.fsync(target.fileno())
+        np.savez(file, members=self.members, ends=self.ends)
 
     @classmethod
     def load(cls, file: Path) -> SequenceIndex:

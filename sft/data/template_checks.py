@@ -9,120 +9,104 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from sft.data.conversation import Message
-from sft.data.render import ANSWER, QUESTION, ChatRenderer, Rendered
+from sft.data.render import ANSWER, QUESTION, ChatRenderer, Rendered, Span
 from sft.errors import ModelError
 
-_SAMPLE = [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "Blue"}]
 _HEADERS = re.compile(r"<\|(?:im_start|start_header_id|end_header_id|begin_of_text)\|>|<start_of_turn>")
 """What families write as single tokens only; `<|user|>` and the like are plain text in some."""
 
+_SYSTEM: Message = {"role": "system", "content": "Be brief."}
 _CORRECT = "Correct model.chat_template, or name another."
 
 
-def end_of_turn(tokenizer: Any) -> int:
-    """The id of the token that closes the assistant's turn in the tokenizer's chat template.
+@dataclass(frozen=True)
+class _Sample:
+    """Numbered questions and answers as a template renders them; only the last pair if the template changes earlier ones."""
+
+    text: str
+    spans: list[Span]
+    questions: list[str]
+    answers: list[str]
+    prompts: list[str]
+    """What the model is prompted with for each answer."""
+
+    turns: list[str]
+    """What is trained of each answer."""
+
+    endings: list[str]
+    """What is trained behind each answer."""
+
+    bos_token: str
+
+
+def _sample(renderer: ChatRenderer, count: int, *first: Message) -> _Sample:
+    """Render some questions with answers.
 
     Raises:
-        ModelError: The template closes the turn with nothing that a model could stop at, has other turns than its markers say,
-            or begins twice.
+        ValueError: The template refuses them.
     """
-    renderer = ChatRenderer(tokenizer)
-    _check_turns(renderer)
-    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-    rendered = _rendered(renderer, _SAMPLE * 2)
-    for start, end in rendered.spans:
-        ids = tokenizer(rendered.text[start:end], add_special_tokens=False)["input_ids"]
-        if ids and ids[-1] in special:
-            continue
-        closing = rendered.text[start:end].rpartition(_SAMPLE[1]["content"])[2] or rendered.text[start:end][-20:]
-        add = f"Add it (model.new_tokens: [{json.dumps(closing.strip())}])" if "<" in closing else "Correct it"
+    messages = list(first)
+    for number in range(1, count + 1):
+        messages.append({"role": "user", "content": f"{QUESTION}{number}"})
+        messages.append({"role": "assistant", "content": f"{ANSWER}{number}"})
+    try:
+        rendered = renderer.render(messages)
+    except ValueError:
+        rendered = renderer.render(messages, trained=[False] * (len(messages) - 1) + [True])
+    text, spans = rendered.text, rendered.spans
+    shown = range(len(messages) + 1 - 2 * len(spans), len(messages), 2)
+    answers, turns = [messages[at]["content"] for at in shown], [text[start:end] for start, end in spans]
+    endings = [turn.partition(answer)[2] for turn, answer in zip(turns, answers, strict=True)]
+    prompts = [renderer.apply(messages[:at], prompt=True) for at in shown]
+    questions, bos_token = [messages[at - 1]["content"] for at in shown], renderer.special_tokens.get("bos_token", "")
+    return _Sample(text, spans, questions, answers, prompts, turns, endings, bos_token)
+
+
+# What a template must do with a sample
+
+
+def _turns_are_answers(sample: _Sample) -> None:
+    endings = sample.endings
+    same = all(endings) and len(set(endings[:-1])) <= 1 and not any(ANSWER in ending for ending in endings)
+    if not same or any(QUESTION in turn for turn in sample.turns):
         raise ModelError(
-            f"The chat template ends the assistant's turn with {closing!r}, which is not a special token of this tokenizer: the model "
-            f"would never learn to stop. {add}, or name another in model.chat_template (`plain` ends a turn with the tokenizer's own EOS)."
-        )
-    beginning = tokenizer(rendered.text, add_special_tokens=False)["input_ids"][:2]
-    if beginning == [tokenizer.bos_token_id] * 2:
-        raise ModelError(f"The chat template begins a conversation with {tokenizer.bos_token} twice. {_CORRECT}")
-    return int(ids[-1])
-
-
-def note_on_headers(tokenizer: Any) -> str | None:
-    """A warning about headers that the chat template writes for another family's tokenizer; None if there are none."""
-    if tokenizer.chat_template is None:
-        return None
-    written = dict.fromkeys(_HEADERS.findall(_rendered(ChatRenderer(tokenizer), _SAMPLE).text))
-    missing = [name for name in written if name not in tokenizer.get_vocab()]
-    if not missing:
-        return None
-    return (
-        f"Note: the chat template writes {', '.join(missing)}, for which this tokenizer has no token: it reads them as plain text. The "
-        "template may belong to another model. Name another in model.chat_template, or add the tokens with model.new_tokens."
-    )
-
-
-def _check_turns(renderer: ChatRenderer) -> None:
-    """Compare the turns that are trained with what they should hold and with the generation prompt, on samples.
-
-    Raises:
-        ModelError: They are not the answers, differ from what the model is prompted with, or questions and answers have one header.
-    """
-    system: list[Message] = [{"role": "system", "content": "Be brief."}]
-    for first, numbers in (([], "1"), ([], "123"), (system, "1")):
-        messages = first + [
-            {"role": role, "content": word + number}
-            for number in numbers
-            for role, word in (("user", QUESTION), ("assistant", ANSWER))
-        ]
-        try:
-            rendered = _rendered(renderer, messages)
-            prompts = [
-                renderer.apply(messages[:end], None, {}, prompt=True)[0]
-                for end in range(len(first) + 1, len(messages), 2)
-            ]
-        except ValueError as error:
-            if first:
-                continue  # not every template knows a system message; a row that has one says so
-            raise ModelError(f"Questions and their answers cannot be rendered: {error}. {_CORRECT}") from None
-        text, spans = rendered.text, rendered.spans
-        numbers, prompts = numbers[-len(spans) :], prompts[-len(spans) :]
-        turns = [text[start:end] for start, end in spans]
-        endings = [turn.partition(ANSWER + number)[2] for turn, number in zip(turns, numbers, strict=True)]
-        same = all(endings) and len(set(endings[:-1])) <= 1 and not any(ANSWER in ending for ending in endings)
-        if not same or any(QUESTION in turn for turn in turns):
-            raise ModelError(
-                f"The chat template's turns are not its answers: of {len(messages) // 2} questions with answers it gives {turns}. "
-                "Correct its {% generation %} markers, or name another in model.chat_template."
-            )
-        if any(text.count(ANSWER + number) != 1 for number in numbers):
-            raise ModelError(
-                f"The chat template writes an answer more than once, so it is in its own prompt: ...{text[-200:]!r}. {_CORRECT}"
-            )
-        for (start, end), number, prompt in zip(spans, numbers, prompts, strict=True):
-            _check_prompt(QUESTION + number, text[:start], prompt, text[:end])
-        _check_headers(text, endings[0], renderer.special_tokens.get("bos_token", ""))
-
-
-def _check_prompt(question: str, before: str, prompt: str, upto: str) -> None:
-    """Compare what stands between a question and its trained answer with what the generation prompt writes there."""
-    before, prompted, written = (
-        part.rpartition(question)[2].partition("<think>")[0] for part in (before, prompt, upto)
-    )
-    # If a turn is trained with its header, the prompt ends inside it.
-    if not prompted.startswith(before) or not written.startswith(prompted):
-        raise ModelError(
-            f"The chat template writes {before!r} between a question and the answer that is trained, but its generation prompt writes "
-            f"{prompted!r}: the model would never be prompted as it was trained. Correct add_generation_prompt in model.chat_template, or "
-            "name another."
+            f"The chat template's turns are not its answers: of questions with answers it gives {sample.turns}. "
+            "Correct its {% generation %} markers, or name another in model.chat_template."
         )
 
 
-def _check_headers(text: str, ending: str, bos_token: str) -> None:
-    """Refuse a template that writes the same words before questions and answers; one that separates turns by a token is fine."""
-    header = _between(text, ANSWER + "1", QUESTION + "2").removeprefix(ending).removeprefix(bos_token)
-    if any(map(str.isalnum, header)) and _between(text, QUESTION + "2", ANSWER + "2").endswith(header):
+def _answers_are_written_once(sample: _Sample) -> None:
+    if any(sample.text.count(answer) != 1 for answer in sample.answers):
+        raise ModelError(
+            f"The chat template writes an answer more than once, so it is in its own prompt: ...{sample.text[-200:]!r}. {_CORRECT}"
+        )
+
+
+def _prompts_are_as_trained(sample: _Sample) -> None:
+    """The generation prompt writes what stands between a question and its trained answer."""
+    for question, prompt, (start, end) in zip(sample.questions, sample.prompts, sample.spans, strict=True):
+        before, prompted, written = (
+            part.rpartition(question)[2].partition("<think>")[0]
+            for part in (sample.text[:start], prompt, sample.text[:end])
+        )
+        # If a turn is trained with its header, the prompt ends inside it.
+        if not prompted.startswith(before) or not written.startswith(prompted):
+            raise ModelError(
+                f"The chat template writes {before!r} between a question and the answer that is trained, but its generation prompt "
+                f"writes {prompted!r}: the model would never be prompted as it was trained. Correct add_generation_prompt in "
+                "model.chat_template, or name another."
+            )
+
+
+def _speakers_differ(sample: _Sample) -> None:
+    """Questions and answers have headers of their own; a template that separates turns by a token is fine."""
+    of_question = _between(sample.text, f"{ANSWER}1", f"{QUESTION}2")
+    header = of_question.removeprefix(sample.endings[0]).removeprefix(sample.bos_token)
+    if any(map(str.isalnum, header)) and _between(sample.text, f"{QUESTION}2", f"{ANSWER}2").endswith(header):
         raise ModelError(
             f"The chat template writes {header!r} before questions and before answers: the model cannot see who speaks. {_CORRECT}"
         )
@@ -132,12 +116,67 @@ def _between(text: str, left: str, right: str) -> str:
     return text.partition(left)[2].partition(right)[0]
 
 
-def _rendered(renderer: ChatRenderer, messages: list[Message]) -> Rendered:
-    """All turns; only the last, which can still be trained, if the template changes earlier ones."""
+_CHECKS = (_turns_are_answers, _answers_are_written_once, _prompts_are_as_trained, _speakers_differ)
+
+
+def checked_sample(renderer: ChatRenderer) -> _Sample:
+    """Check a template on samples; returns the one of three questions.
+
+    Raises:
+        ModelError: Its trained turns are not the answers, differ from what the model is prompted with, or questions and answers have
+            one header.
+    """
     try:
-        return renderer.render(messages)
-    except ValueError:
-        return renderer.render(messages, trained=[False] * (len(messages) - 1) + [True])
+        samples = [_sample(renderer, 3), _sample(renderer, 1)]
+    except ValueError as error:
+        raise ModelError(f"Questions and their answers cannot be rendered: {error}. {_CORRECT}") from None
+    with suppress(ValueError):  # not every template knows a system message; a row that has one says so
+        samples.append(_sample(renderer, 1, _SYSTEM))
+    for sample in samples:
+        for check in _CHECKS:
+            check(sample)
+    return samples[0]
+
+
+def end_of_turn(tokenizer: Any) -> int:
+    """The id of the token that closes the assistant's turn in the tokenizer's chat template.
+
+    Raises:
+        ModelError: The template fails a check, closes the turn with nothing that a model could stop at, or begins twice.
+    """
+    sample = checked_sample(ChatRenderer(tokenizer))
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    ids: list[int] = []
+    for turn, ending in zip(sample.turns, sample.endings, strict=True):
+        ids = tokenizer(turn, add_special_tokens=False)["input_ids"]
+        if ids and ids[-1] in special:
+            continue
+        add = f"Add it (model.new_tokens: [{json.dumps(ending.strip())}])" if "<" in ending else "Correct it"
+        raise ModelError(
+            f"The chat template ends the assistant's turn with {ending!r}, which is not a special token of this tokenizer: the model "
+            f"would never learn to stop. {add}, or name another in model.chat_template (`plain` ends a turn with the tokenizer's own EOS)."
+        )
+    beginning = tokenizer(sample.text, add_special_tokens=False)["input_ids"][:2]
+    if beginning == [tokenizer.bos_token_id] * 2:
+        raise ModelError(f"The chat template begins a conversation with {tokenizer.bos_token} twice. {_CORRECT}")
+    return int(ids[-1])
+
+
+def note_on_headers(tokenizer: Any) -> str | None:
+    """A warning about headers that the chat template writes for another family's tokenizer; None if there are none."""
+    if tokenizer.chat_template is None:
+        return None
+    written = dict.fromkeys(_HEADERS.findall(_sample(ChatRenderer(tokenizer), 1).text))
+    missing = [name for name in written if name not in tokenizer.get_vocab()]
+    if not missing:
+        return None
+    return (
+        f"Note: the chat template writes {', '.join(missing)}, for which this tokenizer has no token: it reads them as plain text. The "
+        "template may belong to another model. Name another in model.chat_template, or add the tokens with model.new_tokens."
+    )
+
+
+# What a rendered row must hold
 
 
 def check_nothing_is_lost(messages: list[Message], trained: Sequence[bool], text: str) -> None:
@@ -155,38 +194,31 @@ def check_nothing_is_lost(messages: list[Message], trained: Sequence[bool], text
         ValueError: Something is missing; the message says what.
     """
     order = list(zip(messages, trained, strict=True))
-    # Mistral's templates write the system message into the last question.
-    system = [pair for pair in order if pair[0]["role"] == "system"]
-    last = max((index for index, (message, _) in enumerate(order) if message["role"] == "user"), default=0)
-    moved = [pair for pair in order[:last] if pair not in system] + system + order[last:]
     try:
         _find_all(order, text)
     except ValueError:
-        if len(moved) == len(order) and moved != order:
-            with suppress(ValueError):
-                return _find_all(moved, text)
+        # Mistral's templates write the system message into the last question.
+        system = [pair for pair in order if pair[0]["role"] == "system"]
+        last = max((at for at, (message, _) in enumerate(order) if message["role"] == "user"), default=0)
+        moved = [pair for pair in order[:last] if pair not in system] + system + order[last:]
+        if moved == order or len(moved) != len(order):
+            raise
+        with suppress(ValueError):
+            return _find_all(moved, text)
         raise
 
 
 def _find_all(order: list[tuple[Message, bool]], text: str) -> None:
-    at = 0
-    flat: str | None = None  # the text without white space, once it is needed
+    at, text = 0, "".join(text.split())
     for message, is_trained in order:
         for said in _parts(message, is_trained):
-            found = text.find(said, at) if flat is None else -1
-            if found >= 0:
-                at = found + len(said)
-                continue
-            if flat is None:
-                flat, at = "".join(text.split()), len("".join(text[:at].split()))
             said_flat = "".join(said.split())
-            found = flat.find(said_flat, at)
-            if found < 0:
+            at = text.find(said_flat, at) + len(said_flat)
+            if at < len(said_flat):
                 raise ValueError(
                     f"the chat template leaves out what the {message['role']} says: {said[:60]!r}. Set model.chat_template to one that "
                     "shows it; data.reasoning=drop drops reasoning, and data.loss_on=last_assistant needs none of earlier turns"
                 )
-            at = found + len(said_flat)
 
 
 def _parts(message: Message, is_trained: bool) -> Iterator[str]:
@@ -200,3 +232,14 @@ def _parts(message: Message, is_trained: bool) -> Iterator[str]:
     parts += content if is_trained else content[-1:]
     parts += [call["function"]["name"] for call in message.get("tool_calls") or []]
     yield from (part.strip() for part in parts if part.strip())
+
+
+def check_turns_are_closed(rendered: Rendered, added: tuple[str, ...]) -> None:
+    """Check that each trained turn ends with one of the tokenizer's added tokens.
+
+    Raises:
+        ValueError: The template leaves a turn open.
+    """
+    for _, end in rendered.spans:
+        if not rendered.text.endswith(added, 0, end):
+            raise ValueError(f"the chat template leaves the assistant's turn open: {rendered.text[end - 20 : end]!r}")

@@ -51,40 +51,28 @@ def find_chat_template(name: str) -> str:
 
 
 def check_tokenizer_choice(recipe: Recipe) -> None:
-    """What can be refused about the tokenizer without loading it.
+    """Check what can be checked without loading the tokenizer.
 
     Raises:
-        ModelError: A chat template that does not exist.
+        ModelError: The chat template does not exist.
     """
     if recipe.model.chat_template is not None:
         find_chat_template(recipe.model.chat_template)
-
-
-def _known_token(tokenizer: Any, token: str, key: str) -> str:
-    if token not in tokenizer.get_vocab():
-        special = ", ".join(list(tokenizer.all_special_tokens)[:8])
-        raise ModelError(
-            f"model.{key}={token} is not in the tokenizer's vocabulary. Its special tokens: {special}. A new one "
-            "is added by model.new_tokens."
-        )
-    return token
 
 
 def load_tokenizer(recipe: Recipe) -> Any:
     """Load the tokenizer and settle what the recipe says of it.
 
     Returns:
-        A transformers tokenizer: `eos_token` is the end of the assistant's turn where there is a chat template, `pad_token` is
-        another token, and padding is on the right, so that position ids start at 0 as they did in pretraining.
+        A transformers tokenizer: `eos_token` is the end of the assistant's turn if there is a chat template, `pad_token` is another
+        token, and padding is on the right, so that position ids start at 0 as they did in pretraining.
 
     Raises:
         ModelError: It cannot be loaded, or lacks something that the recipe does not name.
     """
     from transformers import AutoTokenizer
-    from transformers.utils import cached_file
 
-    model = recipe.model
-    path = model_path(recipe)
+    model, path = recipe.model, model_path(recipe)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             path, revision=model.revision, trust_remote_code=model.trust_remote_code
@@ -103,14 +91,37 @@ def load_tokenizer(recipe: Recipe) -> Any:
         raise ModelError(
             f"The tokenizer of {model.name_or_path} has no fast version (tokenizer.json), whose character offsets the loss mask needs."
         )
-    tokenizer.own_file = cached_file(
-        path, "tokenizer.json", revision=model.revision, _raise_exceptions_for_missing_entries=False
-    )
     _add_new_tokens(tokenizer, recipe)
-    if model.eos_token is not None:
-        tokenizer.eos_token = _known_token(tokenizer, model.eos_token, "eos_token")
-    if model.pad_token is not None:
-        tokenizer.pad_token = _known_token(tokenizer, model.pad_token, "pad_token")
+    for key in ("eos_token", "pad_token"):
+        token = getattr(model, key)
+        if token is not None and token not in tokenizer.get_vocab():
+            raise ModelError(
+                f"model.{key}={token} is not in the tokenizer's vocabulary. Its special tokens: "
+                f"{', '.join(list(tokenizer.all_special_tokens)[:8])}. A new one is added by model.new_tokens."
+            )
+        if token is not None:
+            setattr(tokenizer, key, token)
+    _settle_template(tokenizer, recipe)
+    _settle_padding(tokenizer, recipe)
+    tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def _add_new_tokens(tokenizer: Any, recipe: Recipe) -> None:
+    known = [token for token in recipe.model.new_tokens if token in tokenizer.get_vocab()]
+    if known:
+        raise ModelError(
+            f"model.new_tokens: {', '.join(known)}: in the tokenizer's vocabulary already. Leave it out, it can be used as it is."
+        )
+    if recipe.model.new_tokens:
+        tokenizer.add_special_tokens(
+            {"additional_special_tokens": list(recipe.model.new_tokens)}, replace_extra_special_tokens=False
+        )
+
+
+def _settle_template(tokenizer: Any, recipe: Recipe) -> None:
+    """Take the recipe's chat template or the tokenizer's own, and make the token that ends its turns the EOS."""
+    model = recipe.model
     if model.chat_template is not None:
         tokenizer.chat_template = find_chat_template(model.chat_template)
     if isinstance(tokenizer.chat_template, dict):
@@ -133,28 +144,14 @@ def load_tokenizer(recipe: Recipe) -> Any:
             f"{model.name_or_path} has no chat template, which conversations need, and the evaluation (eval.apply_chat_template=true). Set "
             f"{CHOICES} For a model of plain text set eval.apply_chat_template=false."
         )
-    _settle_padding(tokenizer, recipe, tokenizer.eos_token_id)
-    tokenizer.padding_side = "right"
-    return tokenizer
 
 
-def _add_new_tokens(tokenizer: Any, recipe: Recipe) -> None:
-    known = [token for token in recipe.model.new_tokens if token in tokenizer.get_vocab()]
-    if known:
-        raise ModelError(
-            f"model.new_tokens: {', '.join(known)}: in the tokenizer's vocabulary already. Leave it out, it can be used as it is."
-        )
-    if recipe.model.new_tokens:
-        tokenizer.add_special_tokens(
-            {"additional_special_tokens": list(recipe.model.new_tokens)}, replace_extra_special_tokens=False
-        )
-
-
-def _settle_padding(tokenizer: Any, recipe: Recipe, stop: int) -> None:
+def _settle_padding(tokenizer: Any, recipe: Recipe) -> None:
     """Keep the tokenizer's padding token; replace one that is the end-of-turn token, which padding would keep from being trained."""
-    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != stop:
+    stop, name = tokenizer.eos_token_id, recipe.model.name_or_path
+    if tokenizer.pad_token_id not in (None, stop):
         return
-    found, name = padding_choice(tokenizer, stop), recipe.model.name_or_path
+    found = padding_choice(tokenizer, stop)
     if tokenizer.pad_token_id is not None and recipe.model.pad_token is None and found is not None:
         tokenizer.pad_token = found
         tokenizer.padding_note = (
@@ -163,24 +160,17 @@ def _settle_padding(tokenizer: Any, recipe: Recipe, stop: int) -> None:
         )
         return
     problem = "has no padding token" if tokenizer.pad_token_id is None else "pads with the end-of-turn token"
+    example = (
+        f", for example {found}." if found else "; it has no other to spare, so add one: model.new_tokens=[<|pad|>]."
+    )
     raise ModelError(
-        f"{name} {problem}. Set model.pad_token to a token of its vocabulary other than the end-of-turn token "
-        f"{tokenizer.eos_token}, which must be trained"
-        + (
-            f", for example {found}."
-            if found
-            else "; it has no other to spare, so add one: model.new_tokens=[<|pad|>]."
-        )
+        f"{name} {problem}. Set model.pad_token to a token of its vocabulary other than the end-of-turn token {tokenizer.eos_token}, "
+        f"which must be trained{example}"
     )
 
 
 def padding_choice(tokenizer: Any, stop: int) -> str | None:
-    """The special token that is best padded with: one made for it, else one that no text is written with; None where there is none.
-
-    Args:
-        tokenizer: Of transformers.
-        stop: Id of the end-of-turn token.
-    """
+    """The special token that is best padded with: one made for it, else one that no text is written with; None if there is none."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     taken = {stop, tokenizer.bos_token_id}
     names = [name for name in added if tokenizer.convert_tokens_to_ids(name) not in taken and not _MEDIA.search(name)]
@@ -199,13 +189,7 @@ def new_token_ids(tokenizer: Any, new_tokens: Sequence[str]) -> list[int]:
 
 
 def check_vocabulary(tokenizer: Any, new_tokens: Sequence[str], rows: int, name: str) -> None:
-    """Refuse a tokenizer that has more tokens of its own than the embedding has rows.
-
-    Args:
-        tokenizer: From load_tokenizer.
-        new_tokens: The recipe's; the embedding is made larger for these.
-        rows: Of the model's embedding.
-        name: The model's, for the message.
+    """Refuse a tokenizer that has more tokens of its own than the model's embedding has rows; it grows for `new_tokens` alone.
 
     Raises:
         ModelError: The two do not belong together.

@@ -28,7 +28,7 @@ _maker: DocumentMaker
 def made_chunks(
     maker: DocumentMaker, source: Source, number: int, format: str, rows: Iterable[Numbered], workers: int = 1
 ) -> Iterator[Chunk]:
-    """Make documents of all rows of a source.
+    """Make documents of all rows of a source, in chunks in the order of the rows.
 
     Args:
         maker: Makes them.
@@ -37,9 +37,6 @@ def made_chunks(
         format: The format of the rows.
         rows: With their numbers.
         workers: Processes; with 1 this one does the work.
-
-    Yields:
-        Chunks in the order of the rows.
 
     Raises:
         RowError: A row stops the preparation.

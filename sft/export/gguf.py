@@ -19,6 +19,7 @@ GGUF = "model.gguf"
 _OUTTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 _PACKAGES = {"google": "protobuf", "mistral_common": "mistral-common"}
 """Names on the package index of modules that are called otherwise."""
+_EOS, _TEMPLATE = "tokenizer.ggml.eos_token_id", "tokenizer.chat_template"
 
 
 def find_converter() -> Path:
@@ -27,8 +28,7 @@ def find_converter() -> Path:
     Raises:
         ExportError: It is in neither.
     """
-    named = os.environ.get("LLAMA_CPP")
-    found = shutil.which(CONVERTER) or shutil.which(CONVERTER, path=named, mode=os.F_OK)
+    found = shutil.which(CONVERTER) or shutil.which(CONVERTER, path=os.environ.get("LLAMA_CPP"), mode=os.F_OK)
     if found is None:
         raise ExportError(
             f"--gguf needs llama.cpp's {CONVERTER}, which is neither on PATH nor in the folder that LLAMA_CPP names. "
@@ -81,25 +81,21 @@ def _run(converter: Path, folder: Path, target: Path, *options: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
     if done.returncode == 0 and target.is_file():
         return
-    output = (done.stderr or done.stdout).strip()
-    last = output.splitlines()[-1] if output else "it printed nothing"
-    missing = re.search(r"No module named '(\w+)", last)
-    if missing:
+    last = ((done.stderr or done.stdout).strip().splitlines() or ["it printed nothing"])[-1]
+    remedy = "Use --to vllm or --to merged."
+    if missing := re.search(r"No module named '(\w+)", last):
         package = _PACKAGES.get(missing[1], missing[1])
         remedy = f"Install the package that it needs: {sys.executable} -m pip install {package}."
     elif "pre-tokenizer was not recognized" in last:
         remedy = (
-            "llama.cpp recognizes a tokenizer by the tokens that it makes of a test text, and knows only those of published models; "
-            "a tokenizer trained from scratch, as the demo's is, cannot be converted. Use --to vllm, --to merged, or "
-            "--to ollama without --gguf."
+            "llama.cpp knows only the tokenizers of published models; one trained from scratch, as the demo's is, cannot be converted. "
+            "Use --to vllm, --to merged, or --to ollama without --gguf."
         )
-    else:
-        remedy = "Use --to vllm or --to merged."
     raise ExportError(f"{converter} ended with status {done.returncode}: {last}. Nothing was exported. {remedy}")
 
 
 def _fault(converter: Path, folder: Path, tokenizer: Any) -> str | None:
-    """How the GGUF file differs from the folder's safetensors and tokenizer; None where it does not.
+    """How the GGUF file differs from the folder's safetensors and tokenizer; None if it does not.
 
     Some weights change their order on the way, so all are counted, and the embeddings compared.
     """
@@ -107,12 +103,9 @@ def _fault(converter: Path, folder: Path, tokenizer: Any) -> str | None:
     from safetensors import safe_open
 
     quants, reader = _read(converter, folder / GGUF)
-    fields = {name: field.contents() for name, field in reader.fields.items() if name in _FIELDS}
-    if fields.get("tokenizer.ggml.eos_token_id") != tokenizer.eos_token_id:
-        return (
-            f"it stops at token {fields.get('tokenizer.ggml.eos_token_id')}, and the model at {tokenizer.eos_token_id}"
-        )
-    template = fields.get("tokenizer.chat_template")
+    eos, template = (reader.fields[name].contents() if name in reader.fields else None for name in (_EOS, _TEMPLATE))
+    if eos != tokenizer.eos_token_id:
+        return f"it stops at token {eos}, and the model at {tokenizer.eos_token_id}"
     if template is not None and template != tokenizer.chat_template:
         return "its chat template is another one"
     stored = {tensor.name: tensor for tensor in reader.tensors if not tensor.name.startswith("rope_")}
@@ -126,14 +119,11 @@ def _fault(converter: Path, folder: Path, tokenizer: Any) -> str | None:
     count = sum(int(tensor.n_elements) for tensor in stored.values())
     if count != expected:
         return f"it holds {count:,} weights, and the model {expected:,}"
-    if embeddings is not None and "token_embd.weight" in stored:
-        tensor = stored["token_embd.weight"]
-        if not np.array_equal(quants.dequantize(tensor.data, tensor.tensor_type), embeddings):
-            return "its embeddings are other numbers"
-    return None
-
-
-_FIELDS = ("tokenizer.ggml.eos_token_id", "tokenizer.chat_template")
+    tensor = stored.get("token_embd.weight")
+    if embeddings is None or tensor is None:
+        return None
+    same = np.array_equal(quants.dequantize(tensor.data, tensor.tensor_type), embeddings)
+    return None if same else "its embeddings are other numbers"
 
 
 def _read(converter: Path, path: Path) -> tuple[Any, Any]:

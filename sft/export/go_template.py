@@ -1,7 +1,7 @@
 """Rewrites a Jinja chat template in Go, which Ollama reads.
 
-A Jinja template is a program and cannot be translated in general. So the template renders a few conversations, and what it writes around
-the messages is taken over. The result is compared with the template's own, string for string. Imports no torch.
+A Jinja template is a program and cannot be translated in general. So the template renders a few conversations, what it writes around the
+messages is taken over, and the result is compared with the template's own, string for string. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,26 +12,29 @@ from dataclasses import dataclass, replace
 
 Message = dict[str, str]
 Render = Callable[[Sequence[Message], bool], str]
-"""Renders a conversation, with the generation prompt or without. Raises ValueError where the template refuses it."""
+"""Renders a conversation, with the generation prompt or without. Raises ValueError if the template refuses it."""
 
+_ROLES = {"s": "system", "u": "user", "a": "assistant"}
 _SYSTEM, _USER, _ANSWER, _AGAIN = "Sqaa", "Uqbb", "Aqcc", "Vqdd"
 """Words that no template writes by itself."""
 
 
-def _turns(roles: str) -> list[Message]:
-    """Messages by the first letters of their roles, `s`, `u`, `a`, each with its own words.
+def _turns(roles: str, *contents: str) -> list[Message]:
+    """Messages by the first letters of their roles; without contents, each has words of its own.
 
     >>> [message["content"] for message in _turns("ua")]
     ['Say 0: a "b" {c}', 'Say 1: a "b" {c}']
     """
-    names = {"s": "system", "u": "user", "a": "assistant"}
-    return [{"role": names[role], "content": f'Say {number}: a "b" {{c}}'} for number, role in enumerate(roles)]
+    words = contents or [f'Say {number}: a "b" {{c}}' for number in range(len(roles))]
+    return [{"role": _ROLES[role], "content": word} for role, word in zip(roles, words, strict=True)]
 
 
-_MUST_AGREE = ("u", "su", "uau", "suau", "uauau", "suauau")
+_MUST_AGREE = [_turns(roles) for roles in ("u", "su", "uau", "suau", "uauau", "suauau")]
 _MAY_DIFFER = {
-    "sau": "a conversation that begins with the assistant, as when Ollama drops the oldest messages of a long one",
-    "uasu": "a system message in the middle",
+    "a conversation that begins with the assistant, as when Ollama drops the oldest messages": _turns("sau"),
+    "a system message in the middle": _turns("uasu"),
+    "white space around a message, which it strips": _turns("uau", " x \n", "y", "z"),
+    "reasoning (<think>) in earlier answers, which it removes": _turns("uau", "x", "<think>\nx\n</think>\n\ny", "z"),
 }
 
 
@@ -42,82 +45,81 @@ class Markup:
     first_user: str
     """Before a user's message that is the first of all: BOS and default system message included."""
 
-    user_open: str
+    user: str
     user_close: str
-    assistant_open: str
+    assistant: str
     assistant_close: str
     prompt: str
     """After the last message: the generation prompt."""
 
-    first_system: str | None = None
-    """Before a system message that is the first of all; None: the template has no place for any."""
+    after_system: str
+    """Before the user's message that follows the first system message, also if that is dropped."""
 
-    system_open: str = ""
-    """Before one that is not."""
+    system: str | None = None
+    """Before a system message; None: the template has no place for any."""
 
     system_close: str = ""
-    after_system: str = ""
-    """Before the user's message that follows the first system message, also where that is dropped."""
 
     def render(self, messages: Sequence[Message]) -> str:
         """A conversation, with the generation prompt."""
         text = ""
         for number, message in enumerate(messages):
-            if message["role"] == "system" and self.first_system is None:
-                continue
-            before, after = self._of(number, message["role"], messages)
-            text += before + message["content"] + after
+            if message["role"] == "system":
+                text += "" if self.system is None else self.system + message["content"] + self.system_close
+            elif message["role"] == "assistant":
+                text += self.assistant + message["content"] + self.assistant_close
+            else:
+                follows = number == 1 and messages[0]["role"] == "system"
+                before = self.first_user if number == 0 else self.after_system if follows else self.user
+                text += before + message["content"] + self.user_close
         return text + self.prompt
 
-    def _of(self, number: int, role: str, messages: Sequence[Message]) -> tuple[str, str]:
-        if role == "system":
-            return (self.first_system or "") if number == 0 else self.system_open, self.system_close
-        if role == "assistant":
-            return self.assistant_open, self.assistant_close
-        if number == 0:
-            return self.first_user, self.user_close
-        follows = number == 1 and messages[0]["role"] == "system"
-        return self.after_system if follows else self.user_open, self.user_close
+    def go(self) -> str:
+        """The template in Go, without trim markers and line breaks: each of its own would be written."""
+        has_system = '(eq (index $.Messages 0).Role "system")'
+        before_user = (
+            f"{{{{ if eq $i 0 }}}}{literal(self.first_user)}{{{{ else if and (eq $i 1) {has_system} }}}}{literal(self.after_system)}"
+            f"{{{{ else }}}}{literal(self.user)}{{{{ end }}}}"
+        )
+        system = "" if self.system is None else f"{literal(self.system)}{{{{ .Content }}}}{literal(self.system_close)}"
+        return (
+            f'{{{{ range $i, $message := .Messages }}}}{{{{ if eq .Role "system" }}}}{system}'
+            f'{{{{ else if eq .Role "user" }}}}{before_user}{{{{ .Content }}}}{literal(self.user_close)}'
+            f'{{{{ else if eq .Role "assistant" }}}}{literal(self.assistant)}{{{{ .Content }}}}{literal(self.assistant_close)}'
+            f"{{{{ end }}}}{{{{ end }}}}{literal(self.prompt)}"
+        )
 
 
-def read_markup(render: Render, bos: str) -> Markup:
+def read_markup(render: Render) -> Markup:
     """What a template writes around the messages.
 
-    Args:
-        render: Renders it.
-        bos: The token at the beginning of a text; empty for none.
-
     Raises:
-        ValueError: It does not write what is said as it is, each message once and in order.
+        ValueError: It does not write each message as it is, once and in order.
     """
-    user, answer = {"role": "user", "content": _USER}, {"role": "assistant", "content": _ANSWER}
-    again, system = {"role": "user", "content": _AGAIN}, {"role": "system", "content": _SYSTEM}
-    first_user, to_answer, to_user, end = _between(render([user, answer, again], True), _USER, _ANSWER, _AGAIN)
-    user_close = _closing(render, [user], _USER, [to_answer, end])
-    assistant_close = _closing(render, [user, answer], _ANSWER, [to_user])
+    user = _turns("u", _USER)
+    first_user, to_answer, to_user, end = _between(
+        render(_turns("uau", _USER, _ANSWER, _AGAIN), True), _USER, _ANSWER, _AGAIN
+    )
+    user_close = _closing(render, user, _USER, [to_answer, end])
+    assistant_close = _closing(render, _turns("ua", _USER, _ANSWER), _ANSWER, [to_user])
     markup = Markup(
         first_user=first_user,
-        user_open=to_user.removeprefix(assistant_close),
+        user=to_user.removeprefix(assistant_close),
         user_close=user_close,
-        assistant_open=to_answer.removeprefix(user_close),
+        assistant=to_answer.removeprefix(user_close),
         assistant_close=assistant_close,
         prompt=end.removeprefix(user_close),
+        after_system=first_user,
     )
     try:
-        both = render([system, user], True)
+        both = render(_turns("su", _SYSTEM, _USER), True)
     except ValueError:
-        return replace(markup, after_system=first_user)  # Ollama drops it, and the user's message is the first
+        return markup  # Ollama drops the system message, and the user's is the first
     if _SYSTEM not in both:
         return replace(markup, after_system=_between(both, _USER)[0])
-    first_system, to_first_user, _ = _between(both, _SYSTEM, _USER)
-    system_close = _closing(render, [system], _SYSTEM, [to_first_user])
-    return replace(
-        markup,
-        first_system=first_system,
-        system_open=first_system.removeprefix(bos),
-        system_close=system_close,
-        after_system=to_first_user.removeprefix(system_close),
-    )
+    system, to_first_user, _ = _between(both, _SYSTEM, _USER)
+    close = _closing(render, _turns("s", _SYSTEM), _SYSTEM, [to_first_user])
+    return replace(markup, system=system, system_close=close, after_system=to_first_user.removeprefix(close))
 
 
 def _between(text: str, *words: str) -> list[str]:
@@ -132,7 +134,7 @@ def _between(text: str, *words: str) -> list[str]:
 
 
 def _closing(render: Render, messages: Sequence[Message], last: str, follow: Sequence[str]) -> str:
-    """What closes the last of the messages, where the same opens whatever follows it; else nothing."""
+    """What closes the last of the messages, if the same opens whatever follows it; else nothing."""
     try:
         closing = render(messages, False).partition(last)[2]
     except ValueError:
@@ -149,62 +151,24 @@ def compare(markup: Markup, render: Render) -> list[str]:
     Raises:
         ValueError: A plain conversation comes out differently.
     """
-    differs = []
-    for roles in (*_MUST_AGREE, *_MAY_DIFFER):
-        messages = _turns(roles)
+    for messages in _MUST_AGREE:
+        roles = [message["role"] for message in messages]
         try:
             expected = render(messages, True)
         except ValueError:
-            if "s" in roles and (markup.first_system is None or roles in _MAY_DIFFER):
+            if markup.system is None and "system" in roles:
                 continue
             raise
-        if markup.render(messages) == expected:
-            continue
-        if roles not in _MAY_DIFFER:
-            raise ValueError(f"a conversation of {', '.join(one['role'] for one in messages)} comes out differently")
-        differs.append(_MAY_DIFFER[roles])
-    if markup.first_system is None:
-        differs.append("system messages, which it has no place for and Ollama drops")
-    for number, content, name in (
-        (0, " x \n", "white space around a message, which it strips"),
-        (1, "<think>\nx\n</think>\n\ny", "reasoning (<think>) in earlier answers, which it removes"),
-    ):
-        messages = _turns("uau")
-        messages[number]["content"] = content
-        if render(messages, True) != markup.render(messages):
-            differs.append(name)
+        if markup.render(messages) != expected:
+            raise ValueError(f"a conversation of {', '.join(roles)} comes out differently")
+    differs = [] if markup.system is not None else ["system messages, which it has no place for and Ollama drops"]
+    for name, messages in _MAY_DIFFER.items():
+        try:
+            if render(messages, True) != markup.render(messages):
+                differs.append(name)
+        except ValueError:
+            continue  # it refuses what Ollama would render
     return differs
-
-
-def write_go(markup: Markup) -> str:
-    """The template of Go: without the trim markers and line breaks that would make it prettier, since it writes each of its own."""
-    user = _branch(markup)
-    system = ""
-    if markup.first_system is not None:
-        opening = _when("eq $i 0", markup.first_system, markup.system_open)
-        system = f'{{{{ if eq .Role "system" }}}}{opening}{{{{ .Content }}}}{literal(markup.system_close)}{{{{ else if eq .Role "user" }}}}'
-    else:
-        system = '{{ if eq .Role "user" }}'
-    return (
-        f"{{{{ range $i, $message := .Messages }}}}{system}{user}{{{{ .Content }}}}{literal(markup.user_close)}"
-        f'{{{{ else if eq .Role "assistant" }}}}{literal(markup.assistant_open)}{{{{ .Content }}}}{literal(markup.assistant_close)}'
-        f"{{{{ end }}}}{{{{ end }}}}{literal(markup.prompt)}"
-    )
-
-
-def _branch(markup: Markup) -> str:
-    later = literal(markup.user_open)
-    if markup.after_system != markup.user_open:
-        follows = 'and (eq $i 1) (eq (index $.Messages 0).Role "system")'
-        later = f"{{{{ else if {follows} }}}}{literal(markup.after_system)}{{{{ else }}}}{later}"
-        return f"{{{{ if eq $i 0 }}}}{literal(markup.first_user)}{later}{{{{ end }}}}"
-    return _when("eq $i 0", markup.first_user, markup.user_open)
-
-
-def _when(condition: str, one: str, other: str) -> str:
-    if one == other:
-        return literal(one)
-    return f"{{{{ if {condition} }}}}{literal(one)}{{{{ else }}}}{literal(other)}{{{{ end }}}}"
 
 
 def literal(text: str) -> str:
@@ -218,11 +182,8 @@ def literal(text: str) -> str:
     if not hidden and "{" not in text and '"' not in text:
         return text
     quoted = json.dumps(text, ensure_ascii=False)
-    return (
-        "{{ "
-        + "".join(
-            one if one.isprintable() else f"\\U{ord(one):08x}" if ord(one) > 0xFFFF else f"\\u{ord(one):04x}"
-            for one in quoted
-        )
-        + " }}"
-    )
+    return f"{{{{ {''.join(one if one.isprintable() else _escaped(ord(one)) for one in quoted)} }}}}"
+
+
+def _escaped(code: int) -> str:
+    return f"\\U{code:08x}" if code > 0xFFFF else f"\\u{code:04x}"

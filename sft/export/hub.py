@@ -1,7 +1,6 @@
 """Uploads to the Hugging Face hub: private by default, a branch for each checkpoint, and only what makes up a model.
 
-Everything that can be wrong with the account, the name or the network is checked before any weight is read. An interrupted upload
-continues with the same command.
+Account, name and network are checked before any weight is read. An interrupted upload continues with the same command.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +45,6 @@ _REMEDIES = {
 }
 
 
-@dataclass(frozen=True)
-class Upload:
-    """A model and the branch that it goes to."""
-
-    source: Exported
-    branch: str
-
-
 def upload(run: Run, arguments: argparse.Namespace) -> None:
     """Check, list and upload.
 
@@ -65,34 +55,30 @@ def upload(run: Run, arguments: argparse.Namespace) -> None:
     Raises:
         UserError: Something is wrong, or the hub does not take it.
     """
-    repo_id = check_repo_id(arguments.repo_id)
-    uploads = plan_uploads(run, arguments.checkpoint, arguments.checkpoints, arguments.revision)
-    for one in uploads:
-        check_unchanged(one.source, arguments.accept_edits)
+    repo_id = _checked_repo_id(arguments.repo_id)
+    branches = _branches(run, arguments.checkpoint, arguments.checkpoints, arguments.revision)
+    for source in branches.values():
+        check_unchanged(source, arguments.accept_edits)
     api: Any = None
     if not arguments.dry_run:
         from huggingface_hub import HfApi
 
         api = HfApi()
-        check_account(api, repo_id, arguments.public)
-    for done, one in enumerate(uploads):
-        with _folder(one, arguments.license, repo_id) as folder:
-            print(f"{repo_id}, branch {one.branch}:\n{listing(folder)}", flush=True)
+        _check_account(api, repo_id, arguments.public)
+    for done, (branch, source) in enumerate(branches.items()):
+        with _folder(source, arguments.license, repo_id) as folder:
+            print(f"{repo_id}, branch {branch}:\n{_listing(folder)}", flush=True)
             if api is not None:
-                so_far = f"{done} of {len(uploads)} branches are complete. The same command continues."
+                so_far = f"{done} of {len(branches)} branches are complete. The same command continues."
                 with _errors(api, repo_id, so_far):
-                    print(f"Uploaded: {push(api, folder, repo_id, one, private=not arguments.public)}", flush=True)
+                    address = _push(api, folder, repo_id, branch, source, private=not arguments.public)
+                print(f"Uploaded: {address}", flush=True)
     if api is None:
         visibility = "public" if arguments.public else "private"
         print(f"Nothing was uploaded (--dry-run). Without it the repository would be {visibility}.")
 
 
-def check_repo_id(repo_id: str | None) -> str:
-    """A repository's full name.
-
-    Raises:
-        ExportError: It is missing or not valid.
-    """
+def _checked_repo_id(repo_id: str | None) -> str:
     if repo_id is None:
         raise ExportError(
             "--to hub needs --repo-id OWNER/NAME: your name on the hub or an organization's, and a name for the model."
@@ -108,8 +94,8 @@ def check_repo_id(repo_id: str | None) -> str:
     return repo_id
 
 
-def plan_uploads(run: Run, step: int | None, steps: str | None, revision: str | None) -> list[Upload]:
-    """The branches to upload; their models exist.
+def _branches(run: Run, step: int | None, steps: str | None, revision: str | None) -> dict[str, Exported]:
+    """The model of each branch to upload, which exists.
 
     Args:
         run: The run.
@@ -127,58 +113,44 @@ def plan_uploads(run: Run, step: int | None, steps: str | None, revision: str | 
     if revision is not None and (not _BRANCH.fullmatch(revision) or ".." in revision):
         raise ExportError(f"--revision {revision} is not a valid branch: letters, digits, `-`, `_`, `.` and `/`.")
     there = steps_of(run)
-    if steps == "all":
-        chosen = there
-    elif steps is None or re.fullmatch(r"\d+(,\d+)*", steps):
-        chosen = sorted({int(word) for word in (steps or "").split(",") if word})
-    else:
+    if steps is not None and steps != "all" and not re.fullmatch(r"\d+(,\d+)*", steps):
         raise ExportError(
             f"--checkpoints {steps}: give `all`, or steps with commas: {','.join(map(str, there)) or 'there is none'}."
         )
-    uploads = [Upload(find_exported(run, step), revision or MAIN)]
-    uploads += [Upload(find_exported(run, one), f"checkpoint-{one}") for one in chosen]
-    if len({one.branch for one in uploads}) < len(uploads):
+    chosen = there if steps == "all" else sorted({int(word) for word in (steps or "").split(",") if word})
+    branches = {f"checkpoint-{one}": find_exported(run, one) for one in chosen}
+    if revision in branches:
         raise ExportError(f"--revision {revision} is also the branch of a checkpoint. Choose another name.")
-    return uploads
+    return {revision or MAIN: find_exported(run, step), **branches}
 
 
 @contextmanager
-def _folder(one: Upload, license_id: str | None, repo_id: str) -> Iterator[Path]:
+def _folder(source: Exported, license_id: str | None, repo_id: str) -> Iterator[Path]:
     """The folder of a branch. Beside the run, where its weights can be links and take no room."""
 
     def finish(folder: Path, tokenizer: Any) -> None:
-        write_card(one.source, folder, tokenizer, license_id, repo_id)
+        write_card(source, folder, tokenizer, license_id, repo_id)
 
     try:
-        place = Path(tempfile.mkdtemp(prefix=".export-", dir=one.source.run.path.parent))
+        place = Path(tempfile.mkdtemp(prefix=".export-", dir=source.run.path.parent))
     except OSError:  # a run on a read-only disk
         place = Path(tempfile.mkdtemp(prefix="sft-export-"))
     try:
-        folder = place / one.source.name
-        make_folder(one.source, folder, finish, link=True)
-        yield folder
+        make_folder(source, place / source.name, finish, link=True)
+        yield place / source.name
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def listing(folder: Path) -> str:
+def _listing(folder: Path) -> str:
     """The files with their sizes."""
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     lines = [f"  {in_words(size):>10}  {name}" for name, size in sizes.items()]
     return "\n".join([*lines, f"  {in_words(sum(sizes.values())):>10}  in {len(sizes)} files"])
 
 
-def check_account(api: Any, repo_id: str, public: bool) -> None:
-    """Check that the token may write, that the owner fits, and that an existing repository is as visible as requested.
-
-    Args:
-        api: huggingface_hub's HfApi.
-        repo_id: owner/name.
-        public: --public.
-
-    Raises:
-        ExportError: One of them is wrong.
-    """
+def _check_account(api: Any, repo_id: str, public: bool) -> None:
+    """Check that the token may write, that the owner fits, and that an existing repository is as visible as requested."""
     with _errors(api, repo_id, "Nothing was uploaded."):
         account = api.whoami()
     if ((account.get("auth") or {}).get("accessToken") or {}).get("role") == "read":
@@ -202,43 +174,33 @@ def check_account(api: Any, repo_id: str, public: bool) -> None:
         )
 
 
-def push(api: Any, folder: Path, repo_id: str, one: Upload, *, private: bool) -> str:
-    """Upload a folder to its branch, and create repository and branch if they are missing.
-
-    Returns:
-        The address of the commit.
-    """
-    what = "final/" if one.source.step is None else f"checkpoint after {one.source.step} steps"
+def _push(api: Any, folder: Path, repo_id: str, branch: str, source: Exported, *, private: bool) -> str:
+    """Upload a folder to its branch, and create repository and branch if they are missing; returns the commit's address."""
+    what = "final/" if source.step is None else f"checkpoint after {source.step} steps"
     api.create_repo(repo_id, private=private, exist_ok=True)
-    if one.branch != MAIN:
-        api.create_branch(repo_id, branch=one.branch, exist_ok=True)
+    if branch != MAIN:
+        api.create_branch(repo_id, branch=branch, exist_ok=True)
     info = api.upload_folder(
         repo_id=repo_id,
         folder_path=folder,
-        revision=one.branch,
-        commit_message=f"{one.source.title}: {what}",
+        revision=branch,
+        commit_message=f"{source.title}: {what}",
         delete_patterns=_REPLACED,
     )
-    return f"{api.endpoint}/{repo_id}/tree/{one.branch} (commit {str(info.oid)[:12]})"
+    return f"{api.endpoint}/{repo_id}/tree/{branch} (commit {str(info.oid)[:12]})"
 
 
 @contextmanager
 def _errors(api: Any, repo_id: str, so_far: str) -> Iterator[None]:
-    """Turn an error of the hub or the network into one message.
-
-    Raises:
-        ExportError: There was one.
-        RepositoryNotFoundError: As it came.
-    """
+    """Turn an error of the hub or the network into one message; a repository that is missing is left to the caller."""
     try:
         yield
     except RepositoryNotFoundError:
         raise
     except Exception as error:
         cause: BaseException = error
-        while (
-            isinstance(cause, RuntimeError) and cause.__cause__ is not None
-        ):  # how huggingface_hub reports a file's upload
+        # How huggingface_hub reports a file's upload.
+        while isinstance(cause, RuntimeError) and cause.__cause__ is not None:
             cause = cause.__cause__
         message = _explain(cause, api, repo_id)
         if message is None:
@@ -251,11 +213,11 @@ def _explain(error: BaseException, api: Any, repo_id: str) -> str | None:
         return "HF_HUB_OFFLINE is set, and an upload needs the hub. Unset it, or see what would be uploaded: --dry-run."
     if isinstance(error, LocalTokenNotFoundError):
         return "There is no token for the hub. Log in (hf auth login) or set HF_TOKEN."
-    lines = str(error).strip().splitlines() or [type(error).__name__]
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code if error.response is not None else 0
-        unknown = "the hub has a problem. Try again later" if status >= 500 else error.server_message or lines[0]
+        unknown = "the hub has a problem. Try again later" if status >= 500 else error.server_message or line
         return f"{repo_id}: the hub answers {status}: {_REMEDIES.get(status, unknown)}."
     if isinstance(error, ConnectionError | TimeoutError) or type(error).__module__.startswith(("httpx", "httpcore")):
-        return f"The hub, {api.endpoint}, cannot be reached or hung up: {lines[0]}."
+        return f"The hub, {api.endpoint}, cannot be reached or hung up: {line}."
     return None

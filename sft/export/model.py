@@ -12,26 +12,26 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import torch
 
 from sft.checkpoint.final import complete_config
-from sft.checkpoint.reshard import open_full
+from sft.checkpoint.reshard import adapter_names, open_full, source_names
+from sft.checkpoint.resume import writer_of
 from sft.checkpoint.zero import WEIGHT
 from sft.credentials import secrets_in
 from sft.data.tokenizer import load_tokenizer as load_base_tokenizer
 from sft.data.tokenizer import new_token_ids
 from sft.errors import ExportError
 from sft.export.source import Exported, has_tokenizer
-from sft.files import disk_was_full, in_words, remove
+from sft.files import disk_was_full, remove
 from sft.model.adapters import lora_config
 from sft.model.live import logits_distance
 from sft.model.load import load_base
 from sft.model.weight_checks import DTYPES, check_values, check_weights
 
-T = TypeVar("T")
 Finish = Callable[[Path, Any], None]
 """Writes what a target needs beside the model: gets the folder and the tokenizer."""
 
@@ -100,13 +100,6 @@ def make_folder(source: Exported, output: Path, finish: Finish, link: bool = Fal
         UserError: It cannot be made, or is another model than was trained. Nothing is left behind.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
-    if source.holds_model and not link:
-        needed, free = sum(path.stat().st_size for path in model_files(source)), shutil.disk_usage(output.parent).free
-        if free < needed:
-            raise ExportError(
-                f"The export takes {in_words(needed)}, and {output.parent} has {in_words(free)} free. Free some space, or name another "
-                "disk with --output."
-            )
     beside = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
     beside.chmod(0o755)
     try:
@@ -169,58 +162,55 @@ def _copy(source: Exported, folder: Path, link: bool) -> None:
             target.hardlink_to(path)
         except OSError:  # also a link to another disk
             shutil.copyfile(path, target)
-    _use(lambda: _load(folder, "auto", remote), lambda model: check_values(model, str(source.folder)))
+    check_values(_load(folder, "auto", remote), str(source.folder))
 
 
 def _merge_or_gather(source: Exported, tokenizer: Any, folder: Path) -> None:
     """Write the model of a checkpoint that is not one by itself, and compare its logits with those before."""
     rows = [tokenizer(text, add_special_tokens=False)["input_ids"][:256] for text in _PROBES]
-    saved_in = DTYPES[source.precision]
-
-    def logits_before(model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
-        model.to(_arithmetic(model, saved_in))
-        if not hasattr(model, "disable_adapter"):
-            return _logits(model, rows), None
-        with model.disable_adapter():
-            untrained = _logits(model, rows)
-        return _logits(model, rows), untrained
-
-    def save(model: Any) -> None:
-        merged = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
-        check_values(merged, source.name)
-        merged.save_pretrained(folder)
-
+    dtype = DTYPES[source.precision]
     # One model at a time: two would not fit beside each other.
-    expected, untrained = _use(lambda: _build(source, tokenizer), logits_before)
-    _use(lambda: _build(source, tokenizer), save)
+    expected, untrained = _logits_before(_build(source, tokenizer), rows, dtype)
+    gc.collect()
+    _save(_build(source, tokenizer), source, folder)
+    gc.collect()
+    check_logits(_logits(_load(folder, dtype, source.base.trust_remote_code), rows, dtype), expected, untrained, dtype)
+    gc.collect()
 
-    def logits_after(model: Any) -> list[torch.Tensor]:
-        return _logits(model.to(_arithmetic(model, saved_in)), rows)
 
-    found = _use(lambda: _load(folder, saved_in, source.base.trust_remote_code), logits_after)
-    check_logits(found, expected, untrained, saved_in)
+def _logits_before(
+    model: Any, rows: list[list[int]], dtype: torch.dtype
+) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
+    """Logits of the trained model, and of its base if it has adapters."""
+    trained = _logits(model, rows, dtype)
+    if not hasattr(model, "disable_adapter"):
+        return trained, None
+    with model.disable_adapter():
+        return trained, _logits(model, rows, dtype)
+
+
+def _save(model: Any, source: Exported, folder: Path) -> None:
+    merged = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+    check_values(merged, source.name)
+    merged.save_pretrained(folder)
 
 
 def _build(source: Exported, tokenizer: Any) -> Any:
     """The trained model in memory, adapters beside the base."""
     from peft import PeftModel, get_peft_model
 
-    from sft.checkpoint.reshard import adapter_names, source_names
-
-    model, lora = (
-        load_base(source.base, source.base_path, DTYPES[source.precision], tokenizer),
-        source.recipe.model.lora,
-    )
+    model = load_base(source.base, source.base_path, DTYPES[source.precision], tokenizer)
+    lora = source.recipe.model.lora
     if any(source.folder.glob("adapter_model*.safetensors")):
         return PeftModel.from_pretrained(model, source.folder)
     if lora is not None:
         new = new_token_ids(tokenizer, source.recipe.model.new_tokens)
         model = get_peft_model(model, lora_config(lora, model, new))
-    whole = open_full(source.folder, source.writer, adapter_names(model))
+    full = open_full(source.folder, writer_of(source.folder), adapter_names(model))
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name, saved in source_names(model, whole).items():
-            parameters[name].copy_(whole.read(saved, WEIGHT).view_as(parameters[name]))
+        for name, saved in source_names(model, full).items():
+            parameters[name].copy_(full.read(saved, WEIGHT).view_as(parameters[name]))
     return model
 
 
@@ -233,22 +223,10 @@ def _load(folder: Path, dtype: torch.dtype | str, trust_remote_code: bool) -> An
         raise ExportError(f"{folder} cannot be loaded: {type(error).__name__}: {str(error).splitlines()[0]}") from None
 
 
-def _use(make: Callable[[], Any], use: Callable[[Any], T]) -> T:
-    model = make()
-    try:
-        return use(model)
-    finally:
-        del model
-        gc.collect()
-
-
-def _arithmetic(model: Any, dtype: torch.dtype) -> torch.dtype:
-    """fp32 where the machine has the memory, so that only what is on disk differs."""
-    return torch.float32 if model.num_parameters() * 4 * 1.3 < psutil.virtual_memory().available else dtype
-
-
-def _logits(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
-    model.eval()
+def _logits(model: Any, rows: list[list[int]], dtype: torch.dtype) -> list[torch.Tensor]:
+    # In fp32 if the machine has the memory, so that only what is on disk differs.
+    in_fp32 = model.num_parameters() * 4 * 1.3 < psutil.virtual_memory().available
+    model.to(torch.float32 if in_fp32 else dtype).eval()
     with torch.no_grad():
         return [model(input_ids=torch.tensor([row]), use_cache=False).logits[0].float() for row in rows]
 

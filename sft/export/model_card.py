@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, PackageLoader
 
 from eval.report.charts import draw_curve
 from eval.report.run_files import read_run
@@ -20,20 +21,7 @@ from sft.hub.names import is_on_hub
 from sft.visible import visible, visible_line
 
 CARD, CURVE = "README.md", "loss.png"
-_USE = """\
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{name}"{remote})
-tokenizer = AutoTokenizer.from_pretrained("{name}"{remote})
-{prompt}
-print(tokenizer.decode(model.generate(**ids, max_new_tokens=256)[0][ids["input_ids"].shape[1] :], skip_special_tokens=True))
-```"""
-_CHAT = """\
-messages = [{"role": "user", "content": "Who are you?"}]
-ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)"""
-_TEXT = 'ids = tokenizer("Once upon a time", return_tensors="pt")'
-_TOKENS = ("in", "trained", "masked", "truncated", "dropped")
+_FATES = ("in", "trained", "masked", "truncated", "dropped")
 
 
 def write_card(
@@ -53,38 +41,89 @@ def write_card(
     """
     from huggingface_hub import ModelCard
 
-    of = read_run(source.run)
-    points = [one for one in of.metrics if source.step is None or one["step"] <= source.step]
+    run, recipe = read_run(source.run), visible(public_recipe(source.recipe)).rstrip()
+    points = [one for one in run.metrics if source.step is None or one["step"] <= source.step]
     if points:
         draw_curve(points, f"{source.title}, run {source.run.path.name}", folder / CURVE)
-    lines = [
-        f"# {_cell(source.title)}",
-        "",
-        _summary(source),
-        "",
-        "## Use",
-        "",
-        *_use(source, folder, tokenizer, repo_id),
-    ]
-    lines += [
-        "",
-        "## Training",
-        "",
-        *_training(source, of.record, points),
-        "",
-        "## Data",
-        "",
-        *_data(source, of.ledger),
-    ]
-    lines += ["", "## Evaluation", "", *_evaluation(source, of.comparison), "", "## Versions", ""]
-    versions = of.record.get("versions") or {}
-    lines += _table(["Package", "Version"], [[name, one] for name, one in versions.items() if one != "not installed"])
-    card = redact(f"---\n{metadata(source, license_id).to_yaml()}\n---\n\n" + "\n".join(lines) + "\n")
+    lora = source.recipe.model.lora
+    values = {
+        "source": source,
+        "base": _base_link(public_name(source.base.name_or_path)),
+        "method": "all weights" if lora is None else f"LoRA adapters of rank {lora.r}, merged",
+        "gguf": (folder / GGUF).is_file(),
+        "place": _Markdown(repo_id or "path/to/this/folder"),
+        "remote": _Markdown(", trust_remote_code=True" if source.base.trust_remote_code else ""),
+        "chat": bool(tokenizer.chat_template),
+        "stop_tokens": stop_tokens(folder, tokenizer),
+        "sampling": sampling(folder),
+        "context_length": text_config(source).get("max_position_embeddings"),
+        "points": points,
+        "last": points[-1] if points else {},
+        "curve": _Markdown(CURVE),
+        "recipe": _Markdown(recipe),
+        # Longer than any fence in the recipe, which would end this one.
+        "fence": _Markdown("`" * max(3, 1 + max(map(len, re.findall("`+", recipe)), default=0))),
+        "accounts": _accounts(run.ledger),
+        "fates": _FATES,
+        "record": run.record,
+        "comparison": run.comparison,
+    }
+    body = _environment().get_template("model_card.md.jinja").render(values)
+    card = redact(f"---\n{metadata(source, license_id).to_yaml()}\n---\n\n{body}\n")
     try:
         ModelCard(card)
     except (ValueError, TypeError) as error:
         raise ExportError(f"The card's metadata is not valid: {str(error).splitlines()[0]}") from None
     (folder / CARD).write_text(card, encoding="utf-8")
+
+
+def _environment() -> Environment:
+    # The card is Markdown, which `finalize` escapes; escaping for HTML would spoil it.
+    environment = Environment(  # noqa: S701
+        loader=PackageLoader("sft.export", ""), finalize=_escaped, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "code": _code,
+        "public": public_name,
+        "count": lambda number: f"{number or 0:,}",
+        "number": lambda number, spec: _number(number, spec),
+        "interval": lambda pair: _Markdown("[{:+.4f}, {:+.4f}]".format(*pair) if pair else ""),
+    }
+    return environment
+
+
+class _Markdown(str):
+    """Text that is Markdown already."""
+
+
+def _escaped(value: object) -> str:
+    """A value as text in Markdown: neither markup nor a table's end."""
+    if isinstance(value, _Markdown):
+        return value
+    text = html.escape(visible_line(str(value)), quote=False)
+    return re.sub(r"([\\`*_{}\[\]#|])", r"\\\1", text)
+
+
+def _code(value: object) -> _Markdown:
+    return _Markdown("`" + visible_line(str(value)).replace("`", "'").replace("|", "\\|") + "`")
+
+
+def _number(value: object, spec: str) -> _Markdown:
+    return _Markdown(format(value, spec) if isinstance(value, int | float) else "not recorded")
+
+
+def _base_link(base: str) -> str:
+    return _Markdown(f"[{base}](https://huggingface.co/{base})") if is_hub_id(base) else base
+
+
+def _accounts(ledger: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of the table: a source each, and their sum."""
+    sources = [(_code(public_name(str(one.get("source")))), one) for one in ledger.get("sources") or []]
+    total = [("all", ledger["total"])] if len(sources) > 1 and ledger.get("total") else []
+    return [
+        {"name": name, "rows": (one.get("rows") or {}).get("in"), "tokens": one.get("tokens") or {}}
+        for name, one in [*sources, *total]
+    ]
 
 
 def metadata(source: Exported, license_id: str | None) -> Any:
@@ -97,15 +136,15 @@ def metadata(source: Exported, license_id: str | None) -> Any:
         base_model=base if is_hub_id(base) else None,
         datasets=list(datasets) or None,
         library_name="transformers",
-        license=license_id or base_license(source),
+        license=license_id or _base_license(source),
         model_name=source.title,
         pipeline_tag="text-generation",
         tags=["sft", "trl", *(["lora"] if recipe.model.lora is not None else [])],
     )
 
 
-def base_license(source: Exported) -> str | None:
-    """The license in the base's own card, where that is on this machine."""
+def _base_license(source: Exported) -> str | None:
+    """The license in the base's own card, if that is on this machine."""
     from huggingface_hub import ModelCard, try_to_load_from_cache
 
     card = Path(source.base_path) / CARD
@@ -119,119 +158,3 @@ def base_license(source: Exported) -> str | None:
     except (ValueError, TypeError, OSError):  # somebody else's card
         return None
     return found if isinstance(found, str) else None
-
-
-def _cell(value: object) -> str:
-    """A value as text in Markdown: neither markup nor a table's end."""
-    text = html.escape(visible_line(str(value)), quote=False)
-    return re.sub(r"([\\`*_{}\[\]#|])", r"\\\1", text)
-
-
-def _code(value: object) -> str:
-    return "`" + visible_line(str(value)).replace("`", "'").replace("|", "\\|") + "`"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    cells = [[one if isinstance(one, _Markdown) else _cell(one) for one in row] for row in rows]
-    return [f"| {' | '.join(row)} |" for row in ([*head], ["---"] * len(head), *cells)]
-
-
-def _number(value: object, spec: str) -> str:
-    return format(value, spec) if isinstance(value, int | float) else "not recorded"
-
-
-class _Markdown(str):
-    """Text that is Markdown already."""
-
-
-def _summary(source: Exported) -> str:
-    lora = source.recipe.model.lora
-    method = "all weights" if lora is None else f"LoRA adapters of rank {lora.r}, merged"
-    base = public_name(source.base.name_or_path)
-    name = f"[{base}](https://huggingface.co/{base})" if is_hub_id(base) else _cell(base)
-    revision = f", revision {_code(source.base.revision)}" if source.base.revision else ""
-    checkpoint = f" This is its checkpoint after {source.step} steps." if source.step is not None else ""
-    return f"{name}{revision}, supervised fine-tuning ({method}).{checkpoint}"
-
-
-def _use(source: Exported, folder: Path, tokenizer: Any, repo_id: str | None) -> list[str]:
-    use = _USE.format(
-        name=repo_id or "path/to/this/folder",
-        remote=", trust_remote_code=True" if source.base.trust_remote_code else "",
-        prompt=_CHAT if tokenizer.chat_template else _TEXT,
-    )
-    if (folder / GGUF).is_file():
-        use = "```bash\nollama create my-model -f Modelfile && ollama run my-model\n```"
-    rows: list[list[object]] = [
-        ["Stop tokens", _Markdown(", ".join(map(_code, stop_tokens(folder, tokenizer))))],
-        ["Sampling", ", ".join(f"{name} {value:g}" for name, value in sampling(folder).items())],
-        ["Trained on documents of up to", f"{source.recipe.data.max_length:,} tokens"],
-        ["Context length", text_config(source).get("max_position_embeddings", "not recorded")],
-    ]
-    return [*use.splitlines(), "", *_table(["", ""], rows)]
-
-
-def _training(source: Exported, record: dict[str, Any], points: list[dict[str, Any]]) -> list[str]:
-    recipe = visible(public_recipe(source.recipe))
-    # Longer than any fence in the recipe, which would end this one.
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", recipe)), default=0))
-    last = points[-1] if points else {}
-    gpu = ((record.get("hardware") or {}).get("gpu") or {}).get("name")
-    rows: list[list[object]] = [
-        ["Recipe", f"{source.title}, version {source.recipe.version}"],
-        ["Steps", source.step or last.get("step", "not recorded")],
-        ["Last logged loss", last.get("loss", "not recorded")],
-        ["Precision", source.precision],
-        ["Machine", f"{record.get('ranks')} x {gpu or 'CPU'}"],
-    ]
-    curve = [f"![Loss and learning rate over optimizer steps]({CURVE})", ""] if points else []
-    return [*curve, *_table(["", ""], rows), "", f"{fence}yaml", *recipe.splitlines(), fence]
-
-
-def _data(source: Exported, ledger: dict[str, Any]) -> list[str]:
-    accounts = ledger.get("sources") or []
-    if not accounts:
-        return [", ".join(_code(public_name(one.path)) for one in source.recipe.sources) + "; no token ledger."]
-    rows = []
-    for name, one in [
-        *((_code(public_name(str(one.get("source")))), one) for one in accounts),
-        ("all", ledger.get("total")),
-    ]:
-        if one and (name != "all" or len(accounts) > 1):
-            tokens = one.get("tokens") or {}
-            counts = [(one.get("rows") or {}).get("in", 0), *(tokens.get(fate, 0) for fate in _TOKENS)]
-            rows.append([_Markdown(name), *(f"{count:,}" for count in counts)])
-    head = ["Source", "Rows", "Tokens", "Trained", "Masked", "Truncated", "Dropped"]
-    return [*_table(head, rows), "", "The loss is on the trained tokens."]
-
-
-def _evaluation(source: Exported, comparison: dict[str, Any]) -> list[str]:
-    metrics = comparison.get("metrics") or []
-    if source.step is not None or not metrics:
-        return [
-            "Not measured." if source.step is None else "The run's evaluation is of final/, not of this checkpoint."
-        ]
-    rows = []
-    for one in metrics:
-        lower = " (lower is better)" if one.get("higher_is_better") is False else ""
-        interval = "[{:+.4f}, {:+.4f}]".format(*one["interval_95"]) if one.get("interval_95") else ""
-        numbers = [
-            _number(one.get("base"), ".4f"),
-            _number(one.get("tuned"), ".4f"),
-            _number(one.get("difference"), "+.4f"),
-        ]
-        cells = map(_Markdown, [*numbers, interval, _cell(one.get("verdict") or "does not decide")])
-        rows.append([one.get("task"), f"{one.get('metric')}{lower}", one.get("documents"), *cells])
-    head = ["Task", "Metric", "Documents", "Base", "This model", "Difference", "95% interval", "Verdict"]
-    limit = (comparison.get("settings") or {}).get("limit")
-    lines = [
-        *_table(head, rows),
-        "",
-        f"Base and this model were evaluated with the same settings of lm-evaluation-harness, on {limit or 'all'} documents of each task "
-        f"(settings hash {_code(str(comparison.get('settings_hash', ''))[:12])}).",
-    ]
-    if comparison.get("note"):
-        lines += ["", _cell(comparison["note"])]
-    if missing := comparison.get("not_measured"):
-        lines += ["", f"Not measured: {', '.join(map(_cell, missing))}."]
-    return lines

@@ -14,19 +14,18 @@ from typing import Any
 from sft.data.render import with_fixed_date
 from sft.errors import ExportError
 from sft.export.gguf import CONVERTER, GGUF, check_convertible, convert, find_converter
-from sft.export.go_template import Message, compare, read_markup, write_go
+from sft.export.go_template import Markup, Message, compare, read_markup
 from sft.export.serving import context_length, sampling, stop_tokens
 from sft.export.source import Exported, read_config, text_config
 
-ARCHITECTURES = (
-    "LlamaForCausalLM MixtralForCausalLM GemmaForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM Phi3ForCausalLM Qwen2ForCausalLM "
-    "Olmo3ForCausalLM CohereForCausalLM GptOssForCausalLM DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM Lfm2ForCausalLM "
-    "Ministral3ForCausalLM"
-).split()
-"""Text models that Ollama imports from safetensors."""
-
-_ROPE_TYPES = {"LlamaForCausalLM": ("default", "linear", "llama3"), "Phi3ForCausalLM": ("default", "longrope")}
-"""Other than `default`, those that Ollama's import keeps."""
+ROPE_TYPES = dict.fromkeys(
+    (
+        "MixtralForCausalLM GemmaForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM Qwen2ForCausalLM Olmo3ForCausalLM CohereForCausalLM "
+        "GptOssForCausalLM DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM Lfm2ForCausalLM Ministral3ForCausalLM"
+    ).split(),
+    ("default",),
+) | {"LlamaForCausalLM": ("default", "linear", "llama3"), "Phi3ForCausalLM": ("default", "longrope")}
+"""Text models that Ollama imports from safetensors, and the rope types that it keeps; others it silently drops."""
 
 _KNOWN_PATTERNS = (
     "d98f9631be1e9607a9848c26c1f9eac1aa9fc21ac6ba82a2fc0741af9780a48f",
@@ -65,21 +64,20 @@ class OllamaModel:
             convert(self.converter, folder, tokenizer)
         else:
             check_vocabulary(folder)
-        template, notes, has_system = go_template(tokenizer, folder)
+        markup, notes = chat_markup(tokenizer, folder)
         system = self.source.recipe.eval.system_instruction
-        if system is not None and not has_system:
+        if system is not None and markup.system is None:
             raise ExportError(
                 "eval.system_instruction is set, and the chat template has no place for it: Ollama would drop it."
             )
-        values = {
-            "repeat_penalty" if name == "repetition_penalty" else name: one for name, one in sampling(folder).items()
-        }
+        values = sampling(folder)
+        values["repeat_penalty"] = values.pop("repetition_penalty")
         lines = [
             f"# ollama create {shlex.quote(self.name)} -f Modelfile",
             *(f"# Differs from the model's own chat template: {note}." for note in notes),
             "# Tools are not in the template.",
             f"FROM {'./' + GGUF if self.converter else '.'}",
-            f'TEMPLATE """{template}"""',
+            f'TEMPLATE """{markup.go()}"""',
             *(f"PARAMETER stop {_quoted(token)}" for token in stop_tokens(folder, tokenizer)),
             *(f"PARAMETER {name} {value:.12g}" for name, value in sorted(values.items())),
             f"# num_ctx: {self.length_reason}",
@@ -92,11 +90,10 @@ class OllamaModel:
         """What the user reads."""
         lines = (folder / "Modelfile").read_text(encoding="utf-8").splitlines()
         notes = [line[2:] for line in lines if line.startswith("# Differs")]
-        warnings = [] if self.converter else [tokenizer_warning(folder), bos_warning(folder)]
+        warnings = [] if self.converter else import_warnings(folder)
         name = shlex.quote(self.name)
-        command = f"cd {shlex.quote(str(folder))} && ollama create {name} -f Modelfile && ollama run {name}"
-        import_it = "Import it on a machine with Ollama (it was not started here):"
-        return "\n".join([*notes, *filter(None, warnings), import_it, f"  {command}"])
+        command = f"  cd {shlex.quote(str(folder))} && ollama create {name} -f Modelfile && ollama run {name}"
+        return "\n".join([*notes, *warnings, "Import it on a machine with Ollama (it was not started here):", command])
 
 
 def check_architecture(config: dict[str, Any]) -> None:
@@ -106,14 +103,13 @@ def check_architecture(config: dict[str, Any]) -> None:
         ExportError: It is such a model.
     """
     name = (config.get("architectures") or ["none"])[0]
-    if name not in ARCHITECTURES:
-        raise ExportError(
-            f"Ollama does not import {name} from safetensors, but {', '.join(ARCHITECTURES)}. {_USE_GGUF}"
-        )
+    if name not in ROPE_TYPES:
+        raise ExportError(f"Ollama does not import {name} from safetensors, but {', '.join(ROPE_TYPES)}. {_USE_GGUF}")
     rope = (config.get("rope_parameters") or config.get("rope_scaling") or {}).get("rope_type", "default")
-    if rope not in (known := _ROPE_TYPES.get(name, ("default",))):
+    if rope not in ROPE_TYPES[name]:
+        kept = " and ".join(ROPE_TYPES[name])
         raise ExportError(
-            f"The model's rope_type is {rope!r}, and Ollama's import of {name} silently keeps {' and '.join(known)} only. {_USE_GGUF}"
+            f"The model's rope_type is {rope!r}, and Ollama's import of {name} silently keeps {kept} only. {_USE_GGUF}"
         )
 
 
@@ -131,32 +127,28 @@ def check_vocabulary(folder: Path) -> None:
         )
 
 
-def tokenizer_warning(folder: Path) -> str | None:
-    """Warns where Ollama does not recognize how the tokenizer splits text."""
-    steps = (read_config(folder, "tokenizer.json").get("pre_tokenizer") or {}).get("pretokenizers") or []
+def import_warnings(folder: Path) -> list[str]:
+    """Warnings if Ollama's import may split text differently, or put token 0 before each prompt."""
+    tokenizer, warnings = read_config(folder, "tokenizer.json"), []
+    steps = (tokenizer.get("pre_tokenizer") or {}).get("pretokenizers") or []
     patterns = "".join((step.get("pattern") or {}).get("Regex", "") for step in steps if step.get("type") == "Split")
-    if sha256(patterns.encode()).hexdigest() in _KNOWN_PATTERNS:
-        return None
-    return (
-        "Warning: Ollama recognizes the pre-tokenizers of Llama 3, Qwen 2 and DeepSeek, and this is none of them. It uses its default, so "
-        "rare texts may become other tokens."
-    )
+    if sha256(patterns.encode()).hexdigest() not in _KNOWN_PATTERNS:
+        warnings.append(
+            "Warning: Ollama recognizes the pre-tokenizers of Llama 3, Qwen 2 and DeepSeek, and this is none of them. It uses its default, "
+            "so rare texts may become other tokens."
+        )
+    bos = read_config(folder, "tokenizer_config.json").get("bos_token")
+    added = [one.get("content") for one in tokenizer.get("added_tokens") or []]
+    if (bos.get("content") if isinstance(bos, dict) else bos) not in added:
+        warnings.append(
+            "Warning: the tokenizer has no BOS, and some of Ollama's engines then put token 0 before each prompt. Compare "
+            "prompt_eval_count of an answer with the number of tokens that you sent."
+        )
+    return warnings
 
 
-def bos_warning(folder: Path) -> str | None:
-    """Warns where Ollama's import finds no BOS and may put token 0 before each prompt."""
-    named = read_config(folder, "tokenizer_config.json").get("bos_token")
-    added = read_config(folder, "tokenizer.json").get("added_tokens") or []
-    if (named.get("content") if isinstance(named, dict) else named) in [one.get("content") for one in added]:
-        return None
-    return (
-        "Warning: the tokenizer has no BOS, and some of Ollama's engines then put token 0 before each prompt. Compare prompt_eval_count of "
-        "an answer with the number of tokens that you sent."
-    )
-
-
-def go_template(tokenizer: Any, folder: Path) -> tuple[str, list[str], bool]:
-    """The chat template in Go, what differs from the original, and whether it has a place for a system message.
+def chat_markup(tokenizer: Any, folder: Path) -> tuple[Markup, list[str]]:
+    """What the chat template writes, and what of it Go's template renders differently.
 
     Raises:
         ExportError: There is no chat template, or Go's would render another prompt.
@@ -169,8 +161,8 @@ def go_template(tokenizer: Any, folder: Path) -> tuple[str, list[str], bool]:
     adds_bos = bool(bos) and read_config(folder, "tokenizer_config.json").get("add_bos_token") is True
 
     def render(messages: Sequence[Message], prompt: bool) -> str:
+        variables = {"chat_template": template, "add_generation_prompt": prompt, **tokenizer.special_tokens_map}
         try:
-            variables = {"chat_template": template, "add_generation_prompt": prompt, **tokenizer.special_tokens_map}
             text: str = render_jinja_template([list(messages)], **variables)[0][0]
         except Exception as error:  # a template is somebody else's program
             raise ValueError(f"it refuses a conversation: {error}") from None
@@ -179,7 +171,7 @@ def go_template(tokenizer: Any, folder: Path) -> tuple[str, list[str], bool]:
         return text.removeprefix(bos) if adds_bos else text
 
     try:
-        markup = read_markup(render, "" if adds_bos else bos)
+        markup = read_markup(render)
         notes = compare(markup, render)
     except ValueError as error:
         raise ExportError(
@@ -187,7 +179,7 @@ def go_template(tokenizer: Any, folder: Path) -> tuple[str, list[str], bool]:
         ) from None
     if template != tokenizer.chat_template:
         notes.append("today's date, for which it writes the 26th of July 2024, as in the training")
-    return write_go(markup), notes, markup.first_system is not None
+    return markup, notes
 
 
 def _quoted(text: str) -> str:

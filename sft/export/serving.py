@@ -41,13 +41,14 @@ def context_length(source: Exported, requested: int | None) -> tuple[int, str]:
         ExportError: More than the model can.
     """
     trained, most = source.recipe.data.max_length, text_config(source).get("max_position_embeddings")
-    if requested is not None:
-        if requested < 1 or (isinstance(most, int) and requested > most):
-            raise ExportError(f"--max-length {requested}: must be from 1 to {most}, the model's context length.")
-        return requested, f"--max-length; trained on at most {trained} tokens (data.max_length)"
-    if isinstance(most, int):
-        return most, f"the model's context; trained on at most {trained} tokens (data.max_length)"
-    return trained, "data.max_length: config.json states no context length"
+    note = f"trained on at most {trained} tokens (data.max_length)"
+    if requested is None:
+        if isinstance(most, int):
+            return most, f"the model's context; {note}"
+        return trained, "data.max_length: config.json states no context length"
+    if requested < 1 or (isinstance(most, int) and requested > most):
+        raise ExportError(f"--max-length {requested}: must be from 1 to {most}, the model's context length.")
+    return requested, f"--max-length; {note}"
 
 
 def tensor_parallel_sizes(config: dict[str, Any]) -> list[int]:
@@ -82,13 +83,13 @@ def tensor_parallel_size(config: dict[str, Any], requested: int | None, visible:
         ExportError: vLLM cannot split the model over as many as requested.
     """
     sizes = tensor_parallel_sizes(config)
-    if requested is not None:
-        if requested not in sizes:
-            raise ExportError(
-                f"--gpus {requested}: vLLM cannot split {config.get('num_attention_heads')} attention heads and an MLP of width "
-                f"{config.get('intermediate_size')} over {requested} GPUs. Possible: {', '.join(map(str, sizes))}."
-            )
+    if requested in sizes:
         return requested, "--gpus"
+    if requested is not None:
+        raise ExportError(
+            f"--gpus {requested}: vLLM cannot split {config.get('num_attention_heads')} attention heads and an MLP of width "
+            f"{config.get('intermediate_size')} over {requested} GPUs. Possible: {', '.join(map(str, sizes))}."
+        )
     if not visible:
         return 1, "this machine has no GPU; for a server with more: --gpus N"
     size = max(size for size in sizes if size <= visible)
@@ -117,10 +118,17 @@ class VllmServer:
     def __init__(self, source: Exported, gpus: int | None, max_length: int | None, name: str | None) -> None:
         config = text_config(source)
         self.name = name or source.title
-        self.gpus, self.gpus_reason = tensor_parallel_size(config, gpus, len(visible_gpus()))
-        self.length, self.length_reason = context_length(source, max_length)
+        self.gpus, gpus_reason = tensor_parallel_size(config, gpus, len(visible_gpus()))
+        self.length, length_reason = context_length(source, max_length)
+        self.reasons = [
+            f"--tensor-parallel-size {self.gpus}: {gpus_reason}",
+            f"--max-model-len {self.length}: {length_reason}",
+        ]
         self.dtype = str((config.get("dtype") if source.holds_model else None) or _DTYPES[source.precision])
         self.trust_remote_code = source.base.trust_remote_code
+        body = {"model": self.name, "messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 64}
+        header = "-H 'Content-Type: application/json'"
+        self.request = f"curl -s http://localhost:8000/v1/chat/completions {header} -d {shlex.quote(json.dumps(body))}"
 
     def command(self, folder: Path, chat_template: bool) -> list[str]:
         """The command, an option a line; `"$folder"` stands for the folder."""
@@ -148,10 +156,9 @@ class VllmServer:
         lines = [
             "#!/usr/bin/env bash",
             "# Serve the model in this folder with vLLM, which speaks OpenAI's protocol on port 8000. Needs a GPU and `pip install vllm`.",
-            f"#   --tensor-parallel-size {self.gpus}: {self.gpus_reason}",
-            f"#   --max-model-len {self.length}: {self.length_reason}",
+            *(f"#   {reason}" for reason in self.reasons),
             "# Options given to this script are passed on. Try it from another terminal:",
-            f"#   {self._request() if template.is_file() else 'no chat template: use /v1/completions'}",
+            f"#   {self.request if template.is_file() else 'no chat template: use /v1/completions'}",
             "set -euo pipefail",
             'folder=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)',
             "exec " + " \\\n  ".join([*self.command(folder, template.is_file()), '"$@"']),
@@ -161,19 +168,7 @@ class VllmServer:
         script.write_text("\n".join(lines), encoding="utf-8")
         script.chmod(0o755)
 
-    def _request(self) -> str:
-        body = {"model": self.name, "messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 64}
-        header = "-H 'Content-Type: application/json'"
-        return f"curl -s http://localhost:8000/v1/chat/completions {header} -d {shlex.quote(json.dumps(body))}"
-
     def usage(self, folder: Path) -> str:
         """What the user reads."""
-        return "\n".join(
-            [
-                f"--tensor-parallel-size {self.gpus}: {self.gpus_reason}",
-                f"--max-model-len {self.length}: {self.length_reason}",
-                "Serve it on a machine with vLLM and a GPU (it was not started here):",
-                f"  bash {shlex.quote(str(folder / SCRIPT))}",
-                f"  {self._request()}",
-            ]
-        )
+        serve = "Serve it on a machine with vLLM and a GPU (it was not started here):"
+        return "\n".join([*self.reasons, serve, f"  bash {shlex.quote(str(folder / SCRIPT))}", f"  {self.request}"])

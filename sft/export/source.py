@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sft.checkpoint.manifest import fault
-from sft.checkpoint.resume import Writer, step_of, writer_of
+from sft.checkpoint.resume import step_of
 from sft.errors import ExportError
 from sft.files import read_json
 from sft.recipe.schema import Model, Recipe
@@ -21,7 +21,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 @dataclass(frozen=True)
 class Exported:
-    """A model of a run, as it lies on the disk."""
+    """A model of a run, as it is on the disk."""
 
     run: Run
     recipe: Recipe
@@ -56,11 +56,6 @@ class Exported:
         """Whether the folder loads by from_pretrained alone."""
         return (self.folder / "config.json").is_file() and any(self.folder.glob("model*.safetensors"))
 
-    @property
-    def writer(self) -> Writer:
-        """The engine that wrote the checkpoint."""
-        return writer_of(self.folder)
-
 
 def find_run_to_export(name: str) -> Run:
     """The run that the user named.
@@ -72,7 +67,7 @@ def find_run_to_export(name: str) -> Run:
     path = Path(name).expanduser()
     if not path.exists():
         raise ExportError(f"{name} does not exist. Name a run's folder, such as outputs/tiny/latest.")
-    if path.is_dir() and not (path / "run.json").is_file() and (path.parent / "run.json").is_file():
+    if not (path / "run.json").is_file() and (path.parent / "run.json").is_file():
         raise ExportError(
             f"{name} is part of a run. Name the run, {path.parent}, and a checkpoint with --checkpoint N."
         )
@@ -89,7 +84,7 @@ def find_exported(run: Run, step: int | None) -> Exported:
     Raises:
         ExportError: It is missing, unfinished or damaged.
     """
-    recipe, record = run.recipe(), run.record
+    recipe, base = run.recipe(), run.record.get("base_model") or {}
     folder = _final(run) if step is None else _checkpoint(run, step)
     sharded = step is not None and not any(folder.glob("*.safetensors"))
     if not sharded and not has_tokenizer(folder):
@@ -97,7 +92,6 @@ def find_exported(run: Run, step: int | None) -> Exported:
             f"{folder} holds no tokenizer ({', '.join(TOKENIZER_FILES)}), and it was saved with one. Put the file back, or export a "
             "checkpoint: --checkpoint N."
         )
-    base = record.get("base_model") or {}
     decided = {row["name"]: row["value"] for row in read_json(run.plan_file).get("decisions", [])}
     return Exported(
         run=run,
@@ -141,9 +135,10 @@ def _final(run: Run) -> Path:
     if (run.final / "config.json").is_file() and any(run.final.glob("*.safetensors")):
         return run.final
     steps = steps_of(run)
-    remedy = f"Resume it with bash scripts/sft.sh {run.path}"
-    remedy += f", or export a checkpoint: --checkpoint {steps[-1]}." if steps else "."
-    raise ExportError(f"{run.path} has no final/ (status: {run.record.get('status', 'unknown')}). {remedy}")
+    other = f", or export a checkpoint: --checkpoint {steps[-1]}" if steps else ""
+    raise ExportError(
+        f"{run.path} has no final/ (status: {run.record.get('status', 'unknown')}). Resume it with bash scripts/sft.sh {run.path}{other}."
+    )
 
 
 def _checkpoint(run: Run, step: int) -> Path:

@@ -90,13 +90,13 @@ def document_attention(
         return output, None
     _check(module, query, attention_mask, dropout, kwargs)
     # Rotary embeddings in fp32 leave query and key in fp32 beside a bf16 value under autocast.
-    query, key = query.to(value.dtype), key.to(value.dtype)
+    states = query.to(value.dtype), key.to(value.dtype), value
     if max_length_q is None:
         max_length_q = int(cu_seq_lens_q.diff().max())
     window = sliding_window if sliding_window and sliding_window < max_length_q else None
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return _in_one_kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling, window), None
-    return _one_by_one(query, key, value, cu_seq_lens_q.tolist(), scaling, window), None
+    if value.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
+        return _in_one_kernel(states, cu_seq_lens_q, max_length_q, scaling, window), None
+    return _one_by_one(states, cu_seq_lens_q.tolist(), scaling, window), None
 
 
 def _boundaries(
@@ -121,37 +121,27 @@ def _boundaries(
 def _check(
     module: torch.nn.Module, query: torch.Tensor, mask: torch.Tensor | None, dropout: float, kwargs: dict[str, Any]
 ) -> None:
-    problem = (
-        "a batch of one flattened row, got several"
-        if query.shape[0] != 1
-        else "no mask besides the documents' boundaries"
-        if mask is not None
-        else "no dropout of attention weights (attention_dropout)"
-        if dropout
-        else "no softcapping of scores"
-        if kwargs.get("softcap") is not None
-        else "no attention sinks"
-        if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None
-        else "causal attention"
-        if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False
-        else None
-    )
-    if problem:
-        raise ValueError(f"attn_implementation=varlen takes {problem}. Set model.attn_implementation to sdpa or eager.")
+    problems = {
+        "a batch of one flattened row, got several": query.shape[0] != 1,
+        "no mask besides the documents' boundaries": mask is not None,
+        "no dropout of attention weights (attention_dropout)": bool(dropout),
+        "no softcapping of scores": kwargs.get("softcap") is not None,
+        "no attention sinks": kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None,
+        "causal attention": not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False,
+    }
+    for problem, applies in problems.items():
+        if applies:
+            raise ValueError(
+                f"attn_implementation=varlen takes {problem}. Set model.attn_implementation to sdpa or eager."
+            )
 
 
 def _in_one_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    boundaries: torch.Tensor,
-    longest: int,
-    scaling: float | None,
-    window: int | None,
+    states: tuple[torch.Tensor, ...], boundaries: torch.Tensor, longest: int, scaling: float | None, window: int | None
 ) -> torch.Tensor:
     """FlashAttention over all documents; heads stay grouped. The kernel counts the tokens to the left without the query's own."""
     left = window - 1 if window else -1
-    flat = [states.squeeze(0).transpose(0, 1) for states in (query, key, value)]
+    flat = [one.squeeze(0).transpose(0, 1) for one in states]
     output: torch.Tensor = _KERNEL(
         *flat, boundaries, boundaries, longest, longest, scale=scaling, window_size=(left, 0), **_GROUPED
     )
@@ -159,34 +149,22 @@ def _in_one_kernel(
 
 
 def _one_by_one(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    boundaries: list[int],
-    scaling: float | None,
-    window: int | None,
+    states: tuple[torch.Tensor, ...], boundaries: list[int], scaling: float | None, window: int | None
 ) -> torch.Tensor:
     """sdpa on each document."""
     lengths = [end - start for start, end in pairwise(boundaries)]
     outputs = []
     # split, not slices: the gradient of each slice would be a tensor of all documents.
-    for q, k, v in zip(*(torch.split(states, lengths, dim=2) for states in (query, key, value)), strict=True):
-        mask = _window_mask(q.shape[2], window, q.device) if window and window < q.shape[2] else None
+    for q, k, v in zip(*(torch.split(one, lengths, dim=2) for one in states), strict=True):
+        length, mask = q.shape[2], None
+        if window and window < length:
+            # True for the last `window` tokens up to the query's own.
+            full = torch.ones(length, length, dtype=torch.bool, device=q.device)
+            mask = full.tril() & full.triu(1 - window)
+        grouped = q.shape[1] != k.shape[1]
         outputs.append(
             scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scaling,
-                enable_gqa=q.shape[1] != k.shape[1],
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
             )
         )
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
-
-
-def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """Bool, [length, length]: True for the last `window` tokens up to the query's own."""
-    full = torch.ones(length, length, dtype=torch.bool, device=device)
-    return full.tril() & full.triu(1 - window)

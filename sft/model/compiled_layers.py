@@ -43,19 +43,10 @@ def check_compiler(job: Job) -> None:
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The repeated blocks, as transformers marks them, also inside adapters.
-
-    Raises:
-        ModelError: There are none.
-    """
+    """The repeated blocks, as transformers marks them, also inside adapters."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise ModelError(
-            f"model.compile=true, and {type(model).__name__} marks no layers that repeat. Set model.compile=false."
-        )
-    return layers
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def compile_layers(model: torch.nn.Module, attention: str, **options: Any) -> None:
@@ -74,16 +65,19 @@ def compile_layers(model: torch.nn.Module, attention: str, **options: Any) -> No
 
         as_it_is: Any = torch.compiler.disable
         ALL_ATTENTION_FUNCTIONS.register(attention, as_it_is(ALL_ATTENTION_FUNCTIONS[attention]))
-    for layer in decoder_layers(model):
+    layers = decoder_layers(model)
+    if not layers:
+        raise ModelError(
+            f"model.compile=true, and {type(model).__name__} marks no layers that repeat. Set model.compile=false."
+        )
+    for layer in layers:
         for module in [layer] if attention in TRACED else layer.children():
             module.compile(dynamic=True, **options)
 
 
 def are_compiled(model: torch.nn.Module) -> bool:
     """Whether each decoder layer is compiled, whole or in all its parts."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = decoder_layers(model)
     return bool(layers) and all(
         layer._compiled_call_impl is not None or all(part._compiled_call_impl is not None for part in layer.children())
         for layer in layers

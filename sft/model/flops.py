@@ -7,7 +7,6 @@ and the half of the attention matrix that causality hides are no work.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +17,6 @@ TRAINED, FROZEN = 6, 4
 
 ATTENTION = 12
 """FLOPs a pair of query and key, and channel: 2 for the score and 2 for the weighted value forward, twice that backward."""
-
-KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True)
@@ -53,15 +50,15 @@ class ModelFlops:
     matmuls: Matmuls
     attention: tuple[AttentionLayers, ...]
 
-    def of(self, lengths: np.ndarray, labelled_tokens: int) -> float:
+    def of(self, lengths: np.ndarray, target_tokens: int) -> float:
         """FLOPs to train on these documents.
 
-        The output head counts for the labelled tokens only, as TRL's fused head projects no others. With a head that
+        The output head counts for the target tokens only, as TRL's fused head projects no others. With a head that
         projects every token the figure is too low, never too high.
 
         Args:
-            lengths: Tokens of each document, fillers and padding left out.
-            labelled_tokens: Tokens that have a loss.
+            lengths: Tokens of each document, dummies and padding left out.
+            target_tokens: Tokens that have a loss.
         """
         weights, tokens = self.matmuls, int(lengths.sum())
         body = TRAINED * weights.trained + FROZEN * weights.frozen
@@ -70,7 +67,7 @@ class ModelFlops:
             ATTENTION * layers.layers * layers.channels * attention_area(lengths, layers.window)
             for layers in self.attention
         )
-        return float(body * tokens + head * labelled_tokens + attention)
+        return float(body * tokens + head * target_tokens + attention)
 
 
 def attention_area(lengths: np.ndarray, window: int | None = None) -> float:
@@ -86,51 +83,28 @@ def attention_area(lengths: np.ndarray, window: int | None = None) -> float:
 
 
 def attention_layers(config: Any) -> tuple[AttentionLayers, ...] | None:
-    """The attention layers of a model, from its configuration.
-
-    Args:
-        config: The text model's, of transformers.
-
-    Returns:
-        None where the layers are of kinds, or of sizes, that this formula does not hold for.
-    """
+    """The attention layers of a text model, from its configuration; None where this formula does not hold for them."""
     layers, heads = getattr(config, "num_hidden_layers", None), getattr(config, "num_attention_heads", None)
     if not isinstance(layers, int) or not isinstance(heads, int) or getattr(config, "is_heterogeneous", False):
         return None
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
-    if not set(kinds) <= KNOWN_LAYERS or len(kinds) != layers:
+    if not set(kinds) <= {"full_attention", "sliding_attention"} or len(kinds) != layers:
         return None
-    channels = heads * _head_dim(config, heads)
-    windows = Counter(window if kind == "sliding_attention" else None for kind in kinds)
-    return tuple(AttentionLayers(count, int(channels), window) for window, count in windows.items())
-
-
-def _head_dim(config: Any, heads: int) -> float:
-    """Channels of a head; latent attention scores and mixes with different numbers of them."""
     if getattr(config, "qk_rope_head_dim", None) and getattr(config, "v_head_dim", None):
-        return float(config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
-    return float(getattr(config, "head_dim", None) or config.hidden_size / heads)
-
-
-def _own_weights(model: Any) -> Iterable[tuple[str, Any, tuple[int, ...], Any]]:
-    """Name, module, whole shape and parameter of each weight with two or more dimensions; a tied one once a module."""
-    for name, module in model.named_modules():
-        for kind, parameter in module._parameters.items():
-            if parameter is not None and "bias" not in kind:
-                # Under ZeRO-3 a rank holds a flat part.
-                shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-                if len(shape) > 1:
-                    yield name, module, shape, parameter
+        # Latent attention scores and mixes with different numbers of channels.
+        head_dim = (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
+    else:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size / heads
+    windows = Counter(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(AttentionLayers(count, int(heads * head_dim), window) for window, count in windows.items())
 
 
 def matmul_weights(model: Any) -> Matmuls | None:
     """Count the weights of the live model, with adapters where it has them; sharded ones whole.
 
-    Of experts, those that a token is routed to count.
-
-    Returns:
-        None where there is no output head, or weights that are used otherwise than one multiplication a token.
+    Of experts, those that a token is routed to count. None where there is no output head, or weights that are used otherwise than one
+    multiplication a token.
     """
     head = model.get_output_embeddings()
     if head is None:
@@ -138,16 +112,21 @@ def matmul_weights(model: Any) -> Matmuls | None:
     in_head = {id(module) for module in head.modules()}
     active = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 0
     counts: Counter[str] = Counter()
-    for name, module, shape, parameter in _own_weights(model):
+    for name, module in model.named_modules():
         # Rows of embeddings that peft trains beside adapters lie in dictionaries.
         if hasattr(module, "num_embeddings") or hasattr(module, "keys"):
             continue
         routed = "experts" in name.split(".")
-        if len(shape) != (3 if routed else 2) or (routed and not active):
-            return None
-        size = int(np.prod(shape)) * active // shape[0] if routed else shape[0] * shape[1]
-        place = "head_" if id(module) in in_head else ""
-        counts[place + ("trained" if parameter.requires_grad else "frozen")] += size
+        for kind, parameter in module._parameters.items():
+            # Under ZeRO-3 a rank holds a flat shard.
+            shape = () if parameter is None else tuple(getattr(parameter, "ds_shape", parameter.shape))
+            if len(shape) < 2 or "bias" in kind:
+                continue
+            if len(shape) != (3 if routed else 2) or (routed and not active):
+                return None
+            size = int(np.prod(shape)) * active // shape[0] if routed else shape[0] * shape[1]
+            place = "head_" if id(module) in in_head else ""
+            counts[place + ("trained" if parameter.requires_grad else "frozen")] += size
     return Matmuls(**counts)
 
 

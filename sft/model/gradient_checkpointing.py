@@ -1,4 +1,4 @@
-"""Sets up gradient checkpointing on the live model where transformers does not, and reads back what really runs.
+"""Sets up gradient checkpointing on the live model where transformers does not, and reads what really runs.
 
 transformers switches its layers when the training begins, after the trainer was built.
 """
@@ -12,8 +12,6 @@ from typing import Any
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_callback import TrainerCallback
-
-from sft.errors import PlanError
 
 # sdpa's backends, torch's varlen_attn, and the operators of the flash-attn packages.
 _ATTENTION = re.compile(r"scaled_dot_product_\w*attention|varlen_attn|flash_attn")
@@ -29,28 +27,6 @@ def _layers(model: Any) -> list[Any]:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     # Code that a model's repository ships may have one flag for all its layers.
     return layers or [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-
-
-def checkpointed_layers(model: Any) -> tuple[int, int]:
-    """How many layers recompute their activations, and how many there are.
-
-    Args:
-        model: Live, wrapped or not; the trainer switches its layers when the training begins.
-    """
-    layers = _layers(model)
-    return sum(bool(layer.gradient_checkpointing) for layer in layers), len(layers)
-
-
-def running_checkpointing(model: Any) -> str:
-    """How the layers that recompute do it: `off`, `full`, `selective` or `offload`."""
-    running = [layer for layer in _layers(model) if layer.gradient_checkpointing]
-    functions = [getattr(layer, "_gradient_checkpointing_func", partial(checkpoint)) for layer in running]
-    if not functions:
-        return "off"
-    if all(function.func is not checkpoint for function in functions):
-        return "offload"  # transformers' wrapper that keeps what is saved in the machine's memory
-    kept = [function.keywords.get("context_fn") is not None for function in functions]
-    return "selective" if all(kept) else "full"
 
 
 def has_layers_of_their_own(model: Any) -> bool:
@@ -84,46 +60,40 @@ def select(model: Any) -> None:
             )
 
 
-def check_checkpointing(model: Any, planned: bool | int | str) -> None:
-    """Compare the live layers with the plan.
+def running_checkpointing(model: Any) -> str:
+    """What the layers do, such as `2 of 4 layers, selective`; `off` where none recomputes its activations."""
+    layers = _layers(model)
+    running = [layer for layer in layers if layer.gradient_checkpointing]
+    functions = [getattr(layer, "_gradient_checkpointing_func", partial(checkpoint)) for layer in running]
+    if not functions:
+        return "off"
+    if all(function.func is not checkpoint for function in functions):
+        kind = "offload"  # transformers' wrapper that keeps what is saved in the machine's memory
+    else:
+        selective = all(function.keywords.get("context_fn") is not None for function in functions)
+        kind = "selective" if selective else "full"
+    return f"{len(running)} of {len(layers)} layers, {kind}"
+
+
+def planned_checkpointing(model: Any, planned: bool | int | str) -> str:
+    """What running_checkpointing must find.
 
     Args:
-        model: As the training has it.
+        model: Live.
         planned: False, True, `selective`, `offload`, or n for every n-th layer.
-
-    Raises:
-        PlanError: Other layers recompute, or otherwise.
     """
-    running, layers = checkpointed_layers(model)
+    if not planned:
+        return "off"
     every = planned if isinstance(planned, int) and not isinstance(planned, bool) else 1
-    wanted = -(-layers // every) if planned else 0
-    kind = planned if isinstance(planned, str) else "full" if planned else "off"
-    found = running_checkpointing(model)
-    if (running, found) == (wanted, kind) and (every == 1 or has_layers_of_their_own(model)):
-        return
-    raise PlanError(
-        f"train.gradient_checkpointing={planned}: {wanted} of {layers} layers should recompute ({kind}), and {running} do ({found}). "
-        f"Set it to {'true or false' if planned is not True else 'false'}."
-    )
+    if every > 1 and not has_layers_of_their_own(model):
+        return f"every {every} layers"
+    layers = len(_layers(model))
+    return f"{-(-layers // every)} of {layers} layers, {planned if isinstance(planned, str) else 'full'}"
 
 
-class CheckpointingAsPlanned(TrainerCallback):  # type: ignore[misc]
-    """Completes what transformers has switched when the training began, and compares it with the plan.
+class SelectiveCheckpointing(TrainerCallback):  # type: ignore[misc]
+    """Completes what transformers has switched when the training began."""
 
-    Args:
-        planned: From the plan.
-    """
-
-    def __init__(self, planned: bool | int | str) -> None:
-        self.planned = planned
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Before the first step.
-
-        Raises:
-            PlanError: Something else would run than was planned.
-        """
-        model = kwargs["model"]
-        if self.planned == "selective":
-            select(model)
-        check_checkpointing(model, self.planned)
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Before the first step."""
+        select(model)

@@ -104,26 +104,28 @@ def load_base(model: Model, path: str, dtype: torch.dtype, tokenizer: Any, **arg
         check_weights(*weights)  # downloaded only now
         raise
     except (OSError, ValueError, ImportError, UnpicklingError) as error:
-        if is_refusal(error):
-            raise ModelError(
-                f"model.name_or_path={model.name_or_path}: the model is code of its own, which is not run unless the recipe says so. "
-                f"{HOW_TO_ALLOW}"
-            ) from None
-        if isinstance(error, UnpicklingError):
-            raise ModelError(
-                f"model.name_or_path={model.name_or_path}: its .bin file holds other things than tensors, or is damaged, and is not "
-                "loaded: what it holds could run as a program. Get the model as safetensors."
-            ) from None
-        why = str(error).splitlines()[0]
-        if "quantiz" in why:
-            # What upstream advises installs a package, for weights that cannot be trained.
-            why = f"its weights are quantized, and only unquantized ones can be trained; give that model ({why})"
-        raise ModelError(f"{model.name_or_path} cannot be loaded: {why}") from None
+        raise ModelError(f"{_key(model)}: {_why(error)}") from None
     refuse_misfit(find_misfit(loaded, info), weights[-1])
     check_values(loaded, weights[-1])
     embed_new_tokens(loaded, tokenizer, model.new_tokens, model.name_or_path)
-    loaded.generation_notes = _agree_on_special_tokens(loaded, tokenizer)
+    loaded.generation_notes = _settle_generation(loaded, tokenizer)
     return loaded
+
+
+def _why(error: Exception) -> str:
+    """Why from_pretrained failed, and what to do."""
+    if is_refusal(error):
+        return f"the model is code of its own, which is not run unless the recipe says so. {HOW_TO_ALLOW}"
+    if isinstance(error, UnpicklingError):
+        return (
+            "its .bin file holds other things than tensors, or is damaged, and is not loaded: what it holds could run as a program. Get "
+            "the model as safetensors."
+        )
+    first = str(error).splitlines()[0]
+    if "quantiz" in first:
+        # What upstream advises installs a package, for weights that cannot be trained.
+        return f"its weights are quantized, and only unquantized ones can be trained; give that model ({first})"
+    return f"it cannot be loaded: {first}"
 
 
 def load_model(job: Job, tokenizer: Any) -> Any:
@@ -149,7 +151,7 @@ def load_model(job: Job, tokenizer: Any) -> Any:
     return model
 
 
-def _agree_on_special_tokens(model: Any, tokenizer: Any) -> list[str]:
+def _settle_generation(model: Any, tokenizer: Any) -> list[str]:
     """Generation stops at the end of the turn, and still at the special tokens that the base model stopped at.
 
     Returns:
@@ -159,40 +161,45 @@ def _agree_on_special_tokens(model: Any, tokenizer: Any) -> list[str]:
         ModelError: transformers would refuse to save generation_config.json.
     """
     config, generation = model.config.get_text_config(), model.generation_config
-    stops, ordinary, notes = [tokenizer.eos_token_id], list[int](), list[str]()
+    earlier = [one if isinstance(one, list) else [one] for one in (generation.eos_token_id, config.eos_token_id)]
     special = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
-    for earlier in (generation.eos_token_id, config.eos_token_id):
-        for token in earlier if isinstance(earlier, list) else [earlier]:
-            if token is not None and token not in [*stops, *ordinary]:
-                (stops if token in special else ordinary).append(token)
-    ordinary = [token for token in ordinary if 0 <= token < len(tokenizer)]  # no other is ever generated
+    # In their order, once each; no token beyond the tokenizer's is ever generated.
+    stops = dict.fromkeys(token for some in earlier for token in some if token is not None and token < len(tokenizer))
+    ordinary = [token for token in stops if token not in special and token >= 0]
+    generation.eos_token_id = list(
+        dict.fromkeys([tokenizer.eos_token_id, *(token for token in stops if token in special)])
+    )
+    generation.pad_token_id = config.pad_token_id = tokenizer.pad_token_id
+    config.eos_token_id = tokenizer.eos_token_id
+    notes = _settle_sampling(generation)
     if ordinary:
         words = ", ".join(f"{token} ({tokenizer.decode([token])!r})" for token in ordinary)
         notes.append(
             f"The model's configuration ends generation at {words}, which is no special token of its tokenizer (eos_token_id in "
             "config.json or generation_config.json, or its class's default). The tuned model does not stop there."
         )
-    generation.eos_token_id = stops
-    generation.pad_token_id = config.pad_token_id = tokenizer.pad_token_id
-    config.eos_token_id = tokenizer.eos_token_id
+    return notes
+
+
+def _settle_sampling(generation: Any) -> list[str]:
+    """Make the generation config one that transformers saves; what had to change for it."""
     try:
         generation.validate(strict=True)
+        return []
     except ValueError:
-        if (
-            generation.temperature == 0
-        ):  # written for programs that take it as greedy; transformers samples at no such temperature
+        # Other programs take a temperature of 0 as greedy; transformers samples at no such temperature.
+        if generation.temperature == 0:
             generation.temperature = generation.top_p = generation.top_k = generation.min_p = None
         else:
             generation.do_sample = True  # as it is meant: the other keys are for sampling alone
-        notes.append(
-            "generation_config.json sets sampling parameters without do_sample=true, which transformers refuses to save. The tuned "
-            f"model's {'says do_sample=true' if generation.do_sample else 'leaves them out'}."
-        )
-        try:
-            generation.validate(strict=True)
-        except ValueError as error:
-            raise ModelError(f"generation_config.json of the model: {error} Correct it.") from None
-    return notes
+    try:
+        generation.validate(strict=True)
+    except ValueError as error:
+        raise ModelError(f"generation_config.json of the model: {error} Correct it.") from None
+    return [
+        "generation_config.json sets sampling parameters without do_sample=true, which transformers refuses to save. The tuned "
+        f"model's {'says do_sample=true' if generation.do_sample else 'leaves them out'}."
+    ]
 
 
 def merge_adapter(job: Job, tokenizer: Any, adapter: Path, target: Path) -> None:

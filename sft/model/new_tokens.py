@@ -36,13 +36,31 @@ def check_new_tokens(job: Job) -> None:
     Raises:
         PlanError: Adapters under ZeRO-3.
     """
-    model, sharded = job.recipe.model, job.deepspeed is not None and job.deepspeed.stage == 3
-    if model.new_tokens and model.lora is not None and sharded:
+    model = job.recipe.model
+    if model.new_tokens and model.lora is not None and _is_zero_3(job):
         # peft reads the rows by CUDA alone, and gives TRL's fused head a weight of its own making, which cannot be gathered.
         raise PlanError(
             "model.new_tokens with model.lora under ZeRO-3: peft cannot train single rows of a sharded embedding, and the new tokens "
             "would stay untrained. Set train.deepspeed=zero2, or train all weights: model.lora=null."
         )
+
+
+def check_untrained(job: Job, tokenizer: Any, untrained: Sequence[int]) -> None:
+    """Refuse rows that were never trained where they cannot be trained beside adapters.
+
+    Raises:
+        PlanError: The embedding is sharded.
+    """
+    if untrained and (_is_zero_3(job) or job.fsdp is not None or job.recipe.train.tensor_parallel_size > 1):
+        raise PlanError(
+            f"model.lora: the embeddings of {named(tokenizer, untrained)}, which the data holds, were never trained, and beside adapters "
+            "peft cannot train single rows of an embedding that is sharded. Train on DDP or with train.deepspeed=zero2, or all weights: "
+            "model.lora=null."
+        )
+
+
+def _is_zero_3(job: Job) -> bool:
+    return job.deepspeed is not None and job.deepspeed.stage == 3
 
 
 def _gathered(parameter: Any) -> AbstractContextManager[Any]:
@@ -52,15 +70,6 @@ def _gathered(parameter: Any) -> AbstractContextManager[Any]:
 
     context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
     return context
-
-
-def _start_as_mean(parameter: Any, new: list[int], others: list[int]) -> None:
-    with torch.no_grad(), _gathered(parameter):
-        ids = torch.tensor(others, device=parameter.device)
-        total = torch.zeros(parameter.shape[1:], dtype=torch.float64, device=parameter.device)
-        for some in torch.split(ids, _ROWS_AT_ONCE):
-            total += parameter[some].double().sum(0)
-        parameter[new] = (total / len(others)).to(parameter.dtype)
 
 
 def embed_new_tokens(model: Any, tokenizer: Any, new_tokens: Sequence[str], name: str) -> None:
@@ -87,30 +96,36 @@ def embed_new_tokens(model: Any, tokenizer: Any, new_tokens: Sequence[str], name
         model.resize_token_embeddings(max(known) + 1, mean_resizing=False)
     output = model.get_output_embeddings()
     parameters = [model.get_input_embeddings().weight, output.weight, getattr(output, "bias", None)]
-    for parameter in {id(parameter): parameter for parameter in parameters if parameter is not None}.values():
+    for parameter in {id(one): one for one in parameters if one is not None}.values():
         _start_as_mean(parameter, new, sorted(known - set(new)))
 
 
+def _start_as_mean(parameter: Any, new: list[int], others: list[int]) -> None:
+    with torch.no_grad(), _gathered(parameter):
+        ids = torch.tensor(others, device=parameter.device)
+        total = torch.zeros(parameter.shape[1:], dtype=torch.float64, device=parameter.device)
+        for some in torch.split(ids, _ROWS_AT_ONCE):
+            total += parameter[some].double().sum(0)
+        parameter[new] = (total / len(others)).to(parameter.dtype)
+
+
 def untrained_tokens(model: Any, tokenizer: Any, store: DocumentStore, new_tokens: Sequence[str]) -> list[int]:
-    """Special tokens of the data whose embedding rows were never trained: adapters would leave them so.
+    """Ids of the data's special tokens whose embedding rows were never trained, rising: adapters would leave them so.
 
     Such a row is what it was made as: nearly that of another special token, of a spare row, or the mean of all. What is read by the
-    model is looked up in the input embedding, and what it is trained to write in the output embedding too.
+    model is looked up in the input embedding, and what it is trained to write in the output embedding too. New tokens are left out.
 
     Args:
         model: From load_model; where its weights are sharded, every rank takes part.
         tokenizer: From load_tokenizer.
         store: The prepared documents.
-        new_tokens: The recipe's, which are trained in any case.
-
-    Returns:
-        Ids, rising.
+        new_tokens: The recipe's.
     """
     new, vocabulary = set(new_token_ids(tokenizer, new_tokens)), set(tokenizer.get_vocab().values())
     special = sorted(set(tokenizer.added_tokens_decoder) - new)
     ordinary = sorted(vocabulary - set(special) - new)
-    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    suspects = [_made_up(weight, special, ordinary, vocabulary) for weight in (embedding, output)]
+    weights = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    suspects = [_made_up(weight, special, ordinary, vocabulary) for weight in weights]
     found: set[int] = set()
     for start in range(0, len(store.tokens), _TOKENS_AT_ONCE) if any(suspects) else ():
         tokens = store.tokens[start : start + _TOKENS_AT_ONCE]
@@ -134,21 +149,6 @@ def _made_up(weight: Any, special: list[int], ordinary: list[int], vocabulary: s
     distances.fill_diagonal_(torch.inf)
     near = distances.min(1).values < _NEAR * usual
     return [token for token, is_near in zip(special, near.tolist(), strict=True) if is_near]
-
-
-def check_untrained(job: Job, tokenizer: Any, untrained: Sequence[int]) -> None:
-    """Refuse rows that were never trained where they cannot be trained beside adapters.
-
-    Raises:
-        PlanError: The embedding is sharded.
-    """
-    sharded = job.fsdp is not None or job.recipe.train.tensor_parallel_size > 1
-    if untrained and (sharded or (job.deepspeed is not None and job.deepspeed.stage == 3)):
-        raise PlanError(
-            f"model.lora: the embeddings of {named(tokenizer, untrained)}, which the data holds, were never trained, and beside adapters "
-            "peft cannot train single rows of an embedding that is sharded. Train on DDP or with train.deepspeed=zero2, or all weights: "
-            "model.lora=null."
-        )
 
 
 def named(tokenizer: Any, tokens: Sequence[int]) -> str:

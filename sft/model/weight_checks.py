@@ -18,7 +18,6 @@ from sft.hub.weights import read_dtypes, weight_files
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-
 _HARMLESS = re.compile(
     r"(^|\.)(inv_freq|masked_bias|position_ids|_extra_state)$|vision|visual|image|audio|speech|multi_modal|mm_projector|connector"
 )
@@ -76,19 +75,17 @@ def find_misfit(model: Any, info: Mapping[str, Any]) -> str | None:
     if getattr(model.config, "quantization_config", None) is not None:
         return None  # its tensors are not the model's
     buffers = [name for name, _ in model.named_buffers()]
-
-    def is_harmless(key: str) -> bool:
-        return _HARMLESS.search(key) is not None or any(buffer.endswith(key) for buffer in buffers)
-
-    mismatched = {
-        key: f"{key} {list(saved)} (by config.json {list(wanted)})" for key, saved, wanted in info["mismatched_keys"]
+    unexpected = {
+        key
+        for key in info["unexpected_keys"]
+        if not _HARMLESS.search(key) and not any(buffer.endswith(key) for buffer in buffers)
     }
-    unexpected = {key for key in info["unexpected_keys"] if not is_harmless(key)}
-    missing = set(info["missing_keys"]) - set(mismatched)
+    shapes = {key: f"{key} {list(saved)} (by config.json {list(own)})" for key, saved, own in info["mismatched_keys"]}
+    missing = set(info["missing_keys"]) - set(shapes)
     lines = [
         *_line("missing from the weights", update_key_name(missing)),
         *_line("in the weights, but not in the model", update_key_name(unexpected)),
-        *_line("of another shape", mismatched.values()),
+        *_line("of another shape", shapes.values()),
         *_other_class(model),
     ]
     if not lines:
@@ -98,10 +95,9 @@ def find_misfit(model: Any, info: Mapping[str, Any]) -> str | None:
         lines.append(
             "If the model shares its output embedding with its input embedding, set tie_word_embeddings to true in config.json."
         )
-    if unexpected and not missing and not mismatched:
+    if unexpected and not missing and not shapes:
         lines.append(
-            "If you know that the model does not need these tensors, drop them: load it with from_pretrained, and save it with "
-            "save_pretrained."
+            "If the model does not need these tensors: load it with from_pretrained, and save it with save_pretrained."
         )
     return "\n".join(lines)
 
@@ -123,8 +119,7 @@ def _other_class(model: Any) -> list[str]:
     if (
         named == own
         or named not in KNOWN.values()
-        or not named.endswith("ForCausalLM")
-        or not own.endswith("ForCausalLM")
+        or not (named.endswith("ForCausalLM") and own.endswith("ForCausalLM"))
     ):
         return []
     return [f"  architectures in config.json: {named}; model_type={model.config.model_type} is {own}"]
@@ -190,21 +185,13 @@ def check_values(model: Any, name: str) -> None:
 
     A tensor is read once, at the speed of memory. One that is sharded over ranks is left out.
 
-    Args:
-        model: Just loaded.
-        name: Its name, for the message.
-
     Raises:
         ModelError: There are such tensors.
     """
     broken, layers = [], defaultdict(list)
     for key, tensor in model.named_parameters():
-        if (
-            tensor.is_meta
-            or not tensor.numel()
-            or tensor.dtype not in DTYPES.values()
-            or hasattr(tensor, "device_mesh")
-        ):
+        in_memory = not tensor.is_meta and tensor.numel() and not hasattr(tensor, "device_mesh")
+        if not in_memory or tensor.dtype not in DTYPES.values():
             continue
         low, high = torch.aminmax(tensor.detach())  # NaN where there is one
         if not (low.isfinite() and high.isfinite()):
@@ -215,6 +202,5 @@ def check_values(model: Any, name: str) -> None:
     zero = [f"{layer}*" for layer, all_zero in layers.items() if all(all_zero) and len(all_zero) > 1]
     problems = [*_line("NaN or infinite values", broken), *_line("nothing but zeros", zero)]
     if problems:
-        raise ModelError(
-            "\n".join([f"{name}: its weights are broken:", *problems, "Download or convert the model again."])
-        )
+        lines = [f"{name}: its weights are broken:", *problems, "Download or convert the model again."]
+        raise ModelError("\n".join(lines))

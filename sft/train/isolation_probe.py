@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from trl import SFTTrainer
 
 from sft.data.formats import IGNORED
 from sft.errors import PlanError
 from sft.model.live import arithmetic, evaluating, unwrapped
+from sft.train.batches import Sequences
 
 DOCUMENTS, LONGEST = 4, 32
 
@@ -56,7 +58,7 @@ class Probe:
     """Whether the hidden states of each document alone, through plain attention, are finite."""
 
 
-def sample_documents(sequences: Any) -> list[np.ndarray]:
+def sample_documents(sequences: Sequences) -> list[np.ndarray]:
     """The first LONGEST token ids of a few documents; none of a single token."""
     store, index = sequences.store, sequences.index
     found: list[np.ndarray] = []
@@ -70,7 +72,7 @@ def sample_documents(sequences: Any) -> list[np.ndarray]:
     return found * DOCUMENTS if len(found) == 1 else found
 
 
-def probe(trainer: Any, documents: list[np.ndarray], packed: bool) -> Probe:
+def probe(trainer: SFTTrainer, documents: list[np.ndarray], packed: bool) -> Probe:
     """Measure on the live model; every rank takes part, with the same documents.
 
     Args:
@@ -88,6 +90,7 @@ def probe(trainer: Any, documents: list[np.ndarray], packed: bool) -> Probe:
         with _plain_attention(trainer):
             alone = [_one_pass(trainer, [document], packed).states[0] for document in documents]
     others = [number for number in range(len(documents)) if number != changed]
+    config = unwrapped(trainer).config.get_text_config()
     return Probe(
         moved=_largest(_distance(after.states[number], together.states[number]) for number in others),
         differ=_largest(_distance(*pair) for pair in zip(together.states, alone, strict=True)),
@@ -95,7 +98,7 @@ def probe(trainer: Any, documents: list[np.ndarray], packed: bool) -> Probe:
         use_cache=together.use_cache,
         head_called=together.head_called,
         dtype=arithmetic(trainer),
-        experts=_has_experts(unwrapped(trainer).config.get_text_config()),
+        experts=any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")),
         finite_alone=all(bool(states.isfinite().all()) for states in alone),
     )
 
@@ -113,14 +116,11 @@ def check_probe(found: Probe, attention: str, packed: bool) -> None:
             "train.learning_rate. Nothing was trained."
         )
     other = "eager" if attention == "sdpa" else "sdpa"
-    remedy = (
-        f"Set model.attn_implementation={other}"
-        if not packed
-        else "Set data.packing=false"
-        if attention in ("sdpa", "eager")
-        else "Set model.attn_implementation=sdpa, or data.packing=false"
-    )
-    where = "pack" if packed else "padded batch"
+    where, remedy = "padded batch", f"Set model.attn_implementation={other}"
+    if packed:
+        where, remedy = "pack", "Set data.packing=false"
+        if attention not in ("sdpa", "eager"):
+            remedy = "Set model.attn_implementation=sdpa, or data.packing=false"
     limit = (MOVED_BY_EXPERTS if found.experts else MOVED)[found.dtype]
     if not found.moved <= limit:
         raise PlanError(
@@ -140,21 +140,24 @@ def check_probe(found: Probe, attention: str, packed: bool) -> None:
 class _Pass:
     """What a forward pass showed."""
 
-    states: list[torch.Tensor]
+    states: list[torch.Tensor] = field(default_factory=list)
     """The output head's input for each document, fp32 [length, hidden]."""
 
     use_cache: bool = False
     head_called: bool = False
 
 
-def _one_pass(trainer: Any, documents: list[np.ndarray], packed: bool) -> _Pass:
+def _one_pass(trainer: SFTTrainer, documents: list[np.ndarray], packed: bool) -> _Pass:
     """Run collator, model and loss as in training."""
     lengths = [len(document) for document in documents]
-    rows: list[dict[str, Any]] = [{"input_ids": document, "labels": _labels(document)} for document in documents]
+    # Labels of all tokens but the first, as in training.
+    rows: list[dict[str, Any]] = [
+        {"input_ids": document, "labels": np.concatenate([[IGNORED], document[1:]])} for document in documents
+    ]
     if packed:
         joined = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
         rows = [joined | {"seq_lengths": lengths}]
-    seen = _Pass([])
+    seen = _Pass()
 
     def keep(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         seen.states = list(output[0].detach().float())
@@ -180,15 +183,6 @@ def _one_pass(trainer: Any, documents: list[np.ndarray], packed: bool) -> _Pass:
     return seen
 
 
-def _has_experts(config: Any) -> bool:
-    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-
-
-def _labels(document: np.ndarray) -> np.ndarray:
-    """All tokens but the first, as in training."""
-    return np.concatenate([[IGNORED], document[1:]])
-
-
 def _other_tokens(documents: list[np.ndarray], changed: int) -> np.ndarray:
     """Tokens that occur in the documents, each different from the one in its place."""
     # And one more that every vocabulary has, in case all tokens are the same.
@@ -209,18 +203,18 @@ def _largest(distances: Iterable[float]) -> float:
 
 
 @contextmanager
-def _plain_attention(trainer: Any) -> Iterator[None]:
+def _plain_attention(trainer: SFTTrainer) -> Iterator[None]:
     """Compute with the model's own attention, the reference for documents alone."""
     model = unwrapped(trainer)
-    config = model.config.get_text_config()
-    running = config._attn_implementation
-    if running not in ("sdpa", "eager"):
-        model.set_attn_implementation("eager")
+    running = model.config.get_text_config()._attn_implementation
+    if running in ("sdpa", "eager"):
+        yield
+        return
+    model.set_attn_implementation("eager")
     try:
         yield
     finally:
-        if running not in ("sdpa", "eager"):
-            model.set_attn_implementation(running)
+        model.set_attn_implementation(running)
 
 
 @contextmanager

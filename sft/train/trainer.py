@@ -23,7 +23,7 @@ from sft.errors import ModelError
 from sft.model.adapters import lora_config, show_head, untrained_rows
 from sft.model.compiled_layers import compile_layers
 from sft.model.flops import model_flops
-from sft.model.gradient_checkpointing import CheckpointingAsPlanned
+from sft.model.gradient_checkpointing import SelectiveCheckpointing
 from sft.model.new_tokens import named
 from sft.parallel import process_group as distributed
 from sft.parallel.fsdp import Prefetch, units_as_planned
@@ -480,7 +480,7 @@ def engine_callbacks(job: Job) -> list[TrainerCallback]:
     """Complete the engine when the training begins; they come before anything that measures or trains."""
     plan, ahead = job.plan, job.fsdp.prefetch if job.fsdp else None
     return [
-        CheckpointingAsPlanned(plan.gradient_checkpointing.value),
+        *([SelectiveCheckpointing()] if plan.gradient_checkpointing.value == "selective" else []),
         ResumedSettings(plan.learning_rate.value),
         *([Prefetch(ahead)] if ahead else []),
     ]

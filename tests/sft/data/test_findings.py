@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sft.data.findings import MEANING, Findings, check_findings, found_in_row
+from sft.data.findings import FINDINGS, check_findings, found_in_row
 from sft.data.formats import Conversation, Text, Tokens
 from sft.data.prepare import prepare
 from sft.data.special_tokens import SpecialTokens
@@ -42,13 +42,12 @@ def called(**arguments: Any) -> Conversation:
     [
         asked("Hi"),
         asked("A tag </s>, <b>, {{ 5 }}, { {name} } and <|not_a_token|>"),
-        turns(("system", "Be brief."), ("developer", "Yes."), ("user", "Hi"), ("assistant", "Hello")),
-        turns(("developer", "Be brief."), ("user", "Hi"), ("assistant", "Hello")),
+        turns(("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello")),
         turns(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")),
         called(a="x", b=[1, None, {"c": "y"}]),
         Text("", "Once upon a time"),
         Text("1 + 1 =", " 2"),
-        Tokens([0, 1, 2], None),
+        Tokens([0, 1, 2], [0, 1, 2]),
     ],
 )
 @pytest.mark.parametrize("escape", [True, False])
@@ -186,21 +185,6 @@ def test_what_only_looks_like_a_fault_is_none(row: Any, control: SpecialTokens) 
     assert found_in_row(row, control, True) == []
 
 
-def test_findings_add_up_and_keep_the_first_rows_of_each_kind() -> None:
-    whole, parts = Findings(), [Findings(), Findings()]
-    for row in range(1, 9):
-        for findings in (whole, parts[row > 3]):
-            findings.add("empty_turn", 0, row)
-            if row % 2:
-                findings.add("placeholder", 1, row, 3)
-    merged = Findings()
-    for part in parts:
-        merged.merge(part)
-    assert merged == whole
-    assert whole.counts == {("empty_turn", 0): 8, ("placeholder", 1): 12}
-    assert whole.rows == {("empty_turn", 0): [1, 2, 3, 4, 5], ("placeholder", 1): [1, 3, 5, 7]}
-
-
 def row_of(question: str, answer: str = "Hello") -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
@@ -222,7 +206,9 @@ def test_findings_are_told_with_their_rows(recipe_of: RecipeOf) -> None:
     expected = {"empty_turn": [4], "placeholder": [5], "end_token": [6], "special_tokens": [7], "bad_row": [8]}
     assert {kind: rows_told(found, kind) for kind in found} == expected
     assert all(finding["count"] == 1 for finding in found.values())
-    assert {kind: finding["meaning"] for kind, finding in found.items()} == {kind: MEANING[kind] for kind in found}
+    assert {kind: finding["meaning"] for kind, finding in found.items()} == {
+        kind: FINDINGS[kind].meaning for kind in found
+    }
 
 
 def test_a_row_that_is_the_same_as_an_earlier_one_is_found(recipe_of: RecipeOf) -> None:
@@ -254,39 +240,30 @@ def judged(recipe: Recipe) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "bad", "enough", "fewer"),
+    ("kind", "bad", "enough"),
     [
-        ("placeholder", lambda n: row_of(f"{n} {{{{name}}}}", str(n)), 18, 17),
-        ("empty_turn", lambda n: row_of("", str(n)), 18, 17),
-        (
-            "last_turn",
-            lambda n: {"messages": [*row_of("x", str(n))["messages"], {"role": "user", "content": "?"}]},
-            18,
-            17,
-        ),
+        ("placeholder", lambda n: row_of(f"{n} {{{{name}}}}", str(n)), 18),
         (
             "role_order",
             lambda n: {"messages": [{"role": "assistant", "content": "Hi"}, *row_of("x", str(n))["messages"]]},
             18,
-            17,
         ),
-        ("same_answer", lambda n: row_of(f"x{n}", "Yes"), 18, 17),
-        ("duplicate", lambda n: row_of("Question 19", "Answer 19"), 18, 17),
-        ("escaped", lambda n: row_of(rf"{n}\n\nB"), 10, 9),
-        ("mojibake", lambda n: row_of(f"{n} Ã©"), 2, 1),
-        ("undecodable", lambda n: row_of(f"{n} \ufffd"), 2, 1),
+        ("same_answer", lambda n: row_of(f"x{n}", "Yes"), 18),
+        ("duplicate", lambda n: row_of("Question 19", "Answer 19"), 18),
+        ("escaped", lambda n: row_of(rf"{n}\n\nB"), 10),
+        ("mojibake", lambda n: row_of(f"{n} Ã©"), 2),
     ],
 )
 def test_what_nearly_all_rows_of_a_source_have_is_refused(
-    kind: str, bad: Callable[[int], object], enough: int, fewer: int, recipe_of: RecipeOf
+    kind: str, bad: Callable[[int], object], enough: int, recipe_of: RecipeOf
 ) -> None:
     first = kind == "duplicate"  # which is none
-    many = [*PLAIN[: 20 - enough - first], *map(bad, range(enough + first))]
     allowed = "data.allow=[same_answer]" if kind == "duplicate" else "data.allow=[]"
+    many, fewer = ([*PLAIN[: 20 - count - first], *map(bad, range(count + first))] for count in (enough, enough - 1))
     with pytest.raises(DataError, match=rf"(?s)rows.jsonl: {enough} of 20 rows: .*{kind}.*data.allow=\[.*{kind}\]"):
         judged(recipe_of(many, allowed))
     judged(recipe_of(many, f"data.allow=[{kind}, same_answer]"))
-    judged(recipe_of([*PLAIN[: 20 - fewer - first], *map(bad, range(fewer + first))], allowed))
+    judged(recipe_of(fewer, allowed))
     judged(recipe_of(list(map(bad, range(9)))))
     if kind == "duplicate":
         judged(recipe_of(many, allowed, "data.deduplicate=true"))

@@ -57,8 +57,6 @@ def test_without_wishes_every_row_is_seen_once() -> None:
         ([3, 1], [100, 50], [100, 33]),
         ([0.7, 0.3], [70, 100], [70, 30]),
         ([0.5, 0.25, 0.25], [1000, 10, 500], [20, 10, 10]),
-        ([1, 1], [7, 7], [7, 7]),
-        ([5.0], [12], [12]),
     ],
 )
 def test_weights_are_shares_of_rows_and_the_scarcest_source_is_used_up(
@@ -71,7 +69,7 @@ def test_weights_are_shares_of_rows_and_the_scarcest_source_is_used_up(
     assert sum(mixture.dropped["not_drawn"]) == sum(available) - sum(expected)
 
 
-@pytest.mark.parametrize("count", [1, 40, 100])
+@pytest.mark.parametrize("count", [1, 100])
 def test_a_number_of_rows_is_that_many_different_rows(count: int) -> None:
     mixture = mixed(documents(A_HUNDRED), data({"rows": count}))
     assert sorted(Counter(mixture.times.tolist()).items()) == sorted(
@@ -103,21 +101,13 @@ def test_more_rows_than_there_are_is_an_error_with_the_numbers() -> None:
         mixed(documents(A_HUNDRED[:50] * 2), data({"rows": 60}, deduplicate=True))
 
 
-@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("fraction", [0.01, 0.5])
 def test_a_held_out_fraction_is_about_that_and_never_trained(fraction: float) -> None:
     count = 20_000
     mixture = mixed(documents(list(range(count))), data({}, held_out=fraction))
     # Five standard deviations of a binomial.
     assert abs(mixture.held_out.mean() - fraction) < 5 * (fraction * (1 - fraction) / count) ** 0.5
     assert ((mixture.times > 0) != mixture.held_out).all()
-
-
-def test_another_seed_holds_out_other_rows() -> None:
-    rows = documents(list(range(2000)))
-    chosen = [mixed(rows, data({}, held_out=0.1, seed=seed)).held_out for seed in range(4)]
-    for index, one in enumerate(chosen):
-        for other in chosen[:index]:
-            assert (one & other).sum() < 50, "as many as chance has in common: 20"
 
 
 def test_what_is_held_out_is_decided_by_content_wherever_a_row_stands() -> None:
@@ -127,8 +117,9 @@ def test_what_is_held_out_is_decided_by_content_wherever_a_row_stands() -> None:
     side: dict[int, bool] = {}
     for digest, held_out in zip(rows["digest"].tolist(), mixture.held_out.tolist(), strict=True):
         assert side.setdefault(digest, held_out) == held_out
-    alone = mixed(documents(list(range(600))), data({}, held_out=0.3))
-    assert list(side.values()) == alone.held_out.tolist()
+    alone, other = (mixed(documents(list(range(600))), data({}, held_out=0.3, seed=seed)).held_out for seed in (0, 1))
+    assert list(side.values()) == alone.tolist()
+    assert (alone & other).sum() < 90, "as many as chance has in common: 54"
 
 
 def test_rows_that_another_source_holds_out_are_not_trained() -> None:

@@ -102,45 +102,32 @@ def test_another_chat_template_is_another_entry(key: Key, tmp_path: Path) -> Non
     assert len(set(keys)) == 4
 
 
-@pytest.mark.parametrize(
-    "override", ["model.new_tokens=['<|x|>']", "model.eos_token=<|endoftext|>", "model.pad_token=a"]
-)
-def test_the_recipes_tokens_are_part_of_the_entry(override: str, key: Key) -> None:
-    assert key(override) != key()
-
-
-def test_another_version_of_a_package_is_another_entry(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipes_tokens_and_each_package_are_part_of_the_entry(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib.metadata import version
 
-    first = key()
+    overrides = ["model.new_tokens=['<|x|>']", "model.eos_token=<|endoftext|>", "model.pad_token=a"]
+    keys = [key(), *map(key, overrides)]
     for changed in sft.data.prepared._PACKAGES:
 
         def newer(name: str, changed: str = changed) -> str:
             return version(name) + (".1" if name == changed else "")
 
         monkeypatch.setattr("sft.data.prepared.version", newer)
-        assert key() != first
+        keys.append(key())
+    assert len(set(keys)) == len(keys)
 
 
 def test_any_change_of_the_code_that_prepares_is_another_entry(
     key: Key, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = Path(shutil.copytree(REPOSITORY / "sft", tmp_path / "sft"))
-    first = key()
+    keys = [key()]
     monkeypatch.setattr("sft.data.prepared.__file__", str(code / "data" / "prepared.py"))
-    assert key() == first
-    keys = []
+    assert key() == keys[0]
     for file in (*(code / "data").glob("*.py"), *(code / "hub").glob("*.py")):
         file.write_text(file.read_text() + "\n")
         keys.append(key())
-    assert len({first, *keys}) == len(keys) + 1
-
-
-def test_a_model_on_the_hub_is_known_by_its_commit(make_recipe: MakeRecipe, rows: Path) -> None:
-    recipe = make_recipe("model.name_or_path=owner/model", f"data.train={rows}")
-    model = ModelFacts("owner/model", "qwen2", commit="0123abcd")
-    assert entry_folder(recipe, model) == entry_folder(recipe, model)
-    assert entry_folder(recipe, replace(model, commit="4567cdef")) != entry_folder(recipe, model)
+    assert len(set(keys)) == len(keys)
 
 
 def test_what_nobody_can_tell_of_the_hub_is_found_by_the_same_start_only(
@@ -150,9 +137,12 @@ def test_what_nobody_can_tell_of_the_hub_is_found_by_the_same_start_only(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("SFT_START", "")
     monkeypatch.delenv("SFT_START")
+    known = ModelFacts("owner/model", "qwen2", commit="0123abcd")
+    on_hub = make_recipe("model.name_or_path=owner/model", f"data.train={rows}")
+    assert entry_folder(on_hub, known) != entry_folder(on_hub, replace(known, commit="4567cdef"))
     cases = [
         (make_recipe("data.train=owner/data"), inspect_model(make_recipe())),
-        (make_recipe("model.name_or_path=owner/model", f"data.train={rows}"), ModelFacts("owner/model", "qwen2")),
+        (on_hub, replace(known, commit=None)),
     ]
     first = [entry_folder(*case) for case in cases]
     assert [entry_folder(*case) for case in cases] == first

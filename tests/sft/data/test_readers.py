@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sft.data.readers import BadRow, count_rows, first_rows, read_rows, without_nulls
+from sft.data.readers import BadRow, count_rows, read_rows, without_nulls
 from sft.errors import DataError
 from sft.hub.names import SUFFIXES
 
@@ -81,13 +81,12 @@ def test_the_same_rows_come_out_of_every_text_file(name: str, ending: str, tmp_p
     content = csv_text(ROWS, tmp_path / "made") if name == "table.csv" else TEXTS[name](ROWS)
     content = {"": bytes, ".gz": gzip.compress, ".zst": zstd}[ending](content)
     assert read(tmp_path, name + ending, content) == ROWS
-    assert first_rows(tmp_path / (name + ending), 3) == ROWS[:3]
 
 
 @pytest.mark.parametrize("name", COLUMNAR)
 def test_the_same_rows_come_out_of_every_columnar_file(name: str, tmp_path: Path) -> None:
     assert read(tmp_path, name, COLUMNAR[name](ROWS)) == ROWS
-    assert count_rows(tmp_path / name) == (None if name == "stream.arrow" else len(ROWS))
+    assert count_rows(tmp_path / name) == (len(ROWS) if name == "table.parquet" else None)
 
 
 @pytest.mark.parametrize("name", [*TEXTS, "table.csv"])
@@ -117,7 +116,6 @@ def test_an_empty_file_has_no_rows(suffix: str, tmp_path: Path) -> None:
         (b"{", "line 2 is not JSON: Expecting property name enclosed in double quotes (column 2)"),
         (b"caf\xe9", "line 2 is not UTF-8 text (byte 0xe9 at 4)"),
         (b"[1]", "line 2 is of type list, not an object with columns"),
-        (b"[" * 100_000, "line 2 is nested too deeply"),
     ],
 )
 def test_a_bad_line_is_one_bad_row_with_its_number(line: bytes, reason: str, tmp_path: Path) -> None:

@@ -1,51 +1,67 @@
+"""What is trained of a conversation: with the templates that TRL knows, and with traits of others in templates of our own."""
+
 from collections.abc import Callable
 from copy import copy
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sft.data.conversation import Message
-from sft.data.documents import token_range
+from sft.data.documents import Chunk, RowError
 from sft.data.render import ChatRenderer, Rendered, training_template
-from sft.data.template_checks import _check_turns
+from sft.data.template_checks import checked_sample
 from sft.data.tokenizer import TEMPLATES, load_tokenizer
 from sft.errors import ModelError
 from sft.recipe.schema import Recipe
+from tests.sft.data.conftest import trained_runs, turns
 
-MakeRecipe = Callable[..., Recipe]
-RealModel = Callable[[str], Path]
+Made = Callable[..., Chunk]
+TokenizerOf = Callable[..., Any]
 
 # The second answer begins and ends with white space, which is the assistant's as well.
-TALK: list[Message] = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": "Hello there"},
-    {"role": "user", "content": "More? ünï 数"},
-    {"role": "assistant", "content": " Süre 数\n"},
-]
 ANSWERS = ["Hello there", " Süre 数\n"]
+TALK = turns("Hi", ANSWERS[0], "More? ünï 数", ANSWERS[1], system="Be brief.")
 
-UNMARKED = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+CHATML = """
+{%- for m in messages -%}<|im_start|>{{ m.role }}
+{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.name ~ ' ' ~ CALL }}{% endfor %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+UNMARKED = CHATML.replace("CALL", "''")
 
+# Writes the system message into the last question while nothing follows it.
+MISTRAL = """
+{%- set system = messages[0].content if messages[0].role == 'system' else '' -%}
+{%- for m in messages if m.role != 'system' -%}
+{%- if m.role == 'user' -%}[Q]{{ system ~ '|' if loop.last and system }}{{ m.content }}[/Q]
+{%- else -%}{{ m.content }}{{ eos_token }}{%- endif -%}
+{%- endfor -%}"""
 
-@pytest.fixture(scope="module")
-def demo_tokenizer(make_recipe: MakeRecipe) -> Any:
-    return load_tokenizer(make_recipe())
+# Shows the last turn's reasoning content alone, in reasoning that its prompt opens.
+THINKING = """
+{%- for m in messages -%}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' and loop.last -%}<think>
+{{ m.reasoning_content or '' }}
+</think>
 
+{% endif -%}{{ m.content }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+<think>
+{% endif -%}"""
 
-@pytest.fixture(scope="module")
-def load(make_recipe: MakeRecipe, real_model: RealModel) -> Callable[..., Any]:
-    @cache
-    def loaded(name: str, *overrides: str) -> Any:
-        return load_tokenizer(make_recipe(f"model.name_or_path={real_model(name)}", *overrides))
-
-    return loaded
+# Shows no reasoning content, and opens reasoning in the prompt.
+DISTILLED = """
+{%- for m in messages -%}<|im_start|>{{ m.role }}
+{{ m.content.split('</think>')[-1] }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+<think>
+{% endif -%}"""
 
 
 def with_template(tokenizer: Any, template: str) -> Any:
@@ -54,68 +70,72 @@ def with_template(tokenizer: Any, template: str) -> Any:
     return other
 
 
-def trained_text(tokenizer: Any, messages: list[Message], tools: list[Any] | None = None) -> list[str]:
-    """What the trained tokens spell, turn by turn."""
-    rendered = ChatRenderer(tokenizer).render(messages, tools)
-    encoding = tokenizer(rendered.text, add_special_tokens=False)[0]
-    ranges = [token_range(encoding, start, end) for start, end in rendered.spans]
-    return [rendered.text[encoding.offsets[first][0] : encoding.offsets[stop - 1][1]] for first, stop in ranges]
+@pytest.fixture
+def shown(made: Made, tokenizer_of: TokenizerOf) -> Callable[..., str]:
+    """One conversation as a document of a template, the trained stretches in ⟦⟧."""
 
+    def show(template: str, messages: list[Message], **data: object) -> str:
+        tokenizer = with_template(tokenizer_of("demo"), template)
+        chunk = made(tokenizer, [{"messages": messages}], **data)
+        pieces = np.split(chunk.tokens, np.flatnonzero(np.diff(chunk.trained, prepend=0, append=0)))
+        texts = [tokenizer.decode(piece.tolist()) for piece in pieces]
+        return "".join(f"⟦{text}⟧" if at % 2 else text for at, text in enumerate(texts))
 
-def test_the_demos_answers_are_trained_with_their_ends(demo_tokenizer: Any) -> None:
-    assert trained_text(demo_tokenizer, TALK) == [f"{answer}<|im_end|>" for answer in ANSWERS]
-
-
-@pytest.mark.parametrize(("template", "end", "space"), [("chatml", "<|im_end|>", ""), ("plain", "<|im_end|>", " ")])
-def test_a_shipped_template_trains_the_answers_with_their_ends(
-    template: str, end: str, space: str, demo_tokenizer: Any
-) -> None:
-    tokenizer = with_template(demo_tokenizer, (TEMPLATES / f"{template}.jinja").read_text())
-    assert trained_text(tokenizer, TALK) == [f"{space}{answer}{end}" for answer in ANSWERS]
-
-
-def test_a_template_without_markers_is_masked_by_comparison(demo_tokenizer: Any) -> None:
-    tokenizer = with_template(demo_tokenizer, UNMARKED)
-    assert not ChatRenderer(tokenizer).is_marked
-    assert trained_text(tokenizer, TALK) == [f"{answer}<|im_end|>" for answer in ANSWERS]
+    return show
 
 
 @pytest.mark.parametrize(
     ("name", "overrides", "begin", "end"),
     [
-        # TRL's template for training writes the empty thought that generation without thinking is prompted with.
+        ("demo", [], "", "<|im_end|>"),
+        ("demo", ["model.chat_template=chatml"], "", "<|im_end|>"),
+        # TRL's template for training writes the empty reasoning that generation without thinking is prompted with.
         ("qwen3", [], "<think>\n\n</think>\n\n", "<|im_end|>"),
         ("qwen3", ["model.chat_template=chatml"], "", "<|im_end|>"),
         ("minimind", [], "", "<|im_end|>"),
-        ("minimind", ["model.chat_template=chatml"], "", "<|im_end|>"),
-        ("stories260k_hf", ["model.chat_template=plain", "model.pad_token=<unk>"], " ", "</s>"),
-        (
-            "gpt2",
-            ["model.chat_template=plain", "model.new_tokens=[<|pad|>]", "model.pad_token=<|pad|>"],
-            " ",
-            "<|endoftext|>",
-        ),
+        ("stories260k_hf", [], " ", "</s>"),
+        ("gpt2", [], " ", "<|endoftext|>"),
     ],
 )
 def test_a_real_tokenizer_trains_the_answers_with_their_ends(
-    name: str, overrides: list[str], begin: str, end: str, load: Callable[..., Any]
+    name: str, overrides: list[str], begin: str, end: str, made: Made, tokenizer_of: TokenizerOf
 ) -> None:
-    tokenizer = load(name, *overrides)
-    assert trained_text(tokenizer, TALK) == [f"{begin}{answer}{end}" for answer in ANSWERS]
+    tokenizer = tokenizer_of(name, *overrides)
+    (runs,) = trained_runs(made(tokenizer, [{"messages": TALK}]), tokenizer)
+    assert [run.strip() for run in runs] == [f"{begin}{answer}{end}".strip() for answer in ANSWERS]
+
+
+def test_a_template_without_markers_is_masked_by_comparison(shown: Callable[..., str]) -> None:
+    assert "⟦Hello there<|im_end|>⟧" in shown(UNMARKED, TALK)
+    rewriting = UNMARKED.replace("{{ m.content }}", "{{ m.content if loop.last else '(earlier)' }}")
+    with pytest.raises(RowError, match=r"renders a turn differently once others follow .*Set model.chat_template"):
+        shown(rewriting, TALK)
+
+
+def test_a_template_may_refuse_a_conversation(shown: Callable[..., str]) -> None:
+    strict = "{{ raise_exception('roles must alternate') if messages[0].role == 'system' }}" + UNMARKED
+    with pytest.raises(RowError, match="the chat template refuses it: roles must alternate"):
+        shown(strict, TALK)
+    assert "⟦" in shown(strict, TALK[1:])
+
+
+def test_a_developer_is_the_system(shown: Callable[..., str]) -> None:
+    developer = [{"role": "developer", "content": "Be brief."}, *TALK[1:]]
+    assert shown(UNMARKED, developer) == shown(UNMARKED, TALK)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "minimind"])
-def test_a_call_of_a_tool_is_trained_and_its_answer_is_not(name: str, load: Callable[..., Any]) -> None:
-    tokenizer = load(name)
+def test_a_tool_call_is_trained_and_its_result_is_not(name: str, made: Made, tokenizer_of: TokenizerOf) -> None:
     function = {"name": "multiply", "arguments": {"a": 2, "b": 3}}
-    talk: list[Message] = [
+    messages: list[Message] = [
         {"role": "user", "content": "2 times 3?"},
         {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
         {"role": "tool", "name": "multiply", "content": "six it is"},
         {"role": "assistant", "content": "It is 6."},
     ]
     tools = [{"type": "function", "function": {"name": "multiply", "description": "Times.", "parameters": {}}}]
-    call, answer = trained_text(tokenizer, talk, tools)
+    tokenizer = tokenizer_of(name)
+    ((call, answer),) = trained_runs(made(tokenizer, [{"messages": messages, "tools": tools}]), tokenizer)
     assert '"multiply"' in call
     assert '{"a": 2, "b": 3}' in call
     assert "six it is" not in call + answer
@@ -124,20 +144,7 @@ def test_a_call_of_a_tool_is_trained_and_its_answer_is_not(name: str, load: Call
     assert call.endswith("<|im_end|>")
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(demo_tokenizer: Any) -> None:
-    rewriting = UNMARKED.replace("{{ message['content'] }}", "{{ message['content'] if loop.last else '(earlier)' }}")
-    renderer = ChatRenderer(with_template(demo_tokenizer, rewriting))
-    with pytest.raises(ValueError, match=r"renders a turn differently once others follow .*Set model.chat_template"):
-        renderer.render(TALK)
-
-
-def test_a_template_may_refuse_a_conversation(demo_tokenizer: Any) -> None:
-    strict = "{{ raise_exception('roles must alternate') if messages[0]['role'] == 'system' }}" + UNMARKED
-    renderer = ChatRenderer(with_template(demo_tokenizer, strict))
-    with pytest.raises(ValueError, match="the chat template refuses it: roles must alternate"):
-        renderer.render(TALK)
-    assert renderer.render(TALK[1:]).spans
-
+# The templates that TRL knows
 
 _PACKAGE = find_spec("trl")
 assert _PACKAGE is not None
@@ -148,74 +155,51 @@ TRL = {file.stem: file.read_text() for file in sorted(_FOLDER.glob("*.jinja")) i
 MULTIMODAL = {"idefics3", "smolvlm", "llava_next"}
 """Templates that show nothing but lists of parts: text and images."""
 
-THINKING = {
-    "deepseek_r1_distill",
-    "deepseekv3",
-    "nemotron_3_5_lightning",
-    "nemotron_3_nano",
-    "nemotron_3_super",
-    "nemotron_3_ultra",
-}
-"""Templates whose generation prompt opens a thought that an answer without one does not have."""
-
-NOT_PREFIXES = THINKING | {"gptoss", "phi3", "phi3_5"}
-"""Templates whose parts are no prefixes of the whole: those, and those that end the last turn with another token."""
+NOT_PREFIXES = set(
+    "deepseek_r1_distill deepseekv3 nemotron_3_5_lightning nemotron_3_nano nemotron_3_super nemotron_3_ultra gptoss phi3 phi3_5".split()
+)
+"""Templates whose parts are no prefixes of the whole: the prompt opens reasoning that an answer without any does not have, or the
+last turn ends with another token."""
 
 QUESTIONS, REPLIES = ["Wie, ünï 数?", "And so?", "Once more"], ["Süre 数, of course", "So it is.", "No"]
-CHAT: list[Message] = [
-    turn
-    for question, reply in zip(QUESTIONS, REPLIES, strict=True)
-    for turn in ({"role": "user", "content": question}, {"role": "assistant", "content": reply})
-]
+CHAT = turns(*(text for pair in zip(QUESTIONS, REPLIES, strict=True) for text in pair))
 
 
 @pytest.fixture(scope="module")
-def trl_tokenizer(make_recipe: MakeRecipe) -> Any:
+def trl_tokenizer(make_recipe: Callable[..., Recipe]) -> Any:
     """Knows the token that ends a turn of Phi-3, behind which its template writes the EOS."""
     return load_tokenizer(make_recipe("model.new_tokens=[<|end|>]"))
 
 
-def rendered_by(name: str, tokenizer: Any, messages: list[Message]) -> tuple[ChatRenderer, Rendered, list[str]]:
+def rendered_by(name: str, tokenizer: Any) -> tuple[ChatRenderer, Rendered, list[str]]:
     """With a template of TRL's: the renderer, the text, and the trained stretches."""
     renderer = ChatRenderer(with_template(tokenizer, TRL[name]))
-    rendered = renderer.render(messages)
+    rendered = renderer.render(CHAT)
     return renderer, rendered, [rendered.text[start:end] for start, end in rendered.spans]
 
 
-@pytest.mark.parametrize("name", sorted(TRL))
-def test_a_template_without_text_alone_is_refused_and_every_other_is_taken(name: str, trl_tokenizer: Any) -> None:
-    renderer = ChatRenderer(with_template(trl_tokenizer, TRL[name]))
-    if name in MULTIMODAL:
-        with pytest.raises(ModelError, match=r"model.chat_template"):
-            _check_turns(renderer)
-    else:
-        _check_turns(renderer)
+@pytest.mark.parametrize("name", sorted(MULTIMODAL))
+def test_a_template_without_text_alone_is_refused(name: str, trl_tokenizer: Any) -> None:
+    with pytest.raises(ModelError, match=r"model.chat_template"):
+        checked_sample(ChatRenderer(with_template(trl_tokenizer, TRL[name])))
 
 
 @pytest.mark.parametrize("name", sorted(set(TRL) - MULTIMODAL))
 def test_the_trained_stretches_are_the_answers_with_their_ends(name: str, trl_tokenizer: Any) -> None:
-    _, rendered, turns = rendered_by(name, trl_tokenizer, CHAT)
-    assert len(turns) == len(REPLIES)
+    renderer, rendered, trained = rendered_by(name, trl_tokenizer)
+    checked_sample(renderer)
     ends = []
-    for turn, reply in zip(turns, REPLIES, strict=True):
+    for turn, reply in zip(trained, REPLIES, strict=True):
         before, answer, end = turn.partition(reply)
         assert answer
         assert end == end.strip() != ""
         assert not any(other in before + end for other in [*QUESTIONS, *REPLIES])
         ends.append(end)
-    assert len(set(ends[:-1])) == 1
     # gpt-oss says with another token that nothing follows.
-    assert ends[-1] == ends[0] or name == "gptoss"
-    assert rendered.spans == sorted(rendered.spans)
-    assert all(before[1] <= after[0] for before, after in zip(rendered.spans, rendered.spans[1:], strict=False))
-
-
-@pytest.mark.parametrize("name", sorted(set(TRL) - MULTIMODAL))
-def test_marked_turns_are_those_that_comparison_finds(name: str, trl_tokenizer: Any) -> None:
-    """Two derivations that share nothing but the template's text."""
-    renderer, rendered, _ = rendered_by(name, trl_tokenizer, CHAT)
+    assert len(set(ends)) == 1 or name == "gptoss"
+    # Comparison finds the same turns: two derivations that share nothing but the template's text.
     try:
-        compared = renderer.prefix_spans(rendered.text, CHAT, None, {}, [1, 3, 5])
+        compared = renderer.prefix_spans(rendered.text, CHAT, [1, 3, 5])
     except ValueError as error:
         assert "renders a turn differently" in str(error)
         assert name in NOT_PREFIXES
@@ -225,97 +209,124 @@ def test_marked_turns_are_those_that_comparison_finds(name: str, trl_tokenizer: 
 
 @pytest.mark.parametrize("name", sorted(set(TRL) - MULTIMODAL))
 def test_what_generation_is_prompted_with_is_not_trained(name: str, trl_tokenizer: Any) -> None:
-    renderer, rendered, turns = rendered_by(name, trl_tokenizer, CHAT)
-    asked, prompted = (renderer.apply(CHAT[:-1], None, {}, prompt=prompt)[0] for prompt in (False, True))
+    renderer, rendered, trained = rendered_by(name, trl_tokenizer)
+    asked, prompted = (renderer.apply(CHAT[:-1], prompt=prompt) for prompt in (False, True))
     common = next((at for at in range(len(asked)) if not prompted.startswith(asked[: at + 1])), len(asked))
     prompt = prompted[common:]
     assert prompt
-    assert renderer.generation_prompt in ("", prompt)
-    # The header says whose turn it is. A thought that it opens may be the answer's own, and empty.
+    # The header says whose turn it is. Reasoning that it opens may be the answer's own, and empty.
     header = prompt.partition("<think>")[0]
-    assert not any(header.strip() in turn for turn in turns)
+    assert not any(header.strip() in turn for turn in trained)
     for start, _ in rendered.spans:
         before = rendered.text[:start]
         assert before.removesuffix("<think>").endswith(header) if name in NOT_PREFIXES else before.endswith(prompt)
 
 
 @pytest.mark.parametrize("name", sorted(TRL))
-def test_the_training_template_is_the_one_that_trl_takes(name: str, demo_tokenizer: Any) -> None:
+def test_the_training_template_is_the_one_that_trl_takes(name: str, tokenizer_of: TokenizerOf) -> None:
     """TRL says None of a template that can be trained with as it is, and refuses one that it does not know."""
     from trl.chat_template_utils import get_training_chat_template
 
-    tokenizer = with_template(demo_tokenizer, TRL[name])
     try:
-        taken = get_training_chat_template(tokenizer) or TRL[name]
+        taken = get_training_chat_template(with_template(tokenizer_of("demo"), TRL[name])) or TRL[name]
     except ValueError:
         taken = None
     assert training_template(TRL[name]) == taken
     assert training_template(TRL[name] + " ") == (TRL[name] + " " if taken == TRL[name] else None)
 
 
-def test_thoughts_are_trained_also_where_the_prompt_has_an_empty_one(load: Callable[..., Any]) -> None:
-    """In minimind's template, which has no markers, the prompt's thought is no prefix of the turn's."""
-    talk = [turn | {"reasoning_content": f"T{at}"} if at in (1, 5) else turn for at, turn in enumerate(CHAT)]
-    first, second, third = trained_text(load("minimind"), talk)
-    assert first.removeprefix("<think>").strip() == f"T1\n</think>\n\n{REPLIES[0]}<|im_end|>"
-    assert second == f"{REPLIES[1]}<|im_end|>"
-    assert third.removeprefix("<think>").strip() == f"T5\n</think>\n\n{REPLIES[2]}<|im_end|>"
+# Reasoning
 
 
-def test_thoughts_are_shown_in_every_turn_also_where_a_template_knows_none(demo_tokenizer: Any) -> None:
-    talk = [turn | {"reasoning_content": f"T{at}"} if at % 2 else turn for at, turn in enumerate(CHAT)]
-    for template in (demo_tokenizer.chat_template, TRL["qwen3"], TRL["qwen3_5_think"], TRL["llama3"], UNMARKED):
-        tokenizer = with_template(demo_tokenizer, template)
-        turns = trained_text(tokenizer, talk)
-        for at, (turn, reply) in enumerate(zip(turns, REPLIES, strict=True)):
-            assert turn.partition("</think>")[0].removeprefix("<think>").strip() == f"T{2 * at + 1}"
-            assert turn.partition("</think>")[2].strip().startswith(reply)
+def reasoning(*said: str) -> list[Message]:
+    messages = turns(*(f"{word}{at}" for at in range(len(said)) for word in ("Q", "A")))
+    for turn, words in zip(messages[1::2], said, strict=True):
+        turn |= {"reasoning_content": words} if words else {}
+    return messages
 
 
-def test_a_template_that_reads_no_arguments_as_text_gets_them_parsed(demo_tokenizer: Any) -> None:
-    shown = "{% for call in message.tool_calls or [] %}{{ call.function.name ~ (call.function.arguments | tojson) }}{% endfor %}"
-    tokenizer = with_template(
-        demo_tokenizer, UNMARKED.replace("{{ message['content'] }}", f"{{{{ message['content'] }}}}{shown}")
-    )
-    for arguments in ('{"a": "ü"}', {"a": "ü"}):
-        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-        talk: list[Message] = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
-        assert trained_text(tokenizer, talk) == ['f{"a": "ü"}<|im_end|>']
-    talk[1]["tool_calls"][0]["function"]["arguments"] = "{"
-    with pytest.raises(ValueError, match=r"`arguments` of a tool call is not JSON .*: '{'"):
-        ChatRenderer(tokenizer).render(talk)
+def test_reasoning_is_trained_also_where_the_prompt_has_an_empty_one(made: Made, tokenizer_of: TokenizerOf) -> None:
+    """In minimind's template, which has no markers, the prompt's reasoning is no prefix of the turn's."""
+    chunk = made("minimind", [{"messages": reasoning("T0", "", "T2")}])
+    ((first, second, third),) = trained_runs(chunk, tokenizer_of("minimind"))
+    assert first.removeprefix("<think>").strip() == "T0\n</think>\n\nA0<|im_end|>"
+    assert second == "A1<|im_end|>"
+    assert third.removeprefix("<think>").strip() == "T2\n</think>\n\nA2<|im_end|>"
 
 
-def test_tools_that_a_template_would_lose_are_refused(demo_tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match=r"has tools, and the chat template does not show them"):
-        ChatRenderer(demo_tokenizer).render(CHAT, [{"type": "function", "function": {"name": "f"}}])
+@pytest.mark.parametrize("name", ["unmarked", "qwen3", "qwen3_5_think", "llama3"])
+def test_reasoning_is_shown_in_every_turn_also_where_a_template_knows_none(name: str, trl_tokenizer: Any) -> None:
+    renderer = ChatRenderer(with_template(trl_tokenizer, TRL.get(name, UNMARKED)))
+    rendered = renderer.render(reasoning("T0", "T1", "T2"))
+    for at, (start, end) in enumerate(rendered.spans):
+        said, _, answer = rendered.text[start:end].partition("</think>")
+        assert said.removeprefix("<think>").strip() == f"T{at}"
+        assert answer.strip().startswith(f"A{at}")
 
 
-MARKED = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}"
-    "{% else %}{{ message['content'] }}<|im_end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+def test_earlier_turns_that_a_template_changes_do_not_hinder_the_last(shown: Callable[..., str]) -> None:
+    text = shown(THINKING, reasoning("hm", "so"), loss_on="last_assistant")
+    assert text.endswith("<|im_start|>assistant\nA0<|im_end|>\n<|im_start|>user\nQ1<|im_end|>\n"
+                         "<|im_start|>assistant\n<think>\n⟦so\n</think>\n\nA1<|im_end|>⟧\n")  # fmt: skip
+    with pytest.raises(RowError, match=r"data.loss_on=last_assistant"):
+        shown(THINKING, reasoning("hm", "so"))
 
 
 @pytest.mark.parametrize(
-    ("change", "into"),
+    ("template", "said", "found", "trained"),
     [
-        ("== 'assistant'", "== 'user'"),
-        ("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"),
-        ("{% generation %}{{ message['content'] }}", "{{ message['content'] }}{% generation %}"),
-        ("['role'] == 'assistant'", "['role'] == 'assistant' and loop.last"),
-        ("['role'] == 'assistant'", "['role'] == 'assistant' and loop.index == 2"),
-        ("['role'] == 'assistant'", "['role'] != 'system'"),
-        ("{{ message['content'] }}<|im_end|>{% endg", "{{ messages[1]['content'] }}<|im_end|>{% endg"),
-        ("{{ message['content'] }}<|im_end|>{% endg", "{{ message['content'] }}{% endg"),
-        ("{{ message['content'] }}<|im_end|>{% endg", "<|im_end|>{% endg"),
-        ("{% generation %}", "{{ raise_exception('no') }}{% generation %}"),
+        (DISTILLED, "", ["prompt_thinks"], "⟦A0<|im_end|>⟧"),
+        (THINKING, "", ["prompt_thinks"], "⟦\n</think>\n\nA0<|im_end|>⟧"),
+        (THINKING, "hm", [], "⟦hm\n</think>\n\nA0<|im_end|>⟧"),
+        (UNMARKED, "", [], "⟦A0<|im_end|>⟧"),
     ],
 )
-def test_markers_around_anything_else_than_the_answers_are_refused(change: str, into: str, demo_tokenizer: Any) -> None:
-    _check_turns(ChatRenderer(with_template(demo_tokenizer, MARKED)))
-    assert change in MARKED
-    with pytest.raises(ModelError, match=r"model.chat_template"):
-        _check_turns(ChatRenderer(with_template(demo_tokenizer, MARKED.replace(change, into, 1))))
+def test_answers_without_the_reasoning_that_their_prompt_opens_are_noted(
+    template: str, said: str, found: list[str], trained: str, shown: Callable[..., str], made: Made, tokenizer_of: Any
+) -> None:
+    assert trained in shown(template, reasoning(said))
+    chunk = made(with_template(tokenizer_of("demo"), template), [{"messages": reasoning(said)}])
+    assert [kind for kind, _ in chunk.findings.counts] == found
+
+
+# Forms that some templates demand
+
+
+@pytest.mark.parametrize(
+    ("messages", "data", "text"),
+    [
+        (turns("One", "Two"), {}, "[Q]One[/Q]⟦Two<|im_end|>⟧"),
+        (turns("One", "Two", system="Short."), {}, "[Q]Short.|One[/Q]⟦Two<|im_end|>⟧"),
+        (
+            turns("One", "Two", "Three", "Four", system="Short."),
+            {"loss_on": "last_assistant"},
+            "[Q]One[/Q]Two<|im_end|>[Q]Short.|Three[/Q]⟦Four<|im_end|>⟧",
+        ),
+    ],
+)
+def test_a_system_message_in_the_last_question_stands_where_generation_has_it(
+    messages: list[Message], data: dict[str, Any], text: str, shown: Callable[..., str], tokenizer_of: TokenizerOf
+) -> None:
+    assert shown(MISTRAL, messages, **data) == text
+    asking = with_template(tokenizer_of("demo"), MISTRAL)
+    assert text.startswith(asking.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True) + "⟦")
+
+
+@pytest.mark.parametrize("arguments", [{"a": "ü"}, '{"a": "ü"}'])
+@pytest.mark.parametrize("written", ["(call.function.arguments + '')", "call.function.arguments | tojson"])
+def test_a_call_is_trained_whichever_form_of_arguments_a_template_reads(
+    written: str, arguments: Any, shown: Callable[..., str]
+) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    messages = [*turns("Ask"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert '⟦add {"a": "ü"}<|im_end|>⟧' in shown(CHATML.replace("CALL", written), messages)
+
+
+def test_tools_that_a_template_would_lose_are_refused(tokenizer_of: TokenizerOf) -> None:
+    with pytest.raises(ValueError, match=r"has tools, and the chat template does not show them"):
+        ChatRenderer(tokenizer_of("demo")).render(CHAT, [{"type": "function", "function": {"name": "f"}}])
+
+
+@pytest.mark.parametrize("name", ["chatml", "plain"])
+def test_a_shipped_template_is_taken(name: str, tokenizer_of: TokenizerOf) -> None:
+    checked_sample(ChatRenderer(with_template(tokenizer_of("demo"), (TEMPLATES / f"{name}.jinja").read_text())))

@@ -1,7 +1,7 @@
+"""Templates that are refused before a row is rendered, and rows that are refused for what a template leaves out of them."""
+
 from collections.abc import Callable
 from copy import copy
-from functools import cache
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -9,88 +9,135 @@ from typing import Any
 import pytest
 
 from sft.data.conversation import Message
-from sft.data.documents import Chunk, DocumentMaker, RowError
+from sft.data.documents import Chunk, RowError
 from sft.data.formats import row_format
 from sft.data.readers import read_rows
+from sft.data.render import ChatRenderer
+from sft.data.template_checks import checked_sample, note_on_headers
 from sft.data.tokenizer import load_tokenizer
+from sft.errors import ModelError
 from sft.recipe.schema import Recipe, Source
+from tests.sft.data.conftest import turns
+from tests.sft.data.test_render import THINKING, TRL, UNMARKED, with_template
 
-MakeRecipe = Callable[..., Recipe]
 Made = Callable[..., Chunk]
+TokenizerOf = Callable[..., Any]
 
-_PACKAGE = find_spec("trl")
-assert _PACKAGE is not None
-TEMPLATES = Path(_PACKAGE.origin or "").parent / "chat_templates"
+MARKED = """
+{%- for m in messages -%}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+GOOD = {"marked": MARKED, "unmarked": UNMARKED, "thinking": THINKING}
 
-ENDS = "model.new_tokens=['<|end|>', '<|return|>', '<|call|>', '<|eot_id|>', '<|eom_id|>']"
-"""Tokens that end turns in the templates of other families."""
+
+@pytest.mark.parametrize(
+    ("name", "change", "into"),
+    [
+        # Markers around anything else than the answers
+        ("marked", "== 'assistant'", "== 'user'"),
+        ("marked", "<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"),
+        ("marked", "{% generation %}{{ m.content }}", "{{ m.content }}{% generation %}"),
+        ("marked", "m.role == 'assistant'", "m.role == 'assistant' and loop.last"),
+        ("marked", "m.role == 'assistant'", "m.role == 'assistant' and loop.index == 2"),
+        ("marked", "m.role == 'assistant'", "m.role != 'system'"),
+        ("marked", "{{ m.content }}<|im_end|>{% endg", "{{ messages[1].content }}<|im_end|>{% endg"),
+        ("marked", "{{ m.content }}<|im_end|>{% endg", "{{ m.content }}{% endg"),
+        ("marked", "{{ m.content }}<|im_end|>{% endg", "<|im_end|>{% endg"),
+        ("marked", "{% generation %}", "{{ raise_exception('no') }}{% generation %}"),
+        # An answer twice, or before its turn
+        ("marked", "{%- for m", "{{ messages[-1].content }}{%- for m"),
+        ("marked", "{% generation %}", "{{ m.content }} {% generation %}"),
+        ("marked", "{% generation %}", "{% generation %}{{ m.content }} "),
+        ("marked", "{%- for m", "{% if messages[0].role == 'system' %}{{ messages[-1].content }}{% endif %}{%- for m"),
+        ("unmarked", "{%- for m", "{{ messages[-1].content }}{%- for m"),
+        ("unmarked", "{{ m.content }}", "{{ m.content }}{{ m.content }}"),
+        # Another prompt than is trained
+        ("marked", "<|im_start|>assistant", "<|im_start|>model"),
+        ("marked", "<|im_start|>assistant\n", ""),
+        ("marked", "<|im_start|>assistant\n", "<|im_start|>assistant"),
+        ("unmarked", "<|im_start|>assistant", "<|im_start|>model"),
+        ("thinking", "<|im_start|>assistant", "<|im_start|>model"),
+    ],
+)
+def test_a_template_that_trains_or_prompts_anything_else_is_refused(
+    name: str, change: str, into: str, tokenizer_of: TokenizerOf
+) -> None:
+    checked_sample(ChatRenderer(with_template(tokenizer_of("demo"), GOOD[name])))
+    assert change in GOOD[name]
+    with pytest.raises(ModelError, match=r"model.chat_template"):
+        checked_sample(ChatRenderer(with_template(tokenizer_of("demo"), GOOD[name].replace(change, into, 1))))
+
+
+def test_a_header_that_is_trained_with_its_turn_may_be_prompted(tokenizer_of: TokenizerOf) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>{% else %}"
+        "{% generation %}<|im_start|>assistant\n{{ m.content }}<|im_end|>{% endgeneration %}{% endif %}{% endfor %}"
+        "{{ '<|im_start|>assistant\n' if add_generation_prompt else eos_token }}"
+    )
+    checked_sample(ChatRenderer(with_template(tokenizer_of("demo"), template)))
+
+
+@pytest.mark.parametrize("template", [UNMARKED, MARKED])
+def test_a_template_with_one_header_for_both_speakers_is_refused(template: str, tokenizer_of: TokenizerOf) -> None:
+    same = template.replace("{{ m.role }}", "user").replace("<|im_start|>assistant", "<|im_start|>user")
+    with pytest.raises(ModelError, match=r"<\|im_start\|>user.*who speaks"):
+        checked_sample(ChatRenderer(with_template(tokenizer_of("demo"), same)))
+    separated = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    checked_sample(ChatRenderer(with_template(tokenizer_of("demo"), separated)))
+
+
+def test_headers_of_another_family_are_noted(tokenizer_of: TokenizerOf) -> None:
+    tokenizer = tokenizer_of("demo")
+    note = note_on_headers(with_template(tokenizer, UNMARKED.replace("<|im_start|>", "<|start_header_id|>")))
+    assert note is not None
+    assert "<|start_header_id|>" in note
+    assert note_on_headers(tokenizer) is None
+    # Zephyr and Tulu write headers as plain text.
+    zephyr = UNMARKED.replace("<|im_start|>{{ m.role }}", "<|{{ m.role }}|>")
+    assert note_on_headers(with_template(tokenizer, zephyr.replace("<|im_start|>assistant", "<|assistant|>"))) is None
+
+
+# What a template leaves out
 
 SYSTEM, SECOND = {"role": "system", "content": "First rule."}, {"role": "system", "content": "Second rule."}
-USER, ANSWER = {"role": "user", "content": "Question one"}, {"role": "assistant", "content": "Answer one"}
+USER, ANSWER = turns("Question one", "Answer one")
 CALL = {"type": "function", "function": {"name": "search", "arguments": {"what": "pie"}}}
 CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 FOUND = [{"role": "tool", "name": "search", "content": "five"}, {"role": "assistant", "content": "Five."}]
-TOOL = {"name": "search", "description": "Finds.", "parameters": {"type": "object", "properties": {}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "search", "description": "Finds.", "parameters": {"type": "object", "properties": {}}},
+}
+ENDS = "model.new_tokens=['<|end|>', '<|return|>', '<|call|>', '<|eot_id|>', '<|eom_id|>']"
+"""Tokens that end turns in the templates of other families."""
 
 
 @pytest.fixture(scope="module")
-def tokenizer_of(make_recipe: MakeRecipe, real_model: Callable[[str], Path]) -> Callable[[str], Any]:
-    """A real tokenizer, or the demo's with a template of TRL's."""
-
-    @cache
-    def load(name: str) -> Any:
-        if name in ("qwen3", "minimind"):
-            return load_tokenizer(make_recipe(f"model.name_or_path={real_model(name)}"))
-        tokenizer = copy(load_tokenizer(make_recipe(ENDS)))
-        if name != "demo":
-            tokenizer.chat_template = (TEMPLATES / name).with_suffix(".jinja").read_text()
-        return tokenizer
-
-    return load
+def with_ends(make_recipe: Callable[..., Recipe]) -> Any:
+    return load_tokenizer(make_recipe(ENDS))
 
 
-@pytest.fixture(scope="module")
-def made(make_recipe: MakeRecipe, tokenizer_of: Callable[[str], Any]) -> Made:
-    """One row of these messages as a document."""
+@pytest.fixture
+def by(made: Made, tokenizer_of: TokenizerOf, with_ends: Any) -> Callable[..., Chunk]:
+    """One row of these messages as a document of a real tokenizer, or of a template of TRL's."""
 
     def make(name: str, messages: list[Message], **data: object) -> Chunk:
-        overrides = [f"data.{key}={value}" for key, value in ({"max_length": 4096} | data).items()]
-        maker = DocumentMaker(make_recipe(*overrides).data, tokenizer_of(name))
-        tools = [{"type": "function", "function": TOOL}] if any("tool_calls" in message for message in messages) else []
-        return maker.make(Source(path="rows"), 0, "messages", [(1, {"messages": messages, "tools": tools})])
+        real = name in ("qwen3", "minimind")
+        tokenizer = tokenizer_of(name) if real else with_template(copy(with_ends), TRL[name])
+        tools = [TOOL] if any("tool_calls" in message for message in messages) else []
+        return made(tokenizer, [{"messages": messages, "tools": tools}], **data)
 
     return make
 
 
-def text_of(chunk: Chunk, tokenizer: Any) -> str:
-    assert len(chunk.documents) == 1
-    return str(tokenizer.decode(chunk.tokens.tolist()))
-
-
-@pytest.mark.parametrize("name", ["qwen3", "minimind"])
-def test_a_developer_is_the_system_where_the_template_knows_none(
-    name: str, made: Made, tokenizer_of: Callable[[str], Any]
-) -> None:
-    asked = made(name, [SYSTEM | {"role": "developer"}, USER, ANSWER])
-    assert "<|im_start|>system\nFirst rule.<|im_end|>" in text_of(asked, tokenizer_of(name))
-    assert asked.tokens.tolist() == made(name, [SYSTEM, USER, ANSWER]).tokens.tolist()
-
-
-def test_a_developer_is_one_where_the_template_has_a_place_for_it(
-    made: Made, tokenizer_of: Callable[[str], Any]
-) -> None:
-    chunk = made("demo", [SYSTEM | {"role": "developer"}, USER, ANSWER])
-    assert "<|im_start|>developer\nFirst rule.<|im_end|>" in text_of(chunk, tokenizer_of("demo"))
-
-
 def thinking(*thoughts: str, as_text: bool = False) -> list[Message]:
-    turns: list[Message] = []
-    for number, thought in enumerate(thoughts):
-        answer = {"role": "assistant", "content": f"Answer {number}"}
+    messages = turns(*(f"{word} {at}" for at in range(len(thoughts)) for word in ("Question", "Answer")))
+    for turn, thought in zip(messages[1::2], thoughts, strict=True):
         if thought:
-            answer |= {"content": f"<think>{thought}</think>Answer {number}"} if as_text else {"reasoning": thought}
-        turns += [{"role": "user", "content": f"Question {number}"}, answer]
-    return turns
+            turn |= {"content": f"<think>{thought}</think>{turn['content']}"} if as_text else {"reasoning": thought}
+    return messages
 
 
 def beside(text: str) -> list[Message]:
@@ -101,99 +148,93 @@ def think(before: str) -> list[Message]:
     return [USER, {"role": "assistant", "content": f"{before}<think>Hm, hm</think>After it"}]
 
 
+EARLIER = thinking("", "Mull two"), thinking("", "Mull two", as_text=True)
 LOST = {
-    "text before thoughts": (
-        ["qwen3", "qwen3_6", "minimind"],
-        think("Before it "),
-        "assistant",
-        "Before it",
-        think(""),
-    ),
-    "text beside a call": (["llama3_1", "gptoss"], beside("I look it up"), "assistant", "I look it up", beside("")),
+    "text before reasoning": (("qwen3", "minimind"), think("Before it "), "assistant", "Before it", think("")),
+    "text beside a call": (("llama3_1", "gptoss"), beside("I look it up"), "assistant", "I look it up", beside("")),
     "a second system message": (
-        ["gptoss", "qwen3_vl"],
+        ("gptoss", "qwen3_vl"),
         [SYSTEM, SECOND, USER, ANSWER],
         "system",
         "Second rule.",
         [SYSTEM, USER, ANSWER],
     ),
-    "thoughts of earlier turns": (
-        ["nemotron_3_nano", "lfm2_2_5"],
+    "reasoning of earlier turns": (
+        ("nemotron_3_nano", "lfm2_2_5"),
         thinking("Mull one", "Mull two"),
         "assistant",
         "Mull one",
-        thinking("", "Mull two"),
+        EARLIER[0],
     ),
-    "thoughts in the text of earlier turns": (
-        ["nemotron_3_nano", "lfm2_2_5"],
+    "reasoning in the text of earlier turns": (
+        ("nemotron_3_nano", "lfm2_2_5"),
         thinking("Mull one", "Mull two", as_text=True),
         "assistant",
         "Mull one",
-        thinking("", "Mull two", as_text=True),
+        EARLIER[1],
     ),
 }
 """Templates that leave it out, a conversation that has it, whose and what, and the same conversation without."""
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, (names, *_) in LOST.items() for name in names])
-def test_what_a_template_leaves_out_is_refused_with_role_and_text(kind: str, name: str, made: Made) -> None:
+def test_what_a_template_leaves_out_is_refused_with_role_and_text(
+    kind: str, name: str, by: Callable[..., Chunk]
+) -> None:
     _, messages, role, text, without = LOST[kind]
     with pytest.raises(RowError) as error:
-        made(name, messages)
+        by(name, messages)
     assert f"the chat template leaves out what the {role} says: {text!r}. Set model.chat_template" in error.value.reason
-    assert made(name, messages, on_bad_row="drop").counts.dropped_rows == {"bad_row": 1}
     # The text it is, and not the template or the rest of the conversation.
-    assert len(made(name, without).documents) == 1
+    assert len(by(name, without).documents) == 1
 
 
-"""Templates that leave it out, though its words stand elsewhere in the same turn."""
+def test_a_result_of_a_tool_that_a_template_leaves_out_is_refused(made: Made, tokenizer_of: TokenizerOf) -> None:
+    row = {"messages": [USER, CALLED, *FOUND]}
+    assert len(made(with_template(tokenizer_of("demo"), UNMARKED), [row]).documents) == 1
+    silent = UNMARKED.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' }}")
+    with pytest.raises(RowError, match=r"'five'. Set model.chat_template"):
+        made(with_template(tokenizer_of("demo"), silent), [row])
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-@pytest.mark.parametrize("name", ["nemotron_3_nano", "lfm2_2_5"])
-def test_earlier_thoughts_that_nobody_trains_may_be_left_out(
-    name: str, as_text: bool, made: Made, tokenizer_of: Callable[[str], Any]
+def test_earlier_reasoning_that_nobody_trains_may_be_left_out(
+    as_text: bool, by: Callable[..., Chunk], with_ends: Any
 ) -> None:
-    """As they are when the model answers."""
+    """As it is when the model answers."""
     messages = thinking("Mull one", "Mull two", as_text=as_text)
-    text = text_of(made(name, messages, loss_on="last_assistant"), tokenizer_of(name))
+    text = with_ends.decode(by("lfm2_2_5", messages, loss_on="last_assistant").tokens.tolist())
     assert "Mull one" not in text
     assert "Mull two" in text
-    messages[1] |= {"weight": 0}
-    assert text_of(made(name, messages), tokenizer_of(name)) == text
-    for message in messages:
-        message.pop("weight", None)
-    assert "Mull" not in text_of(made(name, messages, reasoning="drop"), tokenizer_of(name))
+    assert "Mull" not in with_ends.decode(by("lfm2_2_5", messages, reasoning="drop").tokens.tolist())
 
 
-REAL = {
-    "gpteacher_roleplay.json": 60,
-    "oasst_en_best_path.jsonl": 60,
-    "oasst_sft_zh.json": 60,
-    "raschka_instruction_data.json": 60,
-    "sgd_messages_tools_600.jsonl": 60,
-    "t0_short.jsonl": 60,
-    "llamafactory/alpaca_en_demo.json": 60,
-    "llamafactory/alpaca_zh_demo.json": 60,
-    "llamafactory/glaive_toolcall_en_demo.json": 60,
-    "llamafactory/identity.json": 60,
-    "llamafactory/reason_tool_use_demo_50.jsonl": 50,
-    "llamafactory/v1_sft_demo.jsonl": 60,
-    "fixtures/axolotl_alpaca.json": 1,
-    "fixtures/axolotl_conversation.json": 1,
-    "fixtures/torchtune_alpaca_tiny.json": 60,
-    "fixtures/torchtune_chat_tiny.json": 1,
-}
-"""Files that prepare, and how many rows each gives at least."""
+def test_a_turn_that_a_template_leaves_open_is_refused(made: Made, tokenizer_of: TokenizerOf) -> None:
+    open_ended = MARKED.replace("<|im_end|>{% endg", "{{ '' if m.name == 'x' else '<|im_end|>' }}{% endg")
+    tokenizer = with_template(tokenizer_of("demo"), open_ended)
+    checked_sample(ChatRenderer(tokenizer))
+    with pytest.raises(RowError, match=r"leaves the assistant's turn open: '.*Answer one'"):
+        made(tokenizer, [{"messages": [USER, ANSWER | {"name": "x"}]}])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "minimind"])
-@pytest.mark.parametrize("file", REAL)
-def test_real_rows_lose_nothing(
-    file: str, name: str, make_recipe: MakeRecipe, tokenizer_of: Callable[[str], Any], shared: Path
-) -> None:
+@pytest.mark.parametrize(
+    "file",
+    [
+        "gpteacher_roleplay.json",
+        "oasst_en_best_path.jsonl",
+        "raschka_instruction_data.json",
+        "sgd_messages_tools_600.jsonl",
+        "t0_short.jsonl",
+        "llamafactory/alpaca_zh_demo.json",
+        "llamafactory/glaive_toolcall_en_demo.json",
+        "llamafactory/reason_tool_use_demo_50.jsonl",
+        "llamafactory/v1_sft_demo.jsonl",
+        "fixtures/torchtune_alpaca_tiny.json",
+    ],
+)
+def test_real_rows_lose_nothing(file: str, name: str, made: Made, shared: Path) -> None:
     rows = [row for row in islice(read_rows(shared / "sft" / file), 60) if isinstance(row, dict)]
-    assert len(rows) >= REAL[file]
-    format = row_format(rows, Source(path=file))
-    maker = DocumentMaker(make_recipe("data.max_length=65536").data, tokenizer_of(name))
-    assert len(maker.make(Source(path=file), 0, format, list(enumerate(rows, start=1))).documents) > 0.9 * len(rows)
+    assert len(rows) >= 50
+    chunk = made(name, rows, row_format(rows, Source(path=file)), max_length=65536)
+    assert len(chunk.documents) > 0.9 * len(rows)

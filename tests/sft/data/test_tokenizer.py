@@ -223,3 +223,25 @@ def test_a_tokenizers_templates_are_not_written_by_the_names_they_give_themselve
     tokenizer.save_pretrained(tmp_path / "deep" / "final")
     assert not list(tmp_path.rglob("evil*"))
     assert (tmp_path / "deep" / "final" / "chat_template.jinja").read_text() == template
+
+
+@pytest.mark.parametrize(
+    "escape",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__['os'].system('touch MARK') }}",
+        "{{ strftime_now.__globals__['os'].system('touch MARK') }}",
+        "{{ messages.append(messages) }}",
+        "{% include '/etc/passwd' %}",
+        "{{ 'a' * 10 ** 17 }}",
+    ],
+)
+def test_a_template_is_a_foreign_program_and_renders_in_a_sandbox(
+    escape: str, make_recipe: MakeRecipe, changed: Callable[..., Path], demo: Demo, tmp_path: Path
+) -> None:
+    mark, plain = tmp_path / "ran", (demo.model / "chat_template.jinja").read_text()
+    folder = changed(template=escape.replace("MARK", str(mark)) + plain)
+    for override in ([], [f"model.chat_template={folder / 'chat_template.jinja'}"]):
+        with pytest.raises(ModelError, match=r"cannot be rendered: the chat template refuses it"):
+            load(make_recipe, folder, *override)
+    assert not mark.exists()

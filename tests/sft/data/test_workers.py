@@ -63,16 +63,6 @@ def test_documents_do_not_depend_on_workers_or_chunks(
     assert multiprocessing.active_children() == []
 
 
-def test_chunks_come_in_the_order_of_their_rows(maker: DocumentMaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though the first ones take longest."""
-    monkeypatch.setattr("sft.data.workers.CHUNK_ROWS", 2)
-    rows = [talk("a" * size, "b") for size in range(120, 0, -1)]
-    made = list(made_chunks(maker, SOURCE, 4, "messages", numbered(rows), 3))
-    found = np.concatenate([chunk.documents for chunk in made])
-    assert found["row"].tolist() == sorted(found["row"].tolist())
-    assert set(found["source"]) == {4}
-
-
 def test_rows_are_read_only_as_far_as_the_workers_need_them(
     maker: DocumentMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import Environment
 
-from sft.export.go_template import Markup, Message, compare, literal, read_markup, write_go
+from sft.export.go_template import Markup, Message, compare, literal, read_markup
 from sft.recipe.schema import REPOSITORY
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -35,65 +36,38 @@ def apply_of(template: str) -> Callable[[Sequence[Message], bool], str]:
     return apply
 
 
+CONDITIONS = {
+    'eq .Role "system"': "message.role == 'system'",
+    'eq .Role "user"': "message.role == 'user'",
+    'eq .Role "assistant"': "message.role == 'assistant'",
+    "eq $i 0": "loop.first",
+    'and (eq $i 1) (eq (index $.Messages 0).Role "system")': "loop.index0 == 1 and messages[0].role == 'system'",
+}
+
+
 def go(template: str, messages: Sequence[Message]) -> str:
-    """The part of Go's text/template that is written: range, if, else if, else, end, fields, strings; eq, and, index."""
-    parts = re.split(r'(\{\{(?:"(?:\\.|[^"\\])*"|.)*?\}\})', template, flags=re.DOTALL)
-    position, output = 0, ""
-
-    def value(words: str, scope: dict[str, Any]) -> Any:
-        words = words.strip()
-        if words.startswith("and "):
-            inside = re.findall(r"\((eq (?:[^()]|\([^()]*\))*)\)|(eq [^()]*)", words[4:])
-            assert inside, words
-            return all(value(one or other, scope) for one, other in inside)
-        if words.startswith("eq "):
-            left, right = re.fullmatch(r'eq (\(.*\)\.\w+|\S+) (".*"|\S+)', words).groups()  # type: ignore[union-attr]
-            return value(left, scope) == value(right, scope)
-        if match := re.fullmatch(r"\(index \$\.Messages 0\)\.Role", words):
-            assert match
-            return messages[0]["role"]
-        if words.startswith('"'):
-            return json.loads(words)
-        if words.startswith("."):
-            return scope[words[1:].lower()]
-        return scope["i"] if words == "$i" else int(words)
-
-    def run(scope: dict[str, Any], writing: bool) -> tuple[str, str]:
-        """Up to what ends the block, which is returned, with what was written."""
-        nonlocal position
-        written = ""
-        while position < len(parts):
-            part = parts[position]
-            position += 1
-            words = part[2:-2].strip() if part.startswith("{{") else None
-            if words is None:
-                written += part
-            elif words.startswith("range "):
-                start = position
-                for number, message in enumerate(messages):
-                    position = start
-                    written += run(scope | message | {"i": number}, writing)[0]
-            elif words.startswith("if "):
-                written += choose(words[3:], scope, writing)
-            elif words == "end" or words.startswith("else"):
-                return written, words
-            elif writing:
-                written += str(value(words, scope))
-        return written, ""
-
-    def choose(condition: str, scope: dict[str, Any], writing: bool) -> str:
-        taken, written = False, ""
-        while True:
-            holds = writing and not taken and (not condition or bool(value(condition, scope)))
-            inside, ended = run(scope, writing and holds)
-            written, taken = written + (inside if holds else ""), taken or holds
-            if ended == "end":
-                return written
-            condition = ended.removeprefix("else").strip().removeprefix("if ").strip()
-
-    output, ended = run({}, True)
-    assert ended == ""
-    return output
+    """What Go's text/template writes: what is used of its language, Jinja has under other names."""
+    texts, jinja, blocks = list[str](), "", list[str]()
+    for part in re.split(r'(\{\{(?:"(?:\\.|[^"\\])*"|.)*?\}\})', template, flags=re.DOTALL):
+        words = part[2:-2].strip()
+        if not part.startswith("{{") or words.startswith('"'):
+            jinja += f"{{{{ texts[{len(texts)}] }}}}"
+            texts.append(json.loads(words) if part.startswith("{{") else part)
+        elif words == ".Content":
+            jinja += "{{ message.content }}"
+        elif words == "range $i, $message := .Messages":
+            jinja += "{% for message in messages %}"
+            blocks.append("for")
+        elif words == "end":
+            jinja += f"{{% end{blocks.pop()} %}}"
+        elif words == "else":
+            jinja += "{% else %}"
+        elif words.startswith("else if "):
+            jinja += f"{{% elif {CONDITIONS[words.removeprefix('else if ')]} %}}"
+        else:
+            jinja += f"{{% if {CONDITIONS[words.removeprefix('if ')]} %}}"
+            blocks.append("if")
+    return Environment(autoescape=False).from_string(jinja).render(texts=texts, messages=messages)  # noqa: S701
 
 
 def templates() -> dict[str, str]:
@@ -131,14 +105,14 @@ MUST = (
 def test_what_go_writes_is_what_jinja_writes(name: str) -> None:
     apply = apply_of(TEMPLATES[name])
     try:
-        markup = read_markup(apply, TOKENS["bos_token"])
+        markup = read_markup(apply)
         compare(markup, apply)
     except ValueError:
         assert name not in MUST, "a family that recipes name cannot be written"
         return  # refused, which is no wrong template
-    written = write_go(markup)
+    written = markup.go()
     for roles in CONVERSATIONS:
-        if markup.first_system is None and "s" in roles:
+        if markup.system is None and "s" in roles:
             continue
         assert go(written, conversation(roles)) == apply(conversation(roles), True)
 
@@ -164,7 +138,7 @@ def test_what_go_writes_is_what_jinja_writes(name: str) -> None:
 def test_a_template_that_writes_anything_else_is_refused(template: str, why: str) -> None:
     apply = apply_of(template)
     with pytest.raises(ValueError, match=why):
-        compare(read_markup(apply, ""), apply)
+        compare(read_markup(apply), apply)
 
 
 def test_what_a_template_takes_away_is_told() -> None:
@@ -179,14 +153,14 @@ def test_the_first_user_is_the_first_where_a_system_message_before_him_is_droppe
     turns = "{{ bos_token }}{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
     apply = apply_of(refuses + turns if name == "raises" else turns)
-    markup = read_markup(apply, TOKENS["bos_token"])
+    markup = read_markup(apply)
     assert any(one.startswith("system messages, which") for one in compare(markup, apply))
-    assert go(write_go(markup), conversation("suau")) == apply_of(turns)(conversation("suau"), True)
+    assert go(markup.go(), conversation("suau")) == apply_of(turns)(conversation("suau"), True)
 
 
 def _both(name: str) -> tuple[Markup, Any]:
     apply = apply_of(TEMPLATES[name])
-    return read_markup(apply, TOKENS["bos_token"]), apply
+    return read_markup(apply), apply
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from sft.errors import ExportError, UserError
 from sft.export.main import main, parse_command_line
 from sft.export.model import check_logits, check_output, check_private, model_files
 from sft.export.model_card import metadata, write_card
-from sft.export.ollama import bos_warning, check_architecture, check_vocabulary, tokenizer_warning
+from sft.export.ollama import check_architecture, check_vocabulary, import_warnings
 from sft.export.public import public_recipe
 from sft.export.serving import (
     VllmServer,
@@ -161,7 +161,7 @@ def test_the_command_for_vllm_is_complete(run: Run) -> None:
     command = " ".join(server.command(run.final, chat_template=True))
     assert """vllm serve "$folder" --served-model-name 'my model' --dtype float32 --tensor-parallel-size 2""" in command
     assert "--max-model-len 1024 --generation-config auto" in command
-    assert "trained on at most 128 tokens" in server.length_reason
+    assert "trained on at most 128 tokens" in server.reasons[1]
     assert """--override-generation-config '{"temperature": 0.0}' --chat-template""" in command
     with pytest.raises(ExportError, match="from 1 to 1024"):
         context_length(source, 1025)
@@ -201,14 +201,14 @@ def test_ollama_is_given_only_what_its_import_reads(tmp_path: Path) -> None:
     write_json(tmp_path / "tokenizer.json", {"model": {"type": "BPE", "byte_fallback": True}})
     with pytest.raises(ExportError, match="SentencePiece"):
         check_vocabulary(tmp_path)
-    assert "uses its default" in (tokenizer_warning(tmp_path) or "")
+    assert any("uses its default" in warning for warning in import_warnings(tmp_path))
 
 
 def test_a_tokenizer_without_bos_is_told_because_ollama_may_add_one(tmp_path: Path) -> None:
     write_json(tmp_path / "tokenizer.json", {"added_tokens": [{"id": 1, "content": "<s>"}]})
     for named, told in ((None, True), ("<s>", False), ({"content": "<s>"}, False), ("<gone>", True)):
         write_json(tmp_path / "tokenizer_config.json", {"bos_token": named, "add_bos_token": False})
-        assert bool(bos_warning(tmp_path)) == told
+        assert any("has no BOS" in warning for warning in import_warnings(tmp_path)) == told
 
 
 def test_a_recipe_is_shown_without_places_trackers_and_keys(run: Run) -> None:

@@ -4,7 +4,7 @@ from typing import get_args
 import pytest
 from pydantic import ValidationError
 
-from sft.data.findings import MEANING
+from sft.data.findings import FINDINGS
 from sft.data.formats import FORMATS
 from sft.errors import RecipeError
 from sft.recipe.changes import recipe_keys
@@ -109,7 +109,7 @@ def test_what_is_no_duration_is_refused(text: str) -> None:
 def test_every_format_and_finding_that_a_recipe_may_name_is_one() -> None:
     formats = get_args(get_args(Source.model_fields["format"].annotation)[0])
     assert set(formats) == set(FORMATS)
-    assert set(get_args(Finding)) < set(MEANING)
+    assert set(get_args(Finding)) < set(FINDINGS)
 
 
 def test_nothing_is_lost_by_default() -> None:
