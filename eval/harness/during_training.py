@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
-from eval.harness.measure import Scores, ask_lm_eval, scores
+from eval.harness.measure import Scores, scores
 from eval.models.live_model import LeftOff, Live, language_model, undisturbed
 from eval.quiet import chatter_to, summary
 from eval.tasks.load import LoadedTasks, load_tasks
@@ -164,7 +164,7 @@ class During(TrainerCallback):  # type: ignore[misc]
             tqdm.write(f"step {step}: {name} was not measured ({reason}). The training goes on; {self.log} says more.")
 
     def _measure_all(self) -> tuple[Scores, dict[str, str]] | None:
-        """The scores, on rank 0, and why which task failed, on all; None where training is to stop."""
+        """The scores, and why which task failed, identical on all ranks; None where training is to stop."""
         found: Scores = {}
         failed: dict[str, str] = {}
         # Progress bars go to the log too: the training has one.
@@ -188,8 +188,7 @@ class During(TrainerCallback):  # type: ignore[misc]
         import torch
 
         try:
-            results = ask_lm_eval(model, self.tasks, name, self.settings, bootstrap_iters=0, log_samples=False)
-            return scores(results.get("results", {})), None
+            return scores(_ask_lm_eval(model, self.tasks, name, self.settings)["results"]), None
         except LeftOff:
             raise
         except Exception as error:
@@ -215,3 +214,37 @@ def flat(found: Scores, prefix: str = "", between: str = "/") -> dict[str, float
 
 def _listed(reasons: dict[str, str]) -> str:
     return "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
+
+
+def _ask_lm_eval(model: Any, tasks: LoadedTasks, name: str, settings: Settings) -> dict[str, Any]:
+    """Do what lm_eval's simple_evaluate does, without the seconds that it takes to describe the machine."""
+    import random
+
+    import numpy as np
+    import torch
+    from lm_eval.evaluator import evaluate
+    from lm_eval.tasks import TaskManager
+
+    random.seed(settings.seed)
+    np.random.seed(settings.seed)
+    torch.manual_seed(settings.seed)
+    loaded = TaskManager(include_defaults=False).load(tasks.by_name[name])
+    for task in loaded["tasks"].values():
+        own = task.get_config("num_fewshot")
+        if settings.num_fewshot is not None and own != 0:
+            task.set_config("num_fewshot", settings.num_fewshot)
+        elif own is None:
+            task.set_config("num_fewshot", 0)
+        task.set_fewshot_seed(seed=settings.seed)
+    results: dict[str, Any] = evaluate(
+        lm=model,
+        task_dict=loaded,
+        limit=settings.limit,
+        bootstrap_iters=0,
+        log_samples=False,
+        system_instruction=settings.system_instruction,
+        apply_chat_template=settings.apply_chat_template,
+        fewshot_as_multiturn=settings.fewshot_as_multiturn,
+        confirm_run_unsafe_code=tasks.run_code,
+    )
+    return results
