@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -70,7 +71,8 @@ def check_agreement(found: Mapping[str, Sequence[float]], what: str, tolerance: 
     """
     lengths = {len(values) for values in found.values()}
     apart = max(max(values) - min(values) for values in zip(*found.values(), strict=False))
-    if len(lengths) > 1 or not apart <= tolerance:
+    finite = all(math.isfinite(value) for values in found.values() for value in values)
+    if len(lengths) > 1 or not finite or apart > tolerance:
         for side, values in found.items():
             print(f"{side:20} {values}")
         print(f"The losses of {what} do not agree: no speed is shown.")

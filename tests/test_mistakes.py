@@ -24,107 +24,67 @@ ROW = {"prompt": "Hi", "completion": "Hello"}
 
 @dataclass(frozen=True)
 class Mistake:
-    """What is wrong, and what the message must hold of value, reason and remedy."""
+    """The words after the recipe's name, and the value, reason and remedy that the message must hold."""
 
+    words: str
     told: tuple[str, ...]
-    words: tuple[str, ...] = ()
-    recipe: str = RECIPE
-    name: str = "mine.yaml"
     files: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def override(words: str, *told: str, **more: dict[str, str]) -> Mistake:
-    return Mistake(told, tuple(words.split()), **more)  # type: ignore[arg-type]
-
-
-MISTAKES = {
-    "unknown key": Mistake(
-        ("mine.yaml is not a valid recipe", "data.max_len: unknown key; did you mean `max_length`?"),
-        recipe=RECIPE.replace("max_length", "max_len"),
+TYPOS = {
+    "an unknown key": Mistake(
+        "", ("mine.yaml is not a valid recipe", "data.max_len: unknown key; did you mean `max_length`?"),
+        files={"mine.yaml": RECIPE.replace("max_length", "max_len")},
     ),
-    "wrong type": override("train.learning_rate=fast", "train.learning_rate", '"fast"', "number"),
-    "missing data": override("data.train=gone.jsonl", "data.train", "gone.jsonl", "no file or folder"),
+    "a value of the wrong type": Mistake("train.learning_rate=fast", ("train.learning_rate", '"fast"', "number")),
+}  # fmt: skip
+MISTAKES = TYPOS | {
+    "no override": Mistake("learning_rate", ("'learning_rate' is neither the recipe (mine.yaml) nor an override",)),
+    "data that is missing": Mistake("data.train=gone.jsonl", ("data.train", "gone.jsonl", "no file or folder")),
     "useless columns": Mistake(
-        ("rows.jsonl has no usable columns", "Found: question, reply", "`messages`", "Rename"),
+        "", ("rows.jsonl has no usable columns", "Found: question, reply", "`messages`", "Rename"),
         files={"rows.jsonl": '{"question": "a", "reply": "b"}\n'},
     ),
-    "batch that cannot be divided": override(
-        "train.global_batch_size=7",
-        "train.global_batch_size=7 cannot be shared by 2 processes",
-        "6 or 8",
-        "1",
+    "a batch that cannot be divided": Mistake(
+        "train.global_batch_size=7", ("train.global_batch_size=7 cannot be shared by 2 processes", "6 or 8", "1"),
         environment={"NPROC": "2"},
     ),
-    "micro-batch that does not divide": override(
-        "train.micro_batch_size=3",
-        "not a multiple of micro_batch_size x processes = 3 x 1",
-        "Set train.micro_batch_size to 2",
-    ),
-    "deepspeed contradicts the recipe": override(
+    "a DeepSpeed file that contradicts the recipe": Mistake(
         "train.deepspeed=mine.json",
-        "mine.json contradicts the recipe",
-        "gradient_clipping is 5",
-        "train.max_grad_norm is 1.0",
-        '"auto"',
+        ("mine.json contradicts the recipe", "gradient_clipping is 5", "train.max_grad_norm is 1.0", '"auto"'),
         files={"mine.json": '{"gradient_clipping": 5}'},
     ),
-    "fp16 on a CPU": override("train.precision=fp16", "train.precision=fp16 needs a GPU", "Set train.precision=fp32"),
-    "unknown task": override("eval.tasks=[gsm8kk]", "`gsm8kk` is not a task of lm_eval", "did you mean `gsm8k`?"),
-    "documents longer than the model reads": override(
-        "data.max_length=4096", "data.max_length=4096 is more than the model's 1024 positions", "at most 1024"
-    ),
-    "an unknown deepspeed file": override(
-        "train.deepspeed=zero9", "train.deepspeed=zero9: there is no such file", "did you mean `zero", "zero3_offload"
-    ),
-    "a deepspeed key with a typo": override(
-        "train.deepspeed=mine.json",
-        "mine.json",
-        "zero_optimisation: unknown to DeepSpeed; did you mean `zero_optimization`?",
-        files={"mine.json": '{"zero_optimisation": {"stage": 2}}'},
-    ),
-    "no model folder": override(
-        "model.name_or_path=./gone", "model.name_or_path=./gone: the folder does not exist", "hub id"
-    ),
-    "a model folder without config": override(
-        "model.name_or_path=./model",
-        "model.name_or_path=./model: the folder holds no config.json",
-        files={"model/x": ""},
-    ),
-    "a task that runs code": override(
-        "eval.tasks=[humaneval]",
-        "`humaneval` runs Python code that the model writes",
-        "eval.confirm_run_unsafe_code=true",
-    ),
-    "a task file that is not there": override("eval.tasks=[gone.yaml]", "there is no task file gone.yaml"),
-    "flash attention without a GPU": override(
+    "flash attention without a GPU": Mistake(
         "model.attn_implementation=flash_attention_2",
-        "model.attn_implementation=flash_attention_2, and there is no GPU",
-        "sdpa",
+        ("model.attn_implementation=flash_attention_2, and there is no GPU", "sdpa"),
     ),
-    "an output_dir that is a file": override("output_dir=file", "output_dir", "file", files={"file": ""}),
-    "something else than an override": override(
-        "learning_rate", "'learning_rate' is neither the recipe (mine.yaml) nor an override"
+    "documents longer than the model reads": Mistake(
+        "data.max_length=4096", ("data.max_length=4096 is more than the model's 1024 positions", "at most 1024")
     ),
-    "an output_dir where nothing can be made": override("output_dir=/proc/x", "output_dir=/proc/x: /proc"),
-    "an output_dir with a variable": override("output_dir=$RUNS/x", "output_dir=$RUNS/x", "not expanded"),
-    "a plan with the trainer's own keys": override(
+    "no model folder": Mistake("model.name_or_path=./gone", ("model.name_or_path=./gone: the folder does not", "hub id")),
+    "an unknown task": Mistake("eval.tasks=[gsm8kk]", ("`gsm8kk` is not a task of lm_eval", "did you mean `gsm8k`?")),
+    "a task that runs code": Mistake(
+        "eval.tasks=[humaneval]", ("`humaneval` runs Python code that the model writes", "confirm_run_unsafe_code=true")
+    ),
+    "an output_dir that is a file": Mistake("output_dir=rows.jsonl", ("output_dir=rows.jsonl", "is not a folder")),
+    "an output_dir where nothing can be made": Mistake("output_dir=/proc/x", ("output_dir=/proc/x: /proc",)),
+    "an output_dir with a variable": Mistake("output_dir=$RUNS/x", ("output_dir=$RUNS/x", "not expanded")),
+    "a plan with the trainer's own keys": Mistake(
         "--plan train.trainer_args.push_to_hub=true train.trainer_args.optimm=x",
-        "push_to_hub: decided by",
-        "optimm: unknown",
+        ("push_to_hub: decided by", "optimm: unknown"),
     ),
-    "a plan with a change that no run allows": override(
-        "--plan train.resume_allow_changes=[train.seed]", "train.resume_allow_changes", "train.seed"
+    "a plan with a change that no run allows": Mistake(
+        "--plan train.resume_allow_changes=[train.seed]", ("train.resume_allow_changes", "train.seed")
     ),
-}
+}  # fmt: skip
 
 
 def prepare(folder: Path, mistake: Mistake) -> list[str]:
     """The user's folder; returns the words of the command."""
-    for name, text in ({"mine.yaml": mistake.recipe, "rows.jsonl": json.dumps(ROW) + "\n"} | mistake.files).items():
-        (folder / name).parent.mkdir(exist_ok=True)
+    for name, text in ({"mine.yaml": RECIPE, "rows.jsonl": json.dumps(ROW) + "\n"} | mistake.files).items():
         (folder / name).write_text(text)
-    return [mistake.name, *mistake.words]
+    return ["mine.yaml", *mistake.words.split()]
 
 
 def check(status: int | str | None, printed: str, message: str, mistake: Mistake, folder: Path) -> None:
@@ -171,31 +131,31 @@ def as_a_user(folder: Path, words: list[str], **environment: str) -> subprocess.
     )
 
 
-@pytest.mark.parametrize("name", ["unknown key", "wrong type"])
+@pytest.mark.parametrize("name", TYPOS)
 def test_a_typo_in_the_recipe_is_found_before_torch_is_imported(name: str, tmp_path: Path) -> None:
-    mistake = MISTAKES[name]
-    words = prepare(tmp_path, mistake)
+    words = prepare(tmp_path, TYPOS[name])
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / "torch.py").write_text("raise AssertionError('torch was imported')\n")
     ended = as_a_user(tmp_path, words, PYTHONPATH=str(tmp_path / "path"))
-    check(ended.returncode, ended.stdout, ended.stderr, mistake, tmp_path)
+    check(ended.returncode, ended.stdout, ended.stderr, TYPOS[name], tmp_path)
 
 
 # What only the tokenizer or the rows show: still before any weight is loaded.
 LATER = {
-    "a padding token that is not in the vocabulary": override(
-        "model.pad_token=<|padd|>", "model.pad_token=<|padd|> is not in the tokenizer's vocabulary", "<|endoftext|>"
+    "a padding token that is not in the vocabulary": Mistake(
+        "model.pad_token=<|padd|>", ("model.pad_token=<|padd|> is not in the tokenizer's vocabulary", "<|endoftext|>")
     ),
     "a row that is wrong": Mistake(
-        ("rows.jsonl, row 2", "content is of type int, not text", "Correct or remove the row"),
+        "", ("rows.jsonl, row 2", "content is of type int, not text", "Correct or remove the row"),
         files={
             "rows.jsonl": json.dumps(ROW) + '\n{"prompt": "Hi", "completion": [{"role": "assistant", "content": 5}]}\n'
         },
     ),
-    "a trainer argument with a typo": override(
-        "train.trainer_args.optimm=x", "train.trainer_args", "optimm: unknown to trl.SFTConfig; did you mean `optim`?"
+    "a trainer argument with a typo": Mistake(
+        "train.trainer_args.optimm=x",
+        ("train.trainer_args", "optimm: unknown to trl.SFTConfig; did you mean `optim`?"),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow

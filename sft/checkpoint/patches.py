@@ -25,25 +25,15 @@ from sft.errors import RunError
 
 _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
+_METADATA = "torch.distributed.checkpoint.metadata"
 IN_METADATA = {
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath", "PurePosixPath"},
-    "pathlib._local": {"PosixPath", "PurePosixPath"},
-    "torch": {"Size"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.serialization": {"_get_layout"},
+    *("collections.OrderedDict", "torch.Size", "torch.serialization._get_layout"),
+    *("pathlib.PosixPath", "pathlib.PurePosixPath", "pathlib._local.PosixPath", "pathlib._local.PurePosixPath"),
+    *(f"{_METADATA}.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *(f"{_METADATA}.{name}StorageMetadata" for name in ("Bytes", "Chunk", "Tensor")),
+    *(f"{_METADATA}.TensorProperties", "torch.distributed.checkpoint.filesystem._StorageInfo"),
 }
-"""What torch writes into .metadata, by module."""
+"""What torch writes into .metadata."""
 
 
 @contextmanager
@@ -74,7 +64,7 @@ class _Metadata(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """The class, if it is one of those that torch writes."""
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and name not in IN_METADATA.get(module, ()):
+        if not is_dtype and f"{module}.{name}" not in IN_METADATA:
             raise pickle.UnpicklingError(f"{module}.{name} does not belong in a checkpoint's .metadata: not loaded.")
         return super().find_class(module, name)
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import set_seed
 from transformers.trainer import SCHEDULER_NAME
 
-from sft.checkpoint.patches import load_mapped
+from sft.checkpoint.patches import load_mapped, plain_data_only
 from sft.checkpoint.resume import ResumePlan, Writer
 from sft.checkpoint.zero import MOMENTS, STEP, WEIGHT, Opened, load_zero, open_zero
 from sft.errors import RunError
@@ -128,11 +128,12 @@ def _open_sharded(checkpoint: Path, saved_as: dict[str, str]) -> Opened:
 
 
 def _open_distributed(folder: Path) -> tuple[set[str], Callable[[str], torch.Tensor]]:
-    metadata: dict[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
+    with plain_data_only(deepspeed=False):
+        metadata: dict[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
 
     def read(name: str) -> torch.Tensor:
         value = torch.empty(metadata[name].size, dtype=metadata[name].properties.dtype)
-        with warnings.catch_warnings():
+        with plain_data_only(deepspeed=False), warnings.catch_warnings():
             # An export has no process group, as intended.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             load({name: value}, storage_reader=FileSystemReader(folder), no_dist=True)
@@ -143,14 +144,14 @@ def _open_distributed(folder: Path) -> tuple[set[str], Callable[[str], torch.Ten
 
 def _open_full(checkpoint: Path, saved_as: dict[str, str]) -> Opened:
     weights, state = (load_mapped(checkpoint / file) for file in ("pytorch_model_fsdp.bin", "optimizer.bin"))
+    moments = state["state"]
 
     def read(name: str, what: str) -> torch.Tensor:
         saved = saved_as.get(name, name)
-        found = weights[saved if saved in weights else name] if what == WEIGHT else state["state"][name][what]
-        value: torch.Tensor = found
+        value: torch.Tensor = moments[name][what] if what != WEIGHT else weights[saved if saved in weights else name]
         return value
 
-    return set(state["state"]), read
+    return set(moments), read
 
 
 def source_names(module: torch.nn.Module, tensors: FullTensors) -> dict[str, str]:

@@ -21,7 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 NAME = "varlen"
 
-# torch 2.11 groups heads without being told; 2.13 wants to be told, and 2.11 knows no such argument.
+# torch 2.11 groups heads by itself; 2.13 needs an argument for it, which 2.11 does not have.
 _KERNEL: Any = varlen_attn
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 

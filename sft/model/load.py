@@ -205,7 +205,7 @@ def _settle_sampling(generation: Any) -> list[str]:
 def merge_adapter(job: Job, tokenizer: Any, adapter: Path, target: Path) -> None:
     """Write base and adapter as one model that loads without peft.
 
-    The base is loaded anew: the one in memory may be spread over ranks.
+    The base is loaded anew: the one in memory may be sharded.
 
     Args:
         job: Names the base and its precision.

@@ -1,4 +1,4 @@
-"""Loads a model whose matrices are divided over ranks, and corrects what transformers does to the norms inside them."""
+"""Loads a model whose matrices are sharded over ranks, and corrects what transformers does to the norms inside them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sft.plan.job import Job
 
 
 def loading_arguments(job: Job) -> dict[str, Any]:
-    """What from_pretrained is told so that each rank loads its part of each matrix."""
+    """Arguments of from_pretrained with which each rank loads its shard of each matrix."""
     size = job.recipe.train.tensor_parallel_size
     if size == 1:
         return {}
@@ -23,9 +23,9 @@ def loading_arguments(job: Job) -> dict[str, Any]:
 
 
 def sum_norm_gradients_once(model: Any) -> None:
-    """Let ranks add up the gradients of norms inside divided heads for each micro-batch alone.
+    """Let ranks add up the gradients of norms inside sharded heads for each micro-batch alone.
 
-    Such a norm (Qwen3's q_norm and k_norm) is whole on each rank and sees that rank's heads. transformers adds up, over the ranks,
+    Such a norm (Qwen3's q_norm and k_norm) is replicated on each rank and sees that rank's heads. transformers adds up, over the ranks,
     the gradient that has accumulated so far: what earlier micro-batches of the step left there is added up again.
     """
     plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}

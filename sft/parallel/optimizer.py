@@ -123,7 +123,7 @@ def _is_spread(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, master_weights: bool, gradients: str) -> None:
-    """Law 3: read back what steps, once it is made.
+    """Compare the live optimizer with the plan.
 
     Raises:
         PlanError: It is another kind, not fused, or holds something else than fp32.

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from sft.errors import PlanError, did_you_mean
 from sft.hub.model_facts import ModelFacts
+from sft.plan.plan import Plan
 from sft.recipe.load import find_file
 from sft.recipe.schema import REPOSITORY, Recipe
 
@@ -157,20 +158,19 @@ def _is_same(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
-def check_deepspeed(
-    file: DeepSpeedFile, recipe: Recipe, micro_batch_size: int, accumulation: int, precision: str, empty: int = 0
-) -> None:
+def check_deepspeed(file: DeepSpeedFile, recipe: Recipe, plan: Plan) -> None:
     """Refuse a JSON that contradicts the recipe or the plan; DeepSpeed counts empty slots of a step like the others.
 
     Raises:
         PlanError: Every contradiction, with both values.
     """
-    train, config = recipe.train, file.config
+    train, config, empty = recipe.train, file.config, plan.empty_sequences_per_step.value
+    precision = plan.precision.value
     batch = f"train.global_batch_size with its {empty} empty slots" if empty else "train.global_batch_size"
     wanted = {
         "train_batch_size": (recipe.sequences_per_step + empty, batch),
-        "train_micro_batch_size_per_gpu": (micro_batch_size, "train.micro_batch_size"),
-        "gradient_accumulation_steps": (accumulation, "accumulation in the plan"),
+        "train_micro_batch_size_per_gpu": (plan.micro_batch_size.value, "train.micro_batch_size"),
+        "gradient_accumulation_steps": (plan.gradient_accumulation_steps.value, "accumulation in the plan"),
         "gradient_clipping": (train.max_grad_norm, "train.max_grad_norm"),
         "bf16.enabled": (precision == "bf16", f"train.precision ({precision})"),
         "fp16.enabled": (precision == "fp16", f"train.precision ({precision})"),

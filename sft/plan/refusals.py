@@ -9,6 +9,7 @@ from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
 from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Hardware
+from sft.plan.plan import Plan
 from sft.plan.precision import has_bf16
 from sft.recipe.schema import Recipe
 
@@ -18,17 +19,13 @@ _TENSOR_STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduc
 
 @dataclass(frozen=True)
 class Case:
-    """What a refusal may depend on: the recipe, the machine, and what the plan has decided."""
+    """What a refusal may depend on."""
 
     recipe: Recipe
     hardware: Hardware
     model: ModelFacts
     deepspeed: DeepSpeedFile | None
-    precision: str
-    attention: str
-    kernels: str
-    micro_batch_size: int
-    learning_rate: float
+    plan: Plan
 
     @property
     def file(self) -> str:
@@ -56,10 +53,11 @@ def _numbers(case: Case) -> Iterator[str]:
         yield f"data.max_length={length} is more than the model's {limit} positions. Set it to at most {limit}."
     if lora and hidden and lora.r > hidden:
         yield f"model.lora.r={lora.r} is more than the model's hidden size of {hidden}. Usual ranks are 8 to 256."
-    if case.learning_rate * decay >= 1:
+    rate = case.plan.learning_rate.value
+    if rate * decay >= 1:
         yield (
-            f"train.weight_decay={decay:g} x learning rate {case.learning_rate:g} is 1 or more: a step would wipe out the weights. AdamW's "
-            "weight decay is usually 0 to 0.1."
+            f"train.weight_decay={decay:g} x learning rate {rate:g} is 1 or more: a step would wipe out the weights. AdamW's weight decay "
+            "is usually 0 to 0.1."
         )
 
 
@@ -85,13 +83,13 @@ def _layers(case: Case) -> Iterator[str]:
             f"model.compile=true, and {case.file} is ZeRO-3, which gathers each weight by hooks inside the layers: they would be compiled "
             "in many pieces. Set model.compile=false, or train.deepspeed=zero2."
         )
-    if model.compile and case.kernels == "liger":
+    if model.compile and case.plan.kernels.value == "liger":
         yield (
             "model.compile=true and model.kernels=liger: both fuse the layers' operations, and together they are untested. Set "
             "model.kernels=none, or model.compile=false."
         )
     where, why = "", ""
-    if mode == "selective" and case.attention == "eager":
+    if mode == "selective" and case.plan.attention.value == "eager":
         where, why = "model.attn_implementation=eager", "its attention is not one operator"
     elif mode == "selective" and model.lora is not None and is_zero_3:
         where, why = "model.lora with ZeRO-3", "TRL needs reentrant checkpointing there"
@@ -110,7 +108,7 @@ def _fsdp(case: Case) -> Iterator[str]:
     ranks, per_node = case.hardware.ranks, case.hardware.ranks_per_node
     if fsdp is None or ranks == 1:
         return
-    if case.precision == "fp16":
+    if case.plan.precision.value == "fp16":
         yield (
             "train.precision=fp16 with train.fsdp: fp16 needs its loss scaled, which is not built for sharded weights. Set "
             "train.precision=bf16 where the GPU has it, else fp32; or leave train.fsdp out and set train.deepspeed=zero3."
@@ -172,8 +170,8 @@ def _tensor_parallel(case: Case) -> Iterator[str]:
         "model.lora (leave it out)": recipe.model.lora is not None,
         "model.new_tokens (leave it out)": bool(recipe.model.new_tokens),
         "model.compile (set it to false)": recipe.model.compile,
-        "model.kernels=liger (set model.kernels=none)": case.kernels == "liger",
-        "train.precision=fp16 (set train.precision=bf16 or fp32)": case.precision == "fp16",
+        "model.kernels=liger (set model.kernels=none)": case.plan.kernels.value == "liger",
+        "train.precision=fp16 (set train.precision=bf16 or fp32)": case.plan.precision.value == "fp16",
     }
     if found := ", ".join(name for name, is_set in switches.items() if is_set):
         yield f"{key} does not work, or is untested, with {found}."
@@ -198,8 +196,8 @@ def _sequence_parallel(case: Case) -> Iterator[str]:
             f"{key} neither divides the model's {kv_heads} key and value heads nor is a multiple of them. Set it to {_sizes([kv_heads])}."
         )
     yield from _lost_masks(case, key)
-    if recipe.data.packing and case.micro_batch_size > 1:
-        yield f"{key} shares one pack at a time, and train.micro_batch_size is {case.micro_batch_size}. Set it to 1."
+    if recipe.data.packing and case.plan.micro_batch_size.value > 1:
+        yield f"{key} shares one pack at a time, and train.micro_batch_size is {case.plan.micro_batch_size.value}. Set it to 1."
     if recipe.model.compile:
         yield f"{key} is untested with model.compile=true. Set that to false."
     extra = recipe.train.trainer_args
@@ -210,7 +208,7 @@ def _sequence_parallel(case: Case) -> Iterator[str]:
 
 def _lost_masks(case: Case, key: str) -> Iterator[str]:
     """What a mask says is lost: each rank makes one for its own tokens, and it is thrown away."""
-    known, packed, attention = case.model.architecture, case.recipe.data.packing, case.attention
+    known, packed, attention = case.model.architecture, case.recipe.data.packing, case.plan.attention.value
     models, window = f"models of type {case.model.model_type or 'this kind'}", case.model.sliding_window
     boundaries = attention.startswith("flash_attention") or (packed and attention == "varlen")
     lost = "which the ranks do not exchange"

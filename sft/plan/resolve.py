@@ -46,23 +46,14 @@ def resolve_plan(
     precision = resolve_precision(recipe, hardware, model)
     attention = resolve_attention(recipe, hardware, precision.value, model.model_type, model.architecture)
     micro, accumulation, empty = split_batch(recipe, hardware, batch.value, attention.value, tuned)
-    kernels = resolve_kernels(recipe, hardware)
-    learning_rate = resolve_learning_rate(recipe)
-    refuse(
-        Case(
-            recipe, hardware, model, deepspeed, precision.value, attention.value, kernels.value, micro.value, learning_rate.value
-        )
-    )  # fmt: skip
-    if deepspeed is not None:
-        check_deepspeed(deepspeed, recipe, micro.value, accumulation.value, precision.value, empty.value)
-    return Plan(
+    plan = Plan(
         engine=resolve_engine(recipe, hardware, model, deepspeed),
         memory=resolve_memory(recipe, hardware, model, deepspeed),
         precision=precision,
         weights=resolve_weights(recipe, hardware, deepspeed, precision.value),
         gradients=resolve_gradients(recipe, hardware, model, deepspeed, precision.value, accumulation.value),
         attention=attention,
-        kernels=kernels,
+        kernels=resolve_kernels(recipe, hardware),
         compile=resolve_compile(recipe),
         gradient_checkpointing=resolve_checkpointing(recipe, hardware, deepspeed, tuned),
         global_batch_size=batch,
@@ -72,9 +63,13 @@ def resolve_plan(
         micro_batch_size=micro,
         gradient_accumulation_steps=accumulation,
         empty_sequences_per_step=empty,
-        learning_rate=learning_rate,
+        learning_rate=resolve_learning_rate(recipe),
         **_expectations(recipe, batch.value, data),
     )
+    refuse(Case(recipe, hardware, model, deepspeed, plan))
+    if deepspeed is not None:
+        check_deepspeed(deepspeed, recipe, plan)
+    return plan
 
 
 def _expectations(recipe: Recipe, sequences: int, data: DataSize | None) -> dict[str, Decision[Any]]:

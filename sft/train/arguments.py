@@ -112,6 +112,7 @@ _DECIDED_BY = {
     "data.overlong": "truncation_mode",
     "data.packing": "eval_packing padding_free",
     "data.train": "dataset_num_proc dataset_text_field",
+    "metrics.jsonl, which counts the tokens": "include_num_input_tokens_seen",
     "model.chat_template": "chat_template_path",
     "model.compile": "torch_compile torch_compile_backend torch_compile_mode",
     "model.eos_token": "eos_token",

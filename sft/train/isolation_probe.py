@@ -43,7 +43,7 @@ class Probe:
     """Calls of each attention function in one pass, without the model's own, `eager`."""
 
     use_cache: bool
-    """Whether the model was told to keep keys and values."""
+    """Whether the model keeps keys and values."""
 
     head_called: bool
     """Whether logits of all tokens were computed; TRL's fused head uses the head's weight and never calls it."""

@@ -1,6 +1,6 @@
 """Reads what really runs from the live objects before step 1, and compares it with the plan.
 
-Only once the engine has begun can what was asked for be told from what a library made of it.
+Only after the engine has been set up do the live objects show what a library made of a setting.
 """
 
 from __future__ import annotations

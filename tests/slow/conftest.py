@@ -4,16 +4,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 import yaml
 from _pytest.mark import ParameterSet
 from safetensors.torch import load_file, save_file
 
+from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
 from tests.slow.ranks import Ranks
+
+if TYPE_CHECKING:
+    from tests.slow.engine_runs import EngineRuns
 
 BIN = Path(sys.executable).parent
 
@@ -29,13 +35,47 @@ def command() -> Callable[..., subprocess.CompletedProcess[str]]:
             env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environment,
             capture_output=True,
             text=True,
-            timeout=500,
             check=False,
         )
         assert done.returncode == expect, done.stdout[-4000:] + done.stderr[-4000:]
         return done
 
     return run
+
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start a command and return at once; whatever it has started ends with the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(words: list[Any], **environment: str) -> "subprocess.Popen[str]":
+        path = f"{BIN}:{environment.pop('PATH', os.environ['PATH'])}"
+        settings = {"PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}
+        started.append(
+            subprocess.Popen(
+                [str(word) for word in words],
+                env=os.environ | settings | environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        )
+        return started[-1]
+
+    yield begin
+    for process in started:
+        # torchrun waits for a rank that is stopped, and it starts each in a session of its own.
+        with suppress(psutil.Error):
+            for one in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+                with suppress(psutil.Error):
+                    one.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +98,15 @@ def ranks() -> Iterator[Ranks]:
     started.close()
 
 
+@pytest.fixture(scope="session")
+def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> "EngineRuns":
+    """The runs of every engine, which all tests of all pytest workers share."""
+    from tests.slow.engine_runs import EngineRuns
+
+    base = tmp_path_factory.getbasetemp()
+    return EngineRuns((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "engine-runs", ranks)
+
+
 def rows(names: Iterable[str], chosen: Collection[str]) -> list[ParameterSet]:
     """Parameters by name, of which those that were not chosen to prove the law are `extra`."""
     names = list(names)
@@ -70,7 +119,7 @@ def plain(name: str) -> str:
     return "".join(letter if letter.isalnum() else "-" for letter in name)
 
 
-def until(holds: Callable[[], object], process: "subprocess.Popen[str] | None" = None, seconds: float = 120) -> None:
+def until(holds: Callable[[], object], process: "subprocess.Popen[str] | None" = None, seconds: float = 300) -> None:
     """Wait for what a process does, and fail with what it has said where it ends before.
 
     Args:
@@ -108,7 +157,11 @@ def decisions(run: Run) -> dict[str, Any]:
 
 
 def write_recipe(path: Path, **sections: dict[str, Any]) -> Path:
-    """A recipe file; without the check of the save and answers to prompts, but where the test asks for them."""
+    """A recipe file: of the demo, without save verification and chat samples, but for what the test says."""
+    sections = {
+        "model": {"name_or_path": "builtin:demo"},
+        "data": {"train": "builtin:demo", "max_length": 128},
+    } | sections
     sections["train"] = {"save_canary": False} | sections.get("train", {})
     sections["eval"] = {"chat": False} | sections.get("eval", {})
     path.write_text(

@@ -74,7 +74,7 @@ class Ranks:
         expect: int | None = 0,
         finish: bool = False,
         nodes: int = 1,
-        grace: float = 5,
+        grace: float = 60,
         **environment: str,
     ) -> dict[str, str]:
         """Run a program on so many ranks, and fail with its output where it fails.
@@ -83,9 +83,9 @@ class Ranks:
             ranks: Processes; one is a process by itself, without a group.
             words: A module (`sft.train`) or a file, and its arguments.
             expect: Exit status of the first rank that fails, or 0. None: any.
-            finish: The first rank goes on to evaluation and report, as it does for a user; a process of its own.
+            finish: Rank 0 continues with evaluation and report, as it does for a user; a process of its own.
             nodes: Machines that the launcher would tell them of, of as many ranks each.
-            grace: Seconds that the others have after the first has failed: those that fail alike say so themselves.
+            grace: Seconds that the others have to end by themselves once the first has failed.
             environment: Beside what a launcher sets.
 
         Returns:
@@ -105,9 +105,9 @@ class Ranks:
                 self.process.wait()
                 self.process = self._start()
                 raise
-            told = {name: (Path(folder) / name).read_text(errors="replace") for name in ("stdout", "stderr")}
-        assert expect is None or status == f"{expect}\n", status + told["stdout"][-4000:] + told["stderr"][-4000:]
-        return told | {"status": status.strip()}
+            printed = {name: (Path(folder) / name).read_text(errors="replace") for name in ("stdout", "stderr")}
+        assert expect is None or status == f"{expect}\n", status + printed["stdout"][-4000:] + printed["stderr"][-4000:]
+        return printed | {"status": status.strip()}
 
     def close(self) -> None:
         """End it."""
@@ -223,7 +223,7 @@ def main() -> None:
     gc.freeze()  # children share these pages as long as nobody looks through them for garbage
     for line in sys.stdin:
         print(_run(json.loads(line)), file=answers, flush=True)
-    os._exit(0)  # what is frozen would be told as leaked
+    os._exit(0)  # what is frozen would be printed as leaked
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""Handing over real runs: what others load is what was trained, on whatever engine; what cannot be leaves nothing behind."""
+"""Exports of real runs: what others load is what was trained, on whatever engine; what is refused leaves nothing behind."""
 
 import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,52 +19,22 @@ from sft.run.directory import Run
 from tests.fake_hub import TOKEN, FakeHub, fake_hub
 from tests.sft.export.test_gguf import SAME, WRITES
 from tests.sft.export.test_go_template import go
-from tests.slow.conftest import write_recipe
-from tests.slow.ranks import Ranks
+from tests.slow.engine_runs import SAVED, STEPS, EngineRuns
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(300),
     # huggingface_hub 2.4 gives httpx2 the file in the old way.
     pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),
 ]
 
-RUNS = {
-    "full": (1, []),
-    "lora": (1, ["model.lora={r: 4}", "train.learning_rate=2e-2"]),
-    "lora-bf16": (1, ["model.lora={r: 4}", "train.learning_rate=2e-2", "train.precision=bf16"]),
-    "zero3": (2, ["train.deepspeed=zero3"]),
-    "fsdp": (2, ["train.fsdp={}"]),
-    "fsdp-lora": (2, ["train.fsdp={}", "model.lora={r: 4}"]),
-}
 MODEL = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 BESIDE = {"README.md", "chat_template.jinja", "loss.png"}
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Callable[[str], Run]:
-    """The runs, each trained when it is first asked for."""
-    recipe = write_recipe(
-        tmp_path_factory.mktemp("export") / "mine.yaml",
-        model={"name_or_path": "builtin:demo"},
-        data={"train": "builtin:demo", "max_length": 128},
-        train={"global_batch_size": 8, "learning_rate": 2e-3, "max_steps": 4, "save_steps": 2, "logging_steps": 2},
-    )
-
-    def trained(name: str) -> Run:
-        run = Run(recipe.parent / "outputs" / "mine" / name)
-        if not run.path.exists():
-            count, overrides = RUNS[name]
-            ranks.run(count, ["sft.train", recipe, *overrides, f"tracking.run_name={name}"])
-        return run
-
-    return trained
-
-
 @pytest.fixture
-def full(runs: Callable[[str], Run], tmp_path: Path) -> Run:
-    """A copy of the full run, to be spoilt."""
-    shutil.copytree(runs("full").path, tmp_path / "outputs" / "mine" / "full")
+def full(runs: EngineRuns, tmp_path: Path) -> Run:
+    """A copy of a run, to be spoilt."""
+    shutil.copytree(runs("1").path, tmp_path / "outputs" / "mine" / "full")
     return Run(tmp_path / "outputs" / "mine" / "full")
 
 
@@ -74,23 +43,32 @@ def export(run: Run, *words: str | Path) -> None:
 
 
 def refused(run: Run, *words: str | Path) -> str:
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as printed:
         export(run, *words)
-    return str(told.value)
+    return str(printed.value)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_final_and_the_last_checkpoint_are_handed_over_as_one_model(
-    name: str, runs: Callable[[str], Run], tmp_path: Path
+RUNS = [
+    ("1", "packed"),
+    ("2 ZeRO-3", "packed"),
+    ("2 FSDP2", "packed"),
+    ("1", "padded, adapters"),
+    ("2 FSDP2", "padded, adapters"),
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), RUNS)
+def test_final_and_the_last_checkpoint_are_exported_as_one_model(
+    name: str, kind: str, runs: EngineRuns, tmp_path: Path
 ) -> None:
-    run = runs(name)
+    run = runs(name, kind)
     export(run, "--to", "merged", "--output", tmp_path / "final")
-    export(run, "--to", "merged", "--output", tmp_path / "four", "--checkpoint", "4")
-    for folder in (tmp_path / "final", tmp_path / "four"):
+    export(run, "--to", "merged", "--output", tmp_path / "last", "--checkpoint", str(STEPS))
+    for folder in (tmp_path / "final", tmp_path / "last"):
         assert {path.name for path in folder.iterdir()} == MODEL | BESIDE
         found, expected = weights(folder), weights(run.final)
         assert found.keys() == expected.keys()
@@ -98,40 +76,40 @@ def test_final_and_the_last_checkpoint_are_handed_over_as_one_model(
         config = json.loads((folder / "config.json").read_text())
         assert config == json.loads((run.final / "config.json").read_text())
         assert (config["rope_theta"], config["use_cache"]) == (10000.0, True)
-    assert {path.name for path in tmp_path.iterdir()} == {"final", "four"}, "something was left behind"
+    assert {path.name for path in tmp_path.iterdir()} == {"final", "last"}, "something was left behind"
 
 
-def test_a_checkpoint_on_the_way_is_another_model_and_says_so(runs: Callable[[str], Run], tmp_path: Path) -> None:
-    export(runs("lora"), "--to", "merged", "--output", tmp_path / "two", "--checkpoint", "2")
-    assert any((weights(tmp_path / "two")[one] != other).any() for one, other in weights(runs("lora").final).items())
-    assert "checkpoint after 2 steps" in (tmp_path / "two" / "README.md").read_text()
+def test_an_earlier_checkpoint_is_another_model_and_says_so(runs: EngineRuns, tmp_path: Path) -> None:
+    run = runs("1", "padded, adapters")
+    export(run, "--to", "merged", "--output", tmp_path / "earlier", "--checkpoint", str(SAVED))
+    assert any((weights(tmp_path / "earlier")[one] != other).any() for one, other in weights(run.final).items())
+    assert f"checkpoint after {SAVED} steps" in (tmp_path / "earlier" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["lora", "lora-bf16"])
 def test_a_merge_that_leaves_the_adapter_out_is_refused_and_nothing_is_left(
-    name: str, runs: Callable[[str], Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: EngineRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("peft.LoraModel.merge_and_unload", lambda model: model.unload())
-    told = refused(runs(name), "--to", "merged", "--checkpoint", "4", "--output", tmp_path / "exports" / "x")
-    assert "not the one that was trained" in told
+    run, words = runs("1", "padded, adapters"), ["--checkpoint", str(STEPS), "--output", tmp_path / "exports" / "x"]
+    assert "not the one that was trained" in refused(run, "--to", "merged", *words)
     assert list((tmp_path / "exports").iterdir()) == []
 
 
-def test_weights_that_are_no_numbers_are_not_handed_over(full: Run, tmp_path: Path) -> None:
+def test_weights_that_are_no_numbers_are_not_exported(full: Run, tmp_path: Path) -> None:
     tensors = weights(full.final)
     tensors["model.norm.weight"][3] = float("nan")
     save_file(tensors, full.final / "model.safetensors", {"format": "pt"})
-    told = refused(full, "--to", "vllm", "--accept-edits", "--output", tmp_path / "exports" / "x")
-    assert "NaN or infinite values: model.norm.weight" in told
+    printed = refused(full, "--to", "vllm", "--accept-edits", "--output", tmp_path / "exports" / "x")
+    assert "NaN or infinite values: model.norm.weight" in printed
     assert list((tmp_path / "exports").iterdir()) == []
 
 
-def test_a_folder_that_lacks_a_tensor_is_not_handed_over(full: Run, tmp_path: Path) -> None:
+def test_a_folder_that_lacks_a_tensor_is_not_exported(full: Run, tmp_path: Path) -> None:
     tensors = weights(full.final)
     del tensors["model.norm.weight"]
     save_file(tensors, full.final / "model.safetensors", {"format": "pt"})
-    told = refused(full, "--to", "merged", "--accept-edits", "--output", tmp_path / "x")
-    assert "missing" in told and "model.norm.weight" in told
+    printed = refused(full, "--to", "merged", "--accept-edits", "--output", tmp_path / "x")
+    assert "missing" in printed and "model.norm.weight" in printed
     assert not (tmp_path / "x").exists()
 
 
@@ -155,26 +133,24 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 def test_a_disk_that_is_full_leaves_nothing(room: str, full: Run, small_disk: Callable[[int], Path]) -> None:
     size = sum(path.stat().st_size for path in full.final.iterdir() if path.is_file())
     disk = small_disk(size // 2 if room == "less than the model" else size + 16384)
-    told = refused(full, "--to", "merged", "--output", disk / "x")
-    assert "Free some space" in told
+    printed = refused(full, "--to", "merged", "--output", disk / "x")
+    assert "Free some space" in printed
     assert list(disk.iterdir()) == []
 
 
-def test_the_script_for_vllm_calls_it_with_the_folder_wherever_that_is(
-    runs: Callable[[str], Run], tmp_path: Path
-) -> None:
-    export(runs("full"), "--to", "vllm", "--gpus", "2", "--output", tmp_path / "here")
+def test_the_script_for_vllm_calls_it_with_the_folder_wherever_that_is(runs: EngineRuns, tmp_path: Path) -> None:
+    export(runs("1"), "--to", "vllm", "--gpus", "2", "--output", tmp_path / "here")
     there = (tmp_path / "here").rename(tmp_path / "over there")
     (tmp_path / "vllm").write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n')
     (tmp_path / "vllm").chmod(0o755)
-    told = subprocess.run(
+    printed = subprocess.run(
         ["bash", there / "serve.sh", "--port", "9"],
         env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         check=True,
     )
-    words = told.stdout.splitlines()
+    words = printed.stdout.splitlines()
     assert words[:2] == ["serve", str(there)]
     assert words[words.index("--chat-template") + 1] == str(there / "chat_template.jinja")
     assert words[words.index("--tensor-parallel-size") + 1] == "2"
@@ -202,8 +178,8 @@ def modelfile(folder: Path) -> list[tuple[str, str]]:
     return commands
 
 
-def test_the_modelfile_stops_where_the_model_was_trained_to(runs: Callable[[str], Run], tmp_path: Path) -> None:
-    export(runs("full"), "--to", "ollama", "--output", tmp_path / "ollama")
+def test_the_modelfile_stops_where_the_model_was_trained_to(runs: EngineRuns, tmp_path: Path) -> None:
+    export(runs("1"), "--to", "ollama", "--output", tmp_path / "ollama")
     commands = modelfile(tmp_path / "ollama")
     stops = [value for name, value in commands if name == "PARAMETER stop"]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "ollama")
@@ -230,8 +206,8 @@ def test_a_chat_template_that_go_cannot_write_is_refused(full: Run, tmp_path: Pa
     (full.final / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ loop.index }}: {{ m.content }}\n{% endfor %}"
     )
-    told = refused(full, "--to", "ollama", "--accept-edits", "--output", tmp_path / "x")
-    assert "cannot be written for Ollama: a conversation of" in told
+    printed = refused(full, "--to", "ollama", "--accept-edits", "--output", tmp_path / "x")
+    assert "cannot be written for Ollama: a conversation of" in printed
     assert not (tmp_path / "x").exists()
 
 
@@ -249,19 +225,12 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 TO_HUB = ["--to", "hub", "--repo-id", "me/mine"]
 
 
-@pytest.mark.parametrize("xet", [pytest.param(False, marks=pytest.mark.extra), True])
-def test_final_and_every_checkpoint_come_to_the_hub_and_nothing_else(
-    xet: bool, full: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", not xet)
-    hub.lfs = (
-        not xet
-    )  # the real hub's other way to take large files, Xet, is a protocol of its own: here all go with the commit
+def test_final_and_every_checkpoint_come_to_the_hub_and_nothing_else(full: Run, hub: FakeHub) -> None:
     before = {path: path.stat().st_mode for path in full.path.parent.rglob("*")}
     export(full, *TO_HUB, "--checkpoints", "all")
     repo = hub.repos["me/mine"]
     assert repo.private
-    assert set(repo.branches) == {"main", "checkpoint-2", "checkpoint-4"}
+    assert set(repo.branches) == {"main", f"checkpoint-{SAVED}", f"checkpoint-{STEPS}"}
     for branch, files in repo.branches.items():
         assert set(files) == MODEL | BESIDE | {".gitattributes"}
         source = full.final if branch == "main" else full.checkpoints / branch
@@ -276,15 +245,15 @@ def test_final_and_every_checkpoint_come_to_the_hub_and_nothing_else(
 
 
 def test_an_upload_that_was_cut_goes_on_with_the_same_command(full: Run, hub: FakeHub) -> None:
-    hub.hang_up = "POST /api/models/me/mine/commit/checkpoint-2"
-    told = refused(full, *TO_HUB, "--checkpoints", "all")
-    assert "hung up" in told
-    assert "1 of 3 branches are complete. The same command continues." in told
+    hub.hang_up = "POST /api/models/me/mine/commit/checkpoint-8"
+    printed = refused(full, *TO_HUB, "--checkpoints", "all")
+    assert "hung up" in printed
+    assert "1 of 3 branches are complete. The same command continues." in printed
     hub.hang_up = None
     hub.asked.clear()
     export(full, *TO_HUB, "--checkpoints", "all")
     assert not any(one.startswith("PUT /lfs") for one in hub.asked), "what had been sent was sent again"
-    assert hub.repos["me/mine"].branches["checkpoint-4"]["model.safetensors"]
+    assert hub.repos["me/mine"].branches["checkpoint-12"]["model.safetensors"]
 
 
 @pytest.mark.parametrize(
@@ -299,20 +268,20 @@ def test_an_upload_that_was_cut_goes_on_with_the_same_command(full: Run, hub: Fa
 )
 def test_what_the_hub_refuses_is_one_message(status: int, where: str, said: str, full: Run, hub: FakeHub) -> None:
     hub.refuse[where] = status
-    told = refused(full, *TO_HUB)
-    assert f"the hub answers {status}: {said}" in told
-    assert TOKEN not in told
+    printed = refused(full, *TO_HUB)
+    assert f"the hub answers {status}: {said}" in printed
+    assert TOKEN not in printed
 
 
-def test_an_account_that_cannot_upload_is_told_before_any_work(
+def test_an_account_that_cannot_upload_is_refused_before_any_work(
     full: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "the token belongs to me" in refused(full, "--to", "hub", "--repo-id", "nobody/mine")
     assert "OWNER/NAME" in refused(full, "--to", "hub")
     assert "is not a valid name" in refused(full, "--to", "hub", "--repo-id", "me/mine/three")
     assert "is not a valid branch" in refused(full, *TO_HUB, "--revision", "../x")
-    assert "Give one of them" in refused(full, *TO_HUB, "--checkpoint", "2", "--checkpoints", "all")
-    assert "does not exist" in refused(full, *TO_HUB, "--checkpoints", "2,3")
+    assert "Give one of them" in refused(full, *TO_HUB, "--checkpoint", "8", "--checkpoints", "all")
+    assert "does not exist" in refused(full, *TO_HUB, "--checkpoints", "8,9")
     hub.role = "read"
     assert "can only read" in refused(full, *TO_HUB)
     hub.role = "write"
@@ -329,19 +298,9 @@ def test_an_account_that_cannot_upload_is_told_before_any_work(
 def test_a_dry_run_lists_what_would_be_uploaded_and_asks_nobody(
     full: Run, hub: FakeHub, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    export(full, *TO_HUB, "--dry-run", "--checkpoints", "2")
-    told = capsys.readouterr().out
+    export(full, *TO_HUB, "--dry-run", "--checkpoints", "8")
+    printed = capsys.readouterr().out
     assert hub.asked == []
-    assert "branch checkpoint-2" in told
-    assert "2.3 MB  model.safetensors" in told
-    assert "optimizer" not in told
-
-
-def test_a_mistake_ends_with_status_2_and_one_message(full: Run) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "sft.export", full.path, "--to", "vllm", "--gpus", "3"], capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert "--gpus 3" in done.stderr and "Possible: 1, 2, 4" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "branch checkpoint-8" in printed
+    assert "2.3 MB  model.safetensors" in printed
+    assert "optimizer" not in printed

@@ -11,7 +11,7 @@ from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
 from tests.slow.ranks import Ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 def test_the_tiny_recipe_answers_and_stops_on_every_prompt_that_was_not_trained(tmp_path: Path, ranks: Ranks) -> None:

@@ -1,33 +1,22 @@
-"""A row whose loss or gradient is not finite, on one rank only, under every engine and policy.
-
-Chosen are a loss that is NaN under every engine, and the other two faults where gradients are whole and where they are divided with the
-weights. ZeRO-1 and FSDP2 find the other faults as DDP and ZeRO-2 do. The rest is `extra`.
-"""
+"""A row whose loss or gradient is not finite, on one rank only, under every engine and policy."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from sft.hub.demo import make_demo
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
-from tests.slow.conftest import write_recipe
+from tests.slow.conftest import plain, write_recipe
+from tests.slow.engine_runs import ENGINES, assert_same_weights, lines
 from tests.slow.ranks import Ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
-POISON = REPOSITORY / "tests" / "slow" / "train_and_poison.py"
+pytestmark = pytest.mark.slow
+FAULTS = REPOSITORY / "tests" / "slow" / "faults.py"
 STEPS, ROW = 8, 31
-ENGINES: dict[str, tuple[int, tuple[str, ...]]] = {
-    "DDP": (2, ()),
-    "ZeRO-1": (2, ("train.deepspeed=zero1",)),
-    "ZeRO-2": (2, ("train.deepspeed=zero2",)),
-    "ZeRO-3": (2, ("train.deepspeed=zero3",)),
-    "FSDP2": (2, ("train.fsdp={}",)),
-}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +27,6 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "rows.jsonl").write_text("\n".join(rows))
     return write_recipe(
         folder / "bad.yaml",
-        model={"name_or_path": "builtin:demo"},
         data={"train": str(folder / "rows.jsonl"), "max_length": 128, "packing": False},
         train={
             "global_batch_size": 8,
@@ -64,12 +52,16 @@ def poisoned(row: str) -> str:
     return json.dumps(values)
 
 
-def run_of(recipe: Path, name: str) -> Run:
-    return Run(recipe.parent / "outputs" / "bad" / name)
+def train(
+    ranks: Ranks, recipe: Path, engine: str, kind: str, name: str, *overrides: str, expect: int = 0
+) -> tuple[Run, str]:
+    """The run, and what was printed."""
+    words = [FAULTS, recipe, *ENGINES[engine].overrides, f"tracking.run_name={plain(name)}", *overrides]
+    printed = ranks.run(ENGINES[engine].ranks, words, expect, BAD_ROW=kind)
+    return Run(recipe.parent / "outputs" / "bad" / plain(name)), printed["stdout"] + printed["stderr"]
 
 
-def lines(run: Run) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
+SKIP = "train.on_nonfinite=skip"
 
 
 def bad_step(run: Run) -> int:
@@ -81,7 +73,7 @@ def account(run: Run) -> Any:
     return json.loads((run.path / "nonfinite" / f"step-{bad_step(run)}.json").read_text())
 
 
-def rows_told(run: Run) -> dict[int, list[int]]:
+def rows_found(run: Run) -> dict[int, list[int]]:
     """Rows of the micro-batches whose loss was not finite, by rank."""
     return {
         one["rank"]: [row["row"] for micro_batch in one["micro_batches"] for row in micro_batch["rows"]]
@@ -90,114 +82,69 @@ def rows_told(run: Run) -> dict[int, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def alone(recipe: Path, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def alone(recipe: Path, ranks: Ranks) -> Run:
     """One process that skips."""
-    folder = tmp_path_factory.mktemp("alone")
-    words = [
-        POISON,
-        folder,
-        "nan",
-        recipe,
-        "train.on_nonfinite=skip",
-        "train.micro_batch_size=1",
-        "tracking.run_name=alone",
-    ]
-    ranks.run(1, words)
-    run = run_of(recipe, "alone")
-    assert rows_told(run) == {0: [ROW]}
-    check_skipped(run, folder, 1)
+    run, _ = train(ranks, recipe, "1", "nan", "alone", SKIP, "train.micro_batch_size=1")
+    assert rows_found(run) == {0: [ROW]}
+    check_skipped(run, 1)
     return run
 
 
-def check_skipped(run: Run, folder: Path, count: int) -> None:
+def check_skipped(run: Run, count: int) -> None:
     """One step changed nothing, on any rank; the others did."""
     bad = bad_step(run)
-    assert 1 < bad < STEPS - 1
+    assert 1 < bad < STEPS
     for rank in range(count):
-        told = dict(line.split() for line in (folder / f"rank{rank}.txt").read_text().splitlines())
-        assert {int(step) for step, what in told.items() if what == "same"} == {bad}
+        changes = (run.path / "observed" / f"changes-{rank}.txt").read_text().splitlines()
+        assert [int(line.split()[0]) for line in changes if line.endswith("same")] == [bad]
     (line,) = [line for line in lines(run) if "skipped_steps" in line]
     assert (line["step"], line["skipped_steps"], line["loss"]) == (bad, 1, None)
     assert run.record["status"] == "finished"
 
 
-def assert_same_training(run: Run, other: Run) -> None:
-    for mine, theirs in zip(lines(run), lines(other), strict=True):
-        assert (mine["step"], mine["batch"], mine["learning_rate"]) == (
-            theirs["step"],
-            theirs["batch"],
-            pytest.approx(theirs["learning_rate"]),
-        )
-        if mine["loss"] is None:
-            assert theirs["loss"] is None
-        else:
-            assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
-    by_one = load_file(other.final / "model.safetensors")
-    for name, weight in load_file(run.final / "model.safetensors").items():
-        torch.testing.assert_close(weight, by_one[name], atol=1e-4, rtol=0, msg=name)
-
-
-SKIPS = [
-    *(("nan", engine) for engine in ENGINES),
-    *((kind, engine) for kind in ("inf", "gradient") for engine in ("DDP", "ZeRO-2", "ZeRO-3")),
+CASES = [
+    *(("nan", engine) for engine in ("2 DDP", "2 ZeRO-1", "2 ZeRO-2", "2 ZeRO-3", "2 FSDP2")),
+    # Where gradients are full, and where they are sharded with the weights.
+    ("gradient", "2 DDP"),
+    ("inf", "2 ZeRO-3"),
+    ("gradient", "2 ZeRO-3"),
 ]
-MORE = {("inf", "ZeRO-2"), ("gradient", "ZeRO-2"), ("inf", "DDP")}
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [pytest.param(*case, marks=pytest.mark.extra if case in MORE else ()) for case in SKIPS]
-)
+@pytest.mark.parametrize(("kind", "engine"), CASES)
 def test_a_skipped_step_changes_nothing_and_all_others_are_as_they_would_be(
-    kind: str, name: str, recipe: Path, alone: Run, ranks: Ranks, tmp_path: Path
+    kind: str, engine: str, recipe: Path, alone: Run, ranks: Ranks
 ) -> None:
-    count, overrides = ENGINES[name]
-    run = run_of(recipe, f"{kind}-{name}")
-    words = [
-        POISON,
-        tmp_path,
-        kind,
-        recipe,
-        *overrides,
-        "train.on_nonfinite=skip",
-        f"tracking.run_name={run.path.name}",
-    ]
-    assert "The step was skipped" in ranks.run(count, words)["stdout"]
-    check_skipped(run, tmp_path, count)
-    assert_same_training(run, alone)
-    told = rows_told(run)
+    """On one rank alone the loss is not finite."""
+    run, printed = train(ranks, recipe, engine, kind, f"{kind}-{engine}", SKIP)
+    assert "The step was skipped" in printed
+    check_skipped(run, 2)
+    for mine, theirs in zip(lines(run), lines(alone), strict=True):
+        for key in ("step", "batch", "learning_rate", "loss"):
+            assert mine[key] == (
+                theirs[key] if key == "batch" or theirs[key] is None else pytest.approx(theirs[key], abs=1e-5)
+            )
+    assert_same_weights(run, alone, 1e-4)
+    found = rows_found(run)
     if kind == "gradient":
-        assert told == {0: [], 1: []}
+        assert found == {0: [], 1: []}
     else:
-        (of_micro_batch,) = [rows for rows in told.values() if rows]
-        assert ROW in of_micro_batch
-        assert len(of_micro_batch) == 2
+        (of_micro_batch,) = [rows for rows in found.values() if rows]
+        assert ROW in of_micro_batch and len(of_micro_batch) == 2
     assert ROW in [row["row"] for row in account(run)["rows_of_the_step"]]
 
 
-def test_bf16_weights_and_their_fp32_copies_stay_as_they_are(recipe: Path, ranks: Ranks, tmp_path: Path) -> None:
-    run = run_of(recipe, "masters")
-    words = [
-        POISON,
-        tmp_path,
-        "inf",
-        recipe,
-        "train.precision=bf16",
-        "train.on_nonfinite=skip",
-        "tracking.run_name=masters",
-    ]
-    ranks.run(1, words)
-    check_skipped(run, tmp_path, 1)
+def test_bf16_weights_and_their_fp32_copies_stay_as_they_are(recipe: Path, ranks: Ranks) -> None:
+    run, _ = train(ranks, recipe, "1", "inf", "bf16", SKIP, "train.precision=bf16")
+    check_skipped(run, 1)
 
 
-@pytest.mark.parametrize("name", ["DDP", "ZeRO-2", "ZeRO-3"])
-def test_the_run_stops_before_the_step_and_says_where(name: str, recipe: Path, ranks: Ranks, tmp_path: Path) -> None:
-    count, overrides = ENGINES[name]
-    run = run_of(recipe, f"stop-{name}")
-    words = [POISON, tmp_path, "nan", recipe, *overrides, f"tracking.run_name={run.path.name}"]
-    said = ranks.run(count, words, expect=2)["stderr"]
+@pytest.mark.parametrize("engine", ["2 DDP", "2 ZeRO-3"])
+def test_the_run_stops_before_the_step_and_names_it(engine: str, recipe: Path, ranks: Ranks) -> None:
+    run, printed = train(ranks, recipe, engine, "nan", f"stop-{engine}", expect=2)
     bad = bad_step(run)
-    assert f"step {bad}: the loss is not finite (rank " in said
-    assert "Traceback" not in said
+    assert f"step {bad}: the loss is not finite (rank " in printed
+    assert "Traceback" not in printed
     assert [line["step"] for line in lines(run)] == list(range(1, bad))
     assert run.record["status"] == "failed"
     checkpoint = run.last_checkpoint()
@@ -206,18 +153,9 @@ def test_the_run_stops_before_the_step_and_says_where(name: str, recipe: Path, r
     assert all(weight.isfinite().all() for weight in load_file(checkpoint / "model.safetensors").values())
 
 
-def test_as_many_steps_are_skipped_as_the_recipe_allows(recipe: Path, ranks: Ranks, tmp_path: Path) -> None:
+def test_as_many_steps_are_skipped_as_the_recipe_allows(recipe: Path, ranks: Ranks) -> None:
     """Two epochs meet the row twice."""
-    words = [
-        POISON,
-        tmp_path,
-        "nan",
-        recipe,
-        "train.on_nonfinite=skip",
-        "train.max_nonfinite_steps=1",
-        "train.max_steps=16",
-    ]
-    said = ranks.run(1, [*words, "tracking.run_name=limit"], expect=2)["stderr"]
-    assert "train.max_nonfinite_steps=1" in said
-    faults = run_of(recipe, "limit").record["nonfinite"]
-    assert [fault["answer"] for fault in faults] == ["skip", "stop"]
+    twice = ("train.max_nonfinite_steps=1", "train.max_steps=16")
+    run, printed = train(ranks, recipe, "1", "nan", "limit", SKIP, *twice, expect=2)
+    assert "train.max_nonfinite_steps=1" in printed
+    assert [fault["answer"] for fault in run.record["nonfinite"]] == ["skip", "stop"]

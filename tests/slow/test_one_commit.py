@@ -1,12 +1,11 @@
 """A hub model is of one commit throughout: what was looked up is what is loaded and recorded, online and offline."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from sft.hub.demo import make_demo
 from sft.recipe.schema import REPOSITORY
 from tests.slow.conftest import write_recipe
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 OLD, NEW = "a" * 40, "b" * 40
 LOAD = """
@@ -95,33 +94,19 @@ def hub(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     server.server_close()
 
 
-def test_what_was_looked_up_is_what_is_loaded(hub: tuple[str, Path], tmp_path: Path) -> None:
+def test_what_was_looked_up_is_what_is_loaded(
+    hub: tuple[str, Path], tmp_path: Path, command: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     url, main = hub
     recipe = write_recipe(
         tmp_path / "hub.yaml",
         model={"name_or_path": "me/tiny"},
-        data={"train": "builtin:demo", "max_length": 128},
         train={"global_batch_size": 8, "learning_rate": 1e-3, "max_steps": 1},
     )
 
     def load(url: str, main: str) -> dict[str, Any]:
-        environment = {
-            "HF_ENDPOINT": url,
-            "HF_HOME": str(tmp_path / "home"),
-            "HF_HUB_OFFLINE": "0",
-            "HF_HUB_DISABLE_XET": "1",
-        }
-        words = [sys.executable, "-c", LOAD, str(recipe), main, OLD, NEW]
-        done = subprocess.run(
-            words,
-            env=os.environ | environment,
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        hub = {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        done = command([sys.executable, "-c", LOAD, recipe, main, OLD, NEW], PYTHONPATH=str(REPOSITORY), **hub)
         assert "Retrying" not in done.stderr
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return found

@@ -7,7 +7,7 @@ What differs, and why:
   these comparisons set where the rows have such strings (t0's answers end with one).
 - A row whose answer is empty is dropped here (t0 has 1,400 under the default); under `keep` its end token makes it none.
 
-Chosen is every sixth row of the large files, in both tokenizers; all of their rows are `extra`.
+Of large files it is every sixth row.
 """
 
 import json
@@ -24,12 +24,10 @@ from sft.recipe.schema import Data, Source
 Rows = list[dict[str, Any]]
 Labelled = list[tuple[list[int], list[int]]]
 
-LARGE = 600
-of_large_files = pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.extra)])
+LARGE, EVERY = 600, 6
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(900),
     # TRL and datasets warn of their own doings.
     pytest.mark.filterwarnings("ignore"),
 ]
@@ -63,8 +61,7 @@ def by_us(tokenizer: Any, rows: Rows, format: str, chat: bool = True, **data: An
     maker = DocumentMaker(Data(train="rows", max_length=1_000_000, **data), tokenizer)
     chunk = maker.make(Source(path="rows", chat=chat), 0, format, list(enumerate(rows, start=1)))
     assert [int(number) for number in chunk.documents["row"]] == list(range(1, len(rows) + 1))
-    result: Labelled = []
-    start = 0
+    result, start = list[tuple[list[int], list[int]]](), 0
     for length in chunk.documents["length"].tolist():
         ids, trained = chunk.tokens[start : start + length].tolist(), chunk.trained[start : start + length]
         result.append((ids, [token if keep else IGNORED for token, keep in zip(ids, trained, strict=True)]))
@@ -87,9 +84,9 @@ def without_line_breaks(labelled: Labelled, tokenizer: Any) -> tuple[Labelled, i
     return result, taken
 
 
-def load(shared: Path, name: str, every: int) -> Rows:
+def load(shared: Path, name: str) -> Rows:
     rows = [row for row in read_rows(shared / "sft" / name) if isinstance(row, dict)]
-    return rows[::every] if len(rows) >= LARGE else rows
+    return rows[::EVERY] if len(rows) >= LARGE else rows
 
 
 def tokenizer_of(shared: Path, name: str) -> Any:
@@ -98,20 +95,18 @@ def tokenizer_of(shared: Path, name: str) -> Any:
     return AutoTokenizer.from_pretrained(shared / "tokenizers" / name)
 
 
-@of_large_files
 @pytest.mark.parametrize("name", ["qwen3", "minimind"])
-def test_prompts_and_completions_as_they_stand(every: int, name: str, shared: Path, tmp_path: Path) -> None:
+def test_prompts_and_completions_as_they_stand(name: str, shared: Path, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(shared, name)
-    rows = [{key: row[key] for key in ("prompt", "completion")} for row in load(shared, "t0_short.jsonl", every)]
+    rows = [{key: row[key] for key in ("prompt", "completion")} for row in load(shared, "t0_short.jsonl")]
     ours = by_us(tokenizer, rows, "prompt_completion", chat=False, special_tokens="keep")
     assert ours == by_trl(tokenizer, rows, tmp_path)
 
 
-@of_large_files
 @pytest.mark.parametrize("name", ["qwen3", "minimind"])
-def test_prompts_and_completions_as_a_conversation(every: int, name: str, shared: Path, tmp_path: Path) -> None:
+def test_prompts_and_completions_as_a_conversation(name: str, shared: Path, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(shared, name)
-    rows = load(shared, "t0_short.jsonl", every)
+    rows = load(shared, "t0_short.jsonl")
     turns = [
         {
             "prompt": [{"role": "user", "content": row["prompt"]}],
@@ -132,18 +127,12 @@ CONVERSATIONS = {
 }
 
 
-SGD = "sgd with tools"
-
-
-@pytest.mark.parametrize(
-    ("kind", "every"),
-    [("alpaca", 1), ("oasst", 1), (SGD, 6), pytest.param(SGD, 1, marks=pytest.mark.extra)],
-)
+@pytest.mark.parametrize("kind", CONVERSATIONS)
 @pytest.mark.parametrize("name", ["qwen3", "minimind"])
-def test_conversations(name: str, kind: str, every: int, shared: Path, tmp_path: Path) -> None:
+def test_conversations(name: str, kind: str, shared: Path, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(shared, name)
     file, format = CONVERSATIONS[kind]
-    rows = load(shared, file, every)
+    rows = load(shared, file)
     turns = (
         [{"messages": row["messages"]} for row in rows] if format == "messages" else [as_messages(row) for row in rows]
     )

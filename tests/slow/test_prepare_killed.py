@@ -1,25 +1,22 @@
-"""A preparation that ends early: nothing stale, nothing half-written and no process is left, and the next one is whole.
-
-Chosen are each moment up to the first rows once for a kill, and of each signal one moment in the middle; the other moments are `extra`.
-"""
+"""A preparation that ends early: nothing stale, nothing half-written and no process is left, and the next one is complete."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from sft.hub.demo import make_demo
-from tests.slow.conftest import until, write_recipe
+from tests.slow.conftest import Start, until, write_recipe
 from tests.slow.ranks import Ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 Started = subprocess.Popen[str]
+PREPARE, LAUNCH = ([sys.executable, "-m", module] for module in ("sft.launch.prepare", "sft.launch"))
 
 
 @pytest.fixture(scope="module")
@@ -47,30 +44,6 @@ def entry(place: Path) -> dict[str, bytes]:
     summary = json.loads(found["prepared.json"])
     del summary["seconds"]
     return found | {"prepared.json": json.dumps(summary).encode()}
-
-
-Start = Callable[..., Started]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """A program of ours as the first of a process group of its own, all of which ends with the test."""
-    processes: list[Started] = []
-
-    def started(module: str, *words: str | Path) -> Started:
-        command = [sys.executable, "-m", module, *map(str, words)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
-        processes.append(process)
-        return process
-
-    yield started
-    for process in processes:
-        for number in group(process):
-            os.kill(number, signal.SIGKILL)
-        process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -103,27 +76,13 @@ def has(out: Path, file: str) -> bool:
     return work is not None and (work / file).exists() and (work / file).stat().st_size > 0
 
 
-EXTRA = pytest.mark.extra
-MOMENTS = [
-    "the folder",
-    "tokens.bin",
-    "train.npz",
-    pytest.param("prepared.json", marks=EXTRA),
-    0.3,
-    pytest.param(0.8, marks=EXTRA),
-]
-"""A file has its first bytes, or so many seconds have passed since there were tokens."""
-
-
-def at(moment: str | float, out: Path, process: Started) -> None:
+def at(moment: str, out: Path, process: Started) -> None:
+    """Wait until a file of what is being prepared has its first bytes; `the folder`: until there is one."""
     if moment == "the folder":
         until(lambda: half_written(out), process)
-    elif isinstance(moment, str):
-        # The last ones are there for a moment only; then the entry is whole.
-        until(lambda: has(out, moment) or list((out / ".prepared").glob("[0-9a-f]*")), process)
     else:
-        until(lambda: has(out, "tokens.bin"), process)
-        time.sleep(moment)
+        # The last ones exist for a moment only; then the entry is complete.
+        until(lambda: has(out, moment) or list((out / ".prepared").glob("[0-9a-f]*")), process)
 
 
 def check_goes_on(ranks: Ranks, recipe: Path, out: Path, undisturbed: dict[str, bytes]) -> None:
@@ -131,115 +90,97 @@ def check_goes_on(ranks: Ranks, recipe: Path, out: Path, undisturbed: dict[str, 
     assert entry(out / ".prepared") == undisturbed
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_killed_preparation_leaves_no_process_and_the_next_is_whole(
-    moment: str | float, recipe: Path, undisturbed: dict[str, bytes], tmp_path: Path, start: Start, ranks: Ranks
+@pytest.mark.parametrize("moment", ["the folder", "tokens.bin", "train.npz"])
+def test_a_killed_preparation_leaves_no_process_and_the_next_is_complete(
+    moment: str, recipe: Path, undisturbed: dict[str, bytes], tmp_path: Path, start: Start, ranks: Ranks
 ) -> None:
-    process = start("sft.launch.prepare", recipe, f"output_dir={tmp_path}")
+    process = start([*PREPARE, recipe, f"output_dir={tmp_path}"])
     at(moment, tmp_path, process)
     process.kill()
     until(lambda: not group(process))
     check_goes_on(ranks, recipe, tmp_path, undisturbed)
 
 
-TERM, INT = (signal.SIGTERM, (-15, 143)), (signal.SIGINT, (130,))
-
-
-@pytest.mark.parametrize(
-    ("number", "status", "moment"),
-    [
-        (*TERM, "tokens.bin"),
-        (*INT, "the folder"),
-        (*INT, 0.4),
-        *(pytest.param(*case, marks=EXTRA) for case in ((*TERM, "the folder"), (*TERM, 0.4), (*INT, "tokens.bin"))),
-    ],
-)
-def test_a_stopped_preparation_ends_at_once_and_the_next_is_whole(
-    number: signal.Signals,
-    status: tuple[int, ...],
-    moment: str | float,
-    recipe: Path,
-    undisturbed: dict[str, bytes],
-    tmp_path: Path,
-    start: Start,
-    ranks: Ranks,
+def test_a_stopped_preparation_ends_at_once_and_the_next_is_complete(
+    recipe: Path, undisturbed: dict[str, bytes], tmp_path: Path, start: Start, ranks: Ranks
 ) -> None:
-    process = start("sft.launch.prepare", recipe, f"output_dir={tmp_path}")
-    at(moment, tmp_path, process)
-    # Ctrl-C goes to all processes of a terminal, kill to one.
-    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
-    told = process.communicate(timeout=60)[1]
-    assert process.returncode in status
-    assert "Traceback" not in told
+    process = start([*PREPARE, recipe, f"output_dir={tmp_path}"])
+    at("tokens.bin", tmp_path, process)
+    process.terminate()
+    printed = process.communicate()[0]
+    assert process.returncode in (-15, 143)
+    assert "Traceback" not in printed
     until(lambda: not group(process))
-    if number == signal.SIGINT:
-        assert half_written(tmp_path) is None
     check_goes_on(ranks, recipe, tmp_path, undisturbed)
 
 
 def test_one_that_waits_takes_over_from_one_that_is_killed(
     recipe: Path, undisturbed: dict[str, bytes], tmp_path: Path, start: Start
 ) -> None:
-    first = start("sft.launch.prepare", recipe, f"output_dir={tmp_path}")
-    at("tokens.bin", tmp_path, first)
-    second = start("sft.launch.prepare", recipe, f"output_dir={tmp_path}")
-    time.sleep(0.8)
+    first = start([*PREPARE, recipe, f"output_dir={tmp_path}"])
+    at("the folder", tmp_path, first)
+    first.send_signal(signal.SIGSTOP)
+    second = start([*PREPARE, recipe, f"output_dir={tmp_path}"])
+    (lock,) = (tmp_path / ".prepared").glob("*.lock")
+    until(lambda: str(lock) in {file.path for one in family(second) for file in one.open_files()}, second)
     first.kill()
-    told = second.communicate(timeout=100)[1]
-    assert second.returncode == 0, told
+    printed = second.communicate()[0]
+    assert second.returncode == 0, printed
     assert entry(tmp_path / ".prepared") == undisturbed
+
+
+def family(process: Started) -> list[psutil.Process]:
+    """A process and its children."""
+    one = psutil.Process(process.pid)
+    return [one, *one.children(recursive=True)]
 
 
 def test_a_worker_that_the_system_kills_is_one_message(
     recipe: Path, undisturbed: dict[str, bytes], tmp_path: Path, start: Start, ranks: Ranks
 ) -> None:
     """As it does where memory runs out."""
-    process = start("sft.launch.prepare", recipe, f"output_dir={tmp_path}")
+    process = start([*PREPARE, recipe, f"output_dir={tmp_path}"])
     at("tokens.bin", tmp_path, process)
     worker = next(number for number, parent in group(process).items() if parent == process.pid)
     os.kill(worker, signal.SIGKILL)
-    told = process.communicate(timeout=60)[1]
+    printed = process.communicate()[0]
     assert process.returncode == 2
-    assert "Traceback" not in told
-    assert "memory" in told
+    assert "Traceback" not in printed
+    assert "memory" in printed
     assert half_written(tmp_path) is None
     until(lambda: not group(process))
     check_goes_on(ranks, recipe, tmp_path, undisturbed)
 
 
 def test_a_start_whose_preparation_the_system_kills_says_so(recipe: Path, tmp_path: Path, start: Start) -> None:
-    launcher = start("sft.launch", recipe, f"output_dir={tmp_path}", "--prepare")
+    launcher = start([*LAUNCH, recipe, f"output_dir={tmp_path}", "--prepare"])
     at("tokens.bin", tmp_path, launcher)
     (preparing,) = [number for number, parent in group(launcher).items() if parent == launcher.pid]
     os.kill(preparing, signal.SIGKILL)
-    told = launcher.communicate(timeout=60)[1]
+    printed = launcher.communicate()[0]
     assert launcher.returncode in (2, 137)
-    lines = [line for line in told.replace("\r", "\n").splitlines() if line and not line.startswith("Preparing ")]
-    assert any("signal 9" in line or "memory" in line for line in lines), "it ended without a word"
+    assert "signal 9" in printed or "memory" in printed, "it ended without a word"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_start_that_is_stopped_leaves_nothing_running(
-    number: signal.Signals, recipe: Path, tmp_path: Path, start: Start
-) -> None:
+def test_a_killed_start_leaves_nothing_running(recipe: Path, tmp_path: Path, start: Start) -> None:
     """The same files twenty times are work for longer than the test waits."""
     many = json.dumps([{"path": str(recipe.parent / "data")}] * 20)
-    launcher = start("sft.launch", recipe, f"output_dir={tmp_path}", f"data.train={many}", "--prepare")
+    launcher = start([*LAUNCH, recipe, f"output_dir={tmp_path}", f"data.train={many}", "--prepare"])
     at("tokens.bin", tmp_path, launcher)
-    launcher.send_signal(number)
-    launcher.wait(timeout=60)
+    launcher.kill()
     until(lambda: not group(launcher))
 
 
 def test_ctrl_c_at_a_start_ends_all_of_it(
     recipe: Path, undisturbed: dict[str, bytes], tmp_path: Path, start: Start, ranks: Ranks
 ) -> None:
-    launcher = start("sft.launch", recipe, f"output_dir={tmp_path}", "--prepare")
+    """Ctrl-C goes to all processes of a terminal."""
+    launcher = start([*LAUNCH, recipe, f"output_dir={tmp_path}", "--prepare"])
     at("tokens.bin", tmp_path, launcher)
     os.killpg(launcher.pid, signal.SIGINT)
-    told = launcher.communicate(timeout=60)[1]
+    printed = launcher.communicate()[0]
     assert launcher.returncode == 130
-    assert "Traceback" not in told
+    assert "Traceback" not in printed
     until(lambda: not group(launcher))
     assert half_written(tmp_path) is None
     check_goes_on(ranks, recipe, tmp_path, undisturbed)

@@ -1,200 +1,284 @@
-"""Law 1 on real processes: launcher, engine and number of ranks change who computes what, never the result.
+"""Same result on any number of GPUs: launcher, engine and number of ranks change who computes what, never the result.
 
-Every row is a training of its own with an engine of its own; only the import is shared (tests/slow/ranks.py). The rows of launchers
-start as a user would.
-
-Chosen are all rows of packed sequences, which is every engine, on one rank, two and four; and of each other kind of sequences and
-weights a row that holds the weights whole and one that divides them, so that each engine meets a second kind. The rest is `extra`.
+The runs are those of engine_runs.py, which other files read too. The rows of launchers start as a user would.
 """
 
+import json
+import os
+import shutil
 import subprocess
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cache
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from sft.hub.demo import make_demo
+from sft.data.prepared import entry_folder
+from sft.data.store import DocumentStore, SequenceIndex
+from sft.launch.job import open_recipe
 from sft.parallel.process_group import free_port
 from sft.recipe.schema import REPOSITORY
 from sft.run.directory import Run
-from tests.slow.conftest import decisions, losses, plain, write_recipe
+from sft.train.batches import Sequences, contents_of
+from tests.slow.conftest import decisions, latest, losses, write_recipe
+from tests.slow.engine_runs import (
+    ENGINES,
+    STEPS,
+    STEPS_PER_EPOCH,
+    EngineRuns,
+    assert_same_training,
+    assert_same_weights,
+    lines,
+    norms,
+)
 from tests.slow.ranks import Ranks
+from tests.test_safe_path import plant
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
+Command = Callable[..., subprocess.CompletedProcess[str]]
 
-STEPS = 10
-ALL = "optimizer, gradients, parameters"
-
-
-@dataclass(frozen=True)
-class Row:
-    """Who computes, and what must be found running."""
-
-    ranks: int
-    overrides: tuple[str, ...]
-    engine: str
-    sharded: str
-    offloaded: str = "nothing"
-
-    @property
-    def tolerance(self) -> float:
-        """Largest difference of a loss: CPU Adam sums in another order."""
-        return 1e-5 if self.offloaded == "nothing" else 1e-4
-
-
-def zero(ranks: int, name: str, sharded: str, offloaded: str = "nothing") -> Row:
-    """A row of a file under ds_configs/."""
-    return Row(ranks, (f"train.deepspeed={name}",), f"ZeRO-{name[4]}", sharded, offloaded)
-
-
-ROWS = {
-    "1 process, other micro-batch": Row(1, ("train.micro_batch_size=4",), "one process", "nothing"),
-    "1 process, ZeRO-2": zero(1, "zero2", "optimizer, gradients"),
-    "2 ranks, DDP": Row(2, (), "DDP", "nothing"),
-    "2 ranks, ZeRO-1": zero(2, "zero1", "optimizer"),
-    "2 ranks, ZeRO-2": zero(2, "zero2", "optimizer, gradients"),
-    "2 ranks, ZeRO-3": zero(2, "zero3", ALL),
-    "2 ranks, ZeRO-2, offload": zero(2, "zero2_offload", "optimizer, gradients", "optimizer on cpu"),
-    "2 ranks, ZeRO-3, offload": zero(2, "zero3_offload", ALL, "optimizer on cpu, parameters on cpu"),
-    "2 ranks, FSDP2": Row(2, ("train.fsdp={}",), "FSDP2", ALL),
-    "4 ranks, ZeRO-3": zero(4, "zero3", ALL),
-}
-KINDS = {
-    "packed": (True, ()),
-    "padded": (False, ()),
-    "packed, adapters": (True, ("model.lora={}",)),
-    "padded, adapters": (False, ("model.lora={}",)),
-}
-CHOSEN = {
-    "packed": set(ROWS),
-    "padded": {"1 process, other micro-batch", "2 ranks, ZeRO-2", "2 ranks, ZeRO-3"},
-    "packed, adapters": {"2 ranks, ZeRO-1", "2 ranks, FSDP2"},
-    "padded, adapters": {"2 ranks, DDP", "2 ranks, ZeRO-3, offload"},
-}
+WITH_ADAPTERS = ["2 DDP", "2 ZeRO-1", "2 ZeRO-3", "2 ZeRO-3 offload", "2 FSDP2"]
+PADDED = ["2 ZeRO-2", "2 ZeRO-3", "2 tensor parallel", "2 ZeRO-2, sequence parallel"]
 CASES = [
-    pytest.param(kind, name, id=f"{kind}-{name}", marks=() if name in CHOSEN[kind] else pytest.mark.extra)
-    for kind in KINDS
-    for name in ROWS
+    *(("packed", engine) for engine in list(ENGINES)[1:]),
+    *(("padded", engine) for engine in PADDED),
+    *(("padded, adapters", engine) for engine in WITH_ADAPTERS),
 ]
 
 
-@dataclass(frozen=True)
-class Science:
-    """A recipe and the run of it by one process, one sequence at a time."""
-
-    recipe: Path
-    overrides: tuple[str, ...]
-    alone: Run
-
-    def run(self, name: str) -> tuple[str, Run]:
-        """The override that names a run, and the run."""
-        return f"tracking.run_name={plain(name)}", Run(self.alone.path.parent / plain(name))
-
-    def check(self, run: Run, row: Row) -> None:
-        """One trajectory: the same plan, losses and weights, and the engine that was asked for."""
-        expected = {"engine": row.engine, "processes": str(row.ranks), "sharded": row.sharded}
-        assert run.record["running"].items() >= (expected | {"offloaded": row.offloaded}).items()
-        shared = decisions(run)["micro_batch_size"] * decisions(run)["gradient_accumulation_steps"] * row.ranks
-        assert shared == decisions(run)["global_batch_size"] == 8
-        assert 1 < decisions(run)["steps_per_epoch"] == decisions(self.alone)["steps_per_epoch"] < STEPS
-        assert len(losses(run)) == STEPS
-        assert losses(run) == pytest.approx(losses(self.alone), abs=row.tolerance)
-        trained, by_one = (load_file(path.final / "model.safetensors") for path in (run, self.alone))
-        assert trained.keys() == by_one.keys()
-        for name, weight in trained.items():
-            torch.testing.assert_close(weight, by_one[name], atol=2e-4, rtol=0, msg=name)
-
-
-@pytest.fixture(scope="module")
-def science_of(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Callable[[str], Science]:
-    """One of a kind; a parameter of the module would order the tests by it, and train it anew for every other row."""
-    return cache(lambda kind: train_alone(kind, tmp_path_factory.mktemp("same"), ranks))
-
-
-def train_alone(kind: str, folder: Path, ranks: Ranks) -> Science:
-    """Steps of 8 sequences over a set that does not divide by 8, so that they cross an epoch's uneven end."""
-    packed, overrides = KINDS[kind]
-    rows = make_demo(folder).train.read_text().splitlines()
-    (folder / "rows.jsonl").write_text("\n".join(rows[:101] if packed else rows[:53]))
-    recipe = write_recipe(
-        folder / "same.yaml",
-        model={"name_or_path": "builtin:demo"},
-        data={"train": str(folder / "rows.jsonl"), "max_length": 128, "packing": packed},
-        train={
-            "global_batch_size": 8,
-            "micro_batch_size": 2,
-            "learning_rate": 1e-3,
-            "weight_decay": 0.1,
-            "max_steps": STEPS,
-            "logging_steps": 1,
-            "save_steps": 100,
-        },
-    )
-    one = Science(recipe, overrides, Run(folder / "outputs" / "same" / "alone"))
-    ranks.run(1, ["sft.train", recipe, *overrides, "train.micro_batch_size=1", "tracking.run_name=alone"])
-    assert decisions(one.alone)["gradient_accumulation_steps"] == 8
-    return one
-
-
-@pytest.fixture
-def science(science_of: Callable[[str], Science]) -> Science:
-    return science_of("packed")
-
-
 @pytest.mark.parametrize(("kind", "name"), CASES)
-def test_every_engine_and_number_of_ranks_trains_alike(
-    kind: str, name: str, science_of: Callable[[str], Science], ranks: Ranks
-) -> None:
-    science = science_of(kind)
-    row, (run_name, run) = ROWS[name], science.run(name)
-    ranks.run(row.ranks, ["sft.train", science.recipe, *science.overrides, *row.overrides, run_name])
-    science.check(run, row)
+def test_every_engine_and_number_of_ranks_trains_the_same(kind: str, name: str, runs: EngineRuns) -> None:
+    """On the same rows, with the same eval loss, and on the engine that the recipe names: as the runtime check has read it."""
+    run, alone, row = runs(name, kind), runs("1", kind), ENGINES[name]
+    running = {"engine": row.engine, "processes": str(row.ranks), "sharded": row.sharded, "offloaded": row.offloaded}
+    assert run.record["running"].items() >= (running | row.running).items()
+    planned = decisions(run)
+    sharing = 2 if "parallel" in name else 1
+    assert planned["data_parallel_ranks"] == row.ranks // sharing
+    slots = planned["micro_batch_size"] * planned["gradient_accumulation_steps"] * planned["data_parallel_ranks"]
+    assert slots - planned["empty_sequences_per_step"] == planned["global_batch_size"] == 8
+    assert planned["empty_sequences_per_step"] == (1 if "filled" in name else 0)
+    assert planned["steps_per_epoch"] == decisions(alone)["steps_per_epoch"] == STEPS_PER_EPOCH
+    # CPU Adam sums in another order.
+    assert_same_training(run, alone, loss=1e-5 if row.offloaded == "nothing" else 1e-4)
+    for key in ("tokens_seen", "learning_rate", "epoch"):
+        assert [line[key] for line in lines(run)] == pytest.approx([line[key] for line in lines(alone)]), key
+    before, expected = (each.record["held_out_loss_before"] for each in (run, alone))
+    assert before == pytest.approx(expected, abs=1e-5)
 
 
-TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "sft.train"]
-# `--multi_gpu` is accelerate's word for several processes; without a GPU they are CPU ranks.
-ACCELERATE = ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "-m", "sft.train"]
-DEEPSPEED = ["deepspeed", "--num_gpus", "2", "--master_port", "PORT", "--module", "sft.train"]
-SFT_SH = ["bash", str(REPOSITORY / "scripts" / "sft.sh")]
-LAUNCHERS = {
-    "sft.sh": (SFT_SH, ROWS["2 ranks, DDP"]),
-    "torchrun": (TORCHRUN, ROWS["2 ranks, ZeRO-3"]),
-    "accelerate": (ACCELERATE, ROWS["2 ranks, ZeRO-2"]),
-    "deepspeed": (DEEPSPEED, ROWS["2 ranks, ZeRO-1"]),
+@pytest.mark.parametrize("name", ["1", "2 ZeRO-2", "2 FSDP2"])
+def test_bf16_with_fp32_copies_trains_as_fp32_does(name: str, runs: EngineRuns) -> None:
+    """By our AdamW, by DeepSpeed's, and on shards in fp32."""
+    run, exact = runs(name, "packed, bf16"), runs("1")
+    live = json.loads((run.path / "observed" / "live.json").read_text())
+    assert live["moments"] == ["torch.float32"]
+    assert live["weights"] == ["torch.float32" if "FSDP2" in name else "torch.bfloat16"]
+    assert losses(run) == pytest.approx(losses(exact), rel=0.02)
+    assert norms(run) == pytest.approx(norms(exact), rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+def test_each_step_has_the_rows_of_the_recipes_order(kind: str, runs: EngineRuns) -> None:
+    """By the fingerprints of the prepared rows; those of every engine are compared with these runs."""
+    opened, _, facts = open_recipe(runs.recipe(kind), [])
+    prepared = entry_folder(opened, facts) / "train.npz"
+    index, store = SequenceIndex.load(prepared), DocumentStore.open(prepared.parent)
+    sequences = Sequences(store, index, 8, 0, kind == "packed")
+    order, collate = sequences.order(opened.train.seed), DataCollatorForLanguageModeling(0, kind == "packed")
+    expected = []
+    for epoch in (0, 1):
+        order.set_epoch(epoch)
+        slots = list(order)
+        for start in range(0, len(slots), 8):
+            batch = collate([sequences[number] for number in slots[start : start + 8]])
+            expected.append(f"{contents_of(batch).fingerprint:016x}")
+    assert [line["batch"] for line in lines(runs("1", kind))] == expected
+    assert len(set(expected)) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("2 DDP", "packed"), ("2 ZeRO-2", "padded"), ("4 DDP", "packed"), ("3 DDP, filled", "packed")]
+)
+def test_metrics_count_what_the_ranks_were_given(name: str, kind: str, runs: EngineRuns) -> None:
+    run = runs(name, kind)
+    given, targets = Counter[int](), Counter[int]()
+    for file in (run.path / "observed").glob("rank-*.jsonl"):
+        for line in map(json.loads, file.read_text().splitlines()):
+            given[line["step"]] += line["tokens"]
+            targets[line["step"]] += line["target_tokens"]
+    assert len(list((run.path / "observed").glob("rank-*.jsonl"))) == ENGINES[name].ranks
+    seen = 0
+    for line in (json.loads(text) for text in run.metrics_file.read_text().splitlines()):
+        seen += given[line["step"]]
+        assert line["tokens_seen"] == seen
+        of_targets = line["labelled_tokens_per_second"] / line["tokens_per_second"]
+        assert of_targets == pytest.approx(targets[line["step"]] / given[line["step"]])
+        assert 0 <= line["data_seconds"] < line["seconds"]
+    ledger = json.loads(run.ledger_file.read_text())["total"]["tokens"]
+    assert ledger.pop("in") == sum(ledger.values())
+
+
+def test_the_eval_loss_is_that_of_each_row_alone(runs: EngineRuns) -> None:
+    run = runs("1")
+    opened, _, facts = open_recipe(runs.recipe("packed"), [])
+    prepared = entry_folder(opened, facts)
+    model = AutoModelForCausalLM.from_pretrained(run.record["base_model"]["path"]).eval()
+    store, index = DocumentStore.open(prepared), SequenceIndex.load(prepared / "held_out.npz")
+    assert len(index)
+    total, tokens = 0.0, 0
+    for document in index.members:
+        ids, trained = store.document(int(document))
+        with torch.no_grad():
+            logits = model(torch.tensor(ids[None].astype("int64"))).logits[0, :-1]
+        kept = torch.tensor(trained[1:] == 1)
+        of_tokens = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:].astype("int64")), reduction="none")
+        total += float(of_tokens[kept].double().sum())
+        tokens += int(kept.sum())
+    assert run.record["held_out_loss_before"] == pytest.approx(total / tokens, abs=1e-4)
+
+
+def test_norms_inside_heads_that_ranks_share_get_each_micro_batch_once(runs: EngineRuns) -> None:
+    """transformers sums their gradients over ranks again with each micro-batch of a step."""
+    demo, model = make_model_folder(runs), runs.folder / "normed"
+    config = Qwen3Config(
+        vocab_size=json.loads((demo / "config.json").read_text())["vocab_size"],
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.08,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    shutil.copytree(demo, model, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    Qwen3ForCausalLM(config).save_pretrained(model)
+    short = (f"model.name_or_path={model}", "train.max_steps=6")
+    runs.train("1", "packed", "normed-alone", *short)
+    runs.train("2 tensor parallel", "packed", "normed", *short)
+    run, alone = (runs.named("packed", name) for name in ("normed", "normed-alone"))
+    assert decisions(run)["gradient_accumulation_steps"] == 4
+    assert losses(run) == pytest.approx(losses(alone), abs=1e-5)
+    assert norms(run) == pytest.approx(norms(alone), rel=1e-3)
+    assert_same_weights(run, alone, 2e-4)
+
+
+def make_model_folder(runs: EngineRuns) -> Path:
+    """The demo's model."""
+    return Path(runs("1").record["base_model"]["path"])
+
+
+# Made of words, in the shapes that real ones have.
+SECRETS = {
+    "HF_TOKEN": "hf_PlantedPlantedPlantedPlantedPlanteA",
+    "WANDB_API_KEY": "planted0" * 5,
+    "OPENAI_API_KEY": "sk-proj-Planted0planted1planted2planted3",
+    "AWS_ACCESS_KEY_ID": "AKIAPLANTED0PLANTED1",
+    "AWS_SECRET_ACCESS_KEY": "Planted/of/words/in/a/row/of/forty/letter",
+    "GIT_PASSWORD": "planted-password-of-the-remote",
 }
-Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def files_with_secrets(folder: Path) -> list[tuple[str, str]]:
+    """Files that hold one, and which."""
+    found = []
+    for place, _, names in os.walk(folder):
+        for path in (Path(place, name) for name in names if not Path(place, name).is_symlink()):
+            content = path.read_bytes()
+            found += [(str(path), name) for name, secret in SECRETS.items() if secret.encode() in content]
+    return found
+
+
+def test_sft_sh_trains_the_same_and_no_secret_of_the_environment_is_in_what_it_leaves(
+    runs: EngineRuns, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole way of a user: two ranks, checkpoints, trackers, evaluation, report. No module beside the recipe runs."""
+    text = runs.recipe("packed").read_text().replace(str(runs.folder / "outputs"), str(tmp_path / "outputs"))
+    (tmp_path / "mine.yaml").write_text(text)
+    ran = plant(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    words = ["bash", REPOSITORY / "scripts" / "sft.sh", "mine.yaml", "tracking.run_name=mine"]
+    words += ["tracking.report_to=[wandb, tensorboard]", "eval.tasks=[builtin:demo]", "eval.limit=4"]
+    done = command(words, NPROC="2", WANDB_MODE="offline", **SECRETS)
+    assert not ran.exists(), ran.read_text()
+    run = Run(tmp_path / "outputs" / "mine" / "mine")
+    assert_same_training(run, runs("1"))
+    assert run.record["evaluation"] == "finished"
+    assert list((run.path / "wandb").glob("offline-run-*/*.wandb"))
+    assert list((run.path / "tensorboard").iterdir())
+    assert run.comparison_file.is_file() and run.report_file.is_file()
+    assert "leaked" not in done.stderr  # what a library's objects say that were not freed
+    assert files_with_secrets(tmp_path) == []
+    assert not [name for name, secret in SECRETS.items() if secret in done.stdout + done.stderr]
+
+
+def test_an_override_with_a_token_starts_nothing_and_is_not_repeated(tmp_path: Path, ranks: Ranks) -> None:
+    recipe = write_recipe(tmp_path / "job.yaml", model={"name_or_path": "builtin:demo"}, data={"train": "builtin:demo"})
+    token = SECRETS["HF_TOKEN"]
+    printed = ranks.run(2, ["sft.train", recipe, f"train.trainer_args.hub_token={token}"], expect=2)
+    assert "train.trainer_args.hub_token" in printed["stderr"]
+    assert token not in printed["stdout"] + printed["stderr"]
+    assert files_with_secrets(tmp_path) == [] and not (tmp_path / "outputs").exists()
+
+
+# `--multi_gpu` is accelerate's word for several processes; without a GPU they are CPU ranks.
+LAUNCHERS = {
+    "torchrun": (["torchrun", "--standalone", "--nproc-per-node", "2", "-m"], "2 ZeRO-3", "debug=true"),
+    "accelerate": (["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "-m"], "2 ZeRO-2", "debug=false"),
+    "deepspeed": (["deepspeed", "--num_gpus", "2", "--master_port", "PORT", "--module"], "2 ZeRO-1", "debug=false"),
+}
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_every_launcher_trains_alike(launcher: str, science: Science, command: Command) -> None:
-    words, row = LAUNCHERS[launcher]
-    words = [str(free_port()) if word == "PORT" else word for word in words]
-    run_name, run = science.run(launcher)
-    command([*words, science.recipe, *row.overrides, run_name], NPROC="2")
-    science.check(run, row)
-    assert run.record["status"] == "finished"
-    assert (run.path / "report.md").is_file()
+def test_every_launcher_trains_the_same(launcher: str, runs: EngineRuns, command: Command) -> None:
+    """Under torchrun with debug=true, which changes nothing either."""
+    words, engine, debug = LAUNCHERS[launcher]
+    name = ["tracking.run_name=" + launcher, debug]
+    port = str(free_port())
+    start = [port if word == "PORT" else word for word in words]
+    command([*start, "sft.train", runs.recipe("packed"), *ENGINES[engine].overrides, *name], PYTHONPATH=str(REPOSITORY))
+    run = runs.named("packed", launcher)
+    assert run.record["running"]["engine"] == ENGINES[engine].engine
+    assert_same_training(run, runs("1"))
+    if debug == "debug=true":
+        assert run.record["running"]["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
+        assert not list(run.path.glob("logs/*.stacks.txt"))
 
 
-@pytest.fixture
-def two_machines() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2) as machines:
-        yield machines
-
-
-@pytest.mark.extra  # tests/slow/test_two_hosts.py has two addresses, test_launch.py what starts two machines
-def test_two_machines_train_alike(science: Science, command: Command, two_machines: ThreadPoolExecutor) -> None:
-    """As two machines would be started, at one address; tests of two addresses are elsewhere."""
-    run_name, run = science.run("two machines")
-    where = {"NPROC": "1", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    row = ROWS["2 ranks, DDP"]
-    words = [*SFT_SH, science.recipe, *row.overrides, run_name]
-    both = [two_machines.submit(command, words, NODE_RANK=str(rank), **where) for rank in (0, 1)]
-    assert [done.result().returncode for done in both] == [0, 0]
-    science.check(run, row)
-    assert run.record["hardware"]["ranks_per_node"] == 1
+@pytest.mark.extra  # in a new environment DeepSpeed builds its operations for minutes first
+@pytest.mark.skipif(not Path("/usr/include/libaio.h").exists(), reason="DeepSpeed reads from disks with libaio-dev")
+def test_weights_and_adam_on_a_disk_train_the_same(runs: EngineRuns, tmp_path: Path, ranks: Ranks) -> None:
+    demo, model = make_model_folder(runs), tmp_path / "large"
+    # Wide enough that a rank's part of a matrix is more than the 1 MiB that DeepSpeed leaves in memory.
+    wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 8}
+    config = AutoConfig.from_pretrained(demo, **wide, num_key_value_heads=8, layer_types=["full_attention"] * 2)
+    shutil.copytree(demo, model, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    shipped = json.loads((REPOSITORY / "ds_configs" / "zero3_nvme.json").read_text())
+    for section in ("offload_optimizer", "offload_param"):
+        shipped["zero_optimization"][section]["nvme_path"] = str(tmp_path / "disk")
+    shipped["zero_optimization"]["offload_param"]["buffer_size"] = 2_000_000
+    (tmp_path / "nvme.json").write_text(json.dumps(shipped))
+    recipe = write_recipe(
+        tmp_path / "job.yaml",
+        model={"name_or_path": str(model)},
+        train={
+            "global_batch_size": 4,
+            "micro_batch_size": 2,
+            "max_steps": 4,
+            "logging_steps": 1,
+            "learning_rate": 1e-3,
+        },
+    )
+    ranks.run(1, ["sft.train", recipe])
+    alone = losses(latest(recipe))
+    ranks.run(2, ["sft.train", recipe, f"train.deepspeed={tmp_path / 'nvme.json'}"])
+    assert latest(recipe).record["running"]["offloaded"] == "optimizer on nvme, parameters on nvme"
+    assert losses(latest(recipe)) == pytest.approx(alone, abs=1e-4)
+    # A part of fp32 weights and two moments is 8.9M x 12 / 2 bytes.
+    assert sum(file.stat().st_size for file in (tmp_path / "disk").rglob("*.swp")) > 40_000_000

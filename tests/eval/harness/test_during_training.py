@@ -1,4 +1,4 @@
-"""What is asked for during training, and what is kept of it; tests/slow/test_during.py trains."""
+"""What is asked for during training, and what is kept of it; tests/slow/test_evaluation_during_training.py trains."""
 
 import json
 import random

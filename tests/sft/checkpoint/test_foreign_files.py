@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import load as load_shards
 from torch.distributed.checkpoint import save as save_shards
 
 from sft.checkpoint.patches import load_metadata, plain_data_only
+from sft.checkpoint.reshard import _open_distributed
 from sft.data.tokenizer import load_tokenizer
 from sft.errors import ModelError
 from sft.hub.demo import Demo
@@ -110,9 +111,14 @@ def test_torchs_shards_are_read_and_a_planted_description_of_them_is_not(tmp_pat
         load_shards(read, storage_reader=FileSystemReader(tmp_path))
     assert torch.equal(read["weight"], written["weight"])
     assert read["group"] == written["group"]
+    names, read_full = _open_distributed(tmp_path)  # what an export and a resume on other ranks read with
+    assert torch.equal(read_full("weight"), written["weight"])
+    assert "weight" in names
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
     with plain_data_only(deepspeed=False), pytest.raises(BaseException, match="does not belong in a checkpoint"):
         load_shards(read, storage_reader=FileSystemReader(tmp_path))
+    with pytest.raises(BaseException, match="does not belong in a checkpoint"):
+        _open_distributed(tmp_path)
     assert not (tmp_path / "ran").exists()
 
 

@@ -1,4 +1,4 @@
-"""Whole tensors out of the files of one process and into another optimizer; engines on real ranks: tests/slow/test_elastic.py."""
+"""Whole tensors out of the files of one process and into another optimizer; engines on real ranks: tests/slow/test_resume.py."""
 
 from pathlib import Path
 

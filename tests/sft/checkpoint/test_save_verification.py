@@ -1,4 +1,4 @@
-"""What counts as a difference between a saved model and the live one. On real engines: tests/slow/test_canary.py."""
+"""What counts as a difference between a saved model and the live one. On real engines: tests/slow/test_saved_model.py."""
 
 import json
 import math

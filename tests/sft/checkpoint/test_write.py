@@ -48,8 +48,17 @@ def test_where_a_checkpoint_has_no_room_the_ones_before_stay(run: Run, capsys: p
     before = names(run)
     assert not CheckpointWriter(run.checkpoints, 2, {"ranks": 1}, 0).save(5, write)
     assert "The run goes on, checkpoint-4 stays, and the next interval" in capsys.readouterr().err
-    assert not CheckpointWriter(run.checkpoints, 2, {"ranks": 1}, 10**18).save(5, write, goes_on=False)
     assert names(run) == before
+
+
+def test_a_checkpoint_that_will_not_fit_is_not_begun(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    for checkpoint in run.all_checkpoints():
+        checkpoint.rmdir()
+    writer = CheckpointWriter(run.checkpoints, 2, {"ranks": 1}, expected=10**18)
+    assert not writer.save(5, writing(run, 5))
+    assert "of step 5 was not written: it takes 1000000000.0 GB and " in capsys.readouterr().err
+    assert writer.shortage is not None
+    assert (writer.shortage.kept, run.all_checkpoints()) == (0, [])
 
 
 def test_a_bug_and_a_folder_that_is_gone_are_errors(run: Run) -> None:

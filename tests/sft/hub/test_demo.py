@@ -24,16 +24,12 @@ def digests(folder: Path) -> dict[str, str]:
 def test_the_demo_is_the_same_bytes_wherever_and_however_often_it_is_made(tmp_path: Path) -> None:
     """In another process, which hashes words in another order."""
     make_demo(tmp_path / "one")
-    program = "import sys; from pathlib import Path; from sft.hub.demo import make_demo; make_demo(Path(sys.argv[1]))"
-    program += "; print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
-    printed = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "two")],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=REPOSITORY,
+    program = (
+        "import sys, pathlib, sft.hub.demo; sft.hub.demo.make_demo(pathlib.Path(sys.argv[1]));"
+        "print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
     )
-    assert printed.stdout.strip() == "[]"
+    command = [sys.executable, "-c", program, str(tmp_path / "two")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout.strip() == "[]"
     one = digests(tmp_path / "one" / FOLDER)
     assert one == digests(tmp_path / "two" / FOLDER)
     assert {"model/model.safetensors", "model/tokenizer.json", "train.jsonl", "task/test.jsonl"} <= one.keys()

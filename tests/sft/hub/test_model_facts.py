@@ -120,45 +120,49 @@ def test_an_ordinary_decoder_has_nothing_special(kind: str) -> None:
     assert found == Architecture(head_dim=found.head_dim, tensor_plan=found.tensor_plan)
 
 
-@pytest.mark.parametrize("kind", ["mamba", "falcon_mamba", "qwen3_next", "rwkv", "bamba"])
-def test_layers_with_a_state_are_seen(kind: str) -> None:
-    assert architecture(kind).recurrent
-
-
-def test_what_a_mask_alone_says_and_masks_that_do_not_follow_documents_are_seen() -> None:
-    """tests/sft/train/test_isolation_probe.py measures that opt and falcon leak, and that gpt2 does not."""
-    assert architecture("qwen2_moe").mask_only
-    assert architecture("opt").blind_mask and architecture("falcon").blind_mask
-    assert not architecture("gpt2").blind_mask
-
-
-def test_sinks_and_softcapping_are_seen() -> None:
-    sinks, capped = architecture("gpt_oss"), architecture("gemma2")
-    assert (sinks.sinks, sinks.softcap, capped.sinks, capped.softcap) == (True, False, False, True)
-    assert not architecture("gemma2", attn_logit_softcapping=None).softcap
-
-
-def test_old_architectures_do_not_take_another_function() -> None:
-    assert [kind for kind in ("gptj", "falcon", "gpt2") if architecture(kind).has_interface] == ["gpt2"]
-
-
-def test_widths_and_dropout_are_the_configurations() -> None:
-    assert architecture("llama", hidden_size=64, num_attention_heads=4).head_dim == 16
-    latent = architecture("deepseek_v3", qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-    assert (latent.head_dim, latent.value_head_dim) == (192, 128)
-    assert architecture("llama", attention_dropout=0.1).dropout == architecture("gpt2", attn_pdrop=0.1).dropout == 0.1
+@pytest.mark.parametrize(
+    ("kind", "settings", "found"),
+    [
+        ("mamba", {}, {"recurrent": True}),
+        ("qwen3_next", {}, {"recurrent": True}),
+        ("bamba", {}, {"recurrent": True}),
+        ("qwen2_moe", {}, {"mask_only": True}),
+        # tests/sft/train/test_isolation_probe.py measures that opt and falcon leak, and that gpt2 does not.
+        ("opt", {}, {"blind_mask": True}),
+        ("falcon", {}, {"blind_mask": True, "has_interface": False}),
+        ("gpt2", {"attn_pdrop": 0.1}, {"blind_mask": False, "has_interface": True, "tensor_plan": set(), "dropout": 0.1}),
+        ("gpt_oss", {}, {"sinks": True, "softcap": False}),
+        ("gemma2", {}, {"sinks": False, "softcap": True}),
+        ("gemma2", {"attn_logit_softcapping": None}, {"softcap": False}),
+        ("gptj", {}, {"has_interface": False}),
+        ("llama", {"hidden_size": 64, "num_attention_heads": 4}, {"head_dim": 16, "tensor_plan": {"colwise", "rowwise"}}),
+        ("llama", {"attention_dropout": 0.1}, {"dropout": 0.1}),
+        ("deepseek_v3", {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}, {"head_dim": 192, "value_head_dim": 128}),
+        ("qwen3", {}, {"tensor_plan": {"colwise", "rowwise", "replicated_with_grad_allreduce"}}),
+    ],
+)  # fmt: skip
+def test_how_a_model_attends_is_read_from_its_class_and_configuration(
+    kind: str, settings: dict[str, Any], found: dict[str, Any]
+) -> None:
+    read = architecture(kind, **settings)
+    assert {name: getattr(read, name) for name in found} == found
 
 
 @pytest.mark.parametrize(
-    ("kind", "divided"),
+    ("kind", "settings", "window"),
     [
-        ("llama", {"colwise", "rowwise"}),
-        ("qwen3", {"colwise", "rowwise", "replicated_with_grad_allreduce"}),
-        ("gpt2", set()),
+        ("mistral", {"sliding_window": 64}, 64),
+        ("qwen2", {"sliding_window": 64}, None),  # unless use_sliding_window is set
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, 64),
+        ("llama", {}, None),
     ],
 )
-def test_the_tensor_parallel_plan_is_transformers_own(kind: str, divided: set[str]) -> None:
-    assert architecture(kind).tensor_plan == divided
+def test_a_window_counts_where_layers_have_it(
+    kind: str, settings: dict[str, Any], window: int | None, change: Callable[..., Path], make_recipe: MakeRecipe
+) -> None:
+    assert (
+        inspect_model(make_recipe(f"model.name_or_path={change(model_type=kind, **settings)}")).sliding_window == window
+    )
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,10 @@ def test_deepspeed_takes_every_value_of_a_shipped_file(path: Path) -> None:
     ],
 )
 def test_a_contradiction_is_named_with_both_values(config: dict[str, Any], told: str, make_recipe: MakeRecipe) -> None:
-    with pytest.raises(PlanError) as error:  # a batch of 8 = 4 x 2
-        check_deepspeed(DeepSpeedFile(Path("mine.json"), config), make_recipe(), 4, 2, "bf16")
+    recipe = make_recipe("train.micro_batch_size=4")
+    plan = resolve_plan(recipe, gpus(), ModelFacts("some/model"))  # a batch of 8 = 4 x 2
+    with pytest.raises(PlanError) as error:
+        check_deepspeed(DeepSpeedFile(Path("mine.json"), config), recipe, plan)
     heading, line, remedy = str(error.value).splitlines()
     assert heading == "mine.json contradicts the recipe:"
     assert told in line

@@ -11,6 +11,7 @@ from sft.errors import PlanError
 from sft.hub.model_facts import Architecture, ModelFacts
 from sft.plan.deepspeed import DeepSpeedFile, load_deepspeed
 from sft.plan.hardware import Hardware
+from sft.plan.plan import Decision
 from sft.plan.refusals import Case, refuse
 from sft.plan.resolve import resolve_plan
 from tests.sft.plan.machines import QWEN, MakeRecipe, cpu, gpus
@@ -38,8 +39,7 @@ def architecture(**changes: Any) -> dict[str, Any]:
 
 
 def check(make_recipe: MakeRecipe, overrides: str, hardware: Hardware, **changes: Any) -> None:
-    """Refuse what a plan over Llama with these decisions cannot do."""
-    recipe = make_recipe(*overrides.split())
+    """Refuse what cannot run over Llama, with these decisions in the plan."""
     decided = {
         "precision": "fp32",
         "attention": "sdpa",
@@ -47,7 +47,11 @@ def check(make_recipe: MakeRecipe, overrides: str, hardware: Hardware, **changes
         "micro_batch_size": 1,
         "learning_rate": 1e-5,
     }
-    refuse(Case(**{"recipe": recipe, "hardware": hardware, "model": LLAMA, "deepspeed": None, **decided, **changes}))
+    decided |= {name: changes.pop(name) for name in decided if name in changes}
+    any_plan = resolve_plan(make_recipe("train.remainder=fill"), hardware, QWEN)
+    plan = replace(any_plan, **{name: Decision(value, "") for name, value in decided.items()})
+    case = {"recipe": make_recipe(*overrides.split()), "hardware": hardware, "model": LLAMA, "deepspeed": None}
+    refuse(Case(**(case | changes), plan=plan))
 
 
 Z2: dict[str, Any] = {"deepspeed": zero(2)}

@@ -1,13 +1,7 @@
-"""The search for micro-batch and checkpointing, with real processes and engines; and the training that goes by its answer.
-
-The search starts processes as a user's does; the training by its answer needs no launcher. Chosen is one process; two
-with ZeRO-2, and with the engine that divides weights and adapters, are `extra`.
-"""
+"""Auto-tuning of micro-batch and checkpointing with real processes, and the training that goes by its result."""
 
 import json
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -18,19 +12,19 @@ import psutil
 import pytest
 
 from sft.run.directory import Run
-from tests.slow.conftest import decisions, write_recipe
+from tests.slow.conftest import Start, decisions, until, write_recipe
 from tests.slow.ranks import Ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 Command = Callable[..., CompletedProcess[str]]
 BATCH = 4
+TUNE: list[str | Path] = [sys.executable, "-m", "sft.launch.auto_tune"]
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     return write_recipe(
         tmp_path / "job.yaml",
-        model={"name_or_path": "builtin:demo"},
         data={"train": [{"path": "builtin:demo", "rows": 400}], "max_length": 128},
         train={"global_batch_size": BATCH, "max_steps": 2},
         eval={"tasks": []},
@@ -52,20 +46,8 @@ def trained(recipe: Path) -> tuple[dict[str, Any], list[str]]:
     return decisions(run), [row["reason"] for row in rows if row["name"] in names]
 
 
-@pytest.mark.parametrize(
-    ("processes", "overrides"),
-    [
-        pytest.param(1, [], id="one process"),
-        pytest.param(2, ["train.deepspeed=zero2"], id="two with ZeRO-2", marks=pytest.mark.extra),
-        pytest.param(
-            2, ["train.deepspeed=zero3", "model.lora={}"], id="adapters on two with ZeRO-3", marks=pytest.mark.extra
-        ),
-    ],
-)
-def test_the_training_runs_what_was_fastest_of_what_was_measured(
-    processes: int, overrides: list[str], recipe: Path, command: Command, ranks: Ranks
-) -> None:
-    done = command([sys.executable, "-m", "sft.launch.auto_tune", recipe, *overrides], NPROC=str(processes))
+def test_the_training_runs_what_was_fastest_of_what_was_measured(recipe: Path, command: Command, ranks: Ranks) -> None:
+    done = command([*TUNE, recipe])
     found = answer(recipe)
     measured = found["measured"]
     tried = {(str(one["gradient_checkpointing"]), one["micro_batch_size"]) for one in measured}
@@ -75,16 +57,16 @@ def test_the_training_runs_what_was_fastest_of_what_was_measured(
     fastest = min(one["seconds_per_token"] for one in measured)
     assert found["chosen"]["seconds_per_token"] <= fastest * 1.02
     assert "measured on this machine" in done.stdout
-    ranks.run(processes, ["sft.train", recipe, *overrides])
+    ranks.run(1, ["sft.train", recipe])
     plan, reasons = trained(recipe)
     chosen = found["chosen"]
     assert plan["gradient_checkpointing"] is chosen["gradient_checkpointing"] or plan["gradient_checkpointing"] == 2
     assert plan["micro_batch_size"] == chosen["micro_batch_size"]
-    assert plan["micro_batch_size"] * plan["gradient_accumulation_steps"] * processes == BATCH
+    assert plan["micro_batch_size"] * plan["gradient_accumulation_steps"] == BATCH
     assert all(f"the fastest of {len(measured)} trials" in reason for reason in reasons)
 
 
-def test_memory_that_runs_out_is_an_answer_and_the_search_goes_on_behind_it(recipe: Path, command: Command) -> None:
+def test_a_trial_that_runs_out_of_memory_is_a_result_and_tuning_continues(recipe: Path, command: Command) -> None:
     command([sys.executable, "-m", "sft.launch", "--prepare", recipe, "data.pack_length=512"])
     # A forward pass of 64 packs of 512 tokens needs far more than this under sdpa's mask.
     words = f"ulimit -v 4500000; exec {sys.executable} -m sft.launch.auto_tune {recipe} data.pack_length=512 train.micro_batch_size=64 "
@@ -97,31 +79,27 @@ def test_memory_that_runs_out_is_an_answer_and_the_search_goes_on_behind_it(reci
     assert found["failed"] == "nothing that was tried fits"
 
 
-def test_a_search_whose_processes_die_is_over_and_says_why(recipe: Path, command: Command, ranks: Ranks) -> None:
+def test_auto_tuning_whose_processes_die_ends_and_says_why(
+    recipe: Path, start: Start, command: Command, ranks: Ranks
+) -> None:
     command([sys.executable, "-m", "sft.launch", "--prepare", recipe])
-    search = subprocess.Popen([sys.executable, "-m", "sft.launch.auto_tune", recipe], stdout=subprocess.PIPE, text=True)
-    rank = None
-    while rank is None and search.poll() is None:
-        for process in psutil.Process(search.pid).children(recursive=True):
+    tuning = start([*TUNE, recipe])
+    found: list[psutil.Process] = []
+
+    def a_rank_runs() -> bool:
+        for process in psutil.Process(tuning.pid).children(recursive=True):
             with suppress(psutil.Error):
                 if "--rank" in (words := process.cmdline()) and "sft.launch.torchrun" not in words:
-                    rank = process
-        time.sleep(0.05)
-    assert rank is not None
-    rank.kill()
-    told, _ = search.communicate(timeout=100)
-    assert search.returncode == 0
-    assert "Auto-tuning failed: its processes ended with status" in told
+                    found.append(process)
+        return bool(found)
+
+    until(a_rank_runs, tuning)
+    found[0].kill()
+    printed, _ = tuning.communicate()
+    assert tuning.returncode == 0, printed
+    assert "Auto-tuning failed: its processes ended with status" in printed
     assert answer(recipe)["chosen"] is None
     ranks.run(1, ["sft.train", recipe])
     plan, reasons = trained(recipe)
     assert plan["micro_batch_size"] == BATCH
     assert all("found no setting (its processes ended with status" in reason for reason in reasons)
-
-
-def test_a_mistake_of_the_users_is_told_once_and_ends_the_search(recipe: Path, command: Command) -> None:
-    done = command(
-        [sys.executable, "-m", "sft.launch.auto_tune", recipe, "train.trainer_args.lr_scheduler=no_such"], expect=2
-    )
-    assert done.stderr.count("lr_scheduler:") == 1
-    assert "Auto-tuning failed" not in done.stdout

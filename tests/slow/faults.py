@@ -1,0 +1,224 @@
+"""Train as sft.train does, with one fault: `AT=POINT DO=ACTION [ON=RANK] [STARTS=N] faults.py RECIPE [key=value ...]`.
+
+A point is where it happens: `import`, `loading`, `data of step N`, `step N, micro-batch M`, `after step N`, `eval loss after step N`,
+`evaluation at step N`, `save N`, `final`, or so many seconds after the first step began: `0.7 s`. An action is one of ACTIONS or the name
+of a signal. ON is a rank or `all`; without STARTS each start of the job fails.
+
+With BAD_ROW=nan|inf|gradient the loss, or only its gradient, is not finite where a row has a `~`; `observed/changes-N.txt` then says of
+each step whether it changed anything that rank N's optimizer holds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer
+from transformers.trainer_callback import TrainerCallback
+
+from sft.errors import ModelError
+from sft.launch import rank as train
+from sft.program import run_main
+from sft.train import main as training
+
+LONG = 600
+"""Seconds: whoever hangs is ended from outside."""
+
+
+def hang_in_python() -> None:
+    time.sleep(LONG)
+
+
+def hang_in_c() -> None:
+    """No handler of Python's runs meanwhile."""
+    ctypes.CDLL(None).sleep(LONG)
+
+
+def be_signalled_twice() -> None:
+    """The second one comes later than a launcher says the same again."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Timer(2.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
+    hang_in_c()
+
+
+def fail() -> None:
+    raise ZeroDivisionError("made by the test")
+
+
+def make_a_mistake() -> None:
+    raise ModelError("a mistake made by the test")
+
+
+ACTIONS = {
+    "raise": fail,
+    "mistake": make_a_mistake,
+    "hang": hang_in_python,
+    "hang in C": hang_in_c,
+    "signals": be_signalled_twice,
+}
+
+
+def happens(point: str) -> None:
+    """Do it where this is the point, once."""
+    if point != os.environ.get("AT") or os.environ.get("ON", "all") not in ("all", os.environ.get("RANK", "0")):
+        return
+    if int(os.environ.get("SFT_RESTARTS", "0")) >= int(os.environ.get("STARTS", "99")):
+        return
+    os.environ["AT"] = "done"
+    action = os.environ["DO"]
+    if action in ACTIONS:
+        ACTIONS[action]()
+    else:
+        os.kill(os.getpid(), signal.Signals[action])
+
+
+def before(where: Any, name: str, point: Callable[..., str]) -> None:
+    """Have it happen before a function is called."""
+    function = getattr(where, name)
+
+    def called(*arguments: Any, **named: Any) -> Any:
+        happens(point(*arguments))
+        return function(*arguments, **named)
+
+    setattr(where, name, called)
+
+
+class Faults(TrainerCallback):  # type: ignore[misc]
+    """The points of a training."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.passes = trainer, 0
+
+        def passed(*_: Any) -> str:
+            self.passes += 1
+            return f"step {trainer.state.global_step + 1}, micro-batch {self.passes}"
+
+        before(trainer, "training_step", passed)
+        before(
+            trainer,
+            "compute_loss",
+            lambda model, *_: "training" if model.training else self.now("eval loss after step"),
+        )
+        before(trainer, "_save_optimizer_and_scheduler", lambda *_: self.now("save"))
+        read = trainer.get_batch_samples
+
+        def read_and_fail(epoch: Any, *arguments: Any) -> Any:
+            def batches() -> Any:
+                happens(f"data of step {trainer.state.global_step + 1}")
+                while True:  # not `yield from`, which would close the epoch with this
+                    try:
+                        yield next(epoch)
+                    except StopIteration:
+                        return
+
+            return read(batches(), *arguments)
+
+        trainer.get_batch_samples = read_and_fail
+
+    def now(self, point: str) -> str:
+        """A point of the step that is done."""
+        return f"{point} {self.trainer.state.global_step}"
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Start the clock."""
+        at = os.environ.get("AT", "")
+        if at.endswith(" s"):
+            threading.Timer(float(at.removesuffix(" s")), happens, [at]).start()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """The step is done."""
+        self.passes = 0
+        happens(self.now("after step"))
+
+
+def digest(trainer: Any) -> str:
+    """Of what the innermost optimizer steps on, and of its state."""
+    from torch.distributed.tensor import DTensor
+
+    optimizer, shards = trainer.optimizer, []
+    while hasattr(optimizer, "optimizer"):
+        # ZeRO-3's, which it lends to AdamW for the step.
+        shards = getattr(optimizer, "fp32_partitioned_groups_flat", shards)
+        optimizer = optimizer.optimizer
+    held = [weight for group in optimizer.param_groups for weight in group["params"]]
+    held += [*shards, *(value for state in optimizer.state.values() for value in state.values())]
+    found = hashlib.sha256()
+    for value in held:
+        value = value.to_local() if isinstance(value, DTensor) else torch.as_tensor(value)
+        found.update(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+class Changes(TrainerCallback):  # type: ignore[misc]
+    """Notes whether a step changed anything."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.before = trainer, ""
+        folder = Path(trainer.args.output_dir).parent / "observed"
+        folder.mkdir(exist_ok=True)
+        self.file = folder / f"changes-{trainer.args.process_index}.txt"
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Before the first micro-batch."""
+        self.before = digest(self.trainer)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After the optimizer's step."""
+        with self.file.open("a") as lines:
+            lines.write(f"{state.global_step} {'same' if digest(self.trainer) == self.before else 'changed'}\n")
+
+
+def spoil_losses(kind: str) -> None:
+    """Make the loss of a micro-batch with a `~`, or its gradient, not finite."""
+    from sft.train import trainer as recipe_trainer
+
+    plain = recipe_trainer.plain_loss
+
+    def spoiled(trainer: Any, model: Any, inputs: Any, tokens: Any) -> Any:
+        loss, outputs = plain(trainer, model, inputs, tokens)
+        (token,) = trainer.processing_class.encode("~", add_special_tokens=False)
+        if (inputs["input_ids"] == token).any() and trainer.model.training:
+            if kind == "gradient":
+                loss.register_hook(lambda gradient: gradient * float("inf"))
+            else:
+                loss = loss * float("nan") if kind == "nan" else loss + float("inf")
+        return loss, outputs
+
+    recipe_trainer.plain_loss = spoiled
+
+
+def main() -> None:
+    """Plant the fault, and train."""
+    import sft.checkpoint.final
+    from eval.models.live_model import Live
+
+    sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]  # the deepspeed launcher's
+    before(train, "enter", lambda *_: "import")
+    before(training, "load_model", lambda *_: "loading")
+    before(sft.checkpoint.final, "save_weights", lambda *_: "final")
+    before(Live, "_in_step", lambda live: f"evaluation at step {live.trainer.state.global_step}")
+    bad_row, begin = os.environ.get("BAD_ROW"), Trainer.train
+    if bad_row:
+        spoil_losses(bad_row)
+
+    def begin_with_faults(trainer: Any, *arguments: Any, **named: Any) -> Any:
+        trainer.add_callback(Faults(trainer))
+        if bad_row:
+            trainer.add_callback(Changes(trainer))
+        return begin(trainer, *arguments, **named)
+
+    Trainer.train = begin_with_faults
+    run_main(train.main)
+
+
+if __name__ == "__main__":
+    main()
