@@ -67,6 +67,7 @@ def busy_port() -> Iterator[int]:
     ("environment", "value", "remedy"),
     [
         ("NPROC=0", "NPROC=0", "at least 1"),
+        ("NNODES=2 NODE_RANK=2 MASTER_ADDR=localhost", "NODE_RANK=2 with NNODES=2", "numbered from 0 to 1"),
         ("NNODES=2", "NNODES=2, and NODE_RANK is not set", "Set it to 0 on the first machine"),
         ("NNODES=2 NODE_RANK=1", "MASTER_ADDR is not set", "on every machine"),
         (
@@ -96,23 +97,19 @@ def test_a_mistake_in_the_environment_is_one_message(environment: str, value: st
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_more_processes_than_gpus_are_told(tell: Tell) -> None:
-    message = tell("NPROC=8")
-    assert "8 processes were asked for on a machine with 2 visible GPUs" in message
-    assert "at most one for each GPU" in message
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_a_gpu_that_is_named_twice_is_told(tell: Tell) -> None:
-    assert "CUDA_VISIBLE_DEVICES=0,0 names a GPU twice" in tell("CUDA_VISIBLE_DEVICES=0,0")
-
-
-@pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize("visible", ["0,1,5", "GPU-cccc"])
-def test_gpus_that_are_not_there_are_told(visible: str, tell: Tell) -> None:
-    message = tell(f"CUDA_VISIBLE_DEVICES={visible}")
-    assert f"CUDA_VISIBLE_DEVICES={visible}: there is no GPU {visible.split(',')[-1]} here" in message
-    assert "2 GPUs, number 0 to 1. Name those" in message
+@pytest.mark.parametrize(
+    ("environment", "value", "remedy"),
+    [
+        ("NPROC=8", "on a machine with 2 visible GPUs", "at most one for each GPU"),
+        ("CUDA_VISIBLE_DEVICES=0,0", "CUDA_VISIBLE_DEVICES=0,0 names a GPU twice", "Name each once"),
+        ("CUDA_VISIBLE_DEVICES=0,1,5", "there is no GPU 5 here", "2 GPUs, number 0 to 1. Name those"),
+        ("CUDA_VISIBLE_DEVICES=GPU-cccc", "there is no GPU GPU-cccc here", "2 GPUs, number 0 to 1. Name those"),
+    ],
+)
+def test_a_mistake_about_the_gpus_is_one_message(environment: str, value: str, remedy: str, tell: Tell) -> None:
+    message = tell(environment)
+    assert value in message
+    assert remedy in message
 
 
 @pytest.mark.parametrize(("version", "refused"), [("4.57.1", True), ("5.17.0a0+nv25", False), ("unknown", False)])

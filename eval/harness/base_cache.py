@@ -1,7 +1,7 @@
-"""Keep the results of base models for all runs of an output_dir: ten runs from one base measure it once.
+"""Keeps the results of base models for all runs of an output_dir: ten runs from one base measure it once.
 
 An entry is a folder named by what decides its numbers: the model's files and the settings, with the tasks' documents among them. It is
-complete or absent, and is never changed.
+complete or absent, and never changes.
 """
 
 from __future__ import annotations
@@ -48,13 +48,12 @@ def measure_base(
         EvaluationError: As `evaluate_model`.
     """
     key = base_key(target, prompting, placement, gpu_name())
+    more = {"base_key": key, "prompting": prompting.record}
     if key is None and output_dir is not None:
         print(f"base: not kept for other runs: {target.model} is a name without a commit.", flush=True)
-    reuses = key is not None and output_dir is not None
-    if reuses and (found := reuse(folder, str(key), Path(str(output_dir)))) is not None:
+    elif key is not None and output_dir is not None and (found := reuse(folder, key, output_dir)) is not None:
         print(f"base: measured before under the same settings ({found}); not measured again.", flush=True)
         return
-    more = {"base_key": key, "prompting": prompting.record}
     evaluate_model(target, prompting.tokenizer, tasks, prompting.settings, folder, log, placement, more)
     if key is not None and output_dir is not None and _has(folder, key):
         keep(output_dir, key, folder)

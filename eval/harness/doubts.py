@@ -1,4 +1,4 @@
-"""Warn of tasks that measure nothing, from the samples that lm_eval returns: cut, empty or unread answers, one answer that is always right.
+"""Warns of tasks that measure nothing, by the samples that lm_eval returns: cut, empty or unread answers, one answer that is always right.
 
 Nothing is refused here: eval/tasks/load.py refuses what can only be a mistake. lm_eval's own tasks are warned of by their answers alone.
 """
@@ -78,21 +78,14 @@ def _document_doubts(task: ConfigurableTask, samples: Sequence[Sample]) -> list[
     if number >= FEWEST and copies >= 0.1 * number:
         found.append(f"{name}: {copies} of {number} documents repeat an earlier one. Remove the copies.")
     if compares_choices(task) and number >= FEWEST_ALIKE:
-        right = {_gold(task, sample) for sample in samples}
-        if len(right) == 1 and None not in right:
+        targets = [(sample["target"], task.doc_to_choice(sample["doc"])) for sample in samples]
+        right = {str(choices[target] if isinstance(target, int) else target) for target, choices in targets}
+        if len(right) == 1:
             found.append(
                 f"{name}: {right.pop()!r} is right in all {number} documents, so that one answer to everything scores 1. Check "
                 "doc_to_target and the order of the documents."
             )
     return found
-
-
-def _gold(task: ConfigurableTask, sample: Sample) -> str | None:
-    """The text of the right choice; None where there are several."""
-    target = sample["target"]
-    if isinstance(target, int):
-        return str(task.doc_to_choice(sample["doc"])[target])
-    return target if isinstance(target, str) else None
 
 
 def _count_answers(

@@ -143,7 +143,7 @@ class Measurement:
                 self.model.follow(given.get(name, ()), strict)
             try:
                 with chatter_to(self.log):
-                    measured = self._measure(name)
+                    measured = ask_lm_eval(self.model, self.tasks, name, self.settings)
             except LostRank:
                 raise
             except Exception as error:  # one task's code must not cost the hours that the others took
@@ -170,33 +170,6 @@ class Measurement:
     def _print(self, text: str) -> None:
         print(f"{self.label}: {text}", flush=True)
 
-    def _measure(self, name: str) -> Results:
-        import lm_eval
-        from lm_eval.tasks import TaskManager
-
-        describe_environment_once()
-        settings = self.settings
-        if "langdetect" in sys.modules:  # IFEval's; it would judge one answer differently from run to run
-            sys.modules["langdetect"].DetectorFactory.seed = settings.seed
-        results: Results = lm_eval.simple_evaluate(
-            model=self.model,
-            tasks=self.tasks.by_name[name],
-            task_manager=TaskManager(include_defaults=False),  # it would index its 14,000 files for loaded tasks
-            num_fewshot=settings.num_fewshot,
-            batch_size=settings.batch_size,
-            limit=settings.limit,
-            system_instruction=settings.system_instruction,
-            apply_chat_template=settings.apply_chat_template,
-            fewshot_as_multiturn=settings.fewshot_as_multiturn,
-            random_seed=settings.seed,
-            numpy_random_seed=settings.seed,
-            torch_random_seed=settings.seed,
-            fewshot_random_seed=settings.seed,
-            confirm_run_unsafe_code=self.tasks.run_code,
-            log_samples=True,
-        )
-        return results
-
     def _doubts(self, name: str, samples: dict[str, Any]) -> list[str]:
         """Warn of what can hardly be meant in a task that was measured."""
         try:
@@ -211,6 +184,43 @@ class Measurement:
     def _log_traceback(self) -> None:
         with self.log.open("a", encoding="utf-8") as file:
             traceback.print_exc(file=file)
+
+
+def ask_lm_eval(model: Any, tasks: LoadedTasks, name: str, settings: Settings, **more: Any) -> Results:
+    """Have lm_eval measure one task, group or tag.
+
+    Args:
+        model: lm_eval's.
+        tasks: From `load_tasks`.
+        name: Of the task.
+        settings: Of the evaluation.
+        more: Other arguments of `lm_eval.simple_evaluate`.
+
+    Returns:
+        Its results; empty on a rank whose LOCAL_RANK is not 0.
+    """
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    describe_environment_once()
+    if "langdetect" in sys.modules:  # IFEval's; it would judge one answer differently from run to run
+        sys.modules["langdetect"].DetectorFactory.seed = settings.seed
+    seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+    results: Results | None = lm_eval.simple_evaluate(
+        model=model,
+        tasks=tasks.by_name[name],
+        task_manager=TaskManager(include_defaults=False),  # it would index its 14,000 files for loaded tasks
+        num_fewshot=settings.num_fewshot,
+        batch_size=settings.batch_size,
+        limit=settings.limit,
+        system_instruction=settings.system_instruction,
+        apply_chat_template=settings.apply_chat_template,
+        fewshot_as_multiturn=settings.fewshot_as_multiturn,
+        confirm_run_unsafe_code=tasks.run_code,
+        **dict.fromkeys(seeds, settings.seed),
+        **more,
+    )
+    return results or {}
 
 
 def _shown(results: Results, name: str) -> str:

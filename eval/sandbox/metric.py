@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,8 +41,6 @@ class CodeEval:
     name = CODE_METRIC
 
     def __init__(self) -> None:
-        self._outcomes: dict[str, Outcome] = {}
-        self._wanted: list[str] | None = None
         self._endings: Counter[str] = Counter()
 
     def take_endings(self) -> dict[str, int]:
@@ -74,48 +72,25 @@ class CodeEval:
             raise ValueError(
                 "It runs Python code that the model writes. To allow that, set eval.confirm_run_unsafe_code=true."
             )
-        problems = [
-            [f"{candidate}\n{test}" for candidate in candidates]
+        programs = [
+            f"{candidate}\n{test}"
             for candidates, test in zip(predictions, references, strict=True)
+            for candidate in candidates
         ]
-        ks = [number for number in k if all(number <= len(candidates) for candidates in problems)]
-        if self._wanted is not None:
-            self._wanted += [program for programs in problems for program in programs]
-            return {f"pass@{number}": 0.0 for number in ks}, {}
-        self._run(program for programs in problems for program in programs)
-        self._endings.update(self._outcomes[program].ending for programs in problems for program in programs)
-        correct = [sum(self._outcomes[program].ending == "passed" for program in programs) for programs in problems]
-        counts = list(zip((len(programs) for programs in problems), correct, strict=True))
+        ended = iter(run_programs(programs))
+        problems = [[next(ended) for _ in candidates] for candidates in predictions]
+        self._endings.update(one.ending for outcomes in problems for one in outcomes)
+        counts = [(len(outcomes), sum(one.ending == "passed" for one in outcomes)) for outcomes in problems]
+        ks = [number for number in k if all(number <= n for n, _ in counts)]
         scores = {f"pass@{number}": sum(pass_at_k(n, c, number) for n, c in counts) / len(counts) for number in ks}
-        return scores, {number: self._told(programs) for number, programs in enumerate(problems)}
+        return scores, {number: _as_evaluate(outcomes) for number, outcomes in enumerate(problems)}
 
-    def _told(self, programs: list[str]) -> list[tuple[int, dict[str, Any]]]:
-        outcomes = [self._outcomes[program] for program in programs]
-        return [
-            (number, {"passed": one.ending == "passed", "result": one.detail or one.ending, "completion_id": number})
-            for number, one in enumerate(outcomes)
-        ]
 
-    def _run(self, programs: Iterable[str]) -> None:
-        new = [program for program in dict.fromkeys(programs) if program not in self._outcomes]
-        if new:
-            self._outcomes |= dict(zip(new, run_programs(new), strict=True))
-
-    def run_ahead(self, task: ConfigurableTask) -> None:
-        """Run all programs of a task's answers side by side, before lm_eval scores them one after another."""
-        requests = defaultdict(list)
-        for instance in task.instances:
-            requests[instance.doc_id].append(instance)
-        self._wanted = []
-        try:
-            for asked in requests.values():
-                asked.sort(key=lambda instance: instance.idx)
-                for name in asked[0].filtered_resps:
-                    task.process_results(asked[0].doc, [instance.filtered_resps[name] for instance in asked])
-            wanted = self._wanted
-        finally:
-            self._wanted = None
-        self._run(wanted)
+def _as_evaluate(outcomes: Sequence[Outcome]) -> list[tuple[int, dict[str, Any]]]:
+    return [
+        (number, {"passed": one.ending == "passed", "result": one.detail or one.ending, "completion_id": number})
+        for number, one in enumerate(outcomes)
+    ]
 
 
 _metric = CodeEval()
@@ -158,20 +133,8 @@ def runs_within_limits(task: ConfigurableTask) -> bool:
     return any(isinstance(value, CodeEval) for value in held)
 
 
-def _score_ahead(task: ConfigurableTask) -> None:
-    """Have a task's programs run side by side as soon as its answers are there."""
-    apply_filters = task.apply_filters
-
-    def apply_and_run() -> object:
-        filtered = apply_filters()
-        _metric.run_ahead(task)
-        return filtered
-
-    task.apply_filters = apply_and_run
-
-
 def prepare_code_tasks(tasks: Sequence[ConfigurableTask]) -> dict[str, Any]:
-    """Say what holds the code that these tasks run, and have it run side by side.
+    """Print what holds the code that these tasks run.
 
     Args:
         tasks: Those that run what the model writes, at least one.
@@ -182,18 +145,13 @@ def prepare_code_tasks(tasks: Sequence[ConfigurableTask]) -> dict[str, Any]:
     Raises:
         EvaluationError: A limit does not hold here.
     """
-    isolation = check_isolation()
+    sandbox = check_isolation()
     outside = [task.task_name for task in tasks if not runs_within_limits(task)]
-    for task in tasks:
-        if task.task_name in outside:
-            print(
-                f"{task.task_name} runs the model's code by means of its own, OUTSIDE these limits, as lm_eval wrote it."
-            )
-        else:
-            _score_ahead(task)
-    print(describe(isolation), flush=True)
+    for name in outside:
+        print(f"{name} runs the model's code by means of its own, OUTSIDE these limits, as lm_eval wrote it.")
+    print(describe(sandbox), flush=True)
     _metric.take_endings()  # lm_eval tries the metric where it imports the tasks
-    return asdict(isolation) | {"outside_these_limits": outside}
+    return {"sandbox": sandbox, "outside_these_limits": outside}
 
 
 def code_settings() -> dict[str, Any]:

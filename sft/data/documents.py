@@ -106,12 +106,7 @@ class _Text:
 
 
 class DocumentMaker:
-    """Makes documents of rows.
-
-    Args:
-        data: The recipe's section.
-        tokenizer: From load_tokenizer.
-    """
+    """Makes documents of rows."""
 
     def __init__(self, data: Data, tokenizer: Any) -> None:
         self.data, self.tokenizer = data, tokenizer
@@ -132,13 +127,7 @@ class DocumentMaker:
         self.special_tokens = SpecialTokens(tokenizer)
 
     def make(self, source: Source, number: int, format: str, rows: Sequence[tuple[int, Row | BadRow]]) -> Chunk:
-        """Make documents of some rows of one source.
-
-        Args:
-            source: Where the rows are from.
-            number: The number of the source, from 0.
-            format: One of sft.data.formats.FORMATS.
-            rows: With their numbers in the source, from 1.
+        """Make documents of some rows of one source, given with their numbers in it, from 1.
 
         Raises:
             RowError: A row stops the preparation.

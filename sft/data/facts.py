@@ -55,10 +55,7 @@ class _Sample:
 def inspect_data(recipe: Recipe, model_folder: str) -> DataFacts | None:
     """Estimate the size of the data from the first rows of every source.
 
-    Args:
-        recipe: Names the sources.
-        model_folder: The model's folder, whose tokenizer counts the tokens. Without a tokenizer.json there, as for a hub model, four
-            bytes of text count as one token.
+    The tokenizer in the model's folder counts the tokens; without one, as for a hub model, four bytes of text count as one.
 
     Returns:
         An estimate; None if a source is on the hub, which is not read before the data is prepared.

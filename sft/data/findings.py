@@ -6,7 +6,7 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -103,13 +103,7 @@ class Findings:
             self.rows[key] = (self.rows.get(key, []) + rows)[:_EXAMPLES]
 
     def as_json(self, names: Sequence[str], file_starts: Sequence[Any], rows_in: Sequence[int]) -> list[dict[str, Any]]:
-        """The findings as ledger.json has them, the most frequent first.
-
-        Args:
-            names: The sources' names.
-            file_starts: Where the files of each source start.
-            rows_in: Rows of each source.
-        """
+        """The findings as ledger.json has them, the most frequent first."""
         found = []
         for kind in dict.fromkeys(kind for kind, _ in self.counts):
             counts = {source: count for (of, source), count in sorted(self.counts.items()) if of == kind}
@@ -131,10 +125,6 @@ class Findings:
 
 def check_findings(findings: list[dict[str, Any]], data: Data) -> None:
     """Refuse what nearly all rows of a source have, if it can only be a mistake.
-
-    Args:
-        findings: As ledger.json has them.
-        data: The recipe's section; says what it allows.
 
     Raises:
         DataError: A kind that it does not allow; the message names the key.
@@ -159,13 +149,7 @@ def check_findings(findings: list[dict[str, Any]], data: Data) -> None:
 
 
 def find_in_all(documents: np.ndarray, mixture: Mixture, findings: Findings) -> None:
-    """Add what only all rows together show: duplicates, and one answer to most questions.
-
-    Args:
-        documents: Of sft.data.store.DOCUMENT.
-        mixture: What becomes of them.
-        findings: What was found so far; added to.
-    """
+    """Add what only all rows together show: duplicates, and one answer to most questions."""
     first = first_documents(documents)
     rows = documents[first]
     duplicate = np.isin(first, mixture.duplicate_rows)
@@ -181,8 +165,6 @@ def find_in_all(documents: np.ndarray, mixture: Mixture, findings: Findings) -> 
 
 # In one row
 
-_PLACEHOLDER = re.compile(r"\{\{\s*[A-Za-z_]\w*\s*\}\}")
-_UNDECODABLE = re.compile("[\ufffd\x00\ud800-\udfff]")
 _CONTINUES = "\x80-\xbf" + bytes(range(0x80, 0xA0)).decode("cp1252", "ignore")
 """The second and later bytes of a UTF-8 character, read as Latin-1 or cp1252."""
 
@@ -199,19 +181,28 @@ _MOJIBAKE = re.compile(
 _ESCAPED = re.compile(
     r"\\n(?![a-z])|\\r\\n|\\u[0-9a-fA-F]{4}|&(?:quot|apos|nbsp|#x?0?[0-9a-fA-F]{2,4});|&amp;(?:[a-z]{2,6}|#x?[0-9a-fA-F]{2,4});"
 )
+# Special tokens of other models, which this one's tokenizer may not know.
 _FOREIGN = re.compile(
     r"<\|(?:im_start|im_end|eot_id|start_header_id|end_header_id|begin_of_text|user|assistant|system|end)\|>"
     r"|<(?:start|end)_of_turn>"
 )
-"""Special tokens of other models, which this one's tokenizer may not know."""
-
+# A prompt format inside a turn, which the chat template would wrap once more.
 _OTHER_FORMAT = re.compile(
     r"\[/?INST\]|<<SYS>>|###\s*(?:Instruction|Response|Human|Assistant)\b"
     r"|\A\s*(?:Human|User|Assistant):\s|\n(?:Human|User):\s*\Z"
 )
-"""A prompt format inside a turn, which the chat template would wrap once more."""
+_PATTERNS = (
+    ("rendered", "texts", _FOREIGN),
+    ("rendered", "turns", _OTHER_FORMAT),
+    ("undecodable", "texts", re.compile("[\ufffd\x00\ud800-\udfff]")),
+    ("mojibake", "not_ascii", _MOJIBAKE),
+    ("placeholder", "texts", re.compile(r"\{\{\s*[A-Za-z_]\w*\s*\}\}")),
+    ("escaped", "prose", _ESCAPED),
+    ("missing_value", "answers", re.compile(r"\A\s*(?:nan|NaN|NAN|None|null|NULL|<NA>|undefined)\s*\Z")),
+    ("dialogue", "replies", re.compile(r"\n(User|Human):(?s:.*)\nAssistant:|\nAssistant:(?s:.*)\n(User|Human):")),
+)
+"""Kind, where to look (`_found_in_texts`), and what for."""
 
-_MISSING = {"nan", "NaN", "NAN", "None", "null", "NULL", "<NA>", "undefined"}
 _SHORTEST_ECHO = 20
 """Characters of a question that no answer begins with by chance."""
 
@@ -226,82 +217,67 @@ _CAN_FOLLOW = {
 }
 
 
-@dataclass(frozen=True)
-class _Said:
-    """What one row says, as the checks read it."""
-
-    texts: list[str]
-    """Every string that a template may write."""
-
-    written: list[str]
-    """What people or models wrote: not the results of tools, which are often JSON with escapes of its own."""
-
-    answers: list[tuple[str, str]]
-    """Each answer with the question before it."""
-
-    turns: list[str] = field(default_factory=list)
-    """The contents of a conversation's messages."""
-
-
-def _is_escaped(said: _Said) -> bool:
-    # Text with line breaks of its own is code, or about it; JSON has escapes of its own.
-    suspect = [text for text in said.written if ("\\" in text or "&" in text) and "\n" not in text]
-    return any(text.lstrip()[:1] not in ("{", "[") and _ESCAPED.search(text) for text in suspect)
-
-
-def _has_echo(said: _Said) -> bool:
-    pairs = [(question.strip(), answer.lstrip()) for question, answer in said.answers]
-    return any(len(question) >= _SHORTEST_ECHO and answer.startswith(question) for question, answer in pairs)
-
-
-def _has_dialogue(said: _Said) -> bool:
-    # A text without a question may be a whole conversation.
-    return any(
-        question and "\nAssistant:" in answer and ("\nUser:" in answer or "\nHuman:" in answer)
-        for question, answer in said.answers
-    )
-
-
-_CHECKS: dict[str, Callable[[_Said], bool]] = {
-    "rendered": lambda said: any(map(_FOREIGN.search, said.texts)) or any(map(_OTHER_FORMAT.search, said.turns)),
-    "undecodable": lambda said: any(map(_UNDECODABLE.search, said.texts)),
-    "mojibake": lambda said: any(not text.isascii() and _MOJIBAKE.search(text) for text in said.texts),
-    "placeholder": lambda said: any("{{" in text and _PLACEHOLDER.search(text) for text in said.texts),
-    "escaped": _is_escaped,
-    "missing_value": lambda said: any(answer.strip() in _MISSING for _, answer in said.answers),
-    "echo": _has_echo,
-    "dialogue": _has_dialogue,
-}
-
-
 def found_in_row(example: Example, special_tokens: SpecialTokens, escape: bool) -> list[str]:
-    """The kinds of findings of one row.
-
-    Args:
-        example: The row before anything is cut off.
-        special_tokens: Of the tokenizer.
-        escape: Whether special tokens in it become plain text.
-    """
+    """The kinds of findings of one row; with `escape`, special tokens in it become plain text."""
     if isinstance(example, Text):
         answer = special_tokens.without_end(example.completion) if escape else example.completion
         found = ["end_token"] if answer != example.completion else []
-        said = _Said([example.prompt + answer], [example.prompt, answer], [(example.prompt, answer)])
+        texts, written, turns = [example.prompt + answer], [example.prompt, answer], list[str]()
+        pairs = [(example.prompt, answer)]
     elif isinstance(example, Conversation):
-        contents = [
+        messages = example.messages
+        turns = [
             special_tokens.without_end(message["content"])
             if escape and message["role"] == "assistant"
             else message["content"]
-            for message in example.messages
+            for message in messages
         ]
-        found = _found_in_turns(example.messages, contents)
-        said = _said_in(example, contents)
+        found = _found_in_turns(messages, turns)
+        texts = turns + _strings_beside(example)
+        # The result of a tool is often JSON, which has escapes.
+        written = [message["content"] for message in messages if message["role"] != "tool"]
+        pairs = [
+            (question["content"], answer["content"])
+            for question, answer in pairwise([{"content": ""}, *messages])
+            if answer["role"] == "assistant"
+        ]
     else:
         return []
-    kinds = list(_CHECKS)
-    if any(map(special_tokens.found_in, said.texts)):
+    if any(map(special_tokens.found_in, texts)):
         found.append("special_tokens" if escape else "special_tokens_kept")
-        kinds.remove("rendered")
-    return found + [kind for kind in kinds if _CHECKS[kind](said)]
+    return found + _found_in_texts(texts, turns, written, pairs, "special_tokens" in " ".join(found))
+
+
+def _found_in_texts(
+    texts: list[str], turns: list[str], written: list[str], pairs: list[tuple[str, str]], has_special: bool
+) -> list[str]:
+    """The kinds that the words of a row show.
+
+    Args:
+        texts: Every string that a template may write.
+        turns: The contents of a conversation.
+        written: What people or models wrote.
+        pairs: Each answer with the question before it.
+        has_special: Whether special tokens were found: then it is no news that it was rendered.
+    """
+    places = {
+        "texts": texts,
+        "turns": turns,
+        "not_ascii": [text for text in texts if not text.isascii()],
+        # Text with line breaks of its own is code, or about it; JSON has escapes of its own.
+        "prose": [text for text in written if "\n" not in text and text.lstrip()[:1] not in ("{", "[")],
+        "answers": [answer for _, answer in pairs],
+        # A text without a question may be a whole conversation.
+        "replies": [answer for question, answer in pairs if question],
+    }
+    found = ["rendered"] if has_special else []
+    for kind, where, pattern in _PATTERNS:
+        if kind not in found and any(map(pattern.search, places[where])):
+            found.append(kind)
+    stripped = [(question.strip(), answer.lstrip()) for question, answer in pairs]
+    if any(len(question) >= _SHORTEST_ECHO and answer.startswith(question) for question, answer in stripped):
+        found.append("echo")
+    return found[1:] if has_special else found
 
 
 def _found_in_turns(messages: list[Message], contents: list[str]) -> list[str]:
@@ -324,22 +300,16 @@ def _roles_in_order(messages: list[Message]) -> bool:
     return True
 
 
-def _said_in(example: Conversation, contents: list[str]) -> _Said:
-    messages = example.messages
+def _strings_beside(example: Conversation) -> list[str]:
+    """What a template may write of a conversation beside the contents of its messages."""
     elsewhere = [
-        {key: value for key, value in message.items() if key not in ("role", "content")} for message in messages
+        {key: value for key, value in message.items() if key not in ("role", "content")} for message in example.messages
     ]
     # Templates that quote arguments get them parsed, and then an escape in the JSON is a character.
-    arguments = [call["function"].get("arguments") for message in messages for call in message.get("tool_calls") or []]
+    calls = [call["function"] for message in example.messages for call in message.get("tool_calls") or []]
+    arguments = [call.get("arguments") for call in calls]
     unescaped = [_parsed(given) for given in arguments if isinstance(given, str) and "\\" in given]
-    texts = contents + _strings([elsewhere, unescaped, example.tools, example.template_arguments])
-    written = [message["content"] for message in messages if message["role"] != "tool"]
-    answers = [
-        (question["content"], answer["content"])
-        for question, answer in pairwise([{"content": ""}, *messages])
-        if answer["role"] == "assistant"
-    ]
-    return _Said(texts, written, answers, contents)
+    return _strings([elsewhere, unescaped, example.tools, example.template_arguments])
 
 
 def _parsed(arguments: str) -> Any:

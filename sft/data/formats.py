@@ -229,12 +229,6 @@ def unread_columns(rows: Sequence[Row], format: str, source: Source) -> list[str
 def to_example(row: Row, format: str, data: Data, source: Source) -> Example:
     """Convert one row.
 
-    Args:
-        row: Under our column names (`renamed`).
-        format: One of FORMATS.
-        data: Says which turns are trained, and what happens to reasoning.
-        source: Says whether text goes through the chat template.
-
     Raises:
         ValueError: The row is not of that format; the message says where.
     """

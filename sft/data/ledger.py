@@ -38,17 +38,7 @@ def make_ledger(
     packs: int | None,
     pack_length: int,
 ) -> dict[str, Any]:
-    """The ledger as ledger.json has it.
-
-    Args:
-        names: The sources' names, held-out ones last.
-        formats: The formats of their rows.
-        counts: Their rows and tokens, and what became no document.
-        documents: Of sft.data.store.DOCUMENT.
-        mixture: What becomes of them.
-        packs: Packs to train on; None without packing.
-        pack_length: Tokens of a pack.
-    """
+    """The ledger as ledger.json has it: held-out sources last, `packs` None without packing."""
     accounts = [
         {"source": name, "format": format} | _account(number, count, documents, mixture)
         for number, (name, format, count) in enumerate(zip(names, formats, counts, strict=True))

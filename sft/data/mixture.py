@@ -32,12 +32,7 @@ class Mixture:
 
 
 def mix(documents: np.ndarray, sources: Sequence[Source], data: Data) -> Mixture:
-    """Choose what becomes of each document.
-
-    Args:
-        documents: Of sft.data.store.DOCUMENT, sources in order; those after `sources` are held out.
-        sources: The sources to train on.
-        data: The recipe's section.
+    """Choose what becomes of each document; those of sources behind `sources` are held out.
 
     Raises:
         DataError: A source has fewer rows than the recipe takes.

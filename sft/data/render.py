@@ -65,11 +65,7 @@ def with_fixed_date(template: str) -> str:
 
 
 class ChatRenderer:
-    """Renders conversations with one tokenizer's chat template.
-
-    Args:
-        tokenizer: A transformers tokenizer that has a chat template.
-    """
+    """Renders conversations with one tokenizer's chat template."""
 
     def __init__(self, tokenizer: Any) -> None:
         marked = training_template(tokenizer.chat_template)
@@ -318,10 +314,7 @@ class ChatRenderer:
 def _end_of_prompt(text: str, upto: str, prompt: str) -> int | None:
     """Where in a text the generation prompt of its last turn ends; None if the turn does not follow the prompt.
 
-    Args:
-        text: The whole conversation.
-        upto: The conversation up to and including the turn.
-        prompt: The conversation before the turn, with the generation prompt.
+    `upto` ends with the turn; `prompt` is what precedes it, with the generation prompt.
     """
     shared = prompt if text.startswith(prompt) else os.path.commonprefix([text, prompt])  # noqa: RUF071 - of characters
     # If the prompt writes empty reasoning and the turn has some, the turn begins inside it.

@@ -30,14 +30,6 @@ def made_chunks(
 ) -> Iterator[Chunk]:
     """Make documents of all rows of a source, in chunks in the order of the rows.
 
-    Args:
-        maker: Makes them.
-        source: Where the rows are from.
-        number: The number of the source.
-        format: The format of the rows.
-        rows: With their numbers.
-        workers: Processes; with 1 this one does the work.
-
     Raises:
         RowError: A row stops the preparation.
         RunError: The system ended a worker.

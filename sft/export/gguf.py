@@ -42,10 +42,6 @@ def find_converter() -> Path:
 def check_convertible(converter: Path, folder: Path) -> None:
     """Convert the vocabulary alone, which takes seconds where the weights take minutes.
 
-    Args:
-        converter: From find_converter.
-        folder: Of the model: config.json, tokenizer and weights.
-
     Raises:
         ExportError: llama.cpp knows no such tokenizer or architecture, or a package is missing.
     """
@@ -55,11 +51,6 @@ def check_convertible(converter: Path, folder: Path) -> None:
 
 def convert(converter: Path, folder: Path, tokenizer: Any) -> None:
     """Replace a folder's safetensors by one GGUF file that holds the same weights.
-
-    Args:
-        converter: From find_converter.
-        folder: Of the model.
-        tokenizer: Its own.
 
     Raises:
         ExportError: The conversion failed, or the file is not the model.

@@ -46,11 +46,7 @@ _REMEDIES = {
 
 
 def upload(run: Run, arguments: argparse.Namespace) -> None:
-    """Check, list and upload.
-
-    Args:
-        run: The run.
-        arguments: The command line, from sft/export/main.py.
+    """Check, list and upload, as the command line of sft/export/main.py says.
 
     Raises:
         UserError: Something is wrong, or the hub does not take it.

@@ -29,13 +29,6 @@ def write_card(
 ) -> None:
     """Write README.md, and the loss curve beside it.
 
-    Args:
-        source: The exported model.
-        folder: The folder that holds it.
-        tokenizer: Its tokenizer.
-        license_id: Of the base, as the user gave it.
-        repo_id: Its name on the hub.
-
     Raises:
         ExportError: The metadata is not valid.
     """

@@ -74,11 +74,6 @@ def tensor_parallel_sizes(config: dict[str, Any]) -> list[int]:
 def tensor_parallel_size(config: dict[str, Any], requested: int | None, visible: int) -> tuple[int, str]:
     """How many GPUs serve the model, and why.
 
-    Args:
-        config: The model's.
-        requested: --gpus.
-        visible: GPUs of this machine.
-
     Raises:
         ExportError: vLLM cannot split the model over as many as requested.
     """

@@ -75,11 +75,7 @@ def find_run_to_export(name: str) -> Run:
 
 
 def find_exported(run: Run, step: int | None) -> Exported:
-    """Find a model of a run.
-
-    Args:
-        run: From find_run_to_export.
-        step: The checkpoint's; None for final/.
+    """Find a model of a run: that of a checkpoint's step, or final/.
 
     Raises:
         ExportError: It is missing, unfinished or damaged.

@@ -37,10 +37,6 @@ def auto_tune(job: Job, prepared: Prepared) -> None:
     """Have as many processes as the training measure, and leave the result for the plan.
 
     A search that fails says so in its result, and the plan goes by arithmetic.
-
-    Args:
-        job: The recipe on this machine.
-        prepared: Its data.
     """
     file = result_file(job, prepared)
     journal = file.with_suffix(".jsonl")

@@ -48,11 +48,7 @@ def command_of(job: Job) -> list[str]:
 def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to_run: bool = True) -> Job:
     """Check everything that can be checked before the data is prepared, and plan; what imports no torch comes first.
 
-    Args:
-        recipe_path: The YAML.
-        overrides: `key=value` with dots.
-        hardware: The machine to plan for.
-        to_run: False for a plan alone, which needs no model at hand.
+    With to_run=False, for a plan alone, no model needs to be at hand.
 
     Raises:
         UserError: The first mistake found, or all of the recipe's.

@@ -37,12 +37,7 @@ from sft.visible import visible_line
 
 
 def planned_job(recipe: Path, overrides: Sequence[str], on: str | None = None) -> tuple[Job, Prepared | None]:
-    """Plan a recipe, with its data if that is prepared.
-
-    Args:
-        recipe: The YAML.
-        overrides: `key=value` with dots.
-        on: GPUs that are not here, such as `8x80GB`; None: this machine.
+    """Plan a recipe, with its data if that is prepared; `on` names GPUs that are not here, such as `8x80GB`.
 
     Raises:
         UserError: The recipe is wrong, or does not fit the machine.
@@ -70,14 +65,7 @@ def _recipe_of(word: str, overrides: Sequence[str]) -> tuple[Path, list[str]]:
 
 
 def start(word: str, overrides: Sequence[str], preflight: bool = False, max_restarts: int = 0) -> None:
-    """Check a recipe, and train it: in this process if one is enough, else in one process for each GPU.
-
-    Args:
-        word: A recipe, or a run's folder.
-        overrides: `key=value` with dots.
-        preflight: Check all nodes and processes, and stop.
-        max_restarts: How often all processes restart after one has failed.
-    """
+    """Check a recipe or a run's folder, and train it: in this process if one is enough, else in one process for each GPU."""
     check_installed()
     recipe, overrides = _recipe_of(word, overrides)
     check_started_once()

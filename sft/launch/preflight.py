@@ -121,11 +121,7 @@ def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def compare(facts: Sequence[Facts]) -> list[Check]:
-    """A row for each section: identical on all ranks, or what differs on the first rank that does.
-
-    Args:
-        facts: By rank.
-    """
+    """A row for each section: identical on all ranks, or what differs on the first rank that does."""
     rows = []
     for section in (*REMEDIES, _VARIABLES):
         values = facts[0].get(section, {})

@@ -113,10 +113,6 @@ def _recipe_changes(run: Run, job: Job) -> list[Change]:
 def check_same_data(job: Job, fingerprint: str) -> None:
     """Refuse to repeat a finished run on other data, unless the command line requests other data.
 
-    Args:
-        job: The repetition.
-        fingerprint: Of its data.
-
     Raises:
         RunError: The fingerprints differ.
     """

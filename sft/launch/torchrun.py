@@ -81,13 +81,7 @@ def _slurm(topology: Topology) -> str:
 
 
 def torchrun_arguments(topology: Topology, program: Sequence[str], timeout: int = _START_TIMEOUT) -> list[str]:
-    """What torchrun is called with.
-
-    Args:
-        topology: The processes.
-        program: What each of them runs, after the interpreter.
-        timeout: Seconds to wait for the other nodes.
-    """
+    """What torchrun is called with, for a program that each process runs after its interpreter."""
     if topology.nodes == 1:
         # A free port of its own, so that two jobs on one machine do not meet.
         place = ["--standalone"] if "MASTER_PORT" not in os.environ else ["--master-port", str(topology.master_port)]
@@ -201,11 +195,7 @@ def _record_interruption(number: signal.Signals) -> int:
 
 
 def first_failure(failures: Mapping[int, Any]) -> int:
-    """The rank that failed first: torchrun ends the others, and counts them among the failed.
-
-    Args:
-        failures: torchrun's, by rank.
-    """
+    """The rank that failed first: torchrun ends the others, and counts them among the failed."""
 
     def order(rank: int) -> tuple[bool, bool, bool, int, int]:
         failure = failures[rank]

@@ -111,12 +111,6 @@ def next_trial(modes: Sequence[Mode], sizes: Sequence[int], measured: Sequence[T
     """What to measure next, or None when the search is over.
 
     A way to checkpoint is given up when a larger micro-batch does not fit, is not expected to, or is no faster.
-
-    Args:
-        modes: From choices.
-        sizes: Likewise.
-        measured: So far.
-        limit: Bytes that may be used on the device.
     """
     if sum(one.seconds for one in measured) > _SECONDS:
         return None

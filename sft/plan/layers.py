@@ -70,27 +70,18 @@ def _attention_problems(hardware: Hardware, precision: str, known: Architecture,
         gpu is not None and not known.one_kernel,
         f"FlashAttention has no kernel for heads of {known.head_dim} (values {values})",
     )
+    no_interface = (not known.has_interface, f"{models} do not take another attention function")
     no_flash = (not known.has_flash, f"{models} have no flash attention in transformers")
-    missing = {
-        name: (not installed, f"the {_NAMES[name]} package is not installed")
-        for name, installed in zip(_NAMES, (hardware.has_flash_attention_3, hardware.has_flash_attention), strict=True)
-    }
+    no_sdpa = (not known.has_sdpa, f"{models} have no sdpa in transformers")
+    missing = (not hardware.has_flash_attention, "the flash-attn package is not installed")
+    missing_3 = (not hardware.has_flash_attention_3, "the flash-attn 3 package is not installed")
     hopper = (not 9.0 <= capability < 10.0, f"{this} is not a Hopper, the only kind it runs on")
     flash = [fp32, too_old, no_flash, sinks, mask_only, heads]
     rows = {
-        "flash_attention_3": [no_gpu, missing["flash_attention_3"], hopper, *flash, dropout],
-        "flash_attention_2": [no_gpu, missing["flash_attention_2"], *flash],
-        "varlen": [
-            softcap,
-            sinks,
-            (not known.has_interface, f"{models} do not take another attention function"),
-            mask_only,
-            dropout,
-            too_old,
-            fp32,
-            heads,
-        ],
-        "sdpa": [softcap, sinks, (not known.has_sdpa, f"{models} have no sdpa in transformers")],
+        "flash_attention_3": [no_gpu, missing_3, hopper, *flash, dropout],
+        "flash_attention_2": [no_gpu, missing, *flash],
+        "varlen": [softcap, sinks, no_interface, mask_only, dropout, too_old, fp32, heads],
+        "sdpa": [softcap, sinks, no_sdpa],
         "eager": [],
     }
     return {name: next((why for applies, why in reasons if applies), None) for name, reasons in rows.items()}

@@ -1,6 +1,6 @@
 """Estimates what training needs of each GPU and of the machine's memory, engine by engine. Arithmetic, not measured.
 
-One GPU holds, for P parameters, N ranks that share, w bytes a number (2 in bf16 and fp16, 4 in fp32) and s tokens of one sequence:
+One GPU holds, for P parameters, N ranks that shard, w bytes a number (2 in bf16 and fp16, 4 in fp32) and s tokens of one sequence:
 
 model states     the table in `_Sizes.states`: weights, gradients, the optimizer's fp32 weights and two moments
 buffers          DeepSpeed's: two reduce buckets of w x min(5e8, P) in stages 1 and 2; in stage 3 one, and the gathered weights: w x at most
@@ -11,7 +11,7 @@ activations      of a micro-batch of 1, by the larger of two peaks:
                    one layer: s x (12 h + 6 f) x w, its outputs and their gradients; h hidden_size, f the width of the MLP
                    the head (TRL's fused one): a tile of min(s, 4096) x 32768 logits x w, gradients of hidden states, s x h x (4 + w),
                    and of its weight, vocabulary x h x (4 + w), where that is trained; as if every token were labelled
-                 - the step: what is fp32 only then; a chunk of gradients for sft/parallel/optimizer.py, the rank's share of them for ZeRO
+                 - the step: what is fp32 only then; a chunk of gradients for sft/parallel/optimizer.py, the rank's shard of them for ZeRO
 reserve          1.5 GiB for the CUDA context and NCCL's and cuBLAS's buffers, and 5 % of the memory for fragments
 
 Attention is counted as FlashAttention and varlen have it: without a matrix of scores. Not counted: what loading takes in the machine's
@@ -33,7 +33,7 @@ from sft.recipe.schema import Recipe
 GIB = 2**30
 RESERVE = 1.5 * GIB
 FRAGMENTS = 0.05
-"""Share of a GPU's memory."""
+"""Fraction of a GPU's memory."""
 
 LIVE = 1_000_000_000
 """Elements, DeepSpeed's stage3_max_live_parameters and sub_group_size."""
@@ -50,7 +50,7 @@ _TILE_TOKENS, _TILE_WORDS = 4096, 32768
 
 @dataclass(frozen=True)
 class Engine:
-    """What the ranks share out, and what leaves the GPU."""
+    """What the ranks shard, and what leaves the GPU."""
 
     stage: int = 0
     """ZeRO's; 0 is DDP, or one process."""

@@ -149,6 +149,6 @@ class Data(Section):
         if pack is not None and pack < document:
             raise ValueError(
                 f"pack_length={pack} is less than max_length={document}, so a document may fit in no pack: raise pack_length to {document} "
-                f"or more, or lower max_length"
+                "or more, or lower max_length"
             )
         return self

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from eval.harness.evaluate import name_of
 from eval.models.target import check_folder
@@ -94,28 +93,6 @@ def test_what_is_out_of_reach_makes_a_run_incomplete(
     assert [row["task"] for row in compared["metrics"]] == ["near"]
 
 
-@pytest.mark.slow
-def test_a_perplexity_is_measured_where_the_task_file_of_the_recipe_is_gone(run: Run, write_task: WriteTask) -> None:
-    recipe = yaml.safe_load(run.recipe_file.read_text())
-    run.recipe_file.write_text(yaml.safe_dump(recipe | {"eval": {"tasks": ["/gone/task.yaml"]}}))
-    rows = [{"text": "one two three " * (n % 7 + 1)} for n in range(60)]
-    rolling = write_task(
-        "wiki",
-        rows,
-        output_type="loglikelihood_rolling",
-        doc_to_text="",
-        doc_to_target="{{text}}",
-        generation_kwargs=None,
-        metric_list=[{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
-    )
-    main([str(run.path), f"tasks={rolling}", "apply_chat_template=false"])
-    (path,) = (run.path / "eval").glob("*/comparison.json")
-    for row in read_json(path)["metrics"]:
-        assert (row["test"], row["documents"]) == ("paired t", 60)
-        assert row["interval_95"][0] < row["difference"] < row["interval_95"][1]
-        assert row["verdict"] in ("IMPROVED", "REGRESSED", "NO SIGNIFICANT CHANGE")
-
-
 def test_the_base_is_measured_again_on_data_that_changed_in_between(
     run: Run, write_task: WriteTask, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,19 +163,10 @@ def test_settings_of_the_command_line_change_the_recipes(run: Run) -> None:
     ("arguments", "told"),
     [
         ([], "Name a run's folder or a model first"),
-        (["tasks=gsm8k"], "Name a run's folder or a model first"),
         (["MODEL"], "There is nothing to measure"),
-        (["MODEL", "tasks=[]"], "There is nothing to measure"),
         (["MODEL", "gsm8k"], "'gsm8k' is no setting"),
-        (
-            ["MODEL", "tasks=gsm8k", "limit=0"],
-            "eval.limit: input must be greater than 0|eval.limit: .*greater than 0, got 0",
-        ),
         (["MODEL", "tasks=gsm8k", "limit=-1", "sed=1"], r"eval\.sed: unknown key; did you mean `seed`"),
-        (["MODEL", "tasks=gsm8k", "dtype=int4"], r"eval\.dtype"),
         (["MODEL", "tasks=gsm8k", "limit=["], "is not valid YAML"),
-        (["MODEL", "tasks=gsm8kk"], "did you mean `gsm8k`"),
-        (["MODEL", "tasks=humaneval"], "confirm_run_unsafe_code=true"),
         (["/no/such/folder", "tasks=builtin:demo"], "There is no folder /no/such/folder"),
         (["nobody/nothing", "tasks=builtin:demo"], "cannot be loaded"),
         (["EMPTY", "tasks=builtin:demo"], "is not the folder of a run"),
@@ -273,7 +241,6 @@ def test_an_evaluation_whose_parent_is_gone_before_it_could_look_ends(tmp_path: 
     ("named", "told"),
     [
         ("outputs/tiny/latst", r"There is no folder outputs/tiny/latst; did you mean `latest`\?"),
-        ("outputs/tniy", r"There is no folder outputs/tniy; did you mean `tiny`\?"),
         ("tiny/latst", r"There is no folder tiny/latst; did you mean `latest`\?"),
         ("a/b/c", r"There is no folder a/b/c\."),
         ("recipes/tiny.yaml", r"a recipe is trained by scripts/sft\.sh\. Name its run"),

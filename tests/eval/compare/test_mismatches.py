@@ -77,26 +77,23 @@ def test_what_was_measured_alike_is_compared(task: Path, reference: Reference) -
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"limit": 2}, "limit: base None, tuned 2"),
-        ({"limit": 2}, "loaded.mine.documents_sha256: base "),
-        ({"num_fewshot": 2}, "num_fewshot: base None, tuned 2"),
-        ({"num_fewshot": 2}, "loaded.mine.num_fewshot: base 0, tuned 2"),
-        ({"dtype": "bfloat16"}, "dtype: base float32, tuned bfloat16"),
-        ({"seed": 7}, "seed: base 0, tuned 7"),
-        ({"batch_size": 1}, "batch_size: base 32, tuned 1"),
-        ({"system_instruction": "Be brief."}, "system_instruction: base None, tuned Be brief."),
-        ({"max_gen_toks": 3}, "max_gen_toks: base None, tuned 3"),
-        ({"max_gen_toks": 3}, "loaded.mine.generation_kwargs.max_gen_toks: base 4, tuned 3"),
-        ({"apply_chat_template": False}, "apply_chat_template: base True, tuned False"),
-        ({"apply_chat_template": False}, "fewshot_as_multiturn: base True, tuned False"),
-        ({"apply_chat_template": False}, "add_bos_token: base False, tuned None"),
-        ({"base_template": "own"}, "base_template: base tuned, tuned own"),
+        ({"limit": 2}, ["limit: base None, tuned 2", "loaded.mine.documents_sha256: base "]),
+        ({"num_fewshot": 2}, ["num_fewshot: base None, tuned 2", "loaded.mine.num_fewshot: base 0, tuned 2"]),
+        ({"dtype": "bfloat16"}, ["dtype: base float32, tuned bfloat16"]),
+        ({"seed": 7}, ["seed: base 0, tuned 7"]),
+        ({"batch_size": 1}, ["batch_size: base 32, tuned 1"]),
+        ({"system_instruction": "Be brief."}, ["system_instruction: base None, tuned Be brief."]),
+        ({"max_gen_toks": 3}, ["loaded.mine.generation_kwargs.max_gen_toks: base 4, tuned 3"]),
+        ({"apply_chat_template": False}, ["apply_chat_template: base True, tuned False", "add_bos_token: base False"]),
+        ({"base_template": "own"}, ["base_template: base tuned, tuned own"]),
     ],
 )
 def test_a_key_of_the_recipe_that_differs_is_named(
-    keys: dict[str, Any], named: str, task: Path, reference: Reference
+    keys: dict[str, Any], named: list[str], task: Path, reference: Reference
 ) -> None:
-    assert f"\n  {named}" in refused(results(asked(task, reference)), results(asked(task, reference, **keys)))
+    message = refused(results(asked(task, reference)), results(asked(task, reference, **keys)))
+    for line in named:
+        assert f"\n  {line}" in message
 
 
 @pytest.mark.parametrize(

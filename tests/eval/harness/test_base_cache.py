@@ -103,13 +103,3 @@ def test_a_folder_that_cannot_be_written_to_keeps_nothing_and_ends_nothing(tmp_p
     (tmp_path / FOLDER).write_text("a file where a folder should be")
     keep(tmp_path, "key", results(tmp_path / "first"))
     assert reuse(tmp_path / "run", "key", tmp_path) is None
-
-
-def test_what_is_deleted_while_it_is_copied_is_measured_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    keep(tmp_path, "key", results(tmp_path / "first"))
-    (tmp_path / FOLDER / "key" / "gone").symlink_to(tmp_path / "nothing")
-    assert reuse(tmp_path / "run" / "base", "key", tmp_path) is None
-    assert "cannot be copied" in capsys.readouterr().out
-    assert not list((tmp_path / "run").glob("*/results.json"))

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from eval.harness.during_training import During
-from eval.harness.measure import scores
 from eval.models.live_model import undisturbed
 from sft.errors import EvaluationError, RecipeError
 from sft.launch.job import check_tasks_during
@@ -39,13 +38,6 @@ def test_what_is_measured_after_the_training_alone_is_no_part_of_it(make_recipe:
     own = make_recipe("eval.tasks=[gsm8k]", gate, "eval.backend=vllm", "eval.seed=3", "eval.every_steps=5").eval.during
     assert own is not None
     assert (own.backend, own.gate, own.seed) == ("hf", None, 3)
-
-
-def test_a_figure_of_numpys_is_a_figure() -> None:
-    found = scores(
-        {"mine": {"alias": "mine", "f1,none": np.float32(0.5), "n,none": np.int64(3), "f1_stderr,none": "N/A"}}
-    )
-    assert json.dumps(found) == '{"mine": {"f1,none": 0.5, "n,none": 3.0}}'
 
 
 def test_generated_code_is_not_run_beside_a_training(make_recipe: Callable[..., Recipe]) -> None:

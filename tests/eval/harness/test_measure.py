@@ -110,15 +110,6 @@ def test_the_output_is_lm_evals_with_the_settings_beside_it(
     assert "Running generate_until requests" in (tmp_path / "lm_eval.log").read_text()
 
 
-def test_documents_are_asked_through_the_chat_template_once(
-    tuned_model: Path, reference: Reference, tmp_path: Path, write_task: WriteTask
-) -> None:
-    measure(tuned_model, reference, tmp_path / "out", write_task("mine"), system_instruction="Be brief.")
-    prompt = samples(tmp_path / "out", "mine")[0]["arguments"]["gen_args_0"]["arg_0"]
-    assert prompt.count("<|im_start|>system") == prompt.count("<|im_start|>assistant") == 1
-    assert "Be brief." in prompt
-
-
 @pytest.mark.parametrize(
     ("template", "beginnings"),
     [("{{ bos_token }}{{ messages[0]['content'] }}", 1), ("{{ messages[0]['content'] }}", 0)],
@@ -174,40 +165,6 @@ def test_an_answer_is_as_long_as_the_settings_say(
         measure(folder, load_reference(str(folder), None, False), output, task, max_gen_toks=max_gen_toks)
         lengths.append(len(answers(output, "mine")[0]))
     assert lengths[1] > 2 * lengths[0]
-
-
-def test_a_model_measured_twice_gives_the_same(
-    tuned_model: Path, reference: Reference, tmp_path: Path, write_task: WriteTask
-) -> None:
-    """The loaded tasks are used for base and tuned: the first use must leave nothing behind. Few-shot included."""
-    evaluation = Evaluation(tasks=(str(write_task("mine", fewshot_split="test")),), num_fewshot=2)
-    selection = check_tasks(evaluation, tmp_path)
-    settings = resolve_settings(evaluation, selection, reference, on_gpu=False)
-    tasks = load_tasks(selection, settings, False, tmp_path / "log")
-    for name in ("first", "second"):
-        evaluate_model(
-            Target(name, str(tuned_model)),
-            reference.tokenizer,
-            tasks,
-            settings,
-            tmp_path / name,
-            tmp_path / "log",
-            ON_CPU,
-        )
-    first, second = (tmp_path / name / "samples_mine.jsonl" for name in ("first", "second"))
-    assert first.read_bytes() == second.read_bytes()
-
-
-@pytest.mark.slow
-def test_the_batch_size_does_not_change_an_answer(
-    tuned_model: Path, reference: Reference, tmp_path: Path, write_task: WriteTask
-) -> None:
-    rows = [{"question": "word " * n, "answer": "x"} for n in range(1, 6)]
-    task = write_task("mine", rows, generation_kwargs={"until": ["no such word"], "max_gen_toks": 16})
-    one = measure(tuned_model, reference, tmp_path / "1", task, batch_size=1)
-    five = measure(tuned_model, reference, tmp_path / "5", task, batch_size=5)
-    assert one["settings"] | {"batch_size": 5} == five["settings"]  # in half precision it may: it is part of the hash
-    assert answers(tmp_path / "1", "mine") == answers(tmp_path / "5", "mine")
 
 
 def test_a_task_that_fails_costs_only_itself(

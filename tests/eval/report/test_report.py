@@ -79,6 +79,14 @@ def test_an_incomplete_evaluation_names_what_was_not_measured(run: Run) -> None:
     assert "- arc_easy: KeyError: 'x'" in section(report(run), "Evaluation")
 
 
+@pytest.mark.parametrize(
+    "recorded", [{"prompting": {"note": "Asked plainly."}}, {"base_treatment": {"told": "Asked plainly."}}]
+)
+def test_how_the_base_was_prompted_is_shown_also_of_an_older_comparison(recorded: dict[str, Any], run: Run) -> None:
+    write_json(run.comparison_file, COMPARISON | recorded)
+    assert "in bfloat16. Asked plainly." in section(report(run), "Evaluation")
+
+
 def test_a_run_without_a_comparison_shows_the_command_for_it(run: Run) -> None:
     run.comparison_file.unlink()
     assert f"bash scripts/sft.sh {run.path}" in section(report(run), "Evaluation")

@@ -224,8 +224,8 @@ def test_without_a_sandbox_nothing_runs_unless_it_was_allowed(
     with pytest.raises(EvaluationError, match=f"set {WITHOUT_SANDBOX}=1"):
         run_programs(["x = 1"])
     monkeypatch.setenv(WITHOUT_SANDBOX, "1")
-    isolation = check_isolation()
-    assert not isolation.sandbox and {"files", "network"} <= set(isolation.not_enforced)
+    assert check_isolation() == ""
+    assert "WITHOUT A SANDBOX" in describe("")
     programs = ["x = 1", "assert False", "while True: pass", "held = bytearray(3 * 2**30)", "import os; os._exit(0)"]
     outcomes = run_programs(programs, SHORT)
     assert [one.ending for one in outcomes] == ["passed", "failed", "cpu time", "memory", "failed"]
@@ -251,15 +251,6 @@ def test_the_same_programs_end_the_same_way(doors: dict[str, Any]) -> None:
     first = run_programs(programs, SHORT)
     assert first == run_programs(programs, SHORT)
     assert [one.ending for one in first[:3]] == [one.ending for one in first[3:6]]
-
-
-def test_what_is_enforced_is_said_and_what_is_not_too() -> None:
-    isolation = check_isolation()
-    told = describe(isolation)
-    for name in ("processor time", "wall time", "memory", "processes", "file size", "open files", "environment"):
-        assert name in {**isolation.enforced, **isolation.not_enforced}
-        assert name in told
-    assert ("NOT enforced" in told) == bool(isolation.not_enforced)
 
 
 DOCS_TASK = (("yaml", "my_code.yaml"), ("python", "utils.py"))
@@ -391,5 +382,5 @@ def test_a_run_records_what_held_the_code(run: Any, tmp_path: Path, capfd: pytes
     for results in (run.path / "eval").rglob("results.json"):
         kept = json.loads(results.read_text())
         assert sum(kept["generated_code"]["endings"].values()) == 2
-        assert kept["generated_code"]["enforced"]["processor time"].startswith("5 s")
+        assert kept["generated_code"]["sandbox"].startswith("bubblewrap")
         assert kept["settings"]["generated_code"]["memory_bytes"] == LIMITS.memory_bytes

@@ -108,11 +108,6 @@ def test_a_group_of_ones_own_is_found_by_its_folder(tmp_path: Path, write_task: 
         assert selection.include_paths == (folder,)
 
 
-def test_a_folder_that_is_missing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(EvaluationError, match=r"include_path=.*nowhere is not a folder"):
-        check(tmp_path, include_path=str(tmp_path / "nowhere"))
-
-
 def test_a_broken_file_is_told_where_its_task_is_missing(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("task: mine\n  metric: x\n")
     with pytest.raises(

@@ -161,9 +161,6 @@ def with_turns(make_recipe: MakeRecipe, tmp_path: Path, template: str, *override
     ("template", "told"),
     [
         ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}", "turns are not its answers"),
-        (TURNS.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"), "turns are not its answers"),
-        (TURNS.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}"), "turns are not its answers"),
-        (TURNS.replace("== 'assistant'", "== 'user'"), "turns are not its answers"),
         (
             TURNS.replace("<|im_end|>", "</turn>"),
             "</turn>', which is not a special token of this tokenizer: .* never learn to stop",
@@ -200,12 +197,6 @@ def test_a_chat_template_is_a_name_or_a_file(
     ):
         check_tokenizer_choice(make_recipe("model.chat_template=chatmll"))
     check_tokenizer_choice(make_recipe())
-
-
-def test_a_template_that_refuses_a_plain_question_is_one_message(make_recipe: MakeRecipe, tmp_path: Path) -> None:
-    (tmp_path / "picky.jinja").write_text("{{ raise_exception('a system turn is needed') }}")
-    with pytest.raises(ModelError, match="a system turn is needed"):
-        load_tokenizer(make_recipe(f"model.chat_template={tmp_path / 'picky.jinja'}"))
 
 
 def test_a_tokenizers_templates_are_not_written_by_the_names_they_give_themselves(
