@@ -181,19 +181,11 @@ def by_torchrun(hosts: Pair, port: int, *program: str | Path) -> list[Running]:
 
 
 def by_slurm(hosts: Pair, port: int, *program: str | Path) -> list[Running]:
-    """With the variables that srun sets, and a scontrol that names the hosts by their addresses."""
-    tools = hosts[0].folder / "bin"
-    tools.mkdir(exist_ok=True)
-    scontrol = tools / "scontrol"
-    scontrol.write_text(f"#!/bin/sh\nprintf '%s\\n' {hosts[0].address} {hosts[1].address}\n")
-    scontrol.chmod(0o755)
-    words = ["env", f"PATH={tools}:{BIN}:{os.environ['PATH']}", "bash", REPOSITORY / "scripts" / "sft.sh", *program]
-    job = {
-        "SLURM_NNODES": "2",
-        "SLURM_NTASKS_PER_NODE": "1",
-        "SLURM_JOB_NODELIST": "sft[1-2]",
-        "MASTER_PORT": str(port),
-    }
+    """With the variables that srun sets; the hosts are named by their addresses."""
+    network = hosts[0].address.rpartition(".")[0]
+    job = {"SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_NODELIST": f"{network}.[1-2]"}
+    job |= {"MASTER_PORT": str(port)}
+    words = ["bash", REPOSITORY / "scripts" / "sft.sh", *program]
     return [host.start(words, **job, SLURM_NODEID=str(rank)) for rank, host in enumerate(hosts)]
 
 
