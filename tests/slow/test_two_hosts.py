@@ -151,7 +151,7 @@ def recipe(hosts: tuple[Host, Host]) -> Path:
         hosts[0].folder / "job.yaml",
         train={
             "global_batch_size": 8,
-            "micro_batch_size": 1,
+            "micro_batch_size": 4,
             "learning_rate": 1e-3,
             "max_steps": STEPS,
             "save_steps": 5,
