@@ -67,6 +67,7 @@ def busy_port() -> Iterator[int]:
     ("environment", "value", "remedy"),
     [
         ("NPROC=0", "NPROC=0", "at least 1"),
+        ("NNODES=2 NODE_RANK=2 MASTER_ADDR=localhost", "NODE_RANK=2 with NNODES=2", "numbered from 0 to 1"),
         ("NNODES=2", "NNODES=2, and NODE_RANK is not set", "Set it to 0 on the first machine"),
         ("NNODES=2 NODE_RANK=1", "MASTER_ADDR is not set", "on every machine"),
         (

@@ -14,6 +14,7 @@ from transformers import (
     MambaConfig,
     MistralConfig,
     Qwen2Config,
+    Qwen3MoeConfig,
     Qwen3NextConfig,
 )
 
@@ -82,6 +83,12 @@ def test_frozen_weights_take_four_flops_and_adapters_six() -> None:
     assert weights == Matmuls(trained=adapters, frozen=BODY, head_frozen=HEAD)
     flops = ModelFlops(weights, ()).of(np.array([10, 20]), 7)
     assert flops == 30 * (6 * adapters + 4 * BODY) + 7 * 4 * HEAD
+
+
+def test_of_experts_those_that_a_token_is_routed_to_count() -> None:
+    config = Qwen3MoeConfig(**SMALL, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    router, expert = 4 * 32, 3 * 32 * 16
+    assert matmul_weights(model_of(config)) == Matmuls(trained=3 * (QKVO + router + 2 * expert), head_trained=HEAD)
 
 
 @pytest.mark.parametrize("length", [1, 5, 6, 7, 40])
