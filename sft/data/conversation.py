@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from hashlib import blake2b
 from typing import Any
 
 Message = dict[str, Any]
@@ -159,3 +160,29 @@ def message_without_reasoning(message: Message) -> Message:
         return message
     rest = {key: value for key, value in message.items() if key != "reasoning_content"}
     return rest | {"content": without_reasoning(rest["content"])}
+
+
+def with_call_ids(messages: list[Message]) -> list[Message]:
+    """The messages, each call with an id of nine letters and digits, and each result with that of its call.
+
+    An id of another form becomes a hash of itself, a missing one a hash of the call and its position: the same row is the same tokens
+    every day. A result without an id answers the first call that has no result yet.
+    """
+
+    def valid(name: str) -> str:
+        return name if re.fullmatch("[A-Za-z0-9]{9}", name) else blake2b(name.encode(), digest_size=8).hexdigest()[:9]
+
+    changed: list[Message] = []
+    waiting: list[str] = []
+    for position, message in enumerate(messages):
+        if calls := message.get("tool_calls"):
+            names = [call.get("id") or json.dumps([position, call["function"]], default=str) for call in calls]
+            waiting = [valid(str(name)) for name in names]
+            calls = [call | {"id": name} for call, name in zip(calls, waiting, strict=True)]
+            message = message | {"tool_calls": calls}
+        elif message["role"] == "tool" and (message.get("tool_call_id") or waiting):
+            answered = valid(str(message.get("tool_call_id") or waiting[0]))
+            waiting = [name for name in waiting if name != answered]
+            message = message | {"tool_call_id": answered}
+        changed.append(message)
+    return changed

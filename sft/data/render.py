@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sft.data.conversation import Message, parsed
+from sft.data.conversation import Message, parsed, with_call_ids
 
 Span = tuple[int, int]
 Arguments = dict[str, Any]
@@ -268,7 +268,8 @@ class ChatRenderer:
                 message = {key: value for key, value in message.items() if key != "reasoning_content"}
                 message = message | {"content": reasoning + message["content"]}
             adapted.append(message)
-        return adapted
+        demands_ids = any(message.get("tool_calls") for message in messages) and self._demands_call_ids
+        return with_call_ids(adapted) if demands_ids else adapted
 
     def _adapted_call(self, call: Any) -> Any:
         arguments = call["function"].get("arguments")
@@ -299,6 +300,14 @@ class ChatRenderer:
     def _shows_call(self, word: str, arguments: Any) -> bool:
         call = {"id": "Ivff00000", "type": "function", "function": {"name": _TOOL, "arguments": arguments}}
         return self._shows(word, content="", tool_calls=[call])
+
+    @cached_property
+    def _demands_call_ids(self) -> bool:
+        """Whether calls need an id of nine letters and digits, as Mistral's templates do."""
+        call = {"type": "function", "function": {"name": _TOOL, "arguments": {_ARGUMENT: 1}}}
+        without_id, longer = [call], [call | {"id": "call_" + "0" * 24}]
+        shows_any = [self._shows(_TOOL, content="", tool_calls=calls) for calls in (without_id, longer)]
+        return not all(shows_any) and self._shows_call(_TOOL, {_ARGUMENT: 1})
 
     @cached_property
     def _wants_arguments_as_text(self) -> bool:

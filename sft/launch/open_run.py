@@ -250,6 +250,20 @@ def _is_claimed(run: Run) -> bool:
     return descriptor is None
 
 
+def other_unfinished(run: Run) -> list[str]:
+    """The recipe's other unfinished runs with a checkpoint, newest first, each with the command that resumes it."""
+    lines = []
+    for folder in sorted(run.path.parent.iterdir(), reverse=True):
+        other = Run(folder)
+        if folder.is_symlink() or folder == run.path or not (folder / "run.json").is_file():
+            continue
+        with suppress(RunError, OSError):
+            checkpoint = other.last_checkpoint()
+            if other.record["status"] != "finished" and checkpoint is not None and not _is_claimed(other):
+                lines.append(f"Also unfinished, at {checkpoint.name}: {join(['bash', 'scripts/sft.sh', str(folder)])}")
+    return lines[:5] + ([f"and {len(lines) - 5} older ones in {run.path.parent}"] if len(lines) > 5 else [])
+
+
 def claim_directory(job: Job) -> Run:
     """Claim the folder of the run to resume, or make that of a new run, beside one that another process is training.
 
@@ -353,7 +367,7 @@ def _open(job: Job) -> OpenedRun:
     else:
         planned, resume_plan = job.with_data(prepared.facts(), find_result(job, prepared)), None
     changes = recipe_changes(run, job.recipe) if resumes else []
-    notes = [broken, missing, *choice.lines()]
+    notes = [broken, *other_unfinished(run), missing, *choice.lines()]
     if unfinished is not None and unfinished != run:
         notes.insert(0, f"Another process is training {unfinished.path}: this is a run beside it.")
     if resumes:

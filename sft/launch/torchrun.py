@@ -145,12 +145,13 @@ def _run_ranks(arguments: list[str], topology: Topology, timeout: int) -> tuple[
     os.environ["SFT_LAUNCHER"] = str(os.getpid())
     # What is ignored stays so: nohup.
     heard = [number.name for number in signals.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    kills = _out_of_memory_kills()
     signals.hold(_on_signal)
     try:
         run(parse_args(["--signals-to-handle", ",".join(heard), *arguments]))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         signals.ignore()
-        return _report_failures(error.failures)
+        return _report_failures(error.failures, kills)
     except SignalException as stopped:
         signals.ignore()
         return _record_interruption(stopped.sigval), False
@@ -206,7 +207,7 @@ def first_failure(failures: Mapping[int, Any]) -> int:
     return min(failures, key=order)
 
 
-def _report_failures(failures: Mapping[int, Any]) -> tuple[int, bool]:
+def _report_failures(failures: Mapping[int, Any], kills: int | None) -> tuple[int, bool]:
     """Name the first failure if its rank could not; returns the exit status, and whether a restart may help."""
     codes = {failure.exitcode for failure in failures.values()}
     if codes <= _ENDED_BY_A_SIGNAL:  # the ranks agreed to stop, and have said so
@@ -217,7 +218,7 @@ def _report_failures(failures: Mapping[int, Any]) -> tuple[int, bool]:
         if (shown_failure(launcher=launcher) or "").startswith("Interrupted by"):
             # torchrun ended another rank for this one, and that rank spoke first.
             (launch_folder(launcher) / FAILURE).unlink(missing_ok=True)
-        why = _KILLED if -code == signal.SIGKILL else ""
+        why = _why_killed(kills) if -code == signal.SIGKILL else ""
         ended = f"was ended by signal {-code} ({signal.Signals(-code).name}){why}; the others are stopped."
         show_first(failure_text(rank, ended), launcher)
     elif code == EXIT_LOST_RANK and shown_failure(launcher=launcher) is None:
@@ -236,6 +237,27 @@ def _report_failures(failures: Mapping[int, Any]) -> tuple[int, bool]:
 def _run() -> Run | None:
     folder = run_of(os.getpid())
     return Run(folder) if folder is not None else None
+
+
+def _out_of_memory_kills() -> int | None:
+    """The kernel's count of processes killed for memory, in this container and on the machine. None: unknown."""
+    counts = []
+    for path in (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat")):
+        with suppress(OSError):
+            counts += [int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith("oom_kill ")]
+    return sum(counts) if counts else None
+
+
+def _why_killed(before: int | None) -> str:
+    now = _out_of_memory_kills()
+    if before is None or now is None:
+        return _KILLED
+    if now > before:
+        return (
+            ": the machine ran out of memory. Start fewer processes (NPROC), or make each need less (train.micro_batch_size, a DeepSpeed "
+            "file with a higher stage, docs/memory.md)"
+        )
+    return ", by a user or scheduler (no out-of-memory kill in the kernel log)"
 
 
 def _restart(topology: Topology, program: Sequence[str], restarts: int, lost_after: int) -> NoReturn:

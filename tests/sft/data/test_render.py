@@ -33,11 +33,19 @@ CHATML = """
 {% endif -%}"""
 UNMARKED = CHATML.replace("CALL", "''")
 
-# Writes the system message into the last question while nothing follows it.
+# Writes the system message into the last question while nothing follows it, and demands ids of calls.
 MISTRAL = """
 {%- set system = messages[0].content if messages[0].role == 'system' else '' -%}
 {%- for m in messages if m.role != 'system' -%}
 {%- if m.role == 'user' -%}[Q]{{ system ~ '|' if loop.last and system }}{{ m.content }}[/Q]
+{%- elif m.tool_calls -%}[C]
+{%- for call in m.tool_calls -%}
+{%- if call.id is not defined or call.id | length != 9 -%}{{ raise_exception('ids have nine characters') }}{%- endif -%}
+{{ call.function | tojson }}#{{ call.id }}
+{%- endfor -%}{{ eos_token }}
+{%- elif m.role == 'tool' -%}
+{%- if m.tool_call_id | length != 9 -%}{{ raise_exception('ids have nine characters') }}{%- endif -%}
+[R]{{ m.content }}#{{ m.tool_call_id }}[/R]
 {%- else -%}{{ m.content }}{{ eos_token }}{%- endif -%}
 {%- endfor -%}"""
 
@@ -310,6 +318,32 @@ def test_a_system_message_in_the_last_question_stands_where_generation_has_it(
     assert shown(MISTRAL, messages, **data) == text
     asking = with_template(tokenizer_of("demo"), MISTRAL)
     assert text.startswith(asking.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True) + "⟦")
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        {"call": "aB3456789", "result": "aB3456789"},
+        {},
+        {"call": "call_0123456789", "result": "call_0123456789"},
+        {"call": "aB3456789"},
+    ],
+)
+def test_ids_that_a_template_demands_are_computed_where_a_row_has_none(
+    ids: dict[str, str], shown: Callable[..., str]
+) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    call |= {"id": ids["call"]} if "call" in ids else {}
+    result = {"role": "tool", "content": "five"} | ({"tool_call_id": ids["result"]} if "result" in ids else {})
+    answer = {"role": "assistant", "content": "Five."}
+    messages = [*turns("Ask"), {"role": "assistant", "content": "", "tool_calls": [call]}, result, answer]
+    text = shown(MISTRAL, messages)
+    before, _, after = text.partition("[R]five#")
+    given = after[:9]
+    assert given.isalnum()
+    assert before.endswith(f'{{"name": "add", "arguments": {{"a": 1}}}}#{given}<|im_end|>⟧')
+    assert (given == "aB3456789") == (ids.get("call") == "aB3456789")
+    assert shown(MISTRAL, messages) == text
 
 
 @pytest.mark.parametrize("arguments", [{"a": "ü"}, '{"a": "ü"}'])

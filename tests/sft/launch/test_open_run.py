@@ -29,6 +29,7 @@ from sft.launch.open_run import (
     claim_directory,
     keep_recipe,
     open_run,
+    other_unfinished,
     unfinished_run,
 )
 from sft.plan.hardware import Hardware
@@ -228,6 +229,19 @@ def test_a_model_whose_name_on_the_hub_stands_for_another_commit_is_refused(
     pinned = replace(job, recipe=job.recipe.model_copy(update={"model": named}))
     check_start(pinned)
     assert unfinished_run(pinned) == unfinished
+
+
+def test_every_other_unfinished_run_is_listed_with_its_command(left_behind: LeftBehind) -> None:
+    older, killed = (
+        left_behind(status, checkpoint="checkpoint-5", name=status) for status in ("interrupted", "running")
+    )
+    left_behind("finished", checkpoint="checkpoint-9", name="done")
+    left_behind("failed", name="without a checkpoint")
+    trained, newest = (left_behind("running", checkpoint="checkpoint-7", name=name) for name in ("other", "newest"))
+    with claimed(trained):
+        assert other_unfinished(newest) == [
+            f"Also unfinished, at checkpoint-5: bash scripts/sft.sh {run.path}" for run in (killed, older)
+        ]
 
 
 def test_a_latest_that_leads_nowhere_is_named(recipe_file: Path, left_behind: LeftBehind, folder: Path) -> None:

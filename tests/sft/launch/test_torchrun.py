@@ -49,7 +49,7 @@ def test_the_first_failure_is_of_a_rank_that_was_not_ended(failures: dict[int, F
 )
 def test_the_exit_status_says_whether_a_restart_may_help(codes: list[int], status: int, may_restart: bool) -> None:
     failures = {rank: Failed(code) for rank, code in enumerate(codes) if code}
-    assert _report_failures(failures) == (status, may_restart)
+    assert _report_failures(failures, None) == (status, may_restart)
 
 
 def test_torchrun_on_one_machine_takes_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
