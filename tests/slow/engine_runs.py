@@ -51,7 +51,7 @@ def zero(ranks: int, name: str, sharded: str, offloaded: str = "nothing", *overr
 
 
 def fsdp(options: str = "", ranks: int = 2, nodes: int = 1, *overrides: str) -> Engine:
-    """FSDP2; by the strategy, gradients may be all that is sharded beside the optimizer."""
+    """FSDP2 with options of its section."""
     return Engine(ranks, (f"train.fsdp={{{options}}}", *overrides), "FSDP2", ALL, nodes=nodes)
 
 
