@@ -43,9 +43,7 @@ class Choice:
         if self.checkpoint is None:
             return []
         name = self.checkpoint.name
-        rejected = [
-            f"passed over: {other}: {why}; it is now {_unusable(other)}" for other, why in self.passed_over.items()
-        ]
+        rejected = [f"Skipped {other}, now {_unusable(other)}: {why}" for other, why in self.passed_over.items()]
         return [*rejected, f"This run is unfinished: it resumes from {name}. train.resume=never starts a new one."]
 
 

@@ -45,8 +45,8 @@ def test_the_newest_that_verifies_is_chosen_and_newer_ones_are_named_and_lose_th
     choice = choose_checkpoint(run)
     assert choice.step == 9
     assert choice.lines() == [
-        "passed over: checkpoint-20: weights has changed since it was written: its checksum differs; it is now checkpoint-20.unusable",
-        "passed over: checkpoint-10: weights is missing; it is now checkpoint-10.unusable",
+        "Skipped checkpoint-20, now checkpoint-20.unusable: weights has changed since it was written: its checksum differs",
+        "Skipped checkpoint-10, now checkpoint-10.unusable: weights is missing",
         "This run is unfinished: it resumes from checkpoint-9. train.resume=never starts a new one.",
     ]
     assert run.last_checkpoint() == choice.checkpoint
