@@ -168,7 +168,7 @@ def test_damage_to_any_file_of_a_checkpoint_is_found_and_the_file_is_named(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own, where it reads
-def test_a_damaged_checkpoint_is_passed_over_and_allowed_changes_take_effect(runs: EngineRuns) -> None:
+def test_a_damaged_checkpoint_is_skipped_and_allowed_changes_take_effect(runs: EngineRuns) -> None:
     always = ("train.warmup_steps=0", "tracking.report_to=[wandb, tensorboard]")
     before = (*always, "train.max_steps=8", "train.save_steps=4")
     runs.train("2 ZeRO-2", "packed", "changed", *before)
