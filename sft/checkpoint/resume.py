@@ -227,8 +227,8 @@ def resolve_resume(checkpoint: Path, job: Job) -> ResumePlan:
     reshards = not sharded and (writer.format, writer.state_dict_type) != (here.format, here.state_dict_type)
     if problem := _why_not(writer, here, reshards):
         raise RunError(
-            f"{checkpoint} was written by {writer}, and cannot be resumed with {here}: {problem}. Resume it as it was written, or start a new run "
-            "with train.resume=never."
+            f"{checkpoint} was written by {writer}, and cannot be resumed with {here}: {problem}. Resume it as it was written, or start a "
+            "new run with train.resume=never."
         )
     # One process keeps its random state differently under different engines.
     random_state = writer.ranks == here.ranks and (here.ranks > 1 or not reshards)
