@@ -61,7 +61,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def choose_checkpoint(run: Run) -> Choice:
-    """The newest checkpoint that verifies; newer ones lose their name. Reads every byte of each that it tries: call it on rank 0.
+    """Find the newest checkpoint that verifies, and rename newer ones to .unusable. Reads every byte of each: call it on rank 0.
 
     Raises:
         RunError: There are checkpoints, and none of them verifies.
