@@ -47,6 +47,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self.process = self._start()
+        self.prepared: set[tuple[str, ...]] = set()
 
     def _start(self) -> subprocess.Popen[str]:
         launched = (*LAUNCHED, "TORCHELASTIC_RUN_ID")  # what a test in this process may have set
@@ -91,8 +92,11 @@ class Ranks:
         Returns:
             `stdout` and `stderr` of all ranks together, and the `status`.
         """
+        words = [str(word) for word in words]
+        if words[1:] and words[1].endswith(".yaml") and "prepare" not in words[0]:
+            self._prepare(words[1:])
         how = {"ranks": ranks, "finish": finish, "nodes": nodes, "grace": grace}
-        job = how | {"words": [str(word) for word in words]}
+        job = how | {"words": words}
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with tempfile.TemporaryDirectory() as folder:
@@ -108,6 +112,13 @@ class Ranks:
             printed = {name: (Path(folder) / name).read_text(errors="replace") for name in ("stdout", "stderr")}
         assert expect is None or status == f"{expect}\n", status + printed["stdout"][-4000:] + printed["stderr"][-4000:]
         return printed | {"status": status.strip()}
+
+    def _prepare(self, words: list[str]) -> None:
+        """Prepare the data of a training, which would start a process for it that imports everything."""
+        deciding = tuple(word for word in words if word.startswith(("data.", "model.", "output_dir", words[0])))
+        if deciding not in self.prepared:
+            self.prepared.add(deciding)
+            self.run(1, ["sft.launch.prepare", *words], expect=None)
 
     def close(self) -> None:
         """End it."""

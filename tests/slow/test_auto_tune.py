@@ -66,8 +66,10 @@ def test_the_training_runs_what_was_fastest_of_what_was_measured(recipe: Path, c
     assert all(f"the fastest of {len(measured)} trials" in reason for reason in reasons)
 
 
-def test_a_trial_that_runs_out_of_memory_is_a_result_and_tuning_continues(recipe: Path, command: Command) -> None:
-    command([sys.executable, "-m", "sft.launch", "--prepare", recipe, "data.pack_length=512"])
+def test_a_trial_that_runs_out_of_memory_is_a_result_and_tuning_continues(
+    recipe: Path, command: Command, ranks: Ranks
+) -> None:
+    ranks.run(1, ["sft.launch.prepare", recipe, "data.pack_length=512"])
     # A forward pass of 64 packs of 512 tokens needs far more than this under sdpa's mask.
     words = f"ulimit -v 4500000; exec {sys.executable} -m sft.launch.auto_tune {recipe} data.pack_length=512 train.micro_batch_size=64 "
     words += "model.attn_implementation=sdpa "
@@ -79,10 +81,8 @@ def test_a_trial_that_runs_out_of_memory_is_a_result_and_tuning_continues(recipe
     assert found["failed"] == "nothing that was tried fits"
 
 
-def test_auto_tuning_whose_processes_die_ends_and_says_why(
-    recipe: Path, start: Start, command: Command, ranks: Ranks
-) -> None:
-    command([sys.executable, "-m", "sft.launch", "--prepare", recipe])
+def test_auto_tuning_whose_processes_die_ends_and_says_why(recipe: Path, start: Start, ranks: Ranks) -> None:
+    ranks.run(1, ["sft.launch.prepare", recipe])
     tuning = start([*TUNE, recipe])
     found: list[psutil.Process] = []
 

@@ -197,7 +197,7 @@ def recipe(tmp_path: Path) -> Path:
             "chat": {"max_new_tokens": 8},
             "tasks": [str(names), str(cities)],
             "every_tasks": [str(names), str(cities)],
-            "every_steps": 50,
+            "every_steps": 39,  # and at the last step, the 117th
             "batch_size": 8,
             "gate": {"max_regression": {"cities": 0.1, "default": 0.0}, "require": {"names": 0.9}},
         },
@@ -243,6 +243,7 @@ def test_what_became_worse_is_flagged_and_the_gate_decides_the_exit_status(recip
 
     tuned = read_json(run.tuned_evaluation / "results.json")["results"]
     during = [json.loads(line) for line in (run.path / "eval" / "during.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in during] == [0, 39, 78, 117]
     last = during[-1]["results"]
     assert {name: {key: tuned[name][key] for key in figures} for name, figures in last.items()} == last
     chat = read_json(run.path / "eval" / "chat.json")["checks"]  # its prompts were answered before

@@ -87,7 +87,7 @@ def test_one_process_that_failed_restarts_as_one_process(recipe: Path, command: 
 
 
 def test_a_mistake_is_not_tried_again(recipe: Path, command: Command) -> None:
-    words, fault = [*launcher_of(3, ranks=2), recipe], {"AT": "after step 3", "DO": "mistake"}
+    words, fault = [*launcher_of(3, ranks=1), recipe], {"AT": "after step 3", "DO": "mistake"}
     printed = command(words, expect=2, PYTHONPATH=str(REPOSITORY), **fault)
     assert printed.stderr.count("a mistake made by the test") == 1
     assert "Restarting all processes" not in printed.stderr

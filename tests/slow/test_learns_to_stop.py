@@ -1,4 +1,4 @@
-"""Law 6 by training: the model of the tiny recipe ends each answer by itself, as its saved generation config has it."""
+"""The model learns to stop: the model of the tiny recipe ends each answer by itself, as its saved generation config has it."""
 
 import json
 from pathlib import Path

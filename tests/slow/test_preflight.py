@@ -28,7 +28,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def two_nodes(node_rank: int, **environment: str) -> dict[str, str]:
-    """What a launcher is told that runs on one of two machines, which is this one."""
+    """The environment of a launcher on one of two machines, which is this one."""
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC": "1"}
     return {"NNODES": "2", "NODE_RANK": str(node_rank), "PYTHONPATH": str(REPOSITORY), **where, **environment}
 
@@ -97,9 +97,9 @@ def test_a_full_disk_is_reported_before_anything_is_started(recipe: Path, tmp_pa
     assert "torchrun" not in done.stdout
 
 
-def test_ranks_that_fit_together_are_shown_as_a_table(recipe: Path, command: Command) -> None:
-    done = command([*LAUNCH, recipe, "--preflight"], NPROC="2", PYTHONPATH=str(REPOSITORY))
-    rows = {words[0]: words[1:] for line in done.stdout.splitlines() if len(words := line.split()) > 2}
+def test_ranks_that_fit_together_are_shown_as_a_table(recipe: Path, ranks: Ranks) -> None:
+    printed = ranks.run(2, ["sft.train", recipe, "--preflight"])["stdout"]
+    rows = {words[0]: words[1:] for line in printed.splitlines() if len(words := line.split()) > 2}
     for name in ("packages", "code", "recipe", "plan", "GPUs", "variables", "dataset", "output_dir", "disk"):
         assert rows[name][0] == "ok", name
     assert "GB/s" in rows["all-reduce"]

@@ -1,8 +1,17 @@
-"""Two hosts train one job, lose the link between them, and go on: real processes in network namespaces (tests/slow/two_hosts.py)."""
+"""Two hosts train one job, lose the link between them, and resume.
+
+They are network namespaces of this machine, with addresses of their own and a cable between them that can be pulled. Needs root and
+iproute2 (`apt-get install iproute2`).
+"""
 
 import json
 import os
-from collections.abc import Callable, Iterator
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -13,16 +22,121 @@ from sft.run.directory import Run
 from tests.slow.conftest import BIN, lines_of, losses, until, write_recipe
 from tests.slow.engine_runs import assert_same_weights
 from tests.slow.ranks import Ranks
-from tests.slow.two_hosts import Done, Host, Running, two_hosts
 
 pytestmark = pytest.mark.slow
 TIMEOUT = 10
 """train.ddp_timeout of every job here, in seconds."""
 
-STEPS = 30
+STEPS = 60
 PARAMETERS = 563_200
 BYTES = {"DDP": 12, "ZeRO-2": 20}
 """Of a parameter in a checkpoint, in fp32."""
+
+
+def ip(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["ip", *words], capture_output=True, text=True, check=True, timeout=20)
+
+
+@dataclass
+class Host:
+    """One namespace."""
+
+    name: str
+    address: str
+    interface: str
+    folder: Path
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start(self, words: Sequence[str | Path], **environment: str) -> "Running":
+        """Start a command as a user of this host would."""
+        log = self.folder / f"{self.name}-{len(self.started)}.log"
+        # It has a name of its own, too: gloo would ask for the address that it stands for.
+        named = ["sh", "-c", f'hostname {self.name}; exec "$@"', "sh"]
+        command = ["ip", "netns", "exec", self.name, "unshare", "--uts", *named]
+        settings = {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [*command, *map(str, words)],
+                env=os.environ | settings | environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=self.folder,
+                start_new_session=True,
+            )
+        self.started.append(process)
+        return Running(process, log)
+
+    def pull_cable(self) -> None:
+        ip("-n", self.name, "link", "set", self.interface, "down")
+
+    def plug_cable(self) -> None:
+        ip("-n", self.name, "link", "set", self.interface, "up")
+
+    def processes(self) -> list[int]:
+        """What still runs on this host."""
+        return [int(word) for word in ip("netns", "pids", self.name).stdout.split()]
+
+
+@dataclass(frozen=True)
+class Running:
+    """A command on a host."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+def reason_not_here() -> str | None:
+    """Why there can be no hosts here; None where there can."""
+    if shutil.which("ip") is None:
+        return "needs the command ip: apt-get install iproute2"
+    if os.geteuid() != 0:
+        return "needs root, to make network namespaces"
+    name = f"sft-try-{os.getpid()}"
+    try:
+        ip("netns", "add", name)
+        ip("netns", "del", name)
+        subprocess.run(["unshare", "--uts", "true"], check=True, capture_output=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"network namespaces are not allowed here: {error}"
+    return None
+
+
+@contextmanager
+def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
+    """Two hosts with a cable between them; skips the test where there can be none."""
+    reason = reason_not_here()
+    if reason is not None:
+        pytest.skip(reason)
+    number = os.getpid() % 100000
+    hosts = [
+        Host(f"sft{number}{letter}", f"10.77.{number % 250}.{last}", f"v{number}{letter}", folder)
+        for letter, last in (("a", 1), ("b", 2))
+    ]
+    try:
+        for host in hosts:
+            ip("netns", "add", host.name)
+        ip("link", "add", hosts[0].interface, "type", "veth", "peer", "name", hosts[1].interface)
+        for host in hosts:
+            ip("link", "set", host.interface, "netns", host.name)
+            ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.interface)
+            ip("-n", host.name, "link", "set", "lo", "up")
+            host.plug_cable()
+        yield hosts[0], hosts[1]
+    finally:
+        for host in hosts:
+            for process in host.started:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            with suppress(subprocess.SubprocessError):
+                for pid in host.processes():
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                ip("netns", "del", host.name)
+            for process in host.started:
+                process.wait(timeout=20)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +151,7 @@ def recipe(hosts: tuple[Host, Host]) -> Path:
         hosts[0].folder / "job.yaml",
         train={
             "global_batch_size": 8,
-            "micro_batch_size": 1,
+            "micro_batch_size": 4,
             "learning_rate": 1e-3,
             "max_steps": STEPS,
             "save_steps": 5,
@@ -47,10 +161,11 @@ def recipe(hosts: tuple[Host, Host]) -> Path:
     )
 
 
-def finished(started: list[Running], expect: int = 0, seconds: float = 240) -> list[Done]:
-    done = [running.wait(seconds) for running in started]
-    assert [one.status for one in done] == [expect] * len(done), "\n".join(one.output[-3000:] for one in done)
-    return done
+def finished(started: list[Running], expect: int = 0) -> list[str]:
+    """What each has printed, once all have ended."""
+    statuses = [running.process.wait() for running in started]
+    assert statuses == [expect] * len(started), "\n".join(running.output()[-3000:] for running in started)
+    return [running.output() for running in started]
 
 
 Pair = tuple[Host, Host]
@@ -66,19 +181,11 @@ def by_torchrun(hosts: Pair, port: int, *program: str | Path) -> list[Running]:
 
 
 def by_slurm(hosts: Pair, port: int, *program: str | Path) -> list[Running]:
-    """With the variables that srun sets, and a scontrol that names the hosts by their addresses."""
-    tools = hosts[0].folder / "bin"
-    tools.mkdir(exist_ok=True)
-    scontrol = tools / "scontrol"
-    scontrol.write_text(f"#!/bin/sh\nprintf '%s\\n' {hosts[0].address} {hosts[1].address}\n")
-    scontrol.chmod(0o755)
-    words = ["env", f"PATH={tools}:{BIN}:{os.environ['PATH']}", "bash", REPOSITORY / "scripts" / "sft.sh", *program]
-    job = {
-        "SLURM_NNODES": "2",
-        "SLURM_NTASKS_PER_NODE": "1",
-        "SLURM_JOB_NODELIST": "sft[1-2]",
-        "MASTER_PORT": str(port),
-    }
+    """With the variables that srun sets; the hosts are named by their addresses."""
+    network = hosts[0].address.rpartition(".")[0]
+    job = {"SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_NODELIST": f"{network}.[1-2]"}
+    job |= {"MASTER_PORT": str(port)}
+    words = ["bash", REPOSITORY / "scripts" / "sft.sh", *program]
     return [host.start(words, **job, SLURM_NODEID=str(rank)) for rank, host in enumerate(hosts)]
 
 
@@ -98,11 +205,11 @@ def test_a_cut_link_ends_in_one_message_on_each_host_and_the_same_command_resume
         until(lambda: lines_of(run) >= 7 or any(one.process.poll() is not None for one in started), seconds=240)
         assert lines_of(run) >= 7, started[0].output()[-3000:]
         hosts[0].pull_cable()
-        for done in finished(started, expect=1):
-            assert done.output.count("lost the other ranks while step") == 1
-            assert f"train.ddp_timeout={TIMEOUT}" in done.output
-            assert "The same command resumes from checkpoint-" in done.output
-            assert "Traceback" not in done.output
+        for printed in finished(started, expect=1):
+            assert printed.count("lost the other ranks while step") == 1
+            assert f"train.ddp_timeout={TIMEOUT}" in printed
+            assert "The same command resumes from checkpoint-" in printed
+            assert "Traceback" not in printed
         until(lambda: not [pid for host in hosts for pid in host.processes()])
     finally:
         hosts[0].plug_cable()
@@ -114,7 +221,7 @@ def test_a_cut_link_ends_in_one_message_on_each_host_and_the_same_command_resume
     assert checkpoint is not None
     assert json.loads((checkpoint / "trainer_state.json").read_text())["global_step"] == int(checkpoint.name[11:])
     first, _ = finished(start(hosts, free_port(), *program))
-    assert f"resumes from {checkpoint.name}" in first.output
+    assert f"resumes from {checkpoint.name}" in first
     assert (run.record["ranks"], run.record["running"]["engine"]) == (2, engine)
     assert run.record["status"] == "finished"
     assert losses(run) == pytest.approx(losses(alone), abs=1e-5)

@@ -1,4 +1,4 @@
-"""The laws on a GPU, with the kernels that only it has: `bash scripts/test.sh --gpu`."""
+"""Attention, optimizer and losses with the kernels that only a GPU has: `bash scripts/test.sh --gpu`."""
 
 import math
 
