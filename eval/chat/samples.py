@@ -161,7 +161,7 @@ def _show(run: Run, result: dict[str, Any]) -> None:
     if not generation["base_has_chat_template"]:
         print("base: has no chat template, and uses the tuned model's.")
     formats = {source["format"] for source in ledger.get("sources", [])}
-    only_text = bool(formats) and formats <= {"text", "input_ids"}
+    only_text = bool(formats) and formats <= {"text", "tokens"}
     truncated = ledger.get("total", {}).get("tokens", {}).get("truncated", 0)
     words = warning(result["checks"]["tuned"], generation["ends"], generation["max_new_tokens"], only_text, truncated)
     if words is not None:

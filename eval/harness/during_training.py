@@ -161,7 +161,9 @@ class During(TrainerCallback):  # type: ignore[misc]
         if shown:
             tqdm.write(f"step {step}: {shown} ({seconds:.0f} s)")  # above the bar, where there is one
         for name, reason in failed.items():
-            tqdm.write(f"step {step}: {name} was not measured ({reason}). The training goes on; {self.log} says more.")
+            tqdm.write(
+                f"step {step}: {name} was not measured ({reason}). The training continues; {self.log} says more."
+            )
 
     def _measure_all(self) -> tuple[Scores, dict[str, str]] | None:
         """The scores, and why which task failed, identical on all ranks; None where training is to stop."""

@@ -106,11 +106,11 @@ def _sandbox(limits: Limits) -> list[str]:
     command += ["--ro-bind", "/usr", "/usr"]
     for link in ("/bin", "/lib", "/lib64", "/lib32", "/etc/ld.so.cache", "/etc/alternatives"):
         command += ["--ro-bind-try", link, link]
-    for folder in _python_folders():
-        command += ["--ro-bind", folder, folder]
     command += ["--proc", "/proc", "--dev", "/dev"]
     for folder in ("/dev/shm", "/tmp"):
         command += ["--size", str(limits.folder_bytes), "--tmpfs", folder]
+    for folder in _python_folders():  # after /tmp, which may hold them
+        command += ["--ro-bind", folder, folder]
     return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"]
 
 

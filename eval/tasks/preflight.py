@@ -48,7 +48,7 @@ class TaskCheck:
             raise EvaluationError(f"Nothing is trained yet. {found['refused']}")
         lines = [f"The documents of {task} are out of reach: {reason}" for task, reason in found["missing"].items()]
         if lines:
-            lines.append("Training goes on; without them the evaluation after it will be incomplete.")
+            lines.append("Training continues; without them the evaluation after it will be incomplete.")
             print("\n".join(lines), file=sys.stderr, flush=True)
 
 

@@ -30,7 +30,7 @@ class Choice:
     checkpoint: Path | None
     """None: at the first step."""
 
-    passed_over: dict[str, str]
+    skipped: dict[str, str]
     """Names of newer checkpoints, and what is wrong with each."""
 
     @property
@@ -43,9 +43,7 @@ class Choice:
         if self.checkpoint is None:
             return []
         name = self.checkpoint.name
-        rejected = [
-            f"passed over: {other}: {why}; it is now {_unusable(other)}" for other, why in self.passed_over.items()
-        ]
+        rejected = [f"Skipped {other}, now {_unusable(other)}: {why}" for other, why in self.skipped.items()]
         return [*rejected, f"This run is unfinished: it resumes from {name}. train.resume=never starts a new one."]
 
 
@@ -63,22 +61,22 @@ def step_of(checkpoint: Path) -> int:
 
 
 def choose_checkpoint(run: Run) -> Choice:
-    """The newest checkpoint that verifies; newer ones lose their name. Reads every byte of each that it tries: call it on rank 0.
+    """Find the newest checkpoint that verifies, and rename newer ones to .unusable. Reads every byte of each: call it on rank 0.
 
     Raises:
         RunError: There are checkpoints, and none of them verifies.
     """
-    passed_over: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     for checkpoint in run.all_checkpoints():
         why = _fault(checkpoint)
         if why is None:
-            for name in passed_over:
+            for name in skipped:
                 remove(run.checkpoints / _unusable(name))
                 (run.checkpoints / name).rename(run.checkpoints / _unusable(name))
-            return Choice(checkpoint, passed_over)
-        passed_over[checkpoint.name] = why
-    if passed_over:
-        reasons = "\n".join(f"  {name}: {why}" for name, why in passed_over.items())
+            return Choice(checkpoint, skipped)
+        skipped[checkpoint.name] = why
+    if skipped:
+        reasons = "\n".join(f"  {name}: {why}" for name, why in skipped.items())
         raise RunError(
             f"{run.path} is unfinished, and none of its checkpoints can be used:\n{reasons}\n"
             "Restore one from a copy. Or start over, which never happens unasked: train.resume=never makes a new run and leaves this one "
@@ -229,14 +227,14 @@ def resolve_resume(checkpoint: Path, job: Job) -> ResumePlan:
     reshards = not sharded and (writer.format, writer.state_dict_type) != (here.format, here.state_dict_type)
     if problem := _why_not(writer, here, reshards):
         raise RunError(
-            f"{checkpoint} was written by {writer}, and cannot go on with {here}: {problem}. Resume it as it was written, or start anew "
-            "with train.resume=never."
+            f"{checkpoint} was written by {writer}, and cannot be resumed with {here}: {problem}. Resume it as it was written, or start a "
+            "new run with train.resume=never."
         )
     # One process keeps its random state differently under different engines.
     random_state = writer.ranks == here.ranks and (here.ranks > 1 or not reshards)
     words = ""
     if reshards or not random_state:
-        words = f"{checkpoint.name} was written by {writer}; it goes on with {here}"
+        words = f"{checkpoint.name} was written by {writer}; it resumes with {here}"
         words += f", resharded from full tensors ({in_words(size(checkpoint))})." if reshards else "."
         words += "" if random_state else " Dropout, if any, starts a new random stream on each rank."
     return ResumePlan(checkpoint, writer, reshards, random_state, words)

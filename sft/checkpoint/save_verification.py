@@ -40,7 +40,7 @@ from sft.recipe.changes import MISSING, differences
 from sft.run.directory import Run
 
 ROWS, LENGTH = 4, 32
-FOLDER = ".canary"
+FOLDER = ".verification"
 
 # Norm of the difference of logits over their norm. The tensors are known to be equal, so this is what other kernels, in another order, on
 # another device, make of them; the isolation probe allows hidden states the same. A wrong architecture (theta, eps, a tied head) makes tens

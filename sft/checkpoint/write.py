@@ -90,7 +90,7 @@ class CheckpointWriter:
             self.shortage = Shortage(words, step_of(last) if last else 0)
             if goes_on and is_rank_0():
                 kept = f"{last.name} stays" if last else "there is none yet"
-                more = f"The run goes on, {kept}, and the next interval tries again. Free some space."
+                more = f"The run continues, {kept}, and the next interval tries again. Free some space."
                 print(f"{words}. {more}", file=sys.stderr, flush=True)
             return False
         finally:

@@ -16,6 +16,10 @@ _SPELLINGS = {
     "tool": ("tool", "function", "observation"),
 }
 ROLES = {spelling: role for role, spellings in _SPELLINGS.items() for spelling in spellings}
+"""Our role for each name that rows give it, in lower case; rows may write it in any case."""
+
+TEXT_KEYS = {"role": "content", "from": "value"}
+"""For each key that names the speaker of a message, the key of what is said."""
 
 _WEIGHTS = ("weight", "loss_weight", "train", "training", "loss")
 """Keys by which other programs take a turn out of the loss."""
@@ -70,16 +74,17 @@ def to_message(given: Any) -> Message:
     Raises:
         ValueError: It has no role or an unknown one, or holds what cannot be trained.
     """
-    if isinstance(given, dict) and "role" not in given and {"from", "value"} <= set(given):
-        given = {"role": given["from"], "content": given["value"]} | given
-    if not isinstance(given, dict) or "role" not in given:
-        raise ValueError(f"a message has no `role`: {_start_of(given)}")
-    role = ROLES.get(str(given["role"]))
+    keys = ((speaker, text) for speaker, text in TEXT_KEYS.items() if isinstance(given, dict) and speaker in given)
+    speaker, text = next(keys, ("", ""))
+    if not speaker:
+        raise ValueError(f"a message has neither `{'` nor `'.join(TEXT_KEYS)}`: {_start_of(given)}")
+    given = {"role": given[speaker]} | ({"content": given[text]} if text in given else {}) | given
+    role = ROLES.get(str(given["role"]).lower())
     if role is None:
         raise ValueError(f"unknown role {given['role']!r}; known: {', '.join(sorted(ROLES))}")
     if given.get("train_detail"):
         raise ValueError("`train_detail` of a message trains parts of a turn, which is not supported")
-    if given["role"] == "function_call":
+    if str(given["role"]).lower() == "function_call":
         given = {"role": role, "tool_calls": parsed(text_of(given.get("content")), "a function call")}
     content, reasoning, calls = given.get("content"), "", []
     if isinstance(content, list):

@@ -149,6 +149,7 @@ def _text_row(row: Row, data: Data, source: Source) -> Example:
     return Text("", text_of(row["text"]))
 
 
+# Columns that any conversation may have.
 _BESIDE = {"system", "tools", "chat_template_kwargs"}
 FORMATS = {
     "messages": Format({"messages"}, _BESIDE, _messages_row),
@@ -160,7 +161,7 @@ FORMATS = {
     "tokens": Format({"input_ids"}, {"labels", "attention_mask", "position_ids", *_LOSS_MASKS}, _tokens_row),
     "text": Format({"text"}, set(), _text_row),
 }
-"""The formats in the order they are tried: alpaca rows may have a rendered `text` beside."""
+"""The first whose columns the rows have is taken; `text` is last, since alpaca rows often have a rendered `text` too."""
 
 
 # Which format

@@ -25,6 +25,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from sft.data.conversation import TEXT_KEYS
 from sft.errors import DataError
 from sft.hub.names import SUFFIXES
 
@@ -297,7 +298,7 @@ def without_nulls(row: Row) -> Row:
     def prune(part: Any) -> Any:
         if isinstance(part, dict):
             # The text of a message or of a part may be null in any kind of file.
-            text = {"content"} if "role" in part else {"value"} if "from" in part else set()
+            text = next(({text} for speaker, text in TEXT_KEYS.items() if speaker in part), set())
             text = {"text", "value"} if part.get("type") == "text" else text
             return {key: prune(inner) for key, inner in part.items() if inner is not None or key in text}
         return [prune(inner) for inner in part] if isinstance(part, list) else part

@@ -382,7 +382,7 @@ def _open(job: Job) -> OpenedRun:
     forget_failure(run.path)
     checkpoint = choice.checkpoint.name if choice.checkpoint else None
     seconds = {"prepare_seconds": prepared.summary["seconds"]}
-    record_start(run, job, seconds, prepared.fingerprint, checkpoint, choice.passed_over, changes)
+    record_start(run, job, seconds, prepared.fingerprint, checkpoint, choice.skipped, changes)
     write_json(run.ledger_file, prepared.ledger | {"findings": prepared.findings})
     return OpenedRun(run, prepared, planned, choice, resume_plan, tuple(filter(None, notes)))
 

@@ -65,7 +65,7 @@ def show_preflight(job: Job) -> None:
 
 
 def train_job(job: Job) -> None:
-    """Train, then evaluate: the table of contents."""
+    """Check, open the run, train, then evaluate."""
     resume_evaluation(job)
     tasks = check_before_training(job.recipe) if distributed.is_rank_0() else None
     if "WORLD_SIZE" not in os.environ:  # one process: report a mistake before seconds of imports

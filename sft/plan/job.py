@@ -85,7 +85,7 @@ def keep_decisions(job: Job, data: DataSize, earlier: Mapping[str, Any]) -> Job:
         values = ", ".join(f"{'.'.join(OPEN[name])}={value}" for name, value in kept.items())
         raise PlanError(
             f"This run resumes with what it was started with ({values}) where the recipe says auto, and this machine cannot: {error} "
-            "Resume on a machine like the first, or start anew with train.resume=never."
+            "Resume on a machine like the first, or start a new run with train.resume=never."
         ) from None
     decisions = {name: Decision(value, REASON) for name, value in kept.items()}
     same = all(getattr(plan, name).value == earlier.get(name) for name in ("weights", "gradient_accumulation_steps"))

@@ -48,9 +48,7 @@ def _steps(recipe: Recipe, plan: Plan, data: DataSize | None) -> Iterator[str]:
             f"The batch is larger than the data: a step takes {batch} {unit}, and there are {sequences}. Make the batch smaller "
             f"({_smaller_batch(recipe, plan, sequences // FEW_STEPS)}), or add data."
         )
-    elif (
-        steps and per_epoch and train.max_steps is None and steps < FEW_STEPS
-    ):  # as many as the author has set are right
+    elif steps and per_epoch and train.max_steps is None and steps < FEW_STEPS:  # max_steps: the author chose them
         yield (
             f"The run has {steps} optimizer step{'s' if steps > 1 else ''} of {batch} {unit}, too few to train much. A smaller batch "
             f"({_smaller_batch(recipe, plan, batch * steps // FEW_STEPS)}) or more epochs "
@@ -89,6 +87,8 @@ def _learning_rate(recipe: Recipe, plan: Plan, parameters: int) -> Iterator[str]
 
 def _optimizer(recipe: Recipe) -> Iterator[str]:
     train, lora = recipe.train, recipe.model.lora
+    if train.min_lr_ratio and train.lr_scheduler_type != "cosine":
+        yield f"train.min_lr_ratio={train.min_lr_ratio:g} has no effect with lr_scheduler_type={train.lr_scheduler_type}, only with cosine."
     beta1, beta2, norm = train.adam_beta1, train.adam_beta2, train.max_grad_norm
     if train.weight_decay > 2:
         yield f"train.weight_decay={train.weight_decay:g} is far above the usual 0 to 0.1; it shrinks the weights."

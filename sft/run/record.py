@@ -82,7 +82,7 @@ def record_start(
     timings: Mapping[str, float],
     data_fingerprint: str,
     checkpoint: str | None = None,
-    passed_over: Mapping[str, str] | None = None,
+    skipped: Mapping[str, str] | None = None,
     changes: Sequence[Change] = (),
 ) -> None:
     """Write what is known before training into run.json. It holds no environment, and so no token or key."""
@@ -97,7 +97,7 @@ def record_start(
         "ended": None,
         "status": "running",
         "checkpoint": checkpoint,
-        "passed_over": dict(passed_over or {}),
+        "passed_over": dict(skipped or {}),
         "changes": {change.key: [change.old, change.new] for change in changes},
         "device": job.hardware.device,
         "last_step": None,

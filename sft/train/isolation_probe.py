@@ -112,7 +112,7 @@ def check_probe(found: Probe, attention: str, packed: bool) -> None:
     if not found.finite_alone:
         raise PlanError(
             "The initial weights give hidden states that are not finite (NaN or infinite). If the run resumes, it had diverged before the "
-            "checkpoint was written: remove the newest checkpoints, or start anew with train.resume=never, and lower "
+            "checkpoint was written: remove the newest checkpoints, or start a new run with train.resume=never, and lower "
             "train.learning_rate. Nothing was trained."
         )
     other = "eager" if attention == "sdpa" else "sdpa"

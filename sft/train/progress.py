@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 DATA, COUNTING, FORWARD, BACKWARD, OPTIMIZER = "data", "count of tokens", "forward", "backward", "optimizer"
-BETWEEN, CHECKPOINT, HELD_OUT, START = "end of the step", "checkpoint", "held-out loss", "start"
+BETWEEN, CHECKPOINT, EVAL_LOSS, START = "end of the step", "checkpoint", "eval loss", "start"
 EVALUATION = "evaluation"
 
 
@@ -82,7 +82,7 @@ class Progress:
         if training:
             self.at(BACKWARD, self.passes)
         else:
-            self.at(HELD_OUT)
+            self.at(EVAL_LOSS)
 
     def passed(self) -> None:
         """The backward pass of a micro-batch is done."""

@@ -409,10 +409,7 @@ def build_trainer(
         arguments: From training_arguments.
         model: From load_model.
         tokenizer: From load_tokenizer.
-        sequences: As RecipeTrainer, also for the next.
-        stopping: See there.
-        faults: See there.
-        resume_plan: See there.
+        sequences, stopping, faults, resume_plan: As RecipeTrainer takes them.
 
     Raises:
         ModelError: There are no layers named in model.lora.target_modules.
@@ -467,7 +464,7 @@ class ResumedSettings(TrainerCallback):  # type: ignore[misc]
             return
         # Steps between lines and between saves come from trainer_state.json.
         state.compute_steps(args, state.max_steps)
-        # torch's LambdaLR: its state holds the peaks, but not the shape over the new number of steps.
+        # The checkpoint's scheduler state brings the old peaks back; the shape over the number of steps is already the new one.
         scheduler, peak = getattr(lr_scheduler, "scheduler", lr_scheduler), self.learning_rate
         scheduler.base_lrs = [peak] * len(scheduler.base_lrs)
         rates = [peak * shape(scheduler.last_epoch) for shape in scheduler.lr_lambdas]
@@ -477,7 +474,7 @@ class ResumedSettings(TrainerCallback):  # type: ignore[misc]
 
 
 def engine_callbacks(job: Job) -> list[TrainerCallback]:
-    """Complete the engine when the training begins; they come before anything that measures or trains."""
+    """Complete the engine when the training begins, before the runtime check reads it."""
     plan, ahead = job.plan, job.fsdp.prefetch if job.fsdp else None
     return [
         *([SelectiveCheckpointing()] if plan.gradient_checkpointing.value == "selective" else []),

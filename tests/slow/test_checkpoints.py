@@ -102,7 +102,7 @@ def test_a_stop_that_finds_the_disk_full_is_a_failure_that_no_queue_repeats(
     run = Run(disk / "job" / "terminated")
     words = [f"output_dir={disk}", f"tracking.run_name={run.path.name}"]
     said = spoil(ranks, recipe, 1, {"2": "terminated", "3": "full"}, words, expect=2)
-    assert said.count("was not written") == 2 and said.count("The run goes on") == 1
+    assert said.count("was not written") == 2 and said.count("The run continues") == 1
     printed = said.rstrip().splitlines()[-1]
     assert printed.startswith(
         "Interrupted by SIGTERM after step 3. The checkpoint of step 3 was not written: it takes "

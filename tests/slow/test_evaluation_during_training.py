@@ -134,7 +134,7 @@ def test_a_task_that_fails_costs_its_own_figures_alone_once_training_has_begun(
         assert said.count("eval.every_steps: these cannot be measured; nothing is trained yet.\n  broken: ") == 1
         assert "Traceback" not in said
         return
-    assert "step 2: broken was not measured (StopIteration). The training goes on" in printed["stdout"]
+    assert "step 2: broken was not measured (StopIteration). The training continues" in printed["stdout"]
     run = Run(recipe.parent / "outputs" / "job" / "fails")
     found = lines(run)
     assert [sorted(line["results"]) for line in found] == [["broken", "likely"], ["likely"], ["likely"]]

@@ -168,7 +168,7 @@ def test_damage_to_any_file_of_a_checkpoint_is_found_and_the_file_is_named(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own, where it reads
-def test_a_damaged_checkpoint_is_passed_over_and_allowed_changes_take_effect(runs: EngineRuns) -> None:
+def test_a_damaged_checkpoint_is_skipped_and_allowed_changes_take_effect(runs: EngineRuns) -> None:
     always = ("train.warmup_steps=0", "tracking.report_to=[wandb, tensorboard]")
     before = (*always, "train.max_steps=8", "train.save_steps=4")
     runs.train("2 ZeRO-2", "packed", "changed", *before)
@@ -188,7 +188,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_allowed_changes_take_effect(run
     changes = ("train.max_steps=10", "train.learning_rate=2e-3", "train.save_steps=3")
     allowed = "train.resume_allow_changes=[train.max_steps, train.learning_rate]"
     printed = runs.train("2 ZeRO-2", "packed", killed.path.name, *always, *changes, allowed)["stdout"]
-    assert "passed over: checkpoint-8: " in printed
+    assert "Skipped checkpoint-8, " in printed
     assert "it resumes from checkpoint-4" in printed
     assert [line["learning_rate"] for line in lines(killed)] == pytest.approx(
         [1e-3 / 2 * (1 + cos(pi * step / 8)) for step in range(4)]

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+import venv
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -202,6 +203,16 @@ def test_a_killed_evaluation_leaves_no_process() -> None:
     evaluation.kill()
     evaluation.wait()
     wait_until(lambda: not any(process.is_running() for process in started))
+
+
+def test_an_interpreter_under_tmp_is_there_although_the_programs_have_a_tmp_of_their_own(open_folder: Path) -> None:
+    venv.create(open_folder / "venv")
+    path = os.pathsep.join([str(REPOSITORY), *(folder for folder in sys.path if folder.endswith("site-packages"))])
+    done = subprocess.run(
+        [open_folder / "venv/bin/python", "-c", "from eval.sandbox.runner import run_program; print(run_program('').ending)"],
+        env=os.environ | {"PYTHONPATH": path}, cwd=REPOSITORY, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.strip() == "passed", done.stderr
 
 
 def test_a_pool_of_processes_works() -> None:

@@ -29,7 +29,7 @@ def test_a_task_that_cannot_be_loaded_is_refused_and_one_out_of_reach_is_not(
     checks[1].wait()
     told = capsys.readouterr().err
     assert "The documents of far are out of reach: " in told
-    assert "Training goes on" in told
+    assert "Training continues" in told
 
 
 def test_a_recipe_without_tasks_starts_nothing(

@@ -39,25 +39,25 @@ def run(tmp_path: Path) -> Run:
 
 def test_the_newest_that_verifies_is_chosen_and_newer_ones_are_named_and_lose_their_name(run: Run) -> None:
     choice = choose_checkpoint(run)
-    assert (choice.checkpoint, choice.step, choice.passed_over) == (run.checkpoints / "checkpoint-20", 20, {})
+    assert (choice.checkpoint, choice.step, choice.skipped) == (run.checkpoints / "checkpoint-20", 20, {})
     (run.checkpoints / "checkpoint-20" / "weights").write_text("checkpoint-21")
     (run.checkpoints / "checkpoint-10" / "weights").unlink()
     choice = choose_checkpoint(run)
     assert choice.step == 9
     assert choice.lines() == [
-        "passed over: checkpoint-20: weights has changed since it was written: its checksum differs; it is now checkpoint-20.unusable",
-        "passed over: checkpoint-10: weights is missing; it is now checkpoint-10.unusable",
+        "Skipped checkpoint-20, now checkpoint-20.unusable: weights has changed since it was written: its checksum differs",
+        "Skipped checkpoint-10, now checkpoint-10.unusable: weights is missing",
         "This run is unfinished: it resumes from checkpoint-9. train.resume=never starts a new one.",
     ]
     assert run.last_checkpoint() == choice.checkpoint
     assert (run.checkpoints / "checkpoint-20.unusable" / "weights").is_file()
 
 
-def test_a_checkpoint_under_another_name_is_passed_over(run: Run) -> None:
+def test_a_checkpoint_under_another_name_is_skipped(run: Run) -> None:
     write_manifest(run.checkpoints / "checkpoint-20", {"step": 15})
     choice = choose_checkpoint(run)
     assert choice.step == 10
-    assert "checkpoint-15" in choice.passed_over["checkpoint-20"]
+    assert "checkpoint-15" in choice.skipped["checkpoint-20"]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_torch_reshards_fsdp2s_own_shards(checkpoint: Path, job: Make) -> None:
     plan = resolve_resume(wrote(checkpoint, writer_here(job(2, FSDP))), job(4, FSDP))
     assert (plan.reshards, plan.random_state) == (False, False)
     assert plan.words.startswith(
-        "checkpoint-20 was written by 2 ranks under FSDP2; it goes on with 4 ranks under FSDP2."
+        "checkpoint-20 was written by 2 ranks under FSDP2; it resumes with 4 ranks under FSDP2."
     )
 
 

@@ -47,7 +47,7 @@ def test_where_a_checkpoint_has_no_room_the_ones_before_stay(run: Run, capsys: p
 
     before = names(run)
     assert not CheckpointWriter(run.checkpoints, 2, {"ranks": 1}, 0).save(5, write)
-    assert "The run goes on, checkpoint-4 stays, and the next interval" in capsys.readouterr().err
+    assert "The run continues, checkpoint-4 stays, and the next interval" in capsys.readouterr().err
     assert names(run) == before
 
 

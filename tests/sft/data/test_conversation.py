@@ -19,6 +19,7 @@ def parts(*given: tuple[str, Any]) -> list[dict[str, Any]]:
     [
         ANSWER,
         {"from": "gpt", "value": "Hello"},
+        {"from": "GPT", "value": "Hello"},
         ANSWER | {"name": None, "tool_calls": None, "reasoning_content": ""},
         {"role": "chatgpt", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]},
         {"role": "assistant", "content": parts(("text", "Hel"), ("text", "lo"))},

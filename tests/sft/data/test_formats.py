@@ -1,7 +1,7 @@
 import json
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -18,7 +18,8 @@ from sft.data.formats import (
 )
 from sft.data.readers import read_rows
 from sft.errors import DataError
-from sft.recipe.schema import Data, Source
+from sft.recipe.data import Column
+from sft.recipe.schema import REPOSITORY, Data, Source
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -125,8 +126,8 @@ def test_without_a_chat_template_prompt_and_completion_stay_text() -> None:
     ("row", "told"),
     [
         ({"messages": [{"role": "narrator", "content": "x"}]}, "unknown role 'narrator'; known: assistant"),
-        ({"messages": [{"content": "x"}]}, "a message has no `role`"),
-        ({"messages": ["x"]}, "a message has no `role`"),
+        ({"messages": [{"content": "x"}]}, "a message has neither `role` nor `from`"),
+        ({"messages": ["x"]}, "a message has neither `role` nor `from`"),
         ({"messages": {"role": "user"}}, "`messages` is of type dict, not a list of messages"),
         ({"messages": "Hi"}, "`messages` is not JSON"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "parts of type image; only text"),
@@ -159,6 +160,15 @@ def test_tokens_have_labels_of_their_own_or_are_all_trained() -> None:
     beside = {"attention_mask": [1, 1], "position_ids": [0, 1]}
     assert example({"input_ids": [5, 6]} | beside) == Tokens([5, 6], [5, 6])
     assert example({"input_ids": [5, 6], "labels": [-100, 6], "loss_mask": [1, 1]}) == Tokens([5, 6], [-100, 6])
+
+
+def test_a_recipe_can_name_every_format_and_rename_every_column_and_the_docs_list_them() -> None:
+    assert set(FORMATS) == set(get_args(get_args(Source.model_fields["format"].annotation)[0]))
+    columns = {name for format in FORMATS.values() for name in format.columns | format.optional}
+    assert set(get_args(Column)) <= columns
+    assert {name for format in FORMATS.values() for name in format.columns} <= set(get_args(Column))
+    table = (REPOSITORY / "docs" / "data.md").read_text()
+    assert all(f"| {format} |" in table for format in FORMATS)
 
 
 @pytest.mark.parametrize("format", sorted(FORMATS))

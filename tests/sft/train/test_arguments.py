@@ -100,7 +100,7 @@ def test_the_learning_rate_rises_and_then_has_the_recipes_shape(
 
 def test_every_schedule_of_the_recipe_is_one_of_transformers() -> None:
     assert set(get_args(Train.model_fields["lr_scheduler_type"].annotation)) == set(SCHEDULES)
-    assert {SchedulerType(name) for name in SCHEDULES.values()}
+    assert set(SCHEDULES.values()) <= {schedule.value for schedule in SchedulerType}
 
 
 def test_other_fields_of_sftconfig_go_through(make_job: MakeJob, tmp_path: Path) -> None:
