@@ -16,8 +16,10 @@ import numpy as np
 import torch
 
 from sft.data.formats import IGNORED
+from sft.data.prepared import Prepared
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.model.flops import ModelFlops
+from sft.plan.job import Job
 
 NUMBER, CONTENTS = "number", "contents"
 """Keys of a sequence's number on its way to the collator, and of a batch's Contents on its way to the trainer."""
@@ -66,6 +68,14 @@ class Sequences(torch.utils.data.Dataset[dict[str, Any]]):
             lengths = [len(tokens) for tokens, _ in documents]
         row = {NUMBER: number, "input_ids": ids, "labels": labels}
         return row | ({"seq_lengths": lengths} if self.packed else {})
+
+
+def training_sequences(job: Job, prepared: Prepared, tokenizer: Any) -> Sequences:
+    """What the trainer sees of the prepared data."""
+    recipe, folder = job.recipe, prepared.folder
+    store, index = DocumentStore.open(folder), SequenceIndex.load(folder / "train.npz")
+    empty = job.plan.empty_sequences_per_step.value
+    return Sequences(store, index, recipe.sequences_per_step, tokenizer.pad_token_id, recipe.data.packing, empty)
 
 
 class StepOrder(torch.utils.data.Sampler[int]):

@@ -8,11 +8,23 @@ import torch
 from transformers.trainer_callback import TrainerCallback
 
 from sft.data.formats import IGNORED
+from sft.data.prepared import Prepared
+from sft.data.store import SequenceIndex
 from sft.model.live import evaluating
 from sft.parallel import process_group as distributed
+from sft.plan.job import Job
 from sft.run.directory import Run, read_lines
 from sft.train.batches import Sequences
 from sft.train.trainer import RecipeTrainer
+
+
+def eval_loss_of(trainer: RecipeTrainer, job: Job, run: Run, prepared: Prepared) -> EvalLoss | None:
+    """The callback that measures as often as the recipe says; None if there is no eval split."""
+    index, train, data = SequenceIndex.load(prepared.folder / "held_out.npz"), job.recipe.train, trainer.train_dataset
+    if not len(index):
+        return None
+    sequences = Sequences(data.store, index, trainer.data_parallel_ranks, data.pad_token_id, data.packed)
+    return EvalLoss(trainer, sequences, train.eval_steps or train.save_steps, run)
 
 
 class EvalLoss(TrainerCallback):  # type: ignore[misc]

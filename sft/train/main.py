@@ -12,21 +12,20 @@ from sft.checkpoint.final import write_final
 from sft.checkpoint.resume import Choice, ResumePlan
 from sft.checkpoint.save_verification import SaveVerification
 from sft.data.prepared import Prepared
-from sft.data.store import DocumentStore, SequenceIndex
 from sft.model.load import load_model
 from sft.parallel import process_group as distributed
 from sft.parallel.process_group import reporting_lost_ranks
 from sft.plan.job import Job
 from sft.run.directory import Run
 from sft.train.arguments import training_arguments
-from sft.train.batches import Sequences
-from sft.train.eval_loss import EvalLoss
+from sft.train.batches import training_sequences
+from sft.train.eval_loss import eval_loss_of
 from sft.train.faults import Faults
 from sft.train.metrics import Metrics
 from sft.train.profiling import Profile
 from sft.train.runtime_check import RuntimeCheck
-from sft.train.stopping import Stopping
-from sft.train.tracking import finish_trackers, resume_trackers
+from sft.train.stopping import Stopping, leave_where_stopped
+from sft.train.tracking import resume_trackers
 from sft.train.trainer import RecipeTrainer, build_trainer, engine_callbacks
 from sft.train.watchdog import Watchdog, name_debug_files
 
@@ -67,7 +66,7 @@ def train(
     # Before the model: ZeRO-3 shards it while it loads.
     arguments = training_arguments(job, run)
     model = load_model(job, tokenizer)
-    warn_of_generation(run, model.generation_notes)
+    report_generation_notes(run, model.generation_notes)
     stopping, faults = Stopping(run, recipe), Faults(job, run, sequences, tokenizer)
     trainer = build_trainer(job, arguments, model, tokenizer, sequences, stopping, faults, resume_plan)
     watchdog = Watchdog(trainer.progress, run, distributed.rank(), job.hardware.ranks, recipe.train.ddp_timeout)
@@ -103,7 +102,7 @@ def add_callbacks(
     verification: SaveVerification | None,
 ) -> None:
     """Give the trainer its callbacks, in the order in which they are called."""
-    eval_loss = measured_loss(trainer, job, run, prepared)
+    eval_loss = eval_loss_of(trainer, job, run, prepared)
     profile = Profile(run.path / "profile", distributed.rank(), job.hardware.gpu is not None)
     callbacks = [
         trainer.clock,  # first: what the others do at the end of a step is no part of the step
@@ -122,41 +121,9 @@ def add_callbacks(
         trainer.add_callback(callback)
 
 
-def training_sequences(job: Job, prepared: Prepared, tokenizer: Any) -> Sequences:
-    """What the trainer sees of the prepared data."""
-    recipe, folder = job.recipe, prepared.folder
-    store, index = DocumentStore.open(folder), SequenceIndex.load(folder / "train.npz")
-    empty = job.plan.empty_sequences_per_step.value
-    return Sequences(store, index, recipe.sequences_per_step, tokenizer.pad_token_id, recipe.data.packing, empty)
-
-
-def measured_loss(trainer: RecipeTrainer, job: Job, run: Run, prepared: Prepared) -> EvalLoss | None:
-    """Measures the eval loss as the recipe says; None where there is no eval split."""
-    index, train, data = SequenceIndex.load(prepared.folder / "held_out.npz"), job.recipe.train, trainer.train_dataset
-    if not len(index):
-        return None
-    sequences = Sequences(data.store, index, trainer.data_parallel_ranks, data.pad_token_id, data.packed)
-    return EvalLoss(trainer, sequences, train.eval_steps or train.save_steps, run)
-
-
-def warn_of_generation(run: Run, notes: list[str]) -> None:
+def report_generation_notes(run: Run, notes: list[str]) -> None:
     """Report what had to change so that generation stops where the recipe says."""
     if distributed.is_rank_0():
         run.warn("generation", *notes)
         for note in notes:
             print(f"Warning: {note}", flush=True)
-
-
-def leave_where_stopped(job: Job, stopping: Stopping, step: int) -> None:
-    """End as a finished training does, where it was stopped.
-
-    Raises:
-        Interrupted: It was, with a checkpoint.
-        RunError: It was, without room for one.
-    """
-    reason = stopping.end(step)
-    if reason is not None:
-        with distributed.barrier_at_end():  # when rank 0 ends, the launcher ends all others
-            finish_trackers(job.recipe.tracking)
-        distributed.leave_group()
-        raise reason

@@ -31,11 +31,13 @@ from sft import signals
 from sft.checkpoint.write import Shortage
 from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted, RunError
 from sft.parallel import process_group as distributed
+from sft.plan.job import Job
 from sft.recipe.schema import Recipe
 from sft.recipe.train import parse_duration
 from sft.run.directory import Run
 from sft.run.requests import SAVE, STOP, began, forget_stale
 from sft.terminal import is_rank
+from sft.train.tracking import finish_trackers
 
 
 class StopRequest(IntEnum):
@@ -231,3 +233,18 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         return RunError(
             f"{interrupted}. {self.shortage.words}. {stays}: {steps} lost. Free some space. {self.run.next_start}."
         )
+
+
+def leave_where_stopped(job: Job, stopping: Stopping, step: int) -> None:
+    """End as a finished training does, where it was stopped.
+
+    Raises:
+        Interrupted: It was, with a checkpoint.
+        RunError: It was, without room for one.
+    """
+    reason = stopping.end(step)
+    if reason is not None:
+        with distributed.barrier_at_end():  # when rank 0 ends, the launcher ends all others
+            finish_trackers(job.recipe.tracking)
+        distributed.leave_group()
+        raise reason
