@@ -183,7 +183,9 @@ def zero3_empty_shards() -> None:
 
 
 def fsdp_own_shard() -> None:
-    final.full_state = lambda model, *_: {name: value.to_local().clone() for name, value in model.named_parameters()}
+    final.full_state = lambda model, *_, **__: {
+        name: value.to_local().clone() for name, value in model.named_parameters()
+    }
 
 
 def head_dropped() -> None:
