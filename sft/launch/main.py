@@ -87,24 +87,29 @@ def start(word: str, overrides: Sequence[str], preflight: bool = False, max_rest
         check_trainer_arguments(job)
         checked_data(job)
         start_ranks(topology, [*program, PREFLIGHT])
+    alone = topology.ranks == 1 and not max_restarts
     if topology.nodes == 1:  # else rank 0 prepares the data, once the nodes have met
-        _prepare_and_tune(job)
-    if topology.ranks > 1 or max_restarts:
+        _prepare_and_tune(job, alone)
+    if not alone:
         start_ranks(topology, program, max_restarts, job.recipe.train.ddp_timeout)
     print(f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} {join([sys.executable, *program])}", flush=True)
     clear_environment()
     train_job(job)
 
 
-def _prepare_and_tune(job: Job) -> None:
-    """Prepare the data before any rank waits for it, and measure once what the recipe leaves `auto`."""
-    prepared = prepared_data(job.recipe, job.model, command_of(job))
+def _prepare_and_tune(job: Job, alone: bool) -> None:
+    """Prepare the data before any rank waits for it, and measure once what the recipe leaves `auto`.
+
+    A process that trains alone has its data prepared while it imports (sft/launch/rank.py).
+    """
     # A run that resumes keeps what it was started with.
     resumes = (run := unfinished_run(job)) is not None and run.last_checkpoint() is not None
-    if job.hardware.gpu is None or not is_tuned(job) or resumes:
+    tunes = job.hardware.gpu is not None and is_tuned(job) and not resumes
+    if alone and not tunes:
         return
-    found = find_result(job, prepared)
-    if found is None or found.micro_batch_size is None:
+    prepared = prepared_data(job.recipe, job.model, command_of(job))
+    found = find_result(job, prepared) if tunes else None
+    if tunes and (found is None or found.micro_batch_size is None):
         auto_tune(job, prepared)
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from threading import Thread
 
 from sft.data.findings import check_findings
 from sft.data.ledger import check_limits
@@ -24,7 +25,7 @@ from sft.plan.hardware import cpu_cores, cpu_memory_gib
 from sft.processes import end_with_parent
 from sft.program import exit_process, run_main
 from sft.recipe.schema import Recipe
-from sft.signals import EXITS, SIGNALS, exit_status, held_back
+from sft.signals import EXITS, SIGNALS, asked, exit_status, held_back
 
 _MAIN_GIB, _WORKER_GIB = 1.0, 0.5
 """Memory of the process that reads, and of each worker: about twice what was measured on long rows with a large vocabulary."""
@@ -44,7 +45,38 @@ def worker_count() -> int:
     return max(1, min(cpu_cores(), int((cpu_memory_gib() - _MAIN_GIB) / _WORKER_GIB)))
 
 
-def prepared_data(recipe: Recipe, model: ModelFacts, command: Sequence[str], judge: bool = True) -> Prepared:
+def begin_preparation(recipe: Recipe, model: ModelFacts, command: Sequence[str]) -> subprocess.Popen[bytes] | None:
+    """Start the process that prepares the recipe's data; None if it is prepared."""
+    if find_prepared(entry_folder(recipe, model)) is not None:
+        return None
+    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+    environment = {name: value for name, value in os.environ.items() if name not in launched}
+    environment["SFT_PARENT"] = str(os.getpid())
+    with held_back():
+        return subprocess.Popen([sys.executable, "-m", "sft.launch.prepare", *command], env=environment)
+
+
+def end_if_it_fails(process: subprocess.Popen[bytes]) -> None:
+    """End this process as soon as that one has reported a mistake in the data: imports meanwhile cannot be interrupted otherwise."""
+
+    def watch() -> None:
+        status = process.wait()
+        if status in EXITS:  # it was stopped alone, or this process too
+            if asked() is None:
+                os.kill(os.getpid(), status - 128)
+        elif status > 0:
+            os._exit(status)
+
+    Thread(target=watch, daemon=True).start()
+
+
+def prepared_data(
+    recipe: Recipe,
+    model: ModelFacts,
+    command: Sequence[str],
+    judge: bool = True,
+    begun: subprocess.Popen[bytes] | None = None,
+) -> Prepared:
     """The recipe's prepared data; if there is none yet, a process of its own makes it.
 
     Args:
@@ -52,16 +84,17 @@ def prepared_data(recipe: Recipe, model: ModelFacts, command: Sequence[str], jud
         model: From inspect_model.
         command: The recipe's path and the overrides.
         judge: Compare ledger and findings with the recipe's limits.
+        begun: From begin_preparation, if it was called before.
 
     Raises:
         DataError: A limit is exceeded, or the data changed meanwhile.
         Interrupted: A signal arrived.
         RunError: The process was killed.
     """
-    entry = entry_folder(recipe, model)
-    if find_prepared(entry) is None:
-        _prepare_apart(command)
-    prepared = find_prepared(entry)
+    process = begun or begin_preparation(recipe, model, command)
+    if process is not None:
+        _wait_for(process)
+    prepared = find_prepared(entry_folder(recipe, model))
     if prepared is None:
         raise DataError("The data has changed while it was prepared. Start again when nobody writes to it.")
     with suppress(OSError):  # may be another user's
@@ -72,12 +105,7 @@ def prepared_data(recipe: Recipe, model: ModelFacts, command: Sequence[str], jud
     return prepared
 
 
-def _prepare_apart(command: Sequence[str]) -> None:
-    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
-    environment = {name: value for name, value in os.environ.items() if name not in launched}
-    environment["SFT_PARENT"] = str(os.getpid())
-    with held_back():
-        process = subprocess.Popen([sys.executable, "-m", "sft.launch.prepare", *command], env=environment)
+def _wait_for(process: subprocess.Popen[bytes]) -> None:
     with process:
         try:
             status = process.wait()

@@ -29,7 +29,7 @@ from sft.launch.evaluation import become_evaluation, programs, unfinished_evalua
 from sft.launch.job import command_of, open_job, parse_command_line
 from sft.launch.open_run import OpenedRun, check_start, open_run
 from sft.launch.preflight import check_ranks, preflight
-from sft.launch.prepare import prepared_data
+from sft.launch.prepare import begin_preparation, end_if_it_fails, prepared_data
 from sft.parallel import process_group as distributed
 from sft.parallel.process_group import reporting_lost_ranks
 from sft.plan.job import Job
@@ -68,12 +68,17 @@ def train_job(job: Job) -> None:
     """Check, open the run, train, then evaluate."""
     resume_evaluation(job)
     tasks = check_before_training(job.recipe) if distributed.is_rank_0() else None
-    if "WORLD_SIZE" not in os.environ:  # one process: report a mistake before seconds of imports
+    preparation = None
+    if "WORLD_SIZE" not in os.environ:  # one process: its data is prepared while it imports, which takes as long
         check_start(job)
-        prepared_data(job.recipe, job.model, command_of(job))
+        preparation = begin_preparation(job.recipe, job.model, command_of(job))
+    if preparation is not None:
+        end_if_it_fails(preparation)
     with uncollected(), reporting_lost_ranks(job.recipe, "the processes met"):
         enter(job)
         check_with_frameworks(job)
+    if preparation is not None:
+        prepared_data(job.recipe, job.model, command_of(job), begun=preparation)
     if tasks is not None:
         tasks.wait()
     tokenizer = load_tokenizer(pinned(job.recipe, job.model))
