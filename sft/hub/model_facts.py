@@ -116,12 +116,13 @@ class ModelFacts:
         return max(self.parameters - embedding, 0) // self.num_hidden_layers or self.parameters
 
 
-def inspect_model(recipe: Recipe, download: bool = True) -> ModelFacts:
+def inspect_model(recipe: Recipe, download: bool = True, for_data: bool = False) -> ModelFacts:
     """Find out what the plan needs of the recipe's model, from its configuration and an empty model on torch's meta device.
 
     Args:
         recipe: Names the model.
         download: Fetch config.json where the model is on the hub and not cached.
+        for_data: Only what preparing the data needs. Where config.json says it, torch and transformers are not imported.
 
     Raises:
         ModelError: The model does not exist, is no decoder, its config.json is none, its files are not whole, or it has code that may
@@ -139,6 +140,11 @@ def inspect_model(recipe: Recipe, download: bool = True) -> ModelFacts:
     check_remote_code(model, path, commit, settings, _read_json(tokenizer) if tokenizer else {})
     if Path(path).is_dir():
         check_weight_files(Path(path), settings)
+    text = settings.get("text_config") or settings
+    if for_data and isinstance(text.get("vocab_size"), int):
+        return ModelFacts(
+            path, text.get("model_type", settings.get("model_type")), vocab_size=text["vocab_size"], commit=commit
+        )
     config = load_config(path, revision, model.trust_remote_code)
     check_decoder(config, model.name_or_path)
     empty = None

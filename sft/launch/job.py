@@ -66,14 +66,14 @@ def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to
     return Job(recipe, path, tuple(overrides), hardware, model, deepspeed, plan)
 
 
-def open_recipe(recipe_path: Path, overrides: Sequence[str]) -> tuple[Recipe, Path, ModelFacts]:
-    """A recipe, the file it is in, and its model: what preparing the data needs, on whatever machine.
+def open_recipe(recipe_path: Path, overrides: Sequence[str], for_data: bool = False) -> tuple[Recipe, Path, ModelFacts]:
+    """A recipe, the file it is in, and its model, on whatever machine; for_data as inspect_model has it.
 
     Raises:
         UserError: The recipe, its output_dir, chat template or model is wrong.
     """
     recipe, path = _checked_recipe(recipe_path, overrides)
-    return recipe, path, _checked_model(recipe, to_run=True)
+    return recipe, path, _checked_model(recipe, to_run=True, for_data=for_data)
 
 
 def _checked_recipe(recipe_path: Path, overrides: Sequence[str]) -> tuple[Recipe, Path]:
@@ -85,8 +85,8 @@ def _checked_recipe(recipe_path: Path, overrides: Sequence[str]) -> tuple[Recipe
     return recipe, path
 
 
-def _checked_model(recipe: Recipe, to_run: bool) -> ModelFacts:
-    model = inspect_model(recipe, download=to_run)
+def _checked_model(recipe: Recipe, to_run: bool, for_data: bool = False) -> ModelFacts:
+    model = inspect_model(recipe, download=to_run, for_data=for_data)
     if to_run and model.model_type is None:
         raise ModelError(
             f"model.name_or_path={recipe.model.name_or_path}: there is no such folder here, it is not in the hub's cache, and the "

@@ -36,7 +36,9 @@ def main(argv: Sequence[str]) -> None:
     recipe_path, overrides = parse_command_line(argv, "sft.launch.prepare")
     if os.environ.get("SFT_PARENT"):
         end_with_parent(int(os.environ["SFT_PARENT"]), signal.SIGTERM)
-    recipe, _, model = open_recipe(recipe_path, overrides)
+    recipe, _, model = open_recipe(
+        recipe_path, overrides, for_data=True
+    )  # whoever starts this has checked all of the model
     prepare(recipe, model, worker_count())
 
 
