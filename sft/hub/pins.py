@@ -42,7 +42,7 @@ def pin_lines(revisions: list[dict[str, Any]]) -> list[str]:
     for one in revisions:
         name, revision, commit = one["name"], one["revision"], one["commit"]
         where = "model.revision" if one["key"] == "model" else f"revision of {name} in {one['key']}"
-        now = f"stands for {commit} today; to keep it" if commit else "cannot be asked of the hub now; to pin it"
+        now = f"stands for {commit} today; to keep it" if commit else "cannot be looked up on the hub now; to pin it"
         if not is_commit(revision):
             lines.append(f"Not pinned: {name} {revision or 'main'} {now}, set {where}: {commit or '<commit>'}")
     return lines

@@ -1,4 +1,4 @@
-"""What is asked for during training, and what is kept of it; tests/slow/test_evaluation_during_training.py trains."""
+"""What an evaluation during training measures and keeps; tests/slow/test_evaluation_during_training.py trains."""
 
 import json
 import random

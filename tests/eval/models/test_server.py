@@ -277,7 +277,7 @@ def test_a_server_that_dies_midway_is_named_and_the_evaluation_incomplete(
     write_task: WriteTask,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With a key, which is asked for and written nowhere."""
+    """A server that demands a key; the key is written nowhere."""
     from sft.errors import EvaluationError
 
     monkeypatch.chdir(tmp_path)

@@ -116,3 +116,14 @@ def test_a_mistake_is_found_before_torch_is_imported(mistake: str, outputs: Path
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=REPOSITORY
     )
     assert printed.stdout.strip() == "[]"
+
+
+def test_what_prepares_data_learns_of_the_model_without_torch(path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from sft.launch.job import open_recipe;"
+        f"model = open_recipe(Path({str(path)!r}), [], for_data=True)[2];"
+        "print(model.model_type, model.vocab_size, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    facts = open_job(path, [], CPU).model
+    assert done.stdout.split() == [facts.model_type, str(facts.vocab_size), "False"], done.stderr
