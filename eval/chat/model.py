@@ -157,13 +157,7 @@ class ChatModel:
 def find_model(
     model: str, base: bool = False, checkpoint: int | None = None, trust_remote_code: bool = False
 ) -> ChatModel:
-    """Find the model to chat with.
-
-    Args:
-        model: A run's folder, a model's, or an id on the hub.
-        base: The model that the run was trained from.
-        checkpoint: The step of one of the run's checkpoints.
-        trust_remote_code: Whether the user allows the Python files of the run's model.
+    """Find the model to chat with: a folder, an id on the hub, or of a run its final model, its base or a checkpoint's step.
 
     Raises:
         EvaluationError: There is no such model, or the run has none yet.

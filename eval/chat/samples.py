@@ -170,11 +170,7 @@ def _show(run: Run, result: dict[str, Any]) -> None:
 
 
 def chat(run: Run) -> None:
-    """Have base and tuned model answer, and write eval/chat.json.
-
-    Raises:
-        EvaluationError: There is no final/, or prompts or models cannot be used.
-    """
+    """Have base and tuned model answer, and write eval/chat.json."""
     recipe = run.recipe()
     if not recipe.eval.chat:
         raise EvaluationError("eval.chat=false: no prompts are answered.")

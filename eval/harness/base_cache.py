@@ -35,17 +35,7 @@ def measure_base(
 ) -> None:
     """Put the base model's results in a folder: those already there, or another run's, or measured now.
 
-    Args:
-        target: The base model.
-        prompting: How it is prompted.
-        tasks: From `load_tasks`.
-        folder: For the results.
-        log: Where the libraries' output goes.
-        placement: From `place_model`.
-        output_dir: Where results are kept; None: measure in any case, and keep nothing.
-
-    Raises:
-        EvaluationError: As `evaluate_model`.
+    Without an output_dir it is measured in any case, and nothing is kept.
     """
     key = base_key(target, prompting, placement, gpu_name())
     more = {"base_key": key, "prompting": prompting.record}
@@ -60,14 +50,7 @@ def measure_base(
 
 
 def base_key(target: Target, prompting: Prompting, placement: Placement, gpu: str | None = None) -> str | None:
-    """The name of the results; None where the model cannot be told from others.
-
-    Args:
-        target: The model.
-        prompting: How it is prompted.
-        placement: In how many processes it is measured.
-        gpu: The GPU's name, which decides kernels, memory and so batches; None without one.
-    """
+    """The name of the results; None where the model cannot be told from others. The GPU decides kernels, memory and so batches."""
     identity = model_identity(target)
     if identity is None:
         return None

@@ -37,10 +37,7 @@ BATCH_SIZE = 8
 
 
 def evaluation_during(job: Job, run: Run, tokenizer: Any) -> Callable[[Any], During] | None:
-    """Load the documents that are evaluated during training; None where the recipe asks for none.
-
-    Returns:
-        Makes the callback that evaluates, given the trainer.
+    """Load the documents that are evaluated during training, and return what makes the callback; None where the recipe asks for none.
 
     Raises:
         EvaluationError: A task cannot be measured, or its documents are out of reach.
@@ -70,21 +67,10 @@ def evaluation_during(job: Job, run: Run, tokenizer: Any) -> Callable[[Any], Dur
 
 
 class During(TrainerCallback):  # type: ignore[misc]
-    """Evaluates, and hands the scores to the line of metrics.jsonl of the same step.
+    """Evaluates every so many steps, the first time before the first, and hands the scores to the line of metrics.jsonl of the same step.
 
-    Must be called before the callback that writes the line. Every rank takes part.
-
-    Args:
-        trainer: Trains the model.
-        tasks: With their documents.
-        settings: The same for each evaluation.
-        tokenizer: The run's.
-        every: Optimizer steps between evaluations; the first is before the first step.
-        file: during.jsonl.
-        log: Where the libraries' output goes; of rank 0.
-
-    Raises:
-        EvaluationError: A task fails before the first step. Later, training goes on without it.
+    Must be called before the callback that writes the line. Every rank takes part. A task that fails before the first step is an error; later,
+    training goes on without it.
     """
 
     def __init__(

@@ -41,17 +41,12 @@ MOVES_NO_SCORE = {
 def evaluate_run(run: Run, evaluation: Evaluation, accept_edits: bool = False) -> dict[str, str]:
     """Measure a run's base and tuned model, and write the comparison and the report.
 
-    Args:
-        run: A run that has its final model.
-        evaluation: The recipe's `eval` section, changed on the command line or not.
-        accept_edits: Whether final/ may differ from what training wrote.
-
     Returns:
         Tasks that could not be measured, and why: empty where the comparison is complete.
 
     Raises:
         EvaluationError: Whatever the user can fix.
-        RunError: final/ is not what the training wrote.
+        RunError: final/ is not what the training wrote, and `accept_edits` is not set.
         GateFailed: The tuned model does not pass eval.gate.
     """
     model_code = run.recipe().model.trust_remote_code
@@ -178,18 +173,7 @@ def name_of(folder: Path) -> str:
 
 
 def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
-    """Measure one model and write lm_eval's output to outputs/eval/<model>/<time>/.
-
-    Args:
-        model: A folder, an id on the hub, or `builtin:demo`.
-        evaluation: What to measure.
-
-    Returns:
-        Tasks that could not be measured, and why.
-
-    Raises:
-        EvaluationError: Whatever the user can fix.
-    """
+    """Measure one model and write lm_eval's output to outputs/eval/<model>/<time>/; returns the tasks that could not be measured, and why."""
     outputs = Path("outputs")
     selection = check_tasks(evaluation, outputs)
     if not selection.tasks:

@@ -71,16 +71,11 @@ def evaluate_model(
     given: Sizes | None = None,
     strict: bool = False,
 ) -> None:
-    """Measure one model on every task, and write lm_eval's output to a folder: complete or absent.
+    """Measure one model on every task, and write lm_eval's output, with keys of ours, to a folder: complete or absent.
+
+    All models of a comparison have the tokenizer, tasks, settings and placement in common.
 
     Args:
-        target: The model.
-        tokenizer: The one that makes the prompts of every model in the comparison.
-        tasks: From `load_tasks`.
-        settings: The same for every model in the comparison.
-        output: The folder, which is replaced. Its results.json has keys of ours beside lm_eval's own.
-        log: Where the libraries' output goes.
-        placement: The same for every model in the comparison.
         more: Further keys of results.json.
         given: The batch sizes that were found for the base model.
         strict: Whether a task fails that has no memory for them.

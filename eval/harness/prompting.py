@@ -37,15 +37,7 @@ class Prompting:
 
 
 def own_template(base: Target, needed: bool = False) -> str | dict[str, str] | None:
-    """The base model's own chat template; None where it has none, or no tokenizer that can be read.
-
-    Args:
-        base: The base model.
-        needed: Whether it is prompted through it: eval.base_template=own.
-
-    Raises:
-        EvaluationError: It is, and its tokenizer cannot be loaded.
-    """
+    """The base model's own chat template; None where it has none, or no tokenizer that can be read, unless that is needed."""
     from transformers import AutoTokenizer
 
     try:
@@ -64,16 +56,7 @@ def own_template(base: Target, needed: bool = False) -> str | dict[str, str] | N
 
 
 def prompt_base(settings: Settings, reference: Reference, template: str | dict[str, str] | None) -> Prompting:
-    """Decide how the base model is prompted.
-
-    Args:
-        settings: Of the tuned model.
-        reference: The tuned model.
-        template: The base model's own chat template.
-
-    Raises:
-        EvaluationError: eval.base_template=own where no chat template is applied.
-    """
+    """Decide how the base model is prompted, given the tuned model's settings and the base model's own chat template."""
     own = settings.base_template == "own"
     if not settings.apply_chat_template:
         if own:

@@ -161,14 +161,7 @@ class SharedHFLM(HFLM):  # type: ignore[misc]  # lm_eval ships no types
 
 
 class Helper:
-    """A process with a full model of its own that answers what it is sent.
-
-    Args:
-        target: The model.
-        tokenizer: Folder or id of the tokenizer.
-        settings: Of the evaluation.
-        process: Its number, from 1: the GPU that it uses.
-    """
+    """A process with a full model of its own that answers what it is sent; its number, from 1, is the GPU that it uses."""
 
     def __init__(self, target: Target, tokenizer: str, settings: Settings, process: int) -> None:
         context = multiprocessing.get_context("spawn")

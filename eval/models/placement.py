@@ -117,13 +117,7 @@ def give_memory_back() -> None:
 
 
 def weights_size(config: PreTrainedConfig, dtype: str, trust_remote_code: bool) -> int:
-    """Bytes of a model's weights, tied ones once, without loading or downloading them.
-
-    Args:
-        config: The model's.
-        dtype: The evaluation's; `auto` counts as the config's, or fp32 where it names none.
-        trust_remote_code: As for loading.
-    """
+    """Bytes of a model's weights, tied ones once, without loading them; dtype `auto` counts as the config's, or fp32 where it names none."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -149,11 +143,7 @@ def place_model(
 
 
 def check_placement(model: Any, placement: Placement) -> None:
-    """Refuse a model that `device_map=auto` has put on the CPU or a disk in part, where it would take days.
-
-    Raises:
-        EvaluationError: It has.
-    """
+    """Refuse a model that `device_map=auto` has put on the CPU or a disk in part, where it would take days."""
     devices = [str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()]
     elsewhere = sorted({"cpu", "disk"} & {*devices})
     if placement.spread and elsewhere:

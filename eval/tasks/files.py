@@ -99,15 +99,7 @@ def _code_of(config: dict[str, Any], known: frozenset[str]) -> list[str]:
 
 
 class LocalTasks:
-    """The tasks that the user brings.
-
-    Args:
-        include_path: A folder of task files.
-        metrics: The metrics that lm_eval has, which are no code of others.
-
-    Raises:
-        EvaluationError: There is no such folder.
-    """
+    """The tasks that the user brings; `metrics` are those that lm_eval has, which are no code of others."""
 
     def __init__(self, include_path: str | None, metrics: frozenset[str]) -> None:
         self.metrics = metrics
@@ -130,11 +122,7 @@ class LocalTasks:
                 self.unreadable.append(str(error))  # shown only where a task is missing: the folder may hold other YAML
 
     def read(self, path: Path, folder: Path) -> TaskFile:
-        """Read one file.
-
-        Raises:
-            EvaluationError: It defines no task.
-        """
+        """Read one file, which must define a task."""
         code: list[str] = []
         config = self._read_yaml(path, code)
         name, group = config.get("group") or config.get("task"), "group" in config

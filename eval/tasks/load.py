@@ -63,13 +63,7 @@ class Documents:
 
 
 def load_tasks(selection: TaskSelection, settings: Settings, run_code: bool, log: Path) -> LoadedTasks:
-    """Load every task's documents, and set the length of its answers.
-
-    Args:
-        selection: From `check_tasks`.
-        settings: From `resolve_settings`.
-        run_code: Whether tasks may run what the model writes: eval.confirm_run_unsafe_code.
-        log: Where the libraries' output goes.
+    """Load every task's documents, and set the length of its answers; `run_code` is eval.confirm_run_unsafe_code.
 
     Raises:
         EvaluationError: A task is broken, needs a package, or contradicts the settings; all in one message.
@@ -89,7 +83,7 @@ def load_tasks(selection: TaskSelection, settings: Settings, run_code: bool, log
 
 
 def read_tasks(selection: TaskSelection, documents: Documents, run_code: bool, log: Path) -> LoadedTasks:
-    """Load every task's documents, and check what needs no tokenizer; arguments and errors as `load_tasks`."""
+    """Load every task's documents, and check what needs no tokenizer; errors as `load_tasks`."""
     from lm_eval.tasks import TaskManager
 
     # A code task loads its metric at once. That the user's shell has set this variable is no consent.

@@ -53,10 +53,7 @@ class TaskCheck:
 
 
 def check_before_training(recipe: Recipe) -> TaskCheck | None:
-    """Start to load the tasks that the recipe measures after its training.
-
-    Returns:
-        The check; None where there is nothing to load but the demo's own task.
+    """Start to load the tasks that the recipe measures after its training; None where there is nothing to load but the demo's own task.
 
     Raises:
         EvaluationError: A task is unknown or lacks consent, or runs generated code, which this machine cannot isolate.

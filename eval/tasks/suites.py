@@ -110,11 +110,7 @@ class TaskSelection:
 
 
 def check_tasks(evaluation: Evaluation, output_dir: Path) -> TaskSelection:
-    """Find every task that the recipe names. Loads no model and no dataset, runs no code.
-
-    Args:
-        evaluation: The recipe's `eval` section.
-        output_dir: The recipe's output_dir, where `builtin:demo` is made.
+    """Find every task that the recipe names. Loads no model and no dataset, runs no code; `builtin:demo` is made in output_dir.
 
     Raises:
         EvaluationError: A task is unknown, is measured twice, or runs code without consent; or the gate names a task that is not
