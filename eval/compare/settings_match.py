@@ -29,7 +29,7 @@ def differing(base: object, tuned: object, where: str = "") -> list[str]:
 def check_settings_match(
     base: Results, tuned: Results, base_samples: Samples, tuned_samples: Samples
 ) -> dict[str, Any] | None:
-    """Refuse a comparison where settings, documents or prompts differ; a base model may have its own prompts where the recipe asks for them.
+    """Refuse a comparison where settings, documents or prompts differ; a base model's own prompts may, where the recipe asks for them.
 
     Returns:
         How the base model was prompted where that had to be decided: `base_template`, and `note`, a sentence about it.

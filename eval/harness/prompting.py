@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from eval.models.target import Target
-from eval.quiet import first_line
+from eval.tasks.output import first_line
 from eval.tasks.reference import Reference
 from eval.tasks.settings import Settings, template_sha256
 from sft.errors import EvaluationError
@@ -41,9 +41,8 @@ def own_template(base: Target, needed: bool = False) -> str | dict[str, str] | N
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            base.model, revision=base.revision, trust_remote_code=base.trust_remote_code
-        )
+        trusted = base.trust_remote_code
+        tokenizer = AutoTokenizer.from_pretrained(base.model, revision=base.revision, trust_remote_code=trusted)
     except (OSError, ValueError, KeyError, ImportError) as error:
         if needed:
             raise EvaluationError(
@@ -75,19 +74,12 @@ def prompt_base(settings: Settings, reference: Reference, template: str | dict[s
     caveat = "(eval.base_template: own). The comparison is of the two with these prompts, not of the weights alone."
     if template is None:
         note = "The base model has no chat template and was asked with the tasks' plain prompts, the tuned model through its chat template"
-        plain = replace(
-            settings,
-            apply_chat_template=False,
-            chat_template_sha256=None,
-            fewshot_as_multiturn=False,
-            enable_thinking=None,
-            add_bos_token=None,
-        )
+        plain = replace(settings, apply_chat_template=False, chat_template_sha256=None, fewshot_as_multiturn=False)
+        plain = replace(plain, enable_thinking=None, add_bos_token=None)
         return Prompting(plain, reference.tokenizer, f"{note} {caveat}")
     note = "The base model was asked through its own chat template, the tuned model through another"
     tokenizer = copy.deepcopy(reference.tokenizer)
     tokenizer.chat_template = template
     reasons = False if "enable_thinking" in str(template) else None
-    return Prompting(
-        replace(settings, chat_template_sha256=sha256, enable_thinking=reasons), tokenizer, f"{note} {caveat}"
-    )
+    own_settings = replace(settings, chat_template_sha256=sha256, enable_thinking=reasons)
+    return Prompting(own_settings, tokenizer, f"{note} {caveat}")

@@ -12,8 +12,8 @@ from eval.models.generation import CARRIED, NO_EFFECT
 from eval.models.placement import Placement
 from eval.models.served import check_two, find_served, probe, task_problems
 from eval.models.target import Target
-from eval.quiet import summary
 from eval.tasks.load import LoadedTasks, leaves
+from eval.tasks.output import summary
 from eval.tasks.settings import Settings
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation

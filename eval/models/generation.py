@@ -84,7 +84,10 @@ def cut(text: str, until: Iterable[str]) -> str:
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase, settings: Settings, chat: list[dict[str, str]], add_generation_prompt: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    settings: Settings,
+    chat: list[dict[str, str]],
+    add_generation_prompt: bool = True,
 ) -> str:
     """A chat as a prompt, as lm_eval's `hf` model renders it."""
     import jinja2

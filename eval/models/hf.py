@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from eval.models.placement import Placement, change_whole, check_placement
 from eval.models.target import Target
-from eval.quiet import summary
+from eval.tasks.output import summary
 from eval.tasks.settings import Settings
 from sft.errors import EvaluationError, LostRank
 from sft.plan.hardware import cpu_cores

@@ -117,7 +117,7 @@ def give_memory_back() -> None:
 
 
 def weights_size(config: PreTrainedConfig, dtype: str, trust_remote_code: bool) -> int:
-    """Bytes of a model's weights, tied ones once, without loading them; dtype `auto` counts as the config's, or fp32 where it names none."""
+    """Bytes of a model's weights, tied ones once, without loading them; dtype `auto` is the config's, or fp32 where it names none."""
     import torch
     from transformers import AutoModelForCausalLM
 

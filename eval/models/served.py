@@ -94,7 +94,9 @@ def send(
     wait = (SECONDS_TO_CONNECT, seconds)
     try:
         # Send no key but the one that the recipe names: without an `auth` requests takes one from ~/.netrc.
-        answer = requests.request(method, url, json=payload, headers=headers, timeout=wait, auth=lambda request: request)
+        answer = requests.request(
+            method, url, json=payload, headers=headers, timeout=wait, auth=lambda request: request
+        )
     except requests.Timeout:
         raise EvaluationError(
             f"{url} has not answered within {seconds} s. Is the server still loading its model? Wait until it serves, or raise "
@@ -122,7 +124,9 @@ def _remedy(status: int, base_url: str, api_key_env: str | None) -> str:
     if status in (401, 403):
         if api_key_env is not None:
             return f" It does not take the key in {api_key_env}."
-        return " The server wants a key: put it into an environment variable and name that one, server.api_key_env=MY_KEY."
+        return (
+            " The server wants a key: put it into an environment variable and name that one, server.api_key_env=MY_KEY."
+        )
     if status == 404 and base_url.endswith("/v1"):
         return " Is eval.server.base_url right?"
     return f" Servers of this kind answer under /v1: set eval.server.base_url={base_url}/v1" if status == 404 else ""

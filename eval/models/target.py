@@ -49,6 +49,12 @@ def check_folder(named: str) -> None:
         raise EvaluationError(f"There is no folder {path}{hint} Name a run's folder, a model's, or an id on the hub.")
 
 
+def check_trained(run: Run, instead: str = "Finish its training first.") -> None:
+    """Refuse a run without its final model."""
+    if not (run.final / "config.json").is_file():
+        raise EvaluationError(f"{run.path} has no final model (status: {run.record.get('status')}). {instead}")
+
+
 def recorded_base(run: Run) -> Target:
     """The model that a run started from, as run.json records it; its code must be what training ran."""
     model, record = run.recipe().model, run.record["base_model"]
@@ -65,8 +71,7 @@ def recorded_base(run: Run) -> Target:
 def base_target(run: Run, reference: Reference) -> Target:
     """The model that a run started from; it must load, and be large enough for the tuned model's tokenizer."""
     target = recorded_base(run)
-    config = load_config(
-        target.model, target.revision, target.trust_remote_code, called=f"The base model of {run.path},"
-    )
+    named = f"The base model of {run.path},"
+    config = load_config(target.model, target.revision, target.trust_remote_code, named)
     check_vocabulary(reference, config, target.model, target.new_tokens)
     return target

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eval.quiet import first_line
+from eval.tasks.output import first_line
 from sft.errors import EvaluationError
 from sft.hub.remote_code import is_refusal
 

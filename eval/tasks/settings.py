@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from eval.quiet import first_line
 from eval.sandbox.metric import code_settings
+from eval.tasks.output import first_line
 from eval.tasks.reference import Reference, context_of
 from eval.tasks.suites import TaskSelection
 from sft.errors import EvaluationError

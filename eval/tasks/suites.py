@@ -188,10 +188,7 @@ def needs_consent(task: str) -> str:
 
 
 def measured_twice(measured: Iterable[tuple[str, str]]) -> list[str]:
-    """A line for each two tasks, groups or tags that share a task.
-
-    Args:
-        measured: Each task with the name that it was selected by.
+    """A line for each two tasks, groups or tags that share a task; each task comes with the name that it was selected by.
 
     >>> measured_twice([("a", "letters"), ("b", "letters"), ("a", "a")])
     ['eval.tasks: a is part of letters and of a. Leave one of them out.']
