@@ -41,14 +41,14 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskFile:
-    """What a user's file says of its task."""
+    """A task that was found: what a user's file says of it, or lm_eval's own."""
 
     task: Task
-    code: tuple[str, ...]
-    """What it runs of its author's code, in the words of the file."""
-
     unsafe: bool
     """Whether it runs what the model writes."""
+
+    code: tuple[str, ...] = ()
+    """What it runs of its author's code, in the words of the file."""
 
     members: list[str] = field(default_factory=list)
     """The names in it, where it is a group."""
@@ -133,8 +133,8 @@ class LocalTasks:
         file = TaskFile(
             # lm_eval takes a task by its path; a group only by name, from a folder.
             Task(name, name if group else str(path)),
-            tuple(dict.fromkeys(code)),
             bool(config.get("unsafe_code")) or CODE_METRIC in _metrics(config),
+            tuple(dict.fromkeys(code)),
             members_of(config) if group else [],
         )
         self.by_name.setdefault(name, []).append(file)
