@@ -75,11 +75,7 @@ def held_back() -> Iterator[None]:
 
 
 def hear_held_back() -> None:
-    """Hear what the process that started this one has `held_back`.
-
-    Raises:
-        Interrupted: There was something.
-    """
+    """Hear what the process that started this one has `held_back`. Raises Interrupted if there was something."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
@@ -217,11 +213,7 @@ class _Listener:
             self._act(self._first, False)
 
     def release(self) -> None:
-        """From here on a signal ends the main thread again.
-
-        Raises:
-            Interrupted: One has arrived meanwhile.
-        """
+        """From here on a signal ends the main thread again. Raises Interrupted if one has arrived meanwhile."""
         self._holds = False
         if self._first is not None:
             raise Interrupted(self._first.name, exit_status(self._first))

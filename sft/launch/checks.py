@@ -25,11 +25,7 @@ _LAUNCHERS = {
 
 
 def check_installed() -> None:
-    """Refuse packages older than pyproject.toml allows, before they fail somewhere in their imports. Newer ones are untested, and run.
-
-    Raises:
-        PlanError: One is too old: another environment's comes first on the path.
-    """
+    """Refuse packages older than pyproject.toml allows (PlanError); newer ones are untested, and run."""
     file = REPOSITORY / "pyproject.toml"
     needed = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["dependencies"] if file.is_file() else []
     for name, least in re.findall(r"^([\w-]+)[^>]*>=([\d.]+)", "\n".join(needed), re.MULTILINE):
@@ -47,11 +43,7 @@ def _numbers(release: str) -> tuple[int, ...]:
 
 
 def check_started_once() -> None:
-    """Refuse a launcher around this launcher: each of its processes would start a whole job.
-
-    Raises:
-        PlanError: There is one, or it has left its variables behind.
-    """
+    """Refuse a launcher around this launcher (PlanError): each of its processes would start a whole job."""
     for name, launcher in _LAUNCHERS.items():
         if name in os.environ:
             raise PlanError(
@@ -77,22 +69,14 @@ def _check_visible_gpus() -> None:
 
 
 def job_and_topology(recipe: Path, overrides: Sequence[str]) -> tuple[Job, Topology]:
-    """The recipe on this machine, with as many processes as the environment asks for.
-
-    Raises:
-        UserError: The environment or the recipe is wrong.
-    """
+    """The recipe on this machine, with as many processes as the environment asks for. Raises UserError if one of them is wrong."""
     _check_visible_gpus()
     topology = read_topology()
     return open_job(recipe, overrides, detect_hardware(topology.ranks, topology.per_node)), topology
 
 
 def check_rank_variables() -> None:
-    """Refuse an incomplete set of a launcher's variables: the ranks would never meet, or each would train alone.
-
-    Raises:
-        PlanError: One is missing or does not fit.
-    """
+    """Refuse an incomplete set of a launcher's variables (PlanError): the ranks would never meet, or each would train alone."""
     ranks = whole_number("WORLD_SIZE", 1, 1)
     for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
         if not os.environ.get(name, "").strip():

@@ -53,11 +53,7 @@ def runs_folder(job: Job) -> Path:
 
 
 def unfinished_run(job: Job) -> Run | None:
-    """The run that a start resumes, if there is one.
-
-    Raises:
-        RunError: It has checkpoints, and the recipe differs from the one that it was started with.
-    """
+    """The run that a start resumes, if any. Raises RunError if it has checkpoints and the recipe now differs."""
     own = _own_run()
     run = own or Run(runs_folder(job) / (job.recipe.tracking.run_name or LATEST))
     if not (own or _may_resume(job.recipe)) or not (run.path / "run.json").is_file():
@@ -98,11 +94,7 @@ def broken_latest(job: Job) -> str | None:
 
 
 def recipe_changes(run: Run, recipe: Recipe) -> list[Change]:
-    """What differs between the recipe that a run was last trained with and this one.
-
-    Raises:
-        RunError: This program cannot read the run's.
-    """
+    """What differs between the recipe that a run was last trained with and this one. Raises RunError if the run's cannot be read."""
     try:
         values = _recipe_of_newest(run) or run.record.get("recipe_values")
         then = Recipe.model_validate(values, strict=False) if values else run.recipe()
@@ -147,12 +139,7 @@ def _explain(run: Run, changes: list[Change], refused: list[Change], trained: bo
 
 
 def check_start(job: Job) -> None:
-    """Refuse, before the data is prepared, what could not be started after it. Reads no checkpoint.
-
-    Raises:
-        RecipeError: train.resume_allow_changes names what is no key, or cannot change.
-        RunError: The name is taken, there is nothing to resume, or the unfinished run cannot resume like this.
-    """
+    """Refuse, before the data is prepared, what could not be started after it (RecipeError, RunError). Reads no checkpoint."""
     check_allowed_changes(job.recipe.train.resume_allow_changes)
     run, name, must = unfinished_run(job), job.recipe.tracking.run_name, job.recipe.train.resume == "must"
     if run is None:
@@ -217,11 +204,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def claim(run: Run) -> int | None:
-    """Claim a run's folder until this process ends, however it ends, or the descriptor is closed. None: another process has it.
-
-    Raises:
-        RunError: The folder cannot be written.
-    """
+    """Claim a run's folder until this process ends, or the descriptor is closed; None: another process has it. Raises RunError."""
     try:
         # NFS locks only what is open for writing, which a folder never is.
         descriptor = os.open(run.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
@@ -265,11 +248,7 @@ def other_unfinished(run: Run) -> list[str]:
 
 
 def claim_directory(job: Job) -> Run:
-    """Claim the folder of the run to resume, or make that of a new run, beside one that another process is training.
-
-    Raises:
-        RunError: The name is taken, the folder cannot be written, or there is nothing to resume although the recipe requires it.
-    """
+    """Claim the folder of the run to resume, or make a new run's, beside one that another process is training. Raises RunError."""
     run = unfinished_run(job)
     if run is not None and claim(run) is not None:
         remove(run.checkpoints / INCOMPLETE)  # its writer has ended
@@ -338,11 +317,7 @@ class OpenedRun:
 
 
 def open_run(job: Job) -> OpenedRun:
-    """Find or prepare the data, then claim the run's folder: a mistake in the data leaves none behind.
-
-    Raises:
-        UserError: The data or the run's folder cannot be used.
-    """
+    """Find or prepare the data, then claim the run's folder: a mistake in the data leaves none behind. Raises UserError."""
     return distributed.from_rank_0(lambda: _open(job))
 
 

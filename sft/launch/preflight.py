@@ -59,20 +59,12 @@ class Check:
 
 
 def check_ranks(job: Job) -> None:
-    """Refuse ranks that differ, before anything is loaded.
-
-    Raises:
-        PreflightError: They would wait for each other for ever, or train each in its own way; or the disk is too small.
-    """
+    """Refuse ranks that differ, before anything is loaded (PreflightError): they would wait for ever, or train each in its own way."""
     refuse(_all_checks(job)[1] if job.hardware.ranks > 1 else [disk(job)])
 
 
 def preflight(job: Job) -> None:
-    """Run every check, show the table, and refuse what is wrong.
-
-    Raises:
-        PreflightError: Something is.
-    """
+    """Run every check, show the table, and refuse what is wrong. Raises PreflightError if something is."""
     facts, checks = _all_checks(job, measure=True)
     if distributed.is_rank_0():
         _show(facts, checks)
@@ -237,11 +229,7 @@ def _check_all_reduce(job: Job, measure: bool) -> Check:
 
 
 def refuse(checks: Sequence[Check]) -> None:
-    """Stop if something is wrong.
-
-    Raises:
-        PreflightError: All of it, in one message.
-    """
+    """Raise PreflightError with all that is wrong, in one message."""
     failed = [check for check in checks if check.problem]
     if failed:
         title = "The processes of this job differ:" if failed[0].name != "disk" else "There is no room:"

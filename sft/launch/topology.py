@@ -74,11 +74,7 @@ def _variable(name: str) -> str:
 
 
 def read_topology() -> Topology:
-    """The processes that the environment requests: one for each visible GPU, or one where there is none.
-
-    Raises:
-        PlanError: A value that makes no sense, or several nodes without the address of the first.
-    """
+    """The processes that the environment requests: one for each visible GPU, or one where there is none. Raises PlanError."""
     source = _USER if "NNODES" in os.environ else next((one for one in _CLUSTERS if _variable(one.nodes)), _USER)
     per_node, nodes = _per_node(source), whole_number(source.nodes, 1, 1)
     if source.is_slurm:

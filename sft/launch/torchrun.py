@@ -47,11 +47,7 @@ _KILLED = ", most often by the kernel because memory ran out (dmesg says so; the
 
 
 def check_rendezvous(topology: Topology) -> None:
-    """Refuse an address of node 0 that nobody knows, and a port of it that another program uses: torchrun would wait, or crash.
-
-    Raises:
-        PlanError: One of the two.
-    """
+    """Refuse an address of node 0 that nobody knows, and a port that another program uses (PlanError): torchrun would wait, or crash."""
     # In Kubernetes a name may take a minute to be known.
     if topology.nodes > 1 and not {"KUBERNETES_SERVICE_HOST", "PET_NNODES"} & set(os.environ):
         try:
@@ -94,7 +90,7 @@ def torchrun_arguments(topology: Topology, program: Sequence[str], timeout: int 
 def start(
     topology: Topology, program: Sequence[str], restarts: int = 0, lost_after: int = 0, restarted: bool = False
 ) -> NoReturn:
-    """Run the program in every process, and exit as it does.
+    """Run the program in every process, and exit as it does. Raises PreflightError if the nodes do not meet.
 
     Args:
         topology: The processes.
@@ -102,10 +98,6 @@ def start(
         restarts: How often all processes restart after one has failed.
         lost_after: Seconds after which the other nodes notice a failure; a restart waits that much longer for them.
         restarted: This is a restart.
-
-    Raises:
-        PlanError: The port is taken.
-        PreflightError: The nodes do not meet.
     """
     clear_environment()
     check_rendezvous(topology)

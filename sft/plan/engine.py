@@ -70,11 +70,7 @@ def first_that_fits(
 
 
 def choose_engine(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Decision[str | None]:
-    """The file under ds_configs/ that `train.parallel: auto` stands for here, or None for no DeepSpeed.
-
-    Raises:
-        PlanError: None fits; the message names the smallest machine that does.
-    """
+    """The file that `train.parallel: auto` stands for here; None: no DeepSpeed. Raises PlanError if none fits, with what would."""
     name: str | None
     if hardware.gpu is None or model.parameters is None:
         name = order_of_engines(recipe, hardware)[0]
@@ -152,11 +148,7 @@ def resolve_memory(
 
 
 def open_deepspeed(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> DeepSpeedFile | None:
-    """The DeepSpeed file that runs, its buckets sized for the model; None without DeepSpeed.
-
-    Raises:
-        PlanError: train.deepspeed names a file that is missing or that DeepSpeed would not follow; or no engine fits.
-    """
+    """The DeepSpeed file that runs, its buckets sized for the model; None without DeepSpeed. Raises PlanError."""
     name = recipe.train.deepspeed
     if recipe.train.parallel == "auto":
         resolve_data_parallel_ranks(

@@ -66,11 +66,7 @@ class Hardware:
 
 
 def whole_number(name: str, default: int, least: int, most: int | None = None) -> int:
-    """A variable of the environment as a number, or the default where it is empty.
-
-    Raises:
-        PlanError: It is no number, or outside the bounds.
-    """
+    """A variable of the environment as a number, or the default where it is empty. Raises PlanError if it is none, or out of bounds."""
     text = os.environ.get(name, "").strip()
     if not text:
         return default
@@ -171,11 +167,7 @@ def _is_installed(module: str, distribution: str) -> bool:
 
 
 def detect_hardware(ranks: int, ranks_per_node: int) -> Hardware:
-    """This machine, for a job of so many processes.
-
-    Raises:
-        PlanError: More processes than GPUs were requested.
-    """
+    """This machine, for a job of so many processes. Raises PlanError if more processes than GPUs were requested."""
     gpus = visible_gpus()
     if gpus and ranks_per_node > len(gpus):
         raise PlanError(

@@ -60,16 +60,8 @@ REASON = "auto: as this run was started"
 
 
 def keep_decisions(job: Job, data: DataSize, earlier: Mapping[str, Any]) -> Job:
-    """The job with its data counted, and with the decisions that its run has trained with.
-
-    Args:
-        job: Planned for this machine alone.
-        data: The prepared data.
-        earlier: Values of the run's plan.json by name.
-
-    Raises:
-        PlanError: This machine cannot do what the run was started with.
-    """
+    """The job with its data counted, and with the decisions of its run's plan.json (`earlier`, by name). Raises PlanError if they
+    cannot be had here."""
     recipe, kept = job.recipe, {}
     for name, (section, key) in OPEN.items():
         is_open = getattr(getattr(recipe, section), key) == "auto" and name in earlier

@@ -82,11 +82,7 @@ class Run:
 
     @property
     def recipe_name(self) -> str:
-        """The name of its recipe, which files and folders are named after.
-
-        Raises:
-            RunError: run.json holds a name that cannot be a file's.
-        """
+        """The name of its recipe, which files and folders are named after. Raises RunError if it cannot be a file's."""
         name = self.record.get("recipe") or self.path.parent.name
         if not isinstance(name, str) or not is_plain_name(name):
             raise RunError(
@@ -164,11 +160,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 def find_run(path: Path) -> Run:
-    """The run in a folder that the user named.
-
-    Raises:
-        RunError: There is none, or its name has invisible characters.
-    """
+    """The run in a folder that the user named. Raises RunError if there is none, or its name has invisible characters."""
     path = path.expanduser().resolve()
     if not (path / "run.json").is_file():
         raise RunError(f"{path} is not the folder of a run: it holds no run.json.")
@@ -179,11 +171,7 @@ def find_run(path: Path) -> Run:
 
 
 def check_names(recipe_path: Path, run_name: str | None) -> None:
-    """Refuse names that would not be folders of their own under output_dir.
-
-    Raises:
-        RecipeError: The recipe's file or the run has such a name.
-    """
+    """Refuse names that would not be folders of their own under output_dir (RecipeError)."""
     if recipe_path.stem.startswith("."):
         raise RecipeError(
             f"{recipe_path.name}: runs go to a folder named after the recipe's file, and {recipe_path.stem!r} is hidden or leads "
@@ -194,11 +182,7 @@ def check_names(recipe_path: Path, run_name: str | None) -> None:
 
 
 def check_beside_latest(run: Path, parent: Path) -> None:
-    """Refuse to resume a run that the link `latest` finds outside its recipe's folder: this start would write there.
-
-    Raises:
-        RunError: It lies elsewhere.
-    """
+    """Refuse to resume a run that `latest` finds outside its recipe's folder (RunError): this start would write there."""
     if run.parent != parent:
         raise RunError(
             f"{parent / LATEST} leads to {run}, which is not in {parent}: this start would write there. Remove the link, and name the "
@@ -228,11 +212,7 @@ def folder_fault(folder: Path) -> str | None:
 
 @contextmanager
 def lost_folder_reported(folder: Path) -> Iterator[None]:
-    """Turn an error of writing any file of the run into one message, if <run>/checkpoints is gone or cannot be written.
-
-    Raises:
-        RunError: It is.
-    """
+    """Turn an error of writing any file of the run into one RunError, if <run>/checkpoints is gone or cannot be written."""
     try:
         yield
     except OSError as error:

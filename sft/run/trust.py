@@ -35,11 +35,7 @@ def is_own(run: Path) -> bool:
 
 
 def check_model_code(run: Path, trust_remote_code: bool, allowed: bool, flag: str = TRUST) -> None:
-    """Refuse to run the Python files of a run's model.
-
-    Raises:
-        RunError: Only the run's recipe allows it.
-    """
+    """Refuse to run the Python files of a run's model. Raises RunError if only the run's recipe allows it."""
     if trust_remote_code and not allowed and not is_own(run):
         raise RunError(
             f"{run}: its recipe has model.trust_remote_code=true, which runs the Python files of its model. A run's folder may come from "
@@ -48,11 +44,7 @@ def check_model_code(run: Path, trust_remote_code: bool, allowed: bool, flag: st
 
 
 def check_consents(run: Path, consents: Iterable[str], overrides: Iterable[str]) -> None:
-    """Refuse to start a run from its folder if only the folder allows code to run.
-
-    Raises:
-        RunError: The command line does not repeat some of them.
-    """
+    """Refuse to start a run from its folder if only the folder allows code to run (RunError)."""
     given = {word.partition("=")[0] for word in overrides}
     missing = [key for key in consents if key not in given]
     if missing and not is_own(run):
@@ -88,14 +80,11 @@ def final_checksums(folder: Path) -> Checksums:
 
 
 def check_final(run: Run, accept: bool) -> None:
-    """Refuse a final/ that is not what the training wrote. Call it on one rank: it reads every byte.
+    """Refuse a final/ that is not what the training wrote (RunError). Call it on one rank: it reads every byte.
 
     Args:
         run: A finished run.
         accept: Keep the edits: their checksums replace the recorded ones, and the report names the files.
-
-    Raises:
-        RunError: Files have changed, are missing or were added.
     """
     found = final_checksums(run.final)
     changes = _differences(run.record.get("final_files"), found)
