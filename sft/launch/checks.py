@@ -13,7 +13,7 @@ from pathlib import Path
 from sft.errors import PlanError
 from sft.launch.job import open_job
 from sft.launch.topology import Topology, read_topology
-from sft.plan.hardware import detect_hardware, unknown_gpus, whole_number
+from sft.plan.hardware import check_visible_gpus, detect_hardware, whole_number
 from sft.plan.job import Job
 from sft.recipe.schema import REPOSITORY
 
@@ -53,24 +53,9 @@ def check_started_once() -> None:
             )
 
 
-def _check_visible_gpus() -> None:
-    # CUDA would silently use those before the first unknown one.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    unknown, count = unknown_gpus()
-    named = [entry.strip() for entry in visible.split(",") if entry.strip()]
-    if count and len(set(named)) < len(named):
-        raise PlanError(f"CUDA_VISIBLE_DEVICES={visible} names a GPU twice. Name each once.")
-    if unknown:
-        there = f"{count} GPU{'s' if count > 1 else ''}, number 0" + (f" to {count - 1}" if count > 1 else "")
-        raise PlanError(
-            f"CUDA_VISIBLE_DEVICES={visible}: there is no GPU {', '.join(unknown)} here; this machine has {there}. Name those that are "
-            "there, or unset it for all."
-        )
-
-
 def job_and_topology(recipe: Path, overrides: Sequence[str]) -> tuple[Job, Topology]:
     """The recipe on this machine, with as many processes as the environment asks for. Raises UserError if one of them is wrong."""
-    _check_visible_gpus()
+    check_visible_gpus()
     topology = read_topology()
     return open_job(recipe, overrides, detect_hardware(topology.ranks, topology.per_node)), topology
 
@@ -86,9 +71,8 @@ def check_rank_variables() -> None:
             f"RANK={os.environ['RANK']} is set, and WORLD_SIZE is not. Unset RANK for a single process; for several let a launcher set "
             "both, scripts/sft.sh or torchrun."
         )
-    whole_number("LOCAL_WORLD_SIZE", 1, 1)
-    whole_number("LOCAL_RANK", 0, 0)
-    whole_number("RANK", 0, 0, ranks - 1)
+    for name, least, most in (("LOCAL_WORLD_SIZE", 1, None), ("LOCAL_RANK", 0, None), ("RANK", 0, ranks - 1)):
+        whole_number(name, least, least, most)
     if ranks == 1:
         return
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]

@@ -14,17 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import join
-from typing import Any
 
 from sft import signals
 from sft.checkpoint.manifest import read_manifest
-from sft.checkpoint.resume import (
-    Choice,
-    ResumePlan,
-    choose_checkpoint,
-    lost_lines,
-    resolve_resume,
-)
+from sft.checkpoint.resume import Choice, ResumePlan, choose_checkpoint, lost_lines, resolve_resume
 from sft.data.prepared import Prepared
 from sft.errors import RecipeError, RunError
 from sft.files import read_json, remove, write_json
@@ -95,8 +88,13 @@ def broken_latest(job: Job) -> str | None:
 
 def recipe_changes(run: Run, recipe: Recipe) -> list[Change]:
     """What differs between the recipe that a run was last trained with and this one. Raises RunError if the run's cannot be read."""
+    newest = None
+    for checkpoint in run.all_checkpoints():  # a later session may have ended before it wrote one
+        with suppress(ValueError):
+            newest = read_manifest(checkpoint).get("recipe")
+            break
     try:
-        values = _recipe_of_newest(run) or run.record.get("recipe_values")
+        values = newest or run.record.get("recipe_values")
         then = Recipe.model_validate(values, strict=False) if values else run.recipe()
     except (RecipeError, ValueError) as error:
         raise RunError(
@@ -105,20 +103,8 @@ def recipe_changes(run: Run, recipe: Recipe) -> list[Change]:
         ) from None
     commit = run.record.get("base_model", {}).get("revision")
     # To name the commit that it was started with changes nothing.
-    return [
-        change
-        for change in recipe_differences(then, recipe)
-        if change.key != "model.revision" or change.new not in (None, commit)
-    ]
-
-
-def _recipe_of_newest(run: Run) -> dict[str, Any] | None:
-    """What the newest checkpoint was trained with: a later session may have ended before it wrote one."""
-    for checkpoint in run.all_checkpoints():
-        with suppress(ValueError):
-            found: dict[str, Any] | None = read_manifest(checkpoint).get("recipe")
-            return found
-    return None
+    same = (None, commit)
+    return [one for one in recipe_differences(then, recipe) if one.key != "model.revision" or one.new not in same]
 
 
 def _explain(run: Run, changes: list[Change], refused: list[Change], trained: bool) -> str:
@@ -144,10 +130,8 @@ def check_start(job: Job) -> None:
     run, name, must = unfinished_run(job), job.recipe.tracking.run_name, job.recipe.train.resume == "must"
     if run is None:
         if must:
-            lost = broken_latest(job) or ""
-            raise RunError(
-                f"train.resume=must, and {runs_folder(job)} has no unfinished run of this recipe. {lost}".rstrip()
-            )
+            missing = f"train.resume=must, and {runs_folder(job)} has no unfinished run of this recipe."
+            raise RunError(f"{missing} {broken_latest(job) or ''}".rstrip())
         if name is not None and (runs_folder(job) / name).exists():
             raise RunError(_name_is_taken(Run(runs_folder(job) / name)))
         return
@@ -236,15 +220,12 @@ def _is_claimed(run: Run) -> bool:
 def other_unfinished(run: Run) -> list[str]:
     """The recipe's other unfinished runs with a checkpoint, newest first, each with the command that resumes it."""
     lines = []
-    for folder in sorted(run.path.parent.iterdir(), reverse=True):
-        other = Run(folder)
-        if folder.is_symlink() or folder == run.path or not (folder / "run.json").is_file():
-            continue
-        with suppress(RunError, OSError):
-            checkpoint = other.last_checkpoint()
-            if other.record["status"] != "finished" and checkpoint is not None and not _is_claimed(other):
+    for folder in sorted({one.resolve() for one in run.path.parent.iterdir()} - {run.path}, reverse=True):
+        with suppress(RunError, OSError):  # no run, or another user's
+            other, checkpoint = Run(folder), Run(folder).last_checkpoint()
+            if checkpoint is not None and other.record["status"] != "finished" and not _is_claimed(other):
                 lines.append(f"Also unfinished, at {checkpoint.name}: {join(['bash', 'scripts/sft.sh', str(folder)])}")
-    return lines[:5] + ([f"and {len(lines) - 5} older ones in {run.path.parent}"] if len(lines) > 5 else [])
+    return lines[:5]
 
 
 def claim_directory(job: Job) -> Run:
@@ -299,21 +280,15 @@ def keep_recipe(run: Run, job: Job) -> None:
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """A run, its data, and how it resumes."""
+    """A run, its data, how it resumes, and lines for the user."""
 
     run: Run
     prepared: Prepared
     planned: Job
     """The job with its data counted, and with what was decided when the run was started."""
-
     choice: Choice
-    """The checkpoint to resume from, if any."""
-
     resume_plan: ResumePlan | None
-    """How it resumes from the checkpoint."""
-
     notes: tuple[str, ...]
-    """Lines for the user."""
 
 
 def open_run(job: Job) -> OpenedRun:
@@ -352,8 +327,7 @@ def _open(job: Job) -> OpenedRun:
         updated = differences(run.record.get("versions", versions), versions, "versions")
         notes += [f"changed since the last session: {change}" for change in [*changes, *updated]]
         keep_recipe(run, job)
-    if resume_plan is not None:
-        notes.append(resume_plan.words)
+    notes.append(resume_plan.words if resume_plan else None)
     forget_failure(run.path)
     checkpoint = choice.checkpoint.name if choice.checkpoint else None
     seconds = {"prepare_seconds": prepared.summary["seconds"]}

@@ -122,18 +122,14 @@ def _differences(recorded: Checksums | None, found: Checksums | None) -> str:
 
 def _checksums(folder: Path, patterns: Iterable[str]) -> Checksums:
     paths = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+    states = [file.stat() for file in paths]
     with ThreadPoolExecutor(4) as pool:
-        sums = pool.map(_checksum, paths)
-        return {path.relative_to(folder).as_posix(): found for path, found in zip(paths, sums, strict=True)}
-
-
-def _checksum(file: Path) -> dict[str, Any]:
-    state = file.stat()
-    size, found = _checksum_of_state(file, state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino)
-    return {"bytes": size, "xxh3_128": found}
+        keys = [(one.st_size, one.st_mtime_ns, one.st_ctime_ns, one.st_ino) for one in states]
+        found = zip(paths, pool.map(_checksum, paths, keys), strict=True)
+        return {path.relative_to(folder).as_posix(): {"bytes": size, "xxh3_128": code} for path, (size, code) in found}
 
 
 @cache
-def _checksum_of_state(file: Path, *state: int) -> tuple[int, str]:
+def _checksum(file: Path, state: tuple[int, ...]) -> tuple[int, str]:
     """A file's size and checksum, computed once per process for each state of it."""
     return checksum(file)
