@@ -36,12 +36,7 @@ _LAST_LINES = 50
 
 
 class CommandFailed(Exception):
-    """Training or evaluation failed, was interrupted (status 130 or 143), or the gate did not pass (status 3).
-
-    Args:
-        message: What it printed last.
-        status: Its exit status.
-    """
+    """Training or evaluation failed, was interrupted (status 130 or 143), or the gate did not pass (3); with what it printed last."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)

@@ -22,8 +22,7 @@ from sft.run.directory import EVALUATION_LEFT, Run, find_run
 from sft.run.record import git_state, installed_versions
 from sft.run.trust import check_consents
 
-_REPLACED = ("tracking.run_name", "train.resume")
-"""Keys that a rerun sets itself."""
+_REPLACED = ("tracking.run_name", "train.resume")  # a rerun sets them itself
 
 
 def is_run(word: str) -> bool:

@@ -22,8 +22,7 @@ from sft.plan.hardware import visible_gpus, whole_number
 
 DEFAULT_PORT = 29500
 
-UNSET_SLURM = "unset ${!SLURM_*}"
-"""Bash: removes every variable that Slurm has set."""
+UNSET_SLURM = "unset ${!SLURM_*}"  # bash: every variable that Slurm has set
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,9 @@ from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Recipe
 from sft.terminal import is_plain_name, visible_line
 
-INCOMPLETE = ".incomplete"
-"""In <run>/checkpoints: a checkpoint that is being written, or was when its process was killed."""
-
-LATEST = "latest"
-"""The link to the newest run, beside the runs."""
-
-EVALUATION_LEFT = ("running", "interrupted")
-"""Values of `evaluation` in run.json where the evaluation did not finish: its process was killed or interrupted."""
+INCOMPLETE = ".incomplete"  # in <run>/checkpoints: being written, or its process was killed
+LATEST = "latest"  # the link to the newest run, beside the runs
+EVALUATION_LEFT = ("running", "interrupted")  # of `evaluation` in run.json: its process was killed or interrupted
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
@@ -107,15 +102,14 @@ class Run:
         write_json(self.path / "run.json", self.record_if_any | values)
 
     def warn(self, key: str, *messages: str | None) -> None:
-        """Keep warnings about this run in run.json, for the end of the terminal output and the report.
+        """Keep warnings about one subject in run.json, for the end of the terminal output and the report; they replace earlier ones.
 
-        Args:
-            key: What they are about. They replace earlier ones with this key.
-            messages: Sentences for the user, each with its remedy; none, or None, if there is nothing to warn about.
+        A message is a sentence or two for the user with a remedy; none, or None, if there is nothing to warn about.
         """
         before: dict[str, list[str]] = self.record_if_any.get("warnings", {})
-        kept = [message for message in messages if message]
-        after = {name: texts for name, texts in before.items() if name != key} | ({key: kept} if kept else {})
+        after = before | {key: [message for message in messages if message]}
+        if not after[key]:
+            del after[key]
         if after != before:
             self.update(warnings=after)
 
@@ -201,12 +195,8 @@ def folder_fault(folder: Path) -> str | None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        if disk_was_full(error):
-            return None
-        return (
-            f"{folder} cannot be written: {error.strerror}. Make it writable, and start again: the run resumes from its newest "
-            "checkpoint."
-        )
+        remedy = "Make it writable, and start again: the run resumes from its newest checkpoint."
+        return None if disk_was_full(error) else f"{folder} cannot be written: {error.strerror}. {remedy}"
     return None
 
 

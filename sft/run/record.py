@@ -133,12 +133,9 @@ def _origin(run: Run, recipe_path: Path, earlier: Mapping[str, Any]) -> dict[str
 
 
 def close_session(run: Run, status: str, seconds: float | None = None) -> None:
-    """Write how the newest session ended, unless that is written already.
+    """Write how the newest session ended (`killed` if it could write nothing itself), unless that is written already.
 
-    Args:
-        run: The run.
-        status: `finished`, `failed`, `interrupted`, or `killed` if the session itself could write nothing.
-        seconds: Training time; None: up to its last line in metrics.jsonl.
+    Without the seconds that it trained, its last line in metrics.jsonl says them.
     """
     record = run.record_if_any
     sessions = record.get("sessions") or []
