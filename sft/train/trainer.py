@@ -52,14 +52,8 @@ def plain_loss(trainer: RecipeTrainer, model: Any, inputs: dict[str, Any], token
     pass while its GPU still computes the forward pass. Here they add up on the device (Tally) and are read when a line is logged. One wait
     remains on a GPU: the fused head takes the target tokens only, and must know how many there are.
 
-    Args:
-        trainer: Its arguments and the number of ranks.
-        model: The engine, or the model itself.
-        inputs: From the collator, on the device.
-        tokens_in_step: Target tokens of all micro-batches of all ranks; None for those of these inputs.
-
-    Returns:
-        The loss, scaled so that the engine's average of the ranks' gradients is that of the step; and the fused head's output.
+    `tokens_in_step` are those of all micro-batches of all ranks; None: of these inputs. Returns the loss, scaled so that the engine's
+    average of the ranks' gradients is that of the step, and the fused head's output.
     """
     # With a cache, transformers would not keep the documents of a pack apart.
     outputs = model(**inputs, use_cache=False, fused_lm_head=True)
@@ -92,15 +86,9 @@ class Tally:
 
 
 class RecipeTrainer(CheckpointingTrainer):
-    """SFTTrainer, changed where the recipe means something else.
+    """SFTTrainer, changed where the recipe means something else. Auto-tuning has neither `stopping` nor `faults`.
 
-    Args:
-        job: With its data counted.
-        sequences: The prepared data, in whole steps.
-        stopping: Agrees on stop requests; None in auto-tuning, as for the next.
-        faults: Watches for losses and gradients that are not finite.
-        resume_plan: How the run resumes from its checkpoint.
-        trl: What SFTTrainer takes, except for the dataset.
+    `trl` is what SFTTrainer takes, except for the dataset.
     """
 
     data_collator: Any
@@ -323,13 +311,6 @@ def build_trainer(
     resume_plan: ResumePlan | None = None,
 ) -> RecipeTrainer:
     """The trainer, with adapters and compiled layers where the job has them; callbacks are still to be added.
-
-    Args:
-        job: With its data counted.
-        arguments: From training_arguments.
-        model: From load_model.
-        tokenizer: From load_tokenizer.
-        sequences, stopping, faults, resume_plan: As RecipeTrainer takes them.
 
     Raises:
         ModelError: There are no layers named in model.lora.target_modules.
