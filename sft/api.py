@@ -23,7 +23,7 @@ from sft.errors import EXIT_USER_ERROR, DataError, UserError
 from sft.launch.job import open_recipe
 from sft.launch.main import planned_job
 from sft.plan.plan import Plan
-from sft.processes import RESULT_FILE
+from sft.program import RESULT_FILE
 from sft.recipe import load
 from sft.recipe.schema import Recipe
 from sft.run import diff

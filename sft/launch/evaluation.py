@@ -21,8 +21,7 @@ from sft.errors import EXIT_CRASHED, EXIT_GATE, EXIT_TERMINATED, Interrupted, Ru
 from sft.launch.open_run import claim, keep_recipe, unfinished_run
 from sft.parallel.process_group import environment_without_launcher
 from sft.plan.job import Job
-from sft.processes import report_result
-from sft.program import run_main
+from sft.program import report_result, run_main
 from sft.recipe.schema import Evaluation
 from sft.run.directory import EVALUATION_LEFT, Run, find_run
 from sft.run.record import InterruptibleRun

@@ -29,8 +29,7 @@ from sft import signals
 from sft.errors import EXIT_LOST_RANK, PlanError, PreflightError, UserError
 from sft.launch.topology import Topology
 from sft.plan.hardware import whole_number
-from sft.processes import end_with_parent
-from sft.program import run_main
+from sft.program import end_with_parent, run_main
 from sft.run.directory import Run
 from sft.run.trust import OWN_RUN
 from sft.terminal import FAILURE, failure_text, launch_folder, run_of, show_first, shown_failure

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel
 
-from sft.visible import visible_line
+from sft.terminal import visible_line
 
 T = TypeVar("T")
 

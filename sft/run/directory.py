@@ -18,7 +18,7 @@ from sft.errors import RecipeError, RunError
 from sft.files import disk_was_full, read_json, write_json
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Recipe
-from sft.visible import is_plain_name, visible_line
+from sft.terminal import is_plain_name, visible_line
 
 INCOMPLETE = ".incomplete"
 """In <run>/checkpoints: a checkpoint that is being written, or was when its process was killed."""
