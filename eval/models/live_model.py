@@ -41,7 +41,7 @@ class Live:
     @contextmanager
     def _in_step(self) -> Iterator[None]:
         """Around a batch, which all ranks run; LeftOff on all ranks before it where training is to stop."""
-        from sft.train.progress import EVALUATION
+        from sft.train.watchdog import EVALUATION
 
         self.answering = True
         self.trainer.progress.at(EVALUATION)
@@ -60,7 +60,7 @@ class Live:
         """Answers; where weights are sharded, each rank runs as many passes as the longest answer on any rank takes."""
         from transformers import StoppingCriteria
 
-        from sft.train.progress import EVALUATION
+        from sft.train.watchdog import EVALUATION
 
         progress = self.trainer.progress
 

@@ -33,7 +33,7 @@ from sft.plan.job import Job
 from sft.plan.plan import print_plan
 from sft.plan.warnings import plan_warnings
 from sft.recipe.changes import check_allowed_changes
-from sft.visible import visible_line
+from sft.terminal import visible_line
 
 
 def planned_job(recipe: Path, overrides: Sequence[str], on: str | None = None) -> tuple[Job, Prepared | None]:

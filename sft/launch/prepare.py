@@ -22,8 +22,7 @@ from sft.errors import DataError, Interrupted, RunError
 from sft.hub.model_facts import ModelFacts
 from sft.launch.job import open_recipe, parse_command_line
 from sft.plan.hardware import cpu_cores, cpu_memory_gib
-from sft.processes import end_with_parent
-from sft.program import exit_process, run_main
+from sft.program import end_with_parent, exit_process, run_main
 from sft.recipe.schema import Recipe
 from sft.signals import EXITS, SIGNALS, asked, exit_status, held_back
 
