@@ -11,10 +11,9 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from sft.errors import PlanError
-from sft.launch.job import open_job
+from sft.launch.job import CheckedRecipe, check_recipe
 from sft.launch.topology import Topology, read_topology
 from sft.plan.hardware import detect_hardware, unknown_gpus, whole_number
-from sft.plan.job import Job
 from sft.recipe.schema import REPOSITORY
 
 _LAUNCHERS = {
@@ -76,7 +75,7 @@ def _check_visible_gpus() -> None:
         )
 
 
-def job_and_topology(recipe: Path, overrides: Sequence[str]) -> tuple[Job, Topology]:
+def checked_recipe_and_topology(recipe: Path, overrides: Sequence[str]) -> tuple[CheckedRecipe, Topology]:
     """The recipe on this machine, with as many processes as the environment asks for.
 
     Raises:
@@ -84,7 +83,7 @@ def job_and_topology(recipe: Path, overrides: Sequence[str]) -> tuple[Job, Topol
     """
     _check_visible_gpus()
     topology = read_topology()
-    return open_job(recipe, overrides, detect_hardware(topology.ranks, topology.per_node)), topology
+    return check_recipe(recipe, overrides, detect_hardware(topology.ranks, topology.per_node)), topology
 
 
 def check_rank_variables() -> None:
