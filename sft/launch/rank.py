@@ -141,11 +141,7 @@ def join(job: Job) -> None:
 
 
 def check_with_frameworks(job: Job) -> None:
-    """The checks that need the frameworks imported, still before data and weights.
-
-    Raises:
-        UserError: Kernels, trainer arguments, weights, new tokens that would stay untrained, or no compiler.
-    """
+    """The checks that need the frameworks imported, still before data and weights. Raises UserError."""
     from sft.model.compiled_layers import check_compiler
     from sft.model.load import check_base, check_kernels
     from sft.model.new_tokens import check_new_tokens
