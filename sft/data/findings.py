@@ -126,8 +126,7 @@ class Findings:
 def check_findings(findings: list[dict[str, Any]], data: Data) -> None:
     """Refuse what nearly all rows of a source have, if it can only be a mistake.
 
-    Raises:
-        DataError: A kind that it does not allow; the message names the key.
+    Raises DataError where the recipe does not allow it; the message names the key.
     """
     allowed = (*data.allow, "duplicate") if data.deduplicate else data.allow
     refused = {}

@@ -179,8 +179,7 @@ def renamed(row: Row, source: Source) -> Row:
 def row_format(rows: Sequence[Row], source: Source) -> str:
     """Which of FORMATS the rows of a source are: by the columns that at least half of its first rows have.
 
-    Raises:
-        DataError: None, or not the one that the recipe states; the message lists the columns.
+    Raises DataError where it is none, or not the one that the recipe states; the message lists the columns.
     """
     counts = Counter(name for row in rows for name in row)
     columns = {name for name, count in counts.items() if 2 * count >= len(rows)}
@@ -228,11 +227,7 @@ def unread_columns(rows: Sequence[Row], format: str, source: Source) -> list[str
 
 
 def to_example(row: Row, format: str, data: Data, source: Source) -> Example:
-    """Convert one row.
-
-    Raises:
-        ValueError: The row is not of that format; the message says where.
-    """
+    """Convert one row. Raises ValueError where the row is not of that format; the message says where."""
     for name, why in _UNSUPPORTED.items():
         if row.get(name):
             raise ValueError(f"it has `{name}`: {why}")
@@ -250,10 +245,7 @@ def to_example(row: Row, format: str, data: Data, source: Source) -> Example:
 
 
 def has_zero_weight(row: Row) -> bool:
-    """Whether the row takes itself out of the loss.
-
-    Raises:
-        ValueError: Its weight is neither 0 nor 1.
+    """Whether the row takes itself out of the loss. Raises ValueError where its weight is neither 0 nor 1.
 
     >>> has_zero_weight({"text": "Hi", "weight": "0.0"}), has_zero_weight({"text": "Hi", "weight": "12 kg"})
     (True, False)

@@ -74,8 +74,7 @@ def suffix_of(file: Path) -> str:
 def read_rows(file: Path) -> Iterator[Row | BadRow]:
     """Every row of a local file, in order; none of an empty file.
 
-    Raises:
-        DataError: The file cannot be read, or not further.
+    Raises DataError where the file cannot be read, or not further.
     """
     suffix = suffix_of(file)
     if not suffix:
@@ -275,8 +274,7 @@ def _batches(file: Path) -> Iterator[Any]:
 def count_rows(file: Path) -> int | None:
     """How many rows a parquet file says that it holds; None for other files.
 
-    Raises:
-        DataError: The file cannot be read.
+    Raises DataError where the file cannot be read.
     """
     if suffix_of(file) != ".parquet":
         return None

@@ -48,8 +48,7 @@ _REMEDIES = {
 def upload(run: Run, arguments: argparse.Namespace) -> None:
     """Check, list and upload, as the command line of sft/export/main.py says.
 
-    Raises:
-        UserError: Something is wrong, or the hub does not take it.
+    Raises UserError where something is wrong, or the hub does not take it.
     """
     repo_id = _checked_repo_id(arguments.repo_id)
     branches = _branches(run, arguments.checkpoint, arguments.checkpoints, arguments.revision)
@@ -98,9 +97,6 @@ def _branches(run: Run, step: int | None, steps: str | None, revision: str | Non
         step: --checkpoint.
         steps: --checkpoints.
         revision: --revision.
-
-    Raises:
-        ExportError: The options contradict each other, or a checkpoint is missing.
     """
     if step is not None and steps is not None:
         raise ExportError(

@@ -44,11 +44,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
-    """Read and check the command line.
-
-    Raises:
-        ExportError: It contradicts itself.
-    """
+    """Read and check the command line. Raises ExportError where it contradicts itself."""
     parser = _Parser(
         prog="sft export", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

@@ -69,8 +69,7 @@ _OF_THE_UPDATE = 0.5
 def check_output(output: Path, run: Path) -> None:
     """Refuse a place that cannot become the folder, before anything is computed.
 
-    Raises:
-        ExportError: It exists, lies in the run, or cannot be written.
+    Raises ExportError where it exists, lies in the run, or cannot be written.
     """
     if output.exists() or output.is_symlink():
         raise ExportError(f"--output {output} exists. Remove it, or name another folder.")
@@ -96,8 +95,7 @@ def make_folder(source: Exported, output: Path, finish: Finish, link: bool = Fal
         finish: Writes what the target needs beside the model.
         link: Link the weights instead of copying them, for a folder that is only read and then removed.
 
-    Raises:
-        UserError: It cannot be made, or is another model than was trained. Nothing is left behind.
+    Raises UserError where it cannot be made, or is another model than was trained. Nothing is left behind.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
@@ -126,11 +124,7 @@ def make_folder(source: Exported, output: Path, finish: Finish, link: bool = Fal
 
 
 def load_tokenizer(source: Exported) -> Any:
-    """The tokenizer of an exported model.
-
-    Raises:
-        ExportError: It cannot be loaded, or does not fit the model.
-    """
+    """The tokenizer of an exported model. Raises ExportError where it cannot be loaded, or does not fit the model."""
     from transformers import AutoConfig, AutoTokenizer
 
     folder = source.folder if has_tokenizer(source.folder) else source.run.final
@@ -242,8 +236,7 @@ def check_logits(
         untrained: Of the base without its adapters; None without adapters, where logits must be equal.
         dtype: That the weights were rounded to.
 
-    Raises:
-        ExportError: They differ by more than rounding explains.
+    Raises ExportError where they differ by more than rounding explains.
     """
 
     def distance(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
@@ -261,11 +254,7 @@ def check_logits(
 
 
 def check_private(source: Exported, folder: Path) -> None:
-    """Refuse to give away a path of this machine or a key.
-
-    Raises:
-        ExportError: A file holds one.
-    """
+    """Refuse to give away a path of this machine or a key. Raises ExportError where a file holds one."""
     record = source.run.record
     places = {str(source.run.path), str(source.run.path.parent), str(Path.cwd()), str(record.get("working_directory"))}
     places |= {source.base_path} if source.base_path.startswith("/") else set()

@@ -101,11 +101,7 @@ def _commit_now(path: str, revision: str | None) -> str | None:
 
 
 def model_path(recipe: Recipe) -> str:
-    """The model's local folder or hub id.
-
-    Raises:
-        ModelError: A path that does not exist.
-    """
+    """The model's local folder or hub id. Raises ModelError where a path does not exist."""
     name = recipe.model.name_or_path
     if name == BUILTIN:
         return str(make_demo(Path(recipe.output_dir)).model)
