@@ -23,10 +23,7 @@ _EOS, _TEMPLATE = "tokenizer.ggml.eos_token_id", "tokenizer.chat_template"
 
 
 def find_converter() -> Path:
-    """Find llama.cpp's converter: on PATH, or in the folder that LLAMA_CPP names.
-
-    Raises ExportError where it is in neither.
-    """
+    """llama.cpp's converter on PATH, or in the folder that LLAMA_CPP names. Raises ExportError where it is in neither."""
     found = shutil.which(CONVERTER) or shutil.which(CONVERTER, path=os.environ.get("LLAMA_CPP"), mode=os.F_OK)
     if found is None:
         raise ExportError(
@@ -55,8 +52,7 @@ def convert(converter: Path, folder: Path, tokenizer: Any) -> None:
     config = read_config(folder, "config.json")
     dtype = _OUTTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), "auto")
     _run(converter, folder, folder / GGUF, "--outtype", dtype)
-    fault = _fault(converter, folder, tokenizer)
-    if fault:
+    if fault := _fault(converter, folder, tokenizer):
         raise ExportError(f"{CONVERTER} wrote a GGUF file that is not the model: {fault}. Nothing was exported.")
     for path in folder.glob("model*.safetensors*"):
         path.unlink()

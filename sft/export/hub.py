@@ -90,14 +90,7 @@ def _checked_repo_id(repo_id: str | None) -> str:
 
 
 def _branches(run: Run, step: int | None, steps: str | None, revision: str | None) -> dict[str, Exported]:
-    """The model of each branch to upload, which exists.
-
-    Args:
-        run: The run.
-        step: --checkpoint.
-        steps: --checkpoints.
-        revision: --revision.
-    """
+    """The model of each branch to upload, of --checkpoint, --checkpoints and --revision."""
     if step is not None and steps is not None:
         raise ExportError(
             "--checkpoint N uploads a checkpoint in place of final/, --checkpoints also uploads final/. Give one of them."
