@@ -1,13 +1,16 @@
-"""Runs a program's main: hears signals, shows an error once, and exits with its status."""
+"""Runs a program's main: hears signals, shows an error once, and exits with its status. Its child processes end with it."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 from sft import signals
@@ -21,8 +24,12 @@ from sft.errors import (
     ShownError,
 )
 from sft.files import disk_was_full
-from sft.terminal import is_rank, show_crash, show_message
-from sft.visible import visible
+from sft.terminal import is_rank, show_crash, show_message, visible
+
+_PR_SET_PDEATHSIG = 1
+
+RESULT_FILE = "SFT_RESULT_FILE"
+"""Environment variable: the file in which a process that sft/api.py has started reports what it wrote."""
 
 
 def run_main(main: Callable[[list[str]], None]) -> None:
@@ -116,3 +123,17 @@ def _known_mistake(error: BaseException) -> str | None:
             "started as RANK=0. Set another MASTER_PORT for all processes of this job, and give each a RANK of its own."
         )
     return None
+
+
+def end_with_parent(parent: int, number: signal.Signals) -> None:
+    """Have the kernel send this process a signal when its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
+
+
+def report_result(path: Path) -> None:
+    """Report what this process wrote, where the process that started it wants to know; once."""
+    file = os.environ.pop(RESULT_FILE, None)
+    if file is not None:
+        Path(file).write_text(str(path.resolve()))

@@ -3,7 +3,7 @@
 import os
 import signal
 
-from sft.processes import end_with_parent
+from sft.program import end_with_parent
 
 if "SFT_PARENT" in os.environ:  # before the imports, during which the parent may end
     end_with_parent(int(os.environ["SFT_PARENT"]), signal.SIGTERM)

@@ -18,7 +18,7 @@ from eval.chat.model import ChatFormat, Messages, find_model
 from eval.quiet import chatter_to
 from sft.errors import EvaluationError
 from sft.program import exit_on_error
-from sft.visible import visible
+from sft.terminal import visible
 
 HELP = """\
 /system TEXT  start over with this system prompt; without TEXT: with none

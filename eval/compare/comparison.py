@@ -22,7 +22,7 @@ from eval.compare.verdicts import Metric, decide, evidence_row, judge, note, ove
 from sft.files import read_json, write_json
 from sft.recipe.schema import Evaluation
 from sft.run.directory import Run
-from sft.visible import visible_line
+from sft.terminal import visible_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -24,12 +24,12 @@ from eval.tasks.settings import Settings, resolve_settings
 from eval.tasks.suites import check_tasks, describe_suite
 from sft.errors import EvaluationError, GateFailed
 from sft.files import read_json
-from sft.processes import report_result
+from sft.program import report_result
 from sft.recipe.changes import differences
 from sft.recipe.schema import Evaluation
 from sft.run.directory import Run
 from sft.run.trust import base_changes, check_final
-from sft.visible import visible_line
+from sft.terminal import visible_line
 
 MOVES_NO_SCORE = {
     *("gate", "chat", "contamination", "base_cache", "processes", "parallelize", "every_steps", "every_tasks"),

@@ -26,7 +26,7 @@ from eval.quiet import summary
 from eval.tasks.settings import Settings
 from sft.errors import EvaluationError, LostRank
 from sft.plan.hardware import cpu_cores
-from sft.processes import end_with_parent
+from sft.program import end_with_parent
 from sft.signals import held_back
 
 if TYPE_CHECKING:

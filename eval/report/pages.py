@@ -16,7 +16,7 @@ from markupsafe import Markup, escape
 
 from eval.report.blocks import Block, Section
 from eval.report.formats import Code, Link
-from sft.visible import name_of, visible
+from sft.terminal import name_of, visible
 
 FOLDED_FROM = 600
 """Characters of an answer from which only its beginning is open."""

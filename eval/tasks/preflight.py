@@ -15,8 +15,7 @@ from pathlib import Path
 from eval.sandbox.runner import check_isolation
 from eval.tasks.suites import check_tasks, describe_suite
 from sft.errors import EvaluationError
-from sft.processes import end_with_parent
-from sft.program import run_main
+from sft.program import end_with_parent, run_main
 from sft.recipe.schema import Evaluation, Recipe
 
 

@@ -15,7 +15,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from sft.processes import end_with_parent
+from sft.program import end_with_parent
 
 if __name__ == "__main__":  # before the imports, which take seconds
     end_with_parent(int(sys.argv[1]), signal.SIGKILL)

@@ -14,7 +14,7 @@ from sft.data.sources import all_sources, place
 from sft.data.special_tokens import SpecialTokens
 from sft.data.store import DocumentStore, SequenceIndex
 from sft.recipe.schema import Recipe
-from sft.visible import visible, visible_line
+from sft.terminal import visible, visible_line
 
 _TRAINED, _MASKED, _SPECIAL, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[7m", "\x1b[0m"
 

@@ -14,7 +14,7 @@ from itertools import chain, islice
 from sft.data.documents import Chunk, DocumentMaker
 from sft.data.readers import BadRow, Row
 from sft.errors import RunError
-from sft.processes import end_with_parent
+from sft.program import end_with_parent
 from sft.recipe.schema import Source
 
 CHUNK_ROWS = 500

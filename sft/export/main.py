@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from sft.errors import ExportError, did_you_mean
 from sft.export.source import check_unchanged, find_exported, find_run_to_export
 from sft.run.trust import ACCEPT, check_model_code
-from sft.visible import visible_line
+from sft.terminal import visible_line
 
 EXAMPLES = """\
   sft export outputs/tiny/latest --to merged          weights, tokenizer, template, card: one folder

@@ -18,7 +18,7 @@ from sft.export.public import is_hub_id, public_name, public_recipe
 from sft.export.serving import sampling, stop_tokens
 from sft.export.source import Exported, text_config
 from sft.hub.names import is_on_hub
-from sft.visible import visible, visible_line
+from sft.terminal import visible, visible_line
 
 CARD, CURVE = "README.md", "loss.png"
 _FATES = ("in", "trained", "masked", "truncated", "dropped")

@@ -21,8 +21,7 @@ from sft.errors import EXIT_CRASHED, EXIT_GATE, EXIT_TERMINATED, Interrupted, Ru
 from sft.launch.open_run import claim, keep_recipe, unfinished_run
 from sft.parallel.process_group import environment_without_launcher
 from sft.plan.job import Job
-from sft.processes import report_result
-from sft.program import run_main
+from sft.program import report_result, run_main
 from sft.recipe.schema import Evaluation
 from sft.run.directory import EVALUATION_LEFT, Run, find_run
 from sft.run.record import InterruptibleRun
@@ -59,12 +58,7 @@ def programs(evaluation: Evaluation) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Evaluate as the recipe says, and write the report.
-
-    Raises:
-        SystemExit: The evaluation or its gate failed; the training is finished all the same.
-        RunError: Another process evaluates the run.
-    """
+    """Evaluate as the recipe says, and write the report. The exit status is that of the evaluation, or of its gate."""
     from eval.report.main import write_report
 
     run = find_run(Path(argv[0]))

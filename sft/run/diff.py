@@ -20,7 +20,7 @@ from sft.files import read_json
 from sft.program import run_main
 from sft.recipe.changes import differences, is_same_training
 from sft.run.directory import Run, find_run, read_lines
-from sft.visible import visible_line
+from sft.terminal import visible_line
 
 _SAME_LOSS = 1e-12
 

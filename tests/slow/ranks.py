@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from sft.parallel.process_group import LAUNCHED
-from sft.processes import end_with_parent
+from sft.program import end_with_parent
 from sft.terminal import launch_folder
 
 IMPORTED = (

@@ -16,8 +16,7 @@ from sft.export.source import find_exported
 from sft.files import write_json
 from sft.hub.demo import Demo
 from sft.run.directory import Run, find_run
-from sft.terminal import show_message
-from sft.visible import visible_line
+from sft.terminal import show_message, visible_line
 from tests.conftest import DEMO_RECIPE
 
 HOSTILE = "rows\n\x1b[2J\u202egnp.sh\u2028\x9b"
