@@ -107,11 +107,7 @@ def test_a_key_of_the_recipe_that_differs_is_named(
             lambda text: json.dumps(json.loads(text) | {"max_position_embeddings": 99}),
             "max_length: base ",
         ),
-        (
-            "tokenizer.json",
-            without_last_merge,
-            "tokenizer_sha256: base ",
-        ),
+        ("tokenizer.json", without_last_merge, "tokenizer_sha256: base "),
     ],
 )
 def test_a_file_of_the_model_that_differs_is_named(
