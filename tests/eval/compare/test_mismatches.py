@@ -198,4 +198,4 @@ def test_batches_of_sizes_that_were_searched_for_and_differ_are_refused(task: Pa
     told = refused(
         results(settings, batch_sizes_found={"mine": [64]}), results(settings, batch_sizes_found={"mine": [16]})
     )
-    assert "\n  mine: base 64, tuned 16\n" in told
+    assert "\n  mine: base [64], tuned [16]\n" in told
