@@ -119,7 +119,7 @@ def resolve_settings(evaluation: Evaluation, selection: TaskSelection, reference
     searched = evaluation.batch_size == "auto" and not served
     return Settings(
         tasks=tuple(task.name for task in selection.tasks),
-        limit=selection.suite_limit if evaluation.limit is None else evaluation.limit,
+        limit=selection.limit,
         num_fewshot=evaluation.num_fewshot,
         fewshot_as_multiturn=chat,
         system_instruction=evaluation.system_instruction,
