@@ -51,7 +51,7 @@ class Live:
         Raises:
             LeftOff: On all ranks, before it.
         """
-        from sft.train.progress import EVALUATION
+        from sft.train.watchdog import EVALUATION
 
         self.answering = True
         self.trainer.progress.at(EVALUATION)
@@ -70,7 +70,7 @@ class Live:
         """Answers; where weights are sharded, each rank runs as many passes as the longest answer on any rank takes."""
         from transformers import StoppingCriteria
 
-        from sft.train.progress import EVALUATION
+        from sft.train.watchdog import EVALUATION
 
         progress = self.trainer.progress
 
