@@ -52,7 +52,7 @@ def main(
     problems = Problems()
     problems.check(lambda: _check_output(output))
     hardware = problems.check(lambda: _hardware(gpus))
-    draft = problems.check(lambda: Draft(given))
+    draft = problems.check(lambda: _draft(given, model))
     named = problems.check(lambda: _columns(columns))
     draft = draft or Draft()
     output_dir = draft.recipe().output_dir
@@ -126,6 +126,15 @@ def folder_beside(output: Path) -> Path:
     return output.with_name(f"{output.stem}_eval")
 
 
+def _draft(given: Sequence[str], model: str | None) -> Draft:
+    draft = Draft(given)
+    twice = {"data.train": "DATA", "data": "DATA"} | ({"model.name_or_path": "--model"} if model is not None else {})
+    for key in draft.given:
+        if key in twice:
+            raise RecipeError(f"{key} is given twice: as {twice[key]} too. Leave one out.")
+    return draft
+
+
 def _hardware(gpus: str | None) -> Hardware:
     if gpus is not None:
         try:
@@ -187,7 +196,7 @@ def _fill(
     )
     if rows.is_guessed:
         print(visible_line(f"Check data.train: {reason}."))
-    print(f"Next: sft show {join([str(output)])}")
+    print(f"Look at it: bash scripts/sft.sh {join([str(output)])} --show 3")
 
 
 def _as_written(source: Source) -> Any:
@@ -209,9 +218,9 @@ def _title(data: str, output: Path, draft: Draft) -> list[str]:
     how = "Adapters on" if recipe.model.lora is not None else "Full fine-tune of"
     return [
         f"{how} {recipe.model.name_or_path} on {data}. Written by `sft init`; every value is yours to change.",
-        f"  sft show {file}    # three rows as the model gets them, and what was found in the data",
-        f"  sft plan {file}    # every decision with its reason",
-        f"  sft train {file}",
+        f"  bash scripts/sft.sh {file} --show 3    # three rows as the model gets them, and what was found in the data",
+        f"  bash scripts/sft.sh {file} --plan      # every decision with its reason",
+        f"  bash scripts/sft.sh {file}",
     ]
 
 
