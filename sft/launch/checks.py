@@ -11,10 +11,9 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from sft.errors import PlanError
-from sft.launch.job import open_job
+from sft.launch.job import CheckedRecipe, check_recipe
 from sft.launch.topology import Topology, read_topology
 from sft.plan.hardware import check_visible_gpus, detect_hardware, whole_number
-from sft.plan.job import Job
 from sft.recipe.schema import REPOSITORY
 
 _LAUNCHERS = {
@@ -53,11 +52,11 @@ def check_started_once() -> None:
             )
 
 
-def job_and_topology(recipe: Path, overrides: Sequence[str]) -> tuple[Job, Topology]:
+def checked_recipe_and_topology(recipe: Path, overrides: Sequence[str]) -> tuple[CheckedRecipe, Topology]:
     """The recipe on this machine, with as many processes as the environment asks for. Raises UserError if one of them is wrong."""
     check_visible_gpus()
     topology = read_topology()
-    return open_job(recipe, overrides, detect_hardware(topology.ranks, topology.per_node)), topology
+    return check_recipe(recipe, overrides, detect_hardware(topology.ranks, topology.per_node)), topology
 
 
 def check_rank_variables() -> None:
