@@ -86,15 +86,15 @@ def both(folder: Path, name: str) -> dict[str, Any]:
     from sft.checkpoint.resume import Writer
     from sft.checkpoint.write import CheckpointWriter
     from sft.hub.demo import make_demo
-    from sft.train.progress import Progress
     from sft.train.trainer import RecipeTrainer
+    from sft.train.watchdog import Progress
 
     class SavesOnly(RecipeTrainer):
         """Ours, without what a training hands in."""
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             SFTTrainer.__init__(self, *arguments, **options)
-            self.progress, self.stopping, self.resume_plan = Progress(), None, None
+            self.stopping, self.saving, self.resume_plan = None, Progress().saving, None
             self.checkpoints = CheckpointWriter(folder / "ours", 1, {"ranks": 1, "recipe": {}}, 0)
             self.writer = Writer("one process", 1, "fp32", "fp32")
 

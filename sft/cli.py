@@ -30,12 +30,7 @@ def main() -> None:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Run one command line.
-
-    Raises:
-        UserError: The user can fix it.
-        SystemExit: The command line is wrong (2), or the command ends with a status of its own.
-    """
+    """Run one command line. Raises UserError, or SystemExit with status 2 if the command line is wrong."""
     try:
         sft.main(args=list(argv), prog_name="sft", standalone_mode=False)
     except click.ClickException as error:
@@ -51,11 +46,7 @@ def _keys(context: click.Context, parameter: click.Parameter, incomplete: str) -
 
 
 def recipe_and_overrides(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The recipe or run, and the overrides, in any order.
-
-    Raises:
-        RecipeError: There is no recipe, or more than one.
-    """
+    """The recipe or run, and the overrides, in any order. Raises RecipeError if there is no recipe, or more than one."""
     named = [word for word in words if "=" not in word or os.path.exists(word)]  # noqa: PTH110 (no error for a long name)
     if not named:
         raise RecipeError("Name a recipe or a run's folder, for example recipes/tiny.yaml.")

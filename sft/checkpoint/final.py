@@ -7,6 +7,8 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from trl import SFTTrainer
+
 from sft.errors import RunError, WrongSave
 from sft.files import read_json, remove, write_json
 from sft.model.load import merge_adapter
@@ -19,7 +21,7 @@ from sft.run.directory import Run
 from sft.run.trust import final_checksums
 
 
-def write_final(trainer: Any, job: Job, run: Run, tokenizer: Any, verify: Callable[[Path], None] | None) -> None:
+def write_final(trainer: SFTTrainer, job: Job, run: Run, tokenizer: Any, verify: Callable[[Path], None] | None) -> None:
     """Write final/: complete, and equal to the model in memory. Every rank takes part.
 
     Args:
@@ -59,7 +61,7 @@ def _rename(folder: Path, place: Path) -> None:
     folder.rename(place)
 
 
-def write_model(trainer: Any, job: Job, tokenizer: Any, folder: Path) -> None:
+def write_model(trainer: SFTTrainer, job: Job, tokenizer: Any, folder: Path) -> None:
     """Write the model as it is now, and leave it unchanged. Every rank takes part."""
     distributed.from_rank_0(lambda: remove(folder))
     with distributed.barrier_at_end():  # rank 0 may write for longer than the group's timeout
@@ -67,7 +69,7 @@ def write_model(trainer: Any, job: Job, tokenizer: Any, folder: Path) -> None:
     distributed.from_rank_0(lambda: _complete(job, tokenizer, folder))
 
 
-def save_weights(trainer: Any, job: Job, folder: Path) -> None:
+def save_weights(trainer: SFTTrainer, job: Job, folder: Path) -> None:
     """Write the trained weights, or the adapters, as they are. Every rank takes part.
 
     In fp32 where the weights were trained in fp32 with bf16 only inside autocast: rounding them would move the logits. In bf16 where

@@ -23,11 +23,10 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import set_seed
-from transformers.trainer import SCHEDULER_NAME
 
 from sft.checkpoint.patches import load_mapped, plain_data_only
-from sft.checkpoint.resume import ResumePlan, Writer
-from sft.checkpoint.zero import MOMENTS, STEP, WEIGHT, Opened, load_zero, open_zero
+from sft.checkpoint.resume import Writer
+from sft.checkpoint.zero import MOMENTS, STEP, WEIGHT, Opened, open_zero
 from sft.errors import RunError
 from sft.parallel.full_tensors import shard_of
 from sft.parallel.optimizer import MasterAdamW
@@ -42,22 +41,6 @@ class FullTensors:
     names: frozenset[str]
     read: Callable[[str, str], torch.Tensor]
     """Of a name, and WEIGHT, FIRST, SECOND or STEP: the tensor on the CPU in fp32; flat where the file knows no shape."""
-
-
-def reshard(trainer: Any, plan: ResumePlan) -> None:
-    """Give a live engine the weights, the moments and the schedule of a checkpoint. Every rank takes part.
-
-    Raises:
-        RunError: The checkpoint holds other parameters than are trained here, or cannot be read.
-    """
-    module = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
-    tensors = open_full(plan.checkpoint, plan.writer, adapter_names(module))
-    sources = source_names(module, tensors)
-    if trainer.is_deepspeed_enabled:
-        load_zero(trainer.model_wrapped, plan.checkpoint, tensors.read, sources, trainer.state.global_step)
-    else:
-        load_torch(module, trainer.optimizer.optimizer, tensors, sources)
-    _load_schedule(trainer, plan.checkpoint / SCHEDULER_NAME)
 
 
 def open_full(checkpoint: Path, writer: Writer, adapter_names: dict[str, str]) -> FullTensors:
@@ -210,14 +193,14 @@ def _weights_and_stepped(optimizer: Any) -> tuple[list[torch.Tensor], list[torch
     return (optimizer.weights if isinstance(optimizer, MasterAdamW) else stepped), stepped
 
 
-def _load_schedule(trainer: Any, file: Path) -> None:
+def load_schedule(scheduler: Any, optimizer: Any, file: Path) -> None:
     """Load the schedule; engines may divide the same parameters into different numbers of groups."""
-    saved, groups = load_mapped(file), trainer.optimizer.param_groups
+    saved, groups = load_mapped(file), optimizer.param_groups
     for name in ("base_lrs", "_last_lr", "lr_lambdas"):
         assert all(one == saved[name][0] for one in saved[name]), f"{name}: one learning rate for all parameters"
         saved[name] = saved[name][:1] * len(groups)
-    trainer.lr_scheduler.load_state_dict(saved)
-    for group, rate in zip(groups, trainer.lr_scheduler.get_last_lr(), strict=True):
+    scheduler.load_state_dict(saved)
+    for group, rate in zip(groups, scheduler.get_last_lr(), strict=True):
         group["lr"] = rate
 
 

@@ -23,10 +23,12 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer_callback import TrainerCallback
+from trl import SFTTrainer
 
 from sft.checkpoint.final import write_model
 from sft.checkpoint.live_tensors import LiveTensor, live_tensors
 from sft.checkpoint.load_again import load_and_compare
+from sft.checkpoint.trainer import CheckpointingTrainer
 from sft.data.tokenizer import new_token_ids
 from sft.errors import RunError, WrongSave
 from sft.files import in_words
@@ -64,7 +66,7 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
         tokenizer: From load_tokenizer.
     """
 
-    def __init__(self, trainer: Any, job: Job, run: Run, tokenizer: Any) -> None:
+    def __init__(self, trainer: CheckpointingTrainer, job: Job, run: Run, tokenizer: Any) -> None:
         self.trainer, self.job, self.run, self.tokenizer = trainer, job, run, tokenizer
         self._trains = self._verified = False
 
@@ -81,7 +83,7 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
         # Merging adapters builds layers, which draws random numbers.
         on_gpu = self.trainer.accelerator.device.type == "cuda"
         random_state = torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else [])
-        with self.trainer.progress.saving(), random_state:
+        with self.trainer.saving(), random_state:
             distributed.from_rank_0(self._check_room)
             write_model(self.trainer, self.job, self.tokenizer, folder)
             self._verify(folder, load=False)
@@ -263,7 +265,7 @@ def sample_rows(sequences: Any, new: list[int]) -> list[list[int]]:
     return rows
 
 
-def live_logits(trainer: Any, rows: list[list[int]]) -> torch.Tensor:
+def live_logits(trainer: SFTTrainer, rows: list[list[int]]) -> torch.Tensor:
     """The engine's logits of rows of one length, fp32, on the CPU. Every rank takes part."""
     ids = torch.tensor(rows, device=trainer.accelerator.device)
     # Compiled layers would be compiled again, for a shape that training never has.

@@ -75,11 +75,7 @@ class DeepSpeedFile:
 
 
 def load_deepspeed(name: str) -> DeepSpeedFile:
-    """Read a DeepSpeed JSON by path or by the name of one in ds_configs/.
-
-    Raises:
-        PlanError: There is none, it is no JSON, or DeepSpeed would not follow it.
-    """
+    """Read a DeepSpeed JSON by path or by the name of one in ds_configs/. Raises PlanError if DeepSpeed would not follow it."""
     shipped = SHIPPED / f"{name}.json"
     path = shipped if shipped.is_file() else find_file(name)
     try:
@@ -159,11 +155,7 @@ def _is_same(found: Any, expected: Any) -> bool:
 
 
 def check_deepspeed(file: DeepSpeedFile, recipe: Recipe, plan: Plan) -> None:
-    """Refuse a JSON that contradicts the recipe or the plan; DeepSpeed counts empty slots of a step like the others.
-
-    Raises:
-        PlanError: Every contradiction, with both values.
-    """
+    """Refuse a JSON that contradicts the recipe or the plan (PlanError, with every contradiction and both values)."""
     train, config, empty = recipe.train, file.config, plan.empty_sequences_per_step.value
     precision = plan.precision.value
     batch = f"train.global_batch_size with its {empty} empty slots" if empty else "train.global_batch_size"

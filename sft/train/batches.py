@@ -33,13 +33,7 @@ class Sequences(torch.utils.data.Dataset[dict[str, Any]]):
     Without dummies the last step of an epoch would hold fewer sequences, divided unevenly between ranks, and its loss would depend on
     the number of ranks. A dummy is one untrained token: it adds nothing to the loss or to its divisor.
 
-    Args:
-        store: The documents.
-        index: Which of them make up each sequence.
-        per_step: Real sequences per optimizer step.
-        pad_token_id: What dummies are made of.
-        packed: Whether a sequence holds several documents, whose lengths the collator needs.
-        empty: Further slots in each step, where the sequences of a step do not divide evenly between the ranks.
+    `per_step` are real sequences; `empty` are further slots of each step, where they do not divide evenly between the ranks.
     """
 
     def __init__(
@@ -83,13 +77,6 @@ class StepOrder(torch.utils.data.Sampler[int]):
 
     Each `per_step` sequences and the `empty` slots behind them are one optimizer step. The trainer deals them out to ranks and
     micro-batches. That decides who computes what, but never which sequences a step holds.
-
-    Args:
-        sequences: Number of real sequences.
-        dummies: As counted by Sequences.
-        seed: The recipe's.
-        per_step: Real sequences per step.
-        empty: Slots of each step that dummies take.
     """
 
     def __init__(self, sequences: int, dummies: int, seed: int, per_step: int, empty: int = 0) -> None:
@@ -137,12 +124,7 @@ class Contents:
 
 
 def contents_of(batch: dict[str, Any], sequences: tuple[int, ...] = ()) -> Contents:
-    """Take the account of a batch.
-
-    Args:
-        batch: From the collator: `input_ids` and `labels`, with `position_ids` and `cu_seq_lens_q` where packed, else `attention_mask`.
-        sequences: Numbers of what is in it.
-    """
+    """Take the account of a batch from the collator, which holds the sequences of these numbers."""
     ids, labels = batch["input_ids"].numpy(), batch["labels"].numpy()
     if "cu_seq_lens_q" in batch:
         ids, labels, positions = ids[0], labels[0], batch["position_ids"][0].numpy()
@@ -206,11 +188,7 @@ class Work:
 
 
 class WorkSum:
-    """Adds up what this rank trains on, and sums it over the ranks for each logged line.
-
-    Args:
-        flops: What a step costs the model; None where that is not known.
-    """
+    """Adds up what this rank trains on, and sums it over the ranks for each logged line."""
 
     def __init__(self, flops: ModelFlops | None = None) -> None:
         self.flops = flops

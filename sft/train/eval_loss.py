@@ -12,15 +12,15 @@ from sft.data.prepared import Prepared
 from sft.data.store import SequenceIndex
 from sft.model.live import evaluating
 from sft.parallel import process_group as distributed
-from sft.plan.job import Job
 from sft.run.directory import Run, read_lines
 from sft.train.batches import Sequences
 from sft.train.trainer import RecipeTrainer
 
 
-def eval_loss_of(trainer: RecipeTrainer, job: Job, run: Run, prepared: Prepared) -> EvalLoss | None:
+def eval_loss_of(trainer: RecipeTrainer, run: Run, prepared: Prepared) -> EvalLoss | None:
     """The callback that measures as often as the recipe says; None if there is no eval split."""
-    index, train, data = SequenceIndex.load(prepared.folder / "held_out.npz"), job.recipe.train, trainer.train_dataset
+    train, data = trainer.job.recipe.train, trainer.train_dataset
+    index = SequenceIndex.load(prepared.folder / "held_out.npz")
     if not len(index):
         return None
     sequences = Sequences(data.store, index, trainer.data_parallel_ranks, data.pad_token_id, data.packed)
@@ -28,13 +28,9 @@ def eval_loss_of(trainer: RecipeTrainer, job: Job, run: Run, prepared: Prepared)
 
 
 class EvalLoss(TrainerCallback):  # type: ignore[misc]
-    """Measures, and keeps the figure for the line of metrics.jsonl of the same step, which must be written afterwards.
+    """Measures every so many optimizer steps (0: the first and the last), and keeps the figure for the step's line of metrics.jsonl.
 
-    Args:
-        trainer: Trains the model.
-        sequences: Of the eval split; equally many for each rank, dummies among them.
-        every: Optimizer steps between measurements; 0 for the first and the last only.
-        run: Where the loss before the first step is recorded.
+    The line must be written afterwards. `sequences` are equally many for each rank, dummies among them.
     """
 
     def __init__(self, trainer: RecipeTrainer, sequences: Sequences, every: int, run: Run) -> None:

@@ -48,14 +48,7 @@ class _Account(NamedTuple):
 
 
 class Faults:
-    """Watches the steps of one run.
-
-    Args:
-        job: What a fault does to the run.
-        run: Faults are recorded in nonfinite/ and run.json.
-        sequences: What the trainer sees.
-        tokenizer: Decodes the beginning of each document.
-    """
+    """Watches the steps of one run, and records faults in nonfinite/ and run.json."""
 
     def __init__(self, job: Job, run: Run, sequences: Sequences, tokenizer: Any) -> None:
         self.run, self.sequences, self.tokenizer = run, sequences, tokenizer
@@ -75,15 +68,9 @@ class Faults:
         self._losses.append(loss.detach())
 
     def must_skip(self, step: int, norm: Any, applied: bool) -> bool:
-        """Judge a step by the norm of its gradients. Every rank takes part.
+        """Whether a step (from 1) must change nothing, judged by the norm of its gradients over all ranks, each of which takes part.
 
-        Args:
-            step: Counted from 1.
-            norm: Of the gradients, over all ranks.
-            applied: The engine has made the step whatever the gradients are.
-
-        Returns:
-            Whether the step must change nothing.
+        `applied`: the engine has made the step whatever the gradients are.
 
         Raises:
             NonfiniteError: The run stops here.
@@ -99,14 +86,12 @@ class Faults:
         before = accounts[0].faults_before
         skips = self.skips and not applied and before < self.limit
         file = self.run.path / "nonfinite" / f"step-{step}.json"
-        what = _what(value, accounts)
         if distributed.is_rank_0():
             self._write(file, step, value, accounts, "skip" if skips else "stop")
         if not skips:
-            raise NonfiniteError(f"step {step}: {what}. {self._effect(before, applied)} Losses and samples: {file}. "
-                                 f"Look at these samples, lower train.learning_rate, or {self._remedy(before)}.")  # fmt: skip
+            raise NonfiniteError(self._words(step, _what(value, accounts), applied, before, file))
         if distributed.is_rank_0():
-            print(f"step {step}: {what}. The step was skipped: {file}", flush=True)
+            print(f"step {step}: {_what(value, accounts)}. The step was skipped: {file}", flush=True)
         return True
 
     def _write(self, file: Path, step: int, norm: float, accounts: list[_Account], answer: str) -> None:
@@ -122,11 +107,9 @@ class Faults:
             for account in accounts
         ]
         of_step = sorted({number for account in accounts for some in account.sequences for number in some})
-        rows = self._rows(of_step)
+        found = {"step": step, "grad_norm": str(norm), "answer": answer, "ranks": ranks}
         file.parent.mkdir(exist_ok=True)
-        write_json(
-            file, {"step": step, "grad_norm": str(norm), "answer": answer, "ranks": ranks, "rows_of_the_step": rows}
-        )
+        write_json(file, found | {"rows_of_the_step": self._rows(of_step)})
         faults = [fault for fault in self.run.record.get("nonfinite", []) if fault["step"] != step]
         self.run.update(nonfinite=[*faults, {"step": step, "answer": answer, "file": f"nonfinite/{file.name}"}])
 
@@ -147,22 +130,19 @@ class Faults:
             )
         return rows
 
-    def _effect(self, before: int, applied: bool) -> str:
+    def _words(self, step: int, what: str, applied: bool, before: int, file: Path) -> str:
         checkpoint = self.run.last_checkpoint()
         good = f"{checkpoint.name} is good" if checkpoint else "there is no checkpoint yet"
-        effect = (
-            "DeepSpeed applied the step nevertheless, as it does without ZeRO: set zero_optimization.stage to 1 or more"
-            if applied
-            else "The step was not applied"
+        effect, reached, remedy = "The step was not applied", "", "set train.on_nonfinite=skip"
+        if applied:
+            effect = "DeepSpeed applied the step nevertheless, as it does without ZeRO: set zero_optimization.stage to 1 or more"
+        if self.skips and before >= self.limit:
+            reached = f" {before} steps had such a fault before; train.max_nonfinite_steps={self.limit}."
+            remedy = "raise train.max_nonfinite_steps"
+        return (
+            f"step {step}: {what}. {effect}; {good}.{reached} Losses and samples: {file}. Look at these samples, lower "
+            f"train.learning_rate, or {remedy}."
         )
-        reached = f" {before} steps had such a fault before; train.max_nonfinite_steps={self.limit}."
-        return f"{effect}; {good}.{reached if self._reached(before) else ''}"
-
-    def _remedy(self, before: int) -> str:
-        return "raise train.max_nonfinite_steps" if self._reached(before) else "set train.on_nonfinite=skip"
-
-    def _reached(self, before: int) -> bool:
-        return self.skips and before >= self.limit
 
 
 def _what(norm: float, accounts: Sequence[_Account]) -> str:

@@ -6,7 +6,7 @@ head are compared. That takes a few forward passes over about a hundred tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,8 +43,6 @@ class Probe:
     """Calls of each attention function in one pass, without the model's own, `eager`."""
 
     use_cache: bool
-    """Whether the model keeps keys and values."""
-
     head_called: bool
     """Whether logits of all tokens were computed; TRL's fused head uses the head's weight and never calls it."""
 
@@ -73,13 +71,7 @@ def sample_documents(sequences: Sequences) -> list[np.ndarray]:
 
 
 def probe(trainer: SFTTrainer, documents: list[np.ndarray], packed: bool) -> Probe:
-    """Measure on the live model; every rank takes part, with the same documents.
-
-    Args:
-        trainer: Its engine initialized.
-        documents: From sample_documents, two or more.
-        packed: Whether the run packs; otherwise they become a padded batch.
-    """
+    """Measure on the live model, with two or more documents in a pack or a padded batch. Every rank takes part, with the same documents."""
     changed = (len(documents) - 1) // 2
     altered = list(documents)
     altered[changed] = _other_tokens(documents, changed)
@@ -89,11 +81,12 @@ def probe(trainer: SFTTrainer, documents: list[np.ndarray], packed: bool) -> Pro
         after = _one_pass(trainer, altered, packed)
         with _plain_attention(trainer):
             alone = [_one_pass(trainer, [document], packed).states[0] for document in documents]
-    others = [number for number in range(len(documents)) if number != changed]
+    moved = [_distance(*pair) for pair in zip(after.states, together.states, strict=True)]
     config = unwrapped(trainer).config.get_text_config()
     return Probe(
-        moved=_largest(_distance(after.states[number], together.states[number]) for number in others),
-        differ=_largest(_distance(*pair) for pair in zip(together.states, alone, strict=True)),
+        # NaN where one of them is NaN.
+        moved=float(np.max(moved[:changed] + moved[changed + 1 :])),
+        differ=float(np.max([_distance(*pair) for pair in zip(together.states, alone, strict=True)])),
         attention_calls=calls,
         use_cache=together.use_cache,
         head_called=together.head_called,
@@ -195,11 +188,6 @@ def _other_tokens(documents: list[np.ndarray], changed: int) -> np.ndarray:
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     """Norm of the difference over the norm; NaN where a state is NaN."""
     return float((one - other).norm() / other.norm().clamp(min=1e-12))
-
-
-def _largest(distances: Iterable[float]) -> float:
-    """NaN where one of them is NaN."""
-    return float(np.max(list(distances)))
 
 
 @contextmanager

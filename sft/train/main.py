@@ -14,7 +14,6 @@ from sft.checkpoint.save_verification import SaveVerification
 from sft.data.prepared import Prepared
 from sft.model.load import load_model
 from sft.parallel import process_group as distributed
-from sft.parallel.process_group import reporting_lost_ranks
 from sft.plan.job import Job
 from sft.run.directory import Run
 from sft.train.arguments import training_arguments
@@ -41,19 +40,9 @@ def train(
     resume_plan: ResumePlan | None,
     make_evaluation: MakeEvaluation | None = None,
 ) -> float:
-    """Train, and write final/.
+    """Train, and write final/; returns the seconds of training.
 
-    Args:
-        job: With its data counted.
-        run: Its folder, opened.
-        prepared: The data.
-        tokenizer: From load_tokenizer.
-        choice: The checkpoint to resume from.
-        resume_plan: How the run resumes from it.
-        make_evaluation: Makes the callback that evaluates during the training; metrics.py's Measures.
-
-    Returns:
-        Seconds of training.
+    `choice` is the checkpoint to resume from, and `make_evaluation` makes the callback that evaluates during the training.
 
     Raises:
         Interrupted: The training was stopped, with a checkpoint.
@@ -66,25 +55,26 @@ def train(
     # Before the model: ZeRO-3 shards it while it loads.
     arguments = training_arguments(job, run)
     model = load_model(job, tokenizer)
-    report_generation_notes(run, model.generation_notes)
+    if distributed.is_rank_0():
+        run.warn("generation", *model.generation_notes)
+        for note in model.generation_notes:
+            print(f"Warning: {note}", flush=True)
     stopping, faults = Stopping(run, recipe), Faults(job, run, sequences, tokenizer)
     trainer = build_trainer(job, arguments, model, tokenizer, sequences, stopping, faults, resume_plan)
     watchdog = Watchdog(trainer.progress, run, distributed.rank(), job.hardware.ranks, recipe.train.ddp_timeout)
     verification = SaveVerification(trainer, job, run, tokenizer) if recipe.train.save_canary else None
     evaluation = make_evaluation(trainer) if make_evaluation is not None else None
-    add_callbacks(trainer, job, run, prepared, watchdog, evaluation, verification)
-
+    for callback in callbacks(trainer, run, prepared, watchdog, evaluation, verification):
+        trainer.add_callback(callback)
     if distributed.is_rank_0():
         resume_trackers(trainer, run, choice.step)
     started = time.monotonic()
-    with reporting_lost_ranks(
-        recipe, lambda: f"step {trainer.state.global_step + 1} was trained", run, watchdog.stacks
-    ):
+    with distributed.reporting_lost_ranks(recipe, trainer.doing, run, watchdog.stacks):
         trainer.train(resume_from_checkpoint=str(choice.checkpoint) if choice.checkpoint else None)
     step = trainer.state.global_step
     leave_where_stopped(job, stopping, step)
     seconds = time.monotonic() - started
-    with reporting_lost_ranks(recipe, "final/ was written", run):
+    with distributed.reporting_lost_ranks(recipe, "final/ was written", run):
         write_final(trainer, job, run, tokenizer, verification.verify_final if verification else None)
     if distributed.is_rank_0():
         steps = f"{step - choice.step} steps, to step {step}," if choice.step else f"{step} steps"
@@ -92,38 +82,19 @@ def train(
     return seconds
 
 
-def add_callbacks(
-    trainer: RecipeTrainer,
-    job: Job,
-    run: Run,
-    prepared: Prepared,
-    watchdog: Watchdog,
-    evaluation: Any,
-    verification: SaveVerification | None,
-) -> None:
-    """Give the trainer its callbacks, in the order in which they are called."""
-    eval_loss = eval_loss_of(trainer, job, run, prepared)
-    profile = Profile(run.path / "profile", distributed.rank(), job.hardware.gpu is not None)
-    callbacks = [
+def callbacks(
+    trainer: RecipeTrainer, run: Run, prepared: Prepared, watchdog: Watchdog, evaluation: Any, verification: Any
+) -> list[TrainerCallback]:
+    """The trainer's callbacks, in the order in which they are called."""
+    job, eval_loss = trainer.job, eval_loss_of(trainer, run, prepared)
+    measured = {"held_out_loss": eval_loss, "eval": evaluation}
+    return [
         trainer.clock,  # first: what the others do at the end of a step is no part of the step
         *engine_callbacks(job),
         trainer.stopping,
         watchdog,
         RuntimeCheck(trainer, job, run),
-        eval_loss,
-        evaluation,
-        verification,
-        # After what measures for its lines.
-        Metrics(trainer, run, job.hardware, {"held_out_loss": eval_loss, "eval": evaluation}),
-        profile if job.recipe.train.profile else None,
+        *filter(None, (eval_loss, evaluation, verification)),
+        Metrics(trainer, run, job.hardware, measured),  # after what measures for its lines
+        *([Profile(run.path / "profile", job.hardware.gpu is not None)] if job.recipe.train.profile else []),
     ]
-    for callback in filter(None, callbacks):
-        trainer.add_callback(callback)
-
-
-def report_generation_notes(run: Run, notes: list[str]) -> None:
-    """Report what had to change so that generation stops where the recipe says."""
-    if distributed.is_rank_0():
-        run.warn("generation", *notes)
-        for note in notes:
-            print(f"Warning: {note}", flush=True)

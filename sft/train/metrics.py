@@ -35,11 +35,7 @@ class Measures(Protocol):
 class Metrics(TrainerCallback):  # type: ignore[misc]
     """Writes on rank 0. Lines of metrics.jsonl after the step that training starts from are removed.
 
-    Args:
-        trainer: Knows what its steps hold and how long they take.
-        run: Its folder.
-        hardware: For MFU.
-        measured: Further callbacks by the key of their figure, which must be called before this one.
+    `measured`: further callbacks by the key of their figure, which must be called before this one.
     """
 
     def __init__(

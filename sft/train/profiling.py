@@ -17,21 +17,17 @@ from typing import Any
 import torch
 from transformers.trainer_callback import TrainerCallback
 
+from sft.parallel import process_group as distributed
+
 SKIPPED, WARMUP, RECORDED = 4, 2, 3
 """Steps. The first ones allocate and compile; the warm-up takes the profiler's own slow start."""
 
 
 class Profile(TrainerCallback):  # type: ignore[misc]
-    """Traces RECORDED steps of this session on this rank. Must be the last callback.
+    """Traces RECORDED steps of this session on this rank. Must be the last callback."""
 
-    Args:
-        folder: Of the run's profiles.
-        rank: Of this process.
-        on_gpu: Whether the steps run on a GPU.
-    """
-
-    def __init__(self, folder: Path, rank: int, on_gpu: bool) -> None:
-        self.folder, self.rank, self.on_gpu = folder, rank, on_gpu
+    def __init__(self, folder: Path, on_gpu: bool) -> None:
+        self.folder, self.rank, self.on_gpu = folder, distributed.rank(), on_gpu
         self._profiler: Any = None
         self._records_memory = False
         self._first_step = 0

@@ -57,23 +57,14 @@ def _word(value: object) -> str:
 class RuntimeCheck(TrainerCallback):  # type: ignore[misc]
     """Stops the run where documents of a batch see each other, or where something else runs than was planned.
 
-    Must be called after engine_callbacks, and before what measures or trains.
-
-    Args:
-        trainer: Trains the model.
-        job: The plan.
-        run: Where the findings are recorded.
+    Must be called after engine_callbacks, and before what measures or trains. Findings are recorded in run.json.
     """
 
     def __init__(self, trainer: RecipeTrainer, job: Job, run: Run) -> None:
         self.trainer, self.job, self.run = trainer, job, run
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Run the isolation probe, read everything, record, compare.
-
-        Raises:
-            PlanError: Something differs.
-        """
+        """Run the isolation probe, read everything, record, compare."""
         started, packed = time.monotonic(), self.job.recipe.data.packing
         documents = sample_documents(self.trainer.train_dataset)
         found = probe(self.trainer, documents, packed) if documents else None
@@ -83,8 +74,6 @@ class RuntimeCheck(TrainerCallback):  # type: ignore[misc]
                 running={reading.name: reading.running for reading in readings},
                 probe={"moved": found.moved, "differ": found.differ} if found else None,
             )
-            if self.job.recipe.debug:
-                print_table(readings)
         check_readings(readings)
         isolated = "no two documents to probe"
         if found is not None:
@@ -93,15 +82,6 @@ class RuntimeCheck(TrainerCallback):  # type: ignore[misc]
         if state.is_world_process_zero:
             count, seconds = len(readings), time.monotonic() - started
             print(f"Runtime check: {count} of {count} settings as planned; {isolated} ({seconds:.1f} s).", flush=True)
-
-
-def print_table(readings: list[Reading]) -> None:
-    """Print each setting as planned and as it runs."""
-    width = max(len(reading.name) for reading in readings)
-    print("Runtime check: planned -> running")
-    for reading in readings:
-        mark = "!" if reading.wrong else " "
-        print(f" {mark} {reading.name:<{width}}  {reading.planned} -> {reading.running}", flush=True)
 
 
 def check_readings(readings: Iterable[Reading]) -> None:
@@ -118,13 +98,7 @@ def check_readings(readings: Iterable[Reading]) -> None:
 
 
 def read_running(trainer: SFTTrainer, job: Job, probe: Probe | None) -> list[Reading]:
-    """Read everything that the plan decided from the live trainer.
-
-    Args:
-        trainer: Its engine initialized.
-        job: What was planned.
-        probe: From the isolation probe; None where there were no two documents to probe with.
-    """
+    """Read everything that the plan decided from the live trainer; `probe` is None where there were no two documents to probe with."""
     if job.fsdp:
         reshard(trainer.model)
     # DeepSpeed's, or None.
@@ -138,7 +112,6 @@ def read_running(trainer: SFTTrainer, job: Job, probe: Probe | None) -> list[Rea
 
 
 def _of_engine(trainer: Any, job: Job, engine: Any) -> Iterator[Reading]:
-    """Which engine runs, over how many processes, and what it shards and offloads."""
     plan, attention = job.plan, job.plan.attention.value
     stage = job.deepspeed.stage if job.deepspeed else 3 if job.fsdp else 0
     zero = job.deepspeed.config.get("zero_optimization", {}) if job.deepspeed else {}
@@ -201,7 +174,6 @@ def offloaded(zero: Any) -> str:
 
 
 def _of_model(trainer: Any, job: Job, engine: Any, probe: Probe | None) -> Iterator[Reading]:
-    """What the model computes with, and what of it is trained."""
     plan, model = job.plan, trainer.model
     yield _attention(trainer, plan.attention.value, probe)
     yield _kernels(model, plan.kernels.value)
@@ -252,7 +224,6 @@ def _dtypes(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def _weights(trainer: Any, job: Job) -> Iterator[Reading]:
-    """How many parameters are trained, and in which dtypes."""
     named, lora = dict(trainer.model.named_parameters()), job.recipe.model.lora
     counts = {name: int(getattr(weight, "ds_numel", weight.numel())) for name, weight in named.items()}
     trained = {name: weight for name, weight in named.items() if weight.requires_grad}
@@ -277,7 +248,6 @@ def _weights(trainer: Any, job: Job) -> Iterator[Reading]:
 
 
 def _of_steps(trainer: Any, job: Job, engine: Any) -> Iterator[Reading]:
-    """What a step is made of, and what the optimizer does with it."""
     plan, args = job.plan, trainer.args
     optimizer, updated = trainer.optimizer, None
     while hasattr(optimizer, "optimizer"):

@@ -61,9 +61,6 @@ class StepClock(TrainerCallback):  # type: ignore[misc]
     A step lasts from the request for its first batch until its update is done. On a GPU the CPU's clock would time the launching of
     kernels. There an event is recorded in the stream at both ends of a step, without waiting, and read when a line is logged: the trainer
     has then read the loss, so all events have happened.
-
-    Args:
-        on_gpu: Whether the steps run on a GPU.
     """
 
     def __init__(self, on_gpu: bool) -> None:
@@ -114,13 +111,7 @@ class StepClock(TrainerCallback):  # type: ignore[misc]
 
 
 def speed(work: Work, times: StepTimes, peak: float | None) -> dict[str, float | None]:
-    """The figures of a line of metrics.jsonl.
-
-    Args:
-        work: What its steps held, over all ranks.
-        times: How long they took.
-        peak: FLOP/s of all GPUs; None where unknown.
-    """
+    """The figures of a line of metrics.jsonl; `peak`: FLOP/s of all GPUs, None where unknown."""
     seconds = sum(times.seconds)
     p50, p90 = np.percentile(times.seconds, [50, 90]).tolist()
     return {

@@ -62,12 +62,7 @@ _SAVE_FACTOR, _MARGIN = 1.5, 5.0
 
 
 class TimeLimit:
-    """Decides, before the end of each step, whether another one may begin.
-
-    Args:
-        deadline: Of the clock that the methods are given.
-        save_seconds: How long a save is assumed to take, until one was made.
-    """
+    """Decides, before the end of each step, whether another one may begin: times of one clock, in seconds."""
 
     def __init__(self, deadline: float, save_seconds: float) -> None:
         self.deadline, self.save_seconds = deadline, save_seconds
@@ -88,15 +83,10 @@ class TimeLimit:
 
 
 class Stopping(TrainerCallback):  # type: ignore[misc]
-    """Agrees on requests in each step, and acts at its end. Must come before the callbacks that measure.
-
-    Args:
-        run: The run.
-        recipe: Its time limit, and how long a rank waits for another.
-    """
+    """Agrees on requests in each step, and acts at its end. Must come before the callbacks that measure."""
 
     def __init__(self, run: Run, recipe: Recipe) -> None:
-        self.run, self.rank = run, distributed.rank()
+        self.run = run
         self.agreed = StopRequest.NOTHING
         """Why the training stops, once all ranks have agreed that it does."""
         self.shortage: Shortage | None = None
@@ -107,13 +97,13 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             timeout = timedelta(seconds=recipe.train.ddp_timeout)
             self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
-        self._reduced: torch.Tensor | None = None
+        self._request: torch.Tensor | None = None
         self._reduction: Any = None
         self._trains = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Remove what an earlier start was asked, and estimate how long a save may take."""
-        if self.rank == 0:
+        if distributed.is_rank_0():
             for name in forget_stale(self.run.path, began()):
                 print(f"Removed the file `{name}`: it is older than this start.", flush=True)
         if self._max_time is not None:
@@ -131,21 +121,20 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
 
     def reduce(self) -> None:
         """Start the reduction over all ranks; every rank must."""
-        self._reduced = torch.tensor(int(self._own_request()))
+        self._request = torch.tensor(int(self._own_request()))
         if self._group is not None:
-            self._reduction = torch.distributed.all_reduce(
-                self._reduced, op=torch.distributed.ReduceOp.MAX, group=self._group, async_op=True
-            )
+            largest = torch.distributed.ReduceOp.MAX
+            self._reduction = torch.distributed.all_reduce(self._request, largest, self._group, async_op=True)
 
     def _agree(self) -> StopRequest:
         """What all ranks were asked. A RuntimeError of gloo's says that one is gone."""
-        if self._reduced is None:
+        if self._request is None:
             self.reduce()
         if self._reduction is not None:
             self._reduction.wait()
-        assert self._reduced is not None
-        request = StopRequest(int(self._reduced))
-        self._reduced = self._reduction = None
+        assert self._request is not None
+        request = StopRequest(int(self._request))
+        self._request = self._reduction = None
         if request > StopRequest.SAVE:
             self.agreed = request
         return request
@@ -158,7 +147,7 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         received = signals.asked()
         if received is not None:
             return StopRequest[signal.Signals(received).name]
-        if self.rank:
+        if not distributed.is_rank_0():
             return StopRequest.NOTHING
         if (self.run.path / STOP).exists():
             return StopRequest.STOP_FILE
@@ -180,15 +169,9 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
             control.should_training_stop = True
 
     def saved(self, shortage: Shortage | None, seconds: float, control: Any) -> None:
-        """A checkpoint is complete, or there was no room. A request that came meanwhile need not wait for another step.
-
-        Args:
-            shortage: Why it was not written.
-            seconds: How long it took.
-            control: The trainer's.
-        """
+        """A checkpoint is complete after so many seconds, or there was no room. A request that came meanwhile waits for no other step."""
         self.shortage = shortage
-        requested = self.rank == 0 and (self.run.path / SAVE).exists()
+        requested = distributed.is_rank_0() and (self.run.path / SAVE).exists()
         if requested:
             (self.run.path / SAVE).unlink(missing_ok=True)
         if shortage is not None:
@@ -202,13 +185,7 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
             control.should_training_stop = True
 
     def end(self, step: int) -> Interrupted | RunError | None:
-        """Training has returned.
-
-        Args:
-            step: The last one.
-
-        Returns:
-            What ends the program, where the training was stopped: a RunError where its last step could not be saved.
+        """What ends the program, where the training was stopped after this step: a RunError where that could not be saved.
 
         Raises:
             Interrupted: A signal came after the last step.
@@ -216,11 +193,9 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         if self.agreed == StopRequest.NOTHING:
             signals.release()
             return None
-        if (
-            is_rank() or self.shortage is not None
-        ):  # the launcher sends SIGTERM to all ranks when the first one has ended
-            signals.ignore()
-        if self.rank == 0:
+        if is_rank() or self.shortage is not None:
+            signals.ignore()  # the launcher sends SIGTERM to all ranks when the first one has ended
+        if distributed.is_rank_0():
             (self.run.path / STOP).unlink(missing_ok=True)
         status = EXIT_INTERRUPTED if self.agreed == StopRequest.SIGINT else EXIT_TERMINATED
         name = _NAMES.get(self.agreed, self.agreed.name)

@@ -14,10 +14,7 @@ from sft.run.directory import Run
 
 
 def set_up_trackers(tracking: Tracking, run: Run) -> list[str]:
-    """Have the trackers write into the run's folder, and wandb offline where nobody is logged in.
-
-    Returns:
-        Lines for the user.
+    """Have the trackers write into the run's folder, and wandb offline where nobody is logged in; lines for the user.
 
     Raises:
         RunError: The key for wandb is cut off, or the run's folder contains settings of wandb.
@@ -71,13 +68,7 @@ def _logged_in_to_wandb() -> bool:
 
 
 def resume_trackers(trainer: Any, run: Run, step: int) -> None:
-    """Remove from tensorboard what was logged after the step that training resumes from; it comes a second time.
-
-    Args:
-        trainer: With its callbacks.
-        run: The run.
-        step: Optimizer steps that are done; 0 for none.
-    """
+    """Remove from tensorboard what was logged after the step that training resumes from; it comes a second time."""
     from transformers.integrations import TensorBoardCallback
 
     folder = run.path / "tensorboard"

@@ -1,23 +1,18 @@
-"""SFTTrainer with the recipe's order of the data, a loss that waits for nothing, and checkpoints that are complete or absent."""
+"""SFTTrainer with the recipe's order of the data and a loss that waits for nothing. sft/checkpoint/trainer.py saves and resumes."""
 
 from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from sft.checkpoint.patches import plain_data_only
-from sft.checkpoint.reshard import reshard, start_random_streams, with_parameters
-from sft.checkpoint.resume import ResumePlan, writer_here
-from sft.checkpoint.write import CheckpointWriter
+from sft.checkpoint.resume import ResumePlan
+from sft.checkpoint.trainer import CheckpointingTrainer, ResumedSettings
 from sft.data.tokenizer import new_token_ids
 from sft.errors import ModelError
 from sft.model.adapters import lora_config, show_head, untrained_rows
@@ -26,20 +21,17 @@ from sft.model.flops import model_flops
 from sft.model.gradient_checkpointing import SelectiveCheckpointing
 from sft.model.new_tokens import named
 from sft.parallel import process_group as distributed
-from sft.parallel.fsdp import Prefetch, units_as_planned
-from sft.parallel.full_tensors import full_optimizer_state, full_state, load_optimizer_state, load_weights
+from sft.parallel.fsdp import Prefetch
 from sft.parallel.optimizer import MasterAdamW, check_optimizer
 from sft.parallel.patches import cpu_ranks_may_shard
 from sft.parallel.sequence import PartOfSequences, labels_of_all, share_batches
-from sft.parallel.tensor import is_tensor_parallel
-from sft.plan.job import Job, checkpoint_bytes
-from sft.run.directory import INCOMPLETE
+from sft.plan.job import Job
 from sft.train.arguments import optimizer_arguments
 from sft.train.batches import CONTENTS, Accounted, Sequences, StepOrder, WorkSum
 from sft.train.faults import Faults, finite
-from sft.train.progress import CHECKPOINT, Progress
 from sft.train.speed import StepClock
 from sft.train.stopping import Stopping
+from sft.train.watchdog import EVAL_LOSS, OPTIMIZER, Progress
 
 
 def is_plain(trainer: SFTTrainer) -> bool:
@@ -60,14 +52,8 @@ def plain_loss(trainer: RecipeTrainer, model: Any, inputs: dict[str, Any], token
     pass while its GPU still computes the forward pass. Here they add up on the device (Tally) and are read when a line is logged. One wait
     remains on a GPU: the fused head takes the target tokens only, and must know how many there are.
 
-    Args:
-        trainer: Its arguments and the number of ranks.
-        model: The engine, or the model itself.
-        inputs: From the collator, on the device.
-        tokens_in_step: Target tokens of all micro-batches of all ranks; None for those of these inputs.
-
-    Returns:
-        The loss, scaled so that the engine's average of the ranks' gradients is that of the step; and the fused head's output.
+    `tokens_in_step` are those of all micro-batches of all ranks; None: of these inputs. Returns the loss, scaled so that the engine's
+    average of the ranks' gradients is that of the step, and the fused head's output.
     """
     # With a cache, transformers would not keep the documents of a pack apart.
     outputs = model(**inputs, use_cache=False, fused_lm_head=True)
@@ -99,16 +85,10 @@ class Tally:
         return {"entropy": [entropy / max(labels, 1)], "mean_token_accuracy": [correct / max(labels, 1)]}
 
 
-class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
-    """SFTTrainer, changed where the recipe means something else.
+class RecipeTrainer(CheckpointingTrainer):
+    """SFTTrainer, changed where the recipe means something else. Auto-tuning has neither `stopping` nor `faults`.
 
-    Args:
-        job: With its data counted.
-        sequences: The prepared data, in whole steps.
-        stopping: Agrees on stop requests; None in auto-tuning, as for the next.
-        faults: Watches for losses and gradients that are not finite.
-        resume_plan: How the run resumes from its checkpoint.
-        trl: What SFTTrainer takes, except for the dataset.
+    `trl` is what SFTTrainer takes, except for the dataset.
     """
 
     data_collator: Any
@@ -123,20 +103,16 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         resume_plan: ResumePlan | None,
         **trl: Any,
     ) -> None:
-        self.job, self.stopping, self.faults, self.resume_plan = job, stopping, faults, resume_plan
+        self.stopping, self.faults = stopping, faults
         self.order, self.clock = sequences.order(job.recipe.train.seed), StepClock(job.hardware.gpu is not None)
         self.progress, self.tally, self._skipped = Progress(), Tally(), 0
-        facts = {"ranks": job.hardware.ranks, "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True)}
-        self.writer = writer_here(job)
-        folder, keep = Path(trl["args"].output_dir), job.recipe.train.save_total_limit
-        self.checkpoints = CheckpointWriter(folder, keep, facts, checkpoint_bytes(job))
+        self._batches = self._passes = 0
+        """Micro-batches of the step, and how many of them went into the model."""
         # SFTTrainer takes a dataset of its own library only, and never reads this one.
         row = Dataset.from_list([{name: list(sequences[0][name]) for name in ("input_ids", "labels")}])
-        super().__init__(train_dataset=row, **trl)
+        super().__init__(job, resume_plan, self.progress.saving, train_dataset=row, **trl)
         self.train_dataset = sequences
         self.work = WorkSum(model_flops(self.model))
-        # Only for transformers' check of a model whose layers are sharded (arguments.py); our checkpoints have an optimizer.
-        self.args.save_only_model = False
         self.remove_callback(PrinterCallback)
         if self.sequence_parallel_size > 1:
             # The loss is ours, over the target tokens of the whole step, and so are the batches.
@@ -202,8 +178,8 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         self.progress.begin(self.state.global_step + 1)
         if self.stopping is not None:
             self.stopping.begin()
-        watched = self.clock.timed(self.progress.watched(epoch_iterator))
-        batches, tokens = super().get_batch_samples(watched, num_batches, device)
+        batches, tokens = super().get_batch_samples(self.clock.timed(epoch_iterator), num_batches, device)
+        self._batches, self._passes = len(batches), 0
         contents = [batch.pop(CONTENTS) for batch in batches]
         self.work.add(contents)
         if self.faults is not None:
@@ -213,13 +189,20 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
 
     # A step.
 
+    def doing(self) -> str:
+        """What the ranks do, as a phrase after "while"."""
+        return f"step {self.state.global_step + 1} was trained"
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward pass of a micro-batch; its loss, for the mean over ranks that is logged."""
-        self.progress.forward()
-        if self.stopping is not None and self.progress.passes == self.progress.batches:
+        self._passes += 1
+        self.progress.at(f"forward, micro-batch {self._passes}")
+        last = self._passes == self._batches
+        if last and self.stopping is not None:
             self.stopping.reduce()
         loss = super().training_step(*args, **kwargs)
-        self.progress.passed()
+        if last:
+            self.progress.at(OPTIMIZER)
         if self.sequence_parallel_size == 1:
             return loss
         return loss * (self.accelerator.num_processes // self.gradients_divided_by)
@@ -235,7 +218,7 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
             result, outputs = plain_loss(self, model, inputs, num_items_in_batch)
             if training:
                 self.tally.add(outputs)
-        self.progress.loss_known(training)
+        self.progress.at(f"backward, micro-batch {self._passes}" if training else EVAL_LOSS)
         if return_outputs or self.faults is None or not training:
             return result
         self.faults.add(result)
@@ -298,7 +281,11 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         self.order.set_epoch(kwargs["epoch"])
         super()._run_epoch(**kwargs)
 
-    # Saving.
+    def create_accelerator_and_postprocess(self) -> None:
+        """accelerate's state, with CPU ranks that may share a model."""
+        shards_on_cpu = self.args.fsdp and self.args.use_cpu
+        with cpu_ranks_may_shard() if shards_on_cpu else nullcontext():
+            super().create_accelerator_and_postprocess()
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         # A resumed run starts new means and sums: the steps before must have their line.
@@ -306,90 +293,11 @@ class RecipeTrainer(SFTTrainer):  # type: ignore[misc]
         self._steps_in_line = self.state.global_step - self._globalstep_last_logged
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
-    def _get_output_dir(self, trial: Any) -> str:
-        # Where a checkpoint is written until it is complete.
-        return str(Path(self.args.output_dir) / INCOMPLETE)
-
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self.progress.at(CHECKPOINT)
-        began, save, stopping = time.monotonic(), super()._save_checkpoint, self.stopping
-        goes_on = stopping is None or not stopping.agreed
-        self.checkpoints.facts["writer"] = asdict(with_parameters(self.writer, self.model, self.optimizer))
-        self.checkpoints.save(self.state.global_step, lambda: save(model, trial), goes_on)
+        began, stopping = time.monotonic(), self.stopping
+        self.save_checkpoint(model, trial, goes_on=stopping is None or not stopping.agreed)
         if stopping is not None:
             stopping.saved(self.checkpoints.shortage, time.monotonic() - began, self.control)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Every rank takes part where the layers are sharded, for which transformers has no checkpoints."""
-        self.checkpoints.part(lambda: self._save_model(output_dir, _internal_call))
-
-    def _save_model(self, output_dir: str | None, _internal_call: bool) -> None:
-        if not is_tensor_parallel(self.model):
-            super().save_model(output_dir, _internal_call)
-            # A pickle of rank 0's that nothing reads.
-            Path(output_dir or self.args.output_dir, TRAINING_ARGS_NAME).unlink(missing_ok=True)
-            return
-        self.model.save_pretrained(output_dir, state_dict=full_state(self.model), is_main_process=self.args.should_save)
-        if self.args.should_save:
-            self.processing_class.save_pretrained(output_dir)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self.checkpoints.part(lambda: self._save_optimizer(output_dir))
-
-    def _save_optimizer(self, output_dir: str) -> None:
-        if not is_tensor_parallel(self.model):
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
-        state = full_optimizer_state(self.optimizer)
-        if self.args.should_save:
-            torch.save(state, Path(output_dir, OPTIMIZER_NAME))
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """None: the run directory says what a model card would."""
-
-    # Resuming, and the engine that the checkpoint is loaded into.
-
-    @property
-    def _reshards(self) -> bool:
-        return self.resume_plan is not None and self.resume_plan.reshards
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """accelerate's state, with CPU ranks that may share a model."""
-        shards_on_cpu = self.args.fsdp and self.args.use_cpu
-        with cpu_ranks_may_shard() if shards_on_cpu else nullcontext():
-            super().create_accelerator_and_postprocess()
-
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        units = units_as_planned(self, self.job.fsdp) if self.job.fsdp else nullcontext()
-        # The engines load their checkpoints here.
-        with units, plain_data_only(self.is_deepspeed_enabled):
-            checkpoint = None if self._reshards else resume_from_checkpoint
-            prepared = super()._prepare_for_training(max_steps, train_dataloader, checkpoint)
-        if self.resume_plan is not None and self._reshards:
-            reshard(self, self.resume_plan)
-        return prepared
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self._reshards:
-            return  # reshard loads them, once the optimizer exists
-        if not is_tensor_parallel(self.model):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            return
-        load_weights(self.model, Path(resume_from_checkpoint))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not is_tensor_parallel(self.model):
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        load_optimizer_state(self.optimizer, Path(checkpoint, OPTIMIZER_NAME))
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is None or self.resume_plan is None or self.resume_plan.random_state:
-            super()._load_rng_state(checkpoint)
-            return
-        start_random_streams(self.args.seed, self.state.global_step, self.args.process_index)
 
 
 def build_trainer(
@@ -403,13 +311,6 @@ def build_trainer(
     resume_plan: ResumePlan | None = None,
 ) -> RecipeTrainer:
     """The trainer, with adapters and compiled layers where the job has them; callbacks are still to be added.
-
-    Args:
-        job: With its data counted.
-        arguments: From training_arguments.
-        model: From load_model.
-        tokenizer: From load_tokenizer.
-        sequences, stopping, faults, resume_plan: As RecipeTrainer takes them.
 
     Raises:
         ModelError: There are no layers named in model.lora.target_modules.
@@ -444,33 +345,6 @@ def build_trainer(
     if job.plan.compile.value:
         compile_layers(trainer.model, job.plan.attention.value)
     return trainer
-
-
-class ResumedSettings(TrainerCallback):  # type: ignore[misc]
-    """Applies the current recipe's values over those that transformers loads from the checkpoint.
-
-    Args:
-        learning_rate: The peak, as planned.
-    """
-
-    def __init__(self, learning_rate: float) -> None:
-        self.learning_rate = learning_rate
-
-    def on_train_begin(
-        self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, optimizer: Any = None, **kwargs: Any
-    ) -> None:
-        """After the checkpoint is loaded, before the first step."""
-        if state.global_step == 0:
-            return
-        # Steps between lines and between saves come from trainer_state.json.
-        state.compute_steps(args, state.max_steps)
-        # The checkpoint's scheduler state brings the old peaks back; the shape over the number of steps is already the new one.
-        scheduler, peak = getattr(lr_scheduler, "scheduler", lr_scheduler), self.learning_rate
-        scheduler.base_lrs = [peak] * len(scheduler.base_lrs)
-        rates = [peak * shape(scheduler.last_epoch) for shape in scheduler.lr_lambdas]
-        scheduler._last_lr = rates
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["initial_lr"], group["lr"] = peak, rate
 
 
 def engine_callbacks(job: Job) -> list[TrainerCallback]:

@@ -2,7 +2,7 @@
 
 A thread on each rank compares every few seconds how far the main thread is. Where that has not moved for half of train.ddp_timeout, it
 writes the stacks of all threads to <run>/logs/rank-N.stacks.txt. Ranks that wait for another one give up after train.ddp_timeout; a rank
-that waits for nobody is ended here, by `end_limit`.
+that waits for nobody is ended here, by `Watchdog.limit`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,52 +25,58 @@ from sft import terminal
 from sft.errors import EXIT_CRASHED
 from sft.run.directory import Run
 from sft.signals import on_signal
-from sft.train.progress import CHECKPOINT, START, Progress
 
-ENDS_AFTER = 20
-"""Median steps in one place after which a job is ended; train.ddp_timeout where that is longer."""
+START, DATA, OPTIMIZER, BETWEEN = "start", "data", "optimizer", "end of the step"
+CHECKPOINT, EVAL_LOSS, EVALUATION = "checkpoint", "eval loss", "evaluation"
 
-FIRST_STEPS = 10
-"""Times longer for the first steps, which compile, and for what comes before them."""
+FIRST_STEPS, FIRST_TIMES = 3, 10
+"""The first steps compile: they, and what comes before them, may take so many times longer."""
+
+TIMES_LONGEST = 3
+"""Later a phase may take so many times the longest one so far, where that is more than train.ddp_timeout."""
 
 
-def end_limit(phase: str, step_seconds: float | None, timeout: float, ranks: int) -> float | None:
-    """Seconds in one place after which a rank is ended; None where it may take as long as it needs.
+class Progress:
+    """How far the main thread of this rank is. The trainer moves it on, and the watchdog's thread reads it."""
 
-    Args:
-        phase: From sft/train/progress.py.
-        step_seconds: The median step; None during the first steps.
-        timeout: train.ddp_timeout: how long a rank waits for the others.
-        ranks: Of the job. With several, those that wait give up first.
+    def __init__(self) -> None:
+        self.step, self.phase, self.steps = 0, START, 0
+        """The optimizer step in progress, counted from 1; what of it; and how many this process has done."""
+        self.moves = 0
 
-    >>> end_limit("forward", 2.0, 600, 1), end_limit("forward", 60.0, 600, 1), end_limit("checkpoint", 2.0, 600, 1)
-    (600, 1200.0, None)
-    """
-    if phase == CHECKPOINT:
-        return None
-    first = phase == START or step_seconds is None
-    limit = FIRST_STEPS * timeout if first else max(timeout, ENDS_AFTER * (step_seconds or 0))
-    return limit if ranks == 1 else 1.1 * limit + 10
+    def at(self, phase: str) -> None:
+        """A phase begins, or moves on."""
+        self.phase = phase
+        self.moves += 1
+
+    def begin(self, step: int) -> None:
+        """A step begins by loading its micro-batches."""
+        self.step = step
+        self.at(DATA)
+
+    def end(self) -> None:
+        """The step is done."""
+        self.steps += 1
+        self.at(BETWEEN)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """The model is saved or verified after a step, which may take as long as it needs."""
+        self.at(CHECKPOINT)
+        yield
+        self.at(BETWEEN)
 
 
 class Watchdog(TrainerCallback):  # type: ignore[misc]
-    """Watches the main thread of this rank.
-
-    Args:
-        progress: Moved on by the main thread.
-        run: Stacks are written to its logs/.
-        rank: Of this process.
-        ranks: Of the job.
-        timeout: train.ddp_timeout, seconds.
-    """
+    """Watches the main thread of this rank; `timeout` is train.ddp_timeout, seconds."""
 
     def __init__(self, progress: Progress, run: Run, rank: int, ranks: int, timeout: float) -> None:
         self.progress, self.run, self.rank, self.ranks, self.timeout = progress, run, rank, ranks, timeout
         self.folder = run.path / "logs"
         self.every = min(5.0, timeout / 20)
         """Seconds between two looks."""
-        self._seen, self._since, self._looked = progress.place, time.monotonic(), time.monotonic()
-        self._dumped = False
+        self._seen, self._since, self._looked = (START, -1), time.monotonic(), time.monotonic()
+        self._longest, self._dumped = 0.0, False
         self._stacks: Any = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -104,7 +111,7 @@ class Watchdog(TrainerCallback):  # type: ignore[misc]
     def close(self) -> None:
         """Close the file for stacks, and remove it where nothing was written."""
         self._stacks.close()
-        with suppress(OSError):  # an empty file says nothing, and other ranks may have removed the folder
+        with suppress(OSError):  # other ranks may have removed the folder
             if not self._wrote(self.rank):
                 self._file(self.rank).unlink()
             self.folder.rmdir()
@@ -114,41 +121,43 @@ class Watchdog(TrainerCallback):  # type: ignore[misc]
             # Where the main thread keeps Python's lock, this thread stands too. This timer needs no lock.
             faulthandler.dump_traceback_later(self.timeout / 2, file=self._stacks)
             with suppress(OSError):  # a full disk must not end the watch
-                text = self.look(time.monotonic())
-                if text is not None:
+                if text := self.look(time.monotonic()):
                     self._end(text)
 
     def look(self, now: float) -> str | None:
-        """Compare this rank's place with the one seen last.
-
-        Args:
-            now: Seconds of a monotonic clock.
-
-        Returns:
-            Why this rank must be ended, where it must.
-        """
+        """Compare this rank's place with the one seen last; why the rank must be ended, where it must."""
         pause, self._looked = now - self._looked, now
         if pause > 5 * self.every + 1:  # this process itself was stopped, or starved: that time is not the place's
             self._since += pause
-        place, usual = self.progress.place, self.progress.step_seconds()
+        place, stood = (self.progress.phase, self.progress.moves), now - self._since
         if place != self._seen:
+            if self._seen[0] not in (START, CHECKPOINT):
+                self._longest = max(self._longest, stood)
             self._seen, self._since, self._dumped = place, now, False
             return None
-        stood, limit = now - self._since, end_limit(place.phase, usual, self.timeout, self.ranks)
-        ends = limit is not None and stood > limit
+        ends = stood > self.limit(place[0])
+        where = f"step {self.progress.step}, {place[0]}"
         if ends or (stood > self.timeout / 2 and not self._dumped):
             self._dumped = True
             stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            self._stacks.write(f"\n=== {stamp} rank {self.rank}: {place}, {stood:.0f} s\n")
+            self._stacks.write(f"\n=== {stamp} rank {self.rank}: {where}, {stood:.0f} s\n")
             self._stacks.flush()
             self._dump()
         if not ends:
             return None
-        step = f" A step takes {usual:.2g} s." if usual is not None else ""
         return (
-            f"Rank {self.rank} ({socket.gethostname()}, pid {os.getpid()}) has not moved for {stood:.0f} s, so it is ended: {place}."
-            f"{step} Stacks: {self._file(self.rank)}"
+            f"Rank {self.rank} ({socket.gethostname()}, pid {os.getpid()}) has not moved for {stood:.0f} s, so it is ended: {where}. "
+            f"Stacks: {self._file(self.rank)}"
         )
+
+    def limit(self, phase: str) -> float:
+        """Seconds in one place after which this rank is ended. With several ranks, those that wait for it give up first."""
+        if phase == CHECKPOINT:
+            return float("inf")
+        limit = max(self.timeout, TIMES_LONGEST * self._longest)
+        if self.progress.steps < FIRST_STEPS:
+            limit = max(limit, FIRST_TIMES * self.timeout)
+        return limit if self.ranks == 1 else 1.1 * limit + 10
 
     def _dump(self) -> None:
         with suppress(OSError, ValueError):  # a full disk, or a file that was closed meanwhile

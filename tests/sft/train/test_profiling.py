@@ -20,7 +20,7 @@ from sft.train.profiling import RECORDED, Profile
 def test_the_steps_after_the_warm_up_are_traced_and_no_others(
     steps: int, max_steps: int, traced: int | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    profile = Profile(tmp_path, rank=0, on_gpu=False)
+    profile = Profile(tmp_path, on_gpu=False)
     state = TrainerState(global_step=100 if max_steps > 100 else 0, max_steps=max_steps)
     profile.on_train_begin(None, state, TrainerControl())
     for _ in range(steps):

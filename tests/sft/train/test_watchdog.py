@@ -4,8 +4,7 @@ from pathlib import Path
 import pytest
 
 from sft.run.directory import Run
-from sft.train.progress import CHECKPOINT, Progress
-from sft.train.watchdog import Watchdog
+from sft.train.watchdog import CHECKPOINT, Progress, Watchdog
 
 
 class Watched:
@@ -50,7 +49,7 @@ def test_a_process_that_stands_still_is_ended_with_its_stacks(make_watched: Make
     watched.progress.begin(5)
     assert watched.wait(600) == []
     (message,) = watched.wait(10)
-    assert "step 5, data, micro-batch 1" in message
+    assert "step 5, data. Stacks" in message
     assert "thread 0x" in (tmp_path / "logs" / "rank-0.stacks.txt").read_text()
 
 
@@ -68,6 +67,17 @@ def test_a_job_that_moves_is_not_ended(make_watched: MakeWatched, tmp_path: Path
         watched.progress.begin(step)
         assert watched.wait(200) == []
     assert not (tmp_path / "logs" / "rank-0.stacks.txt").read_text()
+
+
+def test_a_phase_that_was_slow_before_may_be_slow_again(make_watched: MakeWatched, tmp_path: Path) -> None:
+    watched = make_watched()
+    for step in (1, 2, 3):
+        watched.progress.begin(step)
+        assert watched.wait(500) == []
+        watched.progress.end()
+    watched.progress.begin(4)
+    assert watched.wait(1400) == []
+    assert watched.wait(200)
 
 
 def test_time_in_which_the_process_itself_was_stopped_does_not_count(make_watched: MakeWatched, tmp_path: Path) -> None:
