@@ -39,7 +39,8 @@ tiled_mlp tiled_mlp_num_shards unsloth_lora_mlp unsloth_lora_qkv unsloth_lora_o 
 reinit_weights -- weights are always loaded: to train random ones is pretraining
 adapter -> model.lora -- adapters are trained where model.lora is given; final/ is the merged model
 load_in_4bit load_in_8bit -> model.quantization
-lora_r lora_alpha lora_dropout -> model.lora.*
+lora_r -> model.lora.r
+lora_alpha lora_dropout -> model.lora.*
 lora_target_linear lora_target_modules -> model.lora.target_modules
 lora_modules_to_save -> model.lora.modules_to_save
 lora_rank_pattern.* -> model.lora.rank_pattern
@@ -63,7 +64,8 @@ datasets.*.field_messages datasets.*.field -> data.train.columns
 datasets.*.ds_type -- the file's suffix says it
 datasets.*.message_property_mappings.* datasets.*.roles.* -- role and content, from and value, human and gpt and their like are recognized
 datasets.*.message_field_role datasets.*.message_field_content -- role and content, from and value are recognized
-datasets.*.roles_to_train datasets.*.train_on_eos datasets.*.train_on_eot -- data.loss_on selects; the end of a trained turn is always trained
+datasets.*.roles_to_train -- data.loss_on selects, for all sources
+datasets.*.train_on_eos datasets.*.train_on_eot -- the end of a trained turn is always trained
 datasets.*.chat_template -- one template for all sources: model.chat_template
 test_datasets.*.path test_datasets.*.split test_datasets.*.type -> data.held_out
 val_set_size -> data.held_out -- a fraction; a number of rows becomes 1%
@@ -333,14 +335,11 @@ def _source(c: Conversion, prefix: str) -> dict[str, Any]:
         carried(name, name, str(c.get(f"{prefix}.{name}")))
     _split(c, prefix, place, source)
     kind = str(c.get(f"{prefix}.type", "")).split(":")[0].split(".")[0]
-    if c.has(f"{prefix}.type") and kind in _FORMATS:
-        if _FORMATS[kind]:
-            source["format"] = _FORMATS[kind]
-        c.account(
-            c.changed,
-            f"{prefix}.type",
-            f"{place}.format: {_FORMATS[kind] or 'detected'} (the chat template renders the rows)",
-        )
+    if kind in _FORMATS:
+        source |= {"format": _FORMATS[kind]} if _FORMATS[kind] else {}
+        if c.has(f"{prefix}.type"):
+            why = f"{place}.format: {_FORMATS[kind] or 'detected'} (the chat template renders the rows)"
+            c.account(c.changed, f"{prefix}.type", why)
     column = "text" if kind == "completion" else "messages"
     for name in ("field_messages", "field"):
         theirs = c.get(f"{prefix}.{name}")

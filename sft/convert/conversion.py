@@ -15,9 +15,6 @@ from sft.errors import UserError
 from sft.recipe.schema import Recipe
 from sft.recipe.section import Section, sections_in
 
-MAX_KEYS = 20_000
-"""More are no config: YAML aliases can stand for billions."""
-
 
 class ConversionError(UserError):
     """A file that cannot become a recipe: another kind of training, an unknown tool, or something to add to the command."""
@@ -76,8 +73,6 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, one in inner.items():
         flat |= flatten(one, f"{prefix}.{key}" if prefix else key)
-        if len(flat) > MAX_KEYS:
-            raise ConversionError(f"It holds more than {MAX_KEYS} keys, as no training config does.")
     return flat
 
 

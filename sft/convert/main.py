@@ -30,6 +30,9 @@ TOOLS: dict[str, tuple[Callable[[Conversion], None], Mapping[str, Row]]] = {
 _LARGEST = 2_000_000
 """Bytes of a config. More is a dataset that was named by mistake."""
 
+_MOST_VALUES = 100_000
+"""More are no config: YAML aliases can stand for billions, and hold themselves."""
+
 
 class _Loader(yaml.SafeLoader):
     """YAML as the tools read it: `2e-5` is a number, and a key given twice counts last."""
@@ -64,6 +67,14 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ConversionError(
             f"{path} holds {'nothing' if values is None else 'no keys'}, so it is no training config."
         )
+    rest, count = list(values.values()), 0
+    while rest and count < _MOST_VALUES:
+        one, count = rest.pop(), count + 1
+        rest += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+    if rest:
+        raise ConversionError(
+            f"{path} stands for more than {_MOST_VALUES:,} values through its aliases, as no training config does."
+        )
     return {str(key): value for key, value in values.items()}
 
 
@@ -81,11 +92,7 @@ def convert(path: Path, gpus: int | None) -> Conversion:
     tool = other_tool(values)
     if tool is None or tool == "accelerate":
         raise ConversionError(_unknown(path, values, tool))
-    try:
-        keys = flatten(values)
-    except RecursionError:
-        raise ConversionError(f"{path}: an alias in it holds itself.") from None
-    conversion = Conversion(tool, path.name, keys, gpus)
+    conversion = Conversion(tool, path.name, flatten(values), gpus)
     TOOLS[tool][0](conversion)
     return conversion
 
