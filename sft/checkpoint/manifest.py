@@ -81,10 +81,7 @@ def write_manifest(
 ) -> None:
     """Write the manifest of a checkpoint that is complete, and sync it and the directories.
 
-    Args:
-        folder: The checkpoint.
-        facts: `step`, `ranks`, `recipe`, `writer`: plain values of JSON.
-        files: From `entries`, of all files; None: they are summed here.
+    `facts` are plain values of JSON. `files` come from `entries`, of all files; None: they are summed here.
 
     Raises:
         OSError: Something cannot be written or read.
@@ -99,11 +96,7 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest's content.
-
-    Raises:
-        ValueError: It is missing or damaged, or of another format; the message says so.
-    """
+    """The manifest's content; a ValueError says how it is missing, damaged or of another format."""
     try:
         content: dict[str, Any] = json.loads((folder / NAME).read_bytes())
         intact = content.pop("checksum") == _checksum(content)
@@ -163,11 +156,7 @@ def size(folder: Path) -> int:
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold a file's content, or a directory's names.
-
-    Raises:
-        OSError: It cannot.
-    """
+    """Have the disk hold a file's content, or a directory's names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -57,14 +57,7 @@ _STOPPED = "Training stops, because final/ would be wrong too. The folder is kep
 
 
 class SaveVerification(TrainerCallback):  # type: ignore[misc]
-    """Verifies a save after the first step that trains, and final/ when `verify_final` is called.
-
-    Args:
-        trainer: Trains the model.
-        job: Describes it.
-        run: Where the folder is written.
-        tokenizer: From load_tokenizer.
-    """
+    """Verifies a save after the first step that trains, and final/ when `verify_final` is called."""
 
     def __init__(self, trainer: CheckpointingTrainer, job: Job, run: Run, tokenizer: Any) -> None:
         self.trainer, self.job, self.run, self.tokenizer = trainer, job, run, tokenizer
@@ -161,11 +154,7 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
 
 
 def compare_tensors(live: Iterable[LiveTensor], model: Any, folder: Path) -> tuple[list[str], int]:
-    """Compare a folder's tensors with the live ones, one by one.
-
-    Returns:
-        What is wrong, and how many tensors were compared.
-    """
+    """Compare a folder's tensors with the live ones, one by one: what is wrong, and how many were compared."""
     saved_in: dict[str, Any] = {}
     try:
         for path in sorted(folder.glob("*.safetensors")):
@@ -246,12 +235,7 @@ def compare_settings(folder: Path, model: Any, tokenizer: Any, trust_remote_code
 
 
 def sample_rows(sequences: Any, new: list[int]) -> list[list[int]]:
-    """ROWS rows of LENGTH tokens of the training data, and one more in which every second token is a new one.
-
-    Args:
-        sequences: The training's.
-        new: Ids of model.new_tokens.
-    """
+    """ROWS rows of LENGTH tokens of the training data, and one more in which every second token is one of the new ids."""
     tokens: list[int] = []
     for number in range(len(sequences.index)):
         for document in sequences.index.of(number):

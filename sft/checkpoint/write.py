@@ -45,13 +45,9 @@ class Shortage(NamedTuple):
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run; every rank has one.
+    """Writes the checkpoints of a run to <run>/checkpoints, and keeps the newest; every rank has one.
 
-    Args:
-        folder: <run>/checkpoints.
-        keep: Checkpoints kept.
-        facts: `ranks`, `recipe` and `writer`, for the manifest.
-        expected: Bytes of a checkpoint before one has been written; 0: unknown.
+    `facts` go into the manifest. `expected`: bytes of a checkpoint before one has been written; 0: unknown.
     """
 
     def __init__(self, folder: Path, keep: int, facts: Mapping[str, Any], expected: int) -> None:
@@ -65,15 +61,10 @@ class CheckpointWriter:
         """None outside of a save."""
 
     def save(self, step: int, write: Callable[[], None], goes_on: bool = True) -> bool:
-        """Write the checkpoint of a step. Every rank takes part.
+        """Write the checkpoint of a step; False where the disk has no room for it: `shortage` says more. Every rank takes part.
 
-        Args:
-            step: Optimizer steps done.
-            write: Writes it to `.incomplete/checkpoint-<step>`; where ranks exchange something, in `part`.
-            goes_on: The run continues without the checkpoint; rank 0 says so.
-
-        Returns:
-            Whether it exists now; False where the disk has no room for it: `shortage` says more.
+        `write` writes it to `.incomplete/checkpoint-<step>`; where ranks exchange something, in `part`. With `goes_on` the run continues
+        without the checkpoint, and rank 0 says so.
 
         Raises:
             RunError: The run's folder is gone or cannot be written.
