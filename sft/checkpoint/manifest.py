@@ -46,11 +46,7 @@ def files_in(folder: Path) -> dict[str, Path]:
 
 
 def files_of_rank(names: Iterable[str], rank: int, ranks: int) -> list[str]:
-    """The files that a rank syncs and sums: those with its number in their name; rank 0 also those without.
-
-    >>> files_of_rank(["config.json", "rng_state_1.pth", "global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt"], 1, 2)
-    ['rng_state_1.pth']
-    """
+    """The files that a rank syncs and sums: those with its number in their name; rank 0 also those without."""
 
     def writer(name: str) -> int:
         found = _OF_A_RANK.search(name.rsplit("/", maxsplit=1)[-1])
@@ -61,11 +57,7 @@ def files_of_rank(names: Iterable[str], rank: int, ranks: int) -> list[str]:
 
 
 def entries(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
-    """What the manifest says of these files, each synced to the disk and read back.
-
-    Raises:
-        OSError: One cannot be synced or read.
-    """
+    """What the manifest says of these files, each synced to the disk and read back."""
 
     def entry(name: str) -> tuple[str, Entry]:
         sync(folder / name)

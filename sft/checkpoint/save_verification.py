@@ -30,8 +30,7 @@ from sft.checkpoint.live_tensors import LiveTensor, live_tensors
 from sft.checkpoint.load_again import load_and_compare
 from sft.checkpoint.trainer import CheckpointingTrainer
 from sft.data.tokenizer import new_token_ids
-from sft.errors import RunError, WrongSave
-from sft.files import in_words
+from sft.errors import WrongSave
 from sft.model.live import arithmetic, evaluating, unwrapped
 from sft.model.load import weights_dtype
 from sft.model.weight_checks import DTYPES
@@ -77,7 +76,6 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
         on_gpu = self.trainer.accelerator.device.type == "cuda"
         random_state = torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else [])
         with self.trainer.saving(), random_state:
-            distributed.from_rank_0(self._check_room)
             write_model(self.trainer, self.job, self.tokenizer, folder)
             self._verify(folder, load=False)
             distributed.from_rank_0(lambda: shutil.rmtree(folder))
@@ -133,18 +131,6 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
         limit = LOGITS[max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)]
         trusts_code = recipe.model.trust_remote_code
         return distributed.from_rank_0(lambda: load_and_compare(folder, rows, logits, limit, trusts_code))
-
-    def _check_room(self) -> None:
-        dtype, free = self._dtype(), shutil.disk_usage(self.run.path).free
-        needed = sum(
-            int(getattr(parameter, "ds_numel", parameter.numel())) * (dtype or parameter.dtype).itemsize
-            for parameter in unwrapped(self.trainer).parameters()
-        )
-        if free < needed:
-            raise RunError(
-                f"The model takes {in_words(needed)} on disk, and {self.run.path} has {in_words(free)} free: it could not be saved at the "
-                "end either. Free some space, or set output_dir to another disk."
-            )
 
     def _dtype(self) -> torch.dtype | None:
         """What final/ is written in, where it is not the dtype of the live weights."""

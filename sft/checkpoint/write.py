@@ -23,8 +23,6 @@ from sft.files import disk_was_full, in_words
 from sft.parallel.process_group import barrier_at_end, gather, is_rank_0, rank
 from sft.run.directory import INCOMPLETE, Run, folder_fault
 
-_REMOVED = ".removed-"
-
 
 class NotSaved(Exception):
     """There was no room. Raised on every rank."""
@@ -174,11 +172,8 @@ class CheckpointWriter:
 
     def _put_away(self, place: Path) -> None:
         """Take a checkpoint's name from it, at once, before anything in it is removed."""
-        hidden = self.folder / f"{_REMOVED}{place.name}"
-        shutil.rmtree(hidden, ignore_errors=True)
-        place.rename(hidden)
+        place.rename(self.folder / INCOMPLETE / f"removed-{place.name}")
 
     def _clear(self) -> None:
         if is_rank_0():
-            for left in [self.folder / INCOMPLETE, *self.folder.glob(f"{_REMOVED}*")]:
-                shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(self.folder / INCOMPLETE, ignore_errors=True)

@@ -37,11 +37,7 @@ class Piece(NamedTuple):
 
 
 def open_zero(checkpoint: Path) -> Opened:
-    """The names of a checkpoint's parameters, and what reads them; of ZeRO-1, 2 or 3.
-
-    Raises:
-        RunError: Files are missing.
-    """
+    """The names of a checkpoint's parameters, and what reads them; of ZeRO-1, 2 or 3. A RunError where files are missing."""
     folder = checkpoint / (checkpoint / "latest").read_text().strip()
     shards = _shards(folder)
     if shards[0].get("zero_stage", 1) == 3:
