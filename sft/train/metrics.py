@@ -74,12 +74,7 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         return {key: figure for key, figure in taken.items() if figure is not None}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Move the bar. The last step is always logged, and so is each that is saved.
-
-        A resumed run begins to average at its checkpoint; its lines must be those of a run that was never interrupted.
-        """
-        if state.global_step >= state.max_steps or (state.save_steps and state.global_step % state.save_steps == 0):
-            control.should_log = True
+        """Move the bar."""
         if self.bar is not None:
             self.bar.update(1)
 

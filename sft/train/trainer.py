@@ -288,7 +288,8 @@ class RecipeTrainer(CheckpointingTrainer):
             super().create_accelerator_and_postprocess()
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        # A resumed run starts new means and sums: the steps before must have their line.
+        # The last step, too. A resumed run starts new means and sums at its checkpoint: the steps before must have their line, and its
+        # lines must be those of a run that was never interrupted.
         self.control.should_log |= self.control.should_save
         self._steps_in_line = self.state.global_step - self._globalstep_last_logged
         super()._maybe_log_save_evaluate(*args, **kwargs)
