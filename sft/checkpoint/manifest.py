@@ -112,8 +112,7 @@ def _checksum(content: dict[str, Any]) -> str:
 def fault(folder: Path) -> str | None:
     """Why a checkpoint cannot be used, as a phrase without a full stop; None where it is byte for byte what was written.
 
-    Every file must be there with its size and checksum, and no other: what a library looks for by name or pattern and would load was
-    then written by the run itself. Only what file systems leave (.nfs*, .DS_Store) is passed over.
+    No other file may be there: what a library looks for by name or pattern and would load was then written by the run itself.
     """
     try:
         wanted: dict[str, Entry] = read_manifest(folder)["files"]

@@ -1,11 +1,8 @@
 """Verifies that what is saved is the model in memory ("saved equals trained"), before it is too late.
 
-After the first optimizer step that trains, the model is written to a hidden folder by the code that writes final/, and read back on rank 0:
-names, shapes, dtypes and bytes of the tensors against the engine's own (sft/checkpoint/live_tensors.py), and configuration and tokenizer
-against those in memory. final/ is compared in the same way before it gets its name, and then loaded once in a fresh process by
-`from_pretrained`, which must find every weight and give the logits of the live model.
-
-Training continues bit for bit as it would have without the verification.
+After the first optimizer step that trains, the code that writes final/ writes the model to a hidden folder. Rank 0 compares its tensors bit
+for bit with the engine's own (sft/checkpoint/live_tensors.py), and configuration and tokenizer with those in memory. final/ is compared in
+the same way before it gets its name, and loaded once in a fresh process, which must give the logits of the live model.
 """
 
 from __future__ import annotations
@@ -81,12 +78,7 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
             distributed.from_rank_0(lambda: shutil.rmtree(folder))
 
     def verify_final(self, folder: Path) -> None:
-        """Compare a folder with the model, and load it. Every rank takes part.
-
-        Raises:
-            WrongSave: It is another model.
-            RunError: The process that loads it was killed or took too long.
-        """
+        """Compare a folder with the model, and load it; a WrongSave where it is another. Every rank takes part."""
         self._verify(folder, load=True)
 
     def _verify(self, folder: Path, load: bool) -> None:

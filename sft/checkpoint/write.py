@@ -1,7 +1,7 @@
 """Writes checkpoints that are complete or absent: beside their place, synced, summed into a manifest, then renamed.
 
-Where the disk is full, on any rank, the half-written folder is removed, rank 0 says what is missing, and the run continues: the previous
-checkpoint stays, and the next interval tries again. A run that was to end there ends with that message (sft/train/stopping.py).
+Where the disk is full, on any rank, the half-written folder is removed, rank 0 says what is missing, and the run continues. A run that was
+to end there ends with that message (sft/train/stopping.py).
 """
 
 from __future__ import annotations
