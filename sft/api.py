@@ -36,12 +36,7 @@ _LAST_LINES = 50
 
 
 class CommandFailed(Exception):
-    """Training or evaluation failed, was interrupted (status 130 or 143), or the gate did not pass (status 3).
-
-    Args:
-        message: What it printed last.
-        status: Its exit status.
-    """
+    """Training or evaluation failed, was interrupted (status 130 or 143), or the gate did not pass (3); with what it printed last."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -49,35 +44,24 @@ class CommandFailed(Exception):
 
 
 def load_recipe(recipe: str | Path, overrides: Overrides = ()) -> Recipe:
-    """Read and validate a recipe.
-
-    Raises:
-        RecipeError: All that is wrong with it, in one message.
-    """
+    """Read and validate a recipe. Raises RecipeError with all that is wrong, in one message."""
     return load.load_recipe(load.find_file(str(recipe)), _words(overrides))
 
 
 def plan(recipe: str | Path, overrides: Overrides = (), on: str | None = None) -> Plan:
-    """Decide everything the recipe left open, each decision with its reason. Starts nothing.
+    """Decide everything the recipe left open, each decision with its reason; starts nothing. Raises UserError if it cannot run here.
 
     Args:
         recipe: The YAML.
         overrides: Changed keys.
         on: GPUs that are not here, such as `8x80GB`; None: this machine.
-
-    Raises:
-        UserError: The recipe is wrong, or does not fit the machine.
     """
     job, _ = planned_job(Path(recipe), _words(overrides), on)
     return job.plan
 
 
 def prepare(recipe: str | Path, overrides: Overrides = ()) -> Prepared:
-    """Prepare a recipe's data, or find it prepared; its `ledger` accounts for every token.
-
-    Raises:
-        UserError: The recipe, the data, the tokenizer or the chat template is wrong.
-    """
+    """Prepare a recipe's data, or find it prepared; its `ledger` accounts for every token. Raises UserError if something is wrong."""
     words = _words(overrides)
     opened, path, model = open_recipe(Path(recipe), words)
     _run("sft.launch.prepare", [str(path), *words])
@@ -125,11 +109,7 @@ def evaluate(target: str | Path, overrides: Overrides = ()) -> dict[str, Any]:
 
 
 def compare(run_a: str | Path, run_b: str | Path) -> list[diff.Finding]:
-    """Say what differs between two runs, section by section: recipe, plan, versions, data, losses, weights and more.
-
-    Raises:
-        RunError: One of them is no run.
-    """
+    """Say what differs between two runs, section by section. Raises RunError if one of them is no run."""
     return diff.compare(find_run(Path(run_a)), find_run(Path(run_b)))
 
 

@@ -65,11 +65,7 @@ def _describe(text: str) -> str | None:
 
 
 def secrets_in(text: str, overrides: Sequence[str]) -> list[str]:
-    """Find what looks like a secret in a recipe or its overrides.
-
-    Returns:
-        One line for each place, without the secret.
-    """
+    """A line for each place of a recipe or its overrides where something looks like a secret, without the secret."""
     found = [f"line {number}: {kind}" for number, line in enumerate(text.splitlines(), 1) if (kind := _describe(line))]
     # redact: a word that is no `key=value` may be a secret as a whole.
     return found + [

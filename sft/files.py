@@ -34,11 +34,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file of a run.
-
-    Raises:
-        RunError: It is missing or is not JSON.
-    """
+    """Read a JSON file of a run. Raises RunError if it is missing or is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -32,14 +32,14 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 EXITS = (EXIT_INTERRUPTED, EXIT_TERMINATED)
 """Exit statuses of a process that was asked to stop."""
 
+# The main thread may take so long to end after a signal: it may hang in C++, and Python drops an exception in a destructor.
 _TIDY_SECONDS = 10.0
-"""How long the main thread may take to end after a first signal. It may hang in C++, and Python drops an exception in a destructor."""
+# A second signal within this time is the first one again: `timeout` and Slurm signal a process and its group, and a launcher passes on
+# what its ranks may have heard themselves.
 _SAME_SECONDS, _SAME_SECONDS_OF_A_RANK = 0.5, 2.0
-"""A second signal within this time is the first one again: `timeout` and Slurm signal a process and its group, and a launcher passes on
-what its ranks may have heard themselves."""
-
-_STARTED_BY = "SFT_PARENT"
-"""Environment variable: process id of the process of ours that started this one and reports how it ended."""
+_STARTED_BY = (
+    "SFT_PARENT"  # environment variable: id of the process of ours that started this one and reports how it ended
+)
 
 Act = Callable[[signal.Signals, bool], None]
 """Called in another thread with a signal, and whether it is the second one."""
@@ -75,11 +75,7 @@ def held_back() -> Iterator[None]:
 
 
 def hear_held_back() -> None:
-    """Hear what the process that started this one has `held_back`.
-
-    Raises:
-        Interrupted: There was something.
-    """
+    """Hear what the process that started this one has `held_back`; raises Interrupted if there was something."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
@@ -217,11 +213,7 @@ class _Listener:
             self._act(self._first, False)
 
     def release(self) -> None:
-        """From here on a signal ends the main thread again.
-
-        Raises:
-            Interrupted: One has arrived meanwhile.
-        """
+        """From here on a signal ends the main thread again. Raises Interrupted if one has arrived meanwhile."""
         self._holds = False
         if self._first is not None:
             raise Interrupted(self._first.name, exit_status(self._first))

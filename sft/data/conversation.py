@@ -33,8 +33,7 @@ _REASONING = re.compile(r"(?:<think>.*?|\A(?:(?!<think>).)*?)</think>\s*", re.DO
 def parsed(value: Any, what: str) -> Any:
     """A value, or what the JSON in a string says.
 
-    Raises:
-        ValueError: The string is not JSON; the message names `what`.
+    Raises ValueError where the string is not JSON; the message names `what`.
     """
     if not isinstance(value, str):
         return value
@@ -45,11 +44,7 @@ def parsed(value: Any, what: str) -> Any:
 
 
 def text_of(content: Any) -> str:
-    """A message's content as text: a string, or a list of text parts.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """A message's content as text: a string, or a list of text parts. Raises ValueError where it is something else."""
     if not isinstance(content, str | list | None):
         raise ValueError(f"content is of type {type(content).__name__}, not text")
     return "".join(map(_text_of_part, content)) if isinstance(content, list) else content or ""
@@ -71,8 +66,7 @@ def _kind(part: Any) -> Any:
 def to_message(given: Any) -> Message:
     """One message in OpenAI's form: role, content, and what else chat templates read.
 
-    Raises:
-        ValueError: It has no role or an unknown one, or holds what cannot be trained.
+    Raises ValueError where it has no role or an unknown one, or holds what cannot be trained.
     """
     keys = ((speaker, text) for speaker, text in TEXT_KEYS.items() if isinstance(given, dict) and speaker in given)
     speaker, text = next(keys, ("", ""))
@@ -132,11 +126,7 @@ def _start_of(value: Any) -> str:
 
 
 def is_trained(given: Any) -> bool:
-    """Whether a row leaves a message in the loss.
-
-    Raises:
-        ValueError: Its weight is neither 0 nor 1.
-    """
+    """Whether a row leaves a message in the loss. Raises ValueError where its weight is neither 0 nor 1."""
     weights = {key: given[key] for key in _WEIGHTS if isinstance(given, dict) and given.get(key) is not None}
     for key, weight in weights.items():
         if weight not in (0, 1):
@@ -145,10 +135,7 @@ def is_trained(given: Any) -> bool:
 
 
 def without_reasoning(text: str) -> str:
-    """An answer without its <think> blocks.
-
-    Raises:
-        ValueError: A block is never closed.
+    """An answer without its <think> blocks. Raises ValueError where a block is never closed.
 
     >>> without_reasoning("<think>2 + 2</think>Four"), without_reasoning("2 + 2</think>Four")
     ('Four', 'Four')

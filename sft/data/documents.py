@@ -129,8 +129,7 @@ class DocumentMaker:
     def make(self, source: Source, number: int, format: str, rows: Sequence[tuple[int, Row | BadRow]]) -> Chunk:
         """Make documents of some rows of one source, given with their numbers in it, from 1.
 
-        Raises:
-            RowError: A row stops the preparation.
+        Raises RowError where a row stops the preparation.
         """
         chunk = Chunk(number, Counts(rows_in=len(rows)))
         # The chat template writes the special tokens, BOS included: the tokenizer must not add another.

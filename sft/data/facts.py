@@ -60,9 +60,8 @@ def inspect_data(recipe: Recipe, model_folder: str) -> DataFacts | None:
     Returns:
         An estimate; None if a source is on the hub, which is not read before the data is prepared.
 
-    Raises:
-        DataError: A source does not exist, cannot be read, or has no usable columns.
-        ModelError: The tokenizer cannot be read.
+    Raises DataError where a source does not exist, cannot be read, or has no usable columns; ModelError where the
+    tokenizer cannot be read.
     """
     samples: list[_Sample | None] = []
     for key, source in all_sources(recipe):

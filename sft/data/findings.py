@@ -7,8 +7,8 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -126,8 +126,7 @@ class Findings:
 def check_findings(findings: list[dict[str, Any]], data: Data) -> None:
     """Refuse what nearly all rows of a source have, if it can only be a mistake.
 
-    Raises:
-        DataError: A kind that it does not allow; the message names the key.
+    Raises DataError where the recipe does not allow it; the message names the key.
     """
     allowed = (*data.allow, "duplicate") if data.deduplicate else data.allow
     refused = {}
@@ -201,7 +200,7 @@ _PATTERNS = (
     ("missing_value", "answers", re.compile(r"\A\s*(?:nan|NaN|NAN|None|null|NULL|<NA>|undefined)\s*\Z")),
     ("dialogue", "replies", re.compile(r"\n(User|Human):(?s:.*)\nAssistant:|\nAssistant:(?s:.*)\n(User|Human):")),
 )
-"""Kind, where to look (`_found_in_texts`), and what for."""
+"""Kind, where to look (`_Texts.of`), and what for."""
 
 _SHORTEST_ECHO = 20
 """Characters of a question that no answer begins with by chance."""
@@ -217,67 +216,64 @@ _CAN_FOLLOW = {
 }
 
 
+@dataclass(frozen=True)
+class _Texts:
+    """The words of a row, by where a pattern looks for them."""
+
+    texts: list[str]
+    """Every string that a template may write."""
+
+    turns: list[str]
+    """The contents of a conversation."""
+
+    written: list[str]
+    """What people or models wrote; a tool's result is often JSON, which has escapes."""
+
+    pairs: list[tuple[str, str]]
+    """Each answer with the question before it."""
+
+    def of(self, where: str) -> list[str]:
+        """The texts in one of the places that _PATTERNS names."""
+        if where == "not_ascii":
+            return [text for text in self.texts if not text.isascii()]
+        if where == "prose":  # text with line breaks of its own is code, or about it; JSON has escapes of its own
+            return [text for text in self.written if "\n" not in text and text.lstrip()[:1] not in ("{", "[")]
+        if where in ("answers", "replies"):  # an answer without a question may be a whole conversation
+            return [answer for question, answer in self.pairs if question or where == "answers"]
+        return self.turns if where == "turns" else self.texts
+
+
 def found_in_row(example: Example, special_tokens: SpecialTokens, escape: bool) -> list[str]:
     """The kinds of findings of one row; with `escape`, special tokens in it become plain text."""
+
+    def closed(answer: str) -> str:
+        return special_tokens.without_end(answer) if escape else answer
+
     if isinstance(example, Text):
-        answer = special_tokens.without_end(example.completion) if escape else example.completion
+        prompt, answer = example.prompt, closed(example.completion)
         found = ["end_token"] if answer != example.completion else []
-        texts, written, turns = [example.prompt + answer], [example.prompt, answer], list[str]()
-        pairs = [(example.prompt, answer)]
+        words = _Texts([prompt + answer], [], [prompt, answer], [(prompt, answer)])
     elif isinstance(example, Conversation):
         messages = example.messages
-        turns = [
-            special_tokens.without_end(message["content"])
-            if escape and message["role"] == "assistant"
-            else message["content"]
-            for message in messages
-        ]
+        turns = [closed(one["content"]) if one["role"] == "assistant" else one["content"] for one in messages]
         found = _found_in_turns(messages, turns)
-        texts = turns + _strings_beside(example)
-        # The result of a tool is often JSON, which has escapes.
-        written = [message["content"] for message in messages if message["role"] != "tool"]
-        pairs = [
-            (question["content"], answer["content"])
-            for question, answer in pairwise([{"content": ""}, *messages])
-            if answer["role"] == "assistant"
-        ]
+        written = [one["content"] for one in messages if one["role"] != "tool"]
+        before = ["", *(one["content"] for one in messages)]
+        pairs = [(before[at], one["content"]) for at, one in enumerate(messages) if one["role"] == "assistant"]
+        words = _Texts(turns + _strings_beside(example), turns, written, pairs)
     else:
         return []
-    if any(map(special_tokens.found_in, texts)):
+    has_special = any(map(special_tokens.found_in, words.texts))
+    if has_special:
         found.append("special_tokens" if escape else "special_tokens_kept")
-    return found + _found_in_texts(texts, turns, written, pairs, "special_tokens" in " ".join(found))
-
-
-def _found_in_texts(
-    texts: list[str], turns: list[str], written: list[str], pairs: list[tuple[str, str]], has_special: bool
-) -> list[str]:
-    """The kinds that the words of a row show.
-
-    Args:
-        texts: Every string that a template may write.
-        turns: The contents of a conversation.
-        written: What people or models wrote.
-        pairs: Each answer with the question before it.
-        has_special: Whether special tokens were found: then it is no news that it was rendered.
-    """
-    places = {
-        "texts": texts,
-        "turns": turns,
-        "not_ascii": [text for text in texts if not text.isascii()],
-        # Text with line breaks of its own is code, or about it; JSON has escapes of its own.
-        "prose": [text for text in written if "\n" not in text and text.lstrip()[:1] not in ("{", "[")],
-        "answers": [answer for _, answer in pairs],
-        # A text without a question may be a whole conversation.
-        "replies": [answer for question, answer in pairs if question],
-    }
-    found = ["rendered"] if has_special else []
+    in_words = [] if not has_special else ["rendered"]  # which is no news then
     for kind, where, pattern in _PATTERNS:
-        if kind not in found and any(map(pattern.search, places[where])):
-            found.append(kind)
-    stripped = [(question.strip(), answer.lstrip()) for question, answer in pairs]
+        if kind not in in_words and any(map(pattern.search, words.of(where))):
+            in_words.append(kind)
+    stripped = [(question.strip(), answer.lstrip()) for question, answer in words.pairs]
     if any(len(question) >= _SHORTEST_ECHO and answer.startswith(question) for question, answer in stripped):
-        found.append("echo")
-    return found[1:] if has_special else found
+        in_words.append("echo")
+    return found + in_words[has_special:]
 
 
 def _found_in_turns(messages: list[Message], contents: list[str]) -> list[str]:
@@ -302,21 +298,15 @@ def _roles_in_order(messages: list[Message]) -> bool:
 
 def _strings_beside(example: Conversation) -> list[str]:
     """What a template may write of a conversation beside the contents of its messages."""
-    elsewhere = [
-        {key: value for key, value in message.items() if key not in ("role", "content")} for message in example.messages
-    ]
-    # Templates that quote arguments get them parsed, and then an escape in the JSON is a character.
-    calls = [call["function"] for message in example.messages for call in message.get("tool_calls") or []]
-    arguments = [call.get("arguments") for call in calls]
-    unescaped = [_parsed(given) for given in arguments if isinstance(given, str) and "\\" in given]
-    return _strings([elsewhere, unescaped, example.tools, example.template_arguments])
-
-
-def _parsed(arguments: str) -> Any:
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return None
+    elsewhere: list[Any] = [example.tools, example.template_arguments]
+    for message in example.messages:
+        elsewhere.append({key: value for key, value in message.items() if key not in ("role", "content")})
+        for call in message.get("tool_calls") or []:
+            # Templates that quote arguments get them parsed, and then an escape in the JSON is a character.
+            if isinstance(arguments := call["function"].get("arguments"), str) and "\\" in arguments:
+                with suppress(ValueError):
+                    elsewhere.append(json.loads(arguments))
+    return _strings(elsewhere)
 
 
 def _strings(value: Any) -> list[str]:

@@ -94,12 +94,8 @@ class Format:
 # What each format reads
 
 
-def _messages_row(row: Row, data: Data, source: Source) -> Example:
-    return _conversation(row, data, _messages(row["messages"], "messages"))
-
-
-def _sharegpt_row(row: Row, data: Data, source: Source) -> Example:
-    return _conversation(row, data, _messages(row["conversations"], "conversations"))
+def _turns_row(column: str) -> Callable[[Row, Data, Source], Example]:
+    return lambda row, data, source: _conversation(row, data, _messages(row[column], column))
 
 
 def _prompt_completion_row(row: Row, data: Data, source: Source) -> Example:
@@ -152,8 +148,8 @@ def _text_row(row: Row, data: Data, source: Source) -> Example:
 # Columns that any conversation may have.
 _BESIDE = {"system", "tools", "chat_template_kwargs"}
 FORMATS = {
-    "messages": Format({"messages"}, _BESIDE, _messages_row),
-    "sharegpt": Format({"conversations"}, _BESIDE, _sharegpt_row),
+    "messages": Format({"messages"}, _BESIDE, _turns_row("messages")),
+    "sharegpt": Format({"conversations"}, _BESIDE, _turns_row("conversations")),
     "prompt_completion": Format({"prompt", "completion"}, _BESIDE, _prompt_completion_row, has_completion=True),
     "alpaca": Format(
         {"instruction", "output"}, {"input", "response", "history", *_BESIDE}, _alpaca_row, has_completion=True
@@ -179,8 +175,7 @@ def renamed(row: Row, source: Source) -> Row:
 def row_format(rows: Sequence[Row], source: Source) -> str:
     """Which of FORMATS the rows of a source are: by the columns that at least half of its first rows have.
 
-    Raises:
-        DataError: None, or not the one that the recipe states; the message lists the columns.
+    Raises DataError where it is none, or not the one that the recipe states; the message lists the columns.
     """
     counts = Counter(name for row in rows for name in row)
     columns = {name for name, count in counts.items() if 2 * count >= len(rows)}
@@ -228,11 +223,7 @@ def unread_columns(rows: Sequence[Row], format: str, source: Source) -> list[str
 
 
 def to_example(row: Row, format: str, data: Data, source: Source) -> Example:
-    """Convert one row.
-
-    Raises:
-        ValueError: The row is not of that format; the message says where.
-    """
+    """Convert one row. Raises ValueError where the row is not of that format; the message says where."""
     for name, why in _UNSUPPORTED.items():
         if row.get(name):
             raise ValueError(f"it has `{name}`: {why}")
@@ -250,10 +241,7 @@ def to_example(row: Row, format: str, data: Data, source: Source) -> Example:
 
 
 def has_zero_weight(row: Row) -> bool:
-    """Whether the row takes itself out of the loss.
-
-    Raises:
-        ValueError: Its weight is neither 0 nor 1.
+    """Whether the row takes itself out of the loss. Raises ValueError where its weight is neither 0 nor 1.
 
     >>> has_zero_weight({"text": "Hi", "weight": "0.0"}), has_zero_weight({"text": "Hi", "weight": "12 kg"})
     (True, False)
@@ -312,10 +300,16 @@ def _side(value: Any, name: str, role: str) -> Turns:
 
 def _tools(row: Row) -> list[Any] | None:
     """The tools in OpenAI's form, which is what servers give the template."""
-    tools = parsed(row.get("tools") or None, "`tools`")
-    if not isinstance(tools, list | None):
-        raise ValueError(f"`tools` is of type {type(tools).__name__}, not a list")
-    return [_tool(parsed(tool, "a tool")) for tool in tools] if tools else None
+    tools = _typed(row, "tools", list) or []
+    return [_tool(parsed(tool, "a tool")) for tool in tools] or None
+
+
+def _typed(row: Row, name: str, kind: type) -> Any:
+    """A column that may be JSON in a string; None if it is empty."""
+    value = parsed(row.get(name) or None, f"`{name}`")
+    if not isinstance(value, kind | None):
+        raise ValueError(f"`{name}` is of type {type(value).__name__}, not a {kind.__name__}")
+    return value
 
 
 def _tool(tool: Any) -> Any:
@@ -327,9 +321,7 @@ def _tool(tool: Any) -> Any:
 
 
 def _template_arguments(row: Row) -> dict[str, Any]:
-    arguments = parsed(row.get("chat_template_kwargs") or None, "`chat_template_kwargs`") or {}
-    if not isinstance(arguments, dict):
-        raise ValueError(f"`chat_template_kwargs` is of type {type(arguments).__name__}, not an object")
+    arguments: dict[str, Any] = _typed(row, "chat_template_kwargs", dict) or {}
     reserved = sorted(name for name in arguments if name in _RESERVED or name.endswith("_token"))
     if reserved:
         raise ValueError(f"`chat_template_kwargs` sets {', '.join(reserved)}, which a row may not set")

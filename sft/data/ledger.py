@@ -114,8 +114,8 @@ def _total(values: Sequence[Any]) -> Any:
 def check_limits(ledger: dict[str, Any], data: Data) -> None:
     """Compare the ledger with the limits of the recipe.
 
-    Raises:
-        DataError: One is exceeded; the message has the numbers, and the histogram of lengths if it is about lengths.
+    Raises DataError where one is exceeded; the message has the numbers, and the histogram of lengths if it is about
+    lengths.
     """
     rows, tokens = ledger["total"]["rows"], ledger["total"]["tokens"]
     dropped = rows["dropped"]

@@ -34,8 +34,7 @@ class Mixture:
 def mix(documents: np.ndarray, sources: Sequence[Source], data: Data) -> Mixture:
     """Choose what becomes of each document; those of sources behind `sources` are held out.
 
-    Raises:
-        DataError: A source has fewer rows than the recipe takes.
+    Raises DataError where a source has fewer rows than the recipe takes.
     """
     first = first_documents(documents)
     rows = documents[first]
@@ -103,8 +102,7 @@ def _times(row_sources: np.ndarray, left: np.ndarray, sources: Sequence[Source],
 def wanted_rows(sources: Sequence[Source], available: list[int]) -> list[int]:
     """Rows that each source gives to one epoch, repetitions included.
 
-    Raises:
-        DataError: A source has fewer rows than the recipe takes.
+    Raises DataError where a source has fewer rows than the recipe takes.
     """
     capacity = [round(count * source.epochs) for source, count in zip(sources, available, strict=True)]
     for number, source in enumerate(sources):

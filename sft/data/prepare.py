@@ -51,8 +51,7 @@ _FIRST_ROWS = 1000
 def prepare(recipe: Recipe, model: ModelFacts, workers: int = 1) -> Prepared:
     """Prepare the recipe's data with so many processes, or find it prepared.
 
-    Raises:
-        UserError: The data, the tokenizer or the chat template cannot be used.
+    Raises UserError where the data, the tokenizer or the chat template cannot be used.
     """
     folder = entry_folder(recipe, model)
     with _locked(folder):

@@ -94,8 +94,7 @@ def find_prepared(folder: Path) -> Prepared | None:
 def entry_folder(recipe: Recipe, model: ModelFacts) -> Path:
     """Where the recipe's prepared data is, or will be: <output_dir>/.prepared/<key>.
 
-    Raises:
-        DataError: A source does not exist.
+    Raises DataError where a source does not exist.
     """
     return Path(recipe.output_dir).expanduser().resolve() / ".prepared" / _key(recipe, model, _hash_of)
 
@@ -103,8 +102,7 @@ def entry_folder(recipe: Recipe, model: ModelFacts) -> Path:
 def data_key(recipe: Recipe, model: ModelFacts) -> str:
     """What nodes compare before they train together: the key of an entry, but of data files only the size and both ends count.
 
-    Raises:
-        DataError: A source does not exist.
+    Raises DataError where a source does not exist.
     """
     return _key(recipe, model, _hash_of_ends)
 

@@ -72,11 +72,7 @@ def suffix_of(file: Path) -> str:
 
 
 def read_rows(file: Path) -> Iterator[Row | BadRow]:
-    """Every row of a local file, in order; none of an empty file.
-
-    Raises:
-        DataError: The file cannot be read, or not further.
-    """
+    """Every row of a local file, in order; none of an empty file. Raises DataError where it cannot be read, or not further."""
     suffix = suffix_of(file)
     if not suffix:
         raise DataError(f"{file} is not a data file. Use one of {', '.join(SUFFIXES)}.")
@@ -125,14 +121,13 @@ def _open_text(file: Path) -> BufferedReader:
 # JSON
 
 _decode = json.JSONDecoder().raw_decode
-_START, _BLANK = re.compile(r"\s*(?P<array>\[\s*(?P<empty>\]?))?"), re.compile(r"\s*")
-_SEPARATOR = re.compile(r"\s*[,\]]\s*")
+_START = re.compile(r"[^\s,]")
 
 
 def _json_rows(stream: BufferedReader, file: Path, suffix: str) -> Iterator[Row | BadRow]:
     first = stream.readline()
     if first.lstrip().startswith(b"[") or (suffix == ".json" and not _is_json(first)):
-        yield from _values((first + stream.read()).decode(), file)
+        yield from _values((first + stream.read()).decode().strip(), file)
         return
     for number, line in enumerate(chain([first], stream), start=1):
         record = line.removeprefix(_BOM).strip()  # concatenated files have the mark inside
@@ -165,25 +160,18 @@ def _object(value: Any, where: str) -> Row | BadRow:
 
 def _values(text: str, file: Path) -> Iterator[Row | BadRow]:
     """The objects of an array, or objects over several lines; one at a time, since they need far more memory than their text."""
-    text = text.rstrip()
-    start = _START.match(text)
-    assert start is not None
-    in_array, position, number = bool(start["array"]) and not start["empty"], start.end(), 0
-    separator = _SEPARATOR if in_array else _BLANK
-    while in_array or position < len(text):
+    if text.startswith("["):
+        if not text.endswith("]"):
+            raise DataError(f"{file} does not end where its array does: {text[-40:]!r}. Correct the file there.")
+        text = f" {text[1:-1]}"
+    position, number = 0, 0
+    while start := _START.search(text, position):
         number += 1
         try:
-            value, end = _decode(text, position)
-            found = separator.match(text, end)
-            if found is None:
-                raise json.JSONDecodeError("Expecting ',' or ']'", text, end)
+            value, position = _decode(text, start.start())
         except json.JSONDecodeError as error:
             raise DataError(f"{file}, row {number}, cannot be read: {error}. Correct the file there.") from None
         yield _object(value, f"row {number}")
-        position = found.end()
-        if "]" in found[0] and position < len(text):
-            raise DataError(f"{file} goes on after the end of its array: {text[position : position + 40]!r}.")
-        in_array = "," in found[0]
 
 
 # CSV
@@ -273,11 +261,7 @@ def _batches(file: Path) -> Iterator[Any]:
 
 
 def count_rows(file: Path) -> int | None:
-    """How many rows a parquet file says that it holds; None for other files.
-
-    Raises:
-        DataError: The file cannot be read.
-    """
+    """How many rows a parquet file says that it holds; None for other files. Raises DataError where it cannot be read."""
     if suffix_of(file) != ".parquet":
         return None
     import pyarrow.parquet as pq

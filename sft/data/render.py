@@ -91,9 +91,8 @@ class ChatRenderer:
             trained: Whether each message is trained; None for every turn of the assistant. Only the spans of these are looked for,
                 so a template may change other turns.
 
-        Raises:
-            ValueError: The template refuses this conversation, for example for the order of its roles, or hides where the
-                assistant speaks.
+        Raises ValueError where the template refuses this conversation, for example for the order of its roles, or hides
+        where the assistant speaks.
         """
         messages = self.adapted(messages, tools)
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -110,8 +109,7 @@ class ChatRenderer:
     ) -> str:
         """What the template makes of some messages; with `prompt`, followed by the generation prompt.
 
-        Raises:
-            ValueError: The template refuses them.
+        Raises ValueError where the template refuses them.
         """
         return self._run(messages, tools, arguments, prompt=prompt)[0]
 
@@ -226,8 +224,7 @@ class ChatRenderer:
     ) -> list[Span]:
         """The turns at the indices `wanted` of a rendered text, by rendering it up to and including each.
 
-        Raises:
-            ValueError: A part is not a prefix of the whole.
+        Raises ValueError where a part is not a prefix of the whole.
         """
         spans = []
         for index in wanted:
@@ -251,8 +248,7 @@ class ChatRenderer:
     def adapted(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
         """The messages in the form that this template shows: reasoning, arguments and roles. Adapting twice changes nothing.
 
-        Raises:
-            ValueError: The template would leave out the tools.
+        Raises ValueError where the template would leave out the tools.
         """
         if tools and not self._shows_tools:
             raise ValueError(

@@ -48,8 +48,7 @@ def all_sources(recipe: Recipe) -> list[tuple[str, Source]]:
 def source_files(source: Source, output_dir: str) -> list[Path] | None:
     """The local files of a source, or None for a dataset on the hub.
 
-    Raises:
-        DataError: The path does not exist, or holds nothing that can be read.
+    Raises DataError where the path does not exist, or holds nothing that can be read.
     """
     if source.path == BUILTIN:
         return [make_demo(Path(output_dir)).train]
@@ -69,8 +68,7 @@ def source_files(source: Source, output_dir: str) -> list[Path] | None:
 def split_and_slice(source: Source) -> tuple[str, slice]:
     """The two parts of a split such as `train[10:20]`.
 
-    Raises:
-        DataError: It is of another form, such as a percentage, which would need the number of rows first.
+    Raises DataError where it is of another form, such as a percentage, which would need the number of rows first.
     """
     match = re.fullmatch(r"([\w.-]+)(?:\[(\d*):(\d*)\])?", source.split)
     if match is None:
@@ -86,8 +84,7 @@ def local_files(path: Path, split: str = "train") -> list[Path]:
         path: A file, a folder of files, a pattern such as `data/**/*.parquet`, or a folder of `save_to_disk`.
         split: The split of a saved DatasetDict, or of a folder whose file names say their split.
 
-    Raises:
-        DataError: Nothing is there, it is not a data file, or the folder holds several splits.
+    Raises DataError where nothing is there, it is not a data file, or the folder holds several splits.
     """
     try:
         if path.is_dir():
@@ -205,11 +202,7 @@ def place(path: str, file_starts: list[tuple[int, str]], row: int) -> str:
 
 
 def open_source(source: Source, output_dir: str) -> SourceRows:
-    """Open a source.
-
-    Raises:
-        DataError: It does not exist or cannot be read; also while its rows are taken.
-    """
+    """Open a source. Raises DataError where it does not exist or cannot be read; also while its rows are taken."""
     files = source_files(source, output_dir)
     if files is None:
         return SourceRows(source.path, enumerate(_hub_rows(source), start=1), [])
@@ -230,8 +223,7 @@ def open_source(source: Source, output_dir: str) -> SourceRows:
 def first_good_rows(files: list[Path], count: int) -> list[Row]:
     """The readable ones of the first `count` rows of the first file that has any.
 
-    Raises:
-        DataError: There is none.
+    Raises DataError where there is none.
     """
     for file in files:
         rows = list(islice(read_rows(file), count))

@@ -42,8 +42,7 @@ class SpecialTokens:
     def escaped(self, value: Any) -> Any:
         """A value with a mark after the first character of each special token in its strings and keys.
 
-        Raises:
-            ValueError: It holds the mark itself.
+        Raises ValueError where it holds the mark itself.
         """
         if isinstance(value, str):
             if MARK in value:
@@ -61,8 +60,7 @@ def _any_of(names: set[str]) -> str:
 def tokens_without_mark(encoding: Any, text: str) -> np.ndarray:
     """Which tokens of an encoding are left when those of the mark are taken out.
 
-    Raises:
-        ValueError: A mark has become part of another token.
+    Raises ValueError where a mark has become part of another token.
     """
     marked = [MARK in text[start:end] for start, end in encoding.offsets]
     if any(end - start > 1 for (start, end), is_mark in zip(encoding.offsets, marked, strict=True) if is_mark):

@@ -44,11 +44,7 @@ class _Sample:
 
 
 def _sample(renderer: ChatRenderer, count: int, *first: Message) -> _Sample:
-    """Render some questions with answers.
-
-    Raises:
-        ValueError: The template refuses them.
-    """
+    """Render some questions with answers."""
     messages = list(first)
     for number in range(1, count + 1):
         messages.append({"role": "user", "content": f"{QUESTION}{number}"})
@@ -122,9 +118,8 @@ _CHECKS = (_turns_are_answers, _answers_are_written_once, _prompts_are_as_traine
 def checked_sample(renderer: ChatRenderer) -> _Sample:
     """Check a template on samples; returns the one of three questions.
 
-    Raises:
-        ModelError: Its trained turns are not the answers, differ from what the model is prompted with, or questions and answers have
-            one header.
+    Raises ModelError where its trained turns are not the answers, differ from what the model is prompted with, or
+    questions and answers have one header.
     """
     try:
         samples = [_sample(renderer, 3), _sample(renderer, 1)]
@@ -141,8 +136,8 @@ def checked_sample(renderer: ChatRenderer) -> _Sample:
 def end_of_turn(tokenizer: Any) -> int:
     """The id of the token that closes the assistant's turn in the tokenizer's chat template.
 
-    Raises:
-        ModelError: The template fails a check, closes the turn with nothing that a model could stop at, or begins twice.
+    Raises ModelError where the template fails a check, closes the turn with nothing that a model could stop at, or
+    begins twice.
     """
     sample = checked_sample(ChatRenderer(tokenizer))
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
@@ -190,8 +185,7 @@ def check_nothing_is_lost(messages: list[Message], trained: Sequence[bool], text
         trained: Whether each message is trained.
         text: What the template made of them.
 
-    Raises:
-        ValueError: Something is missing; the message says what.
+    Raises ValueError where something is missing; the message says what.
     """
     order = list(zip(messages, trained, strict=True))
     try:
@@ -237,8 +231,7 @@ def _parts(message: Message, is_trained: bool) -> Iterator[str]:
 def check_turns_are_closed(rendered: Rendered, added: tuple[str, ...]) -> None:
     """Check that each trained turn ends with one of the tokenizer's added tokens.
 
-    Raises:
-        ValueError: The template leaves a turn open.
+    Raises ValueError where the template leaves a turn open.
     """
     for _, end in rendered.spans:
         if not rendered.text.endswith(added, 0, end):

@@ -33,8 +33,7 @@ _MEDIA = re.compile(r"vision|image|video|audio", re.IGNORECASE)
 def find_chat_template(name: str) -> str:
     """The text of a chat template: a .jinja file, or one of sft/data/chat_templates by name.
 
-    Raises:
-        ModelError: There is none of that name.
+    Raises ModelError where there is none of that name.
     """
     shipped = TEMPLATES / f"{name}.jinja"
     path = shipped if shipped.is_file() else find_file(name)
@@ -53,8 +52,7 @@ def find_chat_template(name: str) -> str:
 def check_tokenizer_choice(recipe: Recipe) -> None:
     """Check what can be checked without loading the tokenizer.
 
-    Raises:
-        ModelError: The chat template does not exist.
+    Raises ModelError where the chat template does not exist.
     """
     if recipe.model.chat_template is not None:
         find_chat_template(recipe.model.chat_template)
@@ -67,8 +65,7 @@ def load_tokenizer(recipe: Recipe) -> Any:
         A transformers tokenizer: `eos_token` is the end of the assistant's turn if there is a chat template, `pad_token` is another
         token, and padding is on the right, so that position ids start at 0 as they did in pretraining.
 
-    Raises:
-        ModelError: It cannot be loaded, or lacks something that the recipe does not name.
+    Raises ModelError where it cannot be loaded, or lacks something that the recipe does not name.
     """
     from transformers import AutoTokenizer
 
@@ -191,8 +188,7 @@ def new_token_ids(tokenizer: Any, new_tokens: Sequence[str]) -> list[int]:
 def check_vocabulary(tokenizer: Any, new_tokens: Sequence[str], rows: int, name: str) -> None:
     """Refuse a tokenizer that has more tokens of its own than the model's embedding has rows; it grows for `new_tokens` alone.
 
-    Raises:
-        ModelError: The two do not belong together.
+    Raises ModelError where the two do not belong together.
     """
     own = max(set(tokenizer.get_vocab().values()) - set(new_token_ids(tokenizer, new_tokens))) + 1
     if own > rows:

@@ -30,9 +30,7 @@ def made_chunks(
 ) -> Iterator[Chunk]:
     """Make documents of all rows of a source, in chunks in the order of the rows.
 
-    Raises:
-        RowError: A row stops the preparation.
-        RunError: The system ended a worker.
+    Raises RowError where a row stops the preparation; RunError where the system ended a worker.
     """
     pieces = _pieces(rows)
     first = list(islice(pieces, 2))

@@ -23,11 +23,7 @@ _EOS, _TEMPLATE = "tokenizer.ggml.eos_token_id", "tokenizer.chat_template"
 
 
 def find_converter() -> Path:
-    """Find llama.cpp's converter: on PATH, or in the folder that LLAMA_CPP names.
-
-    Raises:
-        ExportError: It is in neither.
-    """
+    """llama.cpp's converter on PATH, or in the folder that LLAMA_CPP names. Raises ExportError where it is in neither."""
     found = shutil.which(CONVERTER) or shutil.which(CONVERTER, path=os.environ.get("LLAMA_CPP"), mode=os.F_OK)
     if found is None:
         raise ExportError(
@@ -42,8 +38,7 @@ def find_converter() -> Path:
 def check_convertible(converter: Path, folder: Path) -> None:
     """Convert the vocabulary alone, which takes seconds where the weights take minutes.
 
-    Raises:
-        ExportError: llama.cpp knows no such tokenizer or architecture, or a package is missing.
+    Raises ExportError where llama.cpp knows no such tokenizer or architecture, or a package is missing.
     """
     with tempfile.TemporaryDirectory() as scratch:
         _run(converter, folder, Path(scratch) / GGUF, "--vocab-only")
@@ -52,14 +47,12 @@ def check_convertible(converter: Path, folder: Path) -> None:
 def convert(converter: Path, folder: Path, tokenizer: Any) -> None:
     """Replace a folder's safetensors by one GGUF file that holds the same weights.
 
-    Raises:
-        ExportError: The conversion failed, or the file is not the model.
+    Raises ExportError where the conversion failed, or the file is not the model.
     """
     config = read_config(folder, "config.json")
     dtype = _OUTTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), "auto")
     _run(converter, folder, folder / GGUF, "--outtype", dtype)
-    fault = _fault(converter, folder, tokenizer)
-    if fault:
+    if fault := _fault(converter, folder, tokenizer):
         raise ExportError(f"{CONVERTER} wrote a GGUF file that is not the model: {fault}. Nothing was exported.")
     for path in folder.glob("model*.safetensors*"):
         path.unlink()

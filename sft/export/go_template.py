@@ -1,36 +1,32 @@
 """Rewrites a Jinja chat template in Go, which Ollama reads.
 
-A Jinja template is a program and cannot be translated in general. So the template renders a few conversations, what it writes around the
-messages is taken over, and the result is compared with the template's own, string for string. Imports no torch.
+A Jinja template is a program and cannot be translated in general. So the template renders some conversations, and what it writes between
+two messages must depend on their two roles alone, or it is refused. Imports no torch.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 
 Message = dict[str, str]
-Render = Callable[[Sequence[Message], bool], str]
-"""Renders a conversation, with the generation prompt or without. Raises ValueError if the template refuses it."""
+Render = Callable[[Sequence[Message]], str]
+"""Renders a conversation with the generation prompt. Raises ValueError if the template refuses it."""
 
 _ROLES = {"s": "system", "u": "user", "a": "assistant"}
-_SYSTEM, _USER, _ANSWER, _AGAIN = "Sqaa", "Uqbb", "Aqcc", "Vqdd"
-"""Words that no template writes by itself."""
+_CONVERSATIONS = ("u", "su", "uau", "suau", "uauau", "suauau")
+_RARE_ORDERS = ("sau", "uasu")
 
 
 def _turns(roles: str, *contents: str) -> list[Message]:
-    """Messages by the first letters of their roles; without contents, each has words of its own.
-
-    >>> [message["content"] for message in _turns("ua")]
-    ['Say 0: a "b" {c}', 'Say 1: a "b" {c}']
-    """
+    """Messages by the first letters of their roles; without contents, each has words of its own, which no template may change."""
     words = contents or [f'Say {number}: a "b" {{c}}' for number in range(len(roles))]
     return [{"role": _ROLES[role], "content": word} for role, word in zip(roles, words, strict=True)]
 
 
-_MUST_AGREE = [_turns(roles) for roles in ("u", "su", "uau", "suau", "uauau", "suauau")]
-_MAY_DIFFER = {
+_RARE = {
     "a conversation that begins with the assistant, as when Ollama drops the oldest messages": _turns("sau"),
     "a system message in the middle": _turns("uasu"),
     "white space around a message, which it strips": _turns("uau", " x \n", "y", "z"),
@@ -42,132 +38,92 @@ _MAY_DIFFER = {
 class Markup:
     """What a chat template writes around the messages."""
 
-    first_user: str
-    """Before a user's message that is the first of all: BOS and default system message included."""
+    between: dict[tuple[str, str], str]
+    """What stands between two messages, by their roles; "" precedes the first message, and "end" follows the last."""
 
-    user: str
-    user_close: str
-    assistant: str
-    assistant_close: str
-    prompt: str
-    """After the last message: the generation prompt."""
+    has_system: bool
+    """Whether system messages are written at all."""
 
-    after_system: str
-    """Before the user's message that follows the first system message, also if that is dropped."""
-
-    system: str | None = None
-    """Before a system message; None: the template has no place for any."""
-
-    system_close: str = ""
+    def _before(self, role: str) -> tuple[dict[str, str], str]:
+        """What stands before a role, by the role that it follows; and what after a role that no conversation had before it."""
+        known = {last: text for (last, following), text in self.between.items() if following == role}
+        return known, list(known.values())[-1] if known else ""
 
     def render(self, messages: Sequence[Message]) -> str:
         """A conversation, with the generation prompt."""
-        text = ""
-        for number, message in enumerate(messages):
-            if message["role"] == "system":
-                text += "" if self.system is None else self.system + message["content"] + self.system_close
-            elif message["role"] == "assistant":
-                text += self.assistant + message["content"] + self.assistant_close
-            else:
-                follows = number == 1 and messages[0]["role"] == "system"
-                before = self.first_user if number == 0 else self.after_system if follows else self.user
-                text += before + message["content"] + self.user_close
-        return text + self.prompt
+        text = last = ""
+        for message in [*messages, {"role": "end", "content": ""}]:
+            known, other = self._before(message["role"])
+            if message["role"] != "system" or self.has_system:
+                text += known.get(last, other) + message["content"]
+            last = message["role"]
+        return text
 
     def go(self) -> str:
         """The template in Go, without trim markers and line breaks: each of its own would be written."""
-        has_system = '(eq (index $.Messages 0).Role "system")'
-        before_user = (
-            f"{{{{ if eq $i 0 }}}}{literal(self.first_user)}{{{{ else if and (eq $i 1) {has_system} }}}}{literal(self.after_system)}"
-            f"{{{{ else }}}}{literal(self.user)}{{{{ end }}}}"
-        )
-        system = "" if self.system is None else f"{literal(self.system)}{{{{ .Content }}}}{literal(self.system_close)}"
-        return (
-            f'{{{{ range $i, $message := .Messages }}}}{{{{ if eq .Role "system" }}}}{system}'
-            f'{{{{ else if eq .Role "user" }}}}{before_user}{{{{ .Content }}}}{literal(self.user_close)}'
-            f'{{{{ else if eq .Role "assistant" }}}}{literal(self.assistant)}{{{{ .Content }}}}{literal(self.assistant_close)}'
-            f"{{{{ end }}}}{{{{ end }}}}{literal(self.prompt)}"
-        )
+        roles = [role for role in _ROLES.values() if role != "system" or self.has_system]
+        turns = [f'{{{{ if eq .Role "{role}" }}}}{self._go(role)}{{{{ .Content }}}}{{{{ end }}}}' for role in roles]
+        loop = f"{{{{ range .Messages }}}}{''.join(turns)}{{{{ $last = .Role }}}}{{{{ end }}}}"
+        return f'{{{{ $last := "" }}}}{loop}{self._go("end")}'
+
+    def _go(self, role: str) -> str:
+        known, other = self._before(role)
+        text = literal(other)
+        for last, before in known.items():
+            if before != other:
+                text = f'{{{{ if eq $last "{last}" }}}}{literal(before)}{{{{ else }}}}{text}{{{{ end }}}}'
+        return text
 
 
 def read_markup(render: Render) -> Markup:
-    """What a template writes around the messages.
-
-    Raises:
-        ValueError: It does not write each message as it is, once and in order.
-    """
-    user = _turns("u", _USER)
-    first_user, to_answer, to_user, end = _between(
-        render(_turns("uau", _USER, _ANSWER, _AGAIN), True), _USER, _ANSWER, _AGAIN
-    )
-    user_close = _closing(render, user, _USER, [to_answer, end])
-    assistant_close = _closing(render, _turns("ua", _USER, _ANSWER), _ANSWER, [to_user])
-    markup = Markup(
-        first_user=first_user,
-        user=to_user.removeprefix(assistant_close),
-        user_close=user_close,
-        assistant=to_answer.removeprefix(user_close),
-        assistant_close=assistant_close,
-        prompt=end.removeprefix(user_close),
-        after_system=first_user,
-    )
+    """What a template writes around the messages. Raises ValueError where that depends on more than their roles."""
+    with_system = _turns("su")
     try:
-        both = render(_turns("su", _SYSTEM, _USER), True)
+        has_system, refuses_system = with_system[0]["content"] in render(with_system), False
     except ValueError:
-        return markup  # Ollama drops the system message, and the user's is the first
-    if _SYSTEM not in both:
-        return replace(markup, after_system=_between(both, _USER)[0])
-    system, to_first_user, _ = _between(both, _SYSTEM, _USER)
-    close = _closing(render, _turns("s", _SYSTEM), _SYSTEM, [to_first_user])
-    return replace(markup, system=system, system_close=close, after_system=to_first_user.removeprefix(close))
+        has_system, refuses_system = False, True
+    markup = Markup({}, has_system)
+    for roles in _CONVERSATIONS:
+        if not (refuses_system and "s" in roles):
+            markup = _learned(markup, render, roles)
+    for roles in _RARE_ORDERS:
+        with suppress(ValueError):
+            markup = _learned(markup, render, roles)
+    if refuses_system:  # Ollama drops the system message, and the user's is the first
+        markup.between["system", "user"] = markup.between["", "user"]
+    return markup
 
 
-def _between(text: str, *words: str) -> list[str]:
-    """The pieces around words that stand in a text, each once and in order."""
-    pieces = []
-    for word in words:
-        before, found, text = text.partition(word)
-        if not found or word in text:
-            raise ValueError("it does not write each message once, in the order of the conversation")
-        pieces.append(before)
-    return [*pieces, text]
+def _learned(markup: Markup, render: Render, roles: str) -> Markup:
+    """The markup with what one more conversation shows. Raises ValueError where it contradicts the others."""
+    between, messages = dict(markup.between), _turns(roles)
+    rest, last = render(messages), ""
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if role != "system" or markup.has_system:
+            before, found, rest = rest.partition(content)
+            if not found or content in rest:
+                raise ValueError("it does not write each message as it is, once and in order")
+            _note(between, last, role, before)
+        last = role
+    _note(between, last, "end", rest)
+    return Markup(between, markup.has_system)
 
 
-def _closing(render: Render, messages: Sequence[Message], last: str, follow: Sequence[str]) -> str:
-    """What closes the last of the messages, if the same opens whatever follows it; else nothing."""
-    try:
-        closing = render(messages, False).partition(last)[2]
-    except ValueError:
-        return ""
-    return closing if all(text.startswith(closing) for text in follow) else ""
+def _note(between: dict[tuple[str, str], str], last: str, role: str, text: str) -> None:
+    if between.setdefault((last, role), text) != text:
+        raise ValueError(
+            f"what it writes between {last or 'nothing'} and {role} differs from one conversation to another"
+        )
 
 
-def compare(markup: Markup, render: Render) -> list[str]:
-    """Compare with the template itself, string for string.
-
-    Returns:
-        Rare conversations that come out differently, in words.
-
-    Raises:
-        ValueError: A plain conversation comes out differently.
-    """
-    for messages in _MUST_AGREE:
-        roles = [message["role"] for message in messages]
-        try:
-            expected = render(messages, True)
-        except ValueError:
-            if markup.system is None and "system" in roles:
-                continue
-            raise
-        if markup.render(messages) != expected:
-            raise ValueError(f"a conversation of {', '.join(roles)} comes out differently")
-    differs = [] if markup.system is not None else ["system messages, which it has no place for and Ollama drops"]
-    for name, messages in _MAY_DIFFER.items():
-        try:
-            if render(messages, True) != markup.render(messages):
+def differences(markup: Markup, render: Render) -> list[str]:
+    """The rare conversations that come out otherwise than from the template itself, in words."""
+    differs = [] if markup.has_system else ["system messages, which it has no place for and Ollama drops"]
+    for name, messages in _RARE.items():
+        with suppress(ValueError):  # it refuses what Ollama would render
+            if render(messages) != markup.render(messages):
                 differs.append(name)
-        except ValueError:
-            continue  # it refuses what Ollama would render
     return differs
 
 

@@ -48,8 +48,7 @@ _REMEDIES = {
 def upload(run: Run, arguments: argparse.Namespace) -> None:
     """Check, list and upload, as the command line of sft/export/main.py says.
 
-    Raises:
-        UserError: Something is wrong, or the hub does not take it.
+    Raises UserError where something is wrong, or the hub does not take it.
     """
     repo_id = _checked_repo_id(arguments.repo_id)
     branches = _branches(run, arguments.checkpoint, arguments.checkpoints, arguments.revision)
@@ -91,17 +90,7 @@ def _checked_repo_id(repo_id: str | None) -> str:
 
 
 def _branches(run: Run, step: int | None, steps: str | None, revision: str | None) -> dict[str, Exported]:
-    """The model of each branch to upload, which exists.
-
-    Args:
-        run: The run.
-        step: --checkpoint.
-        steps: --checkpoints.
-        revision: --revision.
-
-    Raises:
-        ExportError: The options contradict each other, or a checkpoint is missing.
-    """
+    """The model of each branch to upload, of --checkpoint, --checkpoints and --revision."""
     if step is not None and steps is not None:
         raise ExportError(
             "--checkpoint N uploads a checkpoint in place of final/, --checkpoints also uploads final/. Give one of them."

@@ -23,18 +23,11 @@ EXAMPLES = """\
   sft export outputs/tiny/latest --to hub --repo-id me/tiny --dry-run            what would be uploaded, with sizes
   sft export outputs/tiny/latest --to hub --repo-id me/tiny --checkpoints all    private; a branch per checkpoint"""
 TARGETS = ("merged", "vllm", "ollama", "hub")
-_ONLY = {
-    "gpus": ("vllm",),
-    "max_length": ("vllm", "ollama"),
-    "name": ("vllm", "ollama"),
-    "gguf": ("ollama",),
-    "repo_id": ("hub",),
-    "revision": ("hub",),
-    "checkpoints": ("hub",),
-    "public": ("hub",),
-    "dry_run": ("hub",),
-    "output": ("merged", "vllm", "ollama"),
-}
+_ONLY = (
+    dict.fromkeys(("repo_id", "revision", "checkpoints", "public", "dry_run"), ("hub",))
+    | dict.fromkeys(("max_length", "name"), ("vllm", "ollama"))
+    | {"gpus": ("vllm",), "gguf": ("ollama",), "output": ("merged", "vllm", "ollama")}
+)
 """Options that only some targets have."""
 
 
@@ -44,11 +37,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
-    """Read and check the command line.
-
-    Raises:
-        ExportError: It contradicts itself.
-    """
+    """Read and check the command line. Raises ExportError where it contradicts itself."""
     parser = _Parser(
         prog="sft export", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -109,7 +98,7 @@ def main(argv: Sequence[str]) -> None:
     target: VllmServer | OllamaModel | None = None
     if arguments.to == "vllm":
         target = VllmServer(source, arguments.gpus, arguments.max_length, arguments.name)
-    elif arguments.to == "ollama":
+    if arguments.to == "ollama":
         target = OllamaModel(source, arguments.max_length, arguments.name, arguments.gguf)
     check_unchanged(source, arguments.accept_edits)
 

@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +26,18 @@ from sft.credentials import secrets_in
 from sft.data.tokenizer import load_tokenizer as load_base_tokenizer
 from sft.data.tokenizer import new_token_ids
 from sft.errors import ExportError
-from sft.export.source import Exported, has_tokenizer
+from sft.export.source import Exported
 from sft.files import disk_was_full, remove
+from sft.hub.names import has_tokenizer
 from sft.model.adapters import lora_config
 from sft.model.live import logits_distance
 from sft.model.load import load_base
 from sft.model.weight_checks import DTYPES, check_values, check_weights
 
-Finish = Callable[[Path, Any], None]
-"""Writes what a target needs beside the model: gets the folder and the tokenizer."""
-
 _MODEL_FILES = (
-    "model*.safetensors",
-    "model.safetensors.index.json",
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
+    "model*.safetensors model.safetensors.index.json config.json generation_config.json tokenizer.json tokenizer_config.json "
+    "tokenizer.model special_tokens_map.json added_tokens.json vocab.json merges.txt chat_template.jinja"
+).split()
 """Files that make up a model. The optimizer's state and whatever else lies beside them stays where it is."""
 
 _TEXT = (".json", ".md", ".jinja", ".sh", ".txt", ".yaml", ".py", "")
@@ -67,11 +56,7 @@ _OF_THE_UPDATE = 0.5
 
 
 def check_output(output: Path, run: Path) -> None:
-    """Refuse a place that cannot become the folder, before anything is computed.
-
-    Raises:
-        ExportError: It exists, lies in the run, or cannot be written.
-    """
+    """Raise ExportError for a folder that exists, lies in the run, or cannot be written, before anything is computed."""
     if output.exists() or output.is_symlink():
         raise ExportError(f"--output {output} exists. Remove it, or name another folder.")
     if output.resolve().is_relative_to(run.resolve()):
@@ -83,21 +68,15 @@ def check_output(output: Path, run: Path) -> None:
 
 def model_files(source: Exported) -> list[Path]:
     """The files of the folder that make up a model."""
-    patterns = (*_MODEL_FILES, "*.py") if source.base.trust_remote_code else _MODEL_FILES
+    patterns = [*_MODEL_FILES, "*.py"] if source.base.trust_remote_code else _MODEL_FILES
     return sorted({path for pattern in patterns for path in source.folder.glob(pattern) if path.is_file()})
 
 
-def make_folder(source: Exported, output: Path, finish: Finish, link: bool = False) -> None:
-    """Make the folder of a model.
+def make_folder(source: Exported, output: Path, finish: Callable[[Path, Any], None], link: bool = False) -> None:
+    """Make the folder of a model; `finish` writes what the target needs beside it.
 
-    Args:
-        source: From find_exported.
-        output: The folder; must not exist.
-        finish: Writes what the target needs beside the model.
-        link: Link the weights instead of copying them, for a folder that is only read and then removed.
-
-    Raises:
-        UserError: It cannot be made, or is another model than was trained. Nothing is left behind.
+    With `link` the weights are linked instead of copied, for a folder that is only read and then removed. Raises UserError where it
+    cannot be made, or is another model than was trained; nothing is left behind.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
@@ -126,11 +105,7 @@ def make_folder(source: Exported, output: Path, finish: Finish, link: bool = Fal
 
 
 def load_tokenizer(source: Exported) -> Any:
-    """The tokenizer of an exported model.
-
-    Raises:
-        ExportError: It cannot be loaded, or does not fit the model.
-    """
+    """The tokenizer of an exported model. Raises ExportError where it cannot be loaded, or does not fit the model."""
     from transformers import AutoConfig, AutoTokenizer
 
     folder = source.folder if has_tokenizer(source.folder) else source.run.final
@@ -156,11 +131,10 @@ def _copy(source: Exported, folder: Path, link: bool) -> None:
     check_weights(str(source.folder), None, remote, str(source.folder))
     for path in model_files(source):
         target = folder / path.name
-        try:
-            if not link or path.suffix != ".safetensors":
-                raise OSError
-            target.hardlink_to(path)
-        except OSError:  # also a link to another disk
+        if link and path.suffix == ".safetensors":
+            with suppress(OSError):  # a link to another disk
+                target.hardlink_to(path)
+        if not target.exists():
             shutil.copyfile(path, target)
     check_values(_load(folder, "auto", remote), str(source.folder))
 
@@ -170,29 +144,21 @@ def _merge_or_gather(source: Exported, tokenizer: Any, folder: Path) -> None:
     rows = [tokenizer(text, add_special_tokens=False)["input_ids"][:256] for text in _PROBES]
     dtype = DTYPES[source.precision]
     # One model at a time: two would not fit beside each other.
-    expected, untrained = _logits_before(_build(source, tokenizer), rows, dtype)
+    model = _build(source, tokenizer)
+    expected, untrained = _logits(model, rows, dtype), None
+    if hasattr(model, "disable_adapter"):
+        with model.disable_adapter():
+            untrained = _logits(model, rows, dtype)
+    del model
     gc.collect()
-    _save(_build(source, tokenizer), source, folder)
+    model = _build(source, tokenizer)
+    model = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+    check_values(model, source.name)
+    model.save_pretrained(folder)
+    del model
     gc.collect()
     check_logits(_logits(_load(folder, dtype, source.base.trust_remote_code), rows, dtype), expected, untrained, dtype)
     gc.collect()
-
-
-def _logits_before(
-    model: Any, rows: list[list[int]], dtype: torch.dtype
-) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
-    """Logits of the trained model, and of its base if it has adapters."""
-    trained = _logits(model, rows, dtype)
-    if not hasattr(model, "disable_adapter"):
-        return trained, None
-    with model.disable_adapter():
-        return trained, _logits(model, rows, dtype)
-
-
-def _save(model: Any, source: Exported, folder: Path) -> None:
-    merged = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
-    check_values(merged, source.name)
-    merged.save_pretrained(folder)
 
 
 def _build(source: Exported, tokenizer: Any) -> Any:
@@ -236,14 +202,8 @@ def check_logits(
 ) -> None:
     """Refuse a written model whose logits are not those of the model it was made from.
 
-    Args:
-        found: Logits of each probe, of the model loaded again.
-        expected: Of the model in memory, adapters beside the base.
-        untrained: Of the base without its adapters; None without adapters, where logits must be equal.
-        dtype: That the weights were rounded to.
-
-    Raises:
-        ExportError: They differ by more than rounding explains.
+    `untrained` are the logits of the base without its adapters; without adapters (None), logits must be equal. `dtype` is what the
+    weights were rounded to. Raises ExportError where they differ by more than rounding explains.
     """
 
     def distance(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
@@ -261,11 +221,7 @@ def check_logits(
 
 
 def check_private(source: Exported, folder: Path) -> None:
-    """Refuse to give away a path of this machine or a key.
-
-    Raises:
-        ExportError: A file holds one.
-    """
+    """Raise ExportError where a text file would give away a path of this machine or a key."""
     record = source.run.record
     places = {str(source.run.path), str(source.run.path.parent), str(Path.cwd()), str(record.get("working_directory"))}
     places |= {source.base_path} if source.base_path.startswith("/") else set()

@@ -27,11 +27,7 @@ _FATES = ("in", "trained", "masked", "truncated", "dropped")
 def write_card(
     source: Exported, folder: Path, tokenizer: Any, license_id: str | None, repo_id: str | None = None
 ) -> None:
-    """Write README.md, and the loss curve beside it.
-
-    Raises:
-        ExportError: The metadata is not valid.
-    """
+    """Write README.md, and the loss curve beside it. Raises ExportError where the metadata is not valid."""
     from huggingface_hub import ModelCard
 
     run, recipe = read_run(source.run), visible(public_recipe(source.recipe)).rstrip()

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from sft.data.render import with_fixed_date
 from sft.errors import ExportError
 from sft.export.gguf import CONVERTER, GGUF, check_convertible, convert, find_converter
-from sft.export.go_template import Markup, Message, compare, read_markup
+from sft.export.go_template import Markup, Message, differences, read_markup
 from sft.export.serving import context_length, sampling, stop_tokens
 from sft.export.source import Exported, read_config, text_config
 
@@ -27,23 +26,17 @@ ROPE_TYPES = dict.fromkeys(
 ) | {"LlamaForCausalLM": ("default", "linear", "llama3"), "Phi3ForCausalLM": ("default", "longrope")}
 """Text models that Ollama imports from safetensors, and the rope types that it keeps; others it silently drops."""
 
-_KNOWN_PATTERNS = (
-    "d98f9631be1e9607a9848c26c1f9eac1aa9fc21ac6ba82a2fc0741af9780a48f",
-    "03df5c5863ad70781dcfdef491ead25140f895fe8010964be0daefe27be32b02",
-    "21cde974d587f0d54dc8d56b183cc1e6239600172035c68fbd6d4b9f8da0576e",
-    "1ff7f41064896984db5d1bb6ff64fa4bc29007d08c1b439e505b7392777a319e",
-)
-"""SHA-256 of the pre-tokenizer patterns of Llama 3, DeepSeek (two) and Qwen 2, by which Ollama's import recognizes them."""
-
 _USE_GGUF = f"llama.cpp's {CONVERTER} may know it: --gguf."
 
 
-class OllamaModel:
-    """What is decided before the model is made.
+_COMPARE = (
+    "Ollama recognizes few pre-tokenizers, and some of its engines put token 0 before a prompt where the tokenizer has no BOS. Compare "
+    "prompt_eval_count of an answer with the number of tokens that you sent."
+)
 
-    Raises:
-        ExportError: Ollama imports no such model, or llama.cpp is missing.
-    """
+
+class OllamaModel:
+    """Modelfile and template. Raises ExportError where Ollama imports no such model, or llama.cpp is missing."""
 
     def __init__(self, source: Exported, max_length: int | None, name: str | None, gguf: bool) -> None:
         self.source, self.name = source, (name or source.title).lower()
@@ -57,8 +50,7 @@ class OllamaModel:
     def write(self, folder: Path, tokenizer: Any) -> None:
         """Write the Modelfile, and with --gguf the GGUF file, into a folder that holds the model.
 
-        Raises:
-            ExportError: The chat template cannot be written in Go, or the conversion failed.
+        Raises ExportError where the chat template cannot be written in Go, or the conversion failed.
         """
         if self.converter is not None:
             convert(self.converter, folder, tokenizer)
@@ -66,7 +58,7 @@ class OllamaModel:
             check_vocabulary(folder)
         markup, notes = chat_markup(tokenizer, folder)
         system = self.source.recipe.eval.system_instruction
-        if system is not None and markup.system is None:
+        if system is not None and not markup.has_system:
             raise ExportError(
                 "eval.system_instruction is set, and the chat template has no place for it: Ollama would drop it."
             )
@@ -90,18 +82,14 @@ class OllamaModel:
         """What the user reads."""
         lines = (folder / "Modelfile").read_text(encoding="utf-8").splitlines()
         notes = [line[2:] for line in lines if line.startswith("# Differs")]
-        warnings = [] if self.converter else import_warnings(folder)
+        notes += [] if self.converter else [_COMPARE]
         name = shlex.quote(self.name)
         command = f"  cd {shlex.quote(str(folder))} && ollama create {name} -f Modelfile && ollama run {name}"
-        return "\n".join([*notes, *warnings, "Import it on a machine with Ollama (it was not started here):", command])
+        return "\n".join([*notes, "Import it on a machine with Ollama (it was not started here):", command])
 
 
 def check_architecture(config: dict[str, Any]) -> None:
-    """Refuse what Ollama does not import from safetensors, or imports with other positions.
-
-    Raises:
-        ExportError: It is such a model.
-    """
+    """Raise ExportError for what Ollama does not import from safetensors, or imports with other positions."""
     name = (config.get("architectures") or ["none"])[0]
     if name not in ROPE_TYPES:
         raise ExportError(f"Ollama does not import {name} from safetensors, but {', '.join(ROPE_TYPES)}. {_USE_GGUF}")
@@ -114,11 +102,7 @@ def check_architecture(config: dict[str, Any]) -> None:
 
 
 def check_vocabulary(folder: Path) -> None:
-    """Refuse a SentencePiece vocabulary without tokenizer.model: Ollama would read tokenizer.json as one of GPT-2's kind.
-
-    Raises:
-        ExportError: It is one.
-    """
+    """Raise ExportError for SentencePiece without tokenizer.model: Ollama would read tokenizer.json as one of GPT-2's kind."""
     model = read_config(folder, "tokenizer.json").get("model") or {}
     if not (folder / "tokenizer.model").is_file() and (model.get("type") != "BPE" or model.get("byte_fallback")):
         raise ExportError(
@@ -127,31 +111,10 @@ def check_vocabulary(folder: Path) -> None:
         )
 
 
-def import_warnings(folder: Path) -> list[str]:
-    """Warnings if Ollama's import may split text differently, or put token 0 before each prompt."""
-    tokenizer, warnings = read_config(folder, "tokenizer.json"), []
-    steps = (tokenizer.get("pre_tokenizer") or {}).get("pretokenizers") or []
-    patterns = "".join((step.get("pattern") or {}).get("Regex", "") for step in steps if step.get("type") == "Split")
-    if sha256(patterns.encode()).hexdigest() not in _KNOWN_PATTERNS:
-        warnings.append(
-            "Warning: Ollama recognizes the pre-tokenizers of Llama 3, Qwen 2 and DeepSeek, and this is none of them. It uses its default, "
-            "so rare texts may become other tokens."
-        )
-    bos = read_config(folder, "tokenizer_config.json").get("bos_token")
-    added = [one.get("content") for one in tokenizer.get("added_tokens") or []]
-    if (bos.get("content") if isinstance(bos, dict) else bos) not in added:
-        warnings.append(
-            "Warning: the tokenizer has no BOS, and some of Ollama's engines then put token 0 before each prompt. Compare "
-            "prompt_eval_count of an answer with the number of tokens that you sent."
-        )
-    return warnings
-
-
 def chat_markup(tokenizer: Any, folder: Path) -> tuple[Markup, list[str]]:
     """What the chat template writes, and what of it Go's template renders differently.
 
-    Raises:
-        ExportError: There is no chat template, or Go's would render another prompt.
+    Raises ExportError where there is no chat template, or Go's would render another prompt.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -160,8 +123,8 @@ def chat_markup(tokenizer: Any, folder: Path) -> tuple[Markup, list[str]]:
     template, bos = with_fixed_date(tokenizer.chat_template), tokenizer.bos_token or ""
     adds_bos = bool(bos) and read_config(folder, "tokenizer_config.json").get("add_bos_token") is True
 
-    def render(messages: Sequence[Message], prompt: bool) -> str:
-        variables = {"chat_template": template, "add_generation_prompt": prompt, **tokenizer.special_tokens_map}
+    def render(messages: Sequence[Message]) -> str:
+        variables = {"chat_template": template, "add_generation_prompt": True, **tokenizer.special_tokens_map}
         try:
             text: str = render_jinja_template([list(messages)], **variables)[0][0]
         except Exception as error:  # a template is somebody else's program
@@ -172,7 +135,7 @@ def chat_markup(tokenizer: Any, folder: Path) -> tuple[Markup, list[str]]:
 
     try:
         markup = read_markup(render)
-        notes = compare(markup, render)
+        notes = differences(markup, render)
     except ValueError as error:
         raise ExportError(
             f"The chat template cannot be written for Ollama: {error}. Use --to vllm, which reads it itself."

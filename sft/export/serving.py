@@ -1,4 +1,4 @@
-"""How a server should run the model: sampling, stop tokens and context length, and serve.sh for vLLM. Imports no torch."""
+"""Writes serve.sh for vLLM. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ _DEFAULTS: dict[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "r
 """What `generate` samples with where generation_config.json is silent. Servers have other defaults."""
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
 def sampling(folder: Path) -> dict[str, float]:
@@ -35,11 +36,7 @@ def stop_tokens(folder: Path, tokenizer: Any) -> list[str]:
 
 
 def context_length(source: Exported, requested: int | None) -> tuple[int, str]:
-    """How many tokens a conversation may have, and why.
-
-    Raises:
-        ExportError: More than the model can.
-    """
+    """How many tokens a conversation may have, and why. Raises ExportError where more are requested than the model can."""
     trained, most = source.recipe.data.max_length, text_config(source).get("max_position_embeddings")
     note = f"trained on at most {trained} tokens (data.max_length)"
     if requested is None:
@@ -51,44 +48,31 @@ def context_length(source: Exported, requested: int | None) -> tuple[int, str]:
     return requested, f"--max-length; {note}"
 
 
-def tensor_parallel_sizes(config: dict[str, Any]) -> list[int]:
-    """Numbers of GPUs that vLLM can split a model over.
+def tensor_parallel_size(config: dict[str, Any], requested: int | None, visible: int) -> tuple[int, str]:
+    """How many GPUs serve the model, and why. They divide the attention heads, the width of the MLP, and the key-value heads.
 
-    They divide the attention heads and the width of the MLP, and the key-value heads or are a multiple of them.
+    Raises ExportError where vLLM cannot split the model over as many as requested.
 
-    >>> tensor_parallel_sizes({"num_attention_heads": 28, "num_key_value_heads": 4})
-    [1, 2, 4, 28]
-    >>> tensor_parallel_sizes({"num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944})
-    [1, 2, 4]
+    >>> tensor_parallel_size({"num_attention_heads": 28, "num_key_value_heads": 4}, None, 8)[0]
+    4
     """
     heads = int(config.get("num_attention_heads") or 1)
     keys = int(config.get("num_key_value_heads") or heads)
-    widths = [
-        config.get(name) for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-    ]
-    divisible = [heads, *(width for width in widths if isinstance(width, int))]
-    sizes = [size for size in range(1, heads + 1) if all(number % size == 0 for number in divisible)]
-    return [size for size in sizes if keys % size == 0 or size % keys == 0]
-
-
-def tensor_parallel_size(config: dict[str, Any], requested: int | None, visible: int) -> tuple[int, str]:
-    """How many GPUs serve the model, and why.
-
-    Raises:
-        ExportError: vLLM cannot split the model over as many as requested.
-    """
-    sizes = tensor_parallel_sizes(config)
-    if requested in sizes:
-        return requested, "--gpus"
-    if requested is not None:
-        raise ExportError(
-            f"--gpus {requested}: vLLM cannot split {config.get('num_attention_heads')} attention heads and an MLP of width "
-            f"{config.get('intermediate_size')} over {requested} GPUs. Possible: {', '.join(map(str, sizes))}."
-        )
-    if not visible:
+    divided = [heads, *(config[name] for name in _WIDTHS if isinstance(config.get(name), int))]
+    sizes = [size for size in range(1, heads + 1) if not any(number % size for number in divided)]
+    sizes = [size for size in sizes if keys % size == 0 or size % keys == 0]
+    if requested is None and not visible:
         return 1, "this machine has no GPU; for a server with more: --gpus N"
-    size = max(size for size in sizes if size <= visible)
-    return size, f"the most of {visible} visible GPUs that divide the attention heads"
+    if requested is None:
+        return max(
+            size for size in sizes if size <= visible
+        ), f"the most of {visible} visible GPUs that divide the model"
+    if requested not in sizes:
+        raise ExportError(
+            f"--gpus {requested}: vLLM cannot split {heads} attention heads and an MLP of width {config.get('intermediate_size')} over "
+            f"{requested} GPUs. Possible: {', '.join(map(str, sizes))}."
+        )
+    return requested, "--gpus"
 
 
 def missing_sampling(folder: Path) -> dict[str, float]:
@@ -104,11 +88,7 @@ def missing_sampling(folder: Path) -> dict[str, float]:
 
 
 class VllmServer:
-    """serve.sh: the command for vLLM with its reasons. vLLM is neither needed here nor started.
-
-    Raises:
-        ExportError: A requested value cannot be.
-    """
+    """serve.sh: the command for vLLM with its reasons. vLLM is neither needed here nor started."""
 
     def __init__(self, source: Exported, gpus: int | None, max_length: int | None, name: str | None) -> None:
         config = text_config(source)
@@ -125,29 +105,24 @@ class VllmServer:
         header = "-H 'Content-Type: application/json'"
         self.request = f"curl -s http://localhost:8000/v1/chat/completions {header} -d {shlex.quote(json.dumps(body))}"
 
-    def command(self, folder: Path, chat_template: bool) -> list[str]:
-        """The command, an option a line; `"$folder"` stands for the folder."""
-        lines = [
-            'vllm serve "$folder"',
-            f"--served-model-name {shlex.quote(self.name)}",
-            f"--dtype {self.dtype}",
-            f"--tensor-parallel-size {self.gpus}",
-            f"--max-model-len {self.length}",
-            "--generation-config auto",
-        ]
-        if missing := missing_sampling(folder):
-            lines.append(f"--override-generation-config {shlex.quote(json.dumps(missing))}")
-        if chat_template:
-            lines.append('--chat-template "$folder"/chat_template.jinja')
-        if self.trust_remote_code:
-            lines.append("--trust-remote-code")
-        return lines
-
     def write(self, folder: Path, tokenizer: Any) -> None:
         """Write serve.sh, and the chat template where only the tokenizer holds it."""
         template = folder / "chat_template.jinja"
         if tokenizer.chat_template and not template.is_file():
             template.write_text(tokenizer.chat_template, encoding="utf-8")
+        missing = missing_sampling(folder)
+        command = [
+            'exec vllm serve "$folder"',
+            f"--served-model-name {shlex.quote(self.name)}",
+            f"--dtype {self.dtype}",
+            f"--tensor-parallel-size {self.gpus}",
+            f"--max-model-len {self.length}",
+            "--generation-config auto",
+            *([f"--override-generation-config {shlex.quote(json.dumps(missing))}"] if missing else []),
+            *(['--chat-template "$folder"/chat_template.jinja'] if template.is_file() else []),
+            *(["--trust-remote-code"] if self.trust_remote_code else []),
+            '"$@"',
+        ]
         lines = [
             "#!/usr/bin/env bash",
             "# Serve the model in this folder with vLLM, which speaks OpenAI's protocol on port 8000. Needs a GPU and `pip install vllm`.",
@@ -156,11 +131,10 @@ class VllmServer:
             f"#   {self.request if template.is_file() else 'no chat template: use /v1/completions'}",
             "set -euo pipefail",
             'folder=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)',
-            "exec " + " \\\n  ".join([*self.command(folder, template.is_file()), '"$@"']),
-            "",
+            " \\\n  ".join(command),
         ]
         script = folder / SCRIPT
-        script.write_text("\n".join(lines), encoding="utf-8")
+        script.write_text("\n".join(lines) + "\n", encoding="utf-8")
         script.chmod(0o755)
 
     def usage(self, folder: Path) -> str:

@@ -11,12 +11,10 @@ from sft.checkpoint.manifest import fault
 from sft.checkpoint.resume import step_of
 from sft.errors import ExportError
 from sft.files import read_json
+from sft.hub.names import has_tokenizer
 from sft.recipe.schema import Model, Recipe
 from sft.run.directory import Run, find_run
 from sft.run.trust import base_changes, check_final
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-"""Every folder with a tokenizer holds one of them."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +56,7 @@ class Exported:
 
 
 def find_run_to_export(name: str) -> Run:
-    """The run that the user named.
-
-    Raises:
-        ExportError: There is no such folder, or it is a part of a run.
-        RunError: It is not a run's folder.
-    """
+    """The run that the user named. Raises RunError, or ExportError where the folder is missing or a part of a run."""
     path = Path(name).expanduser()
     if not path.exists():
         raise ExportError(f"{name} does not exist. Name a run's folder, such as outputs/tiny/latest.")
@@ -75,18 +68,13 @@ def find_run_to_export(name: str) -> Run:
 
 
 def find_exported(run: Run, step: int | None) -> Exported:
-    """Find a model of a run: that of a checkpoint's step, or final/.
-
-    Raises:
-        ExportError: It is missing, unfinished or damaged.
-    """
+    """The model of a checkpoint's step, or final/. Raises ExportError where it is missing, unfinished or damaged."""
     recipe, base = run.recipe(), run.record.get("base_model") or {}
     folder = _final(run) if step is None else _checkpoint(run, step)
     sharded = step is not None and not any(folder.glob("*.safetensors"))
     if not sharded and not has_tokenizer(folder):
         raise ExportError(
-            f"{folder} holds no tokenizer ({', '.join(TOKENIZER_FILES)}), and it was saved with one. Put the file back, or export a "
-            "checkpoint: --checkpoint N."
+            f"{folder} holds no tokenizer, and it was saved with one. Put its files back, or export a checkpoint: --checkpoint N."
         )
     decided = {row["name"]: row["value"] for row in read_json(run.plan_file).get("decisions", [])}
     return Exported(
@@ -101,25 +89,14 @@ def find_exported(run: Run, step: int | None) -> Exported:
 
 
 def check_unchanged(source: Exported, accept: bool) -> None:
-    """Refuse a model that is no longer what the training wrote. Reads every byte of it.
+    """Refuse a model that is no longer what the training wrote; `accept` takes the user's edits of final/. Reads every byte of it.
 
-    Args:
-        source: A checkpoint has been compared with its manifest already.
-        accept: Export the user's edits of final/.
-
-    Raises:
-        RunError: final/ has changed.
-        ExportError: Adapters would be merged into a base that has changed.
+    Raises RunError where final/ has changed, ExportError where adapters would be merged into a base that has changed.
     """
     if source.step is None:
         check_final(source.run, accept)
     elif not source.holds_model and (changes := base_changes(source.run)):
         raise ExportError(f"The base model {changes}. The adapters fit the old weights: put the base back.")
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds a tokenizer; transformers would make one up."""
-    return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def steps_of(run: Run) -> list[int]:
@@ -149,28 +126,23 @@ def _checkpoint(run: Run, step: int) -> Path:
 
 
 def read_config(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON file of a model's folder; empty if there is none.
-
-    Raises:
-        ExportError: It holds no JSON object.
-    """
+    """A JSON file of a model's folder; empty if there is none. Raises ExportError where it holds no JSON object."""
     path = folder / name
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError("it holds no JSON object")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise ExportError(f"{path} cannot be read: {error}.") from None
-    if not isinstance(values, dict):
-        raise ExportError(f"{path} cannot be read: it holds no JSON object.")
     return values
 
 
 def text_config(source: Exported) -> dict[str, Any]:
     """config.json of the model, or of its text part; a checkpoint of adapters or shards has that of final/ or of the base.
 
-    Raises:
-        ExportError: It is nowhere on this machine.
+    Raises ExportError where it is nowhere on this machine.
     """
     folders = [source.folder, source.run.final, Path(source.base_path)]
     config = next((config for folder in folders if (config := read_config(folder, "config.json"))), None)

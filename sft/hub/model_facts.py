@@ -124,9 +124,8 @@ def inspect_model(recipe: Recipe, download: bool = True, for_data: bool = False)
         download: Fetch config.json where the model is on the hub and not cached.
         for_data: Only what preparing the data needs. Where config.json says it, torch and transformers are not imported.
 
-    Raises:
-        ModelError: The model does not exist, is no decoder, its config.json is none, its files are not whole, or it has code that may
-            not be run.
+    Raises ModelError where the model does not exist, is no decoder, its config.json is none, its files are not whole,
+    or it has code that may not be run.
     """
     path, model = model_path(recipe), recipe.model
     file = _find(path, model.revision, "config.json", download)
@@ -179,8 +178,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 def check_decoder(config: Any, name: str) -> None:
     """Refuse a model that does not write from left to right, or of which only the decoder would load.
 
-    Raises:
-        ModelError: It is an encoder, or has one.
+    Raises ModelError where it is an encoder, or has one.
     """
     text = config.get_text_config()
     is_pair = config.is_encoder_decoder or text.is_encoder_decoder
@@ -212,8 +210,7 @@ def _first_words(error: Exception) -> str:
 def load_config(path: str, revision: str | None, trust_remote_code: bool) -> Any:
     """The model's configuration as transformers reads it.
 
-    Raises:
-        ModelError: transformers does not know such a model, or refuses one of its values.
+    Raises ModelError where transformers does not know such a model, or refuses one of its values.
     """
     from transformers import AutoConfig
 
@@ -229,8 +226,7 @@ def load_config(path: str, revision: str | None, trust_remote_code: bool) -> Any
 def empty_model(config: Any, trust_remote_code: bool) -> Any:
     """A model without values, of the class that loads with such a configuration.
 
-    Raises:
-        ModelError: None can be built.
+    Raises ModelError where none can be built.
     """
     import torch
     from transformers import AutoModelForCausalLM

@@ -26,6 +26,11 @@ _TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "tekken.json", "v
 """Wherever a whole vocabulary is, one of these is. Without it transformers makes up an empty tokenizer, and says nothing."""
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer's vocabulary."""
+    return any(file.is_file() for pattern in _TOKENIZER_FILES for file in folder.glob(pattern))
+
+
 def is_commit(revision: str | None) -> bool:
     """Whether a revision is a full commit hash, which always stands for the same files.
 
@@ -96,11 +101,7 @@ def _commit_now(path: str, revision: str | None) -> str | None:
 
 
 def model_path(recipe: Recipe) -> str:
-    """The model's local folder or hub id.
-
-    Raises:
-        ModelError: A path that does not exist.
-    """
+    """The model's local folder or hub id. Raises ModelError where a path does not exist."""
     name = recipe.model.name_or_path
     if name == BUILTIN:
         return str(make_demo(Path(recipe.output_dir)).model)
@@ -124,7 +125,7 @@ def model_path(recipe: Recipe) -> str:
         raise ModelError(
             f"model.name_or_path={name}: the folder {problem}. Give a folder of a Hugging Face model or a hub id."
         )
-    if not any(file.is_file() for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)):
+    if not has_tokenizer(folder):
         raise ModelError(
             f"model.name_or_path={name}: the folder holds no tokenizer ({', '.join(_TOKENIZER_FILES)}). Copy the tokenizer's files there."
         )

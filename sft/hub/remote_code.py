@@ -52,9 +52,6 @@ def check_remote_code(
         commit: The commit that the revision of a hub model stands for today, where that is known.
         config: The model's config.json.
         tokenizer: The model's tokenizer_config.json.
-
-    Raises:
-        ModelError: Either of the two.
     """
     named, local = named_code(config), Path(path).is_dir()
     if not model.trust_remote_code:

@@ -18,8 +18,7 @@ _FORMATS = ("model.safetensors", "pytorch_model.bin")
 def weight_files(folder: Path) -> list[Path]:
     """The files that transformers loads of a local model; others, such as `consolidated.safetensors`, may lie beside them.
 
-    Raises:
-        ModelError: There is none; one that the index names is missing; or there are two sets of weights.
+    Raises ModelError where there is none; one that the index names is missing; or there are two sets of weights.
     """
     for name in _FORMATS:
         single, index = folder / name, folder / f"{name}.index.json"
@@ -58,8 +57,7 @@ def _shards(index: Path) -> list[Path]:
 def read_dtypes(file: Path) -> dict[str, str]:
     """The dtype of each tensor of a safetensors file, by name; of a .bin file only the form is checked, and nothing is returned.
 
-    Raises:
-        ModelError: The file is cut off, or holds no weights.
+    Raises ModelError where the file is cut off, or holds no weights.
     """
     with file.open("rb") as opened:
         start = opened.read(60)
@@ -83,11 +81,7 @@ def read_dtypes(file: Path) -> dict[str, str]:
 
 
 def check_weight_files(folder: Path, config: dict[str, Any]) -> None:
-    """Refuse a local model whose files are not whole, or whose float8 tensors lack the scales that quantization_config describes.
-
-    Raises:
-        ModelError: With the file and the remedy.
-    """
+    """Refuse a local model whose files are not whole, or whose float8 tensors lack the scales that quantization_config describes."""
     is_quantized = "quantization_config" in config or "compression_config" in config
     for file in weight_files(folder):
         for name, dtype in read_dtypes(file).items():

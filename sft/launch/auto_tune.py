@@ -19,8 +19,8 @@ from dataclasses import asdict
 from sft.data.prepared import Prepared
 from sft.errors import EXIT_USER_ERROR
 from sft.hub.pins import pinned
-from sft.launch.checks import job_and_topology
-from sft.launch.job import command_of, open_job, parse_command_line
+from sft.launch.checks import checked_recipe_and_topology
+from sft.launch.job import command_of, open_job, parse_command_line, plan_job
 from sft.launch.prepare import prepared_data
 from sft.launch.rank import check_with_frameworks, enter
 from sft.launch.topology import read_topology
@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> None:
         words = [word for word in argv if word != RANK]
         measure(open_job(*parse_command_line(words, "sft.launch.auto_tune"), distributed.job_hardware()))
         return
-    job, _ = job_and_topology(*parse_command_line(argv, "sft.launch.auto_tune"))
+    job = plan_job(checked_recipe_and_topology(*parse_command_line(argv, "sft.launch.auto_tune"))[0])
     if not is_tuned(job):
         print("Nothing to tune: the recipe or its DeepSpeed file gives micro-batch and checkpointing.")
         return

@@ -11,10 +11,9 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from sft.errors import PlanError
-from sft.launch.job import open_job
+from sft.launch.job import CheckedRecipe, check_recipe
 from sft.launch.topology import Topology, read_topology
-from sft.plan.hardware import detect_hardware, unknown_gpus, whole_number
-from sft.plan.job import Job
+from sft.plan.hardware import check_visible_gpus, detect_hardware, whole_number
 from sft.recipe.schema import REPOSITORY
 
 _LAUNCHERS = {
@@ -25,11 +24,7 @@ _LAUNCHERS = {
 
 
 def check_installed() -> None:
-    """Refuse packages older than pyproject.toml allows, before they fail somewhere in their imports. Newer ones are untested, and run.
-
-    Raises:
-        PlanError: One is too old: another environment's comes first on the path.
-    """
+    """Refuse packages older than pyproject.toml allows (PlanError); newer ones are untested, and run."""
     file = REPOSITORY / "pyproject.toml"
     needed = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["dependencies"] if file.is_file() else []
     for name, least in re.findall(r"^([\w-]+)[^>]*>=([\d.]+)", "\n".join(needed), re.MULTILINE):
@@ -47,11 +42,7 @@ def _numbers(release: str) -> tuple[int, ...]:
 
 
 def check_started_once() -> None:
-    """Refuse a launcher around this launcher: each of its processes would start a whole job.
-
-    Raises:
-        PlanError: There is one, or it has left its variables behind.
-    """
+    """Refuse a launcher around this launcher (PlanError): each of its processes would start a whole job."""
     for name, launcher in _LAUNCHERS.items():
         if name in os.environ:
             raise PlanError(
@@ -61,38 +52,15 @@ def check_started_once() -> None:
             )
 
 
-def _check_visible_gpus() -> None:
-    # CUDA would silently use those before the first unknown one.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    unknown, count = unknown_gpus()
-    named = [entry.strip() for entry in visible.split(",") if entry.strip()]
-    if count and len(set(named)) < len(named):
-        raise PlanError(f"CUDA_VISIBLE_DEVICES={visible} names a GPU twice. Name each once.")
-    if unknown:
-        there = f"{count} GPU{'s' if count > 1 else ''}, number 0" + (f" to {count - 1}" if count > 1 else "")
-        raise PlanError(
-            f"CUDA_VISIBLE_DEVICES={visible}: there is no GPU {', '.join(unknown)} here; this machine has {there}. Name those that are "
-            "there, or unset it for all."
-        )
-
-
-def job_and_topology(recipe: Path, overrides: Sequence[str]) -> tuple[Job, Topology]:
-    """The recipe on this machine, with as many processes as the environment asks for.
-
-    Raises:
-        UserError: The environment or the recipe is wrong.
-    """
-    _check_visible_gpus()
+def checked_recipe_and_topology(recipe: Path, overrides: Sequence[str]) -> tuple[CheckedRecipe, Topology]:
+    """The recipe on this machine, with as many processes as the environment asks for. Raises UserError if one of them is wrong."""
+    check_visible_gpus()
     topology = read_topology()
-    return open_job(recipe, overrides, detect_hardware(topology.ranks, topology.per_node)), topology
+    return check_recipe(recipe, overrides, detect_hardware(topology.ranks, topology.per_node)), topology
 
 
 def check_rank_variables() -> None:
-    """Refuse an incomplete set of a launcher's variables: the ranks would never meet, or each would train alone.
-
-    Raises:
-        PlanError: One is missing or does not fit.
-    """
+    """Refuse an incomplete set of a launcher's variables (PlanError): the ranks would never meet, or each would train alone."""
     ranks = whole_number("WORLD_SIZE", 1, 1)
     for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
         if not os.environ.get(name, "").strip():
@@ -102,9 +70,8 @@ def check_rank_variables() -> None:
             f"RANK={os.environ['RANK']} is set, and WORLD_SIZE is not. Unset RANK for a single process; for several let a launcher set "
             "both, scripts/sft.sh or torchrun."
         )
-    whole_number("LOCAL_WORLD_SIZE", 1, 1)
-    whole_number("LOCAL_RANK", 0, 0)
-    whole_number("RANK", 0, 0, ranks - 1)
+    for name, least, most in (("LOCAL_WORLD_SIZE", 1, None), ("LOCAL_RANK", 0, None), ("RANK", 0, ranks - 1)):
+        whole_number(name, least, least, most)
     if ranks == 1:
         return
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]

@@ -58,12 +58,7 @@ def programs(evaluation: Evaluation) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Evaluate as the recipe says, and write the report.
-
-    Raises:
-        SystemExit: The evaluation or its gate failed; the training is finished all the same.
-        RunError: Another process evaluates the run.
-    """
+    """Evaluate as the recipe says, and write the report. The exit status is that of the evaluation, or of its gate."""
     from eval.report.main import write_report
 
     run = find_run(Path(argv[0]))

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
 
 from eval.models.backends import check_backend
 from eval.tasks.suites import check_tasks
-from sft.data.facts import inspect_data
+from sft.data.facts import DataFacts, inspect_data
 from sft.data.tokenizer import check_tokenizer_choice
 from sft.errors import EvaluationError, ModelError, RecipeError, RunError
 from sft.hub.model_facts import ModelFacts, inspect_model
@@ -45,10 +46,19 @@ def command_of(job: Job) -> list[str]:
     return [str(job.recipe_path), *job.overrides]
 
 
-def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to_run: bool = True) -> Job:
-    """Check everything that can be checked before the data is prepared, and plan; what imports no torch comes first.
+@dataclass(frozen=True)
+class CheckedRecipe:
+    """A recipe that has passed every check that needs no torch."""
 
-    With to_run=False, for a plan alone, no model needs to be at hand.
+    recipe: Recipe
+    path: Path
+    overrides: tuple[str, ...]
+    hardware: Hardware
+    data: DataFacts | None
+
+
+def check_recipe(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to_run: bool = True) -> CheckedRecipe:
+    """Check recipe, batch, data and tasks within a second; imports no torch.
 
     Raises:
         UserError: The first mistake found, or all of the recipe's.
@@ -60,10 +70,31 @@ def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to
         check_backend(recipe.eval, after_training=True)
     check_tasks(recipe.eval, Path(recipe.output_dir))
     check_tasks_during(recipe)
-    model = _checked_model(recipe, to_run)
+    return CheckedRecipe(recipe, path, tuple(overrides), hardware, data)
+
+
+def plan_job(checked: CheckedRecipe, to_run: bool = True) -> Job:
+    """Check the model and plan, which imports torch to count its parameters.
+
+    With to_run=False, for a plan alone, no model needs to be at hand.
+
+    Raises:
+        UserError: The model, the DeepSpeed configuration or the plan is wrong.
+    """
+    recipe, hardware = checked.recipe, checked.hardware
+    model = checked_model(recipe, to_run)
     deepspeed = open_deepspeed(recipe, hardware, model)
-    plan = resolve_plan(recipe, hardware, model, data, deepspeed)
-    return Job(recipe, path, tuple(overrides), hardware, model, deepspeed, plan)
+    plan = resolve_plan(recipe, hardware, model, checked.data, deepspeed)
+    return Job(recipe, checked.path, checked.overrides, hardware, model, deepspeed, plan)
+
+
+def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to_run: bool = True) -> Job:
+    """Check everything that can be checked before the data is prepared, and plan.
+
+    Raises:
+        UserError: What check_recipe or plan_job refuses.
+    """
+    return plan_job(check_recipe(recipe_path, overrides, hardware, to_run), to_run)
 
 
 def open_recipe(recipe_path: Path, overrides: Sequence[str], for_data: bool = False) -> tuple[Recipe, Path, ModelFacts]:
@@ -73,7 +104,7 @@ def open_recipe(recipe_path: Path, overrides: Sequence[str], for_data: bool = Fa
         UserError: The recipe, its output_dir, chat template or model is wrong.
     """
     recipe, path = _checked_recipe(recipe_path, overrides)
-    return recipe, path, _checked_model(recipe, to_run=True, for_data=for_data)
+    return recipe, path, checked_model(recipe, for_data=for_data)
 
 
 def _checked_recipe(recipe_path: Path, overrides: Sequence[str]) -> tuple[Recipe, Path]:
@@ -85,7 +116,12 @@ def _checked_recipe(recipe_path: Path, overrides: Sequence[str]) -> tuple[Recipe
     return recipe, path
 
 
-def _checked_model(recipe: Recipe, to_run: bool, for_data: bool = False) -> ModelFacts:
+def checked_model(recipe: Recipe, to_run: bool = True, for_data: bool = False) -> ModelFacts:
+    """What inspect_model finds of the recipe's model, which must be at hand to run.
+
+    Raises:
+        ModelError: It is not, or inspect_model refuses it.
+    """
     model = inspect_model(recipe, download=to_run, for_data=for_data)
     if to_run and model.model_type is None:
         raise ModelError(

@@ -11,18 +11,19 @@ from collections.abc import Sequence
 from io import TextIOWrapper
 from pathlib import Path
 from shlex import join
+from subprocess import Popen
 
 from sft.data.findings import check_findings
 from sft.data.ledger import check_limits
 from sft.data.prepared import Prepared, entry_folder, find_prepared
 from sft.launch.auto_tune import auto_tune
-from sft.launch.checks import check_installed, check_started_once, job_and_topology
+from sft.launch.checks import check_installed, check_started_once, checked_recipe_and_topology
 from sft.launch.evaluation import become_evaluation, unfinished_evaluation
-from sft.launch.job import command_of, open_job, open_recipe
+from sft.launch.job import command_of, open_job, open_recipe, plan_job
 from sft.launch.open_run import check_start, unfinished_run
 from sft.launch.preflight import disk, refuse
-from sft.launch.prepare import prepared_data
-from sft.launch.rank import PREFLIGHT, train_job
+from sft.launch.prepare import end_preparation, plan_beside_preparation, prepared_data
+from sft.launch.rank import PREFLIGHT, train_job, uncollected
 from sft.launch.rerun import differences_to_report, is_run, rerun_arguments
 from sft.launch.topology import Topology, read_topology
 from sft.launch.torchrun import check_rendezvous, clear_environment
@@ -69,9 +70,14 @@ def start(word: str, overrides: Sequence[str], preflight: bool = False, max_rest
     check_installed()
     recipe, overrides = _recipe_of(word, overrides)
     check_started_once()
-    job, topology = job_and_topology(recipe, overrides)
+    checked, topology = checked_recipe_and_topology(recipe, overrides)
+    # Of several nodes rank 0 prepares the data, once they have met.
+    prepares = topology.nodes == 1 and not preflight
+    with uncollected():
+        job, preparation = plan_beside_preparation(checked) if prepares else (plan_job(checked), None)
     trained = None if preflight else unfinished_evaluation(job)
     if trained is not None:
+        end_preparation(preparation)
         print(f"{trained.path} is trained, and its evaluation was interrupted.", flush=True)
         if topology.node_rank == 0:
             become_evaluation(trained)
@@ -88,26 +94,26 @@ def start(word: str, overrides: Sequence[str], preflight: bool = False, max_rest
         checked_data(job)
         start_ranks(topology, [*program, PREFLIGHT])
     alone = topology.ranks == 1 and not max_restarts
-    if topology.nodes == 1:  # else rank 0 prepares the data, once the nodes have met
-        _prepare_and_tune(job, alone)
+    if topology.nodes == 1:
+        _prepare_and_tune(job, alone, preparation)
     if not alone:
         start_ranks(topology, program, max_restarts, job.recipe.train.ddp_timeout)
     print(f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} {join([sys.executable, *program])}", flush=True)
     clear_environment()
-    train_job(job)
+    train_job(job, preparation)
 
 
-def _prepare_and_tune(job: Job, alone: bool) -> None:
+def _prepare_and_tune(job: Job, alone: bool, preparation: Popen[bytes] | None) -> None:
     """Prepare the data before any rank waits for it, and measure once what the recipe leaves `auto`.
 
-    A process that trains alone has its data prepared while it imports (sft/launch/rank.py).
+    A process that trains alone waits for its data once it has imported what it trains with (sft/launch/rank.py).
     """
     # A run that resumes keeps what it was started with.
     resumes = (run := unfinished_run(job)) is not None and run.last_checkpoint() is not None
     tunes = job.hardware.gpu is not None and is_tuned(job) and not resumes
     if alone and not tunes:
         return
-    prepared = prepared_data(job.recipe, job.model, command_of(job))
+    prepared = prepared_data(job.recipe, job.model, command_of(job), begun=preparation)
     found = find_result(job, prepared) if tunes else None
     if tunes and (found is None or found.micro_batch_size is None):
         auto_tune(job, prepared)

@@ -14,17 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import join
-from typing import Any
 
 from sft import signals
 from sft.checkpoint.manifest import read_manifest
-from sft.checkpoint.resume import (
-    Choice,
-    ResumePlan,
-    choose_checkpoint,
-    lost_lines,
-    resolve_resume,
-)
+from sft.checkpoint.resume import Choice, ResumePlan, choose_checkpoint, lost_lines, resolve_resume
 from sft.data.prepared import Prepared
 from sft.errors import RecipeError, RunError
 from sft.files import read_json, remove, write_json
@@ -53,11 +46,7 @@ def runs_folder(job: Job) -> Path:
 
 
 def unfinished_run(job: Job) -> Run | None:
-    """The run that a start resumes, if there is one.
-
-    Raises:
-        RunError: It has checkpoints, and the recipe differs from the one that it was started with.
-    """
+    """The run that a start resumes, if any. Raises RunError if it has checkpoints and the recipe now differs."""
     own = _own_run()
     run = own or Run(runs_folder(job) / (job.recipe.tracking.run_name or LATEST))
     if not (own or _may_resume(job.recipe)) or not (run.path / "run.json").is_file():
@@ -98,13 +87,14 @@ def broken_latest(job: Job) -> str | None:
 
 
 def recipe_changes(run: Run, recipe: Recipe) -> list[Change]:
-    """What differs between the recipe that a run was last trained with and this one.
-
-    Raises:
-        RunError: This program cannot read the run's.
-    """
+    """What differs between the recipe that a run was last trained with and this one. Raises RunError if the run's cannot be read."""
+    newest = None
+    for checkpoint in run.all_checkpoints():  # a later session may have ended before it wrote one
+        with suppress(ValueError):
+            newest = read_manifest(checkpoint).get("recipe")
+            break
     try:
-        values = _recipe_of_newest(run) or run.record.get("recipe_values")
+        values = newest or run.record.get("recipe_values")
         then = Recipe.model_validate(values, strict=False) if values else run.recipe()
     except (RecipeError, ValueError) as error:
         raise RunError(
@@ -113,20 +103,8 @@ def recipe_changes(run: Run, recipe: Recipe) -> list[Change]:
         ) from None
     commit = run.record.get("base_model", {}).get("revision")
     # To name the commit that it was started with changes nothing.
-    return [
-        change
-        for change in recipe_differences(then, recipe)
-        if change.key != "model.revision" or change.new not in (None, commit)
-    ]
-
-
-def _recipe_of_newest(run: Run) -> dict[str, Any] | None:
-    """What the newest checkpoint was trained with: a later session may have ended before it wrote one."""
-    for checkpoint in run.all_checkpoints():
-        with suppress(ValueError):
-            found: dict[str, Any] | None = read_manifest(checkpoint).get("recipe")
-            return found
-    return None
+    same = (None, commit)
+    return [one for one in recipe_differences(then, recipe) if one.key != "model.revision" or one.new not in same]
 
 
 def _explain(run: Run, changes: list[Change], refused: list[Change], trained: bool) -> str:
@@ -147,20 +125,13 @@ def _explain(run: Run, changes: list[Change], refused: list[Change], trained: bo
 
 
 def check_start(job: Job) -> None:
-    """Refuse, before the data is prepared, what could not be started after it. Reads no checkpoint.
-
-    Raises:
-        RecipeError: train.resume_allow_changes names what is no key, or cannot change.
-        RunError: The name is taken, there is nothing to resume, or the unfinished run cannot resume like this.
-    """
+    """Refuse, before the data is prepared, what could not be started after it (RecipeError, RunError). Reads no checkpoint."""
     check_allowed_changes(job.recipe.train.resume_allow_changes)
     run, name, must = unfinished_run(job), job.recipe.tracking.run_name, job.recipe.train.resume == "must"
     if run is None:
         if must:
-            lost = broken_latest(job) or ""
-            raise RunError(
-                f"train.resume=must, and {runs_folder(job)} has no unfinished run of this recipe. {lost}".rstrip()
-            )
+            missing = f"train.resume=must, and {runs_folder(job)} has no unfinished run of this recipe."
+            raise RunError(f"{missing} {broken_latest(job) or ''}".rstrip())
         if name is not None and (runs_folder(job) / name).exists():
             raise RunError(_name_is_taken(Run(runs_folder(job) / name)))
         return
@@ -217,11 +188,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def claim(run: Run) -> int | None:
-    """Claim a run's folder until this process ends, however it ends, or the descriptor is closed. None: another process has it.
-
-    Raises:
-        RunError: The folder cannot be written.
-    """
+    """Claim a run's folder until this process ends, or the descriptor is closed; None: another process has it. Raises RunError."""
     try:
         # NFS locks only what is open for writing, which a folder never is.
         descriptor = os.open(run.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
@@ -253,23 +220,16 @@ def _is_claimed(run: Run) -> bool:
 def other_unfinished(run: Run) -> list[str]:
     """The recipe's other unfinished runs with a checkpoint, newest first, each with the command that resumes it."""
     lines = []
-    for folder in sorted(run.path.parent.iterdir(), reverse=True):
-        other = Run(folder)
-        if folder.is_symlink() or folder == run.path or not (folder / "run.json").is_file():
-            continue
-        with suppress(RunError, OSError):
-            checkpoint = other.last_checkpoint()
-            if other.record["status"] != "finished" and checkpoint is not None and not _is_claimed(other):
+    for folder in sorted({one.resolve() for one in run.path.parent.iterdir()} - {run.path}, reverse=True):
+        with suppress(RunError, OSError):  # no run, or another user's
+            other, checkpoint = Run(folder), Run(folder).last_checkpoint()
+            if checkpoint is not None and other.record["status"] != "finished" and not _is_claimed(other):
                 lines.append(f"Also unfinished, at {checkpoint.name}: {join(['bash', 'scripts/sft.sh', str(folder)])}")
-    return lines[:5] + ([f"and {len(lines) - 5} older ones in {run.path.parent}"] if len(lines) > 5 else [])
+    return lines[:5]
 
 
 def claim_directory(job: Job) -> Run:
-    """Claim the folder of the run to resume, or make that of a new run, beside one that another process is training.
-
-    Raises:
-        RunError: The name is taken, the folder cannot be written, or there is nothing to resume although the recipe requires it.
-    """
+    """Claim the folder of the run to resume, or make a new run's, beside one that another process is training. Raises RunError."""
     run = unfinished_run(job)
     if run is not None and claim(run) is not None:
         remove(run.checkpoints / INCOMPLETE)  # its writer has ended
@@ -320,29 +280,19 @@ def keep_recipe(run: Run, job: Job) -> None:
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """A run, its data, and how it resumes."""
+    """A run, its data, how it resumes, and lines for the user."""
 
     run: Run
     prepared: Prepared
     planned: Job
     """The job with its data counted, and with what was decided when the run was started."""
-
     choice: Choice
-    """The checkpoint to resume from, if any."""
-
     resume_plan: ResumePlan | None
-    """How it resumes from the checkpoint."""
-
     notes: tuple[str, ...]
-    """Lines for the user."""
 
 
 def open_run(job: Job) -> OpenedRun:
-    """Find or prepare the data, then claim the run's folder: a mistake in the data leaves none behind.
-
-    Raises:
-        UserError: The data or the run's folder cannot be used.
-    """
+    """Find or prepare the data, then claim the run's folder: a mistake in the data leaves none behind. Raises UserError."""
     return distributed.from_rank_0(lambda: _open(job))
 
 
@@ -377,8 +327,7 @@ def _open(job: Job) -> OpenedRun:
         updated = differences(run.record.get("versions", versions), versions, "versions")
         notes += [f"changed since the last session: {change}" for change in [*changes, *updated]]
         keep_recipe(run, job)
-    if resume_plan is not None:
-        notes.append(resume_plan.words)
+    notes.append(resume_plan.words if resume_plan else None)
     forget_failure(run.path)
     checkpoint = choice.checkpoint.name if choice.checkpoint else None
     seconds = {"prepare_seconds": prepared.summary["seconds"]}

@@ -1,7 +1,6 @@
-"""Compare the ranks of a job before anything is loaded: one exchange of facts, and one sum.
+"""Compare the ranks of a job before anything is loaded: one exchange of facts, and one sum. A difference ends the job with one message.
 
-Each start of several processes does it, and a difference ends the job with one message on each node. `sft train RECIPE --preflight` also
-measures the bandwidth, shows all of it as a table, and stops.
+Each start of several processes does it; `sft train RECIPE --preflight` also measures the bandwidth, shows a table, and stops.
 """
 
 from __future__ import annotations
@@ -36,13 +35,11 @@ REMEDIES = {
     "dataset": "Put the files on a folder that all machines share, or copy them to {host} again.",
 }
 """Sections of a rank's facts, and what to do if they differ."""
-_VARIABLES = "variables"
-"""The section that may differ, which is shown."""
+_VARIABLES = "variables"  # the section that may differ, which is shown
 _CODE = ("sft/**/*.py", "sft/**/*.jinja", "eval/**/*.py", "ds_configs/*.json")
+# Of environment variables that change how ranks communicate; names of network interfaces may differ from node to node.
 _PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_DIST", "TORCH_CPP_LOG", "FI_", "UCX_")
-"""Of environment variables that change how ranks communicate."""
-_MEASURED_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
-"""Of the all-reduce that is timed."""
+_MEASURED_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}  # of the all-reduce that is timed
 
 Facts = Mapping[str, Any]
 """Of one rank: `rank`, `host`, and each section as names and values."""
@@ -50,29 +47,20 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Check:
-    """A row of the table."""
+    """A row of the table; a problem (what is wrong, where, and what to do) stops the job."""
 
     name: str
     found: str
     problem: str | None = None
-    """What is wrong, where, and what to do; it stops the job."""
 
 
 def check_ranks(job: Job) -> None:
-    """Refuse ranks that differ, before anything is loaded.
-
-    Raises:
-        PreflightError: They would wait for each other for ever, or train each in its own way; or the disk is too small.
-    """
+    """Refuse ranks that differ, before anything is loaded (PreflightError): they would wait for ever, or train each in its own way."""
     refuse(_all_checks(job)[1] if job.hardware.ranks > 1 else [disk(job)])
 
 
 def preflight(job: Job) -> None:
-    """Run every check, show the table, and refuse what is wrong.
-
-    Raises:
-        PreflightError: Something is.
-    """
+    """Run every check, show the table, and refuse what is wrong. Raises PreflightError if something is."""
     facts, checks = _all_checks(job, measure=True)
     if distributed.is_rank_0():
         _show(facts, checks)
@@ -90,26 +78,24 @@ def rank_facts(job: Job, rank: int) -> Facts:
     """What this rank brings to the comparison; plain values, since another version of the program may read them."""
     folder = str(Path(job.recipe.output_dir).expanduser().resolve() / job.name)
     files = sorted(file for pattern in _CODE for file in REPOSITORY.glob(pattern))
-    # Names of network interfaces may differ from node to node.
-    variables = {name: one for name, one in sorted(os.environ.items()) if name.startswith(_PREFIXES)}
+    variables = {
+        name: one
+        for name, one in sorted(os.environ.items())
+        if name.startswith(_PREFIXES) and not name.endswith("_IFNAME")
+    }
     return {
         "rank": rank,
         "host": socket.gethostname(),
         "packages": installed_versions(),
         "code": {str(file.relative_to(REPOSITORY)): sha256(file.read_bytes()).hexdigest()[:12] for file in files},
-        "recipe": {
-            **_flat(job.recipe.model_dump(mode="json")),
-            "the run's folder": folder,
-            "the model's commit": str(job.model.commit),
-        },
-        "plan": {
-            **{name: str(value) for name, value in job.plan.settings().items()},
-            "processes of the machine": str(job.hardware.ranks_per_node),
-        },
+        "recipe": _flat(job.recipe.model_dump(mode="json"))
+        | {"the run's folder": folder, "the model's commit": str(job.model.commit)},
+        "plan": {name: str(value) for name, value in job.plan.settings().items()}
+        | {"processes of the machine": str(job.hardware.ranks_per_node)},
         "GPUs": {"GPU": job.hardware.gpu.name if job.hardware.gpu else "none"},
         # Each file's size and both ends, the tokenizer and the template.
         "dataset": {"fingerprint": str(data_key(job.recipe, job.model))[:12]},
-        _VARIABLES: {name: one for name, one in variables.items() if not name.endswith("_IFNAME")},
+        _VARIABLES: variables,
     }
 
 
@@ -128,26 +114,24 @@ def compare(facts: Sequence[Facts]) -> list[Check]:
         shown = ", ".join(f"{name} {value}" for name, value in values.items()) or "none"
         found = shown if len(values) <= 3 else f"identical on all ranks ({len(values)})"
         host, lines = _first_difference(facts, section)
-        more = f"; and {len(lines) - 3} more" if len(lines) > 3 else ""
-        difference = "; ".join(lines[:3]) + more
-        if lines and section in REMEDIES:
-            rows.append(Check(section, lines[0], f"{difference}. {REMEDIES[section].format(host=host)}"))
-        else:
-            rows.append(Check(section, difference or found))
+        difference = "; ".join([*lines[:3], *([f"and {len(lines) - 3} more"] if len(lines) > 3 else [])])
+        remedy = REMEDIES.get(section, "").format(host=host) if lines else ""
+        rows.append(Check(section, difference or found, f"{difference}. {remedy}" if remedy else None))
     return rows
 
 
 def _first_difference(facts: Sequence[Facts], section: str) -> tuple[str, list[str]]:
     """The host of the first rank that differs from rank 0, and a line for each difference."""
-    first = facts[0]
+    here, at_first = facts[0].get(section, {}), _where(facts[0])
     for other in facts[1:]:
-        here, there = first.get(section, {}), other.get(section, {})
+        there, missing = other.get(section, {}), "missing"
         names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
-        if names:
-            return other["host"], [
-                f"{name} is {here.get(name, 'missing')} on {_where(first)} and {there.get(name, 'missing')} on {_where(other)}"
-                for name in names
-            ]
+        lines = [
+            f"{name} is {here.get(name, missing)} on {at_first} and {there.get(name, missing)} on {_where(other)}"
+            for name in names
+        ]
+        if lines:
+            return other["host"], lines
     return "", []
 
 
@@ -237,11 +221,7 @@ def _check_all_reduce(job: Job, measure: bool) -> Check:
 
 
 def refuse(checks: Sequence[Check]) -> None:
-    """Stop if something is wrong.
-
-    Raises:
-        PreflightError: All of it, in one message.
-    """
+    """Raise PreflightError with all that is wrong, in one message."""
     failed = [check for check in checks if check.problem]
     if failed:
         title = "The processes of this job differ:" if failed[0].name != "disk" else "There is no room:"
@@ -249,7 +229,6 @@ def refuse(checks: Sequence[Check]) -> None:
 
 
 def _show(facts: Sequence[Facts], checks: Sequence[Check]) -> None:
-    """Print the ranks and the table."""
     hosts = dict.fromkeys(one["host"] for one in facts)
     print(f"{len(facts)} rank{'s' if len(facts) > 1 else ''} on {len(hosts)} host{'s' if len(hosts) > 1 else ''}:")
     for host in hosts:

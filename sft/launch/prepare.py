@@ -20,11 +20,12 @@ from sft.data.prepare import prepare
 from sft.data.prepared import Prepared, entry_folder, find_prepared
 from sft.errors import DataError, Interrupted, RunError
 from sft.hub.model_facts import ModelFacts
-from sft.launch.job import open_recipe, parse_command_line
+from sft.launch.job import CheckedRecipe, checked_model, open_recipe, parse_command_line, plan_job
 from sft.plan.hardware import cpu_cores, cpu_memory_gib
+from sft.plan.job import Job
 from sft.program import end_with_parent, exit_process, run_main
 from sft.recipe.schema import Recipe
-from sft.signals import EXITS, SIGNALS, asked, exit_status, held_back
+from sft.signals import EXITS, SIGNALS, exit_status, held_back
 
 _MAIN_GIB, _WORKER_GIB = 1.0, 0.5
 """Memory of the process that reads, and of each worker: about twice what was measured on long rows with a large vocabulary."""
@@ -35,9 +36,8 @@ def main(argv: Sequence[str]) -> None:
     recipe_path, overrides = parse_command_line(argv, "sft.launch.prepare")
     if os.environ.get("SFT_PARENT"):
         end_with_parent(int(os.environ["SFT_PARENT"]), signal.SIGTERM)
-    recipe, _, model = open_recipe(
-        recipe_path, overrides, for_data=True
-    )  # whoever starts this has checked all of the model
+    # Whoever starts this checks all of the model.
+    recipe, _, model = open_recipe(recipe_path, overrides, for_data=True)
     prepare(recipe, model, worker_count())
 
 
@@ -47,7 +47,7 @@ def worker_count() -> int:
 
 
 def begin_preparation(recipe: Recipe, model: ModelFacts, command: Sequence[str]) -> subprocess.Popen[bytes] | None:
-    """Start the process that prepares the recipe's data; None if it is prepared."""
+    """Start the process that prepares the recipe's data; None if it is prepared. It ends with this process."""
     if find_prepared(entry_folder(recipe, model)) is not None:
         return None
     launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
@@ -57,15 +57,39 @@ def begin_preparation(recipe: Recipe, model: ModelFacts, command: Sequence[str])
         return subprocess.Popen([sys.executable, "-m", "sft.launch.prepare", *command], env=environment)
 
 
-def end_if_it_fails(process: subprocess.Popen[bytes]) -> None:
+def plan_beside_preparation(checked: CheckedRecipe) -> tuple[Job, subprocess.Popen[bytes] | None]:
+    """Plan while another process prepares the data, since either imports for seconds.
+
+    Returns:
+        The job, and the process for prepared_data; None if the data is prepared.
+
+    Raises:
+        UserError: What begin_preparation or plan_job refuses.
+    """
+    command = [str(checked.path), *checked.overrides]
+    process = begin_preparation(checked.recipe, checked_model(checked.recipe, for_data=True), command)
+    if process is not None:
+        _end_if_it_fails(process)
+    try:
+        return plan_job(checked), process
+    except BaseException:
+        end_preparation(process)
+        raise
+
+
+def end_preparation(process: subprocess.Popen[bytes] | None) -> None:
+    """End it, and wait until it has tidied up."""
+    if process is not None:
+        process.terminate()
+        process.wait()
+
+
+def _end_if_it_fails(process: subprocess.Popen[bytes]) -> None:
     """End this process as soon as that one has reported a mistake in the data: imports meanwhile cannot be interrupted otherwise."""
 
     def watch() -> None:
         status = process.wait()
-        if status in EXITS:  # it was stopped alone, or this process too
-            if asked() is None:
-                os.kill(os.getpid(), status - 128)
-        elif status > 0:
+        if status > 0 and status not in EXITS:
             os._exit(status)
 
     Thread(target=watch, daemon=True).start()
@@ -85,7 +109,7 @@ def prepared_data(
         model: From inspect_model.
         command: The recipe's path and the overrides.
         judge: Compare ledger and findings with the recipe's limits.
-        begun: From begin_preparation, if it was called before.
+        begun: From plan_beside_preparation.
 
     Raises:
         DataError: A limit is exceeded, or the data changed meanwhile.
@@ -111,8 +135,7 @@ def _wait_for(process: subprocess.Popen[bytes]) -> None:
         try:
             status = process.wait()
         except BaseException:  # it is interrupted too, and tidies up first
-            process.terminate()
-            process.wait()
+            end_preparation(process)
             raise
     if -status in SIGNALS or status in EXITS:
         number = -status if status < 0 else status - 128

@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 from eval.tasks.preflight import check_before_training
@@ -26,10 +27,10 @@ from sft.files import write_json
 from sft.hub.pins import pin_lines, pinned
 from sft.launch.checks import check_installed, check_rank_variables
 from sft.launch.evaluation import become_evaluation, programs, unfinished_evaluation
-from sft.launch.job import command_of, open_job, parse_command_line
+from sft.launch.job import check_recipe, command_of, parse_command_line, plan_job
 from sft.launch.open_run import OpenedRun, check_start, open_run
 from sft.launch.preflight import check_ranks, preflight
-from sft.launch.prepare import begin_preparation, end_if_it_fails, prepared_data
+from sft.launch.prepare import end_preparation, plan_beside_preparation, prepared_data
 from sft.parallel import process_group as distributed
 from sft.parallel.process_group import reporting_lost_ranks
 from sft.plan.job import Job
@@ -48,11 +49,14 @@ def main(argv: Sequence[str]) -> None:
     check_installed()
     terminal.start_rank_log()
     words = [word for word in argv if word != PREFLIGHT]
-    job = open_job(*parse_command_line(words, "sft.train"), distributed.job_hardware())
+    checked = check_recipe(*parse_command_line(words, "sft.train"), distributed.job_hardware())
+    with uncollected():
+        prepares = "WORLD_SIZE" not in os.environ and PREFLIGHT not in argv
+        job, preparation = plan_beside_preparation(checked) if prepares else (plan_job(checked), None)
     if PREFLIGHT in argv:
         show_preflight(job)
     else:
-        train_job(job)
+        train_job(job, preparation)
 
 
 def show_preflight(job: Job) -> None:
@@ -64,16 +68,17 @@ def show_preflight(job: Job) -> None:
     distributed.leave_group()
 
 
-def train_job(job: Job) -> None:
-    """Check, open the run, train, then evaluate."""
-    resume_evaluation(job)
+def train_job(job: Job, preparation: Popen[bytes] | None = None) -> None:
+    """Check, open the run, train, then evaluate.
+
+    Args:
+        job: What is trained.
+        preparation: The process that prepares its data; None where it is prepared, or rank 0 prepares it for several processes.
+    """
+    resume_evaluation(job, preparation)
     tasks = check_before_training(job.recipe) if distributed.is_rank_0() else None
-    preparation = None
-    if "WORLD_SIZE" not in os.environ:  # one process: its data is prepared while it imports, which takes as long
+    if "WORLD_SIZE" not in os.environ:
         check_start(job)
-        preparation = begin_preparation(job.recipe, job.model, command_of(job))
-    if preparation is not None:
-        end_if_it_fails(preparation)
     with uncollected(), reporting_lost_ranks(job.recipe, "the processes met"):
         enter(job)
         check_with_frameworks(job)
@@ -136,11 +141,7 @@ def join(job: Job) -> None:
 
 
 def check_with_frameworks(job: Job) -> None:
-    """The checks that need the frameworks imported, still before data and weights.
-
-    Raises:
-        UserError: Kernels, trainer arguments, weights, new tokens that would stay untrained, or no compiler.
-    """
+    """The checks that need the frameworks imported, still before data and weights. Raises UserError."""
     from sft.model.compiled_layers import check_compiler
     from sft.model.load import check_base, check_kernels
     from sft.model.new_tokens import check_new_tokens
@@ -166,10 +167,11 @@ def recorded(run: Run) -> Iterator[None]:
         raise
 
 
-def resume_evaluation(job: Job) -> None:
-    """Resume an interrupted evaluation on rank 0; the other ranks have nothing to do."""
+def resume_evaluation(job: Job, preparation: Popen[bytes] | None) -> None:
+    """Resume an interrupted evaluation on rank 0; the other ranks have nothing to do, and no data is needed."""
     run = unfinished_evaluation(job)
     if run is not None:
+        end_preparation(preparation)
         if distributed.is_rank_0():
             become_evaluation(run)
         raise SystemExit(0)

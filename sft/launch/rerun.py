@@ -22,8 +22,7 @@ from sft.run.directory import EVALUATION_LEFT, Run, find_run
 from sft.run.record import git_state, installed_versions
 from sft.run.trust import check_consents
 
-_REPLACED = ("tracking.run_name", "train.resume")
-"""Keys that a rerun sets itself."""
+_REPLACED = ("tracking.run_name", "train.resume")  # a rerun sets them itself
 
 
 def is_run(word: str) -> bool:
@@ -43,17 +42,9 @@ def _original_run(recipe_path: Path) -> Run | None:
 
 
 def rerun_arguments(folder: Path, overrides: Sequence[str]) -> tuple[Path, list[str]]:
-    """What to start so that a run resumes or is repeated. Changes to the directory that it was started in.
+    """The recipe's path and all overrides that resume or repeat a run; changes to the directory that it was started in.
 
-    Args:
-        folder: The run's.
-        overrides: More of them, from this command line.
-
-    Returns:
-        The recipe's path and all overrides.
-
-    Raises:
-        RunError: The folder holds no run, its working directory is gone, or code would run that only its recipe allows.
+    Raises RunError if there is no run, its directory is gone, or code would run that only its recipe allows.
     """
     run = find_run(folder)
     record, recipe = run.record, run.recipe()
@@ -111,11 +102,7 @@ def _recipe_changes(run: Run, job: Job) -> list[Change]:
 
 
 def check_same_data(job: Job, fingerprint: str) -> None:
-    """Refuse to repeat a finished run on other data, unless the command line requests other data.
-
-    Raises:
-        RunError: The fingerprints differ.
-    """
+    """Refuse to repeat a finished run on other data (RunError), unless the command line requests other data."""
     run = _original_run(job.recipe_path)
     if run is None or run.record["status"] != "finished":
         return

@@ -22,8 +22,7 @@ from sft.plan.hardware import visible_gpus, whole_number
 
 DEFAULT_PORT = 29500
 
-UNSET_SLURM = "unset ${!SLURM_*}"
-"""Bash: removes every variable that Slurm has set."""
+UNSET_SLURM = "unset ${!SLURM_*}"  # bash: every variable that Slurm has set
 
 
 @dataclass(frozen=True)
@@ -74,11 +73,7 @@ def _variable(name: str) -> str:
 
 
 def read_topology() -> Topology:
-    """The processes that the environment requests: one for each visible GPU, or one where there is none.
-
-    Raises:
-        PlanError: A value that makes no sense, or several nodes without the address of the first.
-    """
+    """The processes that the environment requests: one for each visible GPU, or one where there is none. Raises PlanError."""
     source = _USER if "NNODES" in os.environ else next((one for one in _CLUSTERS if _variable(one.nodes)), _USER)
     per_node, nodes = _per_node(source), whole_number(source.nodes, 1, 1)
     if source.is_slurm:

@@ -1,7 +1,5 @@
 """Start the ranks of this node with torchrun, in this process, and report in one message how they ended.
 
-    python -m sft.launch.torchrun '{"per_node": 2}' 0 0 -m sft.train recipes/tiny.yaml
-
 torchrun brings the nodes together, passes signals on, and ends all ranks when one fails. Ours: the first failure is named once, a job that
 failed restarts (unless it would fail again), and the exit status says how the ranks ended.
 """
@@ -34,24 +32,16 @@ from sft.run.directory import Run
 from sft.run.trust import OWN_RUN
 from sft.terminal import FAILURE, failure_text, launch_folder, run_of, show_first, shown_failure
 
-_START_TIMEOUT = 50
-"""Seconds that the nodes of a job wait for each other at the start; START_TIMEOUT changes it."""
-_SAVE_SECONDS = "3600"
-"""How long the ranks may save after a signal; torchrun's default of 30 is less than a large checkpoint takes."""
-_KILL_SECONDS = 3.0
-"""How long the ranks may end after a second signal."""
-RESTARTS = "SFT_RESTARTS"
-"""Environment variable: how often this job has restarted."""
+_START_TIMEOUT = 50  # seconds that the nodes of a job wait for each other at the start; START_TIMEOUT changes it
+_SAVE_SECONDS = "3600"  # that the ranks may save after a signal; torchrun's 30 are less than a large checkpoint takes
+_KILL_SECONDS = 3.0  # that the ranks may take to end after a second signal
+_RESTARTS = "SFT_RESTARTS"  # environment variable: how often this job has restarted
 _ENDED_BY_A_SIGNAL = {*signals.EXITS, *(-number for number in signals.SIGNALS)}
 _KILLED = ", most often by the kernel because memory ran out (dmesg says so; then start fewer processes with NPROC, or see docs/memory.md)"
 
 
 def check_rendezvous(topology: Topology) -> None:
-    """Refuse an address of node 0 that nobody knows, and a port of it that another program uses: torchrun would wait, or crash.
-
-    Raises:
-        PlanError: One of the two.
-    """
+    """Refuse an address of node 0 that nobody knows, and a port that another program uses (PlanError): torchrun would wait, or crash."""
     # In Kubernetes a name may take a minute to be known.
     if topology.nodes > 1 and not {"KUBERNETES_SERVICE_HOST", "PET_NNODES"} & set(os.environ):
         try:
@@ -94,7 +84,7 @@ def torchrun_arguments(topology: Topology, program: Sequence[str], timeout: int 
 def start(
     topology: Topology, program: Sequence[str], restarts: int = 0, lost_after: int = 0, restarted: bool = False
 ) -> NoReturn:
-    """Run the program in every process, and exit as it does.
+    """Run the program in every process, and exit as it does. Raises PreflightError if the nodes do not meet.
 
     Args:
         topology: The processes.
@@ -102,10 +92,6 @@ def start(
         restarts: How often all processes restart after one has failed.
         lost_after: Seconds after which the other nodes notice a failure; a restart waits that much longer for them.
         restarted: This is a restart.
-
-    Raises:
-        PlanError: The port is taken.
-        PreflightError: The nodes do not meet.
     """
     clear_environment()
     check_rendezvous(topology)
@@ -263,7 +249,7 @@ def _restart(topology: Topology, program: Sequence[str], restarts: int, lost_aft
     """Become a new launcher: nothing of the failed start, such as addresses in its store, is left."""
     left = f"{restarts} restart{'s' if restarts != 1 else ''} left"
     print(f"Restarting all processes; {left}.", file=sys.stderr, flush=True)
-    os.environ[RESTARTS] = str(int(os.environ.get(RESTARTS, "0")) + 1)
+    os.environ[_RESTARTS] = str(int(os.environ.get(_RESTARTS, "0")) + 1)
     run = _run()
     if run is not None:  # another start may have made a newer one meanwhile
         os.environ[OWN_RUN] = str(run.path)

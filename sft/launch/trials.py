@@ -104,11 +104,7 @@ class _Memory:
 class Trials(TrainerCallback):  # type: ignore[misc]
     """A training whose every step is a trial, on as many of the longest sequences as its micro-batch holds.
 
-    Args:
-        job: The recipe on this machine.
-        prepared: Its data.
-        tokenizer: From load_tokenizer.
-        journal: Where measurements are kept for the processes that follow these.
+    The journal keeps the measurements for the processes that follow these.
     """
 
     def __init__(self, job: Job, prepared: Prepared, tokenizer: Any, journal: Path) -> None:

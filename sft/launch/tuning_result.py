@@ -24,33 +24,16 @@ from sft.plan.job import Job
 from sft.plan.plan import TuningResult
 from sft.run.record import installed_versions
 
-EXIT_DID_NOT_FIT = 75
-"""Exit status of a rank that ran out of memory."""
+EXIT_DID_NOT_FIT = 75  # exit status of a rank that ran out of memory
+PASSES = 4  # micro-batches of a trial: one to warm up, the last with the optimizer's step, and those between are timed
+LARGEST_SHARE = 0.92  # of a device's memory; the rest is for fragments, and for steps whose tokens fall differently
+_SECONDS = 300.0  # no trial begins after so much measured time
+_FASTER = 0.02  # times that differ by less count as equal
 
-PASSES = 4
-"""Micro-batches of a trial: one to warm up, the last with the optimizer's step, and those between are timed."""
-
-LARGEST_SHARE = 0.92
-"""Of a device's memory; the rest is for fragments, and for steps whose tokens fall differently."""
-
-_SECONDS = 300.0
-"""No trial begins after so much measured time."""
-
-_FASTER = 0.02
-"""Times that differ by less count as equal."""
-
-_FOLLOWS = {
-    "gradient_checkpointing",
-    "micro_batch_size",
-    "gradient_accumulation_steps",
-    "empty_sequences_per_step",
-    "learning_rate",
-    "memory",
-    "documents_per_step",
-    "trained_tokens_per_step",
-    "steps_per_epoch",
-    "max_steps",
-}
+_FOLLOWS = """
+    gradient_checkpointing micro_batch_size gradient_accumulation_steps empty_sequences_per_step learning_rate memory
+    documents_per_step trained_tokens_per_step steps_per_epoch max_steps
+""".split()
 """Decisions of the plan that are tuned, or that move neither time nor memory of a forward and backward pass."""
 
 Mode = bool | int | str
@@ -65,10 +48,8 @@ class Trial:
     micro_batch_size: int
     seconds: float = 0.0
     """Until it was measured, first pass included."""
-
     seconds_per_token: float | None = None
     """Of a forward and backward pass, for each token that is no padding, on one rank. None: it did not fit, or was not measured."""
-
     used: int = 0
     """Bytes on the device at most, by this process and everything else there."""
 
@@ -94,8 +75,8 @@ class Trial:
 def is_tuned(job: Job) -> bool:
     """Whether the recipe leaves one of the two `auto`, and no DeepSpeed file decides it."""
     train, config = job.recipe.train, job.deepspeed.config if job.deepspeed else {}
-    decided = {config.get(key, "auto") for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")}
-    return "auto" in (train.micro_batch_size, train.gradient_checkpointing) and decided == {"auto"}
+    decided = (config.get(key, "auto") for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
+    return "auto" in (train.micro_batch_size, train.gradient_checkpointing) and {*decided} == {"auto"}
 
 
 def choices(job: Job) -> tuple[list[Mode], list[int]]:
@@ -164,14 +145,7 @@ def read_journal(file: Path) -> list[Trial]:
 
 
 def longest_first(folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """The sequences that take most memory and time.
-
-    Args:
-        folder: Of the prepared data.
-
-    Returns:
-        Numbers of sequences, most tokens first and of those the most squares of document lengths; and their tokens.
-    """
+    """Numbers of the prepared sequences, most tokens first and of those the most squares of document lengths; and their tokens."""
     index, documents = SequenceIndex.load(folder / "train.npz"), DocumentStore.open(folder).documents
     lengths = documents["length"][index.members].astype(np.int64)
     starts = np.concatenate([[0], index.ends[:-1]])

@@ -32,13 +32,7 @@ def _groups(recipe: Recipe) -> str:
 
 
 def resolve_data_parallel_ranks(recipe: Recipe, hardware: Hardware) -> Decision[int]:
-    """Ranks, or groups of ranks, that each see a batch of their own.
-
-    Ranks that share the matrices of a layer, or the tokens of a sequence, work on one batch together.
-
-    Raises:
-        PlanError: The ranks do not divide into such groups.
-    """
+    """Ranks, or groups that share a batch, each with sequences of its own. Raises PlanError if the ranks do not divide into groups."""
     groups, size = _groups(recipe), recipe.train.tensor_parallel_size * recipe.train.sequence_parallel_size
     if hardware.ranks % size:
         raise PlanError(
@@ -49,11 +43,7 @@ def resolve_data_parallel_ranks(recipe: Recipe, hardware: Hardware) -> Decision[
 
 
 def resolve_sequences(recipe: Recipe, hardware: Hardware) -> Decision[int]:
-    """Sequences per optimizer step.
-
-    Raises:
-        PlanError: The recipe gives tokens that are no whole number of sequences.
-    """
+    """Sequences per optimizer step. Raises PlanError if the recipe's tokens are no whole number of sequences."""
     train, length = recipe.train, recipe.sequence_length
     unit = f"packs of {length} tokens" if recipe.data.packing else "documents"
     if train.global_batch_size is not None:
@@ -86,11 +76,7 @@ def _nearest(number: int, unit: int) -> str:
 
 
 def check_batch(recipe: Recipe, hardware: Hardware) -> None:
-    """Refuse a batch that the ranks cannot divide, whatever the model.
-
-    Raises:
-        PlanError: The message names sizes that work.
-    """
+    """Refuse a batch that the ranks cannot divide, whatever the model (PlanError, with sizes that work)."""
     sequences, ranks = resolve_sequences(recipe, hardware).value, resolve_data_parallel_ranks(recipe, hardware).value
     if recipe.train.remainder == "fill":
         return
@@ -128,12 +114,9 @@ def _sharers(recipe: Recipe, hardware: Hardware) -> str:
 def split_batch(
     recipe: Recipe, hardware: Hardware, sequences: int, attention: str, tuned: TuningResult | None = None
 ) -> tuple[Decision[int], Decision[int], Decision[int]]:
-    """Sequences per forward pass on one rank, forward passes per optimizer step, and slots of a step that stay empty.
+    """Sequences of a forward pass on one rank, forward passes per optimizer step, and slots of a step that stay empty.
 
-    micro-batch x accumulation x ranks is the batch, or with train.remainder=fill the next larger number that it can be.
-
-    Raises:
-        PlanError: The batch cannot be divided; the message names sizes that can.
+    Their product with the ranks is the batch, or with train.remainder=fill the next larger number that it can be. Raises PlanError.
     """
     check_batch(recipe, hardware)
     ranks = resolve_data_parallel_ranks(recipe, hardware).value

@@ -35,14 +35,10 @@ KNOWN_KEYS = (
     "use_data_before_expert_parallelism elasticity torch_autocast graph_harvesting use_node_local_storage"
 ).split()
 
+# Keys that have DeepSpeed write files where they say, and keys that the recipe decides.
 _WRITING_KEYS = "tensorboard.enabled wandb.enabled csv_monitor.enabled comet.enabled flops_profiler.output_file".split()
-"""Keys that have DeepSpeed write files where they say."""
-
 _OWNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-"""Keys that the recipe decides."""
-
-LARGEST_BUCKET = 500_000_000
-"""Elements, 1 GB in bf16: larger ones win nothing more."""
+LARGEST_BUCKET = 500_000_000  # elements, 1 GB in bf16: larger ones win nothing more
 
 
 @dataclass(frozen=True)
@@ -75,11 +71,7 @@ class DeepSpeedFile:
 
 
 def load_deepspeed(name: str) -> DeepSpeedFile:
-    """Read a DeepSpeed JSON by path or by the name of one in ds_configs/.
-
-    Raises:
-        PlanError: There is none, it is no JSON, or DeepSpeed would not follow it.
-    """
+    """Read a DeepSpeed JSON by path or by the name of one in ds_configs/. Raises PlanError if DeepSpeed would not follow it."""
     shipped = SHIPPED / f"{name}.json"
     path = shipped if shipped.is_file() else find_file(name)
     try:
@@ -159,11 +151,7 @@ def _is_same(found: Any, expected: Any) -> bool:
 
 
 def check_deepspeed(file: DeepSpeedFile, recipe: Recipe, plan: Plan) -> None:
-    """Refuse a JSON that contradicts the recipe or the plan; DeepSpeed counts empty slots of a step like the others.
-
-    Raises:
-        PlanError: Every contradiction, with both values.
-    """
+    """Refuse a JSON that contradicts the recipe or the plan (PlanError, with every contradiction and both values)."""
     train, config, empty = recipe.train, file.config, plan.empty_sequences_per_step.value
     precision = plan.precision.value
     batch = f"train.global_batch_size with its {empty} empty slots" if empty else "train.global_batch_size"
@@ -199,10 +187,8 @@ def check_deepspeed(file: DeepSpeedFile, recipe: Recipe, plan: Plan) -> None:
 
 
 def size_buckets(file: DeepSpeedFile, model: ModelFacts) -> DeepSpeedFile:
-    """The file with numbers of elements where it says `"auto"` for the size of a buffer; DeepSpeed's defaults for an unknown model.
-
-    transformers would put in the square of hidden_size, which is less than one weight of an MLP.
-    """
+    """The file with numbers of elements where it says `"auto"` for the size of a buffer; DeepSpeed's defaults for an unknown model."""
+    # transformers would put in the square of hidden_size, which is less than one weight of an MLP.
     # All of a small model in one reduction; never more than the model has.
     bucket = min(LARGEST_BUCKET, model.parameters or LARGEST_BUCKET)
     sizes = {

@@ -19,25 +19,18 @@ from sft.plan.plan import Decision
 from sft.plan.precision import computes_in_half
 from sft.recipe.schema import Lora, Recipe
 
-SHAPES: tuple[tuple[int, int], ...] = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8))
-"""Nodes and GPUs of each, from the smallest."""
-
-MEMORIES = (24, 40, 80, 141)
-"""GB of the GPUs that are sold."""
+SHAPES: tuple[tuple[int, int], ...] = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8))  # nodes, GPUs of each
+MEMORIES = (24, 40, 80, 141)  # GB of the GPUs that are sold
 
 
 def order_of_engines(recipe: Recipe, hardware: Hardware) -> list[str]:
-    """What `auto` tries, the cheapest first, by what an optimizer step of a micro-batches sends to or from each rank.
+    """What `auto` tries, the cheapest first, by the bytes that a step of a micro-batches sends to or from each rank, for P parameters.
 
-    For P parameters in bf16, in bytes: ZeRO-2 reduces gradients at each micro-batch and gathers weights once, (2 a + 2) P; DDP reduces
-    fp32 gradients once, 8 P, and computes with fp32 weights that are cast; ZeRO-3 gathers weights twice and reduces once at each
-    micro-batch, 6 a P. So for all weights in half precision it is ZeRO-2 before anything else: it sends no more than DDP up to
-    three micro-batches, and takes 2 + 16/N bytes a parameter instead of 22, which holds larger micro-batches, of which there are
-    fewer. In fp32 DDP sends 8 P and ZeRO-2 (4 a + 4) P: DDP comes first. Offload comes last, since the CPU's step and the way to it are
-    slower than any network between GPUs. Adapters are small: DDP, and ZeRO-3 where the frozen weights do not fit.
-
-    Never tried: ZeRO-1, which needs 6 bytes a parameter more than ZeRO-2; NVMe, which cannot be resumed. Name them in
-    train.deepspeed.
+    In bf16 ZeRO-2 sends (2 a + 2) P, DDP 8 P (and computes with fp32 weights that are cast), ZeRO-3 6 a P. So ZeRO-2 comes first: up to
+    three micro-batches it sends no more than DDP, and it takes 2 + 16/N bytes a parameter instead of 22, which leaves room for larger
+    micro-batches. In fp32 DDP sends 8 P and ZeRO-2 (4 a + 4) P: DDP comes first. Offload is slower than any network. Adapters are small:
+    DDP, and ZeRO-3 where the frozen weights do not fit. Never tried: ZeRO-1 (6 bytes a parameter more than ZeRO-2) and NVMe, which cannot
+    be resumed; name them in train.deepspeed.
     """
     train, adapters = recipe.train, recipe.model.lora is not None
     sharded = ["zero2", "zero3", "zero2_offload", "zero3_offload"]
@@ -70,11 +63,7 @@ def first_that_fits(
 
 
 def choose_engine(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Decision[str | None]:
-    """The file under ds_configs/ that `train.parallel: auto` stands for here, or None for no DeepSpeed.
-
-    Raises:
-        PlanError: None fits; the message names the smallest machine that does.
-    """
+    """The file that `train.parallel: auto` stands for here; None: no DeepSpeed. Raises PlanError if none fits, with what would."""
     name: str | None
     if hardware.gpu is None or model.parameters is None:
         name = order_of_engines(recipe, hardware)[0]
@@ -82,8 +71,11 @@ def choose_engine(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> Deci
         reason = f"{engine_words(name, recipe, hardware)}, the first that is tried ({why})"
     else:
         name, estimates = first_that_fits(recipe, hardware, model)
-        failed = [(engine_words(one, recipe, hardware), estimate) for one, estimate in estimates.items() if one != name]
-        lacks = ", ".join(f"{words} needs {estimate.lack(hardware)}" for words, estimate in failed)
+        lacks = ", ".join(
+            f"{engine_words(one, recipe, hardware)} needs {estimate.lack(hardware)}"
+            for one, estimate in estimates.items()
+            if one != name
+        )
         if name is None:
             what = "adapters on a model" if recipe.model.lora is not None else "all weights of a model"
             raise PlanError(
@@ -152,16 +144,10 @@ def resolve_memory(
 
 
 def open_deepspeed(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> DeepSpeedFile | None:
-    """The DeepSpeed file that runs, its buckets sized for the model; None without DeepSpeed.
-
-    Raises:
-        PlanError: train.deepspeed names a file that is missing or that DeepSpeed would not follow; or no engine fits.
-    """
+    """The DeepSpeed file that runs, its buckets sized for the model; None without DeepSpeed. Raises PlanError."""
     name = recipe.train.deepspeed
     if recipe.train.parallel == "auto":
-        resolve_data_parallel_ranks(
-            recipe, hardware
-        )  # refuses ranks that do not divide into groups, whatever the engine
+        resolve_data_parallel_ranks(recipe, hardware)  # refuses ranks that do not divide into groups
         name = choose_engine(recipe, hardware, model).value
     return size_buckets(load_deepspeed(name), model) if name else None
 

@@ -1,8 +1,4 @@
-"""Detects what the machine has: GPUs, cores, memory.
-
-detect_hardware(ranks=8, ranks_per_node=8)   this machine
-described_hardware("8x80GB")                 a machine that is not here, for `--plan --on 8x80GB`
-"""
+"""Detects what the machine has: GPUs, cores, memory; or describes one that is not here, for `--plan --on 8x80GB`."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 
 from sft.errors import PlanError
@@ -36,19 +33,15 @@ class Hardware:
 
     gpu: Gpu | None
     """None: the job runs on the CPU."""
-
     ranks: int
     """Processes of the whole job; one GPU each."""
-
     ranks_per_node: int
     cpu_cores: int
     cpu_memory_gib: float
     """Of one node."""
-
     has_flash_attention: bool = False
     has_flash_attention_3: bool = False
     """flash-attn 3 for Hopper, a package of its own."""
-
     cpu_memory_assumed: bool = False
     """A guess for a machine that is not here."""
 
@@ -66,11 +59,7 @@ class Hardware:
 
 
 def whole_number(name: str, default: int, least: int, most: int | None = None) -> int:
-    """A variable of the environment as a number, or the default where it is empty.
-
-    Raises:
-        PlanError: It is no number, or outside the bounds.
-    """
+    """A variable of the environment as a number, or the default where it is empty. Raises PlanError if it is none, or out of bounds."""
     text = os.environ.get(name, "").strip()
     if not text:
         return default
@@ -85,21 +74,28 @@ def visible_gpus() -> list[Gpu]:
     gpus, visible = _all_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return [gpu for _, _, gpu in gpus]
-    chosen = []
-    for entry in _entries(visible):
-        match = _matching(entry, gpus)
-        if match is None:  # CUDA ignores the first entry that it does not know and all after it
-            break
-        chosen.append(match)
-    return chosen
+    # CUDA ignores the first entry that it does not know and all after it.
+    found = takewhile(lambda gpu: gpu is not None, (_matching(entry, gpus) for entry in _entries(visible)))
+    return [gpu for gpu in found if gpu]
 
 
-def unknown_gpus() -> tuple[list[str], int]:
-    """What CUDA_VISIBLE_DEVICES names and is not there, and how many GPUs are. `-1` and an empty value hide all GPUs and are no mistake."""
-    gpus, visible = _all_gpus(), _entries(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-    if not gpus or visible[:1] in ([], ["-1"], ["NoDevFiles"]):
-        return [], len(gpus)
-    return [entry for entry in visible if _matching(entry, gpus) is None], len(gpus)
+def check_visible_gpus() -> None:
+    """Refuse a CUDA_VISIBLE_DEVICES that names a GPU twice or one that is not there (PlanError): CUDA would use those before it.
+
+    `-1` and an empty value hide all GPUs and are no mistake.
+    """
+    gpus, visible = _all_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    named, count = _entries(visible), len(gpus)
+    if not gpus or named[:1] in ([], ["-1"], ["NoDevFiles"]):
+        return
+    if len(set(named)) < len(named):
+        raise PlanError(f"CUDA_VISIBLE_DEVICES={visible} names a GPU twice. Name each once.")
+    if unknown := [entry for entry in named if _matching(entry, gpus) is None]:
+        there = f"{count} GPU{'s' if count > 1 else ''}, number 0" + (f" to {count - 1}" if count > 1 else "")
+        raise PlanError(
+            f"CUDA_VISIBLE_DEVICES={visible}: there is no GPU {', '.join(unknown)} here; this machine has {there}. Name those that are "
+            "there, or unset it for all."
+        )
 
 
 def _all_gpus() -> list[tuple[str, str, Gpu]]:
@@ -171,11 +167,7 @@ def _is_installed(module: str, distribution: str) -> bool:
 
 
 def detect_hardware(ranks: int, ranks_per_node: int) -> Hardware:
-    """This machine, for a job of so many processes.
-
-    Raises:
-        PlanError: More processes than GPUs were requested.
-    """
+    """This machine, for a job of so many processes. Raises PlanError if more processes than GPUs were requested."""
     gpus = visible_gpus()
     if gpus and ranks_per_node > len(gpus):
         raise PlanError(
@@ -193,17 +185,12 @@ def detect_hardware(ranks: int, ranks_per_node: int) -> Hardware:
 
 
 def described_hardware(description: str) -> Hardware:
-    """A machine that is not here, in words: [nodes x] GPUs x memory of each [+ memory of a node].
-
-    Without the last, a node has twice the memory of its GPUs, as rented ones mostly have.
+    """A machine that is not here, in words: [nodes x] GPUs x memory of each [+ memory of a node]. Raises PlanError for other words.
 
     >>> described_hardware("8x80GB").device
     '8 x GPU (80 GiB)'
     >>> described_hardware("2x8x80GB+1000GB").ranks
     16
-
-    Raises:
-        PlanError: The words are not of that form.
     """
     unit = "(?:GB|GiB|G)?"
     form = rf"(?:(?P<nodes>\d+)x)?(?P<gpus>\d+)x(?P<memory>\d+){unit}(?:\+(?P<node_memory>\d+){unit})?"
@@ -222,6 +209,6 @@ def described_hardware(description: str) -> Hardware:
 
 
 def machine(gpu: Gpu, nodes: int, gpus: int, cpu_memory_gib: float | None = None) -> Hardware:
-    """A machine to do arithmetic for; without a number a node has twice the memory of its GPUs."""
+    """A machine to do arithmetic for; without a number a node has twice the memory of its GPUs, as rented ones mostly have."""
     memory = cpu_memory_gib or 2 * gpus * gpu.memory_gib
     return Hardware(gpu, nodes * gpus, gpus, cpu_cores(), memory, cpu_memory_assumed=cpu_memory_gib is None)

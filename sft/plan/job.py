@@ -60,16 +60,8 @@ REASON = "auto: as this run was started"
 
 
 def keep_decisions(job: Job, data: DataSize, earlier: Mapping[str, Any]) -> Job:
-    """The job with its data counted, and with the decisions that its run has trained with.
-
-    Args:
-        job: Planned for this machine alone.
-        data: The prepared data.
-        earlier: Values of the run's plan.json by name.
-
-    Raises:
-        PlanError: This machine cannot do what the run was started with.
-    """
+    """The job with its data counted, and with the decisions of its run's plan.json (`earlier`, by name). Raises PlanError if they
+    cannot be had here."""
     recipe, kept = job.recipe, {}
     for name, (section, key) in OPEN.items():
         is_open = getattr(getattr(recipe, section), key) == "auto" and name in earlier
@@ -96,21 +88,17 @@ def keep_decisions(job: Job, data: DataSize, earlier: Mapping[str, Any]) -> Job:
 
 
 def bytes_per_parameter(job: Job) -> tuple[int, int]:
-    """What one trained parameter takes in a checkpoint, and in final/.
-
-    Adam keeps two moments of 4 bytes. DeepSpeed adds its fp32 copy, and below stage 3 writes the weights a second time in its
-    own format.
-    """
+    """What one trained parameter takes in a checkpoint, and in final/."""
     moments, has_copy = 8, job.plan.weights.value == MASTER
     if job.deepspeed is None:
-        weights = 2 if has_copy else 4
-        return weights + moments + (4 if has_copy else 0), weights
+        return (2 + 4 + moments, 2) if has_copy else (4 + moments, 4)
     weights = 2 if has_copy or job.plan.precision.value != "fp32" else 4
+    # An fp32 copy; and below stage 3 DeepSpeed writes the weights a second time in its own format.
     return weights * (2 if job.deepspeed.stage < 3 else 1) + 4 + moments, weights
 
 
 def checkpoint_bytes(job: Job) -> int:
-    """Of a checkpoint that has not been written yet; 0 where it is not known."""
+    """Of a checkpoint to come; 0 where it is not known."""
     return (trained_parameters(job) or 0) * bytes_per_parameter(job)[0]
 
 
@@ -120,13 +108,7 @@ def trained_parameters(job: Job) -> int | None:
 
 
 def checkpoints_to_come(recipe: Recipe, steps: int | None, there: int) -> int:
-    """Checkpoints for which there must be room: one more than are kept, since the oldest goes when the newest is complete.
-
-    Args:
-        recipe: Says how many are kept, and how often one is written.
-        steps: Optimizer steps; None: not known yet.
-        there: Checkpoints that the run has already.
-    """
+    """Checkpoints that still need room: one more than are kept, since the oldest goes when the newest is complete, less those `there`."""
     written = recipe.train.save_total_limit + 1
     if steps is not None:
         written = min(written, ceil(steps / recipe.train.save_steps))

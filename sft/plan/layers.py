@@ -15,7 +15,7 @@ _NAMES = {"flash_attention_3": "flash-attn 3", "flash_attention_2": "flash-attn"
 def resolve_attention(
     recipe: Recipe, hardware: Hardware, precision: str, model_type: str | None, architecture: Architecture | None
 ) -> Decision[str]:
-    """The attention function; `varlen` is our own, sft/model/attention.py.
+    """The attention function; `varlen` is our own, sft/model/attention.py. Raises PlanError if the recipe's does not run here.
 
     Args:
         recipe: The function, and whether documents are packed.
@@ -23,9 +23,6 @@ def resolve_attention(
         precision: bf16, fp16 or fp32, as planned.
         model_type: Of config.json; None before a download.
         architecture: How the model attends; None where its own code computes it.
-
-    Raises:
-        PlanError: The recipe's function does not run here or not on this model; or the model cannot be packed.
     """
     known = architecture or (Architecture() if model_type is None else Architecture(has_interface=False))
     wanted, packing = recipe.model.attn_implementation, recipe.data.packing

@@ -5,13 +5,8 @@ One GPU holds, for P parameters, N ranks that shard, w bytes a number (2 in bf16
 model states     the table in `_Sizes.states`: weights, gradients, the optimizer's fp32 weights and two moments
 buffers          DeepSpeed's: two reduce buckets of w x min(5e8, P) in stages 1 and 2; in stage 3 one, and the gathered weights: w x at most
                  1e9 (stage3_max_live_parameters) + one layer + the embedding. DDP's: a second copy of the gradients
-activations      of a micro-batch of 1, by the larger of two peaks:
-                 - the pass: what the layers keep + the larger of (one layer recomputed, the head)
-                   kept with checkpointing: layers x s x h x w; without: layers x s x (8 h + 4 f) x w; every n-th layer: between the two
-                   one layer: s x (12 h + 6 f) x w, its outputs and their gradients; h hidden_size, f the width of the MLP
-                   the head (TRL's fused one): a tile of min(s, 4096) x 32768 logits x w, gradients of hidden states, s x h x (4 + w),
-                   and of its weight, vocabulary x h x (4 + w), where that is trained; as if every token were labelled
-                 - the step: what is fp32 only then; a chunk of gradients for sft/parallel/optimizer.py, the rank's shard of them for ZeRO
+activations      of a micro-batch of 1, by the larger of two peaks: the pass (what the layers keep + the larger of one layer recomputed and
+                 the head), and the step (what is fp32 only then: a chunk of gradients for sft/parallel/optimizer.py, the shard for ZeRO)
 reserve          1.5 GiB for the CUDA context and NCCL's and cuBLAS's buffers, and 5 % of the memory for fragments
 
 Attention is counted as FlashAttention and varlen have it: without a matrix of scores. Not counted: what loading takes in the machine's
@@ -32,32 +27,20 @@ from sft.recipe.schema import Recipe
 
 GIB = 2**30
 RESERVE = 1.5 * GIB
-FRAGMENTS = 0.05
-"""Fraction of a GPU's memory."""
-
-LIVE = 1_000_000_000
-"""Elements, DeepSpeed's stage3_max_live_parameters and sub_group_size."""
-
-CPU_FACTOR = 1.5
-"""Pinned copies and buffers beside what is offloaded, as DeepSpeed's own estimate has it."""
-
-_CHUNK = 2**27
-"""Elements of sft/parallel/optimizer.py's step."""
-
-_TILE_TOKENS, _TILE_WORDS = 4096, 32768
-"""TOKEN_CHUNK_SIZE and _CHUNKED_LOGPROB_CHUNK_SIZE of TRL's fused head."""
+FRAGMENTS = 0.05  # of a GPU's memory
+LIVE = 1_000_000_000  # elements: DeepSpeed's stage3_max_live_parameters and sub_group_size
+CPU_FACTOR = 1.5  # pinned copies and buffers beside what is offloaded, as DeepSpeed's own estimate has it
+_CHUNK = 2**27  # elements of sft/parallel/optimizer.py's step
+_TILE_TOKENS, _TILE_WORDS = 4096, 32768  # TOKEN_CHUNK_SIZE and _CHUNKED_LOGPROB_CHUNK_SIZE of TRL's fused head
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What the ranks shard, and what leaves the GPU."""
+    """What the ranks shard, by ZeRO's stage (0 is DDP, or one process), and where the rest is: `none` (the GPU), `cpu` or `nvme`."""
 
     stage: int = 0
-    """ZeRO's; 0 is DDP, or one process."""
-
     optimizer_offload: str = "none"
-    """`none`, `cpu` or `nvme`: gradients, fp32 weights and moments."""
-
+    """Of gradients, fp32 weights and moments."""
     weights_offload: str = "none"
 
 
@@ -74,13 +57,10 @@ ENGINES: Mapping[str, Engine] = {
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes."""
+    """Bytes on each GPU, part by part, and of each node's memory, all its ranks together."""
 
     gpu: Mapping[str, float]
-    """On each GPU, part by part."""
-
     cpu: float
-    """Of each node's memory, all its ranks together."""
 
     @property
     def gpu_bytes(self) -> float:
@@ -120,14 +100,10 @@ def estimate_memory(recipe: Recipe, hardware: Hardware, model: ModelFacts, engin
     assert hardware.gpu
     sizes = _Sizes(recipe, hardware, model, engine)
     # A disk costs no memory here but DeepSpeed's buffers.
-    leaves = {
-        "gradients": engine.optimizer_offload,
-        "optimizer": engine.optimizer_offload,
-        "weights": engine.weights_offload,
-    }
+    where = dict.fromkeys(("gradients", "optimizer"), engine.optimizer_offload) | {"weights": engine.weights_offload}
     states = sizes.states()
-    moved = sum(size for name, size in states.items() if leaves[name] == "cpu")
-    stay = {name: 0.0 if leaves[name] != "none" else size for name, size in states.items()}
+    moved = sum(size for name, size in states.items() if where[name] == "cpu")
+    stay = {name: size if where[name] == "none" else 0.0 for name, size in states.items()}
     peak, name = max((sizes.activations(), "activations"), (sizes.step(), "step"))
     reserve = RESERVE + FRAGMENTS * hardware.gpu.memory_gib * GIB
     parts = stay | {"buffers": sizes.buffers(), name: peak, "reserve": reserve}

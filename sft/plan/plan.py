@@ -68,41 +68,31 @@ class Plan:
 
     engine: Decision[str]
     """`one process`, `DDP`, `ZeRO-<stage>`, `FSDP2` or `tensor parallel`."""
-
     memory: Decision[float | None]
     """GiB that each GPU needs, by arithmetic; None where nothing can be counted."""
-
     precision: Decision[str]
     weights: Decision[str]
     """What the trained weights are kept in; AdamW is always the fused one."""
-
     gradients: Decision[str]
     """What gradients of a step's micro-batches are added up in."""
-
     attention: Decision[str]
     kernels: Decision[str]
     """`liger` or `none`, as they will run."""
-
     gradient_checkpointing: Decision[bool | int | str]
     """False, True (in every layer), n (in every n-th), `selective` or `offload`."""
-
     compile: Decision[bool]
     global_batch_size: Decision[int]
     """Sequences per optimizer step."""
-
     tensor_parallel_size: Decision[int]
     sequence_parallel_size: Decision[int]
     data_parallel_ranks: Decision[int]
     """Ranks, or groups of ranks, that each see sequences of their own."""
-
     micro_batch_size: Decision[int]
     gradient_accumulation_steps: Decision[int]
     empty_sequences_per_step: Decision[int]
     """Slots of a step that dummy sequences fill, so that the ranks divide it evenly."""
-
     learning_rate: Decision[float]
     """AdamW's peak."""
-
     documents_per_step: Decision[float | None]
     trained_tokens_per_step: Decision[int | None]
     steps_per_epoch: Decision[int | None]
@@ -121,14 +111,7 @@ class Plan:
 
 
 def print_plan(plan: Plan, title: str, notes: Sequence[str] = (), every: bool = True) -> None:
-    """Show the plan.
-
-    Args:
-        plan: What was decided.
-        title: Recipe, model and machine.
-        notes: Lines below it.
-        every: Show every decision with its reason; else one line, and what is not as the recipe states it.
-    """
+    """Show the plan and notes below it: every decision with its reason, or one line and what is not as the recipe states it."""
     from rich.console import Console
     from rich.markup import escape
 

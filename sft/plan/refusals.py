@@ -34,11 +34,7 @@ class Case:
 
 
 def refuse(case: Case) -> None:
-    """Refuse a recipe that cannot run here.
-
-    Raises:
-        PlanError: A line for each problem.
-    """
+    """Refuse a recipe that cannot run here: PlanError, a line for each problem."""
     problems = [*_numbers(case), *_precision(case), *_layers(case), *_fsdp(case)]
     problems += [*_tensor_parallel(case), *_sequence_parallel(case)]
     if problems:

@@ -29,7 +29,7 @@ def resolve_plan(
     deepspeed: DeepSpeedFile | None = None,
     tuned: TuningResult | None = None,
 ) -> Plan:
-    """Decide everything the recipe left open.
+    """Decide everything the recipe left open. Raises PlanError, with values that can run, if the recipe cannot.
 
     Args:
         recipe: What the user wants.
@@ -38,9 +38,6 @@ def resolve_plan(
         data: How much data there is, estimated or counted; None where nothing is known before preparation.
         deepspeed: The file that train.deepspeed names or stands for, or None.
         tuned: What auto-tuning found for the values that are `auto`; None: they follow from arithmetic.
-
-    Raises:
-        PlanError: The recipe cannot run here as written; the message names values that can.
     """
     batch = resolve_sequences(recipe, hardware)
     precision = resolve_precision(recipe, hardware, model)

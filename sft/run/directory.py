@@ -20,14 +20,9 @@ from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Recipe
 from sft.terminal import is_plain_name, visible_line
 
-INCOMPLETE = ".incomplete"
-"""In <run>/checkpoints: a checkpoint that is being written, or was when its process was killed."""
-
-LATEST = "latest"
-"""The link to the newest run, beside the runs."""
-
-EVALUATION_LEFT = ("running", "interrupted")
-"""Values of `evaluation` in run.json where the evaluation did not finish: its process was killed or interrupted."""
+INCOMPLETE = ".incomplete"  # in <run>/checkpoints: being written, or its process was killed
+LATEST = "latest"  # the link to the newest run, beside the runs
+EVALUATION_LEFT = ("running", "interrupted")  # of `evaluation` in run.json: its process was killed or interrupted
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
@@ -46,28 +41,17 @@ class Run:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.output_dir = path.parent.parent
-        """The folder of all recipes' runs, absolute; the recipe's own may be relative."""
-        self.recipe_file = path / "recipe.yaml"
-        """The recipe, byte for byte as it was read."""
+        self.output_dir = path.parent.parent  # of all recipes' runs, absolute; the recipe's own may be relative
+        self.recipe_file = path / "recipe.yaml"  # byte for byte as it was read
         self.plan_file = path / "plan.json"
-        """Every decision with its reason."""
         self.ledger_file = path / "ledger.json"
-        """The token ledger."""
         self.metrics_file = path / "metrics.jsonl"
-        """One JSON line per logging step."""
         self.checkpoints = path / "checkpoints"
-        """Folder of checkpoint-N folders."""
-        self.final = path / "final"
-        """The tuned model: loads with `from_pretrained` alone."""
-        self.unverified = path / "unverified"
-        """The tuned model if the verification of final/ failed."""
+        self.final = path / "final"  # the tuned model: loads with `from_pretrained` alone
+        self.unverified = path / "unverified"  # the tuned model if the verification of final/ failed
         self.base_evaluation = path / "eval" / "base"
-        """lm_eval's output for the base model."""
         self.tuned_evaluation = path / "eval" / "tuned"
-        """lm_eval's output for the tuned model."""
         self.comparison_file = path / "eval" / "comparison.json"
-        """Base against tuned."""
         self.report_file = path / "report.md"
         self.page_file = path / "report.html"
 
@@ -82,11 +66,7 @@ class Run:
 
     @property
     def recipe_name(self) -> str:
-        """The name of its recipe, which files and folders are named after.
-
-        Raises:
-            RunError: run.json holds a name that cannot be a file's.
-        """
+        """The name of its recipe, which files and folders are named after. Raises RunError if it cannot be a file's."""
         name = self.record.get("recipe") or self.path.parent.name
         if not isinstance(name, str) or not is_plain_name(name):
             raise RunError(
@@ -111,15 +91,14 @@ class Run:
         write_json(self.path / "run.json", self.record_if_any | values)
 
     def warn(self, key: str, *messages: str | None) -> None:
-        """Keep warnings about this run in run.json, for the end of the terminal output and the report.
+        """Keep warnings about one subject in run.json, for the end of the terminal output and the report; they replace earlier ones.
 
-        Args:
-            key: What they are about. They replace earlier ones with this key.
-            messages: Sentences for the user, each with its remedy; none, or None, if there is nothing to warn about.
+        A message is a sentence or two for the user with a remedy; none, or None, if there is nothing to warn about.
         """
         before: dict[str, list[str]] = self.record_if_any.get("warnings", {})
-        kept = [message for message in messages if message]
-        after = {name: texts for name, texts in before.items() if name != key} | ({key: kept} if kept else {})
+        after = before | {key: [message for message in messages if message]}
+        if not after[key]:
+            del after[key]
         if after != before:
             self.update(warnings=after)
 
@@ -130,10 +109,8 @@ class Run:
 
     def all_checkpoints(self) -> list[Path]:
         """All complete checkpoints, the newest first. Reads none of them."""
-        found = {
-            int(name[1]): path for path in self.checkpoints.glob("*") if (name := _CHECKPOINT.fullmatch(path.name))
-        }
-        return [found[step] for step in sorted(found, reverse=True)]
+        names = ((_CHECKPOINT.fullmatch(path.name), path) for path in self.checkpoints.glob("*"))
+        return [path for _, path in sorted(((int(name[1]), path) for name, path in names if name), reverse=True)]
 
     def last_checkpoint(self) -> Path | None:
         """The newest complete checkpoint; None if there is none."""
@@ -164,11 +141,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 def find_run(path: Path) -> Run:
-    """The run in a folder that the user named.
-
-    Raises:
-        RunError: There is none, or its name has invisible characters.
-    """
+    """The run in a folder that the user named. Raises RunError if there is none, or its name has invisible characters."""
     path = path.expanduser().resolve()
     if not (path / "run.json").is_file():
         raise RunError(f"{path} is not the folder of a run: it holds no run.json.")
@@ -179,11 +152,7 @@ def find_run(path: Path) -> Run:
 
 
 def check_names(recipe_path: Path, run_name: str | None) -> None:
-    """Refuse names that would not be folders of their own under output_dir.
-
-    Raises:
-        RecipeError: The recipe's file or the run has such a name.
-    """
+    """Refuse names that would not be folders of their own under output_dir (RecipeError)."""
     if recipe_path.stem.startswith("."):
         raise RecipeError(
             f"{recipe_path.name}: runs go to a folder named after the recipe's file, and {recipe_path.stem!r} is hidden or leads "
@@ -194,11 +163,7 @@ def check_names(recipe_path: Path, run_name: str | None) -> None:
 
 
 def check_beside_latest(run: Path, parent: Path) -> None:
-    """Refuse to resume a run that the link `latest` finds outside its recipe's folder: this start would write there.
-
-    Raises:
-        RunError: It lies elsewhere.
-    """
+    """Refuse to resume a run that `latest` finds outside its recipe's folder (RunError): this start would write there."""
     if run.parent != parent:
         raise RunError(
             f"{parent / LATEST} leads to {run}, which is not in {parent}: this start would write there. Remove the link, and name the "
@@ -217,22 +182,14 @@ def folder_fault(folder: Path) -> str | None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        if disk_was_full(error):
-            return None
-        return (
-            f"{folder} cannot be written: {error.strerror}. Make it writable, and start again: the run resumes from its newest "
-            "checkpoint."
-        )
+        remedy = "Make it writable, and start again: the run resumes from its newest checkpoint."
+        return None if disk_was_full(error) else f"{folder} cannot be written: {error.strerror}. {remedy}"
     return None
 
 
 @contextmanager
 def lost_folder_reported(folder: Path) -> Iterator[None]:
-    """Turn an error of writing any file of the run into one message, if <run>/checkpoints is gone or cannot be written.
-
-    Raises:
-        RunError: It is.
-    """
+    """Turn an error of writing any file of the run into one RunError, if <run>/checkpoints is gone or cannot be written."""
     try:
         yield
     except OSError as error:

@@ -14,16 +14,15 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from sft.credentials import redact
 from sft.errors import Interrupted, UserError
 from sft.files import remove
-from sft.hub.model_facts import ModelFacts
 from sft.hub.pins import hub_revisions
 from sft.hub.remote_code import code_hash
 from sft.recipe.changes import Change
-from sft.recipe.schema import REPOSITORY, Recipe
+from sft.recipe.schema import REPOSITORY
 from sft.run.directory import INCOMPLETE, Run, read_lines
 from sft.run.training_warnings import eval_loss_course, loss_course
 from sft.run.trust import base_checksums
@@ -59,33 +58,19 @@ def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
-class _Job(Protocol):
-    """The parts of sft.plan.job.Job that are recorded; this package does not import the plan."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def recipe(self) -> Recipe: ...
-    @property
-    def recipe_path(self) -> Path: ...
-    @property
-    def overrides(self) -> Sequence[str]: ...
-    @property
-    def model(self) -> ModelFacts: ...
-    @property
-    def hardware(self) -> Any: ...
-
-
 def record_start(
     run: Run,
-    job: _Job,
+    job: Any,
     timings: Mapping[str, float],
     data_fingerprint: str,
     checkpoint: str | None = None,
     skipped: Mapping[str, str] | None = None,
     changes: Sequence[Change] = (),
 ) -> None:
-    """Write what is known before training into run.json. It holds no environment, and so no token or key."""
+    """Write what is known before training into run.json. It holds no environment, and so no token or key.
+
+    The job is a sft.plan.job.Job, which this package does not import.
+    """
     status = run.record_if_any.get("status", "running")
     close_session(run, "killed" if status == "running" else status)
     earlier = run.record_if_any
@@ -125,7 +110,7 @@ def record_start(
     )
 
 
-def _base_model(job: _Job, resumed: Mapping[str, Any]) -> dict[str, Any]:
+def _base_model(job: Any, resumed: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "name_or_path": job.recipe.model.name_or_path,
         # The commit, so that a later evaluation measures the same base.
@@ -148,12 +133,9 @@ def _origin(run: Run, recipe_path: Path, earlier: Mapping[str, Any]) -> dict[str
 
 
 def close_session(run: Run, status: str, seconds: float | None = None) -> None:
-    """Write how the newest session ended, unless that is written already.
+    """Write how the newest session ended (`killed` if it could write nothing itself), unless that is written already.
 
-    Args:
-        run: The run.
-        status: `finished`, `failed`, `interrupted`, or `killed` if the session itself could write nothing.
-        seconds: Training time; None: up to its last line in metrics.jsonl.
+    Without the seconds that it trained, its last line in metrics.jsonl says them.
     """
     record = run.record_if_any
     sessions = record.get("sessions") or []

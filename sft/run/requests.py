@@ -20,11 +20,7 @@ def began() -> float:
 
 
 def forget_stale(run: Path, since: float) -> list[str]:
-    """Remove the files meant for an earlier start, which ended before it acted on them.
-
-    Returns:
-        Names of the removed files.
-    """
+    """Remove the files meant for an earlier start, which ended before it acted on them; returns their names."""
     removed = []
     for name in (STOP, SAVE):
         with suppress(FileNotFoundError):

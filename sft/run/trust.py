@@ -21,12 +21,8 @@ from sft.run.directory import Run
 
 OWN_RUN = "SFT_OWN_RUN"
 """Environment variable: the run that this job opened, for the processes it starts and for its launcher's restarts."""
-
-TRUST = "model.trust_remote_code=true"
-"""How a command line allows the code that a run's model ships."""
-
-ACCEPT = "--accept-edits"
-"""How a command line says, once, that final/ was edited on purpose."""
+TRUST = "model.trust_remote_code=true"  # how a command line allows the code that a run's model ships
+ACCEPT = "--accept-edits"  # how a command line says, once, that final/ was edited on purpose
 
 
 def is_own(run: Path) -> bool:
@@ -35,11 +31,7 @@ def is_own(run: Path) -> bool:
 
 
 def check_model_code(run: Path, trust_remote_code: bool, allowed: bool, flag: str = TRUST) -> None:
-    """Refuse to run the Python files of a run's model.
-
-    Raises:
-        RunError: Only the run's recipe allows it.
-    """
+    """Refuse to run the Python files of a run's model. Raises RunError if only the run's recipe allows it."""
     if trust_remote_code and not allowed and not is_own(run):
         raise RunError(
             f"{run}: its recipe has model.trust_remote_code=true, which runs the Python files of its model. A run's folder may come from "
@@ -48,11 +40,7 @@ def check_model_code(run: Path, trust_remote_code: bool, allowed: bool, flag: st
 
 
 def check_consents(run: Path, consents: Iterable[str], overrides: Iterable[str]) -> None:
-    """Refuse to start a run from its folder if only the folder allows code to run.
-
-    Raises:
-        RunError: The command line does not repeat some of them.
-    """
+    """Refuse to start a run from its folder if only the folder allows code to run (RunError)."""
     given = {word.partition("=")[0] for word in overrides}
     missing = [key for key in consents if key not in given]
     if missing and not is_own(run):
@@ -75,10 +63,7 @@ _BASE_FILES = (
 
 
 def base_checksums(folder: Path) -> Checksums | None:
-    """Checksums of a local model's weights and configuration; None for a hub model, which its commit identifies.
-
-    Reads all weights; loading them next then finds them in the page cache.
-    """
+    """Checksums of a local model's weights and configuration; None for a hub model, which its commit identifies."""
     return _checksums(folder, _BASE_FILES) if folder.is_dir() else None
 
 
@@ -88,14 +73,11 @@ def final_checksums(folder: Path) -> Checksums:
 
 
 def check_final(run: Run, accept: bool) -> None:
-    """Refuse a final/ that is not what the training wrote. Call it on one rank: it reads every byte.
+    """Refuse a final/ that is not what the training wrote (RunError). Call it on one rank: it reads every byte.
 
     Args:
         run: A finished run.
         accept: Keep the edits: their checksums replace the recorded ones, and the report names the files.
-
-    Raises:
-        RunError: Files have changed, are missing or were added.
     """
     found = final_checksums(run.final)
     changes = _differences(run.record.get("final_files"), found)
@@ -133,18 +115,14 @@ def _differences(recorded: Checksums | None, found: Checksums | None) -> str:
 
 def _checksums(folder: Path, patterns: Iterable[str]) -> Checksums:
     paths = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+    states = [file.stat() for file in paths]
     with ThreadPoolExecutor(4) as pool:
-        sums = pool.map(_checksum, paths)
-        return {path.relative_to(folder).as_posix(): found for path, found in zip(paths, sums, strict=True)}
-
-
-def _checksum(file: Path) -> dict[str, Any]:
-    state = file.stat()
-    size, found = _checksum_of_state(file, state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino)
-    return {"bytes": size, "xxh3_128": found}
+        keys = [(one.st_size, one.st_mtime_ns, one.st_ctime_ns, one.st_ino) for one in states]
+        found = zip(paths, pool.map(_checksum, paths, keys), strict=True)
+        return {path.relative_to(folder).as_posix(): {"bytes": size, "xxh3_128": code} for path, (size, code) in found}
 
 
 @cache
-def _checksum_of_state(file: Path, *state: int) -> tuple[int, str]:
+def _checksum(file: Path, state: tuple[int, ...]) -> tuple[int, str]:
     """A file's size and checksum, computed once per process for each state of it."""
     return checksum(file)

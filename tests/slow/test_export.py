@@ -207,7 +207,7 @@ def test_a_chat_template_that_go_cannot_write_is_refused(full: Run, tmp_path: Pa
         "{% for m in messages %}{{ loop.index }}: {{ m.content }}\n{% endfor %}"
     )
     printed = refused(full, "--to", "ollama", "--accept-edits", "--output", tmp_path / "x")
-    assert "cannot be written for Ollama: a conversation of" in printed
+    assert "cannot be written for Ollama: what it writes between" in printed
     assert not (tmp_path / "x").exists()
 
 

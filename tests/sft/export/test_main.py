@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from sft.errors import ExportError, UserError
 from sft.export.main import main, parse_command_line
 from sft.export.model import check_logits, check_output, check_private, model_files
 from sft.export.model_card import metadata, write_card
-from sft.export.ollama import check_architecture, check_vocabulary, import_warnings
+from sft.export.ollama import check_architecture, check_vocabulary
 from sft.export.public import public_recipe
 from sft.export.serving import (
     VllmServer,
@@ -22,7 +23,6 @@ from sft.export.serving import (
     missing_sampling,
     sampling,
     tensor_parallel_size,
-    tensor_parallel_sizes,
 )
 from sft.export.source import find_exported
 from sft.files import write_json
@@ -145,20 +145,31 @@ def test_config_json_says_how_positions_rotate_in_the_words_of_both_generations(
 
 
 @pytest.mark.parametrize(
-    ("heads", "of_keys", "here", "size"), [(32, 8, 8, 8), (32, 8, 6, 4), (28, 4, 8, 4), (14, 2, 8, 2), (9, 3, 2, 1)]
+    ("heads", "of_keys", "width", "here", "size"),
+    [
+        (32, 8, 64, 8, 8),
+        (32, 8, 64, 6, 4),
+        (28, 4, 56, 8, 4),
+        (14, 2, None, 8, 2),
+        (9, 3, 9, 2, 1),
+        (14, 2, 4864, 14, 2),
+    ],
 )
-def test_as_many_gpus_as_divide_the_heads_serve(heads: int, of_keys: int, here: int, size: int) -> None:
-    config = {"num_attention_heads": heads, "num_key_value_heads": of_keys}
+def test_as_many_gpus_as_divide_the_model_serve(
+    heads: int, of_keys: int, width: int | None, here: int, size: int
+) -> None:
+    config = {"num_attention_heads": heads, "num_key_value_heads": of_keys, "intermediate_size": width}
     assert tensor_parallel_size(config, None, here)[0] == size
-    assert all(heads % one == 0 for one in tensor_parallel_sizes(config))
-    with pytest.raises(ExportError, match="cannot split"):
+    assert tensor_parallel_size(config, size, 0) == (size, "--gpus")
+    with pytest.raises(ExportError, match=rf"width {width} .* Possible: 1,?.*\."):
         tensor_parallel_size(config, heads + 1, here)
 
 
 def test_the_command_for_vllm_is_complete(run: Run) -> None:
     source = find_exported(run, None)
     server = VllmServer(source, 2, None, "my model")
-    command = " ".join(server.command(run.final, chat_template=True))
+    server.write(run.final, SimpleNamespace(chat_template=None))
+    command = (run.final / "serve.sh").read_text().replace(" \\\n ", "")
     assert """vllm serve "$folder" --served-model-name 'my model' --dtype float32 --tensor-parallel-size 2""" in command
     assert "--max-model-len 1024 --generation-config auto" in command
     assert "trained on at most 128 tokens" in server.reasons[1]
@@ -185,13 +196,6 @@ def test_vllm_is_told_of_the_sampling_that_it_would_not_find(tmp_path: Path) -> 
         assert missing_sampling(tmp_path) == told
 
 
-def test_gpus_divide_the_width_of_the_mlp_too() -> None:
-    config = {"num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864}
-    assert tensor_parallel_size(config, None, 14)[0] == 2
-    with pytest.raises(ExportError, match=r"width 4864 .* Possible: 1, 2\."):
-        tensor_parallel_size(config, 14, 0)
-
-
 def test_ollama_is_given_only_what_its_import_reads(tmp_path: Path) -> None:
     check_architecture({"architectures": ["LlamaForCausalLM"], "rope_parameters": {"rope_type": "llama3"}})
     with pytest.raises(ExportError, match="not import Qwen3ForCausalLM"):
@@ -201,14 +205,6 @@ def test_ollama_is_given_only_what_its_import_reads(tmp_path: Path) -> None:
     write_json(tmp_path / "tokenizer.json", {"model": {"type": "BPE", "byte_fallback": True}})
     with pytest.raises(ExportError, match="SentencePiece"):
         check_vocabulary(tmp_path)
-    assert any("uses its default" in warning for warning in import_warnings(tmp_path))
-
-
-def test_a_tokenizer_without_bos_is_told_because_ollama_may_add_one(tmp_path: Path) -> None:
-    write_json(tmp_path / "tokenizer.json", {"added_tokens": [{"id": 1, "content": "<s>"}]})
-    for named, told in ((None, True), ("<s>", False), ({"content": "<s>"}, False), ("<gone>", True)):
-        write_json(tmp_path / "tokenizer_config.json", {"bos_token": named, "add_bos_token": False})
-        assert any("has no BOS" in warning for warning in import_warnings(tmp_path)) == told
 
 
 def test_a_recipe_is_shown_without_places_trackers_and_keys(run: Run) -> None:
