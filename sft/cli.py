@@ -1,4 +1,4 @@
-"""The command `sft`: train, plan, show, prepare, eval, chat, export and diff. The scripts in scripts/ call it.
+"""The command `sft`: train, plan, show, prepare, convert, eval, chat, export and diff. The scripts in scripts/ call it.
 
 For completion of commands, options and recipe keys, add to ~/.bashrc: eval "$(_SFT_COMPLETE=bash_source sft)" (or zsh_source, fish_source).
 """
@@ -159,6 +159,30 @@ def _look_at_data(recipe: str, overrides: Sequence[str], rows: int | None) -> No
     from sft.launch.main import look_at_data
 
     look_at_data(recipe, overrides, rows)
+
+
+@sft.command(**COMMAND)
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "-o", "--output", metavar="RECIPE", type=click.Path(path_type=Path), help="Write the recipe to this file."
+)
+@click.option(
+    "--gpus", metavar="N", type=click.IntRange(1), help="How many GPUs the file was used on, for the global batch."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the lists as JSON: tool, carried, changed, dropped.")
+def convert(file: Path, output: Path | None, gpus: int | None, as_json: bool) -> None:
+    """Convert a training config of another tool to a recipe, and account for each of its keys.
+
+    FILE is a config of trl, the alignment-handbook, axolotl, LLaMA-Factory or torchtune, or transformers' TrainingArguments as JSON.
+    Exit status: 0 converted, 2 refused.
+
+    \b
+      sft convert llama3_lora.yml --gpus 8 -o recipes/llama3_lora.yaml
+      sft convert config.yaml --gpus 1 --json
+    """
+    from sft.convert.main import main as convert_file
+
+    convert_file(file, output, gpus, as_json)
 
 
 @sft.command("eval", **COMMAND)
