@@ -267,8 +267,11 @@ def _schedule(trainer: Any, job: Job) -> Reading:
     """Compare the functions that multiply the peak, one per group of parameters, and their arguments."""
 
     def words(scheduler: Any) -> str:
-        shapes = {f"{one.func.__name__} {dict(sorted(one.keywords.items()))}" for one in scheduler.lr_lambdas}
-        return "; ".join(sorted(shapes)).removeprefix("_get_")
+        calls = {
+            f"{one.func.__name__}({', '.join(f'{key}={one.keywords[key]}' for key in sorted(one.keywords))})"
+            for one in scheduler.lr_lambdas
+        }
+        return "; ".join(sorted(call.removeprefix("_get_") for call in calls))
 
     live = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
     return Reading.equal("lr_scheduler", words(planned_schedule(job, trainer.state.max_steps)), words(live))

@@ -252,6 +252,11 @@ def change_learning_rate(trainer: Any) -> None:
         group["initial_lr"] = group["lr"] = 0.5
 
 
+COSINE = (
+    "cosine_schedule_with_warmup_lr_lambda(min_lr_rate=0.0, num_cycles=0.5, num_training_steps=1, num_warmup_steps={})"
+)
+
+
 def change_schedule(trainer: Any) -> None:
     trainer.lr_scheduler.lr_lambdas[1].keywords["num_warmup_steps"] = 7
 
@@ -275,7 +280,7 @@ def train_the_base(trainer: Any) -> None:
         (swap_kernel, [], {"kernels": ("none", "liger: 1 Qwen2RMSNorm")}),
         (swap_optimizer, [], {"optimizer": ("AdamW on fp32", "SGD on fp32")}),
         (change_learning_rate, [], {"learning_rate": ("1e-05", "0.5")}),
-        (change_schedule, [], {"lr_scheduler": ("'num_warmup_steps': 0", "'num_warmup_steps': 7")}),
+        (change_schedule, [], {"lr_scheduler": (COSINE.format(0), "num_warmup_steps=7")}),
         (set_argument("per_device_train_batch_size", 3), [], {"micro_batch_size": ("4", "3")}),
         (set_argument("gradient_accumulation_steps", 2), [], {"gradient_accumulation_steps": ("1", "2")}),
         (
