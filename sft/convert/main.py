@@ -142,7 +142,7 @@ def main(file: Path, output: Path | None, gpus: int | None, as_json: bool) -> No
         *(["--gpus", str(gpus)] if gpus else []),
         *(["-o", str(output)] if output else []),
     ]
-    text = recipe_text(conversion, shlex.join(command))
+    text = recipe_text(conversion, shlex.join(command), folder)
     parse_recipe(text, origin=f"the recipe from {file}")
     if output:
         _write(output, text, conversion.templates)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 
 from sft.convert.conversion import Conversion
 from sft.recipe.changes import recipe_keys
+from sft.recipe.json_schema import schema_line
 from sft.recipe.schema import Recipe
 from sft.recipe.section import Section, sections_in
 
@@ -18,12 +20,13 @@ _WIDTH = 118
 _PLAIN = re.compile(r"[A-Za-z~./][\w./ +-]*")
 
 
-def recipe_text(c: Conversion, command: str) -> str:
+def recipe_text(c: Conversion, command: str, folder: Path = Path()) -> str:
     """The recipe as YAML.
 
     Args:
         c: What it holds.
         command: How it was made.
+        folder: Where it will lie.
     """
     counts = (
         f"{len(c.carried)} keys carried over, {len(c.changed)} with another meaning, {len(c.dropped)} not carried over"
@@ -32,6 +35,7 @@ def recipe_text(c: Conversion, command: str) -> str:
         f"# From {c.file}, a config of {c.tool}: {counts}.",
         f"#   {command}",
         "# Look at what the model will see, and at every decision, before you train: sft show, sft plan.",
+        *filter(None, [schema_line(folder)]),
         "schema_version: 1",
         "version: 1",
     ]
