@@ -127,10 +127,7 @@ class DocumentMaker:
         self.special_tokens = SpecialTokens(tokenizer)
 
     def make(self, source: Source, number: int, format: str, rows: Sequence[tuple[int, Row | BadRow]]) -> Chunk:
-        """Make documents of some rows of one source, given with their numbers in it, from 1.
-
-        Raises RowError where a row stops the preparation.
-        """
+        """Make documents of rows of one source, given with their numbers in it, from 1. Raises RowError where one stops it."""
         chunk = Chunk(number, Counts(rows_in=len(rows)))
         # The chat template writes the special tokens, BOS included: the tokenizer must not add another.
         adds_special_tokens = format == "text" or not source.chat
@@ -332,9 +329,8 @@ def token_range(encoding: Any, start: int, end: int, added: Container[int] = ())
 
     One of the ids `added` that begins before `start` is not among them: some added tokens take the white space around them with
     them (`rstrip`), such as the header before an answer that begins with a space.
-
-    Asks for single characters: all offsets at once are a Python object for every token.
     """
+    # Single characters: all offsets at once are a Python object for every token.
     first = next((token for at in range(start, end) if (token := encoding.char_to_token(at)) is not None), None)
     if first is None:
         return 0, 0

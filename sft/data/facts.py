@@ -68,10 +68,10 @@ def inspect_data(recipe: Recipe, model_folder: str) -> DataFacts | None:
         packs = len(pack(np.tile(used, _COPIES), recipe.sequence_length)[1]) / _COPIES
         sequences = packs if recipe.data.packing else len(used)
         totals += np.array([len(used), sum(used), trained, sequences]) * number / len(rows)
-    documents, tokens, trained, sequences = totals.tolist()
+    documents, tokens, targets, sequences = totals.tolist()
     if not documents:
         return None
-    return DataFacts(int(documents), int(tokens), min(int(trained), int(tokens)), ceil(sequences))
+    return DataFacts(int(documents), int(tokens), min(int(targets), int(tokens)), ceil(sequences))
 
 
 def _sample(files: list[Path], source: Source) -> tuple[list[Row], str, int]:

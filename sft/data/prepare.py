@@ -40,9 +40,8 @@ from sft.hub.model_facts import ModelFacts
 from sft.hub.pins import pinned
 from sft.recipe.schema import Recipe, Source
 
-_KEPT_ENTRIES = 10
-_KEPT_SECONDS = 30 * 24 * 3600
-"""Entries beyond the newest ones are removed if they were not used for so long. A run that needs one later prepares it again."""
+_KEPT_SECONDS = 90 * 24 * 3600
+"""Entries that were not used for so long are removed."""
 
 _FIRST_ROWS = 1000
 """Rows whose columns decide the format."""
@@ -112,16 +111,14 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _remove_unused(place: Path) -> None:
-    """Remove old entries, and what preparations that were killed left long ago."""
-    with suppress(OSError):  # another process removes too
-        for unfinished in place.glob(".*.*/"):
-            if time.time() - unfinished.stat().st_mtime > _KEPT_SECONDS:
-                shutil.rmtree(unfinished, ignore_errors=True)
-        used = {file.parent: file.stat().st_mtime for file in place.glob("[!.]*/prepared.json")}
-        for folder in sorted(used, key=lambda entry: used[entry], reverse=True)[_KEPT_ENTRIES:]:
-            if time.time() - used[folder] > _KEPT_SECONDS:
-                gone = folder.with_name(f".{folder.name}.{os.getpid()}")
-                folder.rename(gone)  # for others it disappears at once
+    """Remove entries that no run has used for long, and what preparations that were killed left. A later run prepares them again."""
+    for folder in place.glob("*/"):
+        with suppress(OSError):  # another process removes too
+            used = folder / "prepared.json"
+            if time.time() - (used if used.is_file() else folder).stat().st_mtime > _KEPT_SECONDS:
+                gone = folder.rename(
+                    folder.with_name(f".{folder.name}.{os.getpid()}")
+                )  # for others it disappears at once
                 shutil.rmtree(gone, ignore_errors=True)
 
 
