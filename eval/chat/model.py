@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.models.placement import change_whole, check_placement, place_model
-from eval.models.target import Target, check_folder, recorded_base
-from eval.quiet import first_line
+from eval.models.target import Target, check_folder, check_trained, recorded_base
+from eval.tasks.output import first_line
 from eval.tasks.reference import Reference, context_of, load_config, load_reference
 from eval.tasks.settings import LENGTH_KEYS
 from sft.errors import EvaluationError
@@ -157,13 +157,7 @@ class ChatModel:
 def find_model(
     model: str, base: bool = False, checkpoint: int | None = None, trust_remote_code: bool = False
 ) -> ChatModel:
-    """Find the model to chat with.
-
-    Args:
-        model: A run's folder, a model's, or an id on the hub.
-        base: The model that the run was trained from.
-        checkpoint: The step of one of the run's checkpoints.
-        trust_remote_code: Whether the user allows the Python files of the run's model.
+    """Find the model to chat with: a folder, an id on the hub, or of a run its final model, its base or a checkpoint's step.
 
     Raises:
         EvaluationError: There is no such model, or the run has none yet.
@@ -183,10 +177,8 @@ def find_model(
         raise EvaluationError("--base and --checkpoint name two models. Give one of them.")
     if checkpoint is not None:
         return _checkpoint(run, checkpoint)
-    if not (run.final / "config.json").is_file():
-        steps = _steps(run)
-        instead = f"Chat with a checkpoint: --checkpoint {steps[-1]}" if steps else "Finish its training first."
-        raise EvaluationError(f"{run.path} has no final model (status: {run.record.get('status')}). {instead}")
+    steps = _steps(run)
+    check_trained(run, f"Chat with a checkpoint: --checkpoint {steps[-1]}" if steps else "Finish its training first.")
     reference = load_reference(str(run.final), None, trusted)
     tuned = Target("tuned", str(run.final), None, trusted)
     return ChatModel(recorded_base(run) if base else tuned, reference, recipe.eval)

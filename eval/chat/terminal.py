@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.chat.model import ChatFormat, Messages, find_model
-from eval.quiet import chatter_to
+from eval.tasks.output import chatter_to
 from sft.errors import EvaluationError
 from sft.program import exit_on_error
 from sft.terminal import visible

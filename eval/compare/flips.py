@@ -107,11 +107,9 @@ def _flips_of(task: str, row: Row, pairs: Pairs, sides: tuple[list[Sample], list
 
 
 def find_flips(metrics: list[Metric], samples: tuple[Samples, Samples]) -> tuple[list[Row], dict[str, Row]]:
-    """Find every document that only one of the models has right.
+    """Find every document that only one of the models has right: the lines of flips.jsonl, and by task the metric and the counts.
 
-    Returns:
-        The lines of flips.jsonl, and by task the metric and the counts: of the metric that decides or, where that is not 0 or 1, of
-        the first that is.
+    The metric is the one that decides or, where that is not 0 or 1, the first that is.
     """
     lines: list[Row] = []
     counts: dict[str, Row] = {}

@@ -29,14 +29,10 @@ def differing(base: object, tuned: object, where: str = "") -> list[str]:
 def check_settings_match(
     base: Results, tuned: Results, base_samples: Samples, tuned_samples: Samples
 ) -> dict[str, Any] | None:
-    """Refuse a comparison where settings, documents or prompts differ.
+    """Refuse a comparison where settings, documents or prompts differ; a base model's own prompts may, where the recipe asks for them.
 
     Returns:
         How the base model was prompted where that had to be decided: `base_template`, and `note`, a sentence about it.
-
-    Raises:
-        EvaluationError: The settings, the documents or the prompts were not the same. The one difference allowed is the base model's
-            own prompts, where the recipe asks for them.
     """
     prompting: dict[str, Any] | None = base.get("prompting")
     own_prompts = prompting is not None and prompting["base_template"] == "own"

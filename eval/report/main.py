@@ -39,11 +39,7 @@ def write_report(run: Run) -> Path:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a page as a whole, without secrets.
-
-    Raises:
-        RunError: It cannot be written.
-    """
+    """Write a page as a whole, without secrets."""
     try:
         write_text(path, redact(text))
     except OSError as error:

@@ -171,12 +171,7 @@ def _watch(process: subprocess.Popen[bytes], limits: Limits) -> str:
 
 
 def run_program(program: str, limits: Limits = LIMITS, isolated: bool = True) -> Outcome:
-    """Run one program to its end.
-
-    Args:
-        program: Python source.
-        limits: What it may use.
-        isolated: In a sandbox; else in a temporary folder, under resource limits alone.
+    """Run one program to its end: in a sandbox, or in a temporary folder under resource limits alone.
 
     Raises:
         EvaluationError: It could not be run within its limits, which is no fault of the program and no score.
@@ -259,10 +254,7 @@ _ESCAPES = {
 
 @cache
 def check_isolation(limits: Limits = LIMITS) -> str:
-    """Try out what holds generated code on this machine.
-
-    Returns:
-        bwrap's version; empty where the user allows limits alone.
+    """Try out what holds generated code on this machine: bwrap's version; empty where the user allows limits alone.
 
     Raises:
         EvaluationError: There is no sandbox, or it leaks.
@@ -291,12 +283,7 @@ def check_isolation(limits: Limits = LIMITS) -> str:
 
 
 def describe(sandbox: str, limits: Limits = LIMITS) -> str:
-    """What a person reads before generated code runs.
-
-    Args:
-        sandbox: From `check_isolation`.
-        limits: What a program may use.
-    """
+    """What a person reads before generated code runs; `sandbox` is from `check_isolation`."""
     held = (
         f"{limits.cpu_seconds} s of processor time, {limits.wall_seconds:g} s, {limits.memory_bytes // MIB} MiB, {limits.processes} "
         "processes a program"

@@ -32,11 +32,7 @@ class TaskIndex:
 
 
 def known_tasks(files: Sequence[Path] | None = None) -> TaskIndex:
-    """The index of the installed lm_eval: read from the cache, else built and cached.
-
-    Args:
-        files: Where it may be cached; None: in the environment, which may be read-only, or in the user's cache.
-    """
+    """The index of the installed lm_eval, cached in the environment, which may be read-only, or in the user's cache."""
     if files is None:
         name = f"lm_eval-{version('lm_eval')}-names.json"
         user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from eval.quiet import first_line
 from eval.sandbox.metric import code_settings
+from eval.tasks.output import first_line
 from eval.tasks.reference import Reference, context_of
 from eval.tasks.suites import TaskSelection
 from sft.errors import EvaluationError
@@ -103,16 +103,10 @@ class Settings:
 
 
 def resolve_settings(evaluation: Evaluation, selection: TaskSelection, reference: Reference, on_gpu: bool) -> Settings:
-    """Decide everything that the recipe's `eval` section leaves open.
-
-    Args:
-        evaluation: The section.
-        selection: From `check_tasks`.
-        reference: The tuned model.
-        on_gpu: Whether the models run on GPUs.
+    """Decide everything that the recipe's `eval` section leaves open; the reference is the tuned model.
 
     Raises:
-        EvaluationError: The tokenizer has no chat template, or one that drops the system instruction; or max_length is beyond the context.
+        EvaluationError: It has no chat template, or one that drops the system instruction; or max_length is beyond the context.
     """
     served, chat, tokenizer = evaluation.backend == "server", evaluation.apply_chat_template, reference.tokenizer
     context = context_of(reference.config)

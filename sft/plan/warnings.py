@@ -10,24 +10,17 @@ from sft.plan.hardware import Hardware
 from sft.plan.plan import DataSize, Plan
 from sft.recipe.schema import Recipe
 
+# Steps over which AdamW's second moment averages with the default beta2, 1 / (1 - 0.95): fewer end before it has settled.
 FEW_STEPS = 20
-"""Steps over which AdamW's second moment averages with the default beta2, 1 / (1 - 0.95): fewer end before it has settled."""
-
+# Adapters are trained at 1e-4 to 5e-4, and all weights of a model of a billion parameters at 1e-6 to 5e-5.
 LORA_RATE, FULL_RATE = 3e-5, 1e-4
-"""Adapters are trained at 1e-4 to 5e-4, about ten times the rate of all weights, and models of a billion parameters at 1e-6 to 5e-5: what
-lies beyond these is the other one's rate."""
-
-CPU_PARAMETERS = 3e8
-"""Models above this are seldom trained on a CPU on purpose."""
+CPU_PARAMETERS = 3e8  # models above this are seldom trained on a CPU on purpose
 
 
 def plan_warnings(
     recipe: Recipe, plan: Plan, hardware: Hardware, model: ModelFacts, data: DataSize | None = None
 ) -> list[str]:
-    """What a plan shows that would surprise its author, one sentence or two each; empty where nothing does.
-
-    Where the data is not counted (None), the plan's number of steps is an estimate.
-    """
+    """What a plan shows that would surprise its author, one sentence or two each; without data the number of steps is an estimate."""
     parameters = model.parameters or 0
     warnings = [*_steps(recipe, plan, data), *_learning_rate(recipe, plan, parameters), *_optimizer(recipe)]
     if hardware.gpu is None and parameters > CPU_PARAMETERS:

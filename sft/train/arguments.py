@@ -153,11 +153,7 @@ def _wrong_types(extra: dict[str, Any]) -> list[str]:
 
 
 def check_trainer_args(job: Job) -> None:
-    """Compare train.trainer_args with the installed SFTConfig.
-
-    Raises:
-        RecipeError: An unknown name, a value of the wrong type, or something that the recipe or the plan decides.
-    """
+    """Refuse in train.trainer_args what SFTConfig does not know or take, and what the recipe or the plan decides: a RecipeError."""
     known = {field.name for field in fields(SFTConfig) if field.init}
     planned = set(_planned_arguments(job, Path("recipe/run")))
     lines = []
@@ -181,11 +177,7 @@ def check_trainer_args(job: Job) -> None:
 
 
 def training_arguments(job: Job, run: Run) -> SFTConfig:
-    """TRL's configuration of the job. Must exist before the model loads: ZeRO-3 shards it while it loads.
-
-    Raises:
-        RecipeError: The installed SFTConfig refuses something in train.trainer_args.
-    """
+    """TRL's configuration of the job. Must exist before the model loads: ZeRO-3 shards it while it loads."""
     check_trainer_args(job)
     try:
         arguments = SFTConfig(**_planned_arguments(job, run.path), **job.recipe.train.trainer_args)

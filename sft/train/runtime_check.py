@@ -1,7 +1,4 @@
-"""Reads what really runs from the live objects before step 1, and compares it with the plan.
-
-Only after the engine has been set up do the live objects show what a library made of a setting.
-"""
+"""Reads what really runs from the live objects before step 1, once the engine is set up, and compares it with the plan."""
 
 from __future__ import annotations
 
@@ -85,11 +82,7 @@ class RuntimeCheck(TrainerCallback):  # type: ignore[misc]
 
 
 def check_readings(readings: Iterable[Reading]) -> None:
-    """Refuse to train anything else than was planned.
-
-    Raises:
-        PlanError: Lists what differs, with both values.
-    """
+    """Refuse to train anything else than was planned: a PlanError lists what differs, with both values."""
     wrong = [f"  {one.name}: planned {one.planned}, running {one.running}" for one in readings if one.wrong]
     if wrong:
         first = "What runs is not what was planned, so nothing was trained:"

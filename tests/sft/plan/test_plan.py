@@ -28,10 +28,7 @@ VOLTA, AMPERE = gpus(capability=7.0), gpus(capability=8.0)
     [
         ("auto", cpu(), "bfloat16", "fp32"),
         ("auto", AMPERE, "float16", "bf16"),
-        ("auto", AMPERE, None, "bf16"),
         ("auto", VOLTA, "bfloat16", "fp32"),
-        ("bf16", cpu(), "bfloat16", "bf16"),
-        ("fp32", AMPERE, "bfloat16", "fp32"),
         ("fp16", VOLTA, "float32", "fp16"),
     ],
 )
@@ -137,13 +134,11 @@ def test_planning_changes_nothing_and_reads_no_environment(
         ("train.learning_rate=2e-2", 960, 1e7, "train.learning_rate=0.02"),
         ("train.learning_rate=1e-12", 960, 3e9, "train.learning_rate=1e-12"),
         ("train.learning_rate=5e-7 train.weight_decay=1.6", 960, 3e9, None),
-        ("train.weight_decay=10", 960, None, "train.weight_decay=10"),
         ("train.max_grad_norm=1e-9", 960, None, "train.max_grad_norm=1e-09"),
         ("train.max_grad_norm=0", 960, None, None),  # off
         ("train.adam_beta1=0.999 train.adam_beta2=0.9", 960, None, "train.adam_beta1=0.999"),
         ("model.lora={r: 1, lora_alpha: 16384} train.learning_rate=2e-4", 960, None, "model.lora.lora_alpha=16384"),
         ("train.trainer_args={label_smoothing_factor: 1.0}", 960, None, "label_smoothing_factor=1.0"),
-        ("train.trainer_args={neftune_noise_alpha: 15, label_smoothing_factor: 0.1}", 960, None, None),
         ("eval={every_steps: 121, tasks: [a]}", 960, None, "eval.every_steps=121"),
         ("eval={every_steps: 120, tasks: [a]}", 960, None, None),
     ],
