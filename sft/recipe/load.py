@@ -85,7 +85,7 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), origin: str = "recipe
 
 def _from_elsewhere(values: dict[str, Any], origin: str) -> list[str]:
     tool = other_tool(values)
-    if tool is None or tool == "accelerate":
+    if tool in (None, "accelerate", "DeepSpeed"):
         return []
     return [f"It looks like a config of {tool}. To convert it: sft convert {origin} -o recipe.yaml"]
 
@@ -236,6 +236,7 @@ _OTHER_NAMES = {
     "per_device_train_batch_size": "micro_batch_size",
     "gradient_accumulation_steps": "global_batch_size` (accumulation follows from it), not `gradient_accumulation_steps",
     "lr_scheduler": "lr_scheduler_type",
+    "lr_scheduler_kwargs": "min_lr_ratio`, `lr_decay_steps`, `lr_decay_type` and `lr_power",
     "bf16": "precision",
     "fp16": "precision",
     "max_seq_length": "max_length",
