@@ -236,6 +236,7 @@ _OTHER_NAMES = {
     "per_device_train_batch_size": "micro_batch_size",
     "gradient_accumulation_steps": "global_batch_size` (accumulation follows from it), not `gradient_accumulation_steps",
     "lr_scheduler": "lr_scheduler_type",
+    "lr_scheduler_kwargs": "min_lr_ratio`, `lr_decay_steps`, `lr_decay_type` and `lr_power",
     "bf16": "precision",
     "fp16": "precision",
     "max_seq_length": "max_length",
