@@ -82,7 +82,8 @@ def prepare(run: Run, texts: list[str], trained: list[int]) -> Words:
     SequenceIndex(np.array(trained), np.arange(1, len(trained) + 1)).save(folder / "train.npz")
     SequenceIndex(np.array([], int), np.array([], int)).save(folder / "held_out.npz")
     sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
-    write_json(folder / "prepared.json", {"fingerprint": "abc", "sizes": sizes})
+    counted = {"ledger": {}, "findings": [], "sequences": {}}
+    write_json(folder / "prepared.json", {"fingerprint": "abc", "sizes": sizes} | counted)
     run.update(data_fingerprint="abc")
     return tokenizer
 
