@@ -109,10 +109,14 @@ class During(TrainerCallback):  # type: ignore[misc]
         control.should_log = True
         stopping.act(stopping.agreed, control)
 
+    def peek(self) -> dict[str, float] | None:
+        """The latest scores, as long as no one has taken them."""
+        return flat(self.latest) if self.latest is not None else None
+
     def take(self) -> dict[str, float] | None:
         """The latest scores, once."""
-        latest, self.latest = self.latest, None
-        return flat(latest) if latest is not None else None
+        latest, self.latest = self.peek(), None
+        return latest
 
     def _keep(self, step: int) -> list[int]:
         """Remove the lines of later steps, which come again; returns the steps of the others."""

@@ -24,7 +24,7 @@ def eval_loss_of(trainer: RecipeTrainer, run: Run, prepared: Prepared) -> EvalLo
     if not len(index):
         return None
     sequences = Sequences(data.store, index, trainer.data_parallel_ranks, data.pad_token_id, data.packed)
-    return EvalLoss(trainer, sequences, train.eval_steps or train.save_steps, run)
+    return EvalLoss(trainer, sequences, train.eval_steps or trainer.job.save_steps, run)
 
 
 class EvalLoss(TrainerCallback):  # type: ignore[misc]
@@ -62,6 +62,10 @@ class EvalLoss(TrainerCallback):  # type: ignore[misc]
             self.latest = self.measure()
             control.should_log = True
             self.stopping.act(self.stopping.agreed, control)
+
+    def peek(self) -> float | None:
+        """The last figure, as long as no one has taken it."""
+        return self.latest
 
     def take(self) -> float | None:
         """The last figure, once."""
