@@ -60,11 +60,7 @@ def _as_override(argument: str) -> str:
 
 
 def parse_evaluation(arguments: Sequence[str], run: Run | None = None) -> Evaluation:
-    """The `eval` section: a run's own, or the defaults, changed by `key=value`.
-
-    Raises:
-        EvaluationError: An argument is no key of it, or has a wrong value; all at once.
-    """
+    """The `eval` section: a run's own, or the defaults, changed by `key=value`; all mistakes in one message."""
     overrides = [_as_override(argument) for argument in arguments if argument not in (TRUST, ACCEPT)]
     text, recorded = NO_RECIPE, list[str]()
     if run is not None:
@@ -80,11 +76,7 @@ def parse_evaluation(arguments: Sequence[str], run: Run | None = None) -> Evalua
 
 
 def _without_consents(run: Run, evaluation: Evaluation, given: set[str]) -> Evaluation:
-    """The section without the consents that the run's folder alone gives.
-
-    Raises:
-        EvaluationError: Only the run's recipe says where requests would go, or which key they would carry.
-    """
+    """The section without the consents that the run's folder alone gives; it must not decide where requests go either."""
     values = {f"eval.server.{key}": getattr(evaluation.server, key) for key in SENDS}
     alone = [f"{key}={value}" for key, value in values.items() if value is not None and key not in given]
     if evaluation.backend == "server" and alone:
@@ -98,11 +90,7 @@ def _without_consents(run: Run, evaluation: Evaluation, given: set[str]) -> Eval
 def _leave_launcher() -> str | None:
     """Under torchrun by hand, go on as a single process: rank 0 starts as many itself, and the other ranks end.
 
-    Returns:
-        The override that says how many; None without a launcher.
-
-    Raises:
-        EvaluationError: The ranks are on several nodes.
+    Returns the override that says how many; None without a launcher.
     """
     number, here = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     rank, is_rank = os.environ.get("RANK", "0"), terminal.is_rank()

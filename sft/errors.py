@@ -26,17 +26,10 @@ from difflib import get_close_matches
 
 EXIT_CRASHED = 1
 EXIT_USER_ERROR = 2
-EXIT_LOST_RANK = 1
-"""Not 2: the user has nothing to change before running the same command again, so a scheduler may do it."""
-
-EXIT_GATE = 3
-"""A status of its own, so that CI can tell a worse model from an evaluation that did not finish."""
-
-EXIT_INTERRUPTED = 130
-"""Ctrl-C (SIGINT)."""
-
-EXIT_TERMINATED = 143
-"""Any other request to stop: docs/interruptions.md."""
+EXIT_LOST_RANK = 1  # not 2: there is nothing to change before running the same command again, so a scheduler may do it
+EXIT_GATE = 3  # so that CI can tell a worse model from an evaluation that did not finish
+EXIT_INTERRUPTED = 130  # Ctrl-C (SIGINT)
+EXIT_TERMINATED = 143  # any other request to stop: docs/interruptions.md
 
 
 class ShownError(Exception):
@@ -93,12 +86,7 @@ class NonfiniteError(UserError):
 
 
 class LostRank(ShownError):
-    """Another process of the job, its node, or the network to it is gone or does not answer in time.
-
-    Args:
-        message: For the user.
-        named: The message names the process.
-    """
+    """Another process of the job (`named` if the message names it), its node, or the network to it is gone or does not answer."""
 
     status = EXIT_LOST_RANK
 
@@ -136,16 +124,8 @@ class Interrupted(BaseException):
 
 
 _SIGNS_OF_A_LOST_RANK = (
-    "timed out",
-    "timeout",
-    "closed by peer",
-    "reset by peer",
-    "broken pipe",
-    "connection refused",
-    "no route to host",
-    "network is unreachable",
-    "pair closure",
-    "remote process exited",
+    *("timed out", "timeout", "closed by peer", "reset by peer", "broken pipe", "connection refused"),
+    *("no route to host", "network is unreachable", "pair closure", "remote process exited"),
 )
 
 

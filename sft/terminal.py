@@ -32,22 +32,17 @@ from sft.credentials import redact
 from sft.errors import is_lost
 
 FAILURE = "failed.txt"
-"""In the run's logs/: which rank failed first, and why."""
-_WAIT_SECONDS = 10.0
-"""How long a rank that lost the others waits for the rank that failed to speak, or for the launcher to end it."""
+_WAIT_SECONDS = 10.0  # that a rank which lost the others waits for the rank that failed, or for the launcher to end it
 
 
 @dataclass
 class _Output:
     """Where this process prints."""
 
-    terminal: int = 2
-    """A file descriptor: what standard error was at the start."""
-
+    terminal: int = 2  # what standard error was at the start
     log: Path | None = None
     run: Path | None = None
-    signalled: bool = False
-    """A signal has arrived, perhaps from the launcher because another rank is gone."""
+    signalled: bool = False  # perhaps by the launcher because another rank is gone
 
 
 _output = _Output()
@@ -260,12 +255,10 @@ def _now() -> str:
 
 # Text of others, safe to show: in the terminal, in Markdown, HTML or a script.
 
+# Line breaks and tabs; the joiners of emoji, Persian and Indic scripts; direction marks that reverse no text.
 _KEPT = {"\n", "\t", "\u200c", "\u200d", "\u200e", "\u200f", "\u061c"}
-"""Line breaks and tabs; the joiners of emoji, Persian and Indic scripts; direction marks that reverse no text."""
-
+# Format characters that a font draws.
 _DRAWN = {*map(chr, range(0x600, 0x606)), "\u06dd", "\u070f", "\u0890", "\u0891", "\u08e2", "\U000110bd", "\U000110cd"}
-"""Format characters that a font draws."""
-
 _NOT_PLAIN = re.compile(r"[^ -~\n\t]")
 
 

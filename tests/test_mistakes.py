@@ -37,18 +37,18 @@ TYPOS = {
         "", ("mine.yaml is not a valid recipe", "data.max_len: unknown key; did you mean `max_length`?"),
         files={"mine.yaml": RECIPE.replace("max_length", "max_len")},
     ),
-    "a value of the wrong type": Mistake("train.learning_rate=fast", ("train.learning_rate", '"fast"', "number")),
-}  # fmt: skip
-MISTAKES = TYPOS | {
-    "no override": Mistake("learning_rate", ("'learning_rate' is neither the recipe (mine.yaml) nor an override",)),
     "data that is missing": Mistake("data.train=gone.jsonl", ("data.train", "gone.jsonl", "no file or folder")),
-    "useless columns": Mistake(
-        "", ("rows.jsonl has no usable columns", "Found: question, reply", "`messages`", "Rename"),
-        files={"rows.jsonl": '{"question": "a", "reply": "b"}\n'},
-    ),
     "a batch that cannot be divided": Mistake(
         "train.global_batch_size=7", ("train.global_batch_size=7 cannot be shared by 2 processes", "6 or 8", "1"),
         environment={"NPROC": "2"},
+    ),
+}  # fmt: skip
+MISTAKES = TYPOS | {
+    "a value of the wrong type": Mistake("train.learning_rate=fast", ("train.learning_rate", '"fast"', "number")),
+    "no override": Mistake("learning_rate", ("'learning_rate' is neither the recipe (mine.yaml) nor an override",)),
+    "useless columns": Mistake(
+        "", ("rows.jsonl has no usable columns", "Found: question, reply", "`messages`", "Rename"),
+        files={"rows.jsonl": '{"question": "a", "reply": "b"}\n'},
     ),
     "a DeepSpeed file that contradicts the recipe": Mistake(
         "train.deepspeed=mine.json",
@@ -132,11 +132,11 @@ def as_a_user(folder: Path, words: list[str], **environment: str) -> subprocess.
 
 
 @pytest.mark.parametrize("name", TYPOS)
-def test_a_typo_in_the_recipe_is_found_before_torch_is_imported(name: str, tmp_path: Path) -> None:
+def test_a_plain_mistake_is_found_before_torch_is_imported(name: str, tmp_path: Path) -> None:
     words = prepare(tmp_path, TYPOS[name])
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / "torch.py").write_text("raise AssertionError('torch was imported')\n")
-    ended = as_a_user(tmp_path, words, PYTHONPATH=str(tmp_path / "path"))
+    ended = as_a_user(tmp_path, words, PYTHONPATH=str(tmp_path / "path"), **TYPOS[name].environment)
     check(ended.returncode, ended.stdout, ended.stderr, TYPOS[name], tmp_path)
 
 

@@ -66,15 +66,7 @@ def check(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def warning(tuned: dict[str, Any], ends: Sequence[str], limit: int, only_text: bool, truncated: int) -> str | None:
-    """What is wrong with the tuned model's answers, the likely reason, and the remedy; None where nothing is wrong.
-
-    Args:
-        tuned: From `check`.
-        ends: Tokens that end an answer, by final/generation_config.json.
-        limit: Tokens of the longest answer.
-        only_text: Whether the data held no conversations.
-        truncated: Tokens of the data that were cut off the ends of rows.
-    """
+    """What is wrong with the tuned model's answers, the likely reason, and the remedy; None where nothing is wrong."""
     if tuned["passed"]:
         return None
     lines, answers = [], tuned["answers"]

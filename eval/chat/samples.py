@@ -16,8 +16,8 @@ from eval.chat.checks import check, is_empty, loops, warning
 from eval.chat.model import ChatFormat, Messages, load_format, load_weights
 from eval.harness.prompting import own_template
 from eval.models.placement import give_memory_back
-from eval.models.target import Target, base_target
-from eval.quiet import chatter_to
+from eval.models.target import Target, base_target, check_trained
+from eval.tasks.output import chatter_to
 from eval.tasks.reference import Reference, load_reference
 from sft.errors import EvaluationError
 from sft.files import read_json, write_json
@@ -55,10 +55,8 @@ def prompts_of(recipe: Recipe) -> list[Messages]:
     """
     assert recipe.eval.chat
     given: list[str | Messages] = list(DEFAULT)
-    if recipe.eval.chat.prompts is not None:
-        given = [
-            one if isinstance(one, str) else [turn.model_dump() for turn in one] for one in recipe.eval.chat.prompts
-        ]
+    if (own := recipe.eval.chat.prompts) is not None:
+        given = [one if isinstance(one, str) else [turn.model_dump() for turn in one] for one in own]
     elif any(source.path == "builtin:demo" for source in recipe.sources):
         given = list(questions(len(DEFAULT)))  # it has learned nothing else
     system = recipe.eval.system_instruction
@@ -72,11 +70,7 @@ def prompts_of(recipe: Recipe) -> list[Messages]:
 
 
 def answer_limit(chat_format: ChatFormat, prompts: list[list[int]], max_new_tokens: int) -> int:
-    """Tokens of the longest answer: the recipe's number, where the context has room for it.
-
-    Raises:
-        EvaluationError: It has room for none.
-    """
+    """Tokens of the longest answer: the recipe's number, where the context has room for it."""
     longest, context = max(map(len, prompts)), chat_format.context
     room = max_new_tokens if context is None else min(max_new_tokens, context - longest)
     if room < 1:
@@ -170,17 +164,11 @@ def _show(run: Run, result: dict[str, Any]) -> None:
 
 
 def chat(run: Run) -> None:
-    """Have base and tuned model answer, and write eval/chat.json.
-
-    Raises:
-        EvaluationError: There is no final/, or prompts or models cannot be used.
-    """
+    """Have base and tuned model answer, and write eval/chat.json."""
     recipe = run.recipe()
     if not recipe.eval.chat:
         raise EvaluationError("eval.chat=false: no prompts are answered.")
-    if not (run.final / "config.json").is_file():
-        status = run.record.get("status")
-        raise EvaluationError(f"{run.path} has no final model (status: {status}). Finish its training first.")
+    check_trained(run)
     reference = load_reference(str(run.final), None, recipe.model.trust_remote_code)
     file = run.path / "eval" / "chat.json"
     file.parent.mkdir(exist_ok=True)

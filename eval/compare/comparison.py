@@ -81,11 +81,7 @@ def _compare_metric(
 
 
 def compare(base: Results, tuned: Results, base_samples: Samples, tuned_samples: Samples) -> Comparison:
-    """Compare two evaluations that were made under the same settings.
-
-    Returns:
-        All but `flips`, `contamination` and `gate`, which are empty. Each of `metrics` has the difference tuned - base; a perplexity
-        also has `ratio_interval_95`, of tuned / base.
+    """Compare two evaluations that were made under the same settings; `flips`, `contamination` and `gate` are left empty.
 
     Raises:
         EvaluationError: The settings, the documents or the prompts were not the same.

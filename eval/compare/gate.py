@@ -80,11 +80,7 @@ def describe_gate(gate: dict[str, Any]) -> str:
 
 
 def judge_gate(gate: Gate | None, comparison: dict[str, Any]) -> dict[str, Any] | None:
-    """Hold a comparison against a gate.
-
-    Returns:
-        `asked`, `passed`, and a sentence for each of `failures`; None without a gate.
-    """
+    """Hold a comparison against a gate: `asked`, `passed`, and a sentence for each of `failures`; None without a gate."""
     if gate is None:
         return None
     failures = [f"{task} was not measured: {reason}" for task, reason in comparison["not_measured"].items()]

@@ -11,9 +11,8 @@ import json
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from uuid import uuid4
 
-from eval.harness.measure import evaluate_model
+from eval.harness.measure import complete_or_absent, evaluate_model
 from eval.harness.prompting import Prompting
 from eval.models.placement import Placement, gpu_name
 from eval.models.target import Target
@@ -35,39 +34,23 @@ def measure_base(
 ) -> None:
     """Put the base model's results in a folder: those already there, or another run's, or measured now.
 
-    Args:
-        target: The base model.
-        prompting: How it is prompted.
-        tasks: From `load_tasks`.
-        folder: For the results.
-        log: Where the libraries' output goes.
-        placement: From `place_model`.
-        output_dir: Where results are kept; None: measure in any case, and keep nothing.
-
-    Raises:
-        EvaluationError: As `evaluate_model`.
+    Without an output_dir it is measured in any case, and nothing is kept.
     """
     key = base_key(target, prompting, placement, gpu_name())
     more = {"base_key": key, "prompting": prompting.record}
-    if key is None and output_dir is not None:
-        print(f"base: not kept for other runs: {target.model} is a name without a commit.", flush=True)
-    elif key is not None and output_dir is not None and (found := reuse(folder, key, output_dir)) is not None:
-        print(f"base: measured before under the same settings ({found}); not measured again.", flush=True)
-        return
+    if output_dir is not None:
+        if key is None:
+            print(f"base: not kept for other runs: {target.model} is a name without a commit.", flush=True)
+        elif (found := reuse(folder, key, output_dir)) is not None:
+            print(f"base: measured before under the same settings ({found}); not measured again.", flush=True)
+            return
     evaluate_model(target, prompting.tokenizer, tasks, prompting.settings, folder, log, placement, more)
-    if key is not None and output_dir is not None and _has(folder, key):
+    if output_dir is not None and key is not None and _has(folder, key):
         keep(output_dir, key, folder)
 
 
 def base_key(target: Target, prompting: Prompting, placement: Placement, gpu: str | None = None) -> str | None:
-    """The name of the results; None where the model cannot be told from others.
-
-    Args:
-        target: The model.
-        prompting: How it is prompted.
-        placement: In how many processes it is measured.
-        gpu: The GPU's name, which decides kernels, memory and so batches; None without one.
-    """
+    """The name of the results; None where the model cannot be told from others. The GPU decides kernels, memory and so batches."""
     identity = model_identity(target)
     if identity is None:
         return None
@@ -95,7 +78,8 @@ def reuse(folder: Path, key: str, output_dir: Path) -> str | None:
     if not (kept / "results.json").is_file():
         return None
     try:
-        _copy(kept, folder)
+        with complete_or_absent(folder) as work:
+            shutil.copytree(kept, work, dirs_exist_ok=True)
     except OSError as error:  # it may be deleted at any time
         print(f"base: what is kept in {kept} cannot be copied ({error}).", flush=True)
         return None
@@ -106,9 +90,9 @@ def keep(output_dir: Path, key: str, results: Path) -> None:
     """Keep results for other runs, unless another run was quicker. A folder that cannot be written keeps nothing."""
     kept = output_dir.expanduser() / FOLDER / key[:32]
     if not kept.exists():
-        with suppress(OSError):  # a full disk: the run itself has its results
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            _copy(results, kept, replace=False)
+        # A full disk: the run itself has its results.
+        with suppress(OSError), complete_or_absent(kept, replace=False) as work:
+            shutil.copytree(results, work, dirs_exist_ok=True)
 
 
 def _has(folder: Path, key: str) -> bool:
@@ -118,16 +102,3 @@ def _has(folder: Path, key: str) -> bool:
         return bool(results.get("base_key") == key and not results["failed"])
     except (OSError, ValueError, KeyError):
         return False
-
-
-def _copy(source: Path, target: Path, replace: bool = True) -> None:
-    """Copy a folder: the copy is complete or absent."""
-    # Not named by the process id: containers that share a disk have the same ones.
-    work = target.with_name(f".{target.name}.{uuid4().hex}")
-    try:
-        shutil.copytree(source, work)
-        if replace:
-            shutil.rmtree(target, ignore_errors=True)
-        work.rename(target)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)

@@ -34,15 +34,7 @@ def doubts(
     label: str,
     name: str,
 ) -> list[str]:
-    """What can hardly be meant in a task, group or tag that was measured, as sentences.
-
-    Args:
-        tasks: Its tasks.
-        samples: Of each task, from lm_eval.
-        tokenizer: Of the model.
-        label: Of the model: base or tuned.
-        name: Of the task, group or tag.
-    """
+    """What can hardly be meant in a task, group or tag that was measured, as sentences; the label is the model's."""
     found = [doubt for task in tasks if is_own(task) for doubt in _document_doubts(task, samples[str(task.task_name)])]
     counts: Counter[str] = Counter()
     for task in tasks:

@@ -19,28 +19,26 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
-from eval.harness.measure import Scores, scores
+from eval.harness.measure import Scores, ask_lm_eval, scores
 from eval.models.live_model import LeftOff, Live, language_model, undisturbed
-from eval.quiet import chatter_to, summary
 from eval.tasks.load import LoadedTasks, load_tasks
+from eval.tasks.output import chatter_to, summary
 from eval.tasks.reference import load_reference
 from eval.tasks.settings import Settings, resolve_settings
 from eval.tasks.suites import check_tasks
 from sft.errors import EvaluationError
+from sft.files import write_text
 from sft.hub.pins import pinned
 from sft.parallel import process_group as distributed
 from sft.plan.job import Job
-from sft.run.directory import Run
+from sft.run.directory import Run, read_lines
 
 BATCH_SIZE = 8
 """Documents per forward pass on a GPU, unless the recipe sets a number: memory beside a training is not searched."""
 
 
 def evaluation_during(job: Job, run: Run, tokenizer: Any) -> Callable[[Any], During] | None:
-    """Load the documents that are evaluated during training; None where the recipe asks for none.
-
-    Returns:
-        Makes the callback that evaluates, given the trainer.
+    """Load the documents that are evaluated during training, and return what makes the callback; None where the recipe asks for none.
 
     Raises:
         EvaluationError: A task cannot be measured, or its documents are out of reach.
@@ -70,21 +68,10 @@ def evaluation_during(job: Job, run: Run, tokenizer: Any) -> Callable[[Any], Dur
 
 
 class During(TrainerCallback):  # type: ignore[misc]
-    """Evaluates, and hands the scores to the line of metrics.jsonl of the same step.
+    """Evaluates every so many steps, the first time before the first, and hands the scores to the line of metrics.jsonl of the same step.
 
-    Must be called before the callback that writes the line. Every rank takes part.
-
-    Args:
-        trainer: Trains the model.
-        tasks: With their documents.
-        settings: The same for each evaluation.
-        tokenizer: The run's.
-        every: Optimizer steps between evaluations; the first is before the first step.
-        file: during.jsonl.
-        log: Where the libraries' output goes; of rank 0.
-
-    Raises:
-        EvaluationError: A task fails before the first step. Later, training goes on without it.
+    Must be called before the callback that writes the line. Every rank takes part. A task that fails before the first step is an error;
+    later, training goes on without it.
     """
 
     def __init__(
@@ -120,17 +107,9 @@ class During(TrainerCallback):  # type: ignore[misc]
 
     def _keep(self, step: int) -> list[int]:
         """Remove the lines of later steps, which come again; returns the steps of the others."""
-        kept = []
-        for text in self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []:
-            try:
-                line = json.loads(text)
-            except ValueError:  # the last may be cut off
-                continue
-            kept += [line] if line["step"] <= step else []
+        kept = [line for line in read_lines(self.file) if line["step"] <= step]
         self.file.parent.mkdir(exist_ok=True)
-        temporary = self.file.with_name(f".{self.file.name}.{os.getpid()}")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        temporary.replace(self.file)
+        write_text(self.file, "".join(json.dumps(line) + "\n" for line in kept))
         return [line["step"] for line in kept]
 
     def _evaluate(self, state: Any, control: Any) -> None:
@@ -194,7 +173,8 @@ class During(TrainerCallback):  # type: ignore[misc]
         import torch
 
         try:
-            return scores(_ask_lm_eval(model, self.tasks, name, self.settings)["results"]), None
+            results = ask_lm_eval(model, self.tasks, name, self.settings, scores_only=True)
+            return scores(results.get("results", {})), None
         except LeftOff:
             raise
         except Exception as error:
@@ -220,37 +200,3 @@ def flat(found: Scores, prefix: str = "", between: str = "/") -> dict[str, float
 
 def _listed(reasons: dict[str, str]) -> str:
     return "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
-
-
-def _ask_lm_eval(model: Any, tasks: LoadedTasks, name: str, settings: Settings) -> dict[str, Any]:
-    """Do what lm_eval's simple_evaluate does, without the seconds that it takes to describe the machine."""
-    import random
-
-    import numpy as np
-    import torch
-    from lm_eval.evaluator import evaluate
-    from lm_eval.tasks import TaskManager
-
-    random.seed(settings.seed)
-    np.random.seed(settings.seed)
-    torch.manual_seed(settings.seed)
-    loaded = TaskManager(include_defaults=False).load(tasks.by_name[name])
-    for task in loaded["tasks"].values():
-        own = task.get_config("num_fewshot")
-        if settings.num_fewshot is not None and own != 0:
-            task.set_config("num_fewshot", settings.num_fewshot)
-        elif own is None:
-            task.set_config("num_fewshot", 0)
-        task.set_fewshot_seed(seed=settings.seed)
-    results: dict[str, Any] = evaluate(
-        lm=model,
-        task_dict=loaded,
-        limit=settings.limit,
-        bootstrap_iters=0,
-        log_samples=False,
-        system_instruction=settings.system_instruction,
-        apply_chat_template=settings.apply_chat_template,
-        fewshot_as_multiturn=settings.fewshot_as_multiturn,
-        confirm_run_unsafe_code=tasks.run_code,
-    )
-    return results

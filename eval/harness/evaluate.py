@@ -11,17 +11,17 @@ from uuid import uuid4
 from eval.compare.comparison import write_comparison
 from eval.compare.tables import score_lines
 from eval.harness.base_cache import measure_base
-from eval.harness.measure import Results, evaluate_model
+from eval.harness.measure import Follow, Results, evaluate_model
 from eval.harness.prompting import own_template, prompt_base
 from eval.models.backends import check_requests, find_backend
 from eval.models.placement import Placement, on_gpu, place_model
-from eval.models.target import Target, base_target
-from eval.quiet import LOG
+from eval.models.target import Target, base_target, check_trained
 from eval.tasks.facts import task_facts
-from eval.tasks.load import load_tasks
+from eval.tasks.load import LoadedTasks, load_tasks
+from eval.tasks.output import LOG
 from eval.tasks.reference import Reference, check_vocabulary, load_reference
 from eval.tasks.settings import Settings, resolve_settings
-from eval.tasks.suites import check_tasks, describe_suite
+from eval.tasks.suites import TaskSelection, check_tasks, describe_suite
 from sft.errors import EvaluationError, GateFailed
 from sft.files import read_json
 from sft.program import report_result
@@ -41,26 +41,17 @@ MOVES_NO_SCORE = {
 def evaluate_run(run: Run, evaluation: Evaluation, accept_edits: bool = False) -> dict[str, str]:
     """Measure a run's base and tuned model, and write the comparison and the report.
 
-    Args:
-        run: A run that has its final model.
-        evaluation: The recipe's `eval` section, changed on the command line or not.
-        accept_edits: Whether final/ may differ from what training wrote.
-
     Returns:
         Tasks that could not be measured, and why: empty where the comparison is complete.
 
     Raises:
         EvaluationError: Whatever the user can fix.
-        RunError: final/ is not what the training wrote.
+        RunError: final/ is not what the training wrote, and `accept_edits` is not set.
         GateFailed: The tuned model does not pass eval.gate.
     """
     model_code = run.recipe().model.trust_remote_code
-    selection = check_tasks(evaluation, run.output_dir)
-    if not selection.tasks:
-        raise EvaluationError("There is nothing to measure: eval.tasks is empty. Name tasks: tasks=gsm8k,arc_easy")
-    if not (run.final / "config.json").is_file():
-        status = run.record.get("status")
-        raise EvaluationError(f"{run.path} has no final model (status: {status}). Finish its training first.")
+    selection = _check_tasks(evaluation, run.output_dir)
+    check_trained(run)
     reference = load_reference(str(run.final), None, model_code)
     base, tuned = base_target(run, reference), Target("tuned", str(run.final), None, model_code)
     settings = resolve_settings(evaluation, selection, reference, on_gpu())
@@ -71,8 +62,7 @@ def evaluate_run(run: Run, evaluation: Evaluation, accept_edits: bool = False) -
     base, tuned = find_backend(evaluation, reference.path, (base, *of_base), (tuned, *of_tuned))
     folder = _results_folder(run, evaluation, settings)
     log = _log_in(folder)
-    _print_suite(evaluation)
-    tasks = load_tasks(selection, settings, evaluation.confirm_run_unsafe_code, log)
+    tasks = _load_tasks(evaluation, selection, settings, log)
     check_requests(tasks, (base, *of_base), (tuned, *of_tuned))
     loaded = task_facts(settings, tasks)
     settings = replace(settings, loaded=loaded)
@@ -83,11 +73,24 @@ def evaluate_run(run: Run, evaluation: Evaluation, accept_edits: bool = False) -
     keeps = evaluation.base_cache and settings.backend != "server"
     measure_base(base, prompting, tasks, folder / "base", log, placement, run.output_dir if keeps else None)
     # The tuned model follows the base model's batches, unless prompts of other lengths leave room for others.
-    given = read_json(folder / "base" / "results.json").get("batch_sizes_found", {})
-    strict = settings.dtype != "float32" and not prompting.own_prompts
+    sizes = read_json(folder / "base" / "results.json").get("batch_sizes_found", {})
+    follow = Follow(sizes, strict=settings.dtype != "float32" and not prompting.own_prompts)
     output = folder / "tuned"
-    evaluate_model(tuned, reference.tokenizer, tasks, settings, output, log, placement, given=given, strict=strict)
+    evaluate_model(tuned, reference.tokenizer, tasks, settings, output, log, placement, follow=follow)
     return _compare_and_report(run, folder, evaluation, reference)
+
+
+def _check_tasks(evaluation: Evaluation, output_dir: Path) -> TaskSelection:
+    selection = check_tasks(evaluation, output_dir)
+    if not selection.tasks:
+        raise EvaluationError("There is nothing to measure: eval.tasks is empty. Name tasks: tasks=gsm8k,arc_easy")
+    return selection
+
+
+def _load_tasks(evaluation: Evaluation, selection: TaskSelection, settings: Settings, log: Path) -> LoadedTasks:
+    if (suite := describe_suite(evaluation)) is not None:
+        print(suite, flush=True)
+    return load_tasks(selection, settings, evaluation.confirm_run_unsafe_code, log)
 
 
 def _place(evaluation: Evaluation, reference: Reference, settings: Settings, trust_remote_code: bool) -> Placement:
@@ -141,11 +144,6 @@ def _log_in(folder: Path) -> Path:
     return folder / LOG
 
 
-def _print_suite(evaluation: Evaluation) -> None:
-    if (suite := describe_suite(evaluation)) is not None:
-        print(suite, flush=True)
-
-
 def _compare_and_report(run: Run, folder: Path, evaluation: Evaluation, reference: Reference) -> dict[str, str]:
     from eval.report.main import write_report
 
@@ -178,22 +176,9 @@ def name_of(folder: Path) -> str:
 
 
 def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
-    """Measure one model and write lm_eval's output to outputs/eval/<model>/<time>/.
-
-    Args:
-        model: A folder, an id on the hub, or `builtin:demo`.
-        evaluation: What to measure.
-
-    Returns:
-        Tasks that could not be measured, and why.
-
-    Raises:
-        EvaluationError: Whatever the user can fix.
-    """
+    """Measure one model and write lm_eval's output to outputs/eval/<model>/<time>/; returns the tasks that were not measured, and why."""
     outputs = Path("outputs")
-    selection = check_tasks(evaluation, outputs)
-    if not selection.tasks:
-        raise EvaluationError(f"There is nothing to measure on {model}. Name tasks: tasks=gsm8k,arc_easy")
+    selection = _check_tasks(evaluation, outputs)
     if model == "builtin:demo":
         from sft.hub.demo import make_demo
 
@@ -210,8 +195,7 @@ def evaluate_one(model: str, evaluation: Evaluation) -> dict[str, str]:
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid4().hex[:6]}"
     output = outputs.resolve() / "eval" / target.label.replace("/", "__") / name
     log = _log_in(output.parent)
-    _print_suite(evaluation)
-    tasks = load_tasks(selection, settings, evaluation.confirm_run_unsafe_code, log)
+    tasks = _load_tasks(evaluation, selection, settings, log)
     check_requests(tasks, (target, settings, tokenizer))
     settings = replace(settings, loaded=task_facts(settings, tasks))
     evaluate_model(target, tokenizer, tasks, settings, output, log, placement)

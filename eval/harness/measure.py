@@ -8,18 +8,20 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from eval.harness.doubts import doubts
 from eval.models.backends import load_model
 from eval.models.placement import Placement, give_memory_back
 from eval.models.target import Target
-from eval.quiet import chatter_to, describe_environment_once, summary
 from eval.sandbox.metric import code_metric
 from eval.tasks.load import LoadedTasks, leaves
+from eval.tasks.output import chatter_to, summary
 from eval.tasks.settings import Settings
 from sft.errors import EvaluationError, LostRank
 
@@ -30,8 +32,17 @@ Results = dict[str, Any]
 Scores = dict[str, dict[str, float]]
 """By task, then by metric with its filter."""
 
-Sizes = dict[str, list[int]]
-"""Per task the batch sizes that were searched for, in order: `batch_sizes_found` of results.json."""
+
+@dataclass(frozen=True)
+class Follow:
+    """The batch sizes of the base model, which the tuned one must follow."""
+
+    sizes: dict[str, list[int]] = field(default_factory=dict)
+    """Per task those that were searched for, in order: `batch_sizes_found` of its results.json."""
+
+    strict: bool = False
+    """Whether a task fails that has no memory for them."""
+
 
 # lm_eval logs one of these when a prompt is longer than the context and loses its beginning.
 PROMPT_CUT = (
@@ -68,22 +79,13 @@ def evaluate_model(
     log: Path,
     placement: Placement,
     more: dict[str, Any] | None = None,
-    given: Sizes | None = None,
-    strict: bool = False,
+    follow: Follow | None = None,
 ) -> None:
-    """Measure one model on every task, and write lm_eval's output to a folder: complete or absent.
+    """Measure one model on every task, and write lm_eval's output, with keys of ours, to a folder: complete or absent.
 
-    Args:
-        target: The model.
-        tokenizer: The one that makes the prompts of every model in the comparison.
-        tasks: From `load_tasks`.
-        settings: The same for every model in the comparison.
-        output: The folder, which is replaced. Its results.json has keys of ours beside lm_eval's own.
-        log: Where the libraries' output goes.
-        placement: The same for every model in the comparison.
-        more: Further keys of results.json.
-        given: The batch sizes that were found for the base model.
-        strict: Whether a task fails that has no memory for them.
+    All models of a comparison have the tokenizer, tasks, settings and placement in common.
+
+    `more` has further keys of results.json.
 
     Raises:
         EvaluationError: The model cannot be loaded, no task can be measured, or the results cannot be written.
@@ -101,12 +103,12 @@ def evaluate_model(
     }
     if target.served is not None:
         results["measured_model"]["served"] = asdict(target.served)
-    results |= Measurement(model, target.label, tokenizer, tasks, settings, log).run(given or {}, strict)
+    results |= _measure_all(model, target, tokenizer, tasks, settings, log, follow or Follow())
     if tasks.generated_code:
         results["generated_code"] = tasks.generated_code | {"endings": code_metric().take_endings()}
     results["seconds"] = time.monotonic() - started
     template = model.chat_template(True) if settings.apply_chat_template else None
-    with chatter_to(log), _complete_or_absent(output) as work:
+    with chatter_to(log), complete_or_absent(output) as work:
         _write(results, target, settings, template, work)
     if settings.backend == "hf":
         model.close()
@@ -114,95 +116,74 @@ def evaluate_model(
     give_memory_back()  # the next model needs it
 
 
-class Measurement:
-    """One loaded model, measured on all tasks; arguments as `evaluate_model`."""
-
-    def __init__(
-        self,
-        model: Any,
-        label: str,
-        tokenizer: PreTrainedTokenizerBase,
-        tasks: LoadedTasks,
-        settings: Settings,
-        log: Path,
-    ) -> None:
-        self.model, self.label, self.tokenizer = model, label, tokenizer
-        self.tasks, self.settings, self.log = tasks, settings, log
-
-    def run(self, given: Sizes, strict: bool) -> Results:
-        """Measure every task; `failed` has those that could not be measured, and why.
-
-        Raises:
-            EvaluationError: No task could be measured.
-        """
-        failed, cut, sizes, doubtful = dict(self.tasks.missing), list[str](), Sizes(), list[str]()
-        results: Results = {}
-        for name in self.tasks.by_name:
-            started, logged = time.monotonic(), self.log.stat().st_size
-            if self.settings.backend == "hf":
-                self.model.follow(given.get(name, ()), strict)
-            try:
-                with chatter_to(self.log):
-                    measured = ask_lm_eval(self.model, self.tasks, name, self.settings)
-            except LostRank:
-                raise
-            except Exception as error:  # one task's code must not cost the hours that the others took
-                self._log_traceback()
-                failed[name] = summary(error)
-                self._print(f"{name} failed: {failed[name]}")
-                continue
-            documents = sum(count["effective"] for count in measured["n-samples"].values())
-            seconds = time.monotonic() - started
-            self._print(f"{documents} documents of {name} ... {_shown(measured, name)} ({seconds:.0f} s)")
-            if any(words.encode() in self.log.read_bytes()[logged:] for words in PROMPT_CUT):
-                cut.append(name)
-                self._print(f"prompts of {name} longer than {self.settings.max_length} tokens lost their beginning.")
-            if self.settings.backend == "hf" and (found := self.model.sizes_found()):
-                sizes[name] = found
-            doubtful += self._doubts(name, measured["samples"])
-            for key, value in measured.items():  # the results of two calls as those of one
-                merges = isinstance(value, dict) and key != "config"
-                results[key] = {**results.get(key, {}), **value} if merges else value
-        if not results:
-            raise EvaluationError(f"The {self.label} model could not be measured on any task; {self.log} says more.")
-        return results | {"failed": failed, "prompts_cut": cut, "batch_sizes_found": sizes, "doubts": doubtful}
-
-    def _print(self, text: str) -> None:
-        print(f"{self.label}: {text}", flush=True)
-
-    def _doubts(self, name: str, samples: dict[str, Any]) -> list[str]:
-        """Warn of what can hardly be meant in a task that was measured."""
+def _measure_all(
+    model: Any,
+    target: Target,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: LoadedTasks,
+    settings: Settings,
+    log: Path,
+    follow: Follow,
+) -> Results:
+    """Measure every task; `failed` has those that could not be measured, and why."""
+    failed, cut, sizes, doubtful = dict(tasks.missing), list[str](), dict[str, list[int]](), list[str]()
+    results: Results = {}
+    label, in_batches = target.label, settings.backend == "hf"
+    for name in tasks.by_name:
+        started, logged = time.monotonic(), log.stat().st_size
+        if in_batches:
+            model.follow(follow.sizes.get(name, ()), follow.strict)
         try:
-            found = doubts(leaves(self.tasks.by_name[name]), samples, self.tokenizer, self.label, name)
+            with chatter_to(log):
+                measured = ask_lm_eval(model, tasks, name, settings)
+        except LostRank:
+            raise
+        except Exception as error:  # one task's code must not cost the hours that the others took
+            _log_traceback(log)
+            failed[name] = summary(error)
+            print(f"{label}: {name} failed: {failed[name]}", flush=True)
+            continue
+        documents = sum(count["effective"] for count in measured["n-samples"].values())
+        figures = f"{_shown(measured, name)} ({time.monotonic() - started:.0f} s)"
+        print(f"{label}: {documents} documents of {name} ... {figures}", flush=True)
+        if any(words.encode() in log.read_bytes()[logged:] for words in PROMPT_CUT):
+            cut.append(name)
+            print(
+                f"{label}: prompts of {name} longer than {settings.max_length} tokens lost their beginning.", flush=True
+            )
+        if in_batches and (found := model.sizes_found()):
+            sizes[name] = found
+        try:
+            doubtful += doubts(leaves(tasks.by_name[name]), measured["samples"], tokenizer, label, name)
         except Exception:  # a task's own code may return anything, and the scores are there
-            self._log_traceback()
-            return []
-        for doubt in found:
-            print(f"Warning: {doubt}", flush=True)
-        return found
+            _log_traceback(log)
+        for key, value in measured.items():  # the results of two calls as those of one
+            merges = isinstance(value, dict) and key != "config"
+            results[key] = {**results.get(key, {}), **value} if merges else value
+    if not results:
+        raise EvaluationError(f"The {label} model could not be measured on any task; {log} says more.")
+    for doubt in doubtful:
+        print(f"Warning: {doubt}", flush=True)
+    return results | {"failed": failed, "prompts_cut": cut, "batch_sizes_found": sizes, "doubts": doubtful}
 
-    def _log_traceback(self) -> None:
-        with self.log.open("a", encoding="utf-8") as file:
-            traceback.print_exc(file=file)
+
+def _log_traceback(log: Path) -> None:
+    with log.open("a", encoding="utf-8") as file:
+        traceback.print_exc(file=file)
 
 
-def ask_lm_eval(model: Any, tasks: LoadedTasks, name: str, settings: Settings, **more: Any) -> Results:
-    """Have lm_eval measure one task, group or tag.
+def ask_lm_eval(model: Any, tasks: LoadedTasks, name: str, settings: Settings, scores_only: bool = False) -> Results:
+    """Have lm_eval measure one task, group or tag; the results are empty on a rank whose LOCAL_RANK is not 0.
 
-    Args:
-        model: lm_eval's.
-        tasks: From `load_tasks`.
-        name: Of the task.
-        settings: Of the evaluation.
-        more: Other arguments of `lm_eval.simple_evaluate`.
-
-    Returns:
-        Its results; empty on a rank whose LOCAL_RANK is not 0.
+    `scores_only` leaves out the samples, the standard errors and the description of the machine, which takes seconds.
     """
     import lm_eval
     from lm_eval.tasks import TaskManager
+    from torch.utils import collect_env
 
-    describe_environment_once()
+    describe_machine = collect_env.get_pretty_env_info
+    if not hasattr(describe_machine, "cache_info"):  # it runs pip, lscpu and others after each task
+        collect_env.get_pretty_env_info = cache((lambda: "") if scores_only else describe_machine)
     if "langdetect" in sys.modules:  # IFEval's; it would judge one answer differently from run to run
         sys.modules["langdetect"].DetectorFactory.seed = settings.seed
     seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
@@ -217,8 +198,9 @@ def ask_lm_eval(model: Any, tasks: LoadedTasks, name: str, settings: Settings, *
         apply_chat_template=settings.apply_chat_template,
         fewshot_as_multiturn=settings.fewshot_as_multiturn,
         confirm_run_unsafe_code=tasks.run_code,
+        log_samples=not scores_only,
+        bootstrap_iters=0 if scores_only else 100_000,
         **dict.fromkeys(seeds, settings.seed),
-        **more,
     )
     return results or {}
 
@@ -231,14 +213,15 @@ def _shown(results: Results, name: str) -> str:
 
 
 @contextmanager
-def _complete_or_absent(folder: Path) -> Iterator[Path]:
+def complete_or_absent(folder: Path, replace: bool = True) -> Iterator[Path]:
     """A folder to write to, which replaces the other when everything is written."""
-    work = folder.with_name(f".{folder.name}.work")
-    shutil.rmtree(work, ignore_errors=True)
+    # Not named by the process id: containers that share a disk have the same ones.
+    work = folder.with_name(f".{folder.name}.{uuid4().hex}")
     work.mkdir(parents=True)
     try:
         yield work
-        shutil.rmtree(folder, ignore_errors=True)
+        if replace:
+            shutil.rmtree(folder, ignore_errors=True)
         work.rename(folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from eval.models.target import Target
-from eval.quiet import first_line
+from eval.tasks.output import first_line
 from eval.tasks.reference import Reference
 from eval.tasks.settings import Settings, template_sha256
 from sft.errors import EvaluationError
@@ -37,21 +37,12 @@ class Prompting:
 
 
 def own_template(base: Target, needed: bool = False) -> str | dict[str, str] | None:
-    """The base model's own chat template; None where it has none, or no tokenizer that can be read.
-
-    Args:
-        base: The base model.
-        needed: Whether it is prompted through it: eval.base_template=own.
-
-    Raises:
-        EvaluationError: It is, and its tokenizer cannot be loaded.
-    """
+    """The base model's own chat template; None where it has none, or no tokenizer that can be read, unless that is needed."""
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            base.model, revision=base.revision, trust_remote_code=base.trust_remote_code
-        )
+        trusted = base.trust_remote_code
+        tokenizer = AutoTokenizer.from_pretrained(base.model, revision=base.revision, trust_remote_code=trusted)
     except (OSError, ValueError, KeyError, ImportError) as error:
         if needed:
             raise EvaluationError(
@@ -64,16 +55,7 @@ def own_template(base: Target, needed: bool = False) -> str | dict[str, str] | N
 
 
 def prompt_base(settings: Settings, reference: Reference, template: str | dict[str, str] | None) -> Prompting:
-    """Decide how the base model is prompted.
-
-    Args:
-        settings: Of the tuned model.
-        reference: The tuned model.
-        template: The base model's own chat template.
-
-    Raises:
-        EvaluationError: eval.base_template=own where no chat template is applied.
-    """
+    """Decide how the base model is prompted, given the tuned model's settings and the base model's own chat template."""
     own = settings.base_template == "own"
     if not settings.apply_chat_template:
         if own:
@@ -92,19 +74,12 @@ def prompt_base(settings: Settings, reference: Reference, template: str | dict[s
     caveat = "(eval.base_template: own). The comparison is of the two with these prompts, not of the weights alone."
     if template is None:
         note = "The base model has no chat template and was asked with the tasks' plain prompts, the tuned model through its chat template"
-        plain = replace(
-            settings,
-            apply_chat_template=False,
-            chat_template_sha256=None,
-            fewshot_as_multiturn=False,
-            enable_thinking=None,
-            add_bos_token=None,
-        )
+        plain = replace(settings, apply_chat_template=False, chat_template_sha256=None, fewshot_as_multiturn=False)
+        plain = replace(plain, enable_thinking=None, add_bos_token=None)
         return Prompting(plain, reference.tokenizer, f"{note} {caveat}")
     note = "The base model was asked through its own chat template, the tuned model through another"
     tokenizer = copy.deepcopy(reference.tokenizer)
     tokenizer.chat_template = template
     reasons = False if "enable_thinking" in str(template) else None
-    return Prompting(
-        replace(settings, chat_template_sha256=sha256, enable_thinking=reasons), tokenizer, f"{note} {caveat}"
-    )
+    own_settings = replace(settings, chat_template_sha256=sha256, enable_thinking=reasons)
+    return Prompting(own_settings, tokenizer, f"{note} {caveat}")

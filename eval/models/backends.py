@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from eval.models.generation import check_generation, task_problems
+from eval.models.generation import CARRIED, NO_EFFECT
 from eval.models.placement import Placement
-from eval.models.served import check_two, find_served, probe, served_problems
+from eval.models.served import check_two, find_served, probe, task_problems
 from eval.models.target import Target
-from eval.quiet import summary
 from eval.tasks.load import LoadedTasks, leaves
+from eval.tasks.output import summary
 from eval.tasks.settings import Settings
 from sft.errors import EvaluationError
 from sft.recipe.schema import Evaluation
@@ -33,26 +33,12 @@ Asking = tuple[Target, Settings, "PreTrainedTokenizerBase"]
 
 
 def check_backend(evaluation: Evaluation, after_training: bool = False) -> None:
-    """Refuse keys that contradict the backend, before anything loads.
-
-    Args:
-        evaluation: The recipe's `eval` section.
-        after_training: Whether the evaluation follows a training that is about to start.
-
-    Raises:
-        EvaluationError: All contradictions in one message.
-    """
-    problems = [*_contradictions(evaluation)]
-    if after_training and evaluation.backend == "server" and (evaluation.tasks or evaluation.suite):
-        problems.append(
-            "eval.backend=server, and no server has the tuned model when its training ends. Leave eval.backend out, or eval.tasks empty; "
-            "once the model is served: bash scripts/eval.sh RUN backend=server server.base_url=..."
-        )
-    if problems:
+    """Refuse keys that contradict the backend, before anything loads; all of them in one message."""
+    if problems := [*_contradictions(evaluation, after_training)]:
         raise EvaluationError("\n".join(problems))
 
 
-def _contradictions(evaluation: Evaluation) -> Iterator[str]:
+def _contradictions(evaluation: Evaluation, after_training: bool) -> Iterator[str]:
     backend, server = evaluation.backend, evaluation.server
     if backend == "vllm":
         yield NO_VLLM
@@ -64,6 +50,11 @@ def _contradictions(evaluation: Evaluation) -> Iterator[str]:
             if (value := getattr(server, key)) is not None:
                 yield f"eval.server.{key}={value} is of eval.backend=server, and eval.backend={backend}. Leave one of them out."
         return
+    if after_training and (evaluation.tasks or evaluation.suite):
+        yield (
+            "eval.backend=server, and no server has the tuned model when its training ends. Leave eval.backend out, or eval.tasks empty; "
+            "once the model is served: bash scripts/eval.sh RUN backend=server server.base_url=..."
+        )
     for key in ("parallelize", "processes", "dtype", "batch_size"):
         if (value := getattr(evaluation, key)) != "auto":
             yield f"eval.{key}={value}, and the server decides it. Leave eval.{key} out."
@@ -85,21 +76,19 @@ def _contradictions(evaluation: Evaluation) -> Iterator[str]:
 
 
 def find_backend(evaluation: Evaluation, path: str, *askings: Asking) -> list[Target]:
-    """Find the models on their server and probe it; without one, return them as they are.
+    """Find the models, one or base and tuned, on their server and probe it; without one, return them as they are.
 
-    Args:
-        evaluation: The recipe's `eval` section.
-        path: The tuned model, whose tokenizer makes the prompts.
-        askings: The base and the tuned model, or one.
-
-    Raises:
-        EvaluationError: The server cannot measure one of them as asked.
+    `path` is the tuned model, whose tokenizer makes the prompts.
     """
     targets = [target for target, _, _ in askings]
     if evaluation.backend == "hf":
         return targets
     for target, settings, _ in askings:
-        check_generation(settings)
+        if unknown := sorted(settings.generation.keys() - CARRIED - NO_EFFECT):
+            raise EvaluationError(
+                f"The tuned model's generation config has {', '.join(unknown)}, which eval.backend=server cannot follow. Use "
+                "eval.backend=hf."
+            )
         if target.new_tokens:
             raise EvaluationError(
                 f"The base model {target.model} has no embeddings for {', '.join(target.new_tokens)}, which eval.backend=hf gives it as "
@@ -115,21 +104,15 @@ def find_backend(evaluation: Evaluation, path: str, *askings: Asking) -> list[Ta
 
 
 def check_requests(tasks: LoadedTasks, *askings: Asking) -> None:
-    """Refuse tasks that the server cannot be asked.
-
-    Args:
-        tasks: From `load_tasks`.
-        askings: With the targets of `find_backend`.
-
-    Raises:
-        EvaluationError: All of them in one message.
-    """
-    parts = [part for items in tasks.by_name.values() for part in leaves(items)]
-    problems: list[str] = []
-    for target, settings, tokenizer in askings:
-        for part in parts if target.served is not None else ():
-            problems += task_problems(part, tokenizer)
-            problems += served_problems(part, settings, tokenizer, target.served)
+    """Refuse tasks that the server cannot be asked, all in one message; the targets are those of `find_backend`."""
+    problems = [
+        problem
+        for target, settings, tokenizer in askings
+        if target.served is not None
+        for items in tasks.by_name.values()
+        for part in leaves(items)
+        for problem in task_problems(part, settings, tokenizer, target.served)
+    ]
     if problems:
         raise EvaluationError("\n".join(dict.fromkeys(problems)))
 

@@ -1,6 +1,4 @@
-"""Works out what transformers would generate, for servers, whose clients have other defaults than lm_eval's `hf` model: for sampling, for
-what ends an answer, and for how a chat becomes a prompt. Imports no torch.
-"""
+"""Works out for servers what transformers would do: sampling, what ends an answer, how a chat becomes a prompt. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,10 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from eval.tasks.settings import Settings
-from sft.errors import EvaluationError
 
 if TYPE_CHECKING:
-    from lm_eval.api.task import ConfigurableTask
     from transformers import PreTrainedTokenizerBase
 
 # transformers' own defaults where neither the task nor the generation config sets one; with top_k=50 sampling is cut.
@@ -58,13 +54,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 def make_request(gen_kwargs: dict[str, Any], settings: Settings, special: dict[str, int]) -> Request:
-    """Read a task's generation_kwargs as transformers would beside the tuned model's generation config.
-
-    Args:
-        gen_kwargs: The task's.
-        settings: Of the evaluation.
-        special: From `special_tokens`.
-    """
+    """Read a task's generation_kwargs as transformers would beside the tuned model's generation config."""
     from lm_eval.models.utils import normalize_gen_kwargs
 
     given = dict(normalize_gen_kwargs(gen_kwargs, settings.default_max_gen_toks))
@@ -102,76 +92,21 @@ def render_chat(
     """A chat as a prompt, as lm_eval's `hf` model renders it."""
     import jinja2
 
-    thinking = {} if settings.enable_thinking is None else {"enable_thinking": settings.enable_thinking}
-
-    def render(turns: list[dict[str, str]]) -> str:
-        return str(
-            tokenizer.apply_chat_template(
-                turns,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-                **thinking,
-            )
-        )
-
+    switches = {} if settings.enable_thinking is None else {"enable_thinking": settings.enable_thinking}
+    switches |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
     try:
-        return render(chat)
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, **switches))
     except jinja2.exceptions.TemplateError:
         # resolve_settings has checked that the recipe's system prompt is rendered; `hf` too drops a task's own.
-        return render([turn for turn in chat if turn["role"] != "system"])
+        without = [turn for turn in chat if turn["role"] != "system"]
+        return str(tokenizer.apply_chat_template(without, tokenize=False, **switches))
 
 
 def encode_as_hf(
     tokenizer: PreTrainedTokenizerBase, text: str, add_bos_token: bool | None, bos: str | None
 ) -> list[int]:
-    """A prompt's token ids, with the beginning that lm_eval's `hf` model gives it.
-
-    Args:
-        tokenizer: The tuned model's.
-        text: The prompt.
-        add_bos_token: Of the settings; None: the tokenizer's default.
-        bos: The beginning-of-text token, which the prompt may already have.
-    """
-    if bos and text.startswith(bos):
-        own: dict[str, bool] = {"add_special_tokens": False}
-    else:
-        own = {} if add_bos_token is None else {"add_special_tokens": add_bos_token}
+    """A prompt's token ids, with the beginning that lm_eval's `hf` model gives it; the prompt may already have the `bos`."""
+    special = False if bos and text.startswith(bos) else add_bos_token
+    own = {} if special is None else {"add_special_tokens": special}  # None: the tokenizer's default
     ids: list[int] = tokenizer(text, return_attention_mask=False, **own)["input_ids"]
     return ids
-
-
-def check_generation(settings: Settings) -> None:
-    """Refuse a generation config that only transformers can follow.
-
-    Raises:
-        EvaluationError: It has such keys.
-    """
-    unknown = sorted(settings.generation.keys() - CARRIED - NO_EFFECT)
-    if unknown:
-        raise EvaluationError(
-            f"The tuned model's generation config has {', '.join(unknown)}, which eval.backend=server cannot follow. Use eval.backend=hf."
-        )
-
-
-def task_problems(task: ConfigurableTask, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What a task asks that only transformers can do."""
-    if task.get_config("output_type") != "generate_until":
-        return []
-    given = dict(task.get_config("generation_kwargs") or {})
-    problems = []
-    unknown = sorted(given.keys() - CARRIED - {"until", "max_gen_toks"})
-    if unknown:
-        problems.append(
-            f"{task.task_name} generates with {', '.join(unknown)}, which eval.backend=server cannot follow. Use eval.backend=hf, or leave "
-            "the task out."
-        )
-    until = given.get("until") or []
-    for text in [until] if isinstance(until, str) else until:
-        inside = [token for token in special_tokens(tokenizer) if token in text and token != text]
-        if inside:
-            problems.append(
-                f"{task.task_name} ends its answers at {text!r}, of which {inside[0]} is a special token: a server leaves those out of the "
-                "text. Use eval.backend=hf."
-            )
-    return problems

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from eval.models.placement import Placement, change_whole, check_placement
 from eval.models.target import Target
-from eval.quiet import summary
+from eval.tasks.output import summary
 from eval.tasks.settings import Settings
 from sft.errors import EvaluationError, LostRank
 from sft.plan.hardware import cpu_cores
@@ -50,7 +50,8 @@ def load_hf(target: Target, tokenizer: PreTrainedTokenizerBase, settings: Settin
     model = _load(target, tokenizer, settings, placement.spread, 0)
     check_placement(model.model, placement)
     for helper in helpers:
-        helper.receive()
+        if isinstance(failure := helper.receive(), Exception):
+            raise failure
     model.helpers = helpers
     return model
 
@@ -89,8 +90,7 @@ class SharedHFLM(HFLM):  # type: ignore[misc]  # lm_eval ships no types
     helpers: Sequence[Helper] = ()
     _given: Sequence[int] = ()
     _strict = False
-    found: Sequence[int] = ()
-    """Batch sizes that this process has searched for since `follow`."""
+    _found: Sequence[int] = ()
 
     def follow(self, given: Sequence[int], strict: bool) -> None:
         """Use these batch sizes in the next searches, instead of larger ones.
@@ -100,24 +100,24 @@ class SharedHFLM(HFLM):  # type: ignore[misc]  # lm_eval ships no types
             strict: Whether too little memory for them is an error: in half precision another size moves answers.
         """
         number = len(given) // (len(self.helpers) + 1)
-        self._given, self._strict, self.found = given[:number], strict, []
+        self._given, self._strict, self._found = given[:number], strict, []
         for place, helper in enumerate(self.helpers, 1):
-            helper.follow(given[place * number : (place + 1) * number], strict)
+            helper.call("follow", given[place * number : (place + 1) * number], strict)
 
     def sizes_found(self) -> list[int]:
         """The batch sizes that all processes have searched for since `follow`."""
-        return [*self.found, *(size for helper in self.helpers for size in helper.found)]
+        return [*self._found, *(size for helper in self.helpers for size in helper.call("sizes_found"))]
 
     def _detect_batch_size(self, requests: Requests | None = None, pos: int = 0) -> int:
         size = int(super()._detect_batch_size(requests, pos))
-        given = self._given[len(self.found)] if len(self.found) < len(self._given) else size
+        given = self._given[len(self._found)] if len(self._found) < len(self._given) else size
         if size < given and self._strict:
             raise EvaluationError(
                 f"the base model was measured in batches of {given}, and there is memory for {size} now: in half precision that moves "
                 f"answers. Set eval.batch_size={size}, or end what else uses the GPU."
             )
-        self.found = [*self.found, min(size, given)]
-        return self.found[-1]
+        self._found = [*self._found, min(size, given)]
+        return self._found[-1]
 
     def loglikelihood(self, requests: Requests, disable_tqdm: bool = False) -> list[Any]:
         """Score given answers."""
@@ -140,7 +140,7 @@ class SharedHFLM(HFLM):  # type: ignore[misc]  # lm_eval ships no types
         ]
         busy = [(helper, part) for helper, part in zip(self.helpers, parts[1:], strict=True) if part]
         for helper, part in busy:
-            helper.send((method, [requests[place].args for place in part]))
+            helper.send(method, [SimpleNamespace(args=requests[place].args, doc_id=0) for place in part], True)
         own = [requests[place] for place in parts[0]]
         try:
             answers = dict(zip(parts[0], getattr(super(), method)(own, disable_tqdm=disable_tqdm), strict=True))
@@ -148,9 +148,10 @@ class SharedHFLM(HFLM):  # type: ignore[misc]  # lm_eval ships no types
             for helper, _ in busy:  # else their answers would be taken for those to the next task
                 helper.receive()
             raise
-        for reply, (_, part) in zip([helper.receive() for helper, _ in busy], busy, strict=True):
-            if isinstance(reply, str):
-                raise RuntimeError(reply)
+        replies = [helper.receive() for helper, _ in busy]
+        for reply, (_, part) in zip(replies, busy, strict=True):
+            if isinstance(reply, Exception):
+                raise reply
             answers |= zip(part, reply, strict=True)
         return [answers[place] for place in range(len(requests))]
 
@@ -161,53 +162,36 @@ class SharedHFLM(HFLM):  # type: ignore[misc]  # lm_eval ships no types
 
 
 class Helper:
-    """A process with a full model of its own that answers what it is sent.
-
-    Args:
-        target: The model.
-        tokenizer: Folder or id of the tokenizer.
-        settings: Of the evaluation.
-        process: Its number, from 1: the GPU that it uses.
-    """
+    """A process with a full model of its own that answers what it is sent; its number, from 1, is the GPU that it uses."""
 
     def __init__(self, target: Target, tokenizer: str, settings: Settings, process: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, other = context.Pipe()
-        self.number, self.found = process, list[int]()
+        self.number = process
         arguments = (other, os.getpid(), target, tokenizer, settings, process)
         self.process = context.Process(target=_help, args=arguments, daemon=True)
         with held_back():
             self.process.start()
         other.close()
-        self.follow((), strict=False)
 
-    def follow(self, given: Sequence[int], strict: bool) -> None:
-        """As `SharedHFLM.follow`."""
-        self.given, self.strict, self.found = list(given), strict, []
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of its model."""
+        self.send(method, *arguments)
+        return self.receive()
 
-    def send(self, work: tuple[str, list[Any]]) -> None:
-        """Send the name of a method, and its requests' arguments."""
+    def send(self, method: str, *arguments: Any) -> None:
+        """Send a call, whose reply is received later."""
         try:
-            self.connection.send((*work, self.given[len(self.found) :], self.strict))
+            self.connection.send((method, arguments))
         except OSError:
             raise self._lost() from None
 
-    def receive(self) -> list[Any] | str:
-        """Wait for the answers, or why there are none.
-
-        Raises:
-            EvaluationError: The model could not be loaded.
-            LostRank: The process is gone.
-        """
+    def receive(self) -> Any:
+        """Wait for the reply, or the exception in its place: first to loading the model, then to each call."""
         try:
-            reply, found = self.connection.recv()
+            return self.connection.recv()
         except (EOFError, OSError):
             raise self._lost() from None
-        self.found += found
-        if isinstance(reply, EvaluationError):
-            raise reply
-        answers: list[Any] | str = reply
-        return answers
 
     def close(self) -> None:
         """End the process."""
@@ -233,19 +217,17 @@ def _help(
         reader = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=target.trust_remote_code)
         model = _load(target, reader, settings, False, process)
     except Exception as error:
-        connection.send((EvaluationError(f"Process {process} cannot load {target.model}: {summary(error)}"), []))
+        connection.send(EvaluationError(f"Process {process} cannot load {target.model}: {summary(error)}"))
         return
-    reply: Any = []
-    model.follow((), strict=False)
+    reply: Any = None
     while True:
         try:
-            connection.send((reply, list(model.found)))
-            method, requests, given, strict = connection.recv()
+            connection.send(reply)
+            method, arguments = connection.recv()
         except (EOFError, OSError):
             return
-        model.follow(given, strict)
         try:
-            reply = getattr(model, method)([SimpleNamespace(args=one, doc_id=0) for one in requests], disable_tqdm=True)
+            reply = getattr(model, method)(*arguments)
         except Exception as error:
             logging.exception("Process %d failed", process)
-            reply = summary(error)
+            reply = RuntimeError(summary(error))

@@ -23,13 +23,7 @@ class LeftOff(Exception):
 
 
 class Live:
-    """Wraps the trainer's model for lm_eval. It is no module: lm_eval would change a module's mode and tie its weights again.
-
-    Args:
-        trainer: Has the model, on any engine.
-        settings: Of the evaluation.
-        pad_token_id: Of the tokenizer.
-    """
+    """Wraps the trainer's model for lm_eval. It is no module: lm_eval would change a module's mode and tie its weights again."""
 
     def __init__(self, trainer: Any, settings: Settings, pad_token_id: int) -> None:
         from transformers import GenerationConfig
@@ -46,11 +40,7 @@ class Live:
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
-        """Around a batch, which all ranks run.
-
-        Raises:
-            LeftOff: On all ranks, before it.
-        """
+        """Around a batch, which all ranks run; LeftOff on all ranks before it where training is to stop."""
         from sft.train.watchdog import EVALUATION
 
         self.answering = True

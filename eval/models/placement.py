@@ -117,13 +117,7 @@ def give_memory_back() -> None:
 
 
 def weights_size(config: PreTrainedConfig, dtype: str, trust_remote_code: bool) -> int:
-    """Bytes of a model's weights, tied ones once, without loading or downloading them.
-
-    Args:
-        config: The model's.
-        dtype: The evaluation's; `auto` counts as the config's, or fp32 where it names none.
-        trust_remote_code: As for loading.
-    """
+    """Bytes of a model's weights, tied ones once, without loading them; dtype `auto` is the config's, or fp32 where it names none."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -134,32 +128,24 @@ def weights_size(config: PreTrainedConfig, dtype: str, trust_remote_code: bool) 
 
 
 def place_model(
-    parallelize: bool | Literal["auto"],
-    processes: Processes,
-    config: PreTrainedConfig,
-    dtype: str,
-    trust_remote_code: bool,
+    parallelize: bool | Literal["auto"], processes: Processes, config: PreTrainedConfig, dtype: str, trusted: bool
 ) -> Placement:
     """Choose the placement for the GPUs that are visible here; arguments and errors as `choose_placement` and `weights_size`."""
     import torch
 
     free = [torch.cuda.mem_get_info(device)[0] for device in range(torch.cuda.device_count())]
-    weights = weights_size(config, dtype, trust_remote_code) if free else 0
+    weights = weights_size(config, dtype, trusted) if free else 0
     return choose_placement(parallelize, processes, weights, free)
 
 
 def check_placement(model: Any, placement: Placement) -> None:
-    """Refuse a model that `device_map=auto` has put on the CPU or a disk in part, where it would take days.
-
-    Raises:
-        EvaluationError: It has.
-    """
+    """Refuse a model that `device_map=auto` has put on the CPU or a disk in part, where it would take days."""
     devices = [str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()]
-    elsewhere = sorted({"cpu", "disk"} & {*devices})
+    elsewhere = [device for device in devices if device in ("cpu", "disk")]
     if placement.spread and elsewhere:
         raise EvaluationError(
-            f"The model does not fit on the GPUs: {sum(devices.count(name) for name in elsewhere)} of its {len(devices)} parts would stay "
-            f"on {' and '.join(elsewhere)}. End what else uses the GPUs."
+            f"The model does not fit on the GPUs: {len(elsewhere)} of its {len(devices)} parts would stay on "
+            f"{' and '.join(sorted({*elsewhere}))}. End what else uses the GPUs."
         )
 
 

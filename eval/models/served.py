@@ -6,11 +6,11 @@ Imports no torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from eval.models.generation import make_request, render_chat, special_tokens
+from eval.models.generation import CARRIED, make_request, render_chat, special_tokens
 from eval.tasks.settings import Settings
 from sft.errors import EvaluationError, did_you_mean
 from sft.recipe.eval import Server
@@ -81,26 +81,21 @@ class Served:
 def send(
     base_url: str, path: str, timeout: int, api_key_env: str | None, payload: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Send a request, and return the answer.
-
-    Args:
-        base_url: Address with its /v1.
-        path: Such as `/models`.
-        timeout: Seconds.
-        api_key_env: Environment variable with the key.
-        payload: Sent by POST; None for GET.
+    """Send a request by POST, or by GET without a payload, and return the answer: a JSON object.
 
     Raises:
-        EvaluationError: There is no answer, or one that is an error or not a JSON object.
+        EvaluationError: There is no answer in `timeout` seconds, or one that is an error or no JSON object.
     """
     import requests
 
     url, method = base_url + path, "GET" if payload is None else "POST"
     seconds = SECONDS_TO_CONNECT if payload is None else timeout
     headers = {} if api_key_env is None else {"Authorization": f"Bearer {os.environ[api_key_env]}"}
+    wait = (SECONDS_TO_CONNECT, seconds)
     try:
+        # Send no key but the one that the recipe names: without an `auth` requests takes one from ~/.netrc.
         answer = requests.request(
-            method, url, json=payload, headers=headers, timeout=(SECONDS_TO_CONNECT, seconds), auth=_no_netrc
+            method, url, json=payload, headers=headers, timeout=wait, auth=lambda request: request
         )
     except requests.Timeout:
         raise EvaluationError(
@@ -112,10 +107,8 @@ def send(
             f"No server can be reached at {url} ({_innermost(error)}). Start it, or set eval.server.base_url to its address."
         ) from None
     if not answer.ok:
-        remedy = {401: _about_key(api_key_env), 403: _about_key(api_key_env), 404: _about_address(base_url)}
-        raise EvaluationError(
-            f"{url} answers {answer.status_code}: {shortened(answer.text)!r}.{remedy.get(answer.status_code, '')}"
-        )
+        remedy = _remedy(answer.status_code, base_url, api_key_env)
+        raise EvaluationError(f"{url} answers {answer.status_code}: {shortened(answer.text)!r}.{remedy}")
     try:
         value = answer.json()
     except ValueError:
@@ -127,23 +120,16 @@ def send(
     return value
 
 
-def _no_netrc(request: Any) -> Any:
-    """Send no key but the one that the recipe names: without an `auth` requests takes one from ~/.netrc."""
-    return request
-
-
-def _about_key(api_key_env: str | None) -> str:
-    if api_key_env is None:
+def _remedy(status: int, base_url: str, api_key_env: str | None) -> str:
+    if status in (401, 403):
+        if api_key_env is not None:
+            return f" It does not take the key in {api_key_env}."
         return (
             " The server wants a key: put it into an environment variable and name that one, server.api_key_env=MY_KEY."
         )
-    return f" It does not take the key in {api_key_env}."
-
-
-def _about_address(base_url: str) -> str:
-    if base_url.endswith("/v1"):
+    if status == 404 and base_url.endswith("/v1"):
         return " Is eval.server.base_url right?"
-    return f" Servers of this kind answer under /v1: set eval.server.base_url={base_url}/v1"
+    return f" Servers of this kind answer under /v1: set eval.server.base_url={base_url}/v1" if status == 404 else ""
 
 
 def _innermost(error: BaseException) -> str:
@@ -153,30 +139,30 @@ def _innermost(error: BaseException) -> str:
     return str(getattr(error, "strerror", None) or type(error).__name__)
 
 
-def shortened(text: str, length: int = 200) -> str:
+def shortened(text: str) -> str:
     """The beginning of a server's text, on one line."""
     line = " ".join(text.split())
-    return line if len(line) <= length else f"{line[:length]}..."
+    return line if len(line) <= 200 else f"{line[:200]}..."
 
 
 def find_served(server: Server, label: str, model: str, alone: bool) -> Served:
-    """Find a model of the evaluation on its server.
+    """Find a model of the evaluation on its server, where it has the recipe's name or that of its folder or on the hub.
 
     Args:
         server: The recipe's section.
         label: base or tuned.
-        model: Its folder, or its id on the hub: what it is served as unless the recipe names it.
+        model: Its folder, or its id on the hub.
         alone: Whether one model is measured, not a run's two.
-
-    Raises:
-        EvaluationError: The server cannot be reached or has no such model, or the keys name other models.
     """
     key = "model" if alone else label
-    given = [one for one in ("model", "base", "tuned", "base_url_of_base") if getattr(server, one) is not None]
-    wrong = [one for one in given if (one == "model") != alone]
-    if wrong:
-        what = "one model is measured: use server.model" if alone else "a run has two: use server.base and server.tuned"
-        raise EvaluationError(f"eval.server.{wrong[0]} is given, and {what}.")
+    for other in ("base", "tuned", "base_url_of_base") if alone else ("model",):
+        if getattr(server, other) is not None:
+            what = (
+                "one model is measured: use server.model"
+                if alone
+                else "a run has two: use server.base and server.tuned"
+            )
+            raise EvaluationError(f"eval.server.{other} is given, and {what}.")
     assert server.base_url is not None, "check_backend refuses that"
     base_url = ((server.base_url_of_base if key == "base" else None) or server.base_url).rstrip("/")
     name = getattr(server, key) or model
@@ -205,11 +191,7 @@ def find_served(server: Server, label: str, model: str, alone: bool) -> Served:
 
 
 def check_two(found: list[Served]) -> None:
-    """Refuse one served model as both base and tuned, and two servers of which one ends answers otherwise.
-
-    Raises:
-        EvaluationError: They do not make a comparison.
-    """
+    """Refuse one served model as both base and tuned, and two servers of which one ends answers otherwise."""
     if len({(one.base_url, one.name) for one in found}) < len(found):
         raise EvaluationError(
             f"The base and the tuned model would both be {found[0].name}: eval.server.base and eval.server.tuned name the same model."
@@ -221,13 +203,7 @@ def check_two(found: list[Served]) -> None:
 
 
 def probe(served: Served, settings: Settings, tokenizer: PreTrainedTokenizerBase, path: str) -> Served:
-    """Find out whether a served model can answer as the evaluation needs.
-
-    Args:
-        served: From `find_served`.
-        settings: Of the evaluation.
-        tokenizer: What makes the prompts.
-        path: The tuned model, whose tokenizer that is.
+    """Find out whether a served model can answer as the evaluation needs; `path` is the model whose tokenizer makes the prompts.
 
     Raises:
         EvaluationError: Its context is shorter, or it makes other tokens of a text.
@@ -243,12 +219,10 @@ def probe(served: Served, settings: Settings, tokenizer: PreTrainedTokenizerBase
     if served.api == "chat":
         chat = [{"role": "user", "content": WORDS.strip()}]
         expected = tokenizer.encode(render_chat(tokenizer, settings, chat), add_special_tokens=False)
-        request, remedy = (
-            plain | served.prompt(chat, settings),
-            (
-                f"It has another tokenizer or chat template than {path}. Serve it with that template (vLLM: --chat-template), or use "
-                "eval.server.api=completions."
-            ),
+        request = plain | served.prompt(chat, settings)
+        remedy = (
+            f"It has another tokenizer or chat template than {path}. Serve it with that template (vLLM: --chat-template), or use "
+            "eval.server.api=completions."
         )
         compared = _check_count(served, served.complete(request), {len(expected)}, "a chat of one message", remedy)
         served = replace(served, no_likelihoods="chat requests give no log probabilities of a prompt")
@@ -275,14 +249,13 @@ def _check_count(served: Served, answer: dict[str, Any], expected: set[int], wha
     choice_of(answer, served.place)
     usage = answer.get("usage")
     count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-    if not isinstance(count, int) or count <= 0:
-        return False
-    if count not in expected:
+    known = isinstance(count, int) and count > 0
+    if known and count not in expected:
         raise EvaluationError(
             f"{served.place} reads {count} tokens in {what}, and the tokenizer of the evaluation makes "
             f"{' or '.join(map(str, sorted(expected)))} of it. {remedy}"
         )
-    return True
+    return known
 
 
 def _find_dialect(served: Served, request: dict[str, Any]) -> Served:
@@ -302,11 +275,7 @@ def _find_dialect(served: Served, request: dict[str, Any]) -> Served:
 
 
 def choice_of(answer: dict[str, Any], place: str) -> dict[str, Any]:
-    """The one choice in an answer.
-
-    Raises:
-        EvaluationError: There is none, or several.
-    """
+    """The one choice in an answer; an EvaluationError where there is none, or several."""
     listed = answer.get("choices")
     if not isinstance(listed, list) or len(listed) != 1 or not isinstance(listed[0], dict):
         raise EvaluationError(f"{place} answers {shortened(str(answer))!r}, which is not one choice.")
@@ -314,16 +283,7 @@ def choice_of(answer: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def score_answer(served: Served, prompt: Sequence[int], scored: slice, seed: int) -> tuple[float, bool]:
-    """Request the log probability of an answer within a prompt.
-
-    Args:
-        served: The model.
-        prompt: Token ids, the answer's included.
-        scored: The tokens of the answer.
-        seed: Of the evaluation.
-
-    Returns:
-        Sum of the log probabilities, and whether each was the likeliest token.
+    """Request the log probability of an answer, `scored`, within a prompt's token ids, and whether each of its tokens was the likeliest.
 
     Raises:
         EvaluationError: There is not one log probability for each token.
@@ -335,7 +295,7 @@ def score_answer(served: Served, prompt: Sequence[int], scored: slice, seed: int
 
 
 def score_choice(choice: dict[str, Any], tokens: int, scored: slice, place: str) -> tuple[float, bool]:
-    """Read a score from a choice with `logprobs`; see `score_answer`. `tokens` is the length of the prompt."""
+    """Read a score from a choice with `logprobs`, as `score_answer` gives it; `tokens` is the length of the prompt."""
     logprobs = choice.get("logprobs")
     logprobs = logprobs if isinstance(logprobs, dict) else {}
     values, tops = logprobs.get("token_logprobs"), logprobs.get("top_logprobs")
@@ -354,25 +314,31 @@ def score_choice(choice: dict[str, Any], tokens: int, scored: slice, place: str)
     return float(sum(own)), greedy
 
 
-def served_problems(
-    task: ConfigurableTask, settings: Settings, tokenizer: PreTrainedTokenizerBase, served: Served | None
-) -> list[str]:
+def task_problems(
+    task: ConfigurableTask, settings: Settings, tokenizer: PreTrainedTokenizerBase, served: Served
+) -> Iterator[str]:
     """What a task asks that this server cannot do."""
-    assert served is not None
     name = task.task_name
     if task.get_config("output_type") != "generate_until":
-        if served.no_likelihoods is None:
-            return []
-        return [
-            f"{name} scores given answers, and {served.no_likelihoods}. Use eval.backend=hf, or leave the task out."
-        ]
-    problems = []
-    if served.api == "chat" and task.get_config("gen_prefix"):
-        problems.append(
-            f"{name} begins the answer itself, which a chat request cannot carry. Use eval.server.api=completions."
+        if served.no_likelihoods is not None:
+            yield f"{name} scores given answers, and {served.no_likelihoods}. Use eval.backend=hf, or leave the task out."
+        return
+    given, special = dict(task.get_config("generation_kwargs") or {}), special_tokens(tokenizer)
+    if unknown := sorted(given.keys() - CARRIED - {"until", "max_gen_toks"}):
+        yield (
+            f"{name} generates with {', '.join(unknown)}, which eval.backend=server cannot follow. Use eval.backend=hf, or leave the task "
+            "out."
         )
-    request = make_request(dict(task.get_config("generation_kwargs") or {}), settings, special_tokens(tokenizer))
-    if served.dialect == "openai" and request.beyond_openai:
-        lost = ", ".join(f"{key}={value:g}" for key, value in request.beyond_openai.items())
-        problems.append(f"{name} is asked with {lost}, which {served.place} does not take. Use eval.backend=hf.")
-    return problems
+    until = given.get("until") or []
+    for text in [until] if isinstance(until, str) else until:
+        if inside := [token for token in special if token in text and token != text]:
+            yield (
+                f"{name} ends its answers at {text!r}, of which {inside[0]} is a special token: a server leaves those out of the text. Use "
+                "eval.backend=hf."
+            )
+    if served.api == "chat" and task.get_config("gen_prefix"):
+        yield f"{name} begins the answer itself, which a chat request cannot carry. Use eval.server.api=completions."
+    beyond = make_request(given, settings, special).beyond_openai
+    if served.dialect == "openai" and beyond:
+        lost = ", ".join(f"{key}={value:g}" for key, value in beyond.items())
+        yield f"{name} is asked with {lost}, which {served.place} does not take. Use eval.backend=hf."

@@ -38,13 +38,7 @@ Pair = tuple[tuple[str, str], list[int], list[int]]
 
 
 class ServedModel(TemplateLM):  # type: ignore[misc]  # lm_eval ships no types
-    """A served model.
-
-    Args:
-        served: From `probe`.
-        tokenizer: What makes the prompts.
-        settings: Of the evaluation.
-    """
+    """A served model."""
 
     def __init__(self, served: Served, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> None:
         super().__init__()
@@ -140,11 +134,7 @@ class ServedModel(TemplateLM):  # type: ignore[misc]  # lm_eval ships no types
         return [ids[-room:]]
 
     def text_of(self, choice: dict[str, Any]) -> str:
-        """An answer as transformers would decode it, not yet cut.
-
-        Raises:
-            EvaluationError: It has no text.
-        """
+        """An answer as transformers would decode it, not yet cut."""
         ids, message = choice.get("token_ids"), choice.get("message")
         if self.served.dialect == "vllm" and isinstance(ids, list):
             return str(self.tokenizer.decode(ids, skip_special_tokens=True))

@@ -33,14 +33,7 @@ class Target:
 
 
 def check_folder(named: str) -> None:
-    """Refuse what can only be meant as a folder, and is none: the hub's answer would mislead.
-
-    Args:
-        named: A folder, or an id on the hub such as Qwen/Qwen2.5-0.5B.
-
-    Raises:
-        EvaluationError: There is no such folder, or it is a recipe.
-    """
+    """Refuse what can only be meant as a folder, and is none: the hub's answer would mislead."""
     path = Path(named).expanduser()
     if path.is_dir():
         return
@@ -56,12 +49,14 @@ def check_folder(named: str) -> None:
         raise EvaluationError(f"There is no folder {path}{hint} Name a run's folder, a model's, or an id on the hub.")
 
 
-def recorded_base(run: Run) -> Target:
-    """The model that a run started from, as run.json records it.
+def check_trained(run: Run, instead: str = "Finish its training first.") -> None:
+    """Refuse a run without its final model."""
+    if not (run.final / "config.json").is_file():
+        raise EvaluationError(f"{run.path} has no final model (status: {run.record.get('status')}). {instead}")
 
-    Raises:
-        EvaluationError: Its code has changed since the training.
-    """
+
+def recorded_base(run: Run) -> Target:
+    """The model that a run started from, as run.json records it; its code must be what training ran."""
     model, record = run.recipe().model, run.record["base_model"]
     trained = record.get("code_sha256")
     if trained is not None and code_hash(model, record["path"]) != trained:
@@ -74,14 +69,9 @@ def recorded_base(run: Run) -> Target:
 
 
 def base_target(run: Run, reference: Reference) -> Target:
-    """The model that a run started from, checked against the tuned model's tokenizer.
-
-    Raises:
-        EvaluationError: It cannot be loaded, its code has changed, or it is too small for the tokenizer.
-    """
+    """The model that a run started from; it must load, and be large enough for the tuned model's tokenizer."""
     target = recorded_base(run)
-    config = load_config(
-        target.model, target.revision, target.trust_remote_code, called=f"The base model of {run.path},"
-    )
+    named = f"The base model of {run.path},"
+    config = load_config(target.model, target.revision, target.trust_remote_code, named)
     check_vocabulary(reference, config, target.model, target.new_tokens)
     return target

@@ -38,14 +38,7 @@ def facts(values: Mapping[str, Any], fold: str = "") -> Block:
 
 
 def table(head: list[Any], rows: list[list[Any]], numbers: Iterable[int] = (), fold: str = "") -> Block:
-    """A table.
-
-    Args:
-        head: Names of the columns.
-        rows: Cells: text, Code, or a list of both.
-        numbers: Columns that are aligned to the right.
-        fold: As of a Block.
-    """
+    """A table of texts, Codes or lists of both; `numbers` are the columns that are aligned to the right."""
     return Block("table", {"head": head, "numbers": list(numbers)} | _capped(rows), fold)
 
 

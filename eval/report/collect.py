@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from eval.report.blocks import Block, Section, facts, notice, table, text
 from eval.report.evaluation import chat_blocks, evaluation_blocks, flips_blocks, settings_blocks, verdict_notices
 from eval.report.formats import Code, Link, code, counted, duration, number, words
-from eval.report.run_files import RunFiles, data_names, method, model_name
+from eval.report.run_files import RunFiles, data_names, method, model_name, value_at
 from eval.report.training import during_blocks, training_blocks
 from sft.recipe.schema import REPOSITORY
 
@@ -52,16 +52,13 @@ def blocks_of(collect: Callable[[Files], list[Block]], files: Files) -> list[Blo
 
 
 def _hardware(files: RunFiles) -> str:
-    hardware = files.record.get("hardware")
-    if not hardware:
+    if not files.at("hardware"):
         return words(None)
-    gpu, memory = hardware.get("gpu"), hardware.get("cpu_memory_gib")
-    node = f"{number(hardware.get('cpu_cores'))} CPU cores" + (f", {number(memory, '.0f')} GiB" if memory else "")
-    gpus = "no GPU"
-    if gpu:
-        gpus = (
-            f"{number(hardware.get('ranks'))} x {words(gpu.get('name'))} ({number(gpu.get('memory_gib'), '.0f')} GiB)"
-        )
+    memory, gpus = files.at("hardware.cpu_memory_gib"), "no GPU"
+    node = f"{number(files.at('hardware.cpu_cores'))} CPU cores" + (f", {number(memory, '.0f')} GiB" if memory else "")
+    if files.at("hardware.gpu"):
+        gib = number(files.at("hardware.gpu.memory_gib"), ".0f")
+        gpus = f"{number(files.at('hardware.ranks'))} x {words(files.at('hardware.gpu.name'))} ({gib} GiB)"
     return f"{gpus}; {node} on each node"
 
 
@@ -79,15 +76,15 @@ def _status(files: RunFiles) -> list[Block]:
 
 
 def _verdict(files: RunFiles) -> list[Block]:
-    if files.comparison:
-        return verdict_notices(files.comparison)
-    return [notice("plain", "Not compared with the base model", [_why_not_evaluated(files)])]
+    if not files.comparison:
+        return [notice("plain", "Not compared with the base model", [_why_not_evaluated(files)])]
+    return verdict_notices(files.comparison)
 
 
 def _attention(files: RunFiles) -> list[Block]:
     """What a reader easily overlooks further down."""
-    comparison, record = files.comparison, files.record
-    lines: list[Any] = [words(message) for messages in (record.get("warnings") or {}).values() for message in messages]
+    comparison = files.comparison
+    lines: list[Any] = [words(message) for messages in (files.at("warnings") or {}).values() for message in messages]
     if comparison and not comparison.get("complete"):
         names = ", ".join(comparison.get("not_measured") or []) or words(None)
         lines.append(f"The evaluation is incomplete; not measured: {names}.")
@@ -98,20 +95,18 @@ def _attention(files: RunFiles) -> list[Block]:
         if counts["found"]:
             shared = f"share a {contamination['ngram']}-gram with the training data"
             lines.append(f"{counts['found']:,} of {counts['documents']:,} documents of {task} {shared}.")
-    if (files.chat.get("checks") or {}).get("tuned", {}).get("passed") is False:
+    if value_at(files.chat, "checks.tuned.passed") is False:
         lines.append("Some answers of the tuned model to the chat prompts did not end, were empty, or looped.")
-    faults = record.get("nonfinite") or []
-    if faults:
+    if faults := files.at("nonfinite"):
         lines.append(f"The loss or gradient was not finite at {counted(len(faults), 'step')}.")
-    tokens = (files.ledger.get("total") or {}).get("tokens") or {}
+    tokens = files.tokens()
     lost = tokens.get("truncated", 0) + tokens.get("dropped", 0)
     if lost > 0.01 * tokens.get("in", 0):
         lines.append(f"{lost:,} of {tokens['in']:,} tokens were truncated or dropped: see Data.")
-    balance, balanced = _balance(files.ledger)
+    balance, balanced = _balance(files)
     if not balanced:
         lines.append(balance)
-    damaged = [name for one in record.get("sessions") or [] for name in one.get("passed_over") or []]
-    if damaged:
+    if damaged := [name for one in files.at("sessions") or [] for name in one.get("passed_over") or []]:
         lines.append(f"Damaged checkpoints that were skipped: {', '.join(damaged)}.")
     return [notice("warning", "Worth knowing", lines)] if lines else []
 
@@ -134,61 +129,39 @@ def _evaluation(files: RunFiles) -> list[Block]:
 
 
 def _trained(files: RunFiles) -> list[Block]:
-    record = files.record
-    tokens = (files.ledger.get("total") or {}).get("tokens") or {}
-    target_tokens = words(None)
-    if "trained" in tokens and "masked" in tokens:
+    tokens, target_tokens = files.tokens(), words(None)
+    if {"trained", "masked"} <= tokens.keys():
         target_tokens = f"{tokens['trained']:,} of {tokens['trained'] + tokens['masked']:,}"
-    saved = text("The tuned model is in ", Link("final"), ".") if files.run.final.is_dir() else None
-    return [
-        facts(
-            {
-                "Model": model_name(files),
-                "Method": method(files),
-                "Data": data_names(files),
-                "Target tokens, in one epoch": target_tokens,
-                "Recipe": f"{words(record.get('recipe'))}, version {words(record.get('recipe_version'))}",
-                "Changed on the command line": [Code(one) for one in record.get("overrides") or []] or "nothing",
-            }
-        ),
-        saved or text("The tuned model is not saved."),
-    ]
+    values = {
+        "Model": model_name(files),
+        "Method": method(files),
+        "Data": data_names(files),
+        "Target tokens, in one epoch": target_tokens,
+        "Recipe": f"{words(files.at('recipe'))}, version {words(files.at('recipe_version'))}",
+        "Changed on the command line": [Code(one) for one in files.at("overrides") or []] or "nothing",
+    }
+    saved = (
+        ("The tuned model is in ", Link("final"), ".")
+        if files.run.final.is_dir()
+        else ("The tuned model is not saved.",)
+    )
+    return [facts(values), text(*saved)]
 
 
-def _chat(files: RunFiles) -> list[Block]:
-    if files.chat:
-        return chat_blocks(files.chat)
-    wanted = files.recipe is None or files.recipe.eval.chat
-    return [text("No chat samples: eval/chat.json is missing.")] if wanted else []
-
-
-def _flips(files: RunFiles) -> list[Block]:
-    if files.flips is not None:
-        return flips_blocks(files.comparison, files.flips)
-    return [text("Not recorded: eval/flips.jsonl is missing.")] if files.comparison else []
-
-
-FATES = {
-    "in": "in",
-    "trained": "trained",
-    "masked": "masked",
-    "truncated": "truncated",
-    "held_out": "held out",
-    "dropped": "dropped",
-}
+FATES = {name: name.replace("_", " ") for name in ("in", "trained", "masked", "truncated", "held_out", "dropped")}
 """What became of tokens, as ledger.json counts them."""
 
 
-def _fates(ledger: dict[str, Any]) -> list[str]:
-    return [fate for fate in FATES if fate != "held_out" or ledger["total"]["tokens"].get("held_out")]
+def _fates(tokens: dict[str, int]) -> list[str]:
+    return [fate for fate in FATES if fate != "held_out" or tokens.get("held_out")]
 
 
-def _balance(ledger: dict[str, Any]) -> tuple[str, bool]:
+def _balance(files: RunFiles) -> tuple[str, bool]:
     """The token ledger's sum as a sentence, and whether it accounts for every token; a missing total breaks no promise."""
-    tokens = (ledger.get("total") or {}).get("tokens") or {}
-    if not {"in", "trained", "masked", "truncated", "dropped"} <= tokens.keys():
+    tokens = files.tokens()
+    if not FATES.keys() - {"held_out"} <= tokens.keys():
         return "The ledger has no complete total.", True
-    fates = _fates(ledger)[1:]
+    fates = _fates(tokens)[1:]
     total = sum(tokens[fate] for fate in fates)
     sentence = f"{tokens['in']:,} tokens in; {' + '.join(FATES[fate] for fate in fates)} = {total:,}."
     balanced = bool(tokens["in"] == total)
@@ -203,7 +176,7 @@ def _data(files: RunFiles) -> list[Block]:
     accounts = [(code(one["source"]), one) for one in ledger["sources"]]
     if len(accounts) > 1:
         accounts.append(("all", ledger["total"]))
-    fates = _fates(ledger)
+    fates = _fates(files.tokens())
     held_out = ["held_out"] if ledger["total"]["rows"].get("held_out") else []
     rows = []
     for name, one in accounts:
@@ -223,7 +196,7 @@ def _data(files: RunFiles) -> list[Block]:
     return [
         table(head, rows, range(1, len(head) - 1)),
         table(["Source", *(f"Tokens {FATES[fate]}" for fate in fates)], tokens, range(1, 1 + len(fates))),
-        text(f"{_balance(ledger)[0]} {packed}"),
+        text(f"{_balance(files)[0]} {packed}"),
         *([table(["Rows", "Finding", "First"], findings, (0,))] if findings else []),
     ]
 
@@ -237,20 +210,15 @@ def _plan(files: RunFiles) -> list[Block]:
 
 def _environment(files: RunFiles) -> list[Block]:
     """Machine, commit, packages, and the sessions of a run that was resumed."""
-    record = files.record
-    git = record.get("git") or {}
-    on_each = number((record.get("hardware") or {}).get("ranks_per_node"))
-    blocks = [
-        facts(
-            {
-                "Hardware": _hardware(files),
-                "Processes": f"{number(record.get('ranks'))} ({on_each} on each node)",
-                "Git commit": [code(git.get("commit")), *(["with uncommitted changes"] if git.get("dirty") else [])],
-                "Started": words(record.get("started")),
-                "Finished": words(record.get("finished")),
-            }
-        )
-    ]
+    uncommitted = ["with uncommitted changes"] if files.at("git.dirty") else []
+    values = {
+        "Hardware": _hardware(files),
+        "Processes": f"{number(files.at('ranks'))} ({number(files.at('hardware.ranks_per_node'))} on each node)",
+        "Git commit": [code(files.at("git.commit")), *uncommitted],
+        "Started": words(files.at("started")),
+        "Finished": words(files.at("finished")),
+    }
+    blocks = [facts(values)]
     sessions = [
         [
             words(one.get("started")),
@@ -261,34 +229,28 @@ def _environment(files: RunFiles) -> list[Block]:
             duration(one.get("seconds")),
             [Code(key) for key in one.get("changes") or []] or "nothing",
         ]
-        for one in record.get("sessions") or []
+        for one in files.at("sessions") or []
     ]
     if len(sessions) > 1:
         head = ["Started", "From", "Ended", "At step", "Processes", "Trained for", "Changed in the recipe"]
         blocks += [text(f"Trained in {len(sessions)} sessions:"), table(head, sessions, (3, 4))]
-    versions = [[words(name), words(one)] for name, one in (record.get("versions") or {}).items()]
+    versions = [[words(name), words(one)] for name, one in (files.at("versions") or {}).items()]
     return [*blocks, table(["Package", "Version"], versions)]
-
-
-def _settings(files: RunFiles) -> list[Block]:
-    return settings_blocks(files.comparison) if files.comparison else []
 
 
 def _rerun(files: RunFiles) -> list[Block]:
     """The commands that repeat the run."""
-    record = files.record
-    if not record.get("recipe_path"):
+    if not files.at("recipe_path"):
         return [text("The command is missing.")]
-    path, folder = Path(record["recipe_path"]), record.get("working_directory")
-    git = record.get("git") or {}
+    path, folder, commit = Path(files.at("recipe_path")), files.at("working_directory"), files.at("git.commit")
     shown = path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path
     script, commands, repository = "scripts/sft.sh", [], "git"
     if folder and shown == path:  # a recipe outside the repository: its paths are relative to where it was started
         script, repository = str(REPOSITORY / script), f"git -C {shlex.quote(str(REPOSITORY))}"
         commands.append(f"cd {shlex.quote(str(folder))}")
-    if git.get("commit"):
-        commands.append(f"{repository} checkout {git['commit']}")
-    commands.append(shlex.join(["bash", script, str(shown), *map(str, record.get("overrides") or [])]))
+    if commit:
+        commands.append(f"{repository} checkout {commit}")
+    commands.append(shlex.join(["bash", script, str(shown), *map(str, files.at("overrides") or [])]))
     again: list[Any] = ["To rerun from this directory, which reports what has changed since: "]
     again += [Code(f"bash scripts/sft.sh {files.run.path}"), "."]
     if files.comparison:
@@ -296,19 +258,19 @@ def _rerun(files: RunFiles) -> list[Block]:
     if files.run.recipe_file.is_file():
         again = ["The recipe: ", Link("recipe.yaml"), ". ", *again]
     dirty = "The repository had uncommitted changes, so the commit alone may not give the same result."
-    return [Block("commands", commands), *([text(dirty)] if git.get("dirty") else []), text(*again)]
+    return [Block("commands", commands), *([text(dirty)] if files.at("git.dirty") else []), text(*again)]
 
 
 SECTIONS: dict[str, Callable[[RunFiles], list[Block]]] = {
     "Evaluation": _evaluation,
     "What was trained": _trained,
-    "Chat samples": _chat,
-    "Documents that flipped": _flips,
+    "Chat samples": chat_blocks,
+    "Documents that flipped": flips_blocks,
     "Training": training_blocks,
     "Evaluation during training": during_blocks,
     "Data": _data,
     "Plan": _plan,
     "Environment": _environment,
-    "Evaluation settings": _settings,
+    "Evaluation settings": settings_blocks,
     "Rerun": _rerun,
 }

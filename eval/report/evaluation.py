@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from eval.compare.gate import describe_gate
 from eval.report.blocks import Block, facts, notice, table, text
 from eval.report.formats import code, counted, interval, is_number, kind_of, name_of, number, score, verdict_of, words
+from eval.report.run_files import RunFiles
 
 Part = dict[str, Any]
 
@@ -34,10 +36,9 @@ def verdict_notices(comparison: Part) -> list[Block]:
     lines, kind = [], kind_of(order[0]) if order else "plain"
     if overall:
         kind, tasks = kind_of(overall["verdict"]), counted(len(overall["tasks"]), "task")
-        difference = (
-            f"{score(overall['difference'], '+')} over {tasks}, 95% interval {interval(overall['interval_95'])}"
-        )
-        title, lines = f"{overall['verdict']}: {difference}", [f"{counts}."]
+        difference = f"{score(overall['difference'], '+')} over {tasks}"
+        title = f"{overall['verdict']}: {difference}, 95% interval {interval(overall['interval_95'])}"
+        lines.append(f"{counts}.")
     elif len(metrics) == 1:
         title = f"{words(metrics[0].get('verdict'))}: {score(metrics[0].get('difference'), '+')} on {words(metrics[0].get('task'))}"
     else:
@@ -68,13 +69,11 @@ def evaluation_blocks(comparison: Part) -> list[Block]:
     blocks = []
     if rows:
         blocks.append(Block("scores", {"widest": f"{widest:.3f}" if widest else "", "rows": rows[:OPEN_SCORES]}))
-    if len(rows) > OPEN_SCORES:
-        folded = {"widest": "", "rows": rows[OPEN_SCORES:]}
-        blocks.append(Block("scores", folded, f"{len(rows) - OPEN_SCORES} more"))
-    if metrics:
-        blocks.append(_numbers(metrics))
-    else:
-        blocks.append(text("No task was measured on both models."))
+    if more := rows[OPEN_SCORES:]:
+        blocks.append(Block("scores", {"widest": "", "rows": more}, f"{len(more)} more"))
+    cells = [[value(entry) for value in NUMBERS.values()] for entry in metrics]
+    none = text("No task was measured on both models.")
+    blocks.append(table([*NUMBERS], cells, range(2, 9), fold="All numbers") if metrics else none)
     if comparison.get("note"):
         blocks.append(text(comparison["note"]))
     if not comparison.get("complete"):
@@ -83,24 +82,20 @@ def evaluation_blocks(comparison: Part) -> list[Block]:
     return [*blocks, *_contamination(comparison.get("contamination")), _conditions(comparison)]
 
 
-def _numbers(metrics: list[Part]) -> Block:
-    rows = [
-        [
-            words(entry.get("task")),
-            name_of(entry),
-            number(entry.get("documents")),
-            *(_with_stderr(entry, side) for side in ("base", "tuned")),
-            score(entry.get("difference"), "+"),
-            interval(entry.get("interval_95")),
-            number(entry.get("p_value"), ".2g"),
-            number(entry.get("p_adjusted"), ".2g") if entry.get("decides") is not False else "-",
-            words(entry.get("test")),
-            verdict_of(entry),
-        ]
-        for entry in metrics
-    ]
-    head = "Task;Metric;Documents;Base;Tuned;Difference;95% interval;p;p (Holm);Test;Verdict".split(";")
-    return table(head, rows, range(2, 9), fold="All numbers")
+NUMBERS: dict[str, Callable[[Part], str]] = {
+    "Task": lambda entry: words(entry.get("task")),
+    "Metric": name_of,
+    "Documents": lambda entry: number(entry.get("documents")),
+    "Base": lambda entry: _with_stderr(entry, "base"),
+    "Tuned": lambda entry: _with_stderr(entry, "tuned"),
+    "Difference": lambda entry: score(entry.get("difference"), "+"),
+    "95% interval": lambda entry: interval(entry.get("interval_95")),
+    "p": lambda entry: number(entry.get("p_value"), ".2g"),
+    "p (Holm)": lambda entry: number(entry.get("p_adjusted"), ".2g") if entry.get("decides") is not False else "-",
+    "Test": lambda entry: words(entry.get("test")),
+    "Verdict": verdict_of,
+}
+"""Columns of the table of all metrics."""
 
 
 def _with_stderr(entry: Part, side: str) -> str:
@@ -145,10 +140,9 @@ def _contamination(searched: Part | None) -> list[Block]:
     rows = []
     for task, counts in searched["tasks"].items():
         found, documents, short = counts["found"], counts["documents"], counts.get("too_short")
-        if found or short:
-            fraction = f"{found / documents:.1%}" if documents else words(None)
+        if found or short:  # so that there are documents
             without = score(counts.get("difference_without"), "+") if found else "-"
-            rows.append([task, number(documents), number(found), fraction, number(short), without])
+            rows.append([task, number(documents), number(found), f"{found / documents:.1%}", number(short), without])
     ngram, clean = f"{searched['ngram']}-gram", len(searched["tasks"]) - len(rows)
     if not rows:
         return [text(f"No document of the tasks shares a {ngram} with the training data.")]
@@ -173,16 +167,15 @@ def _conditions(comparison: Part) -> Block:
     return text(sentence, code(str(comparison.get("settings_hash", ""))[:12] or None), ".")
 
 
-def settings_blocks(comparison: Part) -> list[Block]:
+def settings_blocks(files: RunFiles) -> list[Block]:
     """Everything that could move a score, by dotted key."""
-    values = {
-        key: "not set" if value is None else words(value)
-        for key, value in flattened(comparison.get("settings") or {}).items()
-    }
-    values |= {f"version of {task}": words(one) for task, one in (comparison.get("versions") or {}).items()}
-    values |= {
-        f"few-shot examples of {task}": words(one) for task, one in (comparison.get("num_fewshot") or {}).items()
-    }
+    comparison = files.comparison
+    if not comparison:
+        return []
+    settings = flattened(comparison.get("settings") or {})
+    values = {key: "not set" if value is None else words(value) for key, value in settings.items()}
+    for key, name in (("versions", "version of"), ("num_fewshot", "few-shot examples of")):
+        values |= {f"{name} {task}": words(one) for task, one in (comparison.get(key) or {}).items()}
     sentence = "Base and tuned were measured under the same settings, with the hash "
     return [text(sentence, code(comparison.get("settings_hash")), "."), facts(values, fold="All settings")]
 
@@ -202,8 +195,12 @@ def flattened(values: Part, before: str = "") -> Part:
     return flat
 
 
-def chat_blocks(chat: Part) -> list[Block]:
+def chat_blocks(files: RunFiles) -> list[Block]:
     """Base and tuned side by side on the chat prompts."""
+    chat = files.chat
+    if not chat:
+        wanted = files.recipe is None or files.recipe.eval.chat
+        return [text("No chat samples: eval/chat.json is missing.")] if wanted else []
     if chat.get("skipped"):
         return [text(f"No prompts were answered. {chat['skipped']}")]
     rows = []
@@ -221,22 +218,15 @@ def chat_blocks(chat: Part) -> list[Block]:
     more = len(prompts) - len(exchanges)
     others = f" {more} more prompts are there." if more else ""
     head = ["Model", "Answers", "Ended on their own", "Empty", "Looping", "Passed"]
-    return [
-        table(head, rows, range(1, 5)),
-        text(
-            f"Both models answered with {_decoding(chat.get('generation') or {})}. eval/chat.json has all answers.{others}"
-        ),
-        Block("exchanges", {"": exchanges}),
-    ]
+    how = (
+        f"Both models answered with {_decoding(chat.get('generation') or {})}. eval/chat.json has all answers.{others}"
+    )
+    return [table(head, rows, range(1, 5)), text(how), Block("exchanges", {"": exchanges})]
 
 
 def _answer(side: str, answer: Part) -> Part:
-    faults = {
-        "did not end": answer["ended"] is False,
-        "empty": answer["empty"] is True,
-        "loops": answer["loops"] is True,
-    }
-    marks = [mark for mark, bad in faults.items() if bad]
+    faults = (("did not end", not answer["ended"]), ("empty", answer["empty"]), ("loops", answer["loops"]))
+    marks = [mark for mark, bad in faults if bad]
     return {"name": side, "text": words(answer["text"]), "marks": marks, "note": counted(answer["tokens"], "token")}
 
 
@@ -244,18 +234,21 @@ def _decoding(generation: Part) -> str:
     sampling = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     given = ", ".join(f"{key} {number(generation[key])}" for key in sampling if is_number(generation.get(key)))
     shown = ["greedy decoding" if not generation.get("do_sample") else f"sampling ({given})" if given else "sampling"]
-    if generation.get("max_new_tokens"):
-        shown.append(f"at most {number(generation['max_new_tokens'])} tokens")
-    if generation.get("chat_template"):
-        shown.append(f"{generation['chat_template']} chat template")
+    if limit := generation.get("max_new_tokens"):
+        shown.append(f"at most {number(limit)} tokens")
+    if whose := generation.get("chat_template"):
+        shown.append(f"{whose} chat template")
     return ", ".join(shown)
 
 
-def flips_blocks(comparison: Part, flips: list[Part]) -> list[Block]:
+def flips_blocks(files: RunFiles) -> list[Block]:
     """The documents that only one of the two models answered right, with both answers."""
+    flips = files.flips
+    if flips is None:
+        return [text("Not recorded: eval/flips.jsonl is missing.")] if files.comparison else []
     if not flips:
         return [text("None: both models have the same documents right.")]
-    counts = comparison.get("flips") or {}
+    counts = files.comparison.get("flips") or {}
     rows = [[task, one["metric"], number(one["gained"]), number(one["lost"])] for task, one in counts.items()]
     head = ["Task", "Metric", "Gained: tuned right, base wrong", "Lost: base right, tuned wrong"]
     groups = {}

@@ -39,6 +39,21 @@ class RunFiles:
         """The recipe's name and the run's."""
         return f"{self.record.get('recipe') or self.run.path.parent.name}, run {self.run.path.name}"
 
+    def at(self, path: str) -> Any:
+        """A value of run.json by its dotted path; None where it is missing."""
+        return value_at(self.record, path)
+
+    def tokens(self) -> dict[str, int]:
+        """The total of the token ledger."""
+        return value_at(self.ledger, "total.tokens") or {}
+
+
+def value_at(value: Any, path: str) -> Any:
+    """A value in nested dicts by its dotted path; None where it is missing."""
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
 
 def read_run(run: Run) -> RunFiles:
     """Read everything that a report shows."""
@@ -93,8 +108,8 @@ def _by_step(path: Path) -> list[dict[str, Any]]:
 
 def model_name(files: RunFiles) -> list[str]:
     """The base model and its revision."""
-    base = files.record.get("base_model") or {}
-    return [code(base.get("name_or_path")), *([f"revision {base['revision']}"] if base.get("revision") else [])]
+    revision = files.at("base_model.revision")
+    return [code(files.at("base_model.name_or_path")), *([f"revision {revision}"] if revision else [])]
 
 
 def data_names(files: RunFiles) -> list[str]:

@@ -103,14 +103,12 @@ def _overview(runs: Runs, folder: Path) -> list[Block]:
         "Eval loss at the end": lambda files: last(files, "held_out_loss", ".4f"),
         "Tokens per second": lambda files: number(mean_rate(files.metrics), ",.0f"),
         "Peak memory of rank 0, GiB": lambda files: number(max(column(files, "peak_memory_gib"), default=None), ".2f"),
-        "Time to train": lambda files: duration((files.record.get("timings") or {}).get("train_seconds")),
+        "Time to train": lambda files: duration(files.at("timings.train_seconds")),
     }
     rows: list[list[Any]] = [[name, *map(value, runs)] for name, value in values.items()]
     diff = Code(f"sft diff {runs[0].run.path} {runs[1].run.path}")
-    return [
-        table(["", *map(_key, range(len(runs)))], rows),
-        text("What differs between two runs in recipe, plan and data: ", diff),
-    ]
+    differs = text("What differs between two runs in recipe, plan and data: ", diff)
+    return [table(["", *map(_key, range(len(runs)))], rows), differs]
 
 
 def _evaluation(runs: Runs) -> list[Block]:
@@ -126,13 +124,11 @@ def _evaluation(runs: Runs) -> list[Block]:
     marks = ["" if _comparable(runs[place], runs) else not_comparable for place in measured]
     head = ["Task", "Metric", *(_key(place) + mark for place, mark in zip(measured, marks, strict=True))]
     rows = [[task, metric, *(by_run.get(place, "-") for place in measured)] for (task, metric), by_run in found.items()]
-    return [
-        table(head, rows, range(2, len(head))),
-        text(
-            "Each cell: base → tuned, the difference with its 95% confidence interval, and the verdict of the run's own comparison. "
-            "Whether two tuned models differ by more than chance is not tested."
-        ),
-    ]
+    legend = (
+        "Each cell: base → tuned, the difference with its 95% confidence interval, and the verdict of the run's own comparison. "
+        "Whether two tuned models differ by more than chance is not tested."
+    )
+    return [table(head, rows, range(2, len(head))), text(legend)]
 
 
 def _score(entry: dict[str, Any]) -> Markup:

@@ -20,10 +20,9 @@ MOST_CHARTS = 12
 
 def training_blocks(files: RunFiles) -> list[Block]:
     """The curves and numbers of the training."""
-    metrics, record = files.metrics, files.record
+    metrics = files.metrics
     if not metrics:
         return [text("There is no loss curve: metrics.jsonl holds no optimizer step.")]
-    timings = record.get("timings") or {}
     planned = next((one["value"] for one in files.decisions if one["name"] == "max_steps"), None)
     loss, eval_loss, memory = (column(files, key) for key in ("loss", "held_out_loss", "peak_memory_gib"))
     values: dict[str, object] = {
@@ -32,38 +31,30 @@ def training_blocks(files: RunFiles) -> list[Block]:
         "Tokens seen": number(metrics[-1].get("tokens_seen"), ",.0f"),
         "Loss at the first logged step": number(loss[0] if loss else None, ".4f"),
         "Loss at the last logged step": number(loss[-1] if loss else None, ".4f"),
-        "Mean training loss": number(record.get("train_loss"), ".4f"),
+        "Mean training loss": number(files.at("train_loss"), ".4f"),
     }
     if eval_loss:
-        values["Eval loss before training"] = number(record.get("held_out_loss_before"), ".4f")
+        values["Eval loss before training"] = number(files.at("held_out_loss_before"), ".4f")
         values["Eval loss at the end"] = f"{eval_loss[-1]:.4f} (lowest: {min(eval_loss):.4f})"
-    faults = [f"step {number(one['step'])} ({words(one['answer'])})" for one in record.get("nonfinite") or []]
-    if faults:
+    if faults := [f"step {number(one['step'])} ({words(one['answer'])})" for one in files.at("nonfinite") or []]:
         values["Steps with a loss or gradient that was not finite"] = faults
     values |= speed_facts(metrics)
     values["Peak memory of rank 0"] = f"{max(memory):.2f} GiB" if memory else words(None)
-    values["Time to prepare the data"] = duration(timings.get("prepare_seconds"))
-    values["Time to train"] = duration(timings.get("train_seconds"))
+    values["Time to prepare the data"] = duration(files.at("timings.prepare_seconds"))
+    values["Time to train"] = duration(files.at("timings.train_seconds"))
     if files.comparison:
-        values["Time to evaluate"] = duration(timings.get("evaluate_seconds"))
-    resumed_at = _resumed_at(files)
+        values["Time to evaluate"] = duration(files.at("timings.evaluate_seconds"))
+    steps = [str(one.get("checkpoint")).rpartition("-")[2] for one in (files.at("sessions") or [])[1:]]
+    resumed_at = [int(step) for step in steps if step.isdecimal()]
     blocks = [Block("curve", "loss.png"), Block("charts", _training_charts(files, resumed_at))]
     if resumed_at:
-        steps = ", ".join(map(number, resumed_at))
-        blocks.append(text(f"Resumed after step {steps} (dashed lines). A step that was repeated is shown once."))
+        shown = ", ".join(map(number, resumed_at))
+        blocks.append(text(f"Resumed after step {shown} (dashed lines). A step that was repeated is shown once."))
     return [*blocks, facts(values)]
 
 
-def _resumed_at(files: RunFiles) -> list[int]:
-    steps = [str(one.get("checkpoint")).rpartition("-")[2] for one in (files.record.get("sessions") or [])[1:]]
-    return [int(step) for step in steps if step.isdecimal()]
-
-
 def _training_charts(files: RunFiles, resumed_at: list[int]) -> list[dict[str, Any]]:
-    eval_loss, before = (
-        series_of(files.metrics, "held_out_loss", "eval loss", "c1"),
-        files.record.get("held_out_loss_before"),
-    )
+    eval_loss, before = series_of(files.metrics, "held_out_loss", "eval loss", "c1"), files.at("held_out_loss_before")
     if is_number(before) and len(eval_loss.x):
         eval_loss = Series("eval loss", np.insert(eval_loss.x, 0, 0.0), np.insert(eval_loss.y, 0, before), "c1")
     losses = [*with_mean(series_of(files.metrics, "loss", "loss at each logged step")), eval_loss]
@@ -84,7 +75,7 @@ def _training_charts(files: RunFiles, resumed_at: list[int]) -> list[dict[str, A
 def during_blocks(files: RunFiles) -> list[Block]:
     """The scores measured during training."""
     if not files.during:
-        wanted = ((files.record.get("recipe_values") or {}).get("eval") or {}).get("every_steps")
+        wanted = files.at("recipe_values.eval.every_steps")
         return [text("None was measured: eval/during.jsonl is missing.")] if wanted else []
     scores: dict[tuple[str, str], list[tuple[float, float]]] = {}
     failures: dict[str, list[str]] = {}
@@ -104,12 +95,8 @@ def during_blocks(files: RunFiles) -> list[Block]:
         sentences.append(f"{task} failed at {counted(len(found), 'of these step')}, last at {found[-1]}.")
     charts = [chart(task, metric, [Series(metric, *np.array(points, float).T)]) for (task, metric), points in shown]
     last = {f"{task}, {metric}": number(points[-1][1], ".4f") for (task, metric), points in shown}
-    return [
-        text(" ".join(sentences)),
-        Block("charts", charts),
-        text(f"At step {number(files.during[-1]['step'])}:"),
-        facts(last),
-    ]
+    at = f"At step {number(files.during[-1]['step'])}:"
+    return [text(" ".join(sentences)), Block("charts", charts), text(at), facts(last)]
 
 
 def _timed(lines: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], float]]:

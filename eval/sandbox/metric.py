@@ -57,13 +57,8 @@ class CodeEval:
     ) -> tuple[Scores, dict[int, list[tuple[int, dict[str, Any]]]]]:
         """Score candidates by running each with its test, as `evaluate`'s code_eval does.
 
-        Args:
-            predictions: Per problem, its candidates.
-            references: Per problem, its test.
-            k: Each k of pass@k; those larger than the number of candidates are left out.
-
         Returns:
-            `pass@k` over the problems, and per problem how each candidate ended.
+            `pass@k` over the problems, for each k that there are candidates for, and per problem how each candidate ended.
 
         Raises:
             ValueError: Nobody has allowed to run generated code, as `evaluate`'s own says it.
@@ -134,17 +129,7 @@ def runs_within_limits(task: ConfigurableTask) -> bool:
 
 
 def prepare_code_tasks(tasks: Sequence[ConfigurableTask]) -> dict[str, Any]:
-    """Print what holds the code that these tasks run.
-
-    Args:
-        tasks: Those that run what the model writes, at least one.
-
-    Returns:
-        What the results keep of it.
-
-    Raises:
-        EvaluationError: A limit does not hold here.
-    """
+    """Print what holds the code that these tasks run; returns what the results keep of it."""
     sandbox = check_isolation()
     outside = [task.task_name for task in tasks if not runs_within_limits(task)]
     for name in outside:

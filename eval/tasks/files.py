@@ -41,14 +41,14 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskFile:
-    """What a user's file says of its task."""
+    """A task that was found: what a user's file says of it, or lm_eval's own."""
 
     task: Task
-    code: tuple[str, ...]
-    """What it runs of its author's code, in the words of the file."""
-
     unsafe: bool
     """Whether it runs what the model writes."""
+
+    code: tuple[str, ...] = ()
+    """What it runs of its author's code, in the words of the file."""
 
     members: list[str] = field(default_factory=list)
     """The names in it, where it is a group."""
@@ -99,15 +99,7 @@ def _code_of(config: dict[str, Any], known: frozenset[str]) -> list[str]:
 
 
 class LocalTasks:
-    """The tasks that the user brings.
-
-    Args:
-        include_path: A folder of task files.
-        metrics: The metrics that lm_eval has, which are no code of others.
-
-    Raises:
-        EvaluationError: There is no such folder.
-    """
+    """The tasks that the user brings; `metrics` are those that lm_eval has, which are no code of others."""
 
     def __init__(self, include_path: str | None, metrics: frozenset[str]) -> None:
         self.metrics = metrics
@@ -120,9 +112,7 @@ class LocalTasks:
             return
         folder = find_file(include_path).resolve()
         if not folder.is_dir():
-            raise EvaluationError(
-                f"eval.include_path={include_path} is not a folder. Name the folder of your task files."
-            )
+            raise EvaluationError(f"eval.include_path={include_path} is no folder. Name the folder of your task files.")
         for path in sorted(folder.rglob("*.yaml")):
             try:
                 self.read(path, folder)
@@ -130,11 +120,7 @@ class LocalTasks:
                 self.unreadable.append(str(error))  # shown only where a task is missing: the folder may hold other YAML
 
     def read(self, path: Path, folder: Path) -> TaskFile:
-        """Read one file.
-
-        Raises:
-            EvaluationError: It defines no task.
-        """
+        """Read one file, which must define a task."""
         code: list[str] = []
         config = self._read_yaml(path, code)
         name, group = config.get("group") or config.get("task"), "group" in config
@@ -145,8 +131,8 @@ class LocalTasks:
         file = TaskFile(
             # lm_eval takes a task by its path; a group only by name, from a folder.
             Task(name, name if group else str(path)),
-            tuple(dict.fromkeys(code)),
             bool(config.get("unsafe_code")) or CODE_METRIC in _metrics(config),
+            tuple(dict.fromkeys(code)),
             members_of(config) if group else [],
         )
         self.by_name.setdefault(name, []).append(file)

@@ -32,22 +32,18 @@ class TaskIndex:
 
 
 def known_tasks(files: Sequence[Path] | None = None) -> TaskIndex:
-    """The index of the installed lm_eval: read from the cache, else built and cached.
-
-    Args:
-        files: Where it may be cached; None: in the environment, which may be read-only, or in the user's cache.
-    """
+    """The index of the installed lm_eval, cached in the environment, which may be read-only, or in the user's cache."""
     if files is None:
         name = f"lm_eval-{version('lm_eval')}-names.json"
         user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         files = [Path(sys.prefix) / "cache" / name, user / "sft-recipes" / name]
+    sets = ("names", "unsafe", "metrics")
     for file in files:
         with suppress(OSError, ValueError, KeyError, TypeError):
             kept = json.loads(file.read_text(encoding="utf-8"))
-            names, unsafe, metrics = (frozenset(kept[key]) for key in ("names", "unsafe", "metrics"))
-            return TaskIndex(names, unsafe, metrics, dict(kept["members"]))
+            return TaskIndex(**{key: frozenset(kept[key]) for key in sets}, members=dict(kept["members"]))
     index = build_index()
-    lists = {key: sorted(getattr(index, key)) for key in ("names", "unsafe", "metrics")}
+    lists = {key: sorted(getattr(index, key)) for key in sets}
     for file in files:
         with suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)

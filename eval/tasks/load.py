@@ -13,9 +13,9 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
-from eval.quiet import chatter_to, first_line, summary
 from eval.sandbox.metric import CODE_METRIC, prepare_code_tasks, score_code_within_limits
 from eval.tasks.files import Task
+from eval.tasks.output import chatter_to, first_line, summary
 from eval.tasks.settings import Settings
 from eval.tasks.suites import TaskSelection, measured_twice, needs_consent
 from sft.errors import EvaluationError, did_you_mean
@@ -54,27 +54,13 @@ class LoadedTasks:
     """The isolation of the code that they run, as the results record it; empty where none of them runs any."""
 
 
-@dataclass(frozen=True)
-class Documents:
-    """Which documents are measured, and with how many examples in the prompt: what loading needs of an evaluation."""
-
-    limit: int | None
-    num_fewshot: int | None
-
-
 def load_tasks(selection: TaskSelection, settings: Settings, run_code: bool, log: Path) -> LoadedTasks:
-    """Load every task's documents, and set the length of its answers.
-
-    Args:
-        selection: From `check_tasks`.
-        settings: From `resolve_settings`.
-        run_code: Whether tasks may run what the model writes: eval.confirm_run_unsafe_code.
-        log: Where the libraries' output goes.
+    """Load every task's documents, and set the length of its answers; `run_code` is eval.confirm_run_unsafe_code.
 
     Raises:
         EvaluationError: A task is broken, needs a package, or contradicts the settings; all in one message.
     """
-    tasks = read_tasks(selection, Documents(settings.limit, settings.num_fewshot), run_code, log)
+    tasks = read_tasks(selection, settings.num_fewshot, run_code, log)
     if not tasks.by_name:
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in tasks.missing.items())
         raise EvaluationError(f"No task can be measured:{reasons}\n{WHERE_TO_GET}")
@@ -88,8 +74,8 @@ def load_tasks(selection: TaskSelection, settings: Settings, run_code: bool, log
     return tasks
 
 
-def read_tasks(selection: TaskSelection, documents: Documents, run_code: bool, log: Path) -> LoadedTasks:
-    """Load every task's documents, and check what needs no tokenizer; arguments and errors as `load_tasks`."""
+def read_tasks(selection: TaskSelection, num_fewshot: int | None, run_code: bool, log: Path) -> LoadedTasks:
+    """Load every task's documents, and check what needs no tokenizer; errors as `load_tasks`."""
     from lm_eval.tasks import TaskManager
 
     # A code task loads its metric at once. That the user's shell has set this variable is no consent.
@@ -99,16 +85,14 @@ def read_tasks(selection: TaskSelection, documents: Documents, run_code: bool, l
     tasks = LoadedTasks({}, {}, run_code)
     problems: list[str] = []
     with chatter_to(log):
-        manager = TaskManager(
-            include_path=[str(path) for path in selection.include_paths], include_defaults=not selection.all_local
-        )
+        folders = [str(path) for path in selection.include_paths]
+        manager = TaskManager(include_path=folders, include_defaults=not selection.all_local)
         for task in selection.tasks:
-            problems += _load_task(manager, task, tasks, documents)
+            for loaded in _load_task(manager, task, tasks, problems):
+                problems += _problems_of(loaded, selection.limit, num_fewshot, run_code)
     # What groups of files share is known only now.
-    problems += measured_twice(
-        (leaf.task_name, name) for name, items in tasks.by_name.items() for leaf in leaves(items)
-    )
-    _refuse(problems)
+    parts = [(leaf.task_name, name) for name, items in tasks.by_name.items() for leaf in leaves(items)]
+    _refuse([*problems, *measured_twice(parts)])
     return tasks
 
 
@@ -154,33 +138,35 @@ def render_in_sandbox() -> None:
 
     if isinstance(utils.env, SandboxedEnvironment):
         return
-    sandbox = SandboxedEnvironment(
-        loader=utils.env.loader,
-        undefined=utils.env.undefined,
-        keep_trailing_newline=utils.env.keep_trailing_newline,
+    own = utils.env
+    utils.env = SandboxedEnvironment(
+        loader=own.loader, undefined=own.undefined, keep_trailing_newline=own.keep_trailing_newline
     )
-    sandbox.filters = utils.env.filters
-    utils.env = sandbox
+    utils.env.filters = own.filters
 
 
-def _load_task(manager: TaskManager, task: Task, tasks: LoadedTasks, documents: Documents) -> list[str]:
-    """Add a task to the loaded ones; returns its problems."""
+def _load_task(manager: TaskManager, task: Task, tasks: LoadedTasks, problems: list[str]) -> list[ConfigurableTask]:
+    """Load a task's parts and add them to the loaded ones; none where it is missing or has problems."""
     try:
         loaded = manager.load([task.given])
     except Exception as error:  # a task's YAML, code and dataset are the user's: anything may come out of them
         traceback.print_exc()
-        if not _is_unreachable(error):
-            return [_why_not_loaded(task.name, error)]
-        tasks.missing[task.name] = summary(error)
+        if _is_unreachable(error):
+            tasks.missing[task.name] = summary(error)
+        else:
+            problems.append(_why_not_loaded(task.name, error))
         return []
-    found = list(loaded["tasks"].values())
-    unloaded = [reason for part in found for reason in _metrics_not_loaded(part)]
-    if unloaded:
-        tasks.missing[task.name] = "; ".join(dict.fromkeys(unloaded))
+    found: list[ConfigurableTask] = list(loaded["tasks"].values())
+    if unloaded := dict.fromkeys(name for part in found for name in _metrics_not_loaded(part)):
+        reasons = [
+            f"`metric: {name}` is none of lm_eval, and `evaluate` cannot load it here (lm_eval.log)"
+            for name in unloaded
+        ]
+        tasks.missing[task.name] = "; ".join(reasons)
         return []
     group = loaded["groups"].get(task.name)
     tasks.by_name[task.name] = [group] if group is not None else found
-    return [problem for part in found for problem in _problems_of(part, documents, tasks.run_code)]
+    return found
 
 
 def _is_unreachable(error: BaseException) -> bool:
@@ -218,8 +204,7 @@ def _metrics_not_loaded(task: ConfigurableTask) -> list[str]:
     """The metrics that `evaluate` could not load; lm_eval would fail on them after everything is generated."""
     if task.get_config("output_type") != "generate_until" or task.get_config("process_results") is not None:
         return []
-    names = [name for name, function in task._metric_fn_list.items() if function is None]
-    return [f"`metric: {name}` is none of lm_eval, and `evaluate` cannot load it here (lm_eval.log)" for name in names]
+    return [name for name, function in task._metric_fn_list.items() if function is None]
 
 
 def _runs_code(task: ConfigurableTask) -> bool:
@@ -227,9 +212,9 @@ def _runs_code(task: ConfigurableTask) -> bool:
     return bool(getattr(task, "UNSAFE_CODE", False)) or CODE_METRIC in metrics
 
 
-def _problems_of(task: ConfigurableTask, documents: Documents, run_code: bool) -> Iterator[str]:
+def _problems_of(task: ConfigurableTask, limit: int | None, num_fewshot: int | None, run_code: bool) -> Iterator[str]:
     """What lm_eval loads and could not measure, or would measure as something else than was asked for."""
-    yield from _example_problems(task, documents)
+    yield from _example_problems(task, num_fewshot)
     if not _FILE_NAME.fullmatch(str(task.task_name)):
         yield (
             f"The task {task.task_name!r} cannot be measured: its samples go to a file of that name. Rename it, without "
@@ -239,18 +224,15 @@ def _problems_of(task: ConfigurableTask, documents: Documents, run_code: bool) -
         yield needs_consent(str(task.task_name))
     if is_own(task):
         yield from _metric_problems(task)
-    if is_own(task) and compares_choices(task):
-        yield from _gold_problems(task, documents.limit)
+        if compares_choices(task):
+            yield from _gold_problems(task, limit)
 
 
-def _example_problems(task: ConfigurableTask, documents: Documents) -> Iterator[str]:
-    wanted, own = documents.num_fewshot, task.get_config("num_fewshot")
+def _example_problems(task: ConfigurableTask, wanted: int | None) -> Iterator[str]:
+    own = task.get_config("num_fewshot")
     # lm_eval would keep the task's own 0 and say so in its log.
     if wanted and own == 0:
-        yield (
-            f"eval.num_fewshot={wanted}, and {task.task_name} is defined without examples. Leave eval.num_fewshot out, "
-            "or the task."
-        )
+        yield f"eval.num_fewshot={wanted}, and {task.task_name} is defined without examples. Leave eval.num_fewshot out, or the task."
     number = wanted if wanted is not None else own if is_own(task) else None
     if not number:
         return

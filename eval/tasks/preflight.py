@@ -52,10 +52,7 @@ class TaskCheck:
 
 
 def check_before_training(recipe: Recipe) -> TaskCheck | None:
-    """Start to load the tasks that the recipe measures after its training.
-
-    Returns:
-        The check; None where there is nothing to load but the demo's own task.
+    """Start to load the tasks that the recipe measures after its training; None where there is nothing to load but the demo's own task.
 
     Raises:
         EvaluationError: A task is unknown or lacks consent, or runs generated code, which this machine cannot isolate.
@@ -73,15 +70,13 @@ def check_before_training(recipe: Recipe) -> TaskCheck | None:
 def main(arguments: list[str]) -> None:
     """Load the tasks, and print what is wrong with them as one line of JSON."""
     end_with_parent(int(arguments[0]), signal.SIGKILL)
-    from eval.tasks.load import Documents, read_tasks
+    from eval.tasks.load import read_tasks
 
     evaluation = Evaluation.model_validate_json(arguments[2])
     selection = check_tasks(evaluation, Path(arguments[1]))
-    limit = selection.suite_limit if evaluation.limit is None else evaluation.limit
-    documents = Documents(limit, evaluation.num_fewshot)
-    refused, missing = None, dict[str, str]()
+    refused, missing, run_code = None, dict[str, str](), evaluation.confirm_run_unsafe_code
     try:
-        missing = read_tasks(selection, documents, evaluation.confirm_run_unsafe_code, Path(os.devnull)).missing
+        missing = read_tasks(selection, evaluation.num_fewshot, run_code, Path(os.devnull)).missing
     except EvaluationError as error:
         refused = str(error)
     print(json.dumps({"refused": refused, "missing": missing}), flush=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eval.quiet import first_line
+from eval.tasks.output import first_line
 from sft.errors import EvaluationError
 from sft.hub.remote_code import is_refusal
 
@@ -78,17 +78,7 @@ def load_reference(model: str, revision: str | None, trust_remote_code: bool) ->
 def check_vocabulary(
     reference: Reference, config: PreTrainedConfig, model: str, new_tokens: tuple[str, ...] = ()
 ) -> None:
-    """Refuse a tokenizer that a model has too few embeddings for.
-
-    Args:
-        reference: Has the tokenizer.
-        config: The model's.
-        model: Its name, for the message.
-        new_tokens: Tokens that get embeddings before the model is measured.
-
-    Raises:
-        EvaluationError: A token id of the reference's tokenizer has no row in the model's embedding.
-    """
+    """Refuse a tokenizer that a model has too few embeddings for; `new_tokens` get theirs before the model is measured."""
     ids = reference.tokenizer.get_vocab()
     largest, rows = max(ids[token] for token in ids if token not in new_tokens), config.get_text_config().vocab_size
     if largest >= rows:

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from eval.quiet import first_line
 from eval.sandbox.metric import code_settings
+from eval.tasks.output import first_line
 from eval.tasks.reference import Reference, context_of
 from eval.tasks.suites import TaskSelection
 from sft.errors import EvaluationError
@@ -103,30 +103,23 @@ class Settings:
 
 
 def resolve_settings(evaluation: Evaluation, selection: TaskSelection, reference: Reference, on_gpu: bool) -> Settings:
-    """Decide everything that the recipe's `eval` section leaves open.
-
-    Args:
-        evaluation: The section.
-        selection: From `check_tasks`.
-        reference: The tuned model.
-        on_gpu: Whether the models run on GPUs.
+    """Decide everything that the recipe's `eval` section leaves open; the reference is the tuned model.
 
     Raises:
-        EvaluationError: The tokenizer has no chat template, or one that drops the system instruction; or max_length is beyond the context.
+        EvaluationError: It has no chat template, or one that drops the system instruction; or max_length is beyond the context.
     """
     served, chat, tokenizer = evaluation.backend == "server", evaluation.apply_chat_template, reference.tokenizer
     context = context_of(reference.config)
-    if evaluation.max_length is not None and context is not None and evaluation.max_length > context:
-        raise EvaluationError(
-            f"eval.max_length={evaluation.max_length} is more than the model's context of {context} tokens."
-        )
-    context = evaluation.max_length or context
+    wanted = evaluation.max_length
+    if wanted is not None and context is not None and wanted > context:
+        raise EvaluationError(f"eval.max_length={wanted} is more than the model's context of {context} tokens.")
+    context = wanted or context
     saved_dtype = str(getattr(reference.config, "dtype", None) or "auto").removeprefix("torch.")
     generation = reference.generation_config.to_diff_dict()
     searched = evaluation.batch_size == "auto" and not served
     return Settings(
         tasks=tuple(task.name for task in selection.tasks),
-        limit=selection.suite_limit if evaluation.limit is None else evaluation.limit,
+        limit=selection.limit,
         num_fewshot=evaluation.num_fewshot,
         fewshot_as_multiturn=chat,
         system_instruction=evaluation.system_instruction,

@@ -81,9 +81,8 @@ def describe_suite(evaluation: Evaluation) -> str | None:
     """What the suite measures and what it needs; None without a suite."""
     if evaluation.suite is None:
         return None
-    chosen = SUITES[evaluation.suite]
+    chosen, limit = SUITES[evaluation.suite], limit_of(evaluation)
     tasks = ", ".join(tasks_of(evaluation.suite, evaluation.apply_chat_template))
-    limit = chosen.limit if evaluation.limit is None else evaluation.limit
     documents = "all documents" if limit is None else f"the first {limit:,} documents of each task"
     line = f"eval.suite={evaluation.suite} ({chosen.purpose}): {tasks}; {documents}."
     return line + (f"\n  Needs: {chosen.needs}." if chosen.needs else "")
@@ -100,8 +99,8 @@ class TaskSelection:
     runs_code: bool = False
     """Whether a task, or what a group of the user's may reach, runs code that the model writes."""
 
-    suite_limit: int | None = None
-    """Documents per task where eval.limit is not set."""
+    limit: int | None = None
+    """Documents per task: eval.limit, or the suite's own."""
 
     @property
     def all_local(self) -> bool:
@@ -110,11 +109,7 @@ class TaskSelection:
 
 
 def check_tasks(evaluation: Evaluation, output_dir: Path) -> TaskSelection:
-    """Find every task that the recipe names. Loads no model and no dataset, runs no code.
-
-    Args:
-        evaluation: The recipe's `eval` section.
-        output_dir: The recipe's output_dir, where `builtin:demo` is made.
+    """Find every task that the recipe names. Loads no model and no dataset, runs no code; `builtin:demo` is made in output_dir.
 
     Raises:
         EvaluationError: A task is unknown, is measured twice, or runs code without consent; or the gate names a task that is not
@@ -132,17 +127,16 @@ def check_tasks(evaluation: Evaluation, output_dir: Path) -> TaskSelection:
         except EvaluationError as error:
             problems.append(str(error))
             continue
-        task = found if isinstance(found, Task) else found.task
+        task, files = found.task, local.reached(found)
         if tasks.setdefault(task.name, task) != task:
             problems.append(f"eval.tasks: `{task.name}` is named twice, with two definitions.")
-        files = [] if isinstance(found, Task) else local.reached(found)
         code = dict.fromkeys(words for file in files for words in file.code)
         if code and not evaluation.confirm_run_task_code:
             problems.append(
                 f"eval.tasks: `{name}` runs Python code that comes with its file ({', '.join(code)}), with all that you may do on this "
                 "machine. Read it; to allow it, set eval.confirm_run_task_code=true."
             )
-        unsafe = any(file.unsafe for file in files) if files else task.given in known.unsafe
+        unsafe = any(file.unsafe for file in files)
         # Which of lm_eval's own tasks a group of the user's reaches is known once it is loaded; load_tasks asks again.
         runs_code |= unsafe or (evaluation.confirm_run_unsafe_code and bool(local.folders))
         if unsafe and not evaluation.confirm_run_unsafe_code:
@@ -153,11 +147,16 @@ def check_tasks(evaluation: Evaluation, output_dir: Path) -> TaskSelection:
     if problems:
         raise EvaluationError("\n".join(dict.fromkeys(problems)))
     check_gate(evaluation.gate, list(tasks), {part for parts in inside.values() for part in parts})
-    limit = SUITES[evaluation.suite].limit if evaluation.suite is not None else None
-    return TaskSelection(tuple(tasks.values()), tuple(local.folders), runs_code, limit)
+    return TaskSelection(tuple(tasks.values()), tuple(local.folders), runs_code, limit_of(evaluation))
 
 
-def _find_task(asked: str, local: LocalTasks, known: TaskIndex, output_dir: Path) -> Task | TaskFile:
+def limit_of(evaluation: Evaluation) -> int | None:
+    """Documents per task; None: all."""
+    suite = SUITES.get(evaluation.suite or "")
+    return suite.limit if suite is not None and evaluation.limit is None else evaluation.limit
+
+
+def _find_task(asked: str, local: LocalTasks, known: TaskIndex, output_dir: Path) -> TaskFile:
     if asked == "builtin:demo":
         from sft.hub.demo import make_demo
 
@@ -172,7 +171,7 @@ def _find_task(asked: str, local: LocalTasks, known: TaskIndex, output_dir: Path
     if found:
         return found[0]
     if asked in known.names:
-        return Task(asked, asked)
+        return TaskFile(Task(asked, asked), asked in known.unsafe)
     if asked.endswith((".yaml", ".yml")):
         path = find_file(asked).resolve()
         if not path.is_file():
@@ -192,10 +191,7 @@ def needs_consent(task: str) -> str:
 
 
 def measured_twice(measured: Iterable[tuple[str, str]]) -> list[str]:
-    """A line for each two tasks, groups or tags that share a task.
-
-    Args:
-        measured: Each task with the name that it was selected by.
+    """A line for each two tasks, groups or tags that share a task; each task comes with the name that it was selected by.
 
     >>> measured_twice([("a", "letters"), ("b", "letters"), ("a", "a")])
     ['eval.tasks: a is part of letters and of a. Leave one of them out.']

@@ -35,14 +35,10 @@ KNOWN_KEYS = (
     "use_data_before_expert_parallelism elasticity torch_autocast graph_harvesting use_node_local_storage"
 ).split()
 
+# Keys that have DeepSpeed write files where they say, and keys that the recipe decides.
 _WRITING_KEYS = "tensorboard.enabled wandb.enabled csv_monitor.enabled comet.enabled flops_profiler.output_file".split()
-"""Keys that have DeepSpeed write files where they say."""
-
 _OWNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-"""Keys that the recipe decides."""
-
-LARGEST_BUCKET = 500_000_000
-"""Elements, 1 GB in bf16: larger ones win nothing more."""
+LARGEST_BUCKET = 500_000_000  # elements, 1 GB in bf16: larger ones win nothing more
 
 
 @dataclass(frozen=True)
@@ -191,10 +187,8 @@ def check_deepspeed(file: DeepSpeedFile, recipe: Recipe, plan: Plan) -> None:
 
 
 def size_buckets(file: DeepSpeedFile, model: ModelFacts) -> DeepSpeedFile:
-    """The file with numbers of elements where it says `"auto"` for the size of a buffer; DeepSpeed's defaults for an unknown model.
-
-    transformers would put in the square of hidden_size, which is less than one weight of an MLP.
-    """
+    """The file with numbers of elements where it says `"auto"` for the size of a buffer; DeepSpeed's defaults for an unknown model."""
+    # transformers would put in the square of hidden_size, which is less than one weight of an MLP.
     # All of a small model in one reduction; never more than the model has.
     bucket = min(LARGEST_BUCKET, model.parameters or LARGEST_BUCKET)
     sizes = {

@@ -19,11 +19,8 @@ from sft.plan.plan import Decision
 from sft.plan.precision import computes_in_half
 from sft.recipe.schema import Lora, Recipe
 
-SHAPES: tuple[tuple[int, int], ...] = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8))
-"""Nodes and GPUs of each, from the smallest."""
-
-MEMORIES = (24, 40, 80, 141)
-"""GB of the GPUs that are sold."""
+SHAPES: tuple[tuple[int, int], ...] = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8))  # nodes, GPUs of each
+MEMORIES = (24, 40, 80, 141)  # GB of the GPUs that are sold
 
 
 def order_of_engines(recipe: Recipe, hardware: Hardware) -> list[str]:

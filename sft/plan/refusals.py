@@ -9,8 +9,9 @@ from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
 from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Hardware
-from sft.plan.plan import Plan
+from sft.plan.plan import DataSize, Plan
 from sft.plan.precision import has_bf16
+from sft.plan.schedule import decay_steps
 from sft.recipe.schema import Recipe
 
 _TENSOR_STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce"})
@@ -26,6 +27,7 @@ class Case:
     model: ModelFacts
     deepspeed: DeepSpeedFile | None
     plan: Plan
+    data: DataSize | None = None
 
     @property
     def file(self) -> str:
@@ -35,7 +37,7 @@ class Case:
 
 def refuse(case: Case) -> None:
     """Refuse a recipe that cannot run here: PlanError, a line for each problem."""
-    problems = [*_numbers(case), *_precision(case), *_layers(case), *_fsdp(case)]
+    problems = [*_numbers(case), *_schedule(case), *_precision(case), *_layers(case), *_fsdp(case)]
     problems += [*_tensor_parallel(case), *_sequence_parallel(case)]
     if problems:
         raise PlanError("\n".join(problems))
@@ -55,6 +57,22 @@ def _numbers(case: Case) -> Iterator[str]:
             f"train.weight_decay={decay:g} x learning rate {rate:g} is 1 or more: a step would wipe out the weights. AdamW's weight decay "
             "is usually 0 to 0.1."
         )
+
+
+def _schedule(case: Case) -> Iterator[str]:
+    train, steps, warmup = case.recipe.train, case.plan.max_steps.value, case.plan.warmup_steps.value
+    is_estimate = train.max_steps is None and (case.data is None or not case.data.exact)
+    if not steps or warmup is None or is_estimate:
+        return
+    key = f"train.lr_scheduler_type={train.lr_scheduler_type}"
+    falls = decay_steps(train, steps)
+    if train.lr_scheduler_type == "warmup_stable_decay" and warmup + falls > steps:
+        yield (
+            f"{key}: a warmup of {warmup} and a decay of {falls} steps are more than the run's {steps}. Set train.lr_decay_ratio or "
+            f"train.lr_decay_steps to at most {max(0, steps - warmup)} steps, or shorten the warmup."
+        )
+    if train.lr_scheduler_type == "polynomial" and warmup >= steps:
+        yield f"{key}: a warmup of {warmup} steps leaves none of the run's {steps} to fall in. Shorten the warmup."
 
 
 def _precision(case: Case) -> Iterator[str]:

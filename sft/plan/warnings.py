@@ -8,26 +8,20 @@ from math import ceil
 from sft.hub.model_facts import ModelFacts
 from sft.plan.hardware import Hardware
 from sft.plan.plan import DataSize, Plan
+from sft.recipe.optimization import ENDS_ABOVE_ZERO
 from sft.recipe.schema import Recipe
 
+# Steps over which AdamW's second moment averages with the default beta2, 1 / (1 - 0.95): fewer end before it has settled.
 FEW_STEPS = 20
-"""Steps over which AdamW's second moment averages with the default beta2, 1 / (1 - 0.95): fewer end before it has settled."""
-
+# Adapters are trained at 1e-4 to 5e-4, and all weights of a model of a billion parameters at 1e-6 to 5e-5.
 LORA_RATE, FULL_RATE = 3e-5, 1e-4
-"""Adapters are trained at 1e-4 to 5e-4, about ten times the rate of all weights, and models of a billion parameters at 1e-6 to 5e-5: what
-lies beyond these is the other one's rate."""
-
-CPU_PARAMETERS = 3e8
-"""Models above this are seldom trained on a CPU on purpose."""
+CPU_PARAMETERS = 3e8  # models above this are seldom trained on a CPU on purpose
 
 
 def plan_warnings(
     recipe: Recipe, plan: Plan, hardware: Hardware, model: ModelFacts, data: DataSize | None = None
 ) -> list[str]:
-    """What a plan shows that would surprise its author, one sentence or two each; empty where nothing does.
-
-    Where the data is not counted (None), the plan's number of steps is an estimate.
-    """
+    """What a plan shows that would surprise its author, one sentence or two each; without data the number of steps is an estimate."""
     parameters = model.parameters or 0
     warnings = [*_steps(recipe, plan, data), *_learning_rate(recipe, plan, parameters), *_optimizer(recipe)]
     if hardware.gpu is None and parameters > CPU_PARAMETERS:
@@ -54,9 +48,10 @@ def _steps(recipe: Recipe, plan: Plan, data: DataSize | None) -> Iterator[str]:
             f"({_smaller_batch(recipe, plan, batch * steps // FEW_STEPS)}) or more epochs "
             f"(train.num_train_epochs={ceil(FEW_STEPS / per_epoch)}) gives more."
         )
-    if steps is not None and train.warmup_steps >= steps:
+    warmup = plan.warmup_steps.value
+    if steps is not None and warmup is not None and warmup >= steps:
         yield (
-            f"The warm-up is as long as the run: train.warmup_steps={train.warmup_steps}, and the run has {steps} steps, so the learning "
+            f"The warm-up is as long as the run: train.warmup_steps={warmup}, and the run has {steps} steps, so the learning "
             f"rate never falls. Set train.warmup_steps to about {max(1, steps // 10)}."
         )
     if steps is not None and every is not None and every > steps:
@@ -87,8 +82,11 @@ def _learning_rate(recipe: Recipe, plan: Plan, parameters: int) -> Iterator[str]
 
 def _optimizer(recipe: Recipe) -> Iterator[str]:
     train, lora = recipe.train, recipe.model.lora
-    if train.min_lr_ratio and train.lr_scheduler_type != "cosine":
-        yield f"train.min_lr_ratio={train.min_lr_ratio:g} has no effect with lr_scheduler_type={train.lr_scheduler_type}, only with cosine."
+    if train.min_lr_ratio and train.lr_scheduler_type not in ENDS_ABOVE_ZERO:
+        yield (
+            f"train.min_lr_ratio={train.min_lr_ratio:g} has no effect with lr_scheduler_type={train.lr_scheduler_type}, only with "
+            f"{', '.join(ENDS_ABOVE_ZERO)}."
+        )
     beta1, beta2, norm = train.adam_beta1, train.adam_beta2, train.max_grad_norm
     if train.weight_decay > 2:
         yield f"train.weight_decay={train.weight_decay:g} is far above the usual 0 to 0.1; it shrinks the weights."

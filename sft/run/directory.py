@@ -41,28 +41,17 @@ class Run:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.output_dir = path.parent.parent
-        """The folder of all recipes' runs, absolute; the recipe's own may be relative."""
-        self.recipe_file = path / "recipe.yaml"
-        """The recipe, byte for byte as it was read."""
+        self.output_dir = path.parent.parent  # of all recipes' runs, absolute; the recipe's own may be relative
+        self.recipe_file = path / "recipe.yaml"  # byte for byte as it was read
         self.plan_file = path / "plan.json"
-        """Every decision with its reason."""
         self.ledger_file = path / "ledger.json"
-        """The token ledger."""
         self.metrics_file = path / "metrics.jsonl"
-        """One JSON line per logging step."""
         self.checkpoints = path / "checkpoints"
-        """Folder of checkpoint-N folders."""
-        self.final = path / "final"
-        """The tuned model: loads with `from_pretrained` alone."""
-        self.unverified = path / "unverified"
-        """The tuned model if the verification of final/ failed."""
+        self.final = path / "final"  # the tuned model: loads with `from_pretrained` alone
+        self.unverified = path / "unverified"  # the tuned model if the verification of final/ failed
         self.base_evaluation = path / "eval" / "base"
-        """lm_eval's output for the base model."""
         self.tuned_evaluation = path / "eval" / "tuned"
-        """lm_eval's output for the tuned model."""
         self.comparison_file = path / "eval" / "comparison.json"
-        """Base against tuned."""
         self.report_file = path / "report.md"
         self.page_file = path / "report.html"
 
@@ -120,10 +109,8 @@ class Run:
 
     def all_checkpoints(self) -> list[Path]:
         """All complete checkpoints, the newest first. Reads none of them."""
-        found = {
-            int(name[1]): path for path in self.checkpoints.glob("*") if (name := _CHECKPOINT.fullmatch(path.name))
-        }
-        return [found[step] for step in sorted(found, reverse=True)]
+        names = ((_CHECKPOINT.fullmatch(path.name), path) for path in self.checkpoints.glob("*"))
+        return [path for _, path in sorted(((int(name[1]), path) for name, path in names if name), reverse=True)]
 
     def last_checkpoint(self) -> Path | None:
         """The newest complete checkpoint; None if there is none."""

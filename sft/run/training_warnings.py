@@ -10,11 +10,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-_ENOUGH_LINES = 8
-"""Lines of metrics.jsonl that are enough to estimate their noise."""
-
-_CLEAR = 0.2
-"""Fraction by which the loss must rise if there are fewer lines."""
+_ENOUGH_LINES = 8  # of metrics.jsonl, to estimate their noise
+_CLEAR = 0.2  # fraction by which the loss must rise if there are fewer lines
 
 
 def first_loss(loss: float | None, vocabulary: int, untrained: bool) -> str | None:

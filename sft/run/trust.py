@@ -21,12 +21,8 @@ from sft.run.directory import Run
 
 OWN_RUN = "SFT_OWN_RUN"
 """Environment variable: the run that this job opened, for the processes it starts and for its launcher's restarts."""
-
-TRUST = "model.trust_remote_code=true"
-"""How a command line allows the code that a run's model ships."""
-
-ACCEPT = "--accept-edits"
-"""How a command line says, once, that final/ was edited on purpose."""
+TRUST = "model.trust_remote_code=true"  # how a command line allows the code that a run's model ships
+ACCEPT = "--accept-edits"  # how a command line says, once, that final/ was edited on purpose
 
 
 def is_own(run: Path) -> bool:
@@ -67,10 +63,7 @@ _BASE_FILES = (
 
 
 def base_checksums(folder: Path) -> Checksums | None:
-    """Checksums of a local model's weights and configuration; None for a hub model, which its commit identifies.
-
-    Reads all weights; loading them next then finds them in the page cache.
-    """
+    """Checksums of a local model's weights and configuration; None for a hub model, which its commit identifies."""
     return _checksums(folder, _BASE_FILES) if folder.is_dir() else None
 
 

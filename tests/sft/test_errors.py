@@ -6,7 +6,7 @@ import pytest
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
 from sft.errors import GateFailed, LostRank, RecipeError, WrongSave, is_lost
-from sft.program import exit_on_error, run_main
+from sft.program import exit_on_error
 
 
 @pytest.mark.parametrize(
@@ -36,13 +36,6 @@ def test_a_known_error_is_one_message_with_its_status(
 def test_our_own_bug_keeps_its_traceback() -> None:
     with pytest.raises(ZeroDivisionError), exit_on_error():
         _ = 1 / 0
-
-
-def test_main_gets_the_words_after_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["sft.launch", "a.yaml", "train.seed=1"])
-    given: list[str] = []
-    run_main(given.extend)
-    assert given == ["a.yaml", "train.seed=1"]
 
 
 def test_a_rank_ends_at_once_though_a_thread_of_a_tracker_is_still_at_work() -> None:

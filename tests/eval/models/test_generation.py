@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from eval.models.generation import check_generation, encode_as_hf, make_request, special_tokens, task_problems
+from eval.models.backends import find_backend
+from eval.models.generation import encode_as_hf, make_request, special_tokens
+from eval.models.served import Served, task_problems
+from eval.models.target import Target
 from eval.tasks.load import leaves, load_tasks
 from eval.tasks.reference import Reference
 from eval.tasks.settings import Settings
@@ -57,10 +60,12 @@ def test_a_prompt_is_tokens_as_lm_evals_hf_model_makes_them(
     assert encode_as_hf(tokenizer, text, False, None) == model.tok_encode(text, add_special_tokens=False)
 
 
-def test_a_generation_config_that_only_transformers_follows_is_refused(settings: Resolve) -> None:
+def test_a_generation_config_that_only_transformers_follows_is_refused(settings: Resolve, reference: Reference) -> None:
     generation = {"num_beams": 4, "temperature": 0.5, "use_cache": True}
     with pytest.raises(EvaluationError, match=r"generation config has num_beams, which eval\.backend=server cannot"):
-        check_generation(replace(settings(backend="server"), generation=generation))
+        asked = replace(settings(backend="server"), generation=generation)
+        evaluation = Evaluation.model_validate({"backend": "server", "server": {"base_url": "http://127.0.0.1:1/v1"}})
+        find_backend(evaluation, "tuned", (Target("tuned", "tuned"), asked, reference.tokenizer))
 
 
 def test_a_task_that_only_transformers_can_do_is_refused(
@@ -72,6 +77,7 @@ def test_a_task_that_only_transformers_can_do_is_refused(
     selection = check_tasks(Evaluation(tasks=(str(beams), str(ends), str(fine))), tmp_path)
     loaded = load_tasks(selection, settings(), False, tmp_path / "log")
     parts = [part for items in loaded.by_name.values() for part in leaves(items)]
-    problems = [problem for part in parts for problem in task_problems(part, reference.tokenizer)]
+    served = Served("http://127.0.0.1:1/v1", "tuned", "completions", 1, 5, None, None)
+    problems = [one for part in parts for one in task_problems(part, settings(), reference.tokenizer, served)]
     assert [problem.split()[0] for problem in problems] == ["beams", "ends"]
     assert "num_beams" in problems[0]

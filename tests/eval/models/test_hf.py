@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from lm_eval.models.huggingface import HFLM
 
-from eval.harness.measure import evaluate_model
+from eval.harness.measure import Follow, evaluate_model
 from eval.models.hf import SharedHFLM, load_hf
 from eval.models.placement import Placement
 from eval.models.target import Target
@@ -108,6 +108,6 @@ def test_what_lm_eval_searches_for_is_recorded_and_can_be_given(
     for given in ({}, {"said": [3], "chosen": [2], "one": [1]}):
         output = tmp_path / f"out{len(given)}"
         placement = Placement(0, "a test")
-        evaluate_model(target, reference.tokenizer, tasks, settings, output, log, placement, given=given)
+        evaluate_model(target, reference.tokenizer, tasks, settings, output, log, placement, follow=Follow(given))
         found = results(output)[0]["batch_sizes_found"]
         assert found == (given or {"said": [64], "chosen": [64], "one": [64]})

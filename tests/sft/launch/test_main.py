@@ -10,7 +10,7 @@ from sft import cli
 from sft.data.prepared import entry_folder, find_prepared
 from sft.errors import DataError
 from sft.launch.job import open_job
-from sft.launch.topology import Topology, first_slurm_node, read_topology
+from sft.launch.topology import Topology, read_topology
 from sft.plan.hardware import Hardware
 
 
@@ -25,13 +25,11 @@ def set_all(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     [
         ("", Topology(1)),
         ("NPROC=3", Topology(3)),
-        ("NPROC=2 NNODES=1", Topology(2)),
-        ("MASTER_PORT=4242", Topology(1, master_port=4242)),
-        ("NPROC=8 NNODES=2 NODE_RANK=1 MASTER_ADDR=host0", Topology(8, 2, 1, "host0")),
+        ("NPROC=auto MASTER_PORT=4242", Topology(1, master_port=4242)),
         ("NPROC=8 NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MASTER_PORT=4242", Topology(8, 2, 0, "host0", 4242)),
         ("NPROC=4 SLURM_NNODES=2 SLURM_NODEID=1 SLURM_JOB_NODELIST=node[07-08]", Topology(4, 2, 1, "node07")),
         ("SLURM_NNODES=2 SLURM_NODEID=0 MASTER_ADDR=other SLURM_JOB_NODELIST=node[07-08]", Topology(1, 2, 0, "other")),
-        ("SLURM_NNODES=1 SLURM_NODEID=0 SLURM_JOB_NODELIST=node07", Topology(1)),
+        ("SLURM_NNODES=2 SLURM_NODEID=1 SLURM_JOB_NODELIST=n[1,3]-ib.cluster,m", Topology(1, 2, 1, "n1-ib.cluster")),
         ("SLURM_NNODES=4 SLURM_STEP_NUM_NODES=1 SLURM_NODEID=0", Topology(1)),  # a step on one machine of four
         (
             "SLURM_NNODES=2 SLURM_NODEID=0 SLURM_JOB_NODELIST=node[07-08] SLURM_JOB_ID=51234",
@@ -47,8 +45,6 @@ def set_all(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
             "SKYPILOT_NUM_NODES=2 SKYPILOT_NODE_RANK=1 SKYPILOT_NODE_IPS=10.0.0.1\n10.0.0.2",
             Topology(1, 2, 1, "10.0.0.1"),
         ),
-        ("SKYPILOT_NUM_NODES=1 SKYPILOT_NODE_RANK=0", Topology(1)),
-        ("NPROC=auto", Topology(1)),
         ("NNODES=1 SLURM_NNODES=2 SLURM_NODEID=1", Topology(1)),  # what the user says counts before what Slurm says
     ],
 )
@@ -58,22 +54,6 @@ def test_the_processes_that_the_environment_asks_for(
     set_all(monkeypatch, environment)
     assert read_topology() == topology
     assert topology.ranks == topology.per_node * topology.nodes
-
-
-@pytest.mark.parametrize(
-    ("nodelist", "node"),
-    [
-        ("node07", "node07"),
-        ("a,b", "a"),
-        ("gpu[9-11],login", "gpu9"),
-        ("r[1-2]n[01-02]", "r1n01"),
-        ("n[1,3]-ib.cluster", "n1-ib.cluster"),
-        ("", None),
-        ("n[a-b]", None),
-    ],
-)
-def test_the_first_node_of_a_slurm_list(nodelist: str, node: str | None) -> None:
-    assert first_slurm_node(nodelist) == node
 
 
 def test_a_plan_is_printed_and_nothing_is_started(

@@ -130,7 +130,7 @@ def wrong(found: dict[str, Reading]) -> dict[str, tuple[str, str]]:
 def test_what_runs_as_planned_is_not_refused(overrides: list[str], read: Read) -> None:
     found = read(*overrides)
     assert wrong(found) == {}
-    assert len(found) == 20
+    assert len(found) == 21
     assert found["engine"].running == "one process"
     assert found["loss"].running == "TRL's fused head"
 
@@ -252,6 +252,15 @@ def change_learning_rate(trainer: Any) -> None:
         group["initial_lr"] = group["lr"] = 0.5
 
 
+COSINE = (
+    "cosine_schedule_with_warmup_lr_lambda(min_lr_rate=0.0, num_cycles=0.5, num_training_steps=1, num_warmup_steps={})"
+)
+
+
+def change_schedule(trainer: Any) -> None:
+    trainer.lr_scheduler.lr_lambdas[1].keywords["num_warmup_steps"] = 7
+
+
 def set_argument(name: str, value: object) -> Alter:
     return lambda trainer: setattr(trainer.args, name, value)
 
@@ -271,6 +280,7 @@ def train_the_base(trainer: Any) -> None:
         (swap_kernel, [], {"kernels": ("none", "liger: 1 Qwen2RMSNorm")}),
         (swap_optimizer, [], {"optimizer": ("AdamW on fp32", "SGD on fp32")}),
         (change_learning_rate, [], {"learning_rate": ("1e-05", "0.5")}),
+        (change_schedule, [], {"lr_scheduler": (COSINE.format(0), "num_warmup_steps=7")}),
         (set_argument("per_device_train_batch_size", 3), [], {"micro_batch_size": ("4", "3")}),
         (set_argument("gradient_accumulation_steps", 2), [], {"gradient_accumulation_steps": ("1", "2")}),
         (
@@ -281,7 +291,7 @@ def train_the_base(trainer: Any) -> None:
         (freeze_a_norm, [], {"trained": ("all parameters", " of ")}),
         (train_the_base, ["model.lora={}"], {"trained": ("adapters of rank 16", "")}),
     ],
-    ids=["kernel", "optimizer", "learning rate", "micro-batch", "accumulation", "dtype", "frozen", "base"],
+    ids=["kernel", "optimizer", "learning rate", "schedule", "micro-batch", "accumulation", "dtype", "frozen", "base"],
 )
 def test_live_objects_that_are_not_as_planned_are_refused(
     alter: Alter, overrides: list[str], expected: dict[str, tuple[str, str]], read: Read

@@ -1,4 +1,4 @@
-"""Keep what the libraries print off the terminal, and put their errors into one line."""
+"""Sends what lm_eval and other libraries print to a log instead of the terminal, and puts their errors into one line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from functools import cache
 from pathlib import Path
 from typing import TextIO
 
@@ -27,14 +26,6 @@ def summary(error: BaseException) -> str:
     """
     kind, said = type(error).__name__, first_line(error)
     return kind if said == kind else f"{kind}: {said}"
-
-
-def describe_environment_once() -> None:
-    """Have lm_eval describe the machine once a process: it runs pip, lscpu and others after each task, for seconds."""
-    from torch.utils import collect_env
-
-    if not hasattr(collect_env.get_pretty_env_info, "cache_info"):
-        collect_env.get_pretty_env_info = cache(collect_env.get_pretty_env_info)
 
 
 @contextmanager
