@@ -21,11 +21,8 @@ from sft.train.trainer import RecipeTrainer
 class Measures(Protocol):
     """A callback that measures at some steps, before the line of the step is written."""
 
-    def peek(self) -> Any:
-        """The last figure; None where nothing was measured since the last `take`."""
-
-    def take(self) -> Any:
-        """The last figure, once."""
+    figure: Any
+    """What was measured at this step, on every rank; None where nothing was."""
 
 
 def best_step(scores: Mapping[int, float], larger: bool) -> int | None:
@@ -97,7 +94,7 @@ class BestCheckpoint(TrainerCallback):  # type: ignore[misc]
             self._compare(state, control)
 
     def _figures(self) -> dict[str, Any]:
-        return {key: callback.peek() if callback else None for key, callback in self.measured.items()}
+        return {key: callback.figure if callback else None for key, callback in self.measured.items()}
 
     def _add(self, step: int, figures: Mapping[str, Any]) -> bool:
         value = figures["held_out_loss"] if self.metric == EVAL_LOSS else (figures["eval"] or {}).get(self.metric)

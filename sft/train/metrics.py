@@ -64,8 +64,7 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
             self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", bar_format=form, leave=False)
 
     def _figures(self) -> dict[str, Any]:
-        taken = {key: callback.take() for key, callback in self.measured.items()}
-        return {key: figure for key, figure in taken.items() if figure is not None}
+        return {key: callback.figure for key, callback in self.measured.items() if callback.figure is not None}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Move the bar."""

@@ -57,7 +57,7 @@ def check_best(run: Run) -> tuple[int, int]:
 
 @pytest.mark.parametrize("engine", rows(["1", "2 DDP", "2 ZeRO-2", "2 ZeRO-3", "2 FSDP2"], ["1", "2 ZeRO-3"]))
 def test_final_is_the_best_checkpoint_and_a_killed_run_ends_the_same(engine: str, recipe: Path, ranks: Ranks) -> None:
-    words = ["sft.train", recipe, *ENGINES[engine].overrides, f"tracking.run_name={plain(engine)}"]
+    words = ["sft.train", recipe, *ENGINES[engine].overrides, f"tracking.run_name=engine-{plain(engine)}"]
     ranks.run(ENGINES[engine].ranks, words)
     run = latest(recipe)
     best, last = check_best(run)

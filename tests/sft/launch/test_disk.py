@@ -10,6 +10,7 @@ from sft.launch.job import open_job
 from sft.launch.preflight import check_ranks, disk
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.job import Job, bytes_per_parameter, checkpoints_to_come
+from sft.plan.plan import Decision
 from sft.recipe.schema import REPOSITORY
 
 CPU = Hardware(None, 2, 2, 2, 16.0)
