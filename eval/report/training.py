@@ -34,7 +34,11 @@ def training_blocks(files: RunFiles) -> list[Block]:
         "Mean training loss": number(files.at("train_loss"), ".4f"),
     }
     if best := files.at("best"):
-        why = f", the best by {words(best['metric'])}: {number(best['value'], '.4f')}" if best["value"] is not None else ""
+        why = (
+            f", the best by {words(best['metric'])}: {number(best['value'], '.4f')}"
+            if best["value"] is not None
+            else ""
+        )
         values["Step of the model in final/"] = f"{number(best['step'])}{why}"
     if eval_loss:
         values["Eval loss before training"] = number(files.at("held_out_loss_before"), ".4f")
