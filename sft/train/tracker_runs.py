@@ -77,7 +77,9 @@ def _open_trackio(callback: Any, trainer: Any, run: Run, step: int) -> None:
             database.executemany("DELETE FROM metrics WHERE id = ?", later)
     callback.setup(trainer.args, trainer.state, trainer.model)
     callback._trackio.config["recipe"] = values(trainer.job.recipe)
-    run.update(trackio_id=current_run.get().id)
+    opened = current_run.get()
+    assert opened is not None
+    run.update(trackio_id=opened.id)
 
 
 def _open_mlflow(callback: Any, trainer: Any, step: int) -> None:

@@ -23,7 +23,14 @@ def run(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Run:
     recipe = write_recipe(
         folder / "job.yaml",
         data={"train": "builtin:demo", "max_length": 128, "held_out": 0.01},
-        train={"eval_steps": 6, "max_steps": 12, "save_steps": 4, "logging_steps": 1, "global_batch_size": 4, "micro_batch_size": 2},
+        train={
+            "eval_steps": 6,
+            "max_steps": 12,
+            "save_steps": 4,
+            "logging_steps": 1,
+            "global_batch_size": 4,
+            "micro_batch_size": 2,
+        },
         tracking={"report_to": ["mlflow", "trackio"], "project": "mine", "run_name": "one"},
     )
     ranks.run(1, [FAULTS, recipe], expect=-9, AT="after step 7", DO="SIGKILL")
@@ -41,7 +48,11 @@ def test_mlflow_has_each_step_once_in_one_run_and_the_recipe(run: Run, monkeypat
     experiment = client.get_experiment_by_name("mine")
     assert experiment is not None
     (found,) = client.search_runs([experiment.experiment_id])
-    assert (found.info.run_name, found.info.status, found.info.run_id) == ("job-one", "FINISHED", run.record["mlflow_id"])
+    assert (found.info.run_name, found.info.status, found.info.run_id) == (
+        "job-one",
+        "FINISHED",
+        run.record["mlflow_id"],
+    )
     history = client.get_metric_history(found.info.run_id, "loss")
     assert [(one.step, one.value) for one in history] == [(line["step"], line["loss"]) for line in lines(run)]
     assert [one.step for one in history] == STEPS
