@@ -34,6 +34,7 @@ from sft.errors import RunError, WrongSave
 from sft.files import in_words
 from sft.model.live import arithmetic, evaluating, unwrapped
 from sft.model.load import weights_dtype
+from sft.model.quantization import numels
 from sft.model.weight_checks import DTYPES
 from sft.parallel import process_group as distributed
 from sft.parallel.fsdp import reshard
@@ -143,10 +144,9 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
 
     def _check_room(self) -> None:
         dtype, free = self._dtype(), shutil.disk_usage(self.run.path).free
-        needed = sum(
-            int(getattr(parameter, "ds_numel", parameter.numel())) * (dtype or parameter.dtype).itemsize
-            for parameter in unwrapped(self.trainer).parameters()
-        )
+        model = unwrapped(self.trainer)
+        counts, dtypes = numels(model), {name: dtype or one.dtype for name, one in model.named_parameters()}
+        needed = sum(count * dtypes[name].itemsize for name, count in counts.items())
         if free < needed:
             raise RunError(
                 f"The model takes {in_words(needed)} on disk, and {self.run.path} has {in_words(free)} free: it could not be saved at the "
