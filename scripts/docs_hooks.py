@@ -6,6 +6,7 @@ mkdocs build --strict checks every link between pages. Links to code lead somewh
 from __future__ import annotations
 
 import html
+import json
 import re
 from collections.abc import Iterator
 from types import NoneType, UnionType
@@ -16,6 +17,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from pydantic_core import PydanticUndefined
 
+from sft.convert.main import TOOLS
 from sft.recipe import changes  # not its function on_resume: mkdocs takes every on_... of this module for an event
 from sft.recipe.schema import Recipe, Section
 from sft.recipe.section import sections_in
@@ -39,9 +41,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links that lead out of docs/ into their text."""
+    """Turn links that lead out of docs/ into their text, and write the tables of other tools' keys."""
     if page.file.src_uri == REFERENCE:
         return markdown
+    markdown = re.sub(r"<!-- keys of (\S+) -->", lambda match: keys_of(match[1]), markdown)
     return re.sub(r"\[([^\]]+)\]\((?:\.\./)+(?!docs/)[^)]*\)", r"\1", markdown)
 
 
@@ -61,6 +64,21 @@ def reference() -> str:
                 *_nested(schema, name),
             ]
     return "\n".join(lines) + "\n"
+
+
+def keys_of(tool: str) -> str:
+    """The keys of another tool, as `sft convert` reads them: a table, and what is not carried over by its reason."""
+    carried = ["## Keys", "", f"| {tool} | here | what differs |", "|---|---|---|"]
+    dropped: dict[str, list[str]] = {}
+    for key, row in TOOLS[tool][1].items():
+        default = f"its default, {json.dumps(row.default)}, is written" if row.default is not None else ""
+        note = "; ".join(filter(None, [row.note, default]))
+        if row.to:
+            carried.append(f"| `{key}` | `{row.to}` | {html.escape(note, quote=False).replace('|', '&#124;')} |")
+        else:
+            dropped.setdefault(row.note, []).append(f"`{key}`")
+    lines = [f"- {', '.join(keys)}: {html.escape(note, quote=False)}" for note, keys in dropped.items()]
+    return "\n".join([*carried, "", "## Not carried over", "", *lines])
 
 
 def _nested(schema: type[Section], prefix: str) -> Iterator[str]:

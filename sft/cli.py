@@ -1,4 +1,4 @@
-"""The command `sft`: train, plan, show, prepare, eval, chat, export and diff. The scripts in scripts/ call it.
+"""The command `sft`: init, train, plan, show, prepare, convert, eval, chat, export and diff. The scripts in scripts/ call it.
 
 For completion of commands, options and recipe keys, add to ~/.bashrc: eval "$(_SFT_COMPLETE=bash_source sft)" (or zsh_source, fish_source).
 """
@@ -64,6 +64,33 @@ def _recipe_arguments(command: Callable[..., None]) -> Callable[..., None]:
 @click.group(no_args_is_help=True)
 def sft() -> None:
     """Supervised fine-tuning from one recipe file."""
+
+
+@sft.command(**COMMAND)
+@click.argument("data", type=click.Path())
+@click.argument("words", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_keys)
+@click.option("--model", metavar="FOLDER|HUB_ID", help="The model to train (default: a small, open one).")
+@click.option("--gpus", metavar="8x80GB", help="The GPUs to write it for (default: this machine).")
+@click.option("--columns", metavar="prompt=NAME,...", help="Which columns hold what, where their names do not say it.")
+@click.option(
+    "-o", "--output", metavar="FILE", type=click.Path(path_type=Path), help="The recipe (default: DATA's name)."
+)
+def init(
+    data: str, words: tuple[str, ...], model: str | None, gpus: str | None, columns: str | None, output: Path | None
+) -> None:
+    """Look at a dataset and write a recipe for it that starts, with the reason for each value.
+
+    DATA is a file (.csv, .json, .jsonl, .parquet, .arrow), a folder, a pattern or a dataset on the hub. An eval split and a task of its
+    own go to a folder beside the recipe. A KEY=VALUE of the recipe holds, and what follows from it follows.
+
+    \b
+      sft init reviews.csv --model Qwen/Qwen2.5-0.5B
+      sft init chats.jsonl --gpus 8x80GB -o recipes/chats.yaml
+      sft init faq.csv --columns prompt=Frage,completion=Antwort train.num_train_epochs=1
+    """
+    from sft.init.main import main as write_recipe
+
+    write_recipe(data, model, gpus, columns, output, words)
 
 
 @sft.command(**COMMAND)
@@ -159,6 +186,30 @@ def _look_at_data(recipe: str, overrides: Sequence[str], rows: int | None) -> No
     from sft.launch.main import look_at_data
 
     look_at_data(recipe, overrides, rows)
+
+
+@sft.command(**COMMAND)
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "-o", "--output", metavar="RECIPE", type=click.Path(path_type=Path), help="Write the recipe to this file."
+)
+@click.option(
+    "--gpus", metavar="N", type=click.IntRange(1), help="How many GPUs the file was used on, for the global batch."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the lists as JSON: tool, carried, changed, dropped.")
+def convert(file: Path, output: Path | None, gpus: int | None, as_json: bool) -> None:
+    """Convert a training config of another tool to a recipe, and account for each of its keys.
+
+    FILE is a config of trl, the alignment-handbook, axolotl, LLaMA-Factory or torchtune, or transformers' TrainingArguments as JSON.
+    Exit status: 0 converted, 2 refused.
+
+    \b
+      sft convert llama3_lora.yml --gpus 8 -o recipes/llama3_lora.yaml
+      sft convert config.yaml --gpus 1 --json
+    """
+    from sft.convert.main import main as convert_file
+
+    convert_file(file, output, gpus, as_json)
 
 
 @sft.command("eval", **COMMAND)

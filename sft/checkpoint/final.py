@@ -22,14 +22,7 @@ from sft.run.trust import final_checksums
 
 
 def write_final(trainer: SFTTrainer, job: Job, run: Run, tokenizer: Any, verify: Callable[[Path], None] | None) -> None:
-    """Write final/: complete, and equal to the model in memory. Every rank takes part.
-
-    Args:
-        trainer: Its training complete.
-        job: Describes the model.
-        run: Where final/ is written.
-        tokenizer: From load_tokenizer.
-        verify: Compares the written folder with the model, before it is final/.
+    """Write final/: complete, and equal to the model in memory, as `verify` finds before it is final/. Every rank takes part.
 
     Raises:
         WrongSave: It is another model; it is kept as `unverified` then.

@@ -34,11 +34,9 @@ class LiveTensor:
 
 
 def live_tensors(model: Any, dtype: torch.dtype | None) -> Iterator[LiveTensor]:
-    """Yield each parameter and persistent buffer once. Every rank takes part, to the end.
+    """Yield each parameter and persistent buffer once, in a dtype or its own. Every rank takes part, to the end.
 
-    Args:
-        model: Without the engine's wrapper and PEFT's; its layers may hold adapters. Under FSDP2 it must be sharded.
-        dtype: What the weights are saved in; None: the dtype of each.
+    The model comes without the engine's wrapper and PEFT's; its layers may hold adapters. Under FSDP2 it must be sharded.
     """
     found: dict[int, tuple[list[str], Any, str, torch.Tensor]] = {}
     for path, module in _modules(model, ""):

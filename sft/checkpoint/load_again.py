@@ -1,12 +1,10 @@
 """Loads a saved model as a user would, by `from_pretrained` in a fresh process on the CPU, and compares its logits with the live model's.
 
-The process is `python -m sft.checkpoint.load_again PARENT_PID FOLDER OUTPUT`. It reads request.json in OUTPUT, and writes result.json and
-logits.safetensors there.
+The process is `python -m sft.checkpoint.load_again PARENT_PID FOLDER EXCHANGE`; it reads EXCHANGE/request.pt and writes EXCHANGE/result.pt.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +12,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from sft.program import end_with_parent
 
@@ -23,7 +22,6 @@ if __name__ == "__main__":  # before the imports, which take seconds
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, logging
 
 from sft.errors import RunError
@@ -43,74 +41,58 @@ _PROBLEMS = {
 def load_and_compare(
     folder: Path, rows: list[list[int]], logits: torch.Tensor, limit: float, trust_remote_code: bool
 ) -> tuple[list[str], float]:
-    """Load a folder in a fresh process on the CPU, and compare its logits.
-
-    Returns:
-        What is wrong, and the distance of the logits.
+    """Load a folder in a fresh process on the CPU: what is wrong with it, and the distance of its logits of these rows.
 
     Raises:
         RunError: The process was killed or took too long.
     """
-    with tempfile.TemporaryDirectory() as output:
-        Path(output, "request.json").write_text(json.dumps({"ids": rows, "trust_remote_code": trust_remote_code}))
-        if how := _run(folder, output):
+    with tempfile.TemporaryDirectory() as exchange:
+        torch.save((rows, trust_remote_code), Path(exchange, "request.pt"))
+        if how := _run(folder, exchange):
             raise RunError(
                 f"{folder} could not be verified: the process that loads it on the CPU {how}. It needs the machine's memory for one copy "
                 "of the weights. Give the job more memory, or skip the verification: train.save_canary=false."
             )
-        result = json.loads(Path(output, "result.json").read_text())
-        found = load_file(Path(output, "logits.safetensors"))["logits"]
-    if "error" in result:
-        return [f"it cannot be loaded: {result['error']}"], float("inf")
-    lines = [f"{name}: {what}" for key, what in _PROBLEMS.items() for name in result[key]]
+        error, problems, found = torch.load(Path(exchange, "result.pt"))
+    if error:
+        return [f"it cannot be loaded: {error}"], float("inf")
+    lines = [f"{name}: {what}" for key, what in _PROBLEMS.items() for name in problems[key]]
     apart = logits_distance(logits, found)
     if not apart <= limit:
         lines.append(f"logits differ by {apart:.2%} of their norm; other kernels alone make less than {limit:.1%}")
     return lines, apart
 
 
-def _run(folder: Path, output: str) -> str | None:
-    """Run the process; returns how it ended, as a phrase, unless it has written its result."""
-    words = [sys.executable, "-m", "sft.checkpoint.load_again", str(os.getpid()), str(folder.resolve()), output]
-    try:
-        done = subprocess.run(
-            words,
-            env=environment_without_launcher() | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=SECONDS,
-            start_new_session=True,  # a terminal's Ctrl-C is for the training
-            check=False,
-        )
+def _run(folder: Path, exchange: str) -> str | None:
+    """Run the process; how it ended, as a phrase, unless it has written its result."""
+    words = [sys.executable, "-m", "sft.checkpoint.load_again", str(os.getpid()), str(folder.resolve()), exchange]
+    environment = environment_without_launcher() | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    try:  # in a session of its own: a terminal's Ctrl-C is for the training
+        done = subprocess.run(words, env=environment, capture_output=True, timeout=SECONDS, start_new_session=True)
     except subprocess.TimeoutExpired:
         return f"had not loaded it after {SECONDS} s"
     if done.returncode == -signal.SIGKILL:
         return "was killed, as Linux does where memory runs out"
-    last = "".join(done.stderr.strip().splitlines()[-1:])
+    last = "".join(done.stderr.decode(errors="replace").strip().splitlines()[-1:])
     return f"ended with status {done.returncode}: {last}" if done.returncode else None
 
 
-def main(folder: Path, output: Path) -> None:
-    """Load, and write what `from_pretrained` reports and the logits of the rows, in fp32."""
+def main(folder: Path, exchange: Path) -> None:
+    """Load, and write the error, or what `from_pretrained` reports and the logits of the rows, in fp32."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    request, logits = json.loads((output / "request.json").read_text()), torch.empty(0)
+    rows, trusts_code = torch.load(exchange / "request.pt")
     try:
         # Without ignore_mismatched_sizes, tensors of another shape raise an error that does not name them.
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            trust_remote_code=request["trust_remote_code"],
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
+            folder, trust_remote_code=trusts_code, ignore_mismatched_sizes=True, output_loading_info=True
         )
         with torch.no_grad():
-            logits = model.eval()(input_ids=torch.tensor(request["ids"]), use_cache=False).logits.float()
-        result: dict[str, object] = {key: sorted(map(str, info[key])) for key in _PROBLEMS}
+            logits = model.eval()(input_ids=torch.tensor(rows), use_cache=False).logits.float()
+        result: tuple[Any, ...] = (None, {key: sorted(map(str, info[key])) for key in _PROBLEMS}, logits)
     except Exception as error:  # whatever keeps a user from loading it
-        result = {"error": f"{type(error).__name__}: {error}"}
-    save_file({"logits": logits}, output / "logits.safetensors")
-    (output / "result.json").write_text(json.dumps(result))
+        result = (f"{type(error).__name__}: {error}", {}, torch.empty(0))
+    torch.save(result, exchange / "result.pt")
 
 
 if __name__ == "__main__":

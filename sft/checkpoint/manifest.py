@@ -46,11 +46,7 @@ def files_in(folder: Path) -> dict[str, Path]:
 
 
 def files_of_rank(names: Iterable[str], rank: int, ranks: int) -> list[str]:
-    """The files that a rank syncs and sums: those with its number in their name; rank 0 also those without.
-
-    >>> files_of_rank(["config.json", "rng_state_1.pth", "global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt"], 1, 2)
-    ['rng_state_1.pth']
-    """
+    """The files that a rank syncs and sums: those with its number in their name; rank 0 also those without."""
 
     def writer(name: str) -> int:
         found = _OF_A_RANK.search(name.rsplit("/", maxsplit=1)[-1])
@@ -61,11 +57,7 @@ def files_of_rank(names: Iterable[str], rank: int, ranks: int) -> list[str]:
 
 
 def entries(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
-    """What the manifest says of these files, each synced to the disk and read back.
-
-    Raises:
-        OSError: One cannot be synced or read.
-    """
+    """What the manifest says of these files, each synced to the disk and read back."""
 
     def entry(name: str) -> tuple[str, Entry]:
         sync(folder / name)
@@ -81,10 +73,7 @@ def write_manifest(
 ) -> None:
     """Write the manifest of a checkpoint that is complete, and sync it and the directories.
 
-    Args:
-        folder: The checkpoint.
-        facts: `step`, `ranks`, `recipe`, `writer`: plain values of JSON.
-        files: From `entries`, of all files; None: they are summed here.
+    `facts` are plain values of JSON. `files` come from `entries`, of all files; None: they are summed here.
 
     Raises:
         OSError: Something cannot be written or read.
@@ -99,11 +88,7 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest's content.
-
-    Raises:
-        ValueError: It is missing or damaged, or of another format; the message says so.
-    """
+    """The manifest's content; a ValueError says how it is missing, damaged or of another format."""
     try:
         content: dict[str, Any] = json.loads((folder / NAME).read_bytes())
         intact = content.pop("checksum") == _checksum(content)
@@ -127,8 +112,7 @@ def _checksum(content: dict[str, Any]) -> str:
 def fault(folder: Path) -> str | None:
     """Why a checkpoint cannot be used, as a phrase without a full stop; None where it is byte for byte what was written.
 
-    Every file must be there with its size and checksum, and no other: what a library looks for by name or pattern and would load was
-    then written by the run itself. Only what file systems leave (.nfs*, .DS_Store) is passed over.
+    No other file may be there: what a library looks for by name or pattern and would load was then written by the run itself.
     """
     try:
         wanted: dict[str, Entry] = read_manifest(folder)["files"]
@@ -163,11 +147,7 @@ def size(folder: Path) -> int:
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold a file's content, or a directory's names.
-
-    Raises:
-        OSError: It cannot.
-    """
+    """Have the disk hold a file's content, or a directory's names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -70,11 +70,7 @@ class _Metadata(pickle.Unpickler):
 
 
 def load_metadata(file: IO[bytes]) -> Any:
-    """Like pickle.load, for a file that holds only torch's own description.
-
-    Raises:
-        pickle.UnpicklingError: It holds something else.
-    """
+    """Like pickle.load, for a file that holds only torch's own description; else an UnpicklingError."""
     return _Metadata(file).load()
 
 
@@ -89,11 +85,7 @@ def deepspeed_classes() -> list[Any]:
 
 @contextmanager
 def plain_data_only(deepspeed: bool) -> Iterator[None]:
-    """Make every `torch.load` take only tensors and plain values, whatever its caller says.
-
-    Raises:
-        pickle.UnpicklingError: A file holds something else.
-    """
+    """Make every `torch.load` take only tensors and plain values, whatever its caller says; else an UnpicklingError."""
     before, reader = os.environ.get(_FORCE), cast(Any, filesystem)
     os.environ[_FORCE] = "1"
     reader.pickle = SimpleNamespace(load=load_metadata, dump=pickle.dump)
@@ -109,11 +101,7 @@ def plain_data_only(deepspeed: bool) -> Iterator[None]:
 
 
 def load_mapped(file: Path, allowed: list[Any] | None = None) -> Any:
-    """A file of torch.save, its tensors mapped from disk.
-
-    Raises:
-        RunError: It is missing, or holds another class.
-    """
+    """A file of torch.save, its tensors mapped from disk; a RunError where it is missing or holds another class."""
     try:
         with torch.serialization.safe_globals(allowed or []):
             return torch.load(file, map_location="cpu", mmap=True, weights_only=True)

@@ -44,11 +44,7 @@ class FullTensors:
 
 
 def open_full(checkpoint: Path, writer: Writer, adapter_names: dict[str, str]) -> FullTensors:
-    """A checkpoint's trained parameters, by name.
-
-    Raises:
-        RunError: Files of it are missing.
-    """
+    """A checkpoint's trained parameters, by name; a RunError where files of it are missing."""
     if writer.zero_stage is not None:
         names, read = open_zero(checkpoint)
     elif writer.engine == FSDP2:

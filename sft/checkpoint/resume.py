@@ -19,9 +19,6 @@ from sft.plan.job import Job
 from sft.plan.parallelism import FSDP2
 from sft.run.directory import Run, read_lines
 
-_SHOWN = 5
-"""Missing steps that are listed."""
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -43,12 +40,8 @@ class Choice:
         if self.checkpoint is None:
             return []
         name = self.checkpoint.name
-        rejected = [f"Skipped {other}, now {_unusable(other)}: {why}" for other, why in self.skipped.items()]
+        rejected = [f"Skipped {other}, now {other}.unusable: {why}" for other, why in self.skipped.items()]
         return [*rejected, f"This run is unfinished: it resumes from {name}. train.resume=never starts a new one."]
-
-
-def _unusable(name: str) -> str:
-    return f"{name}.unusable"
 
 
 def step_of(checkpoint: Path) -> int:
@@ -71,8 +64,9 @@ def choose_checkpoint(run: Run) -> Choice:
         why = _fault(checkpoint)
         if why is None:
             for name in skipped:
-                remove(run.checkpoints / _unusable(name))
-                (run.checkpoints / name).rename(run.checkpoints / _unusable(name))
+                unusable = run.checkpoints / f"{name}.unusable"
+                remove(unusable)
+                (run.checkpoints / name).rename(unusable)
             return Choice(checkpoint, skipped)
         skipped[checkpoint.name] = why
     if skipped:
@@ -96,29 +90,27 @@ def lost_lines(run: Run, checkpoint: Path) -> str | None:
     """Which lines metrics.jsonl lacks of those the checkpoint says were logged; None where it lacks none."""
     history = read_json(checkpoint / "trainer_state.json").get("log_history", [])
     logged = {entry["step"] for entry in history if "loss" in entry}
-    missing = sorted(logged - {line["step"] for line in read_lines(run.metrics_file)})
+    missing = logged - {line["step"] for line in read_lines(run.metrics_file)}
     if not missing:
         return None
-    shown = ", ".join(map(str, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
     return (
-        f"{run.metrics_file} lacks {len(missing)} of the {len(logged)} lines up to {checkpoint.name} (step {shown}): it was edited or "
-        "damaged. The curve and the mean loss leave them out. To keep them, restore the file from a copy before you resume."
+        f"{run.metrics_file} lacks {len(missing)} of the {len(logged)} lines up to {checkpoint.name} (first: step {min(missing)}): it was "
+        "edited or damaged. The curve and the mean loss leave them out. To keep them, restore the file from a copy before you resume."
     )
 
 
 def changed_tokens(checkpoint: Path, tokenizer: Any) -> list[str]:
     """Compare the special tokens with those that a checkpoint was saved with: training may never have seen the new ones."""
-    file, changes = checkpoint / "tokenizer_config.json", list[str]()
+    file = checkpoint / "tokenizer_config.json"
     saved = read_json(file) if file.exists() else {}
-    for name in ("pad_token", "eos_token", "bos_token"):
-        was = saved.get(name)
-        was = was.get("content") if isinstance(was, dict) else was
-        if name in saved and was != (now := getattr(tokenizer, name)):
-            changes.append(
-                f"Warning: the tokenizer's {name} was {was!r} when {checkpoint.name} was written and is {now!r} now; final/ gets the new "
-                "one. Restore the tokenizer's files to keep the old one."
-            )
-    return changes
+    then = {name: saved[name] for name in ("pad_token", "eos_token", "bos_token") if name in saved}
+    then = {name: value["content"] if isinstance(value, dict) else value for name, value in then.items()}
+    return [
+        f"Warning: the tokenizer's {name} was {was!r} when {checkpoint.name} was written and is {now!r} now; final/ gets the new one. "
+        "Restore the tokenizer's files to keep the old one."
+        for name, was in then.items()
+        if was != (now := getattr(tokenizer, name))
+    ]
 
 
 @dataclass(frozen=True)
@@ -200,11 +192,7 @@ def writer_here(job: Job) -> Writer:
 
 
 def writer_of(checkpoint: Path) -> Writer:
-    """What wrote a checkpoint.
-
-    Raises:
-        ValueError: The checkpoint is damaged.
-    """
+    """What wrote a checkpoint; a ValueError says how it is damaged."""
     values = read_manifest(checkpoint).get("writer")
     try:
         if values is None:  # earlier versions wrote a file of its own
@@ -232,12 +220,10 @@ def resolve_resume(checkpoint: Path, job: Job) -> ResumePlan:
         )
     # One process keeps its random state differently under different engines.
     random_state = writer.ranks == here.ranks and (here.ranks > 1 or not reshards)
-    words = ""
-    if reshards or not random_state:
-        words = f"{checkpoint.name} was written by {writer}; it resumes with {here}"
-        words += f", resharded from full tensors ({in_words(size(checkpoint))})." if reshards else "."
-        words += "" if random_state else " Dropout, if any, starts a new random stream on each rank."
-    return ResumePlan(checkpoint, writer, reshards, random_state, words)
+    how = f", resharded from full tensors ({in_words(size(checkpoint))})" if reshards else ""
+    random = "" if random_state else " Dropout, if any, starts a new random stream on each rank."
+    words = f"{checkpoint.name} was written by {writer}; it resumes with {here}{how}.{random}"
+    return ResumePlan(checkpoint, writer, reshards, random_state, words if how or random else "")
 
 
 def _why_not(writer: Writer, here: Writer, reshards: bool) -> str | None:

@@ -1,11 +1,8 @@
 """Verifies that what is saved is the model in memory ("saved equals trained"), before it is too late.
 
-After the first optimizer step that trains, the model is written to a hidden folder by the code that writes final/, and read back on rank 0:
-names, shapes, dtypes and bytes of the tensors against the engine's own (sft/checkpoint/live_tensors.py), and configuration and tokenizer
-against those in memory. final/ is compared in the same way before it gets its name, and then loaded once in a fresh process by
-`from_pretrained`, which must find every weight and give the logits of the live model.
-
-Training continues bit for bit as it would have without the verification.
+After the first optimizer step that trains, the code that writes final/ writes the model to a hidden folder. Rank 0 compares its tensors bit
+for bit with the engine's own (sft/checkpoint/live_tensors.py), and configuration and tokenizer with those in memory. final/ is compared in
+the same way before it gets its name, and loaded once in a fresh process, which must give the logits of the live model.
 """
 
 from __future__ import annotations
@@ -30,11 +27,9 @@ from sft.checkpoint.live_tensors import LiveTensor, live_tensors
 from sft.checkpoint.load_again import load_and_compare
 from sft.checkpoint.trainer import CheckpointingTrainer
 from sft.data.tokenizer import new_token_ids
-from sft.errors import RunError, WrongSave
-from sft.files import in_words
+from sft.errors import WrongSave
 from sft.model.live import arithmetic, evaluating, unwrapped
 from sft.model.load import weights_dtype
-from sft.model.quantization import numels
 from sft.model.weight_checks import DTYPES
 from sft.parallel import process_group as distributed
 from sft.parallel.fsdp import reshard
@@ -58,14 +53,7 @@ _STOPPED = "Training stops, because final/ would be wrong too. The folder is kep
 
 
 class SaveVerification(TrainerCallback):  # type: ignore[misc]
-    """Verifies a save after the first step that trains, and final/ when `verify_final` is called.
-
-    Args:
-        trainer: Trains the model.
-        job: Describes it.
-        run: Where the folder is written.
-        tokenizer: From load_tokenizer.
-    """
+    """Verifies a save after the first step that trains, and final/ when `verify_final` is called."""
 
     def __init__(self, trainer: CheckpointingTrainer, job: Job, run: Run, tokenizer: Any) -> None:
         self.trainer, self.job, self.run, self.tokenizer = trainer, job, run, tokenizer
@@ -85,18 +73,12 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
         on_gpu = self.trainer.accelerator.device.type == "cuda"
         random_state = torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else [])
         with self.trainer.saving(), random_state:
-            distributed.from_rank_0(self._check_room)
             write_model(self.trainer, self.job, self.tokenizer, folder)
             self._verify(folder, load=False)
             distributed.from_rank_0(lambda: shutil.rmtree(folder))
 
     def verify_final(self, folder: Path) -> None:
-        """Compare a folder with the model, and load it. Every rank takes part.
-
-        Raises:
-            WrongSave: It is another model.
-            RunError: The process that loads it was killed or took too long.
-        """
+        """Compare a folder with the model, and load it; a WrongSave where it is another. Every rank takes part."""
         self._verify(folder, load=True)
 
     def _verify(self, folder: Path, load: bool) -> None:
@@ -142,17 +124,6 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
         trusts_code = recipe.model.trust_remote_code
         return distributed.from_rank_0(lambda: load_and_compare(folder, rows, logits, limit, trusts_code))
 
-    def _check_room(self) -> None:
-        dtype, free = self._dtype(), shutil.disk_usage(self.run.path).free
-        model = unwrapped(self.trainer)
-        counts, dtypes = numels(model), {name: dtype or one.dtype for name, one in model.named_parameters()}
-        needed = sum(count * dtypes[name].itemsize for name, count in counts.items())
-        if free < needed:
-            raise RunError(
-                f"The model takes {in_words(needed)} on disk, and {self.run.path} has {in_words(free)} free: it could not be saved at the "
-                "end either. Free some space, or set output_dir to another disk."
-            )
-
     def _dtype(self) -> torch.dtype | None:
         """What final/ is written in, where it is not the dtype of the live weights."""
         if self.job.recipe.model.lora is not None:
@@ -161,11 +132,7 @@ class SaveVerification(TrainerCallback):  # type: ignore[misc]
 
 
 def compare_tensors(live: Iterable[LiveTensor], model: Any, folder: Path) -> tuple[list[str], int]:
-    """Compare a folder's tensors with the live ones, one by one.
-
-    Returns:
-        What is wrong, and how many tensors were compared.
-    """
+    """Compare a folder's tensors with the live ones, one by one: what is wrong, and how many were compared."""
     saved_in: dict[str, Any] = {}
     try:
         for path in sorted(folder.glob("*.safetensors")):
@@ -246,12 +213,7 @@ def compare_settings(folder: Path, model: Any, tokenizer: Any, trust_remote_code
 
 
 def sample_rows(sequences: Any, new: list[int]) -> list[list[int]]:
-    """ROWS rows of LENGTH tokens of the training data, and one more in which every second token is a new one.
-
-    Args:
-        sequences: The training's.
-        new: Ids of model.new_tokens.
-    """
+    """ROWS rows of LENGTH tokens of the training data, and one more in which every second token is one of the new ids."""
     tokens: list[int] = []
     for number in range(len(sequences.index)):
         for document in sequences.index.of(number):

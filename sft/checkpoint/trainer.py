@@ -27,7 +27,7 @@ from sft.checkpoint.resume import ResumePlan, writer_here
 from sft.checkpoint.write import CheckpointWriter
 from sft.checkpoint.zero import load_zero
 from sft.parallel.fsdp import units_as_planned
-from sft.parallel.full_tensors import full_optimizer_state, full_state, load_optimizer_state, load_weights
+from sft.parallel.full_tensors import full_optimizer_state, full_state
 from sft.parallel.tensor import is_tensor_parallel
 from sft.plan.job import Job, checkpoint_bytes
 from sft.run.directory import INCOMPLETE
@@ -47,7 +47,9 @@ class CheckpointingTrainer(SFTTrainer):  # type: ignore[misc]
         self, job: Job, resume_plan: ResumePlan | None, saving: Callable[[], AbstractContextManager[None]], **trl: Any
     ) -> None:
         self.job, self.resume_plan, self.saving = job, resume_plan, saving
-        self.reshards = resume_plan is not None and resume_plan.reshards
+        # Checkpoints of tensor parallelism hold full tensors, as transformers saves no others.
+        tensor_parallel = job.recipe.train.tensor_parallel_size > 1
+        self.reshards = resume_plan is not None and (resume_plan.reshards or tensor_parallel)
         facts = {"ranks": job.hardware.ranks, "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True)}
         self.writer = writer_here(job)
         folder, keep = Path(trl["args"].output_dir), job.recipe.train.save_total_limit
@@ -122,19 +124,8 @@ class CheckpointingTrainer(SFTTrainer):  # type: ignore[misc]
         load_schedule(self.lr_scheduler, self.optimizer, plan.checkpoint / SCHEDULER_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self.reshards:
-            return  # once the optimizer exists
-        if is_tensor_parallel(self.model):
-            load_weights(self.model, Path(resume_from_checkpoint))
-        else:
+        if not self.reshards:  # else once the optimizer exists
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not is_tensor_parallel(self.model):
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        load_optimizer_state(self.optimizer, Path(checkpoint, OPTIMIZER_NAME))
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is None or self.resume_plan is None or self.resume_plan.random_state:

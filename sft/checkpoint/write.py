@@ -1,7 +1,7 @@
 """Writes checkpoints that are complete or absent: beside their place, synced, summed into a manifest, then renamed.
 
-Where the disk is full, on any rank, the half-written folder is removed, rank 0 says what is missing, and the run continues: the previous
-checkpoint stays, and the next interval tries again. A run that was to end there ends with that message (sft/train/stopping.py).
+Where the disk is full, on any rank, the half-written folder is removed, rank 0 says what is missing, and the run continues. A run that was
+to end there ends with that message (sft/train/stopping.py).
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from sft.files import disk_was_full, in_words
 from sft.parallel.process_group import barrier_at_end, gather, is_rank_0, rank
 from sft.run.directory import INCOMPLETE, Run, folder_fault
 
-_REMOVED = ".removed-"
-
 
 class NotSaved(Exception):
     """There was no room. Raised on every rank."""
@@ -45,13 +43,9 @@ class Shortage(NamedTuple):
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run; every rank has one.
+    """Writes the checkpoints of a run to <run>/checkpoints, and keeps the newest; every rank has one.
 
-    Args:
-        folder: <run>/checkpoints.
-        keep: Checkpoints kept.
-        facts: `ranks`, `recipe` and `writer`, for the manifest.
-        expected: Bytes of a checkpoint before one has been written; 0: unknown.
+    `facts` go into the manifest. `expected`: bytes of a checkpoint before one has been written; 0: unknown.
     """
 
     def __init__(self, folder: Path, keep: int, facts: Mapping[str, Any], expected: int) -> None:
@@ -65,15 +59,10 @@ class CheckpointWriter:
         """None outside of a save."""
 
     def save(self, step: int, write: Callable[[], None], goes_on: bool = True) -> bool:
-        """Write the checkpoint of a step. Every rank takes part.
+        """Write the checkpoint of a step; False where the disk has no room for it: `shortage` says more. Every rank takes part.
 
-        Args:
-            step: Optimizer steps done.
-            write: Writes it to `.incomplete/checkpoint-<step>`; where ranks exchange something, in `part`.
-            goes_on: The run continues without the checkpoint; rank 0 says so.
-
-        Returns:
-            Whether it exists now; False where the disk has no room for it: `shortage` says more.
+        `write` writes it to `.incomplete/checkpoint-<step>`; where ranks exchange something, in `part`. With `goes_on` the run continues
+        without the checkpoint, and rank 0 says so.
 
         Raises:
             RunError: The run's folder is gone or cannot be written.
@@ -183,11 +172,8 @@ class CheckpointWriter:
 
     def _put_away(self, place: Path) -> None:
         """Take a checkpoint's name from it, at once, before anything in it is removed."""
-        hidden = self.folder / f"{_REMOVED}{place.name}"
-        shutil.rmtree(hidden, ignore_errors=True)
-        place.rename(hidden)
+        place.rename(self.folder / INCOMPLETE / f"removed-{place.name}")
 
     def _clear(self) -> None:
         if is_rank_0():
-            for left in [self.folder / INCOMPLETE, *self.folder.glob(f"{_REMOVED}*")]:
-                shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(self.folder / INCOMPLETE, ignore_errors=True)

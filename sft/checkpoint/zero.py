@@ -9,10 +9,9 @@ the first group's weight decay, and they do not convert between stages.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,8 +27,7 @@ Read = Callable[[str, str], torch.Tensor]
 Opened = tuple[set[str], Read]
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Where a stretch of a parameter lies in a checkpoint."""
 
     rank: int
@@ -39,21 +37,13 @@ class Piece:
 
 
 def open_zero(checkpoint: Path) -> Opened:
-    """The names of a checkpoint's parameters, and what reads them; of ZeRO-1, 2 or 3.
-
-    Raises:
-        RunError: Files are missing.
-    """
+    """The names of a checkpoint's parameters, and what reads them; of ZeRO-1, 2 or 3. A RunError where files are missing."""
     folder = checkpoint / (checkpoint / "latest").read_text().strip()
     shards = _shards(folder)
     if shards[0].get("zero_stage", 1) == 3:
         pieces, states, weights = _pieces_of_parameters(folder, shards), "optimizer_state_dict", "fp32_flat_groups"
     else:
-        pieces, states, weights = (
-            _pieces_of_groups(shards),
-            "base_optimizer_state",
-            "single_partition_of_fp32_groups",
-        )
+        pieces, states, weights = _pieces_of_groups(shards), "base_optimizer_state", "single_partition_of_fp32_groups"
 
     def read(name: str, what: str) -> torch.Tensor:
         stretches = []
@@ -107,17 +97,12 @@ def _pieces_of_parameters(folder: Path, shards: list[dict[str, Any]]) -> dict[st
     return pieces
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """What of a parameter lies where in this rank's shard of a group."""
+class Stretch(NamedTuple):
+    """What of a parameter, from `first`, lies where in this rank's shard of a group, from `start`."""
 
     parameter: Any
     start: int
-    """In the shard."""
-
     first: int
-    """In the parameter."""
-
     numel: int
 
 
@@ -180,14 +165,12 @@ def _own_stretches(optimizer: Any) -> Iterator[tuple[torch.Tensor, list[Stretch]
     bf16 = hasattr(optimizer, "fp32_groups_flat_partition")  # DeepSpeed's other optimizer, for ZeRO-1 with bf16
     flats = optimizer.fp32_groups_flat_partition if bf16 else optimizer.single_partition_of_fp32_groups
     for flat, parameters in zip(flats, optimizer.bf16_groups if bf16 else optimizer.bit16_groups, strict=True):
-        mapped = [(one, one._hp_mapping) for one in parameters if one._hp_mapping is not None]
-        yield (
-            flat,
-            [
-                Stretch(one, at.hp_fragment_address.start, at.lp_fragment_address.start, at.lp_fragment_address.numel)
-                for one, at in mapped
-            ],
-        )
+        stretches = []
+        for parameter in parameters:
+            if (mapping := parameter._hp_mapping) is not None:
+                here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
+                stretches.append(Stretch(parameter, here.start, there.start, there.numel))
+        yield flat, stretches
 
 
 def _own_partitions(optimizer: Any) -> Iterator[tuple[torch.Tensor, list[Stretch]]]:

@@ -14,7 +14,7 @@ from tempfile import mkdtemp
 from eval.models.backends import check_backend
 from eval.tasks.suites import check_tasks
 from sft.data.facts import DataFacts, inspect_data
-from sft.data.tokenizer import check_tokenizer_choice
+from sft.data.tokenizer import find_chat_template
 from sft.errors import EvaluationError, ModelError, RecipeError, RunError
 from sft.hub.model_facts import ModelFacts, inspect_model
 from sft.hub.names import model_path
@@ -29,11 +29,7 @@ from sft.run.directory import check_names
 
 
 def parse_command_line(argv: Sequence[str], module: str) -> tuple[Path, list[str]]:
-    """The recipe's path and the overrides.
-
-    Raises:
-        RecipeError: The first word is no path.
-    """
+    """The recipe's path and the overrides. Raises RecipeError if the first word is no path."""
     # The deepspeed launcher adds --local_rank=N; the environment says the same.
     words = [word for word in argv if not word.startswith("--local_rank")]
     if not words or words[0].startswith("-") or "=" in words[0]:
@@ -58,11 +54,7 @@ class CheckedRecipe:
 
 
 def check_recipe(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to_run: bool = True) -> CheckedRecipe:
-    """Check recipe, batch, data and tasks within a second; imports no torch.
-
-    Raises:
-        UserError: The first mistake found, or all of the recipe's.
-    """
+    """Check recipe, batch, data and tasks within a second; imports no torch. Raises UserError."""
     recipe, path = _checked_recipe(recipe_path, overrides)
     check_batch(recipe, hardware)
     data = inspect_data(recipe, model_path(recipe))
@@ -74,12 +66,9 @@ def check_recipe(recipe_path: Path, overrides: Sequence[str], hardware: Hardware
 
 
 def plan_job(checked: CheckedRecipe, to_run: bool = True) -> Job:
-    """Check the model and plan, which imports torch to count its parameters.
+    """Check the model and plan, which imports torch to count its parameters. Raises UserError.
 
     With to_run=False, for a plan alone, no model needs to be at hand.
-
-    Raises:
-        UserError: The model, the DeepSpeed configuration or the plan is wrong.
     """
     recipe, hardware = checked.recipe, checked.hardware
     model = checked_model(recipe, to_run)
@@ -89,20 +78,12 @@ def plan_job(checked: CheckedRecipe, to_run: bool = True) -> Job:
 
 
 def open_job(recipe_path: Path, overrides: Sequence[str], hardware: Hardware, to_run: bool = True) -> Job:
-    """Check everything that can be checked before the data is prepared, and plan.
-
-    Raises:
-        UserError: What check_recipe or plan_job refuses.
-    """
+    """Check everything that can be checked before the data is prepared, and plan. Raises UserError."""
     return plan_job(check_recipe(recipe_path, overrides, hardware, to_run), to_run)
 
 
 def open_recipe(recipe_path: Path, overrides: Sequence[str], for_data: bool = False) -> tuple[Recipe, Path, ModelFacts]:
-    """A recipe, the file it is in, and its model, on whatever machine; for_data as inspect_model has it.
-
-    Raises:
-        UserError: The recipe, its output_dir, chat template or model is wrong.
-    """
+    """A recipe, the file it is in, and its model, on whatever machine; for_data as inspect_model has it. Raises UserError."""
     recipe, path = _checked_recipe(recipe_path, overrides)
     return recipe, path, checked_model(recipe, for_data=for_data)
 
@@ -112,16 +93,13 @@ def _checked_recipe(recipe_path: Path, overrides: Sequence[str]) -> tuple[Recipe
     recipe = load_recipe(path, overrides)
     check_names(path, recipe.tracking.run_name)
     _check_output_dir(recipe.output_dir)
-    check_tokenizer_choice(recipe)
+    if recipe.model.chat_template is not None:
+        find_chat_template(recipe.model.chat_template)
     return recipe, path
 
 
 def checked_model(recipe: Recipe, to_run: bool = True, for_data: bool = False) -> ModelFacts:
-    """What inspect_model finds of the recipe's model, which must be at hand to run.
-
-    Raises:
-        ModelError: It is not, or inspect_model refuses it.
-    """
+    """What inspect_model finds of the recipe's model, which must be at hand to run. Raises ModelError."""
     model = inspect_model(recipe, download=to_run, for_data=for_data)
     if to_run and model.model_type is None:
         raise ModelError(
@@ -154,11 +132,7 @@ def _check_output_dir(output_dir: str) -> None:
 
 
 def check_tasks_during(recipe: Recipe) -> None:
-    """Find the tasks that are measured during the training.
-
-    Raises:
-        EvaluationError: One is missing, or runs generated code.
-    """
+    """Find the tasks that are measured during the training. Raises EvaluationError if one is missing, or runs generated code."""
     if recipe.eval.during is None:
         return
     try:

@@ -38,11 +38,7 @@ from sft.terminal import visible_line
 
 
 def planned_job(recipe: Path, overrides: Sequence[str], on: str | None = None) -> tuple[Job, Prepared | None]:
-    """Plan a recipe, with its data if that is prepared; `on` names GPUs that are not here, such as `8x80GB`.
-
-    Raises:
-        UserError: The recipe is wrong, or does not fit the machine.
-    """
+    """Plan a recipe, with its data if that is prepared; `on` names GPUs that are not here, such as `8x80GB`. Raises UserError."""
     check_installed()
     topology = read_topology()
     hardware = described_hardware(on) if on else detect_hardware(topology.ranks, topology.per_node)
@@ -71,6 +67,7 @@ def start(word: str, overrides: Sequence[str], preflight: bool = False, max_rest
     recipe, overrides = _recipe_of(word, overrides)
     check_started_once()
     checked, topology = checked_recipe_and_topology(recipe, overrides)
+    _set_threads(topology)
     # Of several nodes rank 0 prepares the data, once they have met.
     prepares = topology.nodes == 1 and not preflight
     with uncollected():
@@ -87,7 +84,6 @@ def start(word: str, overrides: Sequence[str], preflight: bool = False, max_rest
     for line in differences_to_report(job):
         print(visible_line(line), flush=True)
     refuse([disk(job)])
-    _set_threads(topology)
     program = ["-m", "sft.train", *command_of(job)]
     if preflight:
         check_trainer_arguments(job)
@@ -120,11 +116,7 @@ def _prepare_and_tune(job: Job, alone: bool, preparation: Popen[bytes] | None) -
 
 
 def check_trainer_arguments(job: Job) -> None:
-    """Refuse the train.trainer_args that a start refuses; imports the trainer only if there are any.
-
-    Raises:
-        RecipeError: One is unknown, decided elsewhere, or of the wrong type.
-    """
+    """Refuse the train.trainer_args that a start refuses (RecipeError); imports the trainer only if there are any."""
     if job.recipe.train.trainer_args:
         from sft.train.arguments import check_trainer_args
 
@@ -132,11 +124,7 @@ def check_trainer_arguments(job: Job) -> None:
 
 
 def checked_data(job: Job) -> Prepared | None:
-    """The data, if it is prepared, compared with the recipe's limits as a start does.
-
-    Raises:
-        DataError: A limit is exceeded.
-    """
+    """The data, if it is prepared, compared with the recipe's limits as a start does. Raises DataError."""
     prepared = find_prepared(entry_folder(job.recipe, job.model)) if Path(job.model.path).is_dir() else None
     if prepared:
         check_limits(prepared.ledger, job.recipe.data)
@@ -144,7 +132,7 @@ def checked_data(job: Job) -> Prepared | None:
 
 
 def _set_threads(topology: Topology) -> None:
-    """Divide the cores among the processes of this node; before torch is imported."""
+    """Divide the cores among the processes of this node; torch reads it when it is imported."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_cores() // topology.per_node)))
     # A waiting thread spins for microseconds only: long spinning takes cores from other processes' work.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")

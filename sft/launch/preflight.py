@@ -23,6 +23,7 @@ from sft.files import in_words
 from sft.launch.open_run import unfinished_run
 from sft.parallel import process_group as distributed
 from sft.plan.job import Job, bytes_per_parameter, checkpoints_to_come, trained_parameters
+from sft.recipe.changes import differences
 from sft.recipe.schema import REPOSITORY
 from sft.run.record import installed_versions
 
@@ -88,22 +89,14 @@ def rank_facts(job: Job, rank: int) -> Facts:
         "host": socket.gethostname(),
         "packages": installed_versions(),
         "code": {str(file.relative_to(REPOSITORY)): sha256(file.read_bytes()).hexdigest()[:12] for file in files},
-        "recipe": _flat(job.recipe.model_dump(mode="json"))
-        | {"the run's folder": folder, "the model's commit": str(job.model.commit)},
-        "plan": {name: str(value) for name, value in job.plan.settings().items()}
-        | {"processes of the machine": str(job.hardware.ranks_per_node)},
+        "recipe": job.recipe.model_dump(mode="json")
+        | {"the run's folder": folder, "the model's commit": job.model.commit},
+        "plan": job.plan.settings() | {"processes of the machine": job.hardware.ranks_per_node},
         "GPUs": {"GPU": job.hardware.gpu.name if job.hardware.gpu else "none"},
         # Each file's size and both ends, the tokenizer and the template.
         "dataset": {"fingerprint": str(data_key(job.recipe, job.model))[:12]},
         _VARIABLES: variables,
     }
-
-
-def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for name, value in section.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: str(value)}
-    return flat
 
 
 def compare(facts: Sequence[Facts]) -> list[Check]:
@@ -112,26 +105,24 @@ def compare(facts: Sequence[Facts]) -> list[Check]:
     for section in (*REMEDIES, _VARIABLES):
         values = facts[0].get(section, {})
         shown = ", ".join(f"{name} {value}" for name, value in values.items()) or "none"
-        found = shown if len(values) <= 3 else f"identical on all ranks ({len(values)})"
         host, lines = _first_difference(facts, section)
         difference = "; ".join([*lines[:3], *([f"and {len(lines) - 3} more"] if len(lines) > 3 else [])])
+        found = difference or (shown if len(values) <= 3 else "identical on all ranks")
         remedy = REMEDIES.get(section, "").format(host=host) if lines else ""
-        rows.append(Check(section, difference or found, f"{difference}. {remedy}" if remedy else None))
+        rows.append(Check(section, found, f"{difference}. {remedy}" if remedy else None))
     return rows
 
 
 def _first_difference(facts: Sequence[Facts], section: str) -> tuple[str, list[str]]:
     """The host of the first rank that differs from rank 0, and a line for each difference."""
-    here, at_first = facts[0].get(section, {}), _where(facts[0])
+    first = facts[0]
     for other in facts[1:]:
-        there, missing = other.get(section, {}), "missing"
-        names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
-        lines = [
-            f"{name} is {here.get(name, missing)} on {at_first} and {there.get(name, missing)} on {_where(other)}"
-            for name in names
-        ]
-        if lines:
-            return other["host"], lines
+        changes = differences(first.get(section, {}), other.get(section, {}))
+        if changes:
+            places = _where(first), _where(other)
+            return other["host"], [
+                f"{one.key} is {one.old} on {places[0]} and {one.new} on {places[1]}" for one in changes
+            ]
     return "", []
 
 

@@ -27,8 +27,8 @@ from sft.program import end_with_parent, exit_process, run_main
 from sft.recipe.schema import Recipe
 from sft.signals import EXITS, SIGNALS, exit_status, held_back
 
+# Memory of the process that reads, and of each worker: about twice what was measured on long rows with a large vocabulary.
 _MAIN_GIB, _WORKER_GIB = 1.0, 0.5
-"""Memory of the process that reads, and of each worker: about twice what was measured on long rows with a large vocabulary."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -58,14 +58,7 @@ def begin_preparation(recipe: Recipe, model: ModelFacts, command: Sequence[str])
 
 
 def plan_beside_preparation(checked: CheckedRecipe) -> tuple[Job, subprocess.Popen[bytes] | None]:
-    """Plan while another process prepares the data, since either imports for seconds.
-
-    Returns:
-        The job, and the process for prepared_data; None if the data is prepared.
-
-    Raises:
-        UserError: What begin_preparation or plan_job refuses.
-    """
+    """Plan while another process prepares the data (None if it is prepared), since either imports for seconds. Raises UserError."""
     command = [str(checked.path), *checked.overrides]
     process = begin_preparation(checked.recipe, checked_model(checked.recipe, for_data=True), command)
     if process is not None:
@@ -108,13 +101,8 @@ def prepared_data(
         recipe: What is prepared.
         model: From inspect_model.
         command: The recipe's path and the overrides.
-        judge: Compare ledger and findings with the recipe's limits.
+        judge: Compare ledger and findings with the recipe's limits, which raises DataError.
         begun: From plan_beside_preparation.
-
-    Raises:
-        DataError: A limit is exceeded, or the data changed meanwhile.
-        Interrupted: A signal arrived.
-        RunError: The process was killed.
     """
     process = begun or begin_preparation(recipe, model, command)
     if process is not None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from math import prod
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from sft.errors import PlanError
 from sft.model.weight_checks import DTYPES
 from sft.plan.job import Job
 from sft.plan.precision import quant_storage
@@ -20,15 +18,6 @@ from sft.recipe.schema import Model
 
 LAYERS = ("Linear4bit", "Linear8bitLt")
 _SAYS_QUANTIZED = ("is_loaded_in_4bit", "is_loaded_in_8bit")
-
-
-def check_installed(model: Model) -> None:
-    """Refuse model.quantization where bitsandbytes is missing. Raises PlanError."""
-    if model.quantization is not None and find_spec("bitsandbytes") is None:
-        raise PlanError(
-            f"model.quantization={model.quantization} is bitsandbytes', which is not installed: pip install -e '.[qlora]'. Or set "
-            "model.quantization=null."
-        )
 
 
 def quantization_config(model: Model, compute: torch.dtype, storage: torch.dtype) -> Any:

@@ -6,7 +6,6 @@ model.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,31 +52,9 @@ def full_state(
     return state
 
 
-def load_weights(model: Any, folder: Path) -> None:
-    """Give each rank its shard of the saved weights."""
-    from safetensors import safe_open
-
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as weights, torch.no_grad():
-            for name in weights.keys():  # noqa: SIM118 (no dictionary)
-                parameters[name].copy_(shard_of(weights.get_tensor(name), parameters[name]))
-
-
 def full_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The optimizer's state_dict with full tensors. Every rank takes part."""
     state = optimizer.state_dict()
     for number, entries in state["state"].items():
         state["state"][number] = {name: full(value) for name, value in entries.items()}
     return state
-
-
-def load_optimizer_state(optimizer: Any, file: Path) -> None:
-    """Give each rank its shard of a `full_optimizer_state` that torch.save has written."""
-    state = torch.load(file, map_location="cpu", weights_only=True)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=True):
-        entries = state["state"].get(number, {})
-        state["state"][number] = {name: shard_of(value, parameter) for name, value in entries.items()}
-    optimizer.load_state_dict(state)

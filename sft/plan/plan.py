@@ -33,7 +33,6 @@ class TuningResult:
 
     gradient_checkpointing: bool | int | str | None
     """None, like the micro-batch, where it found nothing."""
-
     micro_batch_size: int | None
     reason: str
 
@@ -94,7 +93,10 @@ class Plan:
     empty_sequences_per_step: Decision[int]
     """Slots of a step that dummy sequences fill, so that the ranks divide it evenly."""
     learning_rate: Decision[float]
-    """AdamW's peak."""
+    """The peak."""
+    lr_scheduler_type: Decision[str]
+    warmup_steps: Decision[int | None]
+    """None until the data is counted, where it is a fraction of the steps."""
     documents_per_step: Decision[float | None]
     trained_tokens_per_step: Decision[int | None]
     steps_per_epoch: Decision[int | None]
@@ -103,7 +105,7 @@ class Plan:
 
     def settings(self) -> dict[str, Any]:
         """The values that every rank must share; not the expectations of the data, which may be estimates."""
-        estimates = ("documents_per_step", "trained_tokens_per_step", "steps_per_epoch", "max_steps")
+        estimates = ("documents_per_step", "trained_tokens_per_step", "steps_per_epoch", "max_steps", "warmup_steps")
         return {one["name"]: one["value"] for one in self.decisions() if one["name"] not in estimates}
 
     def decisions(self) -> list[dict[str, Any]]:

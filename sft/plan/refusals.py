@@ -10,8 +10,9 @@ from sft.hub.model_facts import ModelFacts
 from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Hardware
 from sft.plan.parallelism import resolve_fsdp
-from sft.plan.plan import Plan
+from sft.plan.plan import DataSize, Plan
 from sft.plan.precision import has_bf16
+from sft.plan.schedule import decay_steps
 from sft.recipe.schema import Recipe
 
 _TENSOR_STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce"})
@@ -27,6 +28,7 @@ class Case:
     model: ModelFacts
     deepspeed: DeepSpeedFile | None
     plan: Plan
+    data: DataSize | None = None
 
     @property
     def file(self) -> str:
@@ -36,7 +38,14 @@ class Case:
 
 def refuse(case: Case) -> None:
     """Refuse a recipe that cannot run here: PlanError, a line for each problem."""
-    problems = [*_numbers(case), *_precision(case), *_layers(case), *_quantization(case), *_fsdp(case)]
+    problems = [
+        *_numbers(case),
+        *_schedule(case),
+        *_precision(case),
+        *_layers(case),
+        *_quantization(case),
+        *_fsdp(case),
+    ]
     problems += [*_tensor_parallel(case), *_sequence_parallel(case)]
     if problems:
         raise PlanError("\n".join(problems))
@@ -56,6 +65,22 @@ def _numbers(case: Case) -> Iterator[str]:
             f"train.weight_decay={decay:g} x learning rate {rate:g} is 1 or more: a step would wipe out the weights. AdamW's weight decay "
             "is usually 0 to 0.1."
         )
+
+
+def _schedule(case: Case) -> Iterator[str]:
+    train, steps, warmup = case.recipe.train, case.plan.max_steps.value, case.plan.warmup_steps.value
+    is_estimate = train.max_steps is None and (case.data is None or not case.data.exact)
+    if not steps or warmup is None or is_estimate:
+        return
+    key = f"train.lr_scheduler_type={train.lr_scheduler_type}"
+    falls = decay_steps(train, steps)
+    if train.lr_scheduler_type == "warmup_stable_decay" and warmup + falls > steps:
+        yield (
+            f"{key}: a warmup of {warmup} and a decay of {falls} steps are more than the run's {steps}. Set train.lr_decay_ratio or "
+            f"train.lr_decay_steps to at most {max(0, steps - warmup)} steps, or shorten the warmup."
+        )
+    if train.lr_scheduler_type == "polynomial" and warmup >= steps:
+        yield f"{key}: a warmup of {warmup} steps leaves none of the run's {steps} to fall in. Shorten the warmup."
 
 
 def _precision(case: Case) -> Iterator[str]:
@@ -112,6 +137,8 @@ def _quantization(case: Case) -> Iterator[str]:
         return
     if model.lora is None:
         yield f"{key} without model.lora: quantized weights cannot be trained. Set model.lora={{}}, or model.quantization=null."
+    if not case.hardware.has_bitsandbytes:
+        yield f"{key} is bitsandbytes', which is not installed. Install it: pip install -e '.[qlora]'. Or set model.quantization=null."
     if model.compile:
         yield f"{key} with model.compile=true is untested. Set model.compile=false."
     if case.model.linear_parameters is not None and case.model.linear_parameters < case.model.body_parameters / 2:

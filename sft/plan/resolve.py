@@ -18,6 +18,7 @@ from sft.plan.parallelism import resolve_sequence_parallel, resolve_tensor_paral
 from sft.plan.plan import DataSize, Decision, Plan, TuningResult
 from sft.plan.precision import resolve_gradients, resolve_precision, resolve_quantization, resolve_weights
 from sft.plan.refusals import Case, refuse
+from sft.plan.schedule import resolve_schedule, resolve_warmup
 from sft.recipe.schema import Recipe
 
 
@@ -43,6 +44,8 @@ def resolve_plan(
     precision = resolve_precision(recipe, hardware, model)
     attention = resolve_attention(recipe, hardware, precision.value, model.model_type, model.architecture)
     micro, accumulation, empty = split_batch(recipe, hardware, batch.value, attention.value, tuned)
+    expected = _expectations(recipe, batch.value, data)
+    warmup = resolve_warmup(recipe, expected["max_steps"].value)
     plan = Plan(
         engine=resolve_engine(recipe, hardware, model, deepspeed),
         memory=resolve_memory(recipe, hardware, model, deepspeed),
@@ -62,9 +65,11 @@ def resolve_plan(
         gradient_accumulation_steps=accumulation,
         empty_sequences_per_step=empty,
         learning_rate=resolve_learning_rate(recipe),
-        **_expectations(recipe, batch.value, data),
+        lr_scheduler_type=resolve_schedule(recipe, expected["max_steps"].value, warmup.value),
+        warmup_steps=warmup,
+        **expected,
     )
-    refuse(Case(recipe, hardware, model, deepspeed, plan))
+    refuse(Case(recipe, hardware, model, deepspeed, plan, data))
     if deepspeed is not None:
         check_deepspeed(deepspeed, recipe, plan)
     return plan

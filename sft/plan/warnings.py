@@ -8,6 +8,7 @@ from math import ceil
 from sft.hub.model_facts import ModelFacts
 from sft.plan.hardware import Hardware
 from sft.plan.plan import DataSize, Plan
+from sft.recipe.optimization import ENDS_ABOVE_ZERO
 from sft.recipe.schema import Recipe
 
 # Steps over which AdamW's second moment averages with the default beta2, 1 / (1 - 0.95): fewer end before it has settled.
@@ -47,9 +48,10 @@ def _steps(recipe: Recipe, plan: Plan, data: DataSize | None) -> Iterator[str]:
             f"({_smaller_batch(recipe, plan, batch * steps // FEW_STEPS)}) or more epochs "
             f"(train.num_train_epochs={ceil(FEW_STEPS / per_epoch)}) gives more."
         )
-    if steps is not None and train.warmup_steps >= steps:
+    warmup = plan.warmup_steps.value
+    if steps is not None and warmup is not None and warmup >= steps:
         yield (
-            f"The warm-up is as long as the run: train.warmup_steps={train.warmup_steps}, and the run has {steps} steps, so the learning "
+            f"The warm-up is as long as the run: train.warmup_steps={warmup}, and the run has {steps} steps, so the learning "
             f"rate never falls. Set train.warmup_steps to about {max(1, steps // 10)}."
         )
     if steps is not None and every is not None and every > steps:
@@ -80,8 +82,11 @@ def _learning_rate(recipe: Recipe, plan: Plan, parameters: int) -> Iterator[str]
 
 def _optimizer(recipe: Recipe) -> Iterator[str]:
     train, lora = recipe.train, recipe.model.lora
-    if train.min_lr_ratio and train.lr_scheduler_type != "cosine":
-        yield f"train.min_lr_ratio={train.min_lr_ratio:g} has no effect with lr_scheduler_type={train.lr_scheduler_type}, only with cosine."
+    if train.min_lr_ratio and train.lr_scheduler_type not in ENDS_ABOVE_ZERO:
+        yield (
+            f"train.min_lr_ratio={train.min_lr_ratio:g} has no effect with lr_scheduler_type={train.lr_scheduler_type}, only with "
+            f"{', '.join(ENDS_ABOVE_ZERO)}."
+        )
     beta1, beta2, norm = train.adam_beta1, train.adam_beta2, train.max_grad_norm
     if train.weight_decay > 2:
         yield f"train.weight_decay={train.weight_decay:g} is far above the usual 0 to 0.1; it shrinks the weights."

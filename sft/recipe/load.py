@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from sft.credentials import secrets_in
 from sft.errors import RecipeError, did_you_mean
+from sft.recipe.other_tools import other_tool
 from sft.recipe.schema import REPOSITORY, SCHEMA_VERSION, Recipe, Section
 from sft.recipe.section import sections_in
 
@@ -77,7 +78,16 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), origin: str = "recipe
         # Through JSON, where pydantic's strict mode takes a list for a tuple and an int for a float, and nothing else.
         return Recipe.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        raise RecipeError("\n".join([f"{origin} is not a valid recipe:", *_explain(error)])) from None
+        raise RecipeError(
+            "\n".join([f"{origin} is not a valid recipe:", *_explain(error), *_from_elsewhere(values, origin)])
+        ) from None
+
+
+def _from_elsewhere(values: dict[str, Any], origin: str) -> list[str]:
+    tool = other_tool(values)
+    if tool in (None, "accelerate", "DeepSpeed"):
+        return []
+    return [f"It looks like a config of {tool}. To convert it: sft convert {origin} -o recipe.yaml"]
 
 
 def _drop_removed_findings(values: dict[str, Any], origin: str) -> None:
@@ -226,6 +236,7 @@ _OTHER_NAMES = {
     "per_device_train_batch_size": "micro_batch_size",
     "gradient_accumulation_steps": "global_batch_size` (accumulation follows from it), not `gradient_accumulation_steps",
     "lr_scheduler": "lr_scheduler_type",
+    "lr_scheduler_kwargs": "min_lr_ratio`, `lr_decay_steps`, `lr_decay_type` and `lr_power",
     "bf16": "precision",
     "fp16": "precision",
     "max_seq_length": "max_length",

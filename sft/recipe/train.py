@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from sft.recipe.section import FREE, UNRELATED, Fraction, Positive, Section, fixed, named
+from sft.recipe.optimization import Optimization
+from sft.recipe.section import FREE, UNRELATED, Positive, Section, fixed, named
 
 _ORDER = fixed("it decides which rows a step holds: some would be trained twice and others never")
-_OPTIMIZER = fixed("it is part of the optimizer's state in the checkpoint, which would win")
 _UNKNOWN = fixed("for a trainer argument it is unknown whether a change would take effect")
 _SCHEDULE = named("the new schedule applies from the step that was reached")
 _PEAK = named("the schedule has the new peak from here on")
@@ -39,7 +39,7 @@ class Fsdp(Section):
     """Checkpoint format: one file with everything, or one shard per rank. final/ is always a full model."""
 
 
-class Train(Section):
+class Train(Optimization):
     """How long and how hard to train."""
 
     global_batch_size: Annotated[int | None, _ORDER] = Field(default=None, gt=0)
@@ -64,33 +64,11 @@ class Train(Section):
     base_batch_size: Annotated[int | None, _PEAK] = Field(default=None, gt=0)
     """The batch size you tuned learning_rate for, in the unit of the batch: sequences, or tokens with global_batch_tokens."""
 
-    # A new schedule is a name here, and transformers' name for it in SCHEDULES of sft/train/arguments.py.
-    lr_scheduler_type: Annotated[Literal["cosine", "linear", "constant"], _SCHEDULE] = "cosine"
-    """Shape of the learning rate after warmup."""
-
-    min_lr_ratio: Annotated[Fraction, _SCHEDULE] = 0.0
-    """Where the cosine schedule ends, as a fraction of learning_rate."""
-
-    warmup_steps: Annotated[int, _SCHEDULE] = Field(default=0, ge=0)
-    """Optimizer steps over which the learning rate rises from 0."""
-
     num_train_epochs: Annotated[float, _SCHEDULE] = Field(default=1.0, gt=0)
     """Passes over the data. max_steps, where set, overrides it."""
 
     max_steps: Annotated[int | None, _SCHEDULE] = Field(default=None, gt=0)
     """Optimizer steps to train."""
-
-    weight_decay: Annotated[float, _OPTIMIZER] = Field(default=0.0, ge=0)
-    """Weight decay of AdamW, on all weights except biases and norms."""
-
-    adam_beta1: Annotated[float, _OPTIMIZER] = Field(default=0.9, ge=0, lt=1)
-    """Decay of AdamW's first moment."""
-
-    adam_beta2: Annotated[float, _OPTIMIZER] = Field(default=0.95, ge=0, lt=1)
-    """Decay of AdamW's second moment."""
-
-    adam_epsilon: Annotated[float, _OPTIMIZER] = Field(default=1e-8, gt=0, le=0.01)
-    """Added to AdamW's denominator."""
 
     max_grad_norm: Annotated[float, _NORM] = Field(default=1.0, ge=0)
     """Clip the gradient to this norm; 0 never clips."""

@@ -7,7 +7,9 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import torch
 from accelerate import ParallelismConfig
+from transformers import get_scheduler
 from trl import SFTConfig
 
 from sft.errors import RecipeError, did_you_mean
@@ -18,9 +20,43 @@ from sft.parallel.tensor import parallelism_config
 from sft.plan.job import Job
 from sft.plan.parallelism import mesh_shape
 from sft.plan.precision import MASTER
+from sft.plan.schedule import TIMESCALE, decay_steps
 from sft.run.directory import Run
 
-SCHEDULES = {"cosine": "cosine_with_min_lr", "linear": "linear", "constant": "constant_with_warmup"}
+SCHEDULES = {
+    "cosine": "cosine_with_min_lr",
+    "cosine_with_min_lr": "cosine_with_min_lr",
+    "linear": "linear",
+    # transformers' `constant` ignores the warmup.
+    "constant": "constant_with_warmup",
+    "constant_with_warmup": "constant_with_warmup",
+    "warmup_stable_decay": "warmup_stable_decay",
+    "inverse_sqrt": "inverse_sqrt",
+    "polynomial": "polynomial",
+}
+
+
+def schedule_arguments(job: Job) -> dict[str, Any]:
+    """What transformers' schedule takes beside the steps of the run and of the warmup."""
+    train, plan = job.recipe.train, job.plan
+    arguments: dict[str, dict[str, Any]] = {
+        "cosine_with_min_lr": {"min_lr_rate": train.min_lr_ratio},
+        "warmup_stable_decay": {
+            "num_decay_steps": decay_steps(train, plan.max_steps.value or 1),
+            "decay_type": train.lr_decay_type,
+            "min_lr_ratio": train.min_lr_ratio,
+        },
+        "inverse_sqrt": {"timescale": plan.warmup_steps.value or TIMESCALE},
+        "polynomial": {"lr_end": train.min_lr_ratio * plan.learning_rate.value, "power": train.lr_power},
+    }
+    return arguments.get(SCHEDULES[train.lr_scheduler_type], {})
+
+
+def planned_schedule(job: Job, steps: int) -> Any:
+    """transformers' schedule of so many steps as planned, over an optimizer of its own; the runtime check compares the live one with it."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=job.plan.learning_rate.value)
+    name, warmup = SCHEDULES[job.recipe.train.lr_scheduler_type], job.plan.warmup_steps.value or 0
+    return get_scheduler(name, optimizer, warmup, steps, schedule_arguments(job))
 
 
 def _steps_on_copies(job: Job) -> bool:
@@ -40,8 +76,8 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "num_train_epochs": train.num_train_epochs,
         "learning_rate": plan.learning_rate.value,
         "lr_scheduler_type": SCHEDULES[train.lr_scheduler_type],
-        "lr_scheduler_kwargs": {"min_lr_rate": train.min_lr_ratio} if train.lr_scheduler_type == "cosine" else {},
-        "warmup_steps": train.warmup_steps,
+        "lr_scheduler_kwargs": schedule_arguments(job),
+        "warmup_steps": plan.warmup_steps.value or 0,
         "weight_decay": train.weight_decay,
         "adam_beta1": train.adam_beta1,
         "adam_beta2": train.adam_beta2,
@@ -153,11 +189,7 @@ def _wrong_types(extra: dict[str, Any]) -> list[str]:
 
 
 def check_trainer_args(job: Job) -> None:
-    """Compare train.trainer_args with the installed SFTConfig.
-
-    Raises:
-        RecipeError: An unknown name, a value of the wrong type, or something that the recipe or the plan decides.
-    """
+    """Refuse in train.trainer_args what SFTConfig does not know or take, and what the recipe or the plan decides: a RecipeError."""
     known = {field.name for field in fields(SFTConfig) if field.init}
     planned = set(_planned_arguments(job, Path("recipe/run")))
     lines = []
@@ -181,11 +213,7 @@ def check_trainer_args(job: Job) -> None:
 
 
 def training_arguments(job: Job, run: Run) -> SFTConfig:
-    """TRL's configuration of the job. Must exist before the model loads: ZeRO-3 shards it while it loads.
-
-    Raises:
-        RecipeError: The installed SFTConfig refuses something in train.trainer_args.
-    """
+    """TRL's configuration of the job. Must exist before the model loads: ZeRO-3 shards it while it loads."""
     check_trainer_args(job)
     try:
         arguments = SFTConfig(**_planned_arguments(job, run.path), **job.recipe.train.trainer_args)

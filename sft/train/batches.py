@@ -1,8 +1,4 @@
-"""What an optimizer step is made of: sequences, their order, and an account of what each batch really holds.
-
-The order follows from the recipe alone. The account is taken of the tensors that a rank is given, so its sums over the ranks show what
-was trained: tokens, FLOPs, and a fingerprint.
-"""
+"""What an optimizer step is made of: sequences, their order by the recipe alone, and an account of the tensors that a rank really gets."""
 
 from __future__ import annotations
 
@@ -116,11 +112,7 @@ class Contents:
     """Tokens with a loss. A document's first token has none: nothing comes before it that could predict it."""
 
     fingerprint: int
-    """Sum of the documents' hashes modulo 2**64.
-
-    A document is hashed with its token ids, its loss mask, and the position of each token. The sum depends neither on which rank or
-    micro-batch got a document nor on packing; the sum of two steps is the fingerprint of both.
-    """
+    """Sum of the documents' hashes modulo 2**64: of token ids, loss mask and positions, whatever the rank, micro-batch and pack."""
 
 
 def contents_of(batch: dict[str, Any], sequences: tuple[int, ...] = ()) -> Contents:

@@ -1,8 +1,7 @@
 """Finds a loss or gradient that is NaN or infinite before the optimizer uses it, records the samples behind it, and stops or skips.
 
-Every engine takes the norm of the gradients over all ranks for clipping. A loss that is not finite makes its gradients NaN (`finite`),
-and NaN passes through every reduction, so all ranks find the fault at the same step, without a collective of its own. The cost is that
-the norm is read from the device at each step. docs/faults.md
+A loss that is not finite makes its gradients NaN (`finite`), and NaN passes through every reduction, so the norm that clipping takes shows
+it to all ranks at the same step. The cost is that the norm is read from the device at each step. docs/faults.md
 """
 
 from __future__ import annotations
@@ -27,11 +26,7 @@ _LOSSES_SHOWN = 4
 
 
 def finite(loss: torch.Tensor) -> torch.Tensor:
-    """The loss unchanged where it is finite; else NaN, and so are its gradients.
-
-    An infinite loss can have finite gradients, such as those of a token to which the model gives no probability. This way the norm of
-    the gradients shows both, on all ranks, and nothing is read from the device.
-    """
+    """The loss unchanged where it is finite; else NaN, and so are its gradients: an infinite loss can have finite ones."""
     return loss * (loss.detach() * 0 + 1)
 
 

@@ -97,11 +97,7 @@ def probe(trainer: SFTTrainer, documents: list[np.ndarray], packed: bool) -> Pro
 
 
 def check_probe(found: Probe, attention: str, packed: bool) -> None:
-    """Refuse to train where documents are not isolated.
-
-    Raises:
-        PlanError: They see each other, or differ from what they are alone. The message names the setting to change.
-    """
+    """Refuse to train where documents see each other, or differ from what they are alone: a PlanError names the setting to change."""
     if not found.finite_alone:
         raise PlanError(
             "The initial weights give hidden states that are not finite (NaN or infinite). If the run resumes, it had diverged before the "

@@ -52,7 +52,6 @@ def train(
     if recipe.debug:
         name_debug_files(run, distributed.rank())
     sequences = training_sequences(job, prepared, tokenizer)
-    # Before the model: ZeRO-3 shards it while it loads.
     arguments = training_arguments(job, run)
     model = load_model(job, tokenizer)
     if distributed.is_rank_0():

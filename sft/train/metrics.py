@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ import torch
 from tqdm import tqdm
 from transformers.trainer_callback import TrainerCallback
 
+from sft.files import write_text
 from sft.model.live import is_untrained, relative_change, sample_trained
 from sft.plan.hardware import Hardware
 from sft.run.directory import Run, read_lines
@@ -64,29 +64,17 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
         if state.global_step == 0:
             self.vocabulary, self.untrained = model.config.get_text_config().vocab_size, is_untrained(model)
             self.start = sample_trained(model)
-        self._rewrite(kept)
+        write_text(self.run.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
         if sys.stderr.isatty():
             form = "{percentage:3.0f}% |{bar}| step {n_fmt}/{total_fmt} [{elapsed} < {remaining}, {rate_fmt}]"
             self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", bar_format=form, leave=False)
-
-    def _rewrite(self, lines: list[dict[str, Any]]) -> None:
-        """A kill in between leaves the old lines, never a part of them."""
-        file = self.run.metrics_file
-        temporary = file.with_name(f".{file.name}.{os.getpid()}")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        temporary.replace(file)
 
     def _figures(self) -> dict[str, Any]:
         taken = {key: callback.take() for key, callback in self.measured.items()}
         return {key: figure for key, figure in taken.items() if figure is not None}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Move the bar. The last step is always logged, and so is each that is saved.
-
-        A resumed run begins to average at its checkpoint; its lines must be those of a run that was never interrupted.
-        """
-        if state.global_step >= state.max_steps or (state.save_steps and state.global_step % state.save_steps == 0):
-            control.should_log = True
+        """Move the bar."""
         if self.bar is not None:
             self.bar.update(1)
 

@@ -1,7 +1,4 @@
-"""Reads what really runs from the live objects before step 1, and compares it with the plan.
-
-Only after the engine has been set up do the live objects show what a library made of a setting.
-"""
+"""Reads what really runs from the live objects before step 1, once the engine is set up, and compares it with the plan."""
 
 from __future__ import annotations
 
@@ -29,6 +26,7 @@ from sft.parallel.tensor import is_tensor_parallel, tensor_parallel_ranks
 from sft.plan.job import Job
 from sft.plan.parallelism import FSDP2
 from sft.run.directory import Run
+from sft.train.arguments import planned_schedule
 from sft.train.isolation_probe import Probe, check_probe, probe, sample_documents
 from sft.train.trainer import RecipeTrainer
 
@@ -86,11 +84,7 @@ class RuntimeCheck(TrainerCallback):  # type: ignore[misc]
 
 
 def check_readings(readings: Iterable[Reading]) -> None:
-    """Refuse to train anything else than was planned.
-
-    Raises:
-        PlanError: Lists what differs, with both values.
-    """
+    """Refuse to train anything else than was planned: a PlanError lists what differs, with both values."""
     wrong = [f"  {one.name}: planned {one.planned}, running {one.running}" for one in readings if one.wrong]
     if wrong:
         first = "What runs is not what was planned, so nothing was trained:"
@@ -265,10 +259,25 @@ def _of_steps(trainer: Any, job: Job, engine: Any) -> Iterator[Reading]:
     peaks = {float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups}
     planned = plan.learning_rate.value
     yield Reading("learning_rate", str(planned), ", ".join(map(str, sorted(peaks))), peaks != {planned})
+    yield _schedule(trainer, job)
     yield Reading.equal("micro_batch_size", plan.micro_batch_size.value, args.per_device_train_batch_size)
     passes = engine.gradient_accumulation_steps() if engine is not None else args.gradient_accumulation_steps
     yield Reading.equal("gradient_accumulation_steps", plan.gradient_accumulation_steps.value, passes)
     yield Reading.equal("packing", job.recipe.data.packing, bool(trainer.padding_free))
+
+
+def _schedule(trainer: Any, job: Job) -> Reading:
+    """Compare the functions that multiply the peak, one per group of parameters, and their arguments."""
+
+    def words(scheduler: Any) -> str:
+        calls = {
+            f"{one.func.__name__}({', '.join(f'{key}={one.keywords[key]}' for key in sorted(one.keywords))})"
+            for one in scheduler.lr_lambdas
+        }
+        return "; ".join(sorted(call.removeprefix("_get_") for call in calls))
+
+    live = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
+    return Reading.equal("lr_scheduler", words(planned_schedule(job, trainer.state.max_steps)), words(live))
 
 
 def _of_pass(trainer: Any, probe: Probe) -> Iterator[Reading]:

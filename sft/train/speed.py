@@ -58,9 +58,8 @@ class StepTimes:
 class StepClock(TrainerCallback):  # type: ignore[misc]
     """Times the steps of this rank. Must be the first callback: what the others do at the end of a step does not count.
 
-    A step lasts from the request for its first batch until its update is done. On a GPU the CPU's clock would time the launching of
-    kernels. There an event is recorded in the stream at both ends of a step, without waiting, and read when a line is logged: the trainer
-    has then read the loss, so all events have happened.
+    On a GPU the CPU's clock would time the launching of kernels. There an event is recorded in the stream at both ends of a step, without
+    waiting, and read when a line is logged.
     """
 
     def __init__(self, on_gpu: bool) -> None:

@@ -163,8 +163,7 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
         """Have the trainer do it at the end of this step."""
         if request == StopRequest.NOTHING:
             return
-        # A resumed run starts a new mean: without a line here, the steps since the last one would be in none.
-        control.should_save = control.should_log = True
+        control.should_save = True
         if request > StopRequest.SAVE:
             control.should_training_stop = True
 

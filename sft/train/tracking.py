@@ -14,11 +14,7 @@ from sft.run.directory import Run
 
 
 def set_up_trackers(tracking: Tracking, run: Run) -> list[str]:
-    """Have the trackers write into the run's folder, and wandb offline where nobody is logged in; lines for the user.
-
-    Raises:
-        RunError: The key for wandb is cut off, or the run's folder contains settings of wandb.
-    """
+    """Have the trackers write into the run's folder, and wandb offline where nobody is logged in; returns lines for the user."""
     notes = []
     if "tensorboard" in tracking.report_to:
         os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.path / "tensorboard")

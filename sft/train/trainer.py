@@ -52,8 +52,7 @@ def plain_loss(trainer: RecipeTrainer, model: Any, inputs: dict[str, Any], token
     """Negative log-likelihood of the micro-batch's target tokens, over those of the whole step.
 
     TRL's own loss gathers four figures from all ranks at each micro-batch and reads them at once, so that no rank can launch its backward
-    pass while its GPU still computes the forward pass. Here they add up on the device (Tally) and are read when a line is logged. One wait
-    remains on a GPU: the fused head takes the target tokens only, and must know how many there are.
+    pass while its GPU still computes the forward pass. Here they add up on the device (Tally) and are read when a line is logged.
 
     `tokens_in_step` are those of all micro-batches of all ranks; None: of these inputs. Returns the loss, scaled so that the engine's
     average of the ranks' gradients is that of the step, and the fused head's output.
@@ -291,7 +290,8 @@ class RecipeTrainer(CheckpointingTrainer):
             super().create_accelerator_and_postprocess()
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        # A resumed run starts new means and sums: the steps before must have their line.
+        # The last step, too. A resumed run starts new means and sums at its checkpoint: the steps before must have their line, and its
+        # lines must be those of a run that was never interrupted.
         self.control.should_log |= self.control.should_save
         self._steps_in_line = self.state.global_step - self._globalstep_last_logged
         super()._maybe_log_save_evaluate(*args, **kwargs)
@@ -313,11 +313,7 @@ def build_trainer(
     faults: Faults | None = None,
     resume_plan: ResumePlan | None = None,
 ) -> RecipeTrainer:
-    """The trainer, with adapters and compiled layers where the job has them; callbacks are still to be added.
-
-    Raises:
-        ModelError: There are no layers named in model.lora.target_modules.
-    """
+    """The trainer, with adapters and compiled layers where the job has them; callbacks are still to be added."""
     lora, peft = job.recipe.model.lora, None
     if lora is not None:
         untrained = untrained_rows(job, model, tokenizer, sequences.store)

@@ -9,7 +9,7 @@ import pytest
 from sft import cli
 from sft.errors import RecipeError
 
-COMMANDS = ("train", "plan", "show", "prepare", "eval", "chat", "export", "diff")
+COMMANDS = ("init", "train", "plan", "show", "prepare", "eval", "chat", "export", "diff")
 
 
 def sft(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -54,7 +54,7 @@ def test_a_wrong_command_line_is_one_message(words: list[str], capsys: pytest.Ca
 def test_every_command_has_help_with_an_example(command: str) -> None:
     done = sft(command, "--help")
     assert done.returncode == 0, done.stderr
-    assert f"sft {command} outputs/" in done.stdout or f"sft {command} recipes/" in done.stdout
+    assert any(f"sft {command} {data}" in done.stdout for data in ("outputs/", "recipes/", "reviews.csv"))
 
 
 def test_the_shell_completes_commands_and_recipe_keys() -> None:

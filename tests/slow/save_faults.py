@@ -76,7 +76,7 @@ def before_and_after(
 
 def half_removed(writer: Any) -> None:
     """The kill meets an old checkpoint that has lost its name and some of its files."""
-    for hidden in writer.folder.glob(".removed-*"):
+    for hidden in writer.folder.glob(".incomplete/removed-*"):
         next(hidden.glob("*.safetensors")).unlink()
         die()
 

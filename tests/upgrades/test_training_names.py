@@ -16,7 +16,6 @@ from trl import SFTTrainer
         "_get_output_dir",
         "_get_train_sampler",
         "_load_from_checkpoint",
-        "_load_optimizer_and_scheduler",
         "_load_rng_state",
         "_maybe_log_save_evaluate",
         "_prepare_for_training",

@@ -10,14 +10,10 @@ from sft.launch.evaluation import _exit_status, closing_lines
 from sft.run.directory import Run
 
 
-@pytest.mark.parametrize("status", [0, 1, 2, EXIT_GATE, 143])
-def test_a_part_that_ends_by_itself_keeps_its_exit_exit_status(status: int) -> None:
-    assert _exit_status(status, "eval.run") == status
-
-
 def test_a_part_that_was_killed_is_told_and_ends_as_an_evaluation_that_is_not_complete(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    assert _exit_status(EXIT_GATE, "eval.run") == EXIT_GATE
     assert _exit_status(-signal.SIGKILL, "eval.run") == 1
     assert "eval.run was ended by SIGKILL, as the kernel does when memory runs out." in capsys.readouterr().err
 

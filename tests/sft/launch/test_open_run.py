@@ -170,6 +170,8 @@ def test_the_recipe_is_compared_with_what_it_meant_then(recipe_file: Path, left_
     # A later session that wrote no checkpoint counts for nothing.
     trained = job_of(recipe_file).recipe.model_dump(mode="json", exclude_defaults=True)
     write_manifest(unfinished.checkpoints / "checkpoint-5", {"recipe": trained})
+    (unfinished.checkpoints / "checkpoint-4").mkdir()
+    write_manifest(unfinished.checkpoints / "checkpoint-4", {"recipe": older})
     assert unfinished_run(job_of(recipe_file)) == unfinished
 
 

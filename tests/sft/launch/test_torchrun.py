@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from sft.launch.topology import Topology, read_topology
+from sft.launch.topology import Topology
 from sft.launch.torchrun import _report_failures, first_failure, torchrun_arguments
 
 PROGRAM = ["-m", "sft.train", "a.yaml", "train.seed=1"]
@@ -37,7 +37,6 @@ def test_the_first_failure_is_of_a_rank_that_was_not_ended(failures: dict[int, F
 @pytest.mark.parametrize(
     ("codes", "status", "may_restart"),
     [
-        ([143, 143], 143, False),
         ([-signal.SIGTERM, 143], 143, False),
         ([130, 130], 130, False),
         ([1, 143], 1, True),
@@ -50,12 +49,6 @@ def test_the_first_failure_is_of_a_rank_that_was_not_ended(failures: dict[int, F
 def test_the_exit_status_says_whether_a_restart_may_help(codes: list[int], status: int, may_restart: bool) -> None:
     failures = {rank: Failed(code) for rank, code in enumerate(codes) if code}
     assert _report_failures(failures, None) == (status, may_restart)
-
-
-def test_torchrun_on_one_machine_takes_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert torchrun_arguments(Topology(2), PROGRAM) == ["--standalone", "--nproc-per-node", "2", *PROGRAM]
-    monkeypatch.setenv("MASTER_PORT", "4242")
-    assert torchrun_arguments(read_topology(), PROGRAM) == ["--master-port", "4242", "--nproc-per-node", "1", *PROGRAM]
 
 
 def test_torchrun_understands_what_it_is_called_with() -> None:

@@ -8,13 +8,12 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
-from sft.errors import PlanError
 from sft.hub.demo import Demo
 from sft.launch.job import open_job
 from sft.model import quantization
 from sft.model.flops import matmul_weights
 from sft.model.load import load_base, load_dequantized
-from sft.model.quantization import check_installed, dequantized, describe_running, numels, quantized_layers
+from sft.model.quantization import dequantized, describe_running, numels, quantized_layers
 from sft.plan.hardware import Hardware
 from sft.recipe.schema import Model
 from tests.conftest import DEMO_RECIPE
@@ -118,10 +117,3 @@ def test_adapters_are_fp32_and_start_from_the_recipes_seed(
         assert torch.equal(one, starts[1][name])
         # Rounded to bf16 and back, the last 16 bits are zero.
         assert "lora_A" not in name or (one.detach().view(torch.int32) & 0xFFFF).any()
-
-
-def test_a_missing_bitsandbytes_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantization, "find_spec", lambda name: None)
-    with pytest.raises(PlanError, match=r"model.quantization=nf4 .* pip install .*qlora.*model.quantization=null"):
-        check_installed(Model(name_or_path="x", quantization="nf4"))
-    check_installed(Model(name_or_path="x"))

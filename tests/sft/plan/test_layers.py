@@ -80,14 +80,11 @@ def test_before_a_download_an_ordinary_model_is_assumed_and_one_with_its_own_cod
     ("wanted", "hardware", "precision", "architecture", "reason", "remedy"),
     [
         ("varlen", CPU, "fp32", Architecture(mask_only=True), "models of type odd express by a mask alone", SDPA),
-        ("varlen", A100, "fp32", PLAIN, "FlashAttention does not run in fp32", SDPA),
         ("sdpa", CPU, "fp32", Architecture(sinks=True), "models of type odd have attention sinks", EAGER),
         (FA2, CPU, "fp32", PLAIN, "there is no GPU here", SDPA),
-        (FA2, A100, "bf16", PLAIN, "the flash-attn package is not installed", SDPA),
         (FA3, H100, "bf16", PLAIN, "the flash-attn 3 package is not installed", SDPA),
         (FA3, B200_FLASH, "bf16", PLAIN, "this GPU (compute capability 10.0) is not a Hopper", SDPA),
         (FA3, H100_FLASH, "bf16", Architecture(dropout=0.1), "the model's attention_dropout is 0.1", SDPA),
-        (FA2, A100_FLASH, "bf16", Architecture(sinks=True), "models of type odd have attention sinks", EAGER),
         (FA2, A100_FLASH, "bf16", Architecture(head_dim=300), "FlashAttention has no kernel for heads of 300", SDPA),
     ],
 )  # fmt: skip

@@ -103,6 +103,7 @@ SEQUENCE = "train.deepspeed=zero2 data.packing=false train.sequence_parallel_siz
         ("train.fsdp={}", gpus(1), {"precision": "fp16"}, None),
         ("model.quantization=nf4", gpus(), {}, "model.quantization=nf4 without model.lora"),
         (QLORA + "nf4", gpus(), {}, None),
+        (QLORA + "nf4", replace(gpus(), has_bitsandbytes=False), {}, "pip install .*qlora.*Or set model.quantization=null"),
         (QLORA + "nf4 model.compile=true", gpus(), {}, "untested. Set model.compile=false"),
         (QLORA + "int8", gpus(2), {"deepspeed": zero(3)}, "model.quantization=int8 with zero3.json.*quantization=nf4"),
         (QLORA + "int8 train.fsdp={}", gpus(2), {}, "model.quantization=int8 with train.fsdp.*quantization=nf4"),

@@ -1,6 +1,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import fields
+from math import sqrt
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,6 +21,7 @@ from sft.train.arguments import (
     SCHEDULES,
     _planned_arguments,
     check_trainer_args,
+    planned_schedule,
     training_arguments,
 )
 from sft.train.metrics import Metrics
@@ -78,24 +80,50 @@ def schedule(job: Job, run: Path, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("name", "ratio", "end"),
-    [("cosine", 0.1, 1e-4), ("cosine", 0.0, 0.0), ("linear", 0.0, 0.0), ("constant", 0.0, 1e-3)],
+    ("overrides", "middle", "end"),
+    [
+        ("cosine train.min_lr_ratio=0.1", 5.5e-4, 1e-4),
+        ("cosine_with_min_lr train.min_lr_ratio=0.1", 5.5e-4, 1e-4),
+        ("cosine", 5e-4, 0.0),
+        ("linear", 5e-4, 0.0),
+        ("constant", 1e-3, 1e-3),
+        ("constant_with_warmup", 1e-3, 1e-3),
+        ("warmup_stable_decay train.lr_decay_steps=100", 5e-4, 0.0),
+        ("warmup_stable_decay train.lr_decay_steps=20", 1e-3, 0.0),
+        ("warmup_stable_decay train.lr_decay_ratio=0.6 train.lr_decay_type=1-sqrt", 1e-3 * (1 - sqrt(16 / 66)), 0.0),
+        ("inverse_sqrt", 1e-3 / sqrt(6), 1e-3 / sqrt(11)),  # the time scale is the warmup's 10 steps
+        ("polynomial train.lr_power=2", 2.5e-4, 0.0),
+        ("polynomial train.min_lr_ratio=0.2", 6e-4, 2e-4),
+    ],
 )
 def test_the_learning_rate_rises_and_then_has_the_recipes_shape(
-    name: str, ratio: float, end: float, make_job: MakeJob, tmp_path: Path
+    overrides: str, middle: float, end: float, make_job: MakeJob, tmp_path: Path
 ) -> None:
     job = make_job(
-        f"train.lr_scheduler_type={name}",
-        f"train.min_lr_ratio={ratio}",
+        *f"train.lr_scheduler_type={overrides}".split(),
         "train.warmup_steps=10",
         "train.learning_rate=1e-3",
+        "train.max_steps=110",
     )
     rates = schedule(job, tmp_path, 110)
     assert rates[:11] == pytest.approx([1e-4 * step for step in range(11)])
     assert max(rates) == pytest.approx(1e-3)
-    assert rates[-1] == pytest.approx(end, abs=1e-9)
-    middle = {"cosine": (1e-3 + end) / 2, "linear": 5e-4, "constant": 1e-3}[name]
     assert rates[60] == pytest.approx(middle)
+    assert rates[-1] == pytest.approx(end, abs=1e-9)
+    planned = planned_schedule(job, 110)
+    assert planned.lr_lambdas[0](60) == pytest.approx(middle / 1e-3)
+
+
+def test_a_warmup_ratio_becomes_steps_and_warmup_stable_decay_rises_from_its_end(
+    make_job: MakeJob, tmp_path: Path
+) -> None:
+    words = "train.lr_scheduler_type=warmup_stable_decay train.lr_decay_ratio=0.1 train.min_lr_ratio=0.5 train.warmup_ratio=0.095"
+    job = make_job(*words.split(), "train.learning_rate=1e-3", "train.max_steps=100")
+    assert job.plan.warmup_steps.value == 10
+    rates = schedule(job, tmp_path, 100)
+    assert rates[0] == pytest.approx(5e-4)
+    assert rates[10:91] == pytest.approx([1e-3] * 81)
+    assert rates[95] == pytest.approx(7.5e-4)
 
 
 def test_every_schedule_of_the_recipe_is_one_of_transformers() -> None:

@@ -73,15 +73,13 @@ def make_trainer(demo: Demo, tmp_path_factory: pytest.TempPathFactory) -> MakeTr
     def make(name: str = "qwen2", function: str = "varlen", packing: bool = True, **options: Any) -> Any:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**MODELS[name]), attn_implementation=function)
-        strategy, peft_config = options.pop("packing_strategy", "bfd"), options.pop("peft_config", None)
-        row: dict[str, Any] = {"input_ids": [1, 2], "labels": [1, 2]}
-        if packing and strategy == "bfd":
-            row["seq_lengths"] = [2]
+        peft_config = options.pop("peft_config", None)
+        row = {"input_ids": [1, 2], "labels": [1, 2]} | ({"seq_lengths": [2]} if packing else {})
         arguments = SFTConfig(
             output_dir=str(folder),
             use_cpu=True,
             packing=packing,
-            packing_strategy=strategy,
+            packing_strategy="bfd",
             max_length=64,
             report_to="none",
             dataset_kwargs={"skip_prepare_dataset": True},
@@ -176,14 +174,6 @@ def test_each_known_leak_is_caught_and_named(
     assert f"attn_implementation={function}" in message
     remedy = "Set model.attn_implementation=sdpa, or data.packing=false" if function == "varlen" else "Set data.packing"
     assert remedy in message
-
-
-def test_wrapped_packing_is_caught(make_trainer: MakeTrainer) -> None:
-    """TRL's `wrapped` rows do not say where documents begin, and its collator does not flatten them."""
-    trainer = make_trainer("mistral", "varlen", packing_strategy="wrapped")
-    collate = trainer.data_collator
-    trainer.data_collator = lambda rows: collate([{k: v for k, v in row.items() if k != "seq_lengths"} for row in rows])
-    assert "see each other" in refused(probe(trainer, USUAL, True), "varlen")
 
 
 def test_a_padded_batch_whose_padding_is_seen_is_caught(make_trainer: MakeTrainer) -> None:

@@ -133,14 +133,6 @@ def test_a_line_that_was_cut_off_does_not_stop_a_resume(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(tmp_path)] == [5, 10]
 
 
-def test_the_last_step_is_logged_wherever_it_falls(tmp_path: Path) -> None:
-    steps, control = Steps(tmp_path), TrainerControl()
-    for step, logged in ((19, False), (20, True)):
-        steps.state.global_step = step
-        steps.metrics.on_step_end(None, steps.state, control)
-        assert control.should_log is logged
-
-
 def test_lines_on_the_terminal_keep_a_pace(
     tmp_path: Path, tick: Callable[[float], None], capsys: pytest.CaptureFixture[str]
 ) -> None:

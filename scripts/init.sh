@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Look at a dataset and write a recipe for it that starts, with the reason for each value. Sets up .venv at the first call.
+#
+#   bash scripts/init.sh reviews.csv                                    a small open model, this machine
+#   bash scripts/init.sh chats.jsonl --model Qwen/Qwen2.5-7B --gpus 8x80GB -o recipes/chats.yaml
+#   bash scripts/init.sh faq.csv --columns prompt=Frage,completion=Antwort train.num_train_epochs=1
+#
+# Beside NAME.yaml, the folder NAME_eval holds the eval split and a task made of it. Nothing is overwritten.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$root/scripts/safe_path.sh"
+bash "$root/scripts/setup.sh"
+exec "$root/.venv/bin/python" -m sft.cli init "$@"

@@ -1,0 +1,176 @@
+"""Chooses the numbers of a first recipe from the lengths of the rows, the model and the machine, each with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import numpy as np
+
+from sft.data.packing import pack
+from sft.hub.model_facts import ModelFacts
+from sft.init.draft import Draft
+from sft.init.own_task import EvalSplit, pairs
+from sft.init.rows import Rows
+from sft.init.tokens import Tokenized
+from sft.plan.engine import first_that_fits
+from sft.plan.hardware import Hardware
+from sft.plan.warnings import CPU_PARAMETERS, FEW_STEPS
+
+_LONGEST = 32_768
+"""Tokens above which no row decides max_length by itself."""
+
+_FULL_RATES = ((1e9, 1e-5), (1e8, 2e-5), (1e7, 1e-4), (0, 1e-3))
+"""Learning rates for all weights, by the number of parameters: smaller models take larger ones."""
+
+_LORA_RATE = 2e-4
+_STEPS = 100
+"""Optimizer steps that a run should at least have, where the data is large enough."""
+
+_LARGEST_BATCH = 64
+_PROMPTS, _LONGEST_PROMPT = 4, 200
+"""Prompts to answer after training, and characters of the longest."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much there is to train on."""
+
+    rows: int
+    """About as many rows as the training has."""
+
+    is_exact: bool
+    sample: Tokenized
+
+    @property
+    def scale(self) -> float:
+        """Rows of the training for each row of the sample."""
+        return self.rows / len(self.sample.lengths)
+
+    @property
+    def words(self) -> str:
+        """The number of rows, in words."""
+        return f"{self.rows:,} rows" if self.is_exact else f"about {self.rows:,} rows"
+
+
+def choose_length(draft: Draft, size: Size, model: ModelFacts) -> None:
+    """max_length, and what becomes of longer rows."""
+    lengths, count = np.sort(size.sample.lengths), len(size.sample.lengths)
+    longest, most = int(lengths[-1]), int(lengths[ceil(0.99 * count) - 1])
+    wanted = longest if longest <= 1.5 * most else most
+    limit = min(model.max_position_embeddings or 4096, _LONGEST)
+    value = min(_rounded(wanted), limit)
+    p95 = int(lengths[ceil(0.95 * count) - 1])
+    shown = f"95 of 100 rows have at most {p95:,} tokens, the longest has {longest:,}"
+    if _rounded(wanted) > limit:
+        shown += (
+            f"; the model has {limit:,} positions"
+            if limit == model.max_position_embeddings
+            else f"; {limit:,} is the most that is chosen here"
+        )
+    draft.put("data.max_length", value, shown)
+    value = draft.recipe().data.max_length
+    over, headless = float(np.mean(lengths > value)), float(np.mean(size.sample.first_targets >= value))
+    if over > 0.02:
+        if headless <= 0.05:
+            draft.put(
+                "data.overlong",
+                "truncate",
+                f"{over:.0%} of the rows are longer than max_length: their ends are cut off",
+            )
+        else:
+            reason = (
+                f"{over:.0%} of the rows are longer than max_length, and in {headless:.0%} the answer begins behind it: they are cut into "
+                "pieces"
+            )
+            draft.put("data.overlong", "split", reason)
+    elif over:
+        rows = int(np.sum(lengths > value))
+        draft.put(
+            "data.overlong",
+            "drop",
+            f"{rows} of {count:,} rows are longer than max_length and left out; truncate or split keeps them",
+        )
+
+
+def _rounded(length: int) -> int:
+    unit = 64 if length <= 1024 else 256 if length <= 8192 else 1024
+    return max(64, ceil(length / unit) * unit)
+
+
+def choose_weights(draft: Draft, hardware: Hardware, model: ModelFacts) -> None:
+    """All weights or adapters, the engine, and the learning rate."""
+    parameters = model.parameters or 0
+    size = f"{parameters / 1e9:.2g} billion" if parameters >= 1e9 else f"{parameters / 1e6:,.3g} million"
+    if hardware.ranks > 1:
+        draft.put("train.parallel", "auto", "the cheapest engine that fits, on any number of GPUs")
+    if hardware.gpu is None:
+        full, why = parameters <= CPU_PARAMETERS, f"{size} weights on a CPU"
+    else:
+        full = not parameters or _fits(draft, hardware, model)
+        why = f"all {size} weights with their optimizer do not fit on {hardware.device} by arithmetic"
+    if not full:
+        draft.put("model.lora", {"r": 16, "lora_alpha": 32}, f"adapters: {why}")
+    lora = draft.recipe().model.lora is not None
+    if lora:
+        draft.put("train.learning_rate", _LORA_RATE, "adapters usually take 1e-4 to 5e-4")
+        return
+    rate = next(rate for least, rate in _FULL_RATES if parameters >= least)
+    draft.put(
+        "train.learning_rate",
+        rate,
+        f"all {size} weights are trained; models of a billion usually take 1e-6 to 5e-5, smaller ones more",
+    )
+
+
+def _fits(draft: Draft, hardware: Hardware, model: ModelFacts) -> bool:
+    name, _ = first_that_fits(draft.recipe(), hardware, model)
+    return name is not None and "offload" not in name
+
+
+def choose_steps(draft: Draft, size: Size, ranks: int) -> int:
+    """Batch, epochs and packing, so that there are enough optimizer steps; and what is written on the way. Returns the steps."""
+    data = draft.recipe().data
+    used = np.minimum(size.sample.lengths, data.max_length)
+    packs = max(1, round(len(pack(used, data.pack_length or data.max_length)[1]) * size.scale))
+    epochs = 3 if size.rows < 10_000 else 2 if size.rows < 100_000 else 1
+    draft.put("train.num_train_epochs", epochs, f"{size.words}; watch the eval loss: where it rises, fewer are better")
+    passes = draft.recipe().train.num_train_epochs
+    if packs * passes < FEW_STEPS * ranks < size.rows * passes * 2 and packs < size.rows:
+        draft.put("data.packing", False, f"the rows fill only {packs} packs; one row a sequence gives more steps")
+    packed = draft.recipe().data.packing
+    sequences, unit = (
+        (packs, f"packs of {data.pack_length or data.max_length:,} tokens") if packed else (size.rows, "rows")
+    )
+    batch = ranks
+    while batch * 2 <= min(_LARGEST_BATCH, sequences * passes / _STEPS):
+        batch *= 2
+    steps = ceil(passes * ceil(sequences / batch))
+    if not draft.has("train.global_batch_size", "train.global_batch_tokens"):
+        few = "; the data is small, so there are few" if steps < FEW_STEPS else ""
+        reason = f"{unit}; {sequences:,} of them x {passes:g} epochs / {batch} = about {steps:,} optimizer steps{few}"
+        draft.put("train.global_batch_size", batch, reason)
+    steps = draft.recipe().train.max_steps or steps
+    draft.put("train.warmup_steps", steps // 20, f"a twentieth of about {steps:,} steps")
+    every = max(1, steps // 10)
+    draft.put("train.save_steps", max(every, 50), "a checkpoint to resume from")
+    if draft.recipe().data.held_out is not None:
+        draft.put("train.eval_steps", every, "the eval loss about ten times")
+    draft.put("train.logging_steps", max(1, min(10, steps // 20)))
+    return steps
+
+
+def choose_chat(draft: Draft, split: EvalSplit, rows: Rows, sample: Tokenized) -> None:
+    """The prompts that base and tuned model answer after training: some of the held-out questions."""
+    if rows.format in ("text", "tokens"):
+        return
+    questions = [pair.question for pair in pairs(split.rows, rows, draft.recipe().data) if "\n" not in pair.question]
+    prompts = sorted(dict.fromkeys(questions), key=len)[:_PROMPTS]
+    longest = int(np.percentile(sample.trained, 95))
+    chat: dict[str, Any] = {"prompts": prompts} if prompts and len(prompts[-1]) <= _LONGEST_PROMPT else {}
+    what = "held-out questions that base and tuned model answer after the training; " if chat else ""
+    length = min(512, max(32, 2 * longest))
+    draft.put(
+        "eval.chat", chat | {"max_new_tokens": length}, f"{what}95 of 100 rows have at most {longest:,} tokens to train"
+    )

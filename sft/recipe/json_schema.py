@@ -1,0 +1,54 @@
+"""Generates the JSON Schema of recipes, with which editors complete and check keys.
+
+After a change of the schema: python -m sft.recipe.json_schema > recipes/recipe.schema.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from sft.recipe.schema import REPOSITORY, Recipe
+from sft.recipe.section import sections_in
+
+FILE = REPOSITORY / "recipes" / "recipe.schema.json"
+
+
+def json_schema() -> str:
+    """The JSON Schema of a recipe, as text."""
+    schema = _without_noise(Recipe.model_json_schema())
+    for name, field in Recipe.model_fields.items():
+        if list(sections_in(field.annotation)) and not field.is_required():
+            # A section whose lines are all commented out reads as null: sft/recipe/load.py.
+            schema["properties"][name] = {"anyOf": [schema["properties"][name], {"type": "null"}]}
+    # The draft that editors know best.
+    schema = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Recipe", **schema}
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+
+
+def _without_noise(schema: Any) -> Any:
+    """Without pydantic's titles, which repeat the keys, and the defaults of sections, which each key inside has."""
+    if isinstance(schema, list):
+        return [_without_noise(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    noise = {key for key, value in schema.items() if key == "title" and isinstance(value, str)}
+    noise |= {key for key, value in schema.items() if key == "default" and isinstance(value, dict)}
+    return {key: _without_noise(value) for key, value in schema.items() if key not in noise}
+
+
+def schema_line(folder: Path) -> str:
+    """The comment by which an editor finds the schema for a recipe in this folder; empty where this installation has no schema file.
+
+    >>> schema_line(REPOSITORY / "recipes")
+    '# yaml-language-server: $schema=recipe.schema.json'
+    """
+    at = folder.resolve()
+    path = os.path.relpath(FILE, at) if at.is_relative_to(REPOSITORY) else str(FILE)
+    return f"# yaml-language-server: $schema={path}" if FILE.is_file() and " " not in path else ""
+
+
+if __name__ == "__main__":
+    print(json_schema(), end="")

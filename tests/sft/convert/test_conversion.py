@@ -1,0 +1,86 @@
+"""The account of a file's keys, and the tables."""
+
+from typing import Any
+
+import pytest
+
+from sft.convert.conversion import Conversion, fitted, flatten, refusal, table
+from sft.convert.main import TOOLS
+
+NOT_YET = """
+model.bnb_4bit_quant_storage model.bnb_4bit_use_double_quant model.freeze model.lora.alpha_pattern model.lora.init_lora_weights
+model.lora.layers_to_transform model.lora.modules_to_save model.lora.rank_pattern model.lora.use_dora model.lora.use_rslora
+model.quantization model.rope_scaling train.early_stopping_patience train.greater_is_better train.label_smoothing_factor
+train.load_best_model_at_end train.metric_for_best_model train.neftune_noise_alpha train.optim train.optim_args train.save_strategy
+train.warmup_ratio
+""".split()
+"""Keys that recipes do not have; a file that needs one is told so."""
+
+
+def conversion(keys: dict[str, Any]) -> Conversion:
+    return Conversion("axolotl", "theirs.yml", flatten(keys), 8)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_every_key_that_a_table_names_is_a_key_of_recipes(tool: str) -> None:
+    for key, row in TOOLS[tool][1].items():
+        inside = row.to.startswith(("data.train.", "data.held_out", "train.trainer_args.")) or row.to in (
+            "data.train",
+            "model.lora",
+        )
+        missing = bool(row.to) and not inside and "no key" in refusal(row.to, "x")
+        assert not missing or row.to in NOT_YET, f"{tool}: {key} -> {row.to}"
+        assert row.to or row.note, f"{tool}: {key} is dropped without a reason"
+
+
+def test_every_key_is_in_one_list_and_an_unknown_one_is_dropped_with_a_reason() -> None:
+    c = conversion({"a": 1, "b": {"c": None}, "d": [{"e": 2}], "f": "x", "g": [], "h": "no such"})
+    rows = table(
+        "a -> train.seed\nf -- no reason\nd.*.e -> train.max_steps -- steps\nh -> model.kernels", {"h": {"on": "liger"}}
+    )
+    c.apply(rows)
+    assert c.carried == {"a": "train.seed: 1"}
+    assert c.changed == {"d.0.e": "train.max_steps: 2 (steps)"}
+    assert c.dropped["f"] == "no reason"
+    assert "nothing like no such" in c.dropped["h"]
+    assert set(c.dropped) == {"b.c", "f", "g", "h"}
+    c = conversion({"typo": 1})
+    c.apply(rows)
+    assert "typo" in c.dropped
+
+
+def test_a_value_that_recipes_do_not_take_is_dropped_with_the_value() -> None:
+    c = conversion({"rate": 5, "steps": 0.5})
+    c.apply(table("rate -> train.learning_rate\nsteps -> train.save_steps"))
+    assert not c.carried
+    assert "train.learning_rate does not take 5" in c.dropped["rate"]
+    assert "train.save_steps does not take 0.5" in c.dropped["steps"]
+
+
+def test_a_default_that_is_not_ours_is_written_where_the_file_says_nothing() -> None:
+    rows = table("beta -> train.adam_beta2 (0.999)\nr -> model.lora.r (8)")
+    c = conversion({"beta": None})
+    c.apply(rows)
+    assert c.settings == {"train.adam_beta2": 0.999}
+    assert "default" in c.changed["beta"]
+    assert "beta" not in c.dropped
+    c = conversion({"beta": 0.9})
+    c.settings["model.lora"] = {}
+    c.apply(rows)
+    assert (c.settings["train.adam_beta2"], c.settings["model.lora.r"]) == (0.9, 8)
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "ours"),
+    [
+        ("train.learning_rate", "2e-5", 2e-5),
+        ("train.max_steps", 10.0, 10),
+        ("train.max_steps", "10", 10),
+        ("data.packing", "True", True),
+        ("tracking.report_to", "wandb", ["wandb"]),
+        ("train.max_steps", 0.5, 0.5),
+    ],
+)
+def test_a_value_is_written_in_the_type_that_recipes_take(key: str, given: object, ours: object) -> None:
+    assert fitted(key, given) == ours
+    assert type(fitted(key, given)) is type(ours)

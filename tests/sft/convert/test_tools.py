@@ -1,0 +1,273 @@
+"""What configs of each tool become, and which are refused."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sft import cli
+from sft.convert.conversion import ConversionError, flatten
+from sft.convert.main import convert, main, read_config
+from sft.convert.recipe_text import recipe_text
+from sft.recipe.load import parse_recipe
+from sft.recipe.schema import Recipe
+
+TRL = {"model_name_or_path": "m", "dataset_name": "d", "per_device_train_batch_size": 2}
+AXOLOTL = {
+    "base_model": "m",
+    "datasets": [{"path": "d", "type": "chat_template"}],
+    "micro_batch_size": 2,
+    "learning_rate": 1e-4,
+}
+LLAMA_FACTORY = {
+    "model_name_or_path": "m",
+    "stage": "sft",
+    "dataset": "d",
+    "template": "qwen",
+    "per_device_train_batch_size": 2,
+}
+TORCHTUNE = {
+    "output_dir": "/tmp/out",
+    "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer", "max_seq_len": None},
+    "model": {
+        "_component_": "torchtune.models.llama3_1.lora_llama3_1_8b",
+        "lora_attn_modules": ["q_proj", "output_proj"],
+        "lora_rank": 4,
+    },
+    "checkpointer": {
+        "_component_": "torchtune.training.FullModelHFCheckpointer",
+        "checkpoint_dir": "m",
+        "output_dir": "${output_dir}/x",
+    },
+    "dataset": {"_component_": "torchtune.datasets.alpaca_cleaned_dataset", "split": "train[:95%]"},
+    "dataset_val": {"_component_": "torchtune.datasets.alpaca_cleaned_dataset", "split": "train[95%:]"},
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": 3e-4},
+    "batch_size": 2,
+    "epochs": 1,
+}
+HANDBOOK = TRL | {"dataset_mixture": {"datasets": [{"id": "d", "weight": 0.5, "columns": ["messages"]}], "seed": 3}}
+HANDBOOK.pop("dataset_name")
+
+
+def written(folder: Path, values: Any, name: str = "theirs.yaml") -> Path:
+    file = folder / name
+    file.write_text(values if isinstance(values, str) else yaml.safe_dump(values))
+    return file
+
+
+def recipe_of(folder: Path, values: dict[str, Any], gpus: int | None = 4) -> Recipe:
+    """The recipe of a config, with every key accounted for."""
+    file = written(folder, values)
+    c = convert(file, gpus)
+    given = set(flatten(read_config(file)))
+    assert given <= c.carried.keys() | c.changed.keys() | c.dropped.keys()
+    assert len(c.carried) + len(c.changed) + len(c.dropped) == len({*c.carried, *c.changed, *c.dropped})
+    return parse_recipe(recipe_text(c, "sft convert"))
+
+
+@pytest.mark.parametrize("config", [TRL, AXOLOTL, LLAMA_FACTORY, HANDBOOK, TORCHTUNE])
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_the_batch_per_gpu_becomes_the_global_batch(tmp_path: Path, config: dict[str, Any], gpus: int) -> None:
+    recipe = recipe_of(tmp_path, config | {"gradient_accumulation_steps": 3}, gpus)
+    assert recipe.train.global_batch_size == 2 * 3 * gpus
+
+
+@pytest.mark.parametrize(
+    "config", [TRL, AXOLOTL, LLAMA_FACTORY, HANDBOOK, {"model_name_or_path": "m", "dataset_name": "d"}]
+)
+def test_without_gpus_it_is_refused_with_the_option(tmp_path: Path, config: dict[str, Any]) -> None:
+    with pytest.raises(ConversionError, match=r"batch_size.*--gpus N"):
+        convert(written(tmp_path, config), None)
+
+
+def test_trl_keeps_its_own_defaults(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, TRL | {"use_peft": True})
+    assert (recipe.train.learning_rate, recipe.train.lr_scheduler_type, recipe.train.num_train_epochs) == (
+        2e-5,
+        "linear",
+        3,
+    )
+    assert (recipe.data.max_length, recipe.data.packing, recipe.data.overlong) == (1024, False, "truncate")
+    assert recipe.train.adam_beta2 == 0.999
+    assert recipe.model.lora is not None
+    assert (recipe.model.lora.lora_dropout, recipe.model.lora.target_modules) == (0.05, ("q_proj", "v_proj"))
+
+
+def test_trl_trains_all_tokens_of_messages_unless_told_otherwise(tmp_path: Path) -> None:
+    assert recipe_of(tmp_path, HANDBOOK).data.loss_on == "all"
+    assert recipe_of(tmp_path, HANDBOOK | {"assistant_only_loss": True}).data.loss_on == "assistant"
+    assert recipe_of(tmp_path, TRL | {"completion_only_loss": True}).data.loss_on == "completion"
+
+
+def test_a_weight_of_the_handbook_is_a_fraction_of_the_rows(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, HANDBOOK)
+    assert (recipe.sources[0].epochs, recipe.sources[0].weight, recipe.data.seed) == (0.5, None, 3)
+
+
+def test_a_test_split_is_the_eval_split_where_it_was_evaluated(tmp_path: Path) -> None:
+    held_out = recipe_of(tmp_path, TRL | {"eval_strategy": "steps", "eval_steps": 7}).data.held_out
+    assert isinstance(held_out, tuple)
+    assert (held_out[0].path, held_out[0].split) == ("d", "test")
+    assert recipe_of(tmp_path, TRL).data.held_out is None
+
+
+@pytest.mark.parametrize(
+    ("path", "ours"),
+    [
+        ("examples/ds_z3_config.json", "zero3"),
+        ("ds/zero2_offload.json", "zero2_offload"),
+        ("z0.json", None),
+        ("mine.json", None),
+    ],
+)
+def test_a_deepspeed_file_that_is_not_here_becomes_ours_of_the_same_stage(
+    tmp_path: Path, path: str, ours: str | None
+) -> None:
+    assert recipe_of(tmp_path, LLAMA_FACTORY | {"deepspeed": path}).train.deepspeed == ours
+
+
+def test_axolotls_fsdp_and_slices(tmp_path: Path) -> None:
+    data = [
+        {"path": "d", "type": "alpaca", "split": "train[:20%]"},
+        {"path": "e", "type": "chat_template", "split": "test"},
+    ]
+    fsdp = {
+        "fsdp": ["full_shard"],
+        "fsdp_config": {"fsdp_offload_params": True, "fsdp_state_dict_type": "FULL_STATE_DICT"},
+    }
+    recipe = recipe_of(tmp_path, AXOLOTL | {"datasets": data, "val_set_size": 0.1} | fsdp)
+    assert [(one.path, one.split, one.epochs) for one in recipe.sources] == [("d", "train", 0.2), ("e", "test", 1.0)]
+    assert (recipe.sources[0].format, recipe.model.chat_template, recipe.data.held_out) == ("alpaca", "plain", 0.1)
+    assert recipe.train.fsdp is not None
+    assert (recipe.train.fsdp.offload_params, recipe.train.fsdp.state_dict_type) == (True, "full")
+
+
+def test_gpus_that_share_a_batch_count_once(tmp_path: Path) -> None:
+    assert recipe_of(tmp_path, AXOLOTL | {"tensor_parallel_size": 2}, 8).train.global_batch_size == 2 * 4
+    with pytest.raises(ConversionError, match="multiple of the 2"):
+        convert(written(tmp_path, AXOLOTL | {"tensor_parallel_size": 2}), 3)
+
+
+def test_llama_factory_trains_adapters_unless_told_otherwise(tmp_path: Path) -> None:
+    lora = recipe_of(tmp_path, LLAMA_FACTORY).model.lora
+    assert lora is not None
+    assert (lora.r, lora.lora_alpha) == (8, 16)
+    assert recipe_of(tmp_path, LLAMA_FACTORY | {"finetuning_type": "full", "lora_rank": 4}).model.lora is None
+    assert recipe_of(tmp_path, LLAMA_FACTORY | {"mask_history": True}).data.loss_on == "last_assistant"
+
+
+def test_names_of_dataset_info_are_looked_up_where_it_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    info = {
+        "d": {"file_name": "d.json", "columns": {"prompt": "question", "response": "answer"}},
+        "e": {"hf_hub_url": "me/e", "subset": "s"},
+    }
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
+    sources = recipe_of(tmp_path, LLAMA_FACTORY | {"dataset": "d, e", "max_samples": 9}).sources
+    assert (sources[0].path, sources[0].columns, sources[0].rows) == (
+        "data/d.json",
+        {"instruction": "question", "output": "answer"},
+        9,
+    )
+    assert (sources[1].path, sources[1].name) == ("me/e", "s")
+
+
+def test_torchtunes_components_and_defaults(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, TORCHTUNE)
+    lora = recipe.model.lora
+    assert lora is not None
+    assert (lora.r, lora.lora_alpha, lora.target_modules) == (4, 16, ("q_proj", "o_proj"))
+    assert (recipe.sources[0].path, recipe.sources[0].format, recipe.sources[0].epochs) == (
+        "yahma/alpaca-cleaned",
+        "alpaca",
+        1,
+    )
+    assert (recipe.data.held_out, recipe.data.loss_on, recipe.data.packing) == (0.05, "all", False)
+    train = recipe.train
+    assert (train.lr_scheduler_type, train.max_grad_norm, train.weight_decay, train.adam_beta2) == (
+        "constant",
+        0,
+        0.01,
+        0.999,
+    )
+
+
+def test_a_training_arguments_file_leaves_model_and_data_to_fill_in(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, {"per_device_train_batch_size": 2, "fp16": False, "max_steps": -1, "save_steps": 0.1})
+    assert (recipe.model.name_or_path, recipe.data.train) == ("MODEL", "DATA")
+    assert (recipe.train.precision, recipe.train.learning_rate) == ("fp32", 5e-5)
+    assert (recipe.train.max_steps, recipe.train.save_steps) == (None, 500)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (TORCHTUNE | {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "DPO"),
+        (TORCHTUNE | {"optimizer": None}, "optimizer"),
+        ({"model_name_or_path": "m", "template": "x", "infer_backend": "hf"}, "trains nothing"),
+        ({"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": "auto"}, "train.deepspeed"),
+        (AXOLOTL | {"rl": "dpo"}, "DPO"),
+        (AXOLOTL | {"pretraining_dataset": [{"path": "d"}]}, "pretraining"),
+        (AXOLOTL | {"processor_type": "AutoProcessor"}, "vision"),
+        (AXOLOTL | {"reward_model": True}, "reward"),
+        (LLAMA_FACTORY | {"stage": "pt"}, "pretraining"),
+        (LLAMA_FACTORY | {"stage": "kto"}, "KTO"),
+        (LLAMA_FACTORY | {"image_max_pixels": 9}, "vision"),
+        (LLAMA_FACTORY | {"do_train": False, "do_predict": True}, "prediction"),
+        (TRL | {"beta": 0.1}, "DPO"),
+        (TRL | {"num_generations": 8}, "GRPO"),
+        ({"compute_environment": "LOCAL_MACHINE", "deepspeed_config": {"zero_stage": 3}, "num_processes": 8}, "zero3"),
+        ({"schema_version": 1, "version": 1, "model": {}}, "a recipe already"),
+        ({"colour": "red"}, "colour"),
+        ("just text", "no keys"),
+        ("", "nothing"),
+        ("a: [", "neither YAML nor JSON"),
+        ("base_model: &a [*a]", "aliases"),
+        ("base_model: &a {b: *a}", "aliases"),
+        (
+            "a: &a [1,2,3,4,5,6,7,8,9]\n"
+            + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefg")),
+            "aliases",
+        ),
+    ],
+)
+def test_what_is_no_supervised_fine_tuning_is_refused_by_name(tmp_path: Path, config: Any, said: str) -> None:
+    file = written(tmp_path, config)
+    with pytest.raises(ConversionError, match=said):
+        convert(file, 1)
+
+
+def test_the_command_writes_a_recipe_with_comments_and_its_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path, HANDBOOK | {"chat_template": "{% for m in messages %}{{ m }}{% endfor %}"})
+    output = tmp_path / "ours" / "recipe.yaml"
+    cli.run(["convert", str(file), "--gpus", "4", "-o", str(output), "--json"])
+    lists = json.loads(capsys.readouterr().out)
+    assert list(lists) == ["tool", "carried", "changed", "dropped"]
+    assert lists["tool"] == "alignment-handbook"
+    recipe = parse_recipe(output.read_text())
+    assert recipe.model.chat_template == str(output.parent / "theirs.jinja")
+    assert "for m in messages" in (output.parent / "theirs.jinja").read_text()
+    assert "# per_device_train_batch_size: 2 per GPU x 1 accumulated x 4 GPUs" in output.read_text()
+    cli.run(["convert", str(file), "--gpus", "8", "-o", str(output)])  # its own file is written again
+    assert "Not carried over" in capsys.readouterr().out
+
+
+def test_a_file_that_it_did_not_write_is_not_overwritten(tmp_path: Path) -> None:
+    file = written(tmp_path, TRL)
+    with pytest.raises(ConversionError, match="exists"):
+        main(file, file, 4, as_json=False)
+
+
+def test_what_it_prints_is_the_recipe_with_the_lists_as_comments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(written(tmp_path, TRL), None, 4, as_json=False)
+    printed = capsys.readouterr().out
+    assert parse_recipe(printed).train.global_batch_size == 8
+    assert "# Carried over with another meaning" in printed
