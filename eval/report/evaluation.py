@@ -166,8 +166,8 @@ def _conditions(comparison: Part, recipe: Recipe | None) -> Block:
     sentence = f"Both models: {documents}, {template}, in {words(settings.get('dtype'))}.{lost}{f' {remark}' if remark else ''}"
     if recipe is not None and recipe.model.quantization is not None:
         sentence += (
-            f" Neither is quantized: the tuned model is the adapters merged into what {recipe.model.quantization} was dequantized to, the base "
-            "has its own weights. So a difference includes what quantization costs."
+            f" Neither is quantized: the tuned model is the adapters merged into what {recipe.model.quantization} was dequantized to, the "
+            "base has its own weights. So a difference includes what quantization costs."
         )
     sentence += " A difference is tuned - base; ± is a standard error. Settings hash: "
     return text(sentence, code(str(comparison.get("settings_hash", ""))[:12] or None), ".")
