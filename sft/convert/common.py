@@ -47,7 +47,8 @@ def batch(c: Conversion, per_gpu: str, accumulation: str, default: int, gpus_per
         )
     total = size * steps * (c.gpus // gpus_per_batch)
     shared = f" / {gpus_per_batch} that share a batch" if gpus_per_batch > 1 else ""
-    why = f"{size} per GPU x {steps} accumulated x {c.gpus} GPUs{shared}; accumulation follows from it on any number of GPUs"
+    gpus = f"{c.gpus} GPU{'s' * (c.gpus > 1)}{shared}"
+    why = f"{size} per GPU x {steps} accumulated x {gpus}; accumulation follows from it on any number of GPUs"
     to = "train.global_batch_size"
     if c.has(per_gpu):
         c.change(per_gpu, to, total, why)
@@ -57,27 +58,41 @@ def batch(c: Conversion, per_gpu: str, accumulation: str, default: int, gpus_per
         c.account(c.changed, accumulation, f"{to}: {total} (part of {per_gpu})")
 
 
+_SCHEDULE_ARGUMENTS = {
+    "cosine_with_min_lr": {"min_lr_rate": "min_lr_ratio", "min_lr": "min_lr_ratio"},
+    "warmup_stable_decay": {
+        "num_decay_steps": "lr_decay_steps",
+        "min_lr_ratio": "min_lr_ratio",
+        "decay_type": "lr_decay_type",
+    },
+    "polynomial": {"lr_end": "min_lr_ratio", "power": "lr_power"},
+}
+"""The arguments of transformers' schedules, and our keys of `train`."""
+
+
 def schedule(c: Conversion, key: str, arguments: str, rate: float | None) -> None:
-    """Convert the schedule's name and its end, and the limit of the steps."""
+    """Convert the schedule's name and its arguments, and the limit of the steps."""
     steps = as_number(c.get("max_steps"))
     if c.has("max_steps") and steps is not None and steps <= 0:
         c.keep("max_steps", "no limit: the epochs decide")
     kind = str(c.get(key)).lower().removeprefix("schedulertype.")
-    name = {"constant_with_warmup": "constant", "wsd": "warmup_stable_decay", "cosine_with_min_lr": "cosine"}.get(
-        kind, kind
-    )
-    if c.has(key) and name == kind:
-        c.carry(key, "train.lr_scheduler_type", name)
+    ends = [as_number(c.get(f"{arguments}.{name}")) for name in ("min_lr", "min_lr_rate")]
+    to = "train.lr_scheduler_type"
+    if c.has(key) and kind == "cosine_with_min_lr" and not any(ends):
+        c.change(key, to, "cosine", "it ends at 0")
+    elif c.has(key) and (reason := refusal(to, kind)):
+        c.drop(key, f"{reason}. It is cosine unless you set it")
     elif c.has(key):
-        c.change(key, "train.lr_scheduler_type", name, f"here its name is {name}")
+        c.carry(key, to, kind)
     for one in [one for one in c.keys if one.startswith(f"{arguments}.") and c.has(one)]:
-        argument, value = one.removeprefix(f"{arguments}."), as_number(c.keys[one])
-        if kind == "cosine_with_min_lr" and argument == "min_lr_rate" and value is not None:
-            c.carry(one, "train.min_lr_ratio", value)
-        elif kind == "cosine_with_min_lr" and argument == "min_lr" and value is not None and rate:
-            c.change(one, "train.min_lr_ratio", value / rate, "as a fraction of the learning rate")
+        argument = one.removeprefix(f"{arguments}.")
+        ours, value = _SCHEDULE_ARGUMENTS.get(kind, {}).get(argument), as_number(c.keys[one])
+        if ours is None:
+            c.drop(one, f"the schedule {kind} has no such argument here")
+        elif argument in ("min_lr", "lr_end") and value is not None and rate:
+            c.change(one, f"train.{ours}", float(f"{value / rate:.12g}"), "as a fraction of the learning rate")
         else:
-            c.carry(one, f"train.lr_scheduler_kwargs.{argument}", c.keys[one])
+            c.carry(one, f"train.{ours}", c.keys[one])
     if kind == "constant":
         for one in ("warmup_ratio", "warmup_steps"):
             if c.has(one) and as_number(c.keys[one]):
