@@ -272,8 +272,8 @@ class RecipeTrainer(CheckpointingTrainer):
         super().log(logs, start_time)
 
     def _run_epoch(self, **kwargs: Any) -> None:
-        if self.state.global_step >= self.state.max_steps:
-            # The run was stopped between its last step and final/; transformers would train another step.
+        if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
+            # The run was interrupted between its last step and final/; transformers would train another step.
             self.control.should_training_stop = True
             return
         # A resumed epoch wraps the loader once more to skip batches, and behind it the trainer does not find the sampler.
