@@ -262,6 +262,40 @@ def split_of(split: str) -> tuple[str, float | None]:
     return match[1], (int(match[3] or 100) - int(match[2] or 0)) / 100
 
 
+def best(c: Conversion, patience: str) -> None:
+    """Convert the best checkpoint and early stopping, once data.held_out is known."""
+    keys = ("load_best_model_at_end", "metric_for_best_model", "greater_is_better", patience)
+    wanted = is_true(c.get("load_best_model_at_end")) or c.has(patience)
+    metric = str(c.get("metric_for_best_model", "eval_loss"))
+    why = ""
+    if not wanted:
+        why = "no effect without load_best_model_at_end"
+    elif c.settings.get("data.held_out") is None:
+        why = "it compares the eval loss, and there is no eval split: set data.held_out"
+    elif metric not in ("eval_loss", "loss"):
+        why = (
+            f"{metric} is not measured here: train.metric_for_best_model is eval_loss, or a metric of eval.every_steps"
+        )
+    for key in filter(c.has, keys):
+        if why and (key != "load_best_model_at_end" or is_true(c.get(key))):
+            c.drop(key, why)
+        elif key == "load_best_model_at_end":
+            c.carry(key, "train.load_best_model_at_end", wanted)
+        elif key == "metric_for_best_model":
+            c.carry(key, "train.metric_for_best_model", "eval_loss")
+        else:
+            c.carry(key, f"train.{'early_stopping_patience' if key == patience else key}", c.get(key))
+    if wanted and not why:
+        c.set("train.load_best_model_at_end", True)
+        steps, said = (
+            as_whole(c.get("eval_steps")),
+            "the eval loss is measured at each checkpoint, so that the best one is there",
+        )
+        for key in filter(c.has, ("eval_steps", "save_steps")):
+            if steps:
+                c.change(key, "train.save_steps", steps, said)
+
+
 def remote_code(c: Conversion, revision: str) -> None:
     """Convert trust_remote_code: here the model's own code runs only from a commit."""
     key = "trust_remote_code"

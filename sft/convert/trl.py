@@ -89,7 +89,7 @@ save_steps -> train.save_steps
 save_strategy -> train.save_strategy -- checkpoints are always written: a run can be interrupted
 eval_strategy evaluation_strategy -> train.eval_steps -- the eval loss is measured where data.held_out is set
 do_eval -> data.held_out -- the eval loss is measured where data.held_out is set
-load_best_model_at_end metric_for_best_model greater_is_better -> train.*
+load_best_model_at_end metric_for_best_model greater_is_better early_stopping_patience -> train.*
 report_to -> tracking.report_to
 run_name -> tracking.run_name
 project -> tracking.project
@@ -168,6 +168,7 @@ def convert(c: Conversion) -> None:
     _adapters(c)
     sources(c)
     evaluation(c)
+    common.best(c, "early_stopping_patience")
     common.deepspeed(c)
     common.fsdp(c)
     _launcher(c)

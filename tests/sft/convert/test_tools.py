@@ -163,6 +163,23 @@ def test_warmup_in_steps_below_one_is_a_ratio(tmp_path: Path, steps: float, ours
     assert (train.warmup_steps, train.warmup_ratio) == ours
 
 
+def test_early_stopping_measures_at_each_checkpoint(tmp_path: Path) -> None:
+    stopping = {"early_stopping_patience": 3, "eval_steps": 50, "save_steps": 100}
+    train = recipe_of(tmp_path, AXOLOTL | stopping | {"val_set_size": 0.1}).train
+    assert (train.load_best_model_at_end, train.early_stopping_patience, train.save_steps, train.eval_steps) == (
+        True,
+        3,
+        50,
+        None,
+    )
+    train = recipe_of(tmp_path, AXOLOTL | stopping).train  # without an eval split nothing is compared
+    assert (train.load_best_model_at_end, train.early_stopping_patience) == (False, None)
+    train = recipe_of(
+        tmp_path, TRL | {"load_best_model_at_end": True, "metric_for_best_model": "eval_bleu", "eval_strategy": "epoch"}
+    ).train
+    assert not train.load_best_model_at_end
+
+
 def test_axolotls_fsdp_and_slices(tmp_path: Path) -> None:
     data = [
         {"path": "d", "type": "alpaca", "split": "train[:20%]"},
