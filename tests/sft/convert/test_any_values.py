@@ -76,16 +76,18 @@ VALUES: list[Any] = [
 ]
 
 
-def put(config: Any, key: str, value: Any) -> None:
-    """Set a dotted key; a number is the index of a list, which gets one mapping."""
-    *parents, name = key.replace("*", "0").split(".")
-    for part, after in zip(parents, [*parents[1:], name], strict=True):
-        if not isinstance(config.get(part), dict | list):
-            config[part] = [{}] if after == "0" else {}
-        config = config[part]
-        if isinstance(config, list):
-            config = {"0": config[0]}
-    config[name] = value
+def put(config: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key of a table, where `*.` is a list's one mapping and a last `*` any name."""
+    name, dot, rest = key.partition(".")
+    inner = config.get(name)
+    if not dot:
+        config["any" if name == "*" else name] = value
+    elif rest.startswith("*."):
+        config[name] = inner if isinstance(inner, list) and inner and isinstance(inner[0], dict) else [{}]
+        put(config[name][0], rest.removeprefix("*."), value)
+    else:
+        config[name] = inner if isinstance(inner, dict) else {}
+        put(config[name], rest, value)
 
 
 @pytest.mark.parametrize("tool", TOOLS)
