@@ -9,6 +9,7 @@ from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
 from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Hardware
+from sft.plan.optimizer import optimizer_refusals
 from sft.plan.plan import DataSize, Plan
 from sft.plan.precision import has_bf16
 from sft.plan.schedule import decay_steps
@@ -37,7 +38,7 @@ class Case:
 
 def refuse(case: Case) -> None:
     """Refuse a recipe that cannot run here: PlanError, a line for each problem."""
-    problems = [*_numbers(case), *_schedule(case), *_precision(case), *_layers(case), *_fsdp(case)]
+    problems = [*_numbers(case), *_schedule(case), *optimizer_refusals(case.recipe, case.hardware, case.deepspeed), *_precision(case), *_layers(case), *_fsdp(case)]
     problems += [*_tensor_parallel(case), *_sequence_parallel(case)]
     if problems:
         raise PlanError("\n".join(problems))
