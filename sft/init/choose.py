@@ -147,7 +147,7 @@ def choose_steps(draft: Draft, size: Size, ranks: int) -> int:
     while batch * 2 <= min(_LARGEST_BATCH, sequences * passes / _STEPS):
         batch *= 2
     steps = ceil(passes * ceil(sequences / batch))
-    if not any(key in draft.given for key in ("train.global_batch_size", "train.global_batch_tokens", "train")):
+    if not draft.has("train.global_batch_size", "train.global_batch_tokens"):
         few = "; the data is small, so there are few" if steps < FEW_STEPS else ""
         reason = f"{unit}; {sequences:,} of them x {passes:g} epochs / {batch} = about {steps:,} optimizer steps{few}"
         draft.put("train.global_batch_size", batch, reason)

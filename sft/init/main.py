@@ -57,9 +57,8 @@ def main(
     draft = draft or Draft()
     output_dir = draft.recipe().output_dir
     rows = problems.check(lambda: read_sample(Source(path=data), named, output_dir))
-    if model is not None or "model.name_or_path" not in draft.given:
-        default = SMALL if hardware is None or hardware.gpu is None else LARGER
-        draft.put("model.name_or_path", model or default, "" if model else "no --model was given: a small, open one")
+    default = SMALL if hardware is None or hardware.gpu is None else LARGER
+    draft.put("model.name_or_path", model or default, "" if model else "no --model was given: a small, open one")
     facts = problems.check(lambda: _model(draft))
     tokenizer = problems.check(lambda: settle_tokenizer(draft, rows)) if rows and facts else None
     sample = problems.check(lambda: tokenize(draft, tokenizer, rows)) if rows and tokenizer else None
@@ -128,10 +127,11 @@ def folder_beside(output: Path) -> Path:
 
 def _draft(given: Sequence[str], model: str | None) -> Draft:
     draft = Draft(given)
-    twice = {"data.train": "DATA", "data": "DATA"} | ({"model.name_or_path": "--model"} if model is not None else {})
-    for key in draft.given:
-        if key in twice:
-            raise RecipeError(f"{key} is given twice: as {twice[key]} too. Leave one out.")
+    for key, option in (("data.train", "DATA"), ("schema_version", "the file's format")):
+        if draft.has(key):
+            raise RecipeError(f"{key}: leave it out, it is {option}.")
+    if model is not None and draft.has("model.name_or_path"):
+        raise RecipeError("model.name_or_path and --model both name the model: leave one out.")
     return draft
 
 
@@ -189,7 +189,7 @@ def _fill(
     steps = choose_steps(draft, size, hardware.ranks)
     task = put_task(draft, split, rows, folder)
     choose_chat(draft, split, rows, sample)
-    text = as_yaml(draft, _title(data, output, draft))
+    text = as_yaml(draft, _title(data, output, draft), output.parent)
     _save(output, text, split, task, hardware)
     print(
         visible_line(f"{output}: {draft.recipe().model.name_or_path} on {size.words} of {data}, about {steps:,} steps.")

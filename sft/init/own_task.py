@@ -83,7 +83,7 @@ def eval_split(rows: Rows, draft: Draft, output_dir: str) -> EvalSplit:
         DataError: The user's cannot be read.
     """
     recipe, source, columns = draft.recipe(), rows.source, rows.source.columns
-    if any(key.startswith("data") and key in ("data", "data.held_out") for key in draft.given):
+    if draft.has("data.held_out"):
         theirs = recipe.held_out_sources
         brought = read_sample(theirs[0], theirs[0].columns, output_dir).good[:MOST] if theirs else []
         return EvalSplit("as given", source=theirs[0] if theirs else None, brought=brought)
@@ -103,7 +103,7 @@ def eval_split(rows: Rows, draft: Draft, output_dir: str) -> EvalSplit:
 
 def put_task(draft: Draft, split: EvalSplit, rows: Rows, folder: Path) -> OwnTask | None:
     """Make the task and put it into the recipe; None where there is none, or the user has chosen tasks."""
-    if any(key in draft.given for key in ("eval", "eval.tasks", "eval.suite")):
+    if draft.has("eval.tasks", "eval.suite"):
         return None
     name = re.sub(r"[^a-z0-9]+", "_", folder.name.lower())
     task = _make(name, split, rows, draft.recipe()) if split.rows else split.reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,8 +64,8 @@ def settle_tokenizer(draft: Draft, rows: Rows) -> Any:
     needs_template = rows.format not in ("text", "tokens")
     failures: list[str] = []
     for template, loss_on, reason in _candidates(tokenizer, needs_template or tokenizer.chat_template is not None):
-        tried = Draft()
-        tried.given, tried.decisions = draft.given, dict(draft.decisions)
+        tried = copy(draft)
+        tried.decisions = dict(draft.decisions)
         if template is not None:
             tried.put("model.chat_template", template, reason)
         if loss_on is not None:
