@@ -158,7 +158,11 @@ class _Sizes:
             return {"weights": weights, "gradients": 4 * self.trained, "optimizer": 4 * self.trained + self.moments}
         if stage > 0:
             gradients = (self.width + 4) * parameters if stage == 1 else 4 * parameters / self.ranks
-            return {"weights": weights, "gradients": gradients, "optimizer": (4 * parameters + self.moments) / self.ranks}
+            return {
+                "weights": weights,
+                "gradients": gradients,
+                "optimizer": (4 * parameters + self.moments) / self.ranks,
+            }
         if self.autocasts or not self.is_half:
             copies = self.width if self.autocasts else 0
             return {"weights": (4 + copies) * parameters, "gradients": 4 * parameters, "optimizer": self.moments}

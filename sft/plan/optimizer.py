@@ -61,7 +61,9 @@ def optimizer_refusals(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedF
     if deepspeed is not None:
         yield from _under_deepspeed(recipe, key, deepspeed)
     elif recipe.train.fsdp is not None and hardware.ranks > 1 and optim != "lion":
-        why = {"adafactor": "the rows and columns of matrices", "muon": "matrices"}.get(optim, "blocks of unsharded weights")
+        why = {"adafactor": "the rows and columns of matrices", "muon": "matrices"}.get(
+            optim, "blocks of unsharded weights"
+        )
         yield f"{key} under train.fsdp: it works on {why}, and each rank has shards. Set train.optim to adamw or lion."
     if recipe.train.tensor_parallel_size > 1:
         yield f"{key} with train.tensor_parallel_size={recipe.train.tensor_parallel_size} is untested. Set train.optim=adamw."
@@ -69,7 +71,6 @@ def optimizer_refusals(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedF
 
 def _under_deepspeed(recipe: Recipe, key: str, file: DeepSpeedFile) -> Iterator[str]:
     optim, name = recipe.train.optim, file.path.name
-    shards = "adamw under ZeRO shards its states over the ranks"
     if file.offload is not None:
         yield f"{key}, and {name} offloads to the machine, where DeepSpeed has AdamW only. Set train.optim=adamw."
     elif file.stage == 0:
@@ -80,6 +81,6 @@ def _under_deepspeed(recipe: Recipe, key: str, file: DeepSpeedFile) -> Iterator[
             "muon": "orthogonalizes matrices",
         }.get(optim, "quantizes blocks of one weight, and keeps embeddings in fp32")
         yield (
-            f"{key} {why}, and {name} is ZeRO-{file.stage}, which steps on flat shards of many. Set train.optim to adamw or lion ({shards}), "
-            "or train.deepspeed=null."
+            f"{key} {why}, and {name} is ZeRO-{file.stage}, which steps on flat shards of many. Set train.optim to adamw or lion, whose "
+            "states ZeRO shards, or train.deepspeed=null."
         )

@@ -38,7 +38,14 @@ class Case:
 
 def refuse(case: Case) -> None:
     """Refuse a recipe that cannot run here: PlanError, a line for each problem."""
-    problems = [*_numbers(case), *_schedule(case), *optimizer_refusals(case.recipe, case.hardware, case.deepspeed), *_precision(case), *_layers(case), *_fsdp(case)]
+    problems = [
+        *_numbers(case),
+        *_schedule(case),
+        *optimizer_refusals(case.recipe, case.hardware, case.deepspeed),
+        *_precision(case),
+        *_layers(case),
+        *_fsdp(case),
+    ]
     problems += [*_tensor_parallel(case), *_sequence_parallel(case)]
     if problems:
         raise PlanError("\n".join(problems))

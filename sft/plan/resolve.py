@@ -14,8 +14,8 @@ from sft.plan.deepspeed import DeepSpeedFile, check_deepspeed
 from sft.plan.engine import resolve_engine, resolve_memory
 from sft.plan.hardware import Hardware
 from sft.plan.layers import resolve_attention, resolve_checkpointing, resolve_compile, resolve_kernels
-from sft.plan.parallelism import resolve_sequence_parallel, resolve_tensor_parallel
 from sft.plan.optimizer import resolve_optimizer
+from sft.plan.parallelism import resolve_sequence_parallel, resolve_tensor_parallel
 from sft.plan.plan import DataSize, Decision, Plan, TuningResult
 from sft.plan.precision import resolve_gradients, resolve_precision, resolve_weights
 from sft.plan.refusals import Case, refuse

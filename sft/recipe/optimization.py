@@ -29,10 +29,16 @@ ENDS_ABOVE_ZERO = ("cosine", "cosine_with_min_lr", "warmup_stable_decay", "polyn
 Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "lion", "muon"]
 
 _OTHER_OPTIMIZERS = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "it is `adamw` here, torch's fused one"),
+    **dict.fromkeys(
+        ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "it is `adamw` here, torch's fused one"
+    ),
     **dict.fromkeys(("adamw_bnb_8bit", "adamw_torch_8bit"), "it is `adamw_8bit` here, bitsandbytes'"),
-    **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), "paged states are 8-bit here: `paged_adamw_8bit`, or `adamw`"),
-    **dict.fromkeys(("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"), "it is `lion` here, with fp32 states"),
+    **dict.fromkeys(
+        ("paged_adamw", "paged_adamw_32bit"), "paged states are 8-bit here: `paged_adamw_8bit`, or `adamw`"
+    ),
+    **dict.fromkeys(
+        ("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"), "it is `lion` here, with fp32 states"
+    ),
     **dict.fromkeys(
         ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd"),
         "it trains at other weights than it evaluates and saves, which checkpoints here do not tell apart; `adamw` with lr_scheduler_type "
@@ -151,14 +157,19 @@ class Optimization(Section):
             known.model_validate(self.optim_args)
         except ValidationError as error:
             first = error.errors()[0]
-            name, what = ".".join(map(str, first["loc"])), f"{first['msg']}, got {first['input']!r}"
+            name, what = (
+                ".".join(map(str, first["loc"])),
+                f"{first['msg'].replace('Input should be', 'must be')}, got {first['input']!r}",
+            )
             if first["type"] == "extra_forbidden":
                 what = f"unknown to optim={self.optim}, which takes {', '.join(known.model_fields) or 'none'}"
             raise ValueError(f"optim_args.{name}: {what}") from None
         unused = [key for key in _ADAM if key in self.model_fields_set] if self.optim in ("adafactor", "lion") else []
         if unused:
             takes = ", ".join(known.model_fields)
-            raise ValueError(f"{' and '.join(unused)} has no effect with optim={self.optim}: remove it; optim_args takes {takes}")
+            raise ValueError(
+                f"{' and '.join(unused)} has no effect with optim={self.optim}: remove it; optim_args takes {takes}"
+            )
         return self
 
     @model_validator(mode="after")

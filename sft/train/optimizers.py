@@ -51,7 +51,9 @@ class MuonAdamW(torch.optim.Optimizer):
     The groups of Muon have `use_muon`. Both see the same groups and the same state, so that schedule and checkpoint need not know.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], lr: float, muon: dict[str, Any], adamw: dict[str, Any]) -> None:
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], lr: float, muon: dict[str, Any], adamw: dict[str, Any]
+    ) -> None:
         groups = [dict(group) for group in groups if group["params"]]
         of_muon = [group for group in groups if group["use_muon"]]
         rest = [group for group in groups if not group["use_muon"]]
@@ -157,7 +159,6 @@ def compare_kind(optimizer: Any, job: Job) -> tuple[str, str, bool]:
     planned, bits = _KINDS[job.recipe.train.optim], getattr(getattr(optimizer, "args", None), "optim_bits", 32)
     running = type(optimizer).__name__
     running += (f", {bits}-bit" if bits != 32 else "") + (", paged" if getattr(optimizer, "is_paged", False) else "")
-    running += ", fused" if optimizer.defaults.get("fused") else ""
     # DeepSpeed has AdamWs of its own, and ours with copies is one.
     is_same = "Adam" in running and "bit" not in running if planned == "AdamW" else running == planned
     return planned, running, not is_same
@@ -168,10 +169,16 @@ def compare_arguments(optimizer: Any, job: Job) -> tuple[str, str]:
     planned = settings(job) | {"weight_decay": job.recipe.train.weight_decay}
     found: dict[str, Any] = {}
     for name in planned:
-        # Muon has an epsilon of its own.
-        groups = [group for group in optimizer.param_groups if name in group and not (name == "eps" and group.get("use_muon"))]
-        values = {tuple(group[name]) if isinstance(group[name], list) else group[name] for group in groups if group["params"]}
+        values = {
+            tuple(group[name]) if isinstance(group[name], list) else group[name]
+            for group in optimizer.param_groups
+            # Muon has an epsilon of its own.
+            if name in group and not (name == "eps" and group.get("use_muon"))
+        }
         if name == "weight_decay":
             values = {max(values)}  # none on biases and norms
         found[name] = values.pop() if len(values) == 1 else sorted(values, key=str)
+    if job.recipe.train.optim == "muon":  # adapters are all matrices, and leave nothing to AdamW
+        absent = [name for name, value in found.items() if value == []]
+        planned, found = ({name: side[name] for name in side if name not in absent} for side in (planned, found))
     return str(planned), str(found)

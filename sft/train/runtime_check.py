@@ -252,7 +252,8 @@ def _of_steps(trainer: Any, job: Job, engine: Any) -> Iterator[Reading]:
     # The dtype of what it updates is also that of its moments.
     dtypes = _dtypes(updated or [parameter for group in optimizer.param_groups for parameter in group["params"]])
     kind, running, is_other = compare_kind(optimizer, job)
-    yield Reading("optimizer", f"{kind} on fp32", f"{running} on {dtypes}", is_other or dtypes != "fp32")
+    fused = ", fused" if optimizer.defaults.get("fused") else ""
+    yield Reading("optimizer", f"{kind} on fp32", f"{running} on {dtypes}{fused}", is_other or dtypes != "fp32")
     if not is_other:
         yield Reading.equal("optimizer_arguments", *compare_arguments(optimizer, job))
     # The peak that it was built with; its current rate is the schedule's.

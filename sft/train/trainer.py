@@ -226,12 +226,19 @@ class RecipeTrainer(CheckpointingTrainer):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The recipe's optimizer, as planned."""
         whole, job = self.model if model is None else model, self.job
-        if job.recipe.train.optim == "muon" and self.optimizer is None:
-            self.optimizer = build_muon(job, whole, self.get_decay_parameter_names(whole))
-        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        if job.recipe.train.optim == "muon":
+            self.optimizer: Any = build_muon(job, whole, self.get_decay_parameter_names(whole))
+        built: torch.optim.Optimizer = super().create_optimizer(model)
         if job.recipe.train.optim == "adamw":
-            check_optimizer(optimizer, self.optimizer_cls_and_kwargs is not None, job.plan.gradients.value)
-        return optimizer
+            check_optimizer(built, self.optimizer_cls_and_kwargs is not None, job.plan.gradients.value)
+        return built
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The recipe's schedule, over DeepSpeed's optimizers too."""
+        of_engine: Any = getattr(self.optimizer, "optimizer", None)
+        if self.is_deepspeed_enabled and not hasattr(of_engine, "defaults"):
+            of_engine.defaults = {"lr": self.args.learning_rate}  # where transformers' polynomial reads the peak
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def _clip_grad_norm(self, model: Any) -> Any:
         # transformers would scale bf16 gradients, and take their norm, in bf16.
