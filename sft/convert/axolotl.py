@@ -220,6 +220,7 @@ def convert(c: Conversion) -> None:
     common.remote_code(c, "model_revision")
     _adapters(c)
     _data(c)
+    common.best(c, "early_stopping_patience")
     common.deepspeed(c)
     common.fsdp(c)
     _tracking(c)

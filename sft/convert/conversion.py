@@ -201,10 +201,10 @@ class Conversion:
         """Write what the tool does where its file does not say, since our default is another."""
         if not refusal(to, value):
             self.dropped.pop(key, None)  # an empty value
-            said = f"not in the file: {self.tool}'s default{why}"
-            self.changed[key] = f"{to}: {shown(value)} ({said})"
+            said = f"{self.tool}'s default{why}"
+            self.changed[key] = f"{to}: {shown(value)} (not in the file: {said})"
             self.settings[to] = value
-            self.comments.setdefault(to, []).append(f"{key}: {said}")
+            self.comments.setdefault(to, []).append(said)
 
     def account(self, which: dict[str, str], key: str, text: str) -> None:
         """Put a key of the file into one of the three lists."""
@@ -224,6 +224,12 @@ class Conversion:
                 self.drop(key, f"no key of {self.tool} that this converter knows")
             elif not row.to:
                 self.drop(key, row.note)
+            elif (
+                row.to.startswith("train.trainer_args.")
+                and value in (0, "False", "false")
+                and key != "dataloader_pin_memory"
+            ):
+                self.keep(key, "the default of transformers, and here")
             elif row.values is not None and str(value).lower() not in row.values:
                 self.drop(key, f"{row.to} has nothing like {shown(value)}")
             else:
@@ -233,7 +239,7 @@ class Conversion:
             applies = key not in self.inapplicable and (
                 not row.to.startswith("model.lora.") or "model.lora" in self.settings
             )
-            if row.default is not None and row.to not in self.settings and applies:
+            if row.default is not None and self.get(key) is None and row.to not in self.settings and applies:
                 self.default(key, row.to, row.default)
 
 

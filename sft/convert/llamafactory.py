@@ -195,6 +195,7 @@ def convert(c: Conversion) -> None:
     _adapters(c, is_v1)
     _data(c)
     trl.evaluation(c)
+    common.best(c, "early_stopping_steps")
     common.deepspeed(c)
     common.fsdp(c)
     if c.get("dist_config.name") == "fsdp2":

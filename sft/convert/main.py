@@ -95,6 +95,9 @@ def convert(path: Path, gpus: int | None) -> Conversion:
         raise ConversionError(_unknown(path, values, tool))
     conversion = Conversion(tool, path.name, flatten(values), gpus)
     TOOLS[tool][0](conversion)
+    if "model.name_or_path" not in conversion.settings:
+        why = next((why for why in conversion.dropped.values() if "model.name_or_path" in why), "")
+        raise ConversionError(f"{path} names no model{': ' * bool(why)}{why}.")
     return conversion
 
 

@@ -51,11 +51,13 @@ assistant_only_loss -> data.loss_on -- TRL trains every token of `messages` unle
 completion_only_loss -> data.loss_on -- true is `completion`, false `all`
 dataset_num_proc preprocessing_num_workers -- rows are prepared on all cores
 dataset_kwargs.* eval_packing padding_free pad_to_multiple_of shuffle_dataset
-remove_unused_columns auto_insert_empty_system_msg label_names length_column_name -- our own preparation renders and packs the rows
-group_by_length train_sampling_strategy -- rows are shuffled by train.seed
+auto_insert_empty_system_msg -- our own preparation renders and packs the rows
 ignore_bias_buffers -- no model that trains here needs it
 """
 _TRAIN = """
+group_by_length train_sampling_strategy length_column_name -- rows are shuffled by train.seed
+remove_unused_columns label_names -- our own preparation renders and packs the rows
+use_cache dataloader_in_order -- training keeps no cache, and rows keep their order
 per_device_train_batch_size -> train.global_batch_size -- per GPU; a recipe states the batch over all GPUs, so --gpus is needed
 gradient_accumulation_steps -> train.global_batch_size -- part of the global batch; here it follows from it
 learning_rate -> train.learning_rate (2e-5)
@@ -87,7 +89,7 @@ save_steps -> train.save_steps
 save_strategy -> train.save_strategy -- checkpoints are always written: a run can be interrupted
 eval_strategy evaluation_strategy -> train.eval_steps -- the eval loss is measured where data.held_out is set
 do_eval -> data.held_out -- the eval loss is measured where data.held_out is set
-load_best_model_at_end metric_for_best_model greater_is_better -> train.*
+load_best_model_at_end metric_for_best_model greater_is_better early_stopping_patience -> train.*
 report_to -> tracking.report_to
 run_name -> tracking.run_name
 project -> tracking.project
@@ -166,6 +168,7 @@ def convert(c: Conversion) -> None:
     _adapters(c)
     sources(c)
     evaluation(c)
+    common.best(c, "early_stopping_patience")
     common.deepspeed(c)
     common.fsdp(c)
     _launcher(c)

@@ -72,6 +72,8 @@ class Plan:
     precision: Decision[str]
     weights: Decision[str]
     """What the trained weights are kept in."""
+    quantization: Decision[str]
+    """What the frozen base is kept in: `nf4`, `fp4`, `int8` or `none`."""
     gradients: Decision[str]
     """What gradients of a step's micro-batches are added up in."""
     attention: Decision[str]

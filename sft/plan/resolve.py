@@ -17,7 +17,7 @@ from sft.plan.layers import resolve_attention, resolve_checkpointing, resolve_co
 from sft.plan.optimizer import resolve_optimizer
 from sft.plan.parallelism import resolve_sequence_parallel, resolve_tensor_parallel
 from sft.plan.plan import DataSize, Decision, Plan, TuningResult
-from sft.plan.precision import resolve_gradients, resolve_precision, resolve_weights
+from sft.plan.precision import resolve_gradients, resolve_precision, resolve_quantization, resolve_weights
 from sft.plan.refusals import Case, refuse
 from sft.plan.schedule import resolve_schedule, resolve_warmup
 from sft.recipe.schema import Recipe
@@ -52,6 +52,7 @@ def resolve_plan(
         memory=resolve_memory(recipe, hardware, model, deepspeed),
         precision=precision,
         weights=resolve_weights(recipe, hardware, deepspeed, precision.value),
+        quantization=resolve_quantization(recipe, hardware, deepspeed, precision.value),
         gradients=resolve_gradients(recipe, hardware, model, deepspeed, precision.value, accumulation.value),
         attention=attention,
         kernels=resolve_kernels(recipe, hardware),

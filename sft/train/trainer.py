@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import get_peft_model
+from transformers import set_seed
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
@@ -20,6 +22,7 @@ from sft.model.compiled_layers import compile_layers
 from sft.model.flops import model_flops
 from sft.model.gradient_checkpointing import SelectiveCheckpointing
 from sft.model.new_tokens import named
+from sft.model.quantization import adapters_stay_fp32
 from sft.parallel import process_group as distributed
 from sft.parallel.fsdp import Prefetch
 from sft.parallel.optimizer import MasterAdamW, check_optimizer
@@ -283,8 +286,8 @@ class RecipeTrainer(CheckpointingTrainer):
         super().log(logs, start_time)
 
     def _run_epoch(self, **kwargs: Any) -> None:
-        if self.state.global_step >= self.state.max_steps:
-            # The run was stopped between its last step and final/; transformers would train another step.
+        if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
+            # The run was interrupted between its last step and final/; transformers would train another step.
             self.control.should_training_stop = True
             return
         # A resumed epoch wraps the loader once more to skip batches, and behind it the trainer does not find the sampler.
@@ -332,18 +335,22 @@ def build_trainer(
             )
         peft = lora_config(lora, model, new_token_ids(tokenizer, job.recipe.model.new_tokens) + untrained)
     try:
-        trainer = RecipeTrainer(
-            job,
-            sequences,
-            stopping=stopping,
-            faults=faults,
-            resume_plan=resume_plan,
-            model=model,
-            args=arguments,
-            processing_class=tokenizer,
-            peft_config=peft,
-            optimizer_cls_and_kwargs=build_arguments(job),
-        )
+        if peft is not None and job.recipe.model.quantization is not None:
+            set_seed(arguments.seed)  # as TRL does before its adapters
+            model, peft = get_peft_model(model, peft), None
+        with adapters_stay_fp32(model):
+            trainer = RecipeTrainer(
+                job,
+                sequences,
+                stopping=stopping,
+                faults=faults,
+                resume_plan=resume_plan,
+                model=model,
+                args=arguments,
+                processing_class=tokenizer,
+                peft_config=peft,
+                optimizer_cls_and_kwargs=build_arguments(job),
+            )
     except ValueError as error:
         if lora is None or "target" not in str(error).lower():
             raise

@@ -124,6 +124,8 @@ def wrong(found: dict[str, Reading]) -> dict[str, tuple[str, str]]:
         ["model.attn_implementation=sdpa", "train.precision=bf16"],
         ["model.attn_implementation=eager", "train.gradient_checkpointing=true"],
         ["model.lora={}", "train.precision=bf16", "train.gradient_checkpointing=true"],
+        ["model.lora={}", "model.quantization=nf4", "train.precision=bf16", "train.gradient_checkpointing=true"],
+        ["model.lora={}", "model.quantization=int8"],
     ],
     ids=" ".join,
 )
@@ -171,6 +173,9 @@ ZERO_3 = {
 }
 
 
+NF4, STORED = ["model.lora={}", "model.quantization=nf4"], " quantization, stored as uint8, computed in float32"
+
+
 @pytest.mark.parametrize(
     ("planned", "overrides", "expected"),
     [
@@ -183,6 +188,19 @@ ZERO_3 = {
         (as_planned(gradient_checkpointing=True), [], {"gradient_checkpointing": ("3 of 3 layers, full", "off")}),
         (as_planned(precision="bf16"), [], {"precision": ("bf16", "fp32")}),
         (with_section("data", packing=True), ["data.packing=false"], {"packing": ("on", "off")}),
+        (
+            with_section("model", quantization="nf4"),
+            ["model.lora={}"],
+            {"quantization": (f"nf4, double{STORED}", "none")},
+        ),
+        (with_section("model", quantization=None), NF4, {"quantization": ("none", f"nf4, double{STORED} (21 layers)")}),
+        (with_section("model", quantization="fp4"), NF4, {"quantization": (f"fp4, double{STORED}", "(21 layers)")}),
+        (with_section("model", quantization="int8"), NF4, {"quantization": ("int8", "(21 layers)")}),
+        (
+            as_planned(precision="bf16"),
+            NF4,
+            {"quantization": (f"nf4, double{STORED[:-7]}bfloat16", "float32 (21 layers)")},
+        ),
         (with_section("model", lora=Lora()), [], {"trained": ("adapters of rank 16", "0 adapters")}),
     ],
     ids=lambda value: None if callable(value) else str(value),
