@@ -47,7 +47,8 @@ def batch(c: Conversion, per_gpu: str, accumulation: str, default: int, gpus_per
         )
     total = size * steps * (c.gpus // gpus_per_batch)
     shared = f" / {gpus_per_batch} that share a batch" if gpus_per_batch > 1 else ""
-    why = f"{size} per GPU x {steps} accumulated x {c.gpus} GPUs{shared}; accumulation follows from it on any number of GPUs"
+    gpus = f"{c.gpus} GPU{'s' * (c.gpus > 1)}{shared}"
+    why = f"{size} per GPU x {steps} accumulated x {gpus}; accumulation follows from it on any number of GPUs"
     to = "train.global_batch_size"
     if c.has(per_gpu):
         c.change(per_gpu, to, total, why)
@@ -57,27 +58,41 @@ def batch(c: Conversion, per_gpu: str, accumulation: str, default: int, gpus_per
         c.account(c.changed, accumulation, f"{to}: {total} (part of {per_gpu})")
 
 
+_SCHEDULE_ARGUMENTS = {
+    "cosine_with_min_lr": {"min_lr_rate": "min_lr_ratio", "min_lr": "min_lr_ratio"},
+    "warmup_stable_decay": {
+        "num_decay_steps": "lr_decay_steps",
+        "min_lr_ratio": "min_lr_ratio",
+        "decay_type": "lr_decay_type",
+    },
+    "polynomial": {"lr_end": "min_lr_ratio", "power": "lr_power"},
+}
+"""The arguments of transformers' schedules, and our keys of `train`."""
+
+
 def schedule(c: Conversion, key: str, arguments: str, rate: float | None) -> None:
-    """Convert the schedule's name and its end, and the limit of the steps."""
+    """Convert the schedule's name and its arguments, and the limit of the steps."""
     steps = as_number(c.get("max_steps"))
     if c.has("max_steps") and steps is not None and steps <= 0:
         c.keep("max_steps", "no limit: the epochs decide")
     kind = str(c.get(key)).lower().removeprefix("schedulertype.")
-    name = {"constant_with_warmup": "constant", "wsd": "warmup_stable_decay", "cosine_with_min_lr": "cosine"}.get(
-        kind, kind
-    )
-    if c.has(key) and name == kind:
-        c.carry(key, "train.lr_scheduler_type", name)
+    ends = [as_number(c.get(f"{arguments}.{name}")) for name in ("min_lr", "min_lr_rate")]
+    to = "train.lr_scheduler_type"
+    if c.has(key) and kind == "cosine_with_min_lr" and not any(ends):
+        c.change(key, to, "cosine", "it ends at 0")
+    elif c.has(key) and (reason := refusal(to, kind)):
+        c.drop(key, f"{reason}. It is cosine unless you set it")
     elif c.has(key):
-        c.change(key, "train.lr_scheduler_type", name, f"here its name is {name}")
+        c.carry(key, to, kind)
     for one in [one for one in c.keys if one.startswith(f"{arguments}.") and c.has(one)]:
-        argument, value = one.removeprefix(f"{arguments}."), as_number(c.keys[one])
-        if kind == "cosine_with_min_lr" and argument == "min_lr_rate" and value is not None:
-            c.carry(one, "train.min_lr_ratio", value)
-        elif kind == "cosine_with_min_lr" and argument == "min_lr" and value is not None and rate:
-            c.change(one, "train.min_lr_ratio", value / rate, "as a fraction of the learning rate")
+        argument = one.removeprefix(f"{arguments}.")
+        ours, value = _SCHEDULE_ARGUMENTS.get(kind, {}).get(argument), as_number(c.keys[one])
+        if ours is None:
+            c.drop(one, f"the schedule {kind} has no such argument here")
+        elif argument in ("min_lr", "lr_end") and value is not None and rate:
+            c.change(one, f"train.{ours}", float(f"{value / rate:.12g}"), "as a fraction of the learning rate")
         else:
-            c.carry(one, f"train.lr_scheduler_kwargs.{argument}", c.keys[one])
+            c.carry(one, f"train.{ours}", c.keys[one])
     if kind == "constant":
         for one in ("warmup_ratio", "warmup_steps"):
             if c.has(one) and as_number(c.keys[one]):
@@ -227,6 +242,10 @@ def fsdp(c: Conversion) -> None:
         return
     if "no_shard" in names.lower() or str(c.get("fsdp_config.fsdp_sharding_strategy")).lower() == "no_shard":
         return
+    if "train.deepspeed" in c.settings:
+        for key in filter(c.has, ("fsdp", *inside)):
+            c.drop(key, "the engine is DeepSpeed, which the file names too")
+        return
     c.settings["train.fsdp"] = {}
     if c.has("fsdp"):
         strategy = next((ours for theirs, ours in _STRATEGIES.items() if theirs in names.lower()), "full_shard")
@@ -235,16 +254,57 @@ def fsdp(c: Conversion) -> None:
             c.settings["train.fsdp.offload_params"] = True
 
 
-def split_of(split: str) -> tuple[str, float | None]:
-    """A split without its percentage, and the fraction of the rows that the percentage takes.
+def best(c: Conversion, patience: str) -> None:
+    """Convert the best checkpoint and early stopping, once data.held_out is known."""
+    keys = ("load_best_model_at_end", "metric_for_best_model", "greater_is_better", patience)
+    wanted = is_true(c.get("load_best_model_at_end")) or c.has(patience)
+    metric = str(c.get("metric_for_best_model", "eval_loss"))
+    why = ""
+    if not wanted:
+        why = "no effect without load_best_model_at_end"
+    elif c.settings.get("data.held_out") is None:
+        why = "it compares the eval loss, and there is no eval split: set data.held_out"
+    elif metric not in ("eval_loss", "loss"):
+        why = (
+            f"{metric} is not measured here: train.metric_for_best_model is eval_loss, or a metric of eval.every_steps"
+        )
+    for key in filter(c.has, keys):
+        if key == "load_best_model_at_end" and not is_true(c.get(key)):
+            c.keep(key, "not set")
+        elif why:
+            c.drop(key, why)
+        elif key == "load_best_model_at_end":
+            c.carry(key, "train.load_best_model_at_end", True)
+        elif key == "metric_for_best_model":
+            c.carry(key, "train.metric_for_best_model", "eval_loss")
+        else:
+            c.carry(key, f"train.{'early_stopping_patience' if key == patience else key}", c.get(key))
+    if wanted and not why:
+        c.set("train.load_best_model_at_end", True)
+        steps, said = (
+            as_whole(c.get("eval_steps")),
+            "the eval loss is measured at each checkpoint, so that the best one is there",
+        )
+        for key in filter(c.has, ("eval_steps", "save_steps")):
+            if steps:
+                c.change(key, "train.save_steps", steps, said)
 
-    >>> split_of("train[:20%]"), split_of("train[10%:]"), split_of("train[:100]")
-    (('train', 0.2), ('train', 0.9), ('train[:100]', None))
-    """
-    match = re.fullmatch(r"(.+)\[(?:(\d+)%)?:(?:(\d+)%)?\]", split)
-    if match is None or (match[2], match[3]) == (None, None):
-        return split, None
-    return match[1], (int(match[3] or 100) - int(match[2] or 0)) / 100
+
+def quantized(c: Conversion) -> None:
+    """Convert bitsandbytes' flags, once it is known whether adapters are trained."""
+    kind = str(c.get("bnb_4bit_quant_type", c.get("bnb_config_kwargs.bnb_4bit_quant_type", "nf4")))
+    four, eight = is_true(c.get("load_in_4bit")), is_true(c.get("load_in_8bit"))
+    for key in filter(
+        c.has, ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_config_kwargs.bnb_4bit_quant_type")
+    ):
+        if not is_true(c.get(key)) and key.startswith("load"):
+            c.keep(key, "not quantized")
+        elif "model.lora" not in c.settings:
+            c.drop(key, "no adapters are trained, and quantized weights alone cannot be")
+        elif key.startswith("load") or four:
+            c.carry(key, "model.quantization", "int8" if eight and key != "load_in_4bit" else kind)
+        else:
+            c.drop(key, "no effect without load_in_4bit")
 
 
 def remote_code(c: Conversion, revision: str) -> None:

@@ -99,6 +99,13 @@ class Model(Section):
     lora: Annotated[Lora | None, _MODEL] = None
     """Train adapters instead of all weights; `lora: {}` takes the defaults."""
 
+    quantization: Annotated[Literal["nf4", "fp4", "int8"] | None, _MODEL] = None
+    """Keep the frozen base in 4 bits (`nf4`, `fp4`) or 8 (`int8`) beside `lora` (QLoRA, by bitsandbytes). Layers compute in
+    train.precision. final/ is the adapters merged into the dequantized base: what was trained."""
+
+    bnb_4bit_use_double_quant: Annotated[bool, _MODEL] = True
+    """Quantize the scales of `nf4` and `fp4` too: 0.4 bits a weight less."""
+
 
 class Tracking(Section):
     """Where to send the curves, besides metrics.jsonl."""
