@@ -116,7 +116,11 @@ def _prepare_and_tune(job: Job, alone: bool, preparation: Popen[bytes] | None) -
 
 
 def check_trainer_arguments(job: Job) -> None:
-    """Refuse the train.trainer_args that a start refuses (RecipeError); imports the trainer only if there are any."""
+    """Refuse the train.trainer_args and callbacks that a start refuses (RecipeError); imports the trainer only if there are any."""
+    if job.recipe.train.callbacks:
+        from sft.train.hooks import own_callbacks
+
+        own_callbacks(job.recipe)
     if job.recipe.train.trainer_args:
         from sft.train.arguments import check_trainer_args
 
