@@ -217,7 +217,6 @@ def convert(c: Conversion) -> None:
     common.warmup(c)
     if "train.warmup_steps" in c.settings:
         c.inapplicable.add("warmup_ratio")
-    common.optimizer(c, "optimizer")
     common.precision(c)
     for key in filter(c.has, ("bfloat16", "float16")):
         c.note(key, "train.precision", AXOLOTL[key].note)
@@ -229,8 +228,10 @@ def convert(c: Conversion) -> None:
     common.best(c, "early_stopping_patience")
     common.deepspeed(c)
     common.fsdp(c)
+    common.optimizer(c, "optimizer")
     _tracking(c)
     _checkpoints(c)
+    common.compiled(c, "torch_compile")
     c.apply(AXOLOTL)
 
 

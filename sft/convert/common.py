@@ -49,6 +49,8 @@ def batch(c: Conversion, per_gpu: str, accumulation: str, default: int, gpus_per
     shared = f" / {gpus_per_batch} that share a batch" if gpus_per_batch > 1 else ""
     gpus = f"{c.gpus} GPU{'s' * (c.gpus > 1)}{shared}"
     why = f"{size} per GPU x {steps} accumulated x {gpus}; accumulation follows from it on any number of GPUs"
+    if total % c.gpus:
+        why += f"; {c.gpus} GPUs cannot share {total}: use a number that divides it, or set train.remainder to fill"
     to = "train.global_batch_size"
     if c.has(per_gpu):
         c.change(per_gpu, to, total, why)
@@ -131,9 +133,14 @@ _OPTIMIZERS = {
 
 
 def optimizer(c: Conversion, key: str, theirs: str = "") -> None:
-    """Convert the optimizer's name, and Adam's arguments where it does not take them; `theirs` is a name that the key stands for."""
+    """Convert the optimizer's name, once the engine is known, and Adam's arguments where it does not take them.
+
+    `theirs` is a name that the key stands for.
+    """
     theirs = theirs or str(c.get(key, "adamw")).lower().removeprefix("optimizernames.")
     ours, differs = _OPTIMIZERS.get(theirs, (theirs, ""))
+    if ours.endswith("8bit") and ("train.deepspeed" in c.settings or "train.fsdp" in c.settings):
+        ours, differs = "adamw", "its 8-bit states cannot be sharded; fp32 ones are, and take more memory"
     to, reason = "train.optim", refusal("train.optim", ours)
     if c.has(key) and reason:
         c.drop(key, f"{reason}. It is adamw unless you set it")
@@ -315,6 +322,17 @@ def quantized(c: Conversion) -> None:
             c.carry(key, "model.quantization", "int8" if eight and key != "load_in_4bit" else kind)
         else:
             c.drop(key, "no effect without load_in_4bit")
+
+
+def compiled(c: Conversion, key: str) -> None:
+    """Convert torch.compile, which works without Liger's layers only."""
+    if not c.has(key) or not is_true(c.get(key)):
+        return
+    if "model.quantization" in c.settings or str(c.settings.get("train.deepspeed")).startswith("zero3"):
+        c.drop(key, "model.compile does not work with quantized weights, nor with ZeRO-3")
+    else:
+        c.change(key, "model.compile", True, "each decoder layer is compiled, instead of Liger's layers")
+        c.settings["model.kernels"] = "none"
 
 
 def remote_code(c: Conversion, revision: str) -> None:

@@ -181,8 +181,6 @@ def convert(c: Conversion) -> None:
         common.batch(c, "per_device_train_batch_size", "gradient_accumulation_steps", 8)
     common.schedule(c, "lr_scheduler_type", "lr_scheduler_kwargs", as_number(c.get("learning_rate")))
     common.warmup(c)
-    is_muon = is_true(c.get("use_muon"))
-    common.optimizer(c, "use_muon" if is_muon else "optim", "muon" if is_muon else "")
     if c.has("pure_bf16"):
         c.change("pure_bf16", "train.precision", "bf16", LLAMA_FACTORY["pure_bf16"].note)
     else:
@@ -199,6 +197,8 @@ def convert(c: Conversion) -> None:
     common.fsdp(c)
     if c.get("dist_config.name") == "fsdp2":
         c.change("dist_config.name", "train.fsdp", {}, "FSDP2")
+    is_muon = is_true(c.get("use_muon"))
+    common.optimizer(c, "use_muon" if is_muon else "optim", "muon" if is_muon else "")
     common.report_to(c, "report_to")
     common.run_name(c, "run_name")
     c.apply(LLAMA_FACTORY)

@@ -144,6 +144,9 @@ def convert(c: Conversion) -> None:
     _refuse(c)
     sharing = (as_whole(c.get("tensor_parallel_dim")) or 1) * (as_whole(c.get("context_parallel_dim")) or 1)
     common.batch(c, "batch_size", "gradient_accumulation_steps", 1, sharing)
+    if c.gpus and c.gpus > 1:
+        c.settings["train.fsdp"] = {}
+        c.comments["train.fsdp"] = ["torchtune's recipes for several GPUs shard with FSDP2"]
     _optimizer(c)
     _adapters(c)
     _data(c)
@@ -169,9 +172,7 @@ def convert(c: Conversion) -> None:
     steps, epochs = as_whole(c.get("max_steps_per_epoch")), as_number(c.get("epochs")) or 1
     if c.has("max_steps_per_epoch") and steps:
         c.change("max_steps_per_epoch", "train.max_steps", int(steps * epochs), "over all epochs")
-    if c.gpus and c.gpus > 1:
-        c.settings["train.fsdp"] = {}
-        c.comments["train.fsdp"] = ["torchtune's recipes for several GPUs shard with FSDP2"]
+    common.compiled(c, "compile")
     c.apply(TORCHTUNE)
 
 

@@ -160,7 +160,6 @@ def convert(c: Conversion) -> None:
     rate = as_number(c.get("learning_rate", rows["learning_rate"].default))
     common.schedule(c, "lr_scheduler_type", "lr_scheduler_kwargs", rate)
     common.warmup(c)
-    common.optimizer(c, "optim")
     common.precision(c, "fp32" if c.tool == "transformers" else "auto")
     for key in filter(c.has, ("torch_dtype", "dtype")):
         c.note(key, "train.precision", rows[key].note)
@@ -173,6 +172,7 @@ def convert(c: Conversion) -> None:
     common.deepspeed(c)
     common.fsdp(c)
     _launcher(c)
+    common.optimizer(c, "optim")
     common.report_to(c, "report_to")
     common.run_name(c, "run_name")
     if c.tool != "transformers":
@@ -181,6 +181,7 @@ def convert(c: Conversion) -> None:
     if not c.get("model_name_or_path"):
         c.settings["model.name_or_path"] = "MODEL"
         c.comments["model.name_or_path"] = ["the file names no model: write its path or its id on the hub"]
+    common.compiled(c, "torch_compile")
     c.apply(rows)
 
 

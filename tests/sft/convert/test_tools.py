@@ -174,6 +174,16 @@ def test_optimizers(tmp_path: Path, theirs: str, ours: str, arguments: dict[str,
     assert train.adam_beta1 == (0.8 if "adam" in ours else 0.9)
 
 
+def test_8_bit_states_are_not_sharded(tmp_path: Path) -> None:
+    assert recipe_of(tmp_path, AXOLOTL | {"optimizer": "adamw_bnb_8bit"}).train.optim == "adamw_8bit"
+    assert (
+        recipe_of(tmp_path, AXOLOTL | {"optimizer": "adamw_bnb_8bit", "deepspeed": "zero2.json"}).train.optim == "adamw"
+    )
+    assert (
+        recipe_of(tmp_path, AXOLOTL | {"optimizer": "paged_adamw_8bit", "fsdp": ["full_shard"]}).train.optim == "adamw"
+    )
+
+
 def test_llama_factorys_muon_keeps_adamw_for_the_rest(tmp_path: Path) -> None:
     train = recipe_of(tmp_path, LLAMA_FACTORY | {"use_muon": True}).train
     assert (train.optim, train.adam_beta2) == ("muon", 0.999)
