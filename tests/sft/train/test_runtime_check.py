@@ -307,7 +307,7 @@ def train_the_base(trainer: Any) -> None:
             {"weights": ("bf16", "bf16, fp32")},
         ),
         (freeze_a_norm, [], {"trained": ("all parameters", " of ")}),
-        (train_the_base, ["model.lora={}"], {"trained": ("adapters of rank 16", "")}),
+        (train_the_base, ["model.lora={}"], {"trained": ("adapters of rank 16, alpha 32", "")}),
     ],
     ids=["kernel", "optimizer", "learning rate", "schedule", "micro-batch", "accumulation", "dtype", "frozen", "base"],
 )
