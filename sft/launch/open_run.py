@@ -358,8 +358,8 @@ def _check_unchanged(run: Run, job: Job, prepared: Prepared) -> None:
     changes = base_changes(run) if frozen else None
     if changes:  # a checkpoint of adapters holds no weights of the base, and one of ZeRO no frozen ones
         raise RunError(
-            f"The base model {changes}. What was trained beside its frozen weights fits the old ones, so the run cannot resume. Put the base "
-            f"back, or {_NEW_RUN}."
+            f"The base model {changes}. What was trained beside its frozen weights fits the old ones, so the run cannot resume. Put the "
+            f"base back, or {_NEW_RUN}."
         )
 
 

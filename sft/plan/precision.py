@@ -61,6 +61,11 @@ def resolve_weights(
             "fp32",
             "the rank's shard, which AdamW steps on; layers are gathered and computed in bf16",
         ),
+        (
+            recipe.train.optim != "adamw",
+            "fp32",
+            f"{recipe.train.optim} steps on the weights themselves; bf16 by autocast",
+        ),
         (hardware.ranks == 1, MASTER, "AdamW steps on the copy, which keeps what bf16 would round away"),
         (True, "fp32", "bf16 by autocast: DDP would add up bf16 gradients over the ranks"),
     )

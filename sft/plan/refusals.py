@@ -9,6 +9,7 @@ from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
 from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Hardware
+from sft.plan.optimizer import optimizer_refusals
 from sft.plan.parallelism import resolve_fsdp
 from sft.plan.plan import DataSize, Plan
 from sft.plan.precision import has_bf16
@@ -41,6 +42,7 @@ def refuse(case: Case) -> None:
     problems = [
         *_numbers(case),
         *_schedule(case),
+        *optimizer_refusals(case.recipe, case.hardware, case.deepspeed),
         *_precision(case),
         *_layers(case),
         *_quantization(case),

@@ -30,6 +30,7 @@ from sft.plan.parallelism import FSDP2
 from sft.run.directory import Run
 from sft.train.arguments import planned_schedule
 from sft.train.isolation_probe import Probe, check_probe, probe, sample_documents
+from sft.train.optimizers import compare_arguments, compare_kind
 from sft.train.trainer import RecipeTrainer
 
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -261,8 +262,11 @@ def _of_steps(trainer: Any, job: Job, engine: Any) -> Iterator[Reading]:
         optimizer = optimizer.optimizer
     # The dtype of what it updates is also that of its moments.
     dtypes = _dtypes(updated or [parameter for group in optimizer.param_groups for parameter in group["params"]])
-    name, fused = type(optimizer).__name__, ", fused" if optimizer.defaults.get("fused") else ""
-    yield Reading("optimizer", "AdamW on fp32", f"{name} on {dtypes}{fused}", "Adam" not in name or dtypes != "fp32")
+    kind, running, is_other = compare_kind(optimizer, job)
+    fused = ", fused" if optimizer.defaults.get("fused") else ""
+    yield Reading("optimizer", f"{kind} on fp32", f"{running} on {dtypes}{fused}", is_other or dtypes != "fp32")
+    if not is_other:
+        yield Reading.equal("optimizer_arguments", *compare_arguments(optimizer, job))
     # The peak that it was built with; its current rate is the schedule's.
     peaks = {float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups}
     planned = plan.learning_rate.value

@@ -28,9 +28,9 @@ from sft.parallel.optimizer import MasterAdamW, check_optimizer
 from sft.parallel.patches import cpu_ranks_may_shard
 from sft.parallel.sequence import PartOfSequences, labels_of_all, share_batches
 from sft.plan.job import Job
-from sft.train.arguments import optimizer_arguments
 from sft.train.batches import CONTENTS, Accounted, Sequences, StepOrder, WorkSum
 from sft.train.faults import Faults, finite
+from sft.train.optimizers import build_arguments, build_muon
 from sft.train.speed import StepClock
 from sft.train.stopping import Stopping
 from sft.train.watchdog import EVAL_LOSS, OPTIMIZER, Progress
@@ -226,10 +226,21 @@ class RecipeTrainer(CheckpointingTrainer):
         return finite(result)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """AdamW as planned."""
-        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
-        check_optimizer(optimizer, self.optimizer_cls_and_kwargs is not None, self.job.plan.gradients.value)
-        return optimizer
+        """The recipe's optimizer, as planned."""
+        whole, job = self.model if model is None else model, self.job
+        if job.recipe.train.optim == "muon":
+            self.optimizer: Any = build_muon(job, whole, self.get_decay_parameter_names(whole))
+        built: torch.optim.Optimizer = super().create_optimizer(model)
+        if job.recipe.train.optim == "adamw":
+            check_optimizer(built, self.optimizer_cls_and_kwargs is not None, job.plan.gradients.value)
+        return built
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The recipe's schedule, over DeepSpeed's optimizers too."""
+        of_engine: Any = getattr(self.optimizer, "optimizer", None)
+        if self.is_deepspeed_enabled and not hasattr(of_engine, "defaults"):
+            of_engine.defaults = {"lr": self.args.learning_rate}  # where transformers' polynomial reads the peak
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def _clip_grad_norm(self, model: Any) -> Any:
         # transformers would scale bf16 gradients, and take their norm, in bf16.
@@ -335,7 +346,7 @@ def build_trainer(
                 model=model,
                 args=arguments,
                 processing_class=tokenizer,
-                optimizer_cls_and_kwargs=optimizer_arguments(job),
+                optimizer_cls_and_kwargs=build_arguments(job),
             )
     except ValueError as error:
         if lora is None or "target" not in str(error).lower():

@@ -132,7 +132,7 @@ def wrong(found: dict[str, Reading]) -> dict[str, tuple[str, str]]:
 def test_what_runs_as_planned_is_not_refused(overrides: list[str], read: Read) -> None:
     found = read(*overrides)
     assert wrong(found) == {}
-    assert len(found) == 22
+    assert len(found) == 23
     assert found["engine"].running == "one process"
     assert found["loss"].running == "TRL's fused head"
 
@@ -265,11 +265,16 @@ def swap_optimizer(trainer: Any) -> None:
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=trainer.args.learning_rate)
 
 
+def another_lion(trainer: Any) -> None:
+    trainer.optimizer.optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+
+
 def change_learning_rate(trainer: Any) -> None:
     for group in trainer.optimizer.param_groups:
         group["initial_lr"] = group["lr"] = 0.5
 
 
+LION = "{'betas': (0.9, 0.99), 'weight_decay': 0.0}"
 COSINE = (
     "cosine_schedule_with_warmup_lr_lambda(min_lr_rate=0.0, num_cycles=0.5, num_training_steps=1, num_warmup_steps={})"
 )
@@ -298,6 +303,9 @@ def train_the_base(trainer: Any) -> None:
         (swap_kernel, [], {"kernels": ("none", "liger: 1 Qwen2RMSNorm")}),
         (swap_optimizer, [], {"optimizer": ("AdamW on fp32", "SGD on fp32")}),
         (change_learning_rate, [], {"learning_rate": ("1e-05", "0.5")}),
+        (swap_optimizer, ["train.optim=muon"], {"optimizer": ("MuonAdamW on fp32", "SGD on fp32")}),
+        (swap_optimizer, ["train.optim=adamw_8bit"], {"optimizer": ("AdamW, 8-bit on fp32", "SGD on fp32")}),
+        (another_lion, ["train.optim=lion"], {"optimizer_arguments": (LION, "(0.9, 0.999)")}),
         (change_schedule, [], {"lr_scheduler": (COSINE.format(0), "num_warmup_steps=7")}),
         (set_argument("per_device_train_batch_size", 3), [], {"micro_batch_size": ("4", "3")}),
         (set_argument("gradient_accumulation_steps", 2), [], {"gradient_accumulation_steps": ("1", "2")}),
@@ -309,7 +317,20 @@ def train_the_base(trainer: Any) -> None:
         (freeze_a_norm, [], {"trained": ("all parameters", " of ")}),
         (train_the_base, ["model.lora={}"], {"trained": ("adapters of rank 16, alpha 32", "")}),
     ],
-    ids=["kernel", "optimizer", "learning rate", "schedule", "micro-batch", "accumulation", "dtype", "frozen", "base"],
+    ids=[
+        "kernel",
+        "optimizer",
+        "learning rate",
+        "muon",
+        "8-bit",
+        "betas",
+        "schedule",
+        "micro-batch",
+        "accumulation",
+        "dtype",
+        "frozen",
+        "base",
+    ],
 )
 def test_live_objects_that_are_not_as_planned_are_refused(
     alter: Alter, overrides: list[str], expected: dict[str, tuple[str, str]], read: Read
