@@ -242,24 +242,16 @@ def fsdp(c: Conversion) -> None:
         return
     if "no_shard" in names.lower() or str(c.get("fsdp_config.fsdp_sharding_strategy")).lower() == "no_shard":
         return
+    if "train.deepspeed" in c.settings:
+        for key in filter(c.has, ("fsdp", *inside)):
+            c.drop(key, "the engine is DeepSpeed, which the file names too")
+        return
     c.settings["train.fsdp"] = {}
     if c.has("fsdp"):
         strategy = next((ours for theirs, ours in _STRATEGIES.items() if theirs in names.lower()), "full_shard")
         c.change("fsdp", "train.fsdp.sharding_strategy", strategy, "FSDP2, with each decoder layer wrapped")
         if "offload" in names.lower():
             c.settings["train.fsdp.offload_params"] = True
-
-
-def split_of(split: str) -> tuple[str, float | None]:
-    """A split without its percentage, and the fraction of the rows that the percentage takes.
-
-    >>> split_of("train[:20%]"), split_of("train[10%:]"), split_of("train[:100]")
-    (('train', 0.2), ('train', 0.9), ('train[:100]', None))
-    """
-    match = re.fullmatch(r"(.+)\[(?:(\d+)%)?:(?:(\d+)%)?\]", split)
-    if match is None or (match[2], match[3]) == (None, None):
-        return split, None
-    return match[1], (int(match[3] or 100) - int(match[2] or 0)) / 100
 
 
 def best(c: Conversion, patience: str) -> None:
@@ -277,10 +269,12 @@ def best(c: Conversion, patience: str) -> None:
             f"{metric} is not measured here: train.metric_for_best_model is eval_loss, or a metric of eval.every_steps"
         )
     for key in filter(c.has, keys):
-        if why and (key != "load_best_model_at_end" or is_true(c.get(key))):
+        if key == "load_best_model_at_end" and not is_true(c.get(key)):
+            c.keep(key, "not set")
+        elif why:
             c.drop(key, why)
         elif key == "load_best_model_at_end":
-            c.carry(key, "train.load_best_model_at_end", wanted)
+            c.carry(key, "train.load_best_model_at_end", True)
         elif key == "metric_for_best_model":
             c.carry(key, "train.metric_for_best_model", "eval_loss")
         else:
@@ -294,6 +288,23 @@ def best(c: Conversion, patience: str) -> None:
         for key in filter(c.has, ("eval_steps", "save_steps")):
             if steps:
                 c.change(key, "train.save_steps", steps, said)
+
+
+def quantized(c: Conversion) -> None:
+    """Convert bitsandbytes' flags, once it is known whether adapters are trained."""
+    kind = str(c.get("bnb_4bit_quant_type", c.get("bnb_config_kwargs.bnb_4bit_quant_type", "nf4")))
+    four, eight = is_true(c.get("load_in_4bit")), is_true(c.get("load_in_8bit"))
+    for key in filter(
+        c.has, ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_config_kwargs.bnb_4bit_quant_type")
+    ):
+        if not is_true(c.get(key)) and key.startswith("load"):
+            c.keep(key, "not quantized")
+        elif "model.lora" not in c.settings:
+            c.drop(key, "no adapters are trained, and quantized weights alone cannot be")
+        elif key.startswith("load") or four:
+            c.carry(key, "model.quantization", "int8" if eight and key != "load_in_4bit" else kind)
+        else:
+            c.drop(key, "no effect without load_in_4bit")
 
 
 def remote_code(c: Conversion, revision: str) -> None:

@@ -27,6 +27,11 @@ def resolve_optimizer(recipe: Recipe) -> Decision[str]:
     return Decision(train.optim, f"{stated(train, 'optim')}: {_WORDS[train.optim]}{given}")
 
 
+def uses_bitsandbytes(recipe: Recipe) -> bool:
+    """Whether the base is quantized, or the optimizer's state."""
+    return recipe.model.quantization is not None or recipe.train.optim.endswith("8bit")
+
+
 def state_bytes(recipe: Recipe, parameters: float, embedding: float, hidden: int) -> float:
     """Bytes of the optimizer's state for so many trained parameters, of which so many are the embedding's.
 

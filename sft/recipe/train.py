@@ -22,6 +22,7 @@ _PRECISION = named("the new dtype from here on; AdamW's fp32 state carries over;
 
 
 EVAL_LOSS = "eval_loss"
+_OF_BEST = "metric_for_best_model greater_is_better early_stopping_patience early_stopping_threshold".split()
 
 
 class Fsdp(Section):
@@ -211,16 +212,11 @@ class Train(Optimization):
     @model_validator(mode="after")
     def _best_is_measured_at_checkpoints(self) -> Train:
         if not self.load_best_model_at_end:
-            given = {
-                "metric_for_best_model",
-                "greater_is_better",
-                "early_stopping_patience",
-                "early_stopping_threshold",
-            }
-            for name in sorted(given & self.model_fields_set):
-                raise ValueError(
-                    f"{name} has no effect without load_best_model_at_end: set that to true, or remove {name}"
-                )
+            for name in _OF_BEST:
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f"{name} has no effect without load_best_model_at_end: set that to true, or remove {name}"
+                    )
             return self
         if self.early_stopping_threshold and self.early_stopping_patience is None:
             raise ValueError(

@@ -20,10 +20,6 @@ def conversion(keys: dict[str, Any]) -> Conversion:
     return Conversion("axolotl", "theirs.yml", flatten(keys), 8)
 
 
-def test_what_recipes_do_not_have_yet_is_still_missing() -> None:
-    assert [key for key in NOT_YET if "no key" not in refusal(key, "x")] == []
-
-
 @pytest.mark.parametrize("tool", TOOLS)
 def test_every_key_that_a_table_names_is_a_key_of_recipes(tool: str) -> None:
     for key, row in TOOLS[tool][1].items():

@@ -10,8 +10,7 @@ import yaml
 
 from sft import cli
 from sft.convert.conversion import ConversionError, flatten
-from sft.convert.main import convert, main, read_config
-from sft.convert.recipe_text import recipe_text
+from sft.convert.main import convert, main, read_config, recipe_text
 from sft.recipe.load import parse_recipe
 from sft.recipe.schema import Recipe
 
@@ -322,3 +321,18 @@ def test_what_it_prints_is_the_recipe_with_the_lists_as_comments(
     printed = capsys.readouterr().out
     assert parse_recipe(printed).train.global_batch_size == 8
     assert "# Carried over with another meaning" in printed
+
+
+def test_what_others_wrote_cannot_end_a_comment_or_move_the_cursor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = {
+        "chat_template": "a\u2028model: {name_or_path: evil}",
+        "bad\x1b[2J\nmodel": 1,
+        "special_tokens": {"pad_token": "\n\x85x"},
+    }
+    main(written(tmp_path, AXOLOTL | hostile, "a\nb.yml"), None, 4, as_json=False)
+    printed = capsys.readouterr().out
+    assert parse_recipe(printed).model.name_or_path == "m"
+    assert "\x1b" not in printed
+    assert "\u2028" not in printed
