@@ -105,7 +105,7 @@ cosine_constant_lr_ratio -- no schedule here turns constant after a cosine
 warmup_steps -> train.warmup_steps
 warmup_ratio -> train.warmup_ratio (0.03)
 optimizer -> train.optim
-optim_args -> train.optim_args
+optim_args optim_args.* -- train.optim_args takes the arguments of lion, adafactor and muon
 weight_decay adam_beta1 adam_epsilon max_grad_norm neftune_noise_alpha -> train.*
 adam_beta2 -> train.adam_beta2 (0.999)
 adam_eps -> train.adam_epsilon

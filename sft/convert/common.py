@@ -117,35 +117,43 @@ def warmup(c: Conversion, steps: str = "warmup_steps", ratio: str = "warmup_rati
 
 
 _OPTIMIZERS = {
-    "adamw_torch": "adamw",
-    "adamw_torch_fused": "adamw",
-    "adamw_hf": "adamw",
-    "adamw_apex_fused": "adamw",
-    "adamw": "adamw",
-    "adamw_bnb_8bit": "adamw_8bit",
-    "adamw_8bit": "adamw_8bit",
-    "paged_adamw_8bit": "paged_adamw_8bit",
-    "adafactor": "adafactor",
-    "lion_32bit": "lion",
-    "muon": "muon",
-    "schedule_free_adamw": "schedule_free_adamw",
+    **dict.fromkeys("adamw adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused".split(), ("adamw", "")),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), ("adamw_8bit", "")),
+    **dict.fromkeys(("adamw_torch_8bit", "ao_adamw_8bit"), ("adamw_8bit", "that of bitsandbytes")),
+    **dict.fromkeys(
+        ("paged_adamw", "paged_adamw_32bit"), ("adamw", "with states on the GPU: only 8-bit ones are paged here")
+    ),
+    **dict.fromkeys(("lion", "lion_32bit"), ("lion", "")),
+    **dict.fromkeys(("lion_8bit", "paged_lion_8bit", "paged_lion_32bit"), ("lion", "with fp32 states on the GPU")),
+    "muon": ("muon", "torch.optim.Muon, its step scaled to AdamW's"),
 }
+"""Their names, ours, and what differs."""
 
 
-def optimizer(c: Conversion, key: str) -> None:
-    """Convert the optimizer's name."""
-    if not c.has(key):
+def optimizer(c: Conversion, key: str, theirs: str = "") -> None:
+    """Convert the optimizer's name, and Adam's arguments where it does not take them; `theirs` is a name that the key stands for."""
+    theirs = theirs or str(c.get(key, "adamw")).lower().removeprefix("optimizernames.")
+    ours, differs = _OPTIMIZERS.get(theirs, (theirs, ""))
+    to, reason = "train.optim", refusal("train.optim", ours)
+    if c.has(key) and reason:
+        c.drop(key, f"{reason}. It is adamw unless you set it")
+    elif c.has(key) and differs:
+        c.change(key, to, ours, differs)
+    elif c.has(key):
+        c.carry(key, to, ours)
+    if reason or ours not in ("lion", "adafactor"):
         return
-    theirs = str(c.get(key)).lower().removeprefix("optimizernames.")
-    ours = _OPTIMIZERS.get(theirs, theirs)
-    if "adam" not in ours:
-        c.inapplicable.add("adam_beta2")
-    if ours == "adamw" and refusal("train.optim", ours):
-        c.keep(key, "AdamW")
-    elif ours == theirs:
-        c.carry(key, "train.optim", ours)
-    else:
-        c.change(key, "train.optim", ours, f"here its name is {ours}")
+    c.inapplicable.add("adam_beta2")
+    for number, default in (("1", 0.9), ("2", 0.999)):
+        adam, argument = f"adam_beta{number}", f"train.optim_args.beta{number}"
+        if ours == "lion" and c.has(adam):
+            c.carry(adam, argument, as_number(c.get(adam)))
+        elif ours == "lion":
+            c.default(adam, argument, default, ": Lion gets AdamW's")
+        elif c.has(adam):
+            c.drop(adam, "adafactor has none")
+    if c.has("adam_epsilon"):
+        c.drop("adam_epsilon", f"{ours} has none here")
 
 
 def precision(c: Conversion, unset: str = "auto") -> None:
@@ -294,6 +302,8 @@ def quantized(c: Conversion) -> None:
     """Convert bitsandbytes' flags, once it is known whether adapters are trained."""
     kind = str(c.get("bnb_4bit_quant_type", c.get("bnb_config_kwargs.bnb_4bit_quant_type", "nf4")))
     four, eight = is_true(c.get("load_in_4bit")), is_true(c.get("load_in_8bit"))
+    if not four:
+        c.inapplicable.add("use_bnb_nested_quant")
     for key in filter(
         c.has, ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_config_kwargs.bnb_4bit_quant_type")
     ):

@@ -181,10 +181,8 @@ def convert(c: Conversion) -> None:
         common.batch(c, "per_device_train_batch_size", "gradient_accumulation_steps", 8)
     common.schedule(c, "lr_scheduler_type", "lr_scheduler_kwargs", as_number(c.get("learning_rate")))
     common.warmup(c)
-    if is_true(c.get("use_muon")):
-        c.carry("use_muon", "train.optim", "muon")
-        c.inapplicable.add("adam_beta2")
-    common.optimizer(c, "optim")
+    is_muon = is_true(c.get("use_muon"))
+    common.optimizer(c, "use_muon" if is_muon else "optim", "muon" if is_muon else "")
     if c.has("pure_bf16"):
         c.change("pure_bf16", "train.precision", "bf16", LLAMA_FACTORY["pure_bf16"].note)
     else:

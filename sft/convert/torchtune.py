@@ -50,7 +50,7 @@ optimizer.weight_decay -> train.weight_decay (0.01)
 optimizer.betas -> train.adam_beta2 (0.999) -- and train.adam_beta1
 optimizer.eps -> train.adam_epsilon
 optimizer.fused -- AdamW is fused where it can be
-optimizer.* -- set train.optim_args
+optimizer.* -- the optimizer here takes other arguments: train.optim_args
 optimizer_in_bwd -- a step is taken after the backward pass
 lr_scheduler._component_ -> train.lr_scheduler_type ("constant")
 lr_scheduler.num_warmup_steps -> train.warmup_steps
@@ -176,13 +176,8 @@ def convert(c: Conversion) -> None:
 
 
 def _optimizer(c: Conversion) -> None:
-    key = "optimizer._component_"
-    theirs = str(c.get(key))
-    ours = _OPTIMIZERS.get(theirs, theirs.rpartition(".")[2].lower())
-    if ours == "adamw":
-        c.keep(key, "AdamW")
-    else:
-        c.change(key, "train.optim", ours, f"here its name is {ours}")
+    theirs = str(c.get("optimizer._component_"))
+    common.optimizer(c, "optimizer._component_", _OPTIMIZERS.get(theirs, theirs))
     betas = c.get("optimizer.betas")
     if isinstance(betas, list) and len(betas) == 2:
         c.set("train.adam_beta1", betas[0])

@@ -68,7 +68,7 @@ lr_scheduler_kwargs.* -> train.min_lr_ratio
 warmup_steps -> train.warmup_steps
 warmup_ratio -> train.warmup_ratio
 optim -> train.optim
-optim_args -> train.optim_args
+optim_args optim_args.* -- train.optim_args takes the arguments of lion, adafactor and muon
 weight_decay adam_beta1 adam_epsilon max_grad_norm label_smoothing_factor neftune_noise_alpha -> train.*
 adam_beta2 -> train.adam_beta2 (0.999)
 bf16 fp16 -> train.precision
