@@ -146,12 +146,13 @@ def choose_steps(draft: Draft, size: Size, ranks: int) -> int:
     batch = ranks
     while batch * 2 <= min(_LARGEST_BATCH, sequences * passes / _STEPS):
         batch *= 2
-    steps = ceil(passes * ceil(sequences / batch))
     if not draft.has("train.global_batch_size", "train.global_batch_tokens"):
+        steps = ceil(passes * ceil(sequences / batch))
         few = "; the data is small, so there are few" if steps < FEW_STEPS else ""
         reason = f"{unit}; {sequences:,} of them x {passes:g} epochs / {batch} = about {steps:,} optimizer steps{few}"
         draft.put("train.global_batch_size", batch, reason)
-    steps = draft.recipe().train.max_steps or steps
+    recipe = draft.recipe()
+    steps = recipe.train.max_steps or ceil(passes * ceil(sequences / recipe.sequences_per_step))
     draft.put("train.warmup_steps", steps // 20, f"a twentieth of about {steps:,} steps")
     every = max(1, steps // 10)
     draft.put("train.save_steps", max(every, 50), "a checkpoint to resume from")
@@ -165,10 +166,11 @@ def choose_chat(draft: Draft, split: EvalSplit, rows: Rows, sample: Tokenized) -
     """The prompts that base and tuned model answer after training: some of the held-out questions."""
     if rows.format in ("text", "tokens"):
         return
-    questions = [pair.question for pair in pairs(split.rows, rows, draft.recipe().data) if "\n" not in pair.question]
-    prompts = sorted(dict.fromkeys(questions), key=len)[:_PROMPTS]
+    questions = [pair.question for pair in pairs(split.rows, rows, draft.recipe().data)]
+    short = [question for question in questions if "\n" not in question and len(question) <= _LONGEST_PROMPT]
+    prompts = list(dict.fromkeys(short))[:_PROMPTS]
     longest = int(np.percentile(sample.trained, 95))
-    chat: dict[str, Any] = {"prompts": prompts} if prompts and len(prompts[-1]) <= _LONGEST_PROMPT else {}
+    chat: dict[str, Any] = {"prompts": prompts} if prompts else {}
     what = "held-out questions that base and tuned model answer after the training; " if chat else ""
     length = min(512, max(32, 2 * longest))
     draft.put(
