@@ -15,21 +15,13 @@ from typing import NoReturn
 
 from sft import signals
 from sft.credentials import redact
-from sft.errors import (
-    EXIT_CRASHED,
-    EXIT_INTERRUPTED,
-    EXIT_USER_ERROR,
-    Interrupted,
-    LostRank,
-    ShownError,
-)
+from sft.errors import EXIT_CRASHED, EXIT_INTERRUPTED, EXIT_USER_ERROR, Interrupted, LostRank, ShownError
 from sft.files import disk_was_full
 from sft.terminal import is_rank, show_crash, show_message, visible
 
-_PR_SET_PDEATHSIG = 1
-
 RESULT_FILE = "SFT_RESULT_FILE"
 """Environment variable: the file in which a process that sft/api.py has started reports what it wrote."""
+_PR_SET_PDEATHSIG = 1
 
 
 def run_main(main: Callable[[list[str]], None]) -> None:

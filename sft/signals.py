@@ -29,8 +29,7 @@ from sft import terminal
 from sft.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, Interrupted
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-EXITS = (EXIT_INTERRUPTED, EXIT_TERMINATED)
-"""Exit statuses of a process that was asked to stop."""
+EXITS = (EXIT_INTERRUPTED, EXIT_TERMINATED)  # of a process that was asked to stop
 
 # The main thread may take so long to end after a signal: it may hang in C++, and Python drops an exception in a destructor.
 _TIDY_SECONDS = 10.0

@@ -49,34 +49,24 @@ class ChatFormat:
         return str(self.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False))
 
     def render(self, messages: Messages) -> list[int]:
-        """A conversation as token ids, up to where the assistant's answer begins.
-
-        Raises:
-            EvaluationError: The template refuses it, or leaves its system turn out.
-        """
+        """A conversation as token ids, up to where the answer begins; refused where the template leaves its system turn out."""
         switches: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **self.thinking}
         try:
             text = str(self.tokenizer.apply_chat_template(messages, **switches))
         except Exception as error:  # templates are programs, and raise anything
             roles = ", ".join(message["role"] for message in messages)
+            reason = f"refuses this conversation ({roles}): {first_line(error)}"
+            raise EvaluationError(f"The chat template of {self.path} {reason}") from None
+        if any(one["role"] == "system" and one["content"].strip() not in text for one in messages):
             raise EvaluationError(
-                f"The chat template of {self.path} refuses this conversation ({roles}): {first_line(error)}"
-            ) from None
-        for message in messages:
-            if message["role"] == "system" and message["content"].strip() not in text:
-                raise EvaluationError(
-                    f"The chat template of {self.path} takes no system turn. Leave the system prompt out."
-                )
+                f"The chat template of {self.path} takes no system turn. Leave the system prompt out."
+            )
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
 
 def load_format(reference: Reference) -> ChatFormat:
-    """How a model is prompted, by what is saved beside it.
-
-    Raises:
-        EvaluationError: It has no chat template.
-    """
+    """How a model is prompted, by what is saved beside it: it must have a chat template."""
     from transformers import GenerationConfig
 
     if reference.tokenizer.chat_template is None:
@@ -91,11 +81,7 @@ def load_format(reference: Reference) -> ChatFormat:
 
 
 def load_weights(target: Target, reference: Reference, chat_format: ChatFormat, evaluation: Evaluation) -> Any:
-    """Load a model's weights onto one GPU, all GPUs, or the CPU, in the dtype of the evaluation.
-
-    Raises:
-        EvaluationError: It cannot be loaded, or fits nowhere.
-    """
+    """Load a model's weights onto one GPU, all GPUs, or the CPU, in the dtype of the evaluation."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -105,7 +91,8 @@ def load_weights(target: Target, reference: Reference, chat_format: ChatFormat, 
     if dtype == "auto":  # None in a config is transformers' word for fp32
         dtype = str(getattr(reference.config, "dtype", None) or "float32").removeprefix("torch.")
     placement = place_model(evaluation.parallelize, 1, reference.config, dtype, target.trust_remote_code)
-    check_weights(target.model, target.revision, target.trust_remote_code, f"The {target.label} model {target.model}")
+    called = f"The {target.label} model {target.model}"
+    check_weights(target.model, target.revision, target.trust_remote_code, called)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             target.model,
@@ -115,9 +102,7 @@ def load_weights(target: Target, reference: Reference, chat_format: ChatFormat, 
             device_map="auto" if placement.spread else None,
         )
     except (OSError, ValueError, ImportError, RuntimeError) as error:
-        raise EvaluationError(
-            f"The {target.label} model {target.model} cannot be loaded: {first_line(error)}"
-        ) from None
+        raise EvaluationError(f"{called} cannot be loaded: {first_line(error)}") from None
     check_placement(model, placement)
     if not placement.spread:
         model.to("cuda" if placement.devices else "cpu")
@@ -140,11 +125,7 @@ class ChatModel:
     """Adapters to put on it."""
 
     def load(self) -> tuple[Any, ChatFormat]:
-        """The model, ready to answer.
-
-        Raises:
-            EvaluationError: It has no chat template, or cannot be loaded.
-        """
+        """The model, ready to answer."""
         chat_format = load_format(self.reference)
         model = load_weights(self.target, self.reference, chat_format, self.evaluation)
         if self.adapter is not None:

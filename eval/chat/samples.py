@@ -55,10 +55,8 @@ def prompts_of(recipe: Recipe) -> list[Messages]:
     """
     assert recipe.eval.chat
     given: list[str | Messages] = list(DEFAULT)
-    if recipe.eval.chat.prompts is not None:
-        given = [
-            one if isinstance(one, str) else [turn.model_dump() for turn in one] for one in recipe.eval.chat.prompts
-        ]
+    if (own := recipe.eval.chat.prompts) is not None:
+        given = [one if isinstance(one, str) else [turn.model_dump() for turn in one] for one in own]
     elif any(source.path == "builtin:demo" for source in recipe.sources):
         given = list(questions(len(DEFAULT)))  # it has learned nothing else
     system = recipe.eval.system_instruction
@@ -72,11 +70,7 @@ def prompts_of(recipe: Recipe) -> list[Messages]:
 
 
 def answer_limit(chat_format: ChatFormat, prompts: list[list[int]], max_new_tokens: int) -> int:
-    """Tokens of the longest answer: the recipe's number, where the context has room for it.
-
-    Raises:
-        EvaluationError: It has room for none.
-    """
+    """Tokens of the longest answer: the recipe's number, where the context has room for it."""
     longest, context = max(map(len, prompts)), chat_format.context
     room = max_new_tokens if context is None else min(max_new_tokens, context - longest)
     if room < 1:

@@ -51,9 +51,8 @@ class Streamer:
         """Take new tokens: first those of the prompt, then one at a time."""
         if not self._prompt:
             self.ids += value.flatten().tolist()
-            if not self.chat_format.text(self.ids).endswith(
-                "\ufffd"
-            ):  # else the rest of a character comes with the next token
+            # Else the rest of a character comes with the next token.
+            if not self.chat_format.text(self.ids).endswith("\ufffd"):
                 self.end()
         self._prompt = False
 
@@ -78,10 +77,8 @@ class Conversation:
     def begin(self, system: str | None) -> None:
         """Start over."""
         messages = [{"role": "system", "content": system}] if system else []
-        if messages:
-            self.chat_format.render(
-                [*messages, {"role": "user", "content": "?"}]
-            )  # refused where the template drops it
+        if messages:  # refused where the template drops it
+            self.chat_format.render([*messages, {"role": "user", "content": "?"}])
         self.messages = messages
 
     def command(self, line: str) -> str:
@@ -97,11 +94,7 @@ class Conversation:
         return HELP if name == "/help" else f"({name} is not a command)\n{HELP}"
 
     def fit(self, question: str) -> tuple[Messages, list[int], int]:
-        """The conversation with a new question, its token ids, and how many of the oldest turns are left out to make room for an answer.
-
-        Raises:
-            EvaluationError: There is no room for it, or the template refuses it.
-        """
+        """The conversation with a new question, its token ids, and how many of the oldest turns are left out to make room for an answer."""
         messages, dropped = [*self.messages, {"role": "user", "content": question}], 0
         first = int(messages[0]["role"] == "system")
         context = self.chat_format.context
@@ -114,11 +107,7 @@ class Conversation:
         return messages, ids, dropped
 
     def answer(self, question: str, show: Callable[[str], None]) -> Iterator[str]:
-        """Answer a question; yields notes for the user.
-
-        Raises:
-            EvaluationError: There is no room for it, or the template refuses it.
-        """
+        """Answer a question; yields notes for the user."""
         import torch
 
         chat_format = self.chat_format
@@ -200,11 +189,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def generation_config(chat_format: ChatFormat, max_new_tokens: int | None, temperature: float | None) -> Any:
-    """The saved generation config with the command line's values.
-
-    Raises:
-        EvaluationError: The answer is as long as the context.
-    """
+    """The saved generation config with the command line's values."""
     config, context = deepcopy(chat_format.generation_config), chat_format.context
     config.max_new_tokens = max_new_tokens or min(1024, (context or 2048) // 2)
     if context is not None and config.max_new_tokens >= context:

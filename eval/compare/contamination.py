@@ -181,7 +181,8 @@ def check_contamination(
     if folder is None:
         reason = f"the data that {run.path.name} was trained on is no longer in its output_dir (.prepared)."
         return {"ngram": size, "tasks": {}, "reason": reason}
-    parts = {metric.row["task"]: leaves(results, metric.row["task"]) for metric in metrics if metric.row["decides"]}
+    deciding = [metric for metric in metrics if metric.row["decides"]]
+    parts = {metric.row["task"]: leaves(results, metric.row["task"]) for metric in deciding}
     texts = {
         (leaf, sample["doc_id"]): tuple(texts_in(sample["doc"]))
         for leaf in dict.fromkeys(leaf for task in parts.values() for leaf in task)
@@ -194,20 +195,18 @@ def check_contamination(
         search.scan(some)
     hits = search.found()
     tasks: dict[str, Any] = {}
-    for metric in metrics:
-        if metric.row["decides"]:
-            inside = parts[metric.row["task"]]
-            mine = {place: places[text] for place, text in texts.items() if place[0] in inside}
-            found: dict[str, set[int]] = {leaf: set() for leaf in inside}
-            for (leaf, document), text in mine.items():
-                if hits[text]:
-                    found[leaf].add(document)
-            tasks[metric.row["task"]] = {
-                "documents": len(mine),
-                "found": sum(map(len, found.values())),
-                "too_short": int(search.too_short[list(mine.values())].sum()),
-                **_scores_without(metric, found),
-            }
+    for metric in deciding:
+        inside = parts[metric.row["task"]]
+        mine = {place: places[text] for place, text in texts.items() if place[0] in inside}
+        found = {
+            leaf: {document for (of, document), text in mine.items() if of == leaf and hits[text]} for leaf in inside
+        }
+        tasks[metric.row["task"]] = {
+            "documents": len(mine),
+            "found": sum(map(len, found.values())),
+            "too_short": int(search.too_short[list(mine.values())].sum()),
+            **_scores_without(metric, found),
+        }
     return {"ngram": size, "tasks": tasks}
 
 
@@ -217,9 +216,5 @@ def _scores_without(metric: Metric, found: dict[str, set[int]]) -> Results:
     if scores is None:
         return {}
     base, tuned = scores.tolist()
-    return {
-        "metric": metric.row["metric"],
-        "base_without": base,
-        "tuned_without": tuned,
-        "difference_without": tuned - base,
-    }
+    without = {"base_without": base, "tuned_without": tuned, "difference_without": tuned - base}
+    return {"metric": metric.row["metric"], **without}

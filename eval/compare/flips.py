@@ -117,12 +117,10 @@ def find_flips(metrics: list[Metric], samples: tuple[Samples, Samples]) -> tuple
     for row, paired in sorted(((one.row, one.paired) for one in metrics), key=lambda one: not one[0]["decides"]):
         parts = {} if paired is None else paired.parts
         known = row["task"] in deciding and row["task"] not in counts and row["higher_is_better"] is not None
-        flipped = [
-            line
-            for task, pairs in parts.items()
-            if known and pairs.right_or_wrong
-            for line in _flips_of(task, row, pairs, (samples[0][task], samples[1][task]))
-        ]
+        flipped: list[Row] = []
+        for task, pairs in parts.items():
+            if known and pairs.right_or_wrong:
+                flipped += _flips_of(task, row, pairs, (samples[0][task], samples[1][task]))
         if flipped:
             lost = sum(line["direction"] == "lost" for line in flipped)
             counts[row["task"]] = {"metric": row["metric"], "gained": len(flipped) - lost, "lost": lost}

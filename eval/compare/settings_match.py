@@ -39,15 +39,10 @@ def check_settings_match(
     _check_settings(base, tuned, OF_THE_PROMPTS if own_prompts else frozenset())
     sizes = _differing_sizes(base, tuned)
     if sizes and not own_prompts:
-        raise EvaluationError(
-            "\n".join(
-                [
-                    "eval.batch_size=auto found other batch sizes for base and tuned, which in half precision moves answers:",
-                    *sizes,
-                    "Set eval.batch_size to a number and measure both again.",
-                ]
-            )
+        found = (
+            "eval.batch_size=auto found other batch sizes for base and tuned, which in half precision moves answers:"
         )
+        raise EvaluationError("\n".join([found, *sizes, "Set eval.batch_size to a number and measure both again."]))
     measured = base.get("results", {}).keys() & tuned.get("results", {}).keys()
     lost = sorted((base_samples.keys() ^ tuned_samples.keys()) & measured)
     if lost:
@@ -66,18 +61,16 @@ def check_settings_match(
 
 
 def _check_settings(base: Results, tuned: Results, may_differ: frozenset[str]) -> None:
-    settings = [
-        {name: value for name, value in one["settings"].items() if name not in may_differ} for one in (base, tuned)
-    ]
+    sides = (base, tuned)
+    settings = [{name: value for name, value in one["settings"].items() if name not in may_differ} for one in sides]
     lines = differing(settings[0], settings[1])
-    if not lines and base["settings_hash"] != tuned["settings_hash"] and base["settings"] == tuned["settings"]:
+    if not lines and base["settings"] == tuned["settings"]:
         lines = differing(base["settings_hash"], tuned["settings_hash"], "settings_hash")
-    dtypes = [one.get("config", {}).get("model_dtype") for one in (base, tuned)]
+    dtypes = [one.get("config", {}).get("model_dtype") for one in sides]
     lines += differing(dtypes[0], dtypes[1], "dtype of the weights (set eval.dtype)")
     if lines:
-        raise EvaluationError(
-            "\n".join(["Base and tuned were measured under different settings and are not compared:", *lines])
-        )
+        what = "Base and tuned were measured under different settings and are not compared:"
+        raise EvaluationError("\n".join([what, *lines]))
 
 
 def _differing_sizes(base: Results, tuned: Results) -> list[str]:
@@ -87,11 +80,8 @@ def _differing_sizes(base: Results, tuned: Results) -> list[str]:
     if not searched or settings["dtype"] == "float32":
         return []
     found = [one.get("batch_sizes_found", {}) for one in (base, tuned)]
-    return [
-        f"  {task}: base {', '.join(map(str, found[0][task]))}, tuned {', '.join(map(str, found[1][task]))}"
-        for task in sorted(found[0].keys() & found[1].keys())
-        if found[0][task] != found[1][task]
-    ]
+    both = sorted(found[0].keys() & found[1].keys())
+    return [line for task in both for line in differing(found[0][task], found[1][task], task)]
 
 
 def _check_documents(task: str, base: list[dict[str, Any]], tuned: list[dict[str, Any]], prompts: bool) -> None:

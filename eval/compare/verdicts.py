@@ -85,9 +85,8 @@ def overall(metrics: list[Metric]) -> Row | None:
     ]
     if len(counted) < 2:
         return None
-    samples = [
-        replace(sample, weight=sample.weight / len(counted)) for _, documents in counted for sample in documents.samples
-    ]
+    mean = [sample for _, documents in counted for sample in documents.samples]
+    samples = [replace(sample, weight=sample.weight / len(counted)) for sample in mean]
     base, tuned = (fmean(row[side] for row, _ in counted) for side in ("base", "tuned"))
     return {
         "base": base,
@@ -126,11 +125,9 @@ def note(rows: list[Row], mean: Row | None) -> str:
         sentences.append(
             "One metric is judged: where nothing has changed, chance gives it a verdict in 5% of evaluations."
         )
-    alone = [row["task"] for row in rows if row["verdict"] == NO_CHANGE and row["p_value"] <= ALPHA]
-    if alone:
+    if alone := [row["task"] for row in rows if row["verdict"] == NO_CHANGE and row["p_value"] <= ALPHA]:
         sentences.append(f"Significant alone, but not after the correction: {', '.join(alone)}.")
-    few = [row["task"] for row in rows if row["verdict"] == TOO_FEW]
-    if few:
+    if few := [row["task"] for row in rows if row["verdict"] == TOO_FEW]:
         sentences.append(f"Too few documents for a verdict: {', '.join(few)}.")
     return " ".join([*sentences, *filter(None, map(_remark, rows))]) or "No metric can be judged."
 

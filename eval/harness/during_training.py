@@ -169,7 +169,7 @@ class During(TrainerCallback):  # type: ignore[misc]
         import torch
 
         try:
-            results = ask_lm_eval(model, self.tasks, name, self.settings, bootstrap_iters=0, log_samples=False)
+            results = ask_lm_eval(model, self.tasks, name, self.settings, scores_only=True)
             return scores(results.get("results", {})), None
         except LeftOff:
             raise

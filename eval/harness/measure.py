@@ -172,16 +172,18 @@ def _log_traceback(log: Path) -> None:
         traceback.print_exc(file=file)
 
 
-def ask_lm_eval(model: Any, tasks: LoadedTasks, name: str, settings: Settings, **more: Any) -> Results:
-    """Have lm_eval measure one task, group or tag; the results are empty on a rank whose LOCAL_RANK is not 0."""
+def ask_lm_eval(model: Any, tasks: LoadedTasks, name: str, settings: Settings, scores_only: bool = False) -> Results:
+    """Have lm_eval measure one task, group or tag; the results are empty on a rank whose LOCAL_RANK is not 0.
+
+    `scores_only` leaves out the samples, the standard errors and the description of the machine, which takes seconds.
+    """
     import lm_eval
     from lm_eval.tasks import TaskManager
     from torch.utils import collect_env
 
-    if not hasattr(
-        collect_env.get_pretty_env_info, "cache_info"
-    ):  # it runs pip, lscpu and others after each task, for seconds
-        collect_env.get_pretty_env_info = cache(collect_env.get_pretty_env_info)
+    describe_machine = collect_env.get_pretty_env_info
+    if not hasattr(describe_machine, "cache_info"):  # it runs pip, lscpu and others after each task
+        collect_env.get_pretty_env_info = cache((lambda: "") if scores_only else describe_machine)
     if "langdetect" in sys.modules:  # IFEval's; it would judge one answer differently from run to run
         sys.modules["langdetect"].DetectorFactory.seed = settings.seed
     seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
@@ -196,8 +198,9 @@ def ask_lm_eval(model: Any, tasks: LoadedTasks, name: str, settings: Settings, *
         apply_chat_template=settings.apply_chat_template,
         fewshot_as_multiturn=settings.fewshot_as_multiturn,
         confirm_run_unsafe_code=tasks.run_code,
+        log_samples=not scores_only,
+        bootstrap_iters=0 if scores_only else 100_000,
         **dict.fromkeys(seeds, settings.seed),
-        **more,
     )
     return results or {}
 

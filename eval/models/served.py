@@ -139,10 +139,10 @@ def _innermost(error: BaseException) -> str:
     return str(getattr(error, "strerror", None) or type(error).__name__)
 
 
-def shortened(text: str, length: int = 200) -> str:
+def shortened(text: str) -> str:
     """The beginning of a server's text, on one line."""
     line = " ".join(text.split())
-    return line if len(line) <= length else f"{line[:length]}..."
+    return line if len(line) <= 200 else f"{line[:200]}..."
 
 
 def find_served(server: Server, label: str, model: str, alone: bool) -> Served:
@@ -155,11 +155,14 @@ def find_served(server: Server, label: str, model: str, alone: bool) -> Served:
         alone: Whether one model is measured, not a run's two.
     """
     key = "model" if alone else label
-    given = [one for one in ("model", "base", "tuned", "base_url_of_base") if getattr(server, one) is not None]
-    wrong = [one for one in given if (one == "model") != alone]
-    if wrong:
-        what = "one model is measured: use server.model" if alone else "a run has two: use server.base and server.tuned"
-        raise EvaluationError(f"eval.server.{wrong[0]} is given, and {what}.")
+    for other in ("base", "tuned", "base_url_of_base") if alone else ("model",):
+        if getattr(server, other) is not None:
+            what = (
+                "one model is measured: use server.model"
+                if alone
+                else "a run has two: use server.base and server.tuned"
+            )
+            raise EvaluationError(f"eval.server.{other} is given, and {what}.")
     assert server.base_url is not None, "check_backend refuses that"
     base_url = ((server.base_url_of_base if key == "base" else None) or server.base_url).rstrip("/")
     name = getattr(server, key) or model
@@ -246,14 +249,13 @@ def _check_count(served: Served, answer: dict[str, Any], expected: set[int], wha
     choice_of(answer, served.place)
     usage = answer.get("usage")
     count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-    if not isinstance(count, int) or count <= 0:
-        return False
-    if count not in expected:
+    known = isinstance(count, int) and count > 0
+    if known and count not in expected:
         raise EvaluationError(
             f"{served.place} reads {count} tokens in {what}, and the tokenizer of the evaluation makes "
             f"{' or '.join(map(str, sorted(expected)))} of it. {remedy}"
         )
-    return True
+    return known
 
 
 def _find_dialect(served: Served, request: dict[str, Any]) -> Served:

@@ -54,15 +54,14 @@ def series_of(
     points: Sequence[Mapping[str, Any]], key: str, name: str, color: str = "c0", over: str = "step"
 ) -> Series:
     """One key of metrics.jsonl over another; a loss or gradient norm of null was not finite."""
-    x: list[float] = []
-    y: list[float] = []
+    drawn: list[tuple[float, float]] = []
     for point in points:
         value, place = point.get(key), point.get(over)
         known = is_number(value) or (key in point and key in ("loss", "grad_norm", "held_out_loss"))
-        if known and is_number(place) and (not x or place > x[-1]):
-            x.append(float(place))
-            y.append(float(value) if is_number(value) else float("nan"))
-    return Series(name, np.array(x), np.array(y), color)
+        if known and is_number(place) and (not drawn or place > drawn[-1][0]):
+            drawn.append((float(place), float(value) if is_number(value) else float("nan")))
+    x, y = np.array(drawn, float).reshape(-1, 2).T
+    return Series(name, x, y, color)
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:

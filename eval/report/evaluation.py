@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from eval.compare.gate import describe_gate
@@ -70,7 +71,9 @@ def evaluation_blocks(comparison: Part) -> list[Block]:
         blocks.append(Block("scores", {"widest": f"{widest:.3f}" if widest else "", "rows": rows[:OPEN_SCORES]}))
     if more := rows[OPEN_SCORES:]:
         blocks.append(Block("scores", {"widest": "", "rows": more}, f"{len(more)} more"))
-    blocks.append(_numbers(metrics) if metrics else text("No task was measured on both models."))
+    cells = [[value(entry) for value in NUMBERS.values()] for entry in metrics]
+    none = text("No task was measured on both models.")
+    blocks.append(table([*NUMBERS], cells, range(2, 9), fold="All numbers") if metrics else none)
     if comparison.get("note"):
         blocks.append(text(comparison["note"]))
     if not comparison.get("complete"):
@@ -79,24 +82,20 @@ def evaluation_blocks(comparison: Part) -> list[Block]:
     return [*blocks, *_contamination(comparison.get("contamination")), _conditions(comparison)]
 
 
-def _numbers(metrics: list[Part]) -> Block:
-    rows = [
-        [
-            words(entry.get("task")),
-            name_of(entry),
-            number(entry.get("documents")),
-            *(_with_stderr(entry, side) for side in ("base", "tuned")),
-            score(entry.get("difference"), "+"),
-            interval(entry.get("interval_95")),
-            number(entry.get("p_value"), ".2g"),
-            number(entry.get("p_adjusted"), ".2g") if entry.get("decides") is not False else "-",
-            words(entry.get("test")),
-            verdict_of(entry),
-        ]
-        for entry in metrics
-    ]
-    head = "Task;Metric;Documents;Base;Tuned;Difference;95% interval;p;p (Holm);Test;Verdict".split(";")
-    return table(head, rows, range(2, 9), fold="All numbers")
+NUMBERS: dict[str, Callable[[Part], str]] = {
+    "Task": lambda entry: words(entry.get("task")),
+    "Metric": name_of,
+    "Documents": lambda entry: number(entry.get("documents")),
+    "Base": lambda entry: _with_stderr(entry, "base"),
+    "Tuned": lambda entry: _with_stderr(entry, "tuned"),
+    "Difference": lambda entry: score(entry.get("difference"), "+"),
+    "95% interval": lambda entry: interval(entry.get("interval_95")),
+    "p": lambda entry: number(entry.get("p_value"), ".2g"),
+    "p (Holm)": lambda entry: number(entry.get("p_adjusted"), ".2g") if entry.get("decides") is not False else "-",
+    "Test": lambda entry: words(entry.get("test")),
+    "Verdict": verdict_of,
+}
+"""Columns of the table of all metrics."""
 
 
 def _with_stderr(entry: Part, side: str) -> str:
@@ -141,10 +140,9 @@ def _contamination(searched: Part | None) -> list[Block]:
     rows = []
     for task, counts in searched["tasks"].items():
         found, documents, short = counts["found"], counts["documents"], counts.get("too_short")
-        if found or short:
-            fraction = f"{found / documents:.1%}" if documents else words(None)
+        if found or short:  # so that there are documents
             without = score(counts.get("difference_without"), "+") if found else "-"
-            rows.append([task, number(documents), number(found), fraction, number(short), without])
+            rows.append([task, number(documents), number(found), f"{found / documents:.1%}", number(short), without])
     ngram, clean = f"{searched['ngram']}-gram", len(searched["tasks"]) - len(rows)
     if not rows:
         return [text(f"No document of the tasks shares a {ngram} with the training data.")]
@@ -236,10 +234,10 @@ def _decoding(generation: Part) -> str:
     sampling = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     given = ", ".join(f"{key} {number(generation[key])}" for key in sampling if is_number(generation.get(key)))
     shown = ["greedy decoding" if not generation.get("do_sample") else f"sampling ({given})" if given else "sampling"]
-    if generation.get("max_new_tokens"):
-        shown.append(f"at most {number(generation['max_new_tokens'])} tokens")
-    if generation.get("chat_template"):
-        shown.append(f"{generation['chat_template']} chat template")
+    if limit := generation.get("max_new_tokens"):
+        shown.append(f"at most {number(limit)} tokens")
+    if whose := generation.get("chat_template"):
+        shown.append(f"{whose} chat template")
     return ", ".join(shown)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from eval.report.charts import draw_curve
@@ -28,20 +30,18 @@ def write_report(run: Run) -> Path:
     """
     files = read_run(run)
     report = collect_report(files)
-    try:
+    with _one_message():
         if files.metrics:
             draw_curve(files.metrics, files.name, run.path / "loss.png")
-    except OSError as error:
-        raise RunError(f"The report cannot be written: {error}.") from None
-    write_page(run.report_file, as_markdown(report))
-    write_page(run.page_file, as_html(report))
+        write_text(run.report_file, redact(as_markdown(report)))
+        write_text(run.page_file, redact(as_html(report)))
     return run.report_file
 
 
-def write_page(path: Path, text: str) -> None:
-    """Write a page as a whole, without secrets."""
+@contextmanager
+def _one_message() -> Iterator[None]:
     try:
-        write_text(path, redact(text))
+        yield
     except OSError as error:
         raise RunError(f"The report cannot be written: {error}.") from None
 
@@ -62,7 +62,8 @@ def compare_runs(names: list[str]) -> Path:
             first = names[runs.index(run)]
             raise RunError(f"{first} and {names[place]} are the same run, {run.path}. Name each run once.")
     page = Path(os.path.commonpath([run.path.parent for run in runs])) / "compare.html"
-    write_page(page, as_html(collect_runs([read_run(run) for run in runs], page.parent)))
+    with _one_message():
+        write_text(page, redact(as_html(collect_runs([read_run(run) for run in runs], page.parent))))
     return page
 
 

@@ -115,18 +115,13 @@ def _sandbox(limits: Limits) -> list[str]:
 
 
 def _rlimits(limits: Limits) -> dict[str, tuple[int, int]]:
-    same = {
-        "RLIMIT_AS": limits.address_bytes,
-        "RLIMIT_FSIZE": limits.file_bytes,
-        "RLIMIT_NOFILE": limits.open_files,
-        "RLIMIT_CORE": 0,
-        "RLIMIT_MEMLOCK": 0,
-        "RLIMIT_MSGQUEUE": 0,
-    }
+    same = {"AS": limits.address_bytes, "FSIZE": limits.file_bytes, "NOFILE": limits.open_files}
+    same |= dict.fromkeys(("CORE", "MEMLOCK", "MSGQUEUE"), 0)
     # The soft limit ends a program, the hard one a program that ignores the signal.
-    return {name: (value, value) for name, value in same.items()} | {
-        "RLIMIT_CPU": (limits.cpu_seconds, limits.cpu_seconds + 1)
+    both = {name: (value, value) for name, value in same.items()} | {
+        "CPU": (limits.cpu_seconds, limits.cpu_seconds + 1)
     }
+    return {f"RLIMIT_{name}": values for name, values in both.items()}
 
 
 def _environment(folder: str) -> dict[str, str]:
@@ -148,18 +143,19 @@ def _used(pid: int) -> tuple[int, int]:
     return tasks, memory
 
 
-def _watch(process: subprocess.Popen[bytes], limits: Limits) -> str:
+def _watch(process: subprocess.Popen[bytes], limits: Limits) -> Outcome | None:
     """Wait for a program, or kill it at a limit: which one."""
-    deadline, met, ended = time.monotonic() + limits.wall_seconds, "", os.pidfd_open(process.pid)
+    deadline, ended = time.monotonic() + limits.wall_seconds, os.pidfd_open(process.pid)
+    met: Outcome | None = None
     try:
         while not select.select([ended], [], [], _WATCH_SECONDS)[0]:
             tasks, memory = _used(process.pid)
             if time.monotonic() > deadline:
-                met = "wall time"
+                met = Outcome("wall time", f"still running after {limits.wall_seconds:g} s")
             elif memory > limits.memory_bytes:
-                met = "memory"
+                met = Outcome("memory", f"more than {limits.memory_bytes} bytes")
             elif tasks > limits.processes + 3:  # bwrap's two, and the program itself
-                met = "processes"
+                met = Outcome("processes", f"more than {limits.processes}")
             if met:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -204,13 +200,9 @@ def run_program(program: str, limits: Limits = LIMITS, isolated: bool = True) ->
     return _judge(said, word.encode(), met, process.returncode, limits)
 
 
-def _judge(said: bytes, word: bytes, met: str, status: int, limits: Limits) -> Outcome:
-    if met == "wall time":
-        return Outcome("wall time", f"still running after {limits.wall_seconds:g} s")
-    if met == "memory":
-        return Outcome("memory", f"more than {limits.memory_bytes} bytes")
-    if met == "processes":
-        return Outcome("processes", f"more than {limits.processes}")
+def _judge(said: bytes, word: bytes, met: Outcome | None, status: int, limits: Limits) -> Outcome:
+    if met is not None:
+        return met
     if said == word:
         return Outcome("passed", "")
     if said.startswith(RAISED):
@@ -227,11 +219,7 @@ def _judge(said: bytes, word: bytes, met: str, status: int, limits: Limits) -> O
 
 
 def run_programs(programs: Sequence[str], limits: Limits = LIMITS) -> list[Outcome]:
-    """Run programs, several at a time, and return how each ended, in their order.
-
-    Raises:
-        EvaluationError: One could not be run within its limits.
-    """
+    """Run programs, several at a time, and return how each ended, in their order."""
     isolated = bool(check_isolation())
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     workers = max(1, min(len(programs), cpu_cores(), available // limits.memory_bytes, _MOST_WORKERS))
@@ -284,10 +272,8 @@ def check_isolation(limits: Limits = LIMITS) -> str:
 
 def describe(sandbox: str, limits: Limits = LIMITS) -> str:
     """What a person reads before generated code runs; `sandbox` is from `check_isolation`."""
-    held = (
-        f"{limits.cpu_seconds} s of processor time, {limits.wall_seconds:g} s, {limits.memory_bytes // MIB} MiB, {limits.processes} "
-        "processes a program"
-    )
+    held = f"{limits.cpu_seconds} s of processor time, {limits.wall_seconds:g} s, {limits.memory_bytes // MIB} MiB"
+    held += f", {limits.processes} processes a program"
     if sandbox:
         return f"Generated code runs in a sandbox ({sandbox}) without network or your files: {held}."
     return f"Generated code runs WITHOUT A SANDBOX ({WITHOUT_SANDBOX}=1), with your network and files: {held}."

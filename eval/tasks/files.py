@@ -112,9 +112,7 @@ class LocalTasks:
             return
         folder = find_file(include_path).resolve()
         if not folder.is_dir():
-            raise EvaluationError(
-                f"eval.include_path={include_path} is not a folder. Name the folder of your task files."
-            )
+            raise EvaluationError(f"eval.include_path={include_path} is no folder. Name the folder of your task files.")
         for path in sorted(folder.rglob("*.yaml")):
             try:
                 self.read(path, folder)

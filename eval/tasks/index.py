@@ -37,13 +37,13 @@ def known_tasks(files: Sequence[Path] | None = None) -> TaskIndex:
         name = f"lm_eval-{version('lm_eval')}-names.json"
         user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         files = [Path(sys.prefix) / "cache" / name, user / "sft-recipes" / name]
+    sets = ("names", "unsafe", "metrics")
     for file in files:
         with suppress(OSError, ValueError, KeyError, TypeError):
             kept = json.loads(file.read_text(encoding="utf-8"))
-            names, unsafe, metrics = (frozenset(kept[key]) for key in ("names", "unsafe", "metrics"))
-            return TaskIndex(names, unsafe, metrics, dict(kept["members"]))
+            return TaskIndex(**{key: frozenset(kept[key]) for key in sets}, members=dict(kept["members"]))
     index = build_index()
-    lists = {key: sorted(getattr(index, key)) for key in ("names", "unsafe", "metrics")}
+    lists = {key: sorted(getattr(index, key)) for key in sets}
     for file in files:
         with suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -60,7 +60,7 @@ def load_tasks(selection: TaskSelection, settings: Settings, run_code: bool, log
     Raises:
         EvaluationError: A task is broken, needs a package, or contradicts the settings; all in one message.
     """
-    tasks = read_tasks(selection, settings.limit, settings.num_fewshot, run_code, log)
+    tasks = read_tasks(selection, settings.num_fewshot, run_code, log)
     if not tasks.by_name:
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in tasks.missing.items())
         raise EvaluationError(f"No task can be measured:{reasons}\n{WHERE_TO_GET}")
@@ -74,9 +74,7 @@ def load_tasks(selection: TaskSelection, settings: Settings, run_code: bool, log
     return tasks
 
 
-def read_tasks(
-    selection: TaskSelection, limit: int | None, num_fewshot: int | None, run_code: bool, log: Path
-) -> LoadedTasks:
+def read_tasks(selection: TaskSelection, num_fewshot: int | None, run_code: bool, log: Path) -> LoadedTasks:
     """Load every task's documents, and check what needs no tokenizer; errors as `load_tasks`."""
     from lm_eval.tasks import TaskManager
 
@@ -91,7 +89,7 @@ def read_tasks(
         manager = TaskManager(include_path=folders, include_defaults=not selection.all_local)
         for task in selection.tasks:
             for loaded in _load_task(manager, task, tasks, problems):
-                problems += _problems_of(loaded, limit, num_fewshot, run_code)
+                problems += _problems_of(loaded, selection.limit, num_fewshot, run_code)
     # What groups of files share is known only now.
     parts = [(leaf.task_name, name) for name, items in tasks.by_name.items() for leaf in leaves(items)]
     _refuse([*problems, *measured_twice(parts)])

@@ -74,10 +74,9 @@ def main(arguments: list[str]) -> None:
 
     evaluation = Evaluation.model_validate_json(arguments[2])
     selection = check_tasks(evaluation, Path(arguments[1]))
-    limit = selection.suite_limit if evaluation.limit is None else evaluation.limit
     refused, missing, run_code = None, dict[str, str](), evaluation.confirm_run_unsafe_code
     try:
-        missing = read_tasks(selection, limit, evaluation.num_fewshot, run_code, Path(os.devnull)).missing
+        missing = read_tasks(selection, evaluation.num_fewshot, run_code, Path(os.devnull)).missing
     except EvaluationError as error:
         refused = str(error)
     print(json.dumps({"refused": refused, "missing": missing}), flush=True)

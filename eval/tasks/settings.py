@@ -110,17 +110,16 @@ def resolve_settings(evaluation: Evaluation, selection: TaskSelection, reference
     """
     served, chat, tokenizer = evaluation.backend == "server", evaluation.apply_chat_template, reference.tokenizer
     context = context_of(reference.config)
-    if evaluation.max_length is not None and context is not None and evaluation.max_length > context:
-        raise EvaluationError(
-            f"eval.max_length={evaluation.max_length} is more than the model's context of {context} tokens."
-        )
-    context = evaluation.max_length or context
+    wanted = evaluation.max_length
+    if wanted is not None and context is not None and wanted > context:
+        raise EvaluationError(f"eval.max_length={wanted} is more than the model's context of {context} tokens.")
+    context = wanted or context
     saved_dtype = str(getattr(reference.config, "dtype", None) or "auto").removeprefix("torch.")
     generation = reference.generation_config.to_diff_dict()
     searched = evaluation.batch_size == "auto" and not served
     return Settings(
         tasks=tuple(task.name for task in selection.tasks),
-        limit=selection.suite_limit if evaluation.limit is None else evaluation.limit,
+        limit=selection.limit,
         num_fewshot=evaluation.num_fewshot,
         fewshot_as_multiturn=chat,
         system_instruction=evaluation.system_instruction,

@@ -81,9 +81,8 @@ def describe_suite(evaluation: Evaluation) -> str | None:
     """What the suite measures and what it needs; None without a suite."""
     if evaluation.suite is None:
         return None
-    chosen = SUITES[evaluation.suite]
+    chosen, limit = SUITES[evaluation.suite], limit_of(evaluation)
     tasks = ", ".join(tasks_of(evaluation.suite, evaluation.apply_chat_template))
-    limit = chosen.limit if evaluation.limit is None else evaluation.limit
     documents = "all documents" if limit is None else f"the first {limit:,} documents of each task"
     line = f"eval.suite={evaluation.suite} ({chosen.purpose}): {tasks}; {documents}."
     return line + (f"\n  Needs: {chosen.needs}." if chosen.needs else "")
@@ -100,8 +99,8 @@ class TaskSelection:
     runs_code: bool = False
     """Whether a task, or what a group of the user's may reach, runs code that the model writes."""
 
-    suite_limit: int | None = None
-    """Documents per task where eval.limit is not set."""
+    limit: int | None = None
+    """Documents per task: eval.limit, or the suite's own."""
 
     @property
     def all_local(self) -> bool:
@@ -148,8 +147,13 @@ def check_tasks(evaluation: Evaluation, output_dir: Path) -> TaskSelection:
     if problems:
         raise EvaluationError("\n".join(dict.fromkeys(problems)))
     check_gate(evaluation.gate, list(tasks), {part for parts in inside.values() for part in parts})
-    limit = SUITES[evaluation.suite].limit if evaluation.suite is not None else None
-    return TaskSelection(tuple(tasks.values()), tuple(local.folders), runs_code, limit)
+    return TaskSelection(tuple(tasks.values()), tuple(local.folders), runs_code, limit_of(evaluation))
+
+
+def limit_of(evaluation: Evaluation) -> int | None:
+    """Documents per task; None: all."""
+    suite = SUITES.get(evaluation.suite or "")
+    return suite.limit if suite is not None and evaluation.limit is None else evaluation.limit
 
 
 def _find_task(asked: str, local: LocalTasks, known: TaskIndex, output_dir: Path) -> TaskFile:

@@ -13,9 +13,9 @@ _MODEL = f"""
 base_model -> model.name_or_path
 model_revision revision_of_model -> model.revision
 trust_remote_code -> model.trust_remote_code -- only with a commit as revision: the code of models in transformers needs none
-model_type tokenizer_type type_of_model base_model_config cls_model_config -- classes follow from the model's config.json
-tokenizer_use_fast tokenizer_legacy is_falcon_derived_model is_llama_derived_model -- classes follow from the model's config.json
-is_mistral_derived_model -- classes follow from the model's config.json
+model_type tokenizer_type type_of_model base_model_config cls_model_config
+tokenizer_use_fast tokenizer_legacy is_falcon_derived_model is_llama_derived_model
+is_mistral_derived_model
 is_qwen_derived_model -- classes follow from the model's config.json
 tokenizer_config tokenizer_use_mistral_common tokenizer_save_jinja_files -- the tokenizer is the model's own
 chat_template -> model.chat_template -- chatml is ours; for other names {common.OWN_TEMPLATE}
@@ -29,12 +29,14 @@ resize_token_embeddings_to_32x shrink_embeddings mean_resizing_embeddings -- the
 model_config.* overrides_of_model_config.* -- config.json of the model says it; change it there
 attn_implementation -> model.attn_implementation
 flash_attention sdp_attention eager_attention -> model.attn_implementation
+flex_attn_compile_kwargs.* large_head_attention
 xformers_attention flex_attention sage_attention s2_attention flash_optimum -- not one of model.attn_implementation
 plugins liger_rope liger_rms_norm liger_glu_activation liger_layer_norm -- kernels: Liger's layers are the default, model.kernels
 liger_fused_linear_cross_entropy liger_cross_entropy liger_swiglu -- kernels: the loss is computed for target tokens only
 lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel fused_attn_kernel -- kernels: they change speed and memory
 cut_cross_entropy chunked_cross_entropy flash_attn_cross_entropy -- kernels: the loss is computed for target tokens only
-flash_attn_rms_norm flash_attn_fuse_mlp sdpa_varlen use_kernels -- kernels: they change speed and memory
+flash_attn_rms_norm flash_attn_fuse_mlp sdpa_varlen use_kernels
+use_scattermoe use_sonicmoe experts_implementation liger_rms_norm_gated gemma4_hybrid_attn_impl
 tiled_mlp tiled_mlp_num_shards unsloth_lora_mlp unsloth_lora_qkv unsloth_lora_o -- kernels: they change speed and memory
 reinit_weights -- weights are always loaded: to train random ones is pretraining
 adapter -> model.lora -- adapters are trained where model.lora is given; final/ is the merged model
@@ -49,8 +51,13 @@ peft_use_dora -> model.lora.use_dora
 peft_use_rslora -> model.lora.use_rslora
 peft_init_lora_weights -> model.lora.init_lora_weights
 peft_layers_to_transform -> model.lora.layers_to_transform
+lora_target_parameters quantize_moe_experts llama4_linearized_experts -- adapters are on linear layers, and experts are not quantized
+model_quantization_config model_quantization_config_kwargs.* -- weights that come quantized are refused
+bnb_config_kwargs.bnb_4bit_use_double_quant -> model.bnb_4bit_use_double_quant
+bnb_config_kwargs.bnb_4bit_quant_type -> model.quantization
 lora_model_dir -- training does not start from adapters: merge them first, and name the merged model
-loraplus_lr_ratio loraplus_lr_embedding loftq_config peft.* lora_fan_in_fan_out lora_on_cpu gptq -- nothing here corresponds to it
+loraplus_lr_ratio loraplus_lr_embedding loftq_config peft.* relora relora_prune_ratio
+lora_fan_in_fan_out lora_on_cpu gptq -- nothing here corresponds to it
 unfrozen_parameters -> model.freeze -- a recipe names what is frozen, not what is trained
 """
 _DATA = """
@@ -61,6 +68,8 @@ datasets.*.split -> data.train.split -- train[:20%] becomes a random 20%: data.t
 datasets.*.revision -> data.train.revision
 datasets.*.type -> data.train.format -- the chat template renders the rows, also Alpaca's
 datasets.*.field_messages datasets.*.field -> data.train.columns
+datasets.*.field_thinking datasets.*.template_thinking_key -- reasoning_content and <think> are recognized
+datasets.*.* -- a source has no such key
 datasets.*.ds_type -- the file's suffix says it
 datasets.*.message_property_mappings.* datasets.*.roles.* -- role and content, from and value, human and gpt and their like are recognized
 datasets.*.message_field_role datasets.*.message_field_content -- role and content, from and value are recognized
@@ -77,8 +86,8 @@ train_on_inputs -> data.loss_on
 dataset_prepared_path dataset_processes dataset_num_proc dataset_keep_in_memory -- rows are prepared on all cores, and kept
 dataset_shard_num dataset_shard_idx num_dataset_shards_to_save skip_prepare_dataset push_dataset_to_hub -- rows are prepared on all cores
 shuffle_merged_datasets shuffle_before_merging_datasets group_by_length curriculum_sampling -- rows are shuffled by train.seed
-remove_unused_columns eval_sample_packing pad_to_sequence_len pad_to_multiple_of min_sample_len -- our own preparation packs the rows
-sample_packing_group_size sample_packing_bin_size sample_packing_sequentially sample_packing_eff_est -- our own preparation packs the rows
+remove_unused_columns eval_sample_packing pad_to_sequence_len pad_to_multiple_of min_sample_len
+sample_packing_group_size sample_packing_bin_size sample_packing_sequentially sample_packing_eff_est
 multipack_real_batches batch_flattening eval_sequence_len total_num_tokens -- our own preparation packs the rows
 default_system_message -- the chat template writes it
 hf_use_auth_token -- a login is used where there is one: hf auth login
@@ -98,6 +107,8 @@ optimizer -> train.optim
 optim_args -> train.optim_args
 weight_decay adam_beta1 adam_epsilon max_grad_norm neftune_noise_alpha -> train.*
 adam_beta2 -> train.adam_beta2 (0.999)
+adam_eps -> train.adam_epsilon
+eta_min lr_quadratic_warmup lr_groups embedding_lr -- no such schedule here
 noisy_embedding_alpha -> train.neftune_noise_alpha
 bf16 fp16 -> train.precision
 bfloat16 float16 -> train.precision -- weights in half precision get an fp32 copy here
@@ -126,18 +137,20 @@ wandb_project -> tracking.project
 wandb_name -> tracking.run_name
 wandb_run_id -- a resumed run continues its own wandb run
 wandb_entity wandb_watch wandb_log_model wandb_mode -- wandb's own environment variables set it
+use_swanlab swanlab_project swanlab_mode use_comet comet_project_name use_otel_metrics -- no tracker here: tracking.report_to
+use_ray ray_num_workers expert_parallel_size -- the launcher and the plan decide it
 use_wandb use_tensorboard use_mlflow use_trackio -> tracking.report_to
 trackio_project_name -> tracking.project
 output_dir -> output_dir -- runs go to a folder of their own below it: <output_dir>/<recipe>/<run>
 hub_model_id hub_strategy hub_revision push_to_hub -- sft export --to hub uploads the finished model
 resume_from_checkpoint auto_resume_from_checkpoints -- a run resumes by itself: train.resume
 loss_watchdog_threshold loss_watchdog_patience -- a loss or gradient that is not finite stops the run: train.on_nonfinite
-do_causal_lm_eval eval_causal_lm_metrics eval_table_size eval_max_new_tokens -- eval.tasks measure the model, and the report shows answers
+do_causal_lm_eval eval_causal_lm_metrics eval_table_size eval_max_new_tokens
 do_bench_eval bench_dataset generate_samples num_generation_samples -- eval.tasks measure the model, and the report shows answers
 eval_batch_size -- the eval loss takes the batch of the training
 save_only_model save_safetensors save_first_step -- checkpoints hold what a resumed run needs, and each save is verified
-ddp ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers device device_map local_rank -- the launcher and the plan decide it
-world_size low_cpu_mem_usage max_memory gpu_memory_limit auto_find_batch_size dataloader_drop_last -- the launcher and the plan decide it
+ddp ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers device device_map local_rank
+world_size low_cpu_mem_usage max_memory gpu_memory_limit auto_find_batch_size dataloader_drop_last
 gc_steps gc_collect_steps experimental_skip_move_to_device -- the launcher and the plan decide it
 dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor torch_empty_cache_steps -> train.trainer_args.*
 strict debug is_preprocess -- a switch of axolotl's own
@@ -159,7 +172,8 @@ _REFUSED = {
     "pretraining_dataset": "pretraining",
     "reward_model": "reward modelling",
     "process_reward_model": "process reward modelling",
-    "processor_type": "vision",
+    "processor_type": "vision or audio",
+    "diffusion": "a diffusion language model",
 }
 
 

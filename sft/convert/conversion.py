@@ -38,7 +38,7 @@ class Row:
 
 
 def table(text: str, values: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Row]:
-    """Read a table of keys: a line for one key or several with the same meaning, separated by blanks.
+    """Read a table of keys: a line for one key or several with the same meaning, separated by blanks; their names may take several lines.
 
     `theirs -> ours`, `theirs -> ours (their default) -- what differs`, or `theirs -- why it is not carried over`. A `*` at the end of
     theirs stands for any key below it; one at the end of ours for the same name.
@@ -47,7 +47,7 @@ def table(text: str, values: Mapping[str, Mapping[str, Any]] | None = None) -> d
     Row(to='train.learning_rate', note='', default=2e-05, values=None)
     """
     rows = {}
-    for line in filter(None, map(str.strip, text.splitlines())):
+    for line in re.findall(r"[^\n](?:(?! -> | -- )(?:.|\n))*(?: -> | -- ).*", text):
         left, _, note = line.partition(" -- ")
         keys, _, target = left.partition(" -> ")
         match = re.fullmatch(r"([^(]*?)(?: \((.*)\))?", target)
@@ -178,6 +178,11 @@ class Conversion:
             self.account(self.changed, key, f"{to}: {shown(value)} ({why})")
             self.settings[to] = value
             self.comments.setdefault(to, []).append(f"{key}: {why}")
+
+    def set(self, to: str, value: Any) -> None:
+        """Set a key of the recipe that no single key of the file stands for, where recipes have it."""
+        if not refusal(to, value):
+            self.settings[to] = value
 
     def note(self, key: str, to: str, why: str) -> None:
         """A key has another meaning here, and the recipe gets no value from it alone."""

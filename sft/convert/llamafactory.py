@@ -54,8 +54,10 @@ data_shared_file_system buffer_size ignore_pad_token_for_loss eval_on_each_datas
 stage -- sft is all there is
 pure_bf16 -> train.precision -- the optimizer steps on an fp32 copy of the weights
 use_muon -> train.optim
-use_adam_mini use_galore galore_layerwise galore_target galore_rank galore_scale -- no such optimizer here: train.optim has those there are
-galore_update_interval galore_proj_type use_apollo use_badam -- no such optimizer here: train.optim has those there are
+use_adam_mini use_galore galore_layerwise galore_target galore_rank galore_scale apollo_rank
+galore_update_interval galore_proj_type use_apollo
+apollo_layerwise apollo_target apollo_scale -- no such optimizer here: train.optim has those there are
+apollo_scale_type use_badam badam_mode badam_switch_mode badam_switch_interval badam_verbose -- no such optimizer here: train.optim
 use_dft_loss -> train.trainer_args.loss_type
 use_eaft_loss eaft_alpha use_asft_loss asft_alpha -- no such loss here
 early_stopping_steps -> train.early_stopping_patience
@@ -63,6 +65,10 @@ compute_accuracy -- eval.tasks measure the model
 include_effective_tokens_per_second -- metrics.jsonl has tokens per second
 disable_shuffling -- rows are shuffled by train.seed
 use_swanlab swanlab_project swanlab_mode -- no tracker here: tracking.report_to has those there are
+oft_rank oft_block_size oft_target module_dropout -- orthogonal adapters are not supported: model.lora
+use_kt kt_config.* kt_cpu_activation kt_weight_path -- KTransformers is no engine here
+use_mca use_hyper_parallel use_megatron_bridge -- Megatron is no engine here
+fp8 fp8_backend fp8_enable_fsdp_float8_all_gather -- float8 is not supported
 use_ray ray_run_name ray_num_workers resources_per_worker placement_strategy -- Ray is no launcher here
 infer_backend infer_dtype vllm_maxlen export_dir offload_folder -- about inference or export: sft chat, sft export
 cache_dir -- HF_HOME says where downloads are kept
@@ -81,6 +87,11 @@ peft_config.lora_alpha -> model.lora.lora_alpha
 peft_config.lora_dropout -> model.lora.lora_dropout
 peft_config.target_modules -> model.lora.target_modules -- all is all-linear
 peft_config.* -- model.lora has no such key
+init_config.* -- the plan decides how weights are loaded
+cp_size cp_mode -- memory only: the result does not change
+optim_config.* -- write it in the recipe: train.optim
+lr_scheduler_config.* -- write it in the recipe: train.lr_scheduler_type
+quant_config.* -- write it in the recipe: model.quantization
 kernel_config.* -- Liger's layers are the default, on a GPU: model.kernels
 dist_config.name -> train.fsdp
 dist_config.* -- FSDP2 needs no such setting
@@ -140,6 +151,10 @@ def _refuse(c: Conversion) -> None:
     if not is_true(c.get("do_train", True)) or (is_true(c.get("do_predict")) and not c.get("do_train")):
         raise ConversionError(
             f"{c.file} configures prediction (do_predict: {c.get('do_predict')}), which trains nothing."
+        )
+    if not any(c.get(key) for key in ("do_train", "finetuning_type", "stage", "train_dataset", "dataset")):
+        raise ConversionError(
+            f"{c.file} trains nothing: it names no dataset. It is for inference or export (sft chat, sft export)."
         )
     vision = next((key for key in c.keys if key.startswith(("image_", "video_", "audio_"))), None)
     template, data = str(c.get("template", "")), str(c.get("dataset", ""))

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from sft.convert import axolotl, llamafactory, trl
+from sft.convert import axolotl, llamafactory, torchtune, trl
 from sft.convert.conversion import Conversion, ConversionError, Row, flatten
 from sft.convert.recipe_text import recipe_text
 from sft.recipe.load import parse_recipe
@@ -24,6 +24,7 @@ TOOLS: dict[str, tuple[Callable[[Conversion], None], Mapping[str, Row]]] = {
     "transformers": (trl.convert, trl.TRANSFORMERS),
     "axolotl": (axolotl.convert, axolotl.AXOLOTL),
     "LLaMA-Factory": (llamafactory.convert, llamafactory.LLAMA_FACTORY),
+    "torchtune": (torchtune.convert, torchtune.TORCHTUNE),
 }
 """How each tool's config is converted, and the table of its keys."""
 
@@ -90,7 +91,7 @@ def convert(path: Path, gpus: int | None) -> Conversion:
     """
     values = read_config(path)
     tool = other_tool(values)
-    if tool is None or tool == "accelerate":
+    if tool is None or tool not in TOOLS:
         raise ConversionError(_unknown(path, values, tool))
     conversion = Conversion(tool, path.name, flatten(values), gpus)
     TOOLS[tool][0](conversion)
@@ -100,23 +101,18 @@ def convert(path: Path, gpus: int | None) -> Conversion:
 def _unknown(path: Path, values: dict[str, Any], tool: str | None) -> str:
     if "schema_version" in values:
         return f"{path} is a recipe already (schema_version: {values['schema_version']}). Train it: sft train {path}."
-    if tool == "accelerate":
-        stage = (
-            (values.get("deepspeed_config") or {}).get("zero_stage")
-            if isinstance(values.get("deepspeed_config"), dict)
-            else None
-        )
-        engine = (
-            f"train.deepspeed: zero{stage}"
-            if stage
-            else "train.fsdp: {}"
-            if values.get("fsdp_config")
-            else "no engine, as is the default"
-        )
+    if tool == "DeepSpeed":
         return (
-            f"{path} is a config of `accelerate launch` ({values.get('distributed_type')}, {values.get('num_processes')} processes), which "
-            f"says how to start and not what to train. Convert the training config with --gpus {values.get('num_processes') or 'N'}. In a "
-            f"recipe this file's engine is {engine}."
+            f"{path} is a DeepSpeed file, which a recipe names: train.deepspeed: {path}. Convert the training config."
+        )
+    if tool == "accelerate":
+        deepspeed, processes = values.get("deepspeed_config"), values.get("num_processes") or "N"
+        stage = deepspeed.get("zero_stage") if isinstance(deepspeed, dict) else None
+        fsdp = "train.fsdp: {}" if values.get("fsdp_config") else "none, as is the default"
+        return (
+            f"{path} is a config of `accelerate launch` ({values.get('distributed_type')}, {processes} processes), which says how to start "
+            f"and not what to train. Convert the training config with --gpus {processes}; in the recipe, the engine of this file is "
+            f"{f'train.deepspeed: zero{stage}' if stage else fsdp}."
         )
     names = ", ".join(list(values)[:8])
     return (

@@ -50,7 +50,7 @@ truncation_mode -> data.overlong -- keep_start is `truncate`; nothing keeps the 
 assistant_only_loss -> data.loss_on -- TRL trains every token of `messages` unless it is set: `all`; here `auto` trains the assistant's
 completion_only_loss -> data.loss_on -- true is `completion`, false `all`
 dataset_num_proc preprocessing_num_workers -- rows are prepared on all cores
-dataset_kwargs.* eval_packing padding_free pad_to_multiple_of shuffle_dataset -- our own preparation renders and packs the rows
+dataset_kwargs.* eval_packing padding_free pad_to_multiple_of shuffle_dataset
 remove_unused_columns auto_insert_empty_system_msg label_names length_column_name -- our own preparation renders and packs the rows
 group_by_length train_sampling_strategy -- rows are shuffled by train.seed
 ignore_bias_buffers -- no model that trains here needs it
@@ -94,21 +94,21 @@ project -> tracking.project
 output_dir -> output_dir -- runs go to a folder of their own below it: <output_dir>/<recipe>/<run>
 resume_from_checkpoint -- a run resumes by itself: train.resume
 overwrite_output_dir -- finished runs are never overwritten
-push_to_hub hub_model_id hub_strategy hub_private_repo hub_always_push hub_revision -- sft export --to hub uploads the finished model
+push_to_hub hub_model_id hub_strategy hub_private_repo hub_always_push hub_revision
 push_to_hub_model_id push_to_hub_organization -- sft export --to hub uploads the finished model
 hub_token push_to_hub_token -- a secret does not belong in a recipe: log in with `hf auth login`
-log_level log_level_replica log_on_each_node logging_strategy logging_first_step logging_dir -- metrics.jsonl has the curves
+log_level log_level_replica log_on_each_node logging_strategy logging_first_step logging_dir
 logging_nan_inf_filter disable_tqdm include_num_input_tokens_seen include_tokens_per_second -- metrics.jsonl has the curves
 skip_memory_metrics plot_loss -- metrics.jsonl has the curves, and the report draws them
-local_rank use_cpu no_cuda use_mps_device ddp_backend ddp_find_unused_parameters parallelism_config -- the launcher and the plan decide it
+local_rank use_cpu no_cuda use_mps_device ddp_backend ddp_find_unused_parameters parallelism_config
 accelerator_config.* dataloader_drop_last auto_find_batch_size _n_gpu mp_parameters num_processes -- the launcher and the plan decide it
 do_train do_predict -- training is what the command does
 average_tokens_across_devices -- always: the loss is divided by the target tokens of the step over all ranks
-save_only_model save_safetensors save_on_each_node ignore_data_skip -- checkpoints hold what a resumed run needs
+save_only_model save_safetensors save_on_each_node ignore_data_skip
 restore_callback_states_from_checkpoint enable_jit_checkpoint -- checkpoints hold what a resumed run needs
 per_device_eval_batch_size eval_accumulation_steps bf16_full_eval fp16_full_eval -- the eval loss takes the batch of the training
 eval_delay eval_on_start -- the eval loss is measured at the start, at each checkpoint or every train.eval_steps, and at the end
-eval_do_concat_batches eval_use_gather_object prediction_loss_only batch_eval_metrics -- eval.tasks measure the model
+eval_do_concat_batches eval_use_gather_object prediction_loss_only batch_eval_metrics
 include_for_metrics include_inputs_for_metrics -- eval.tasks measure the model
 dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor -> train.trainer_args.*
 full_determinism torch_empty_cache_steps ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph -> train.trainer_args.*
@@ -119,7 +119,7 @@ TRL = table(_MODEL + _DATA + _TRAIN, _VALUES) | common.FSDP
 TRANSFORMERS = table(_MODEL + _TRAIN, _VALUES) | common.FSDP | table("learning_rate -> train.learning_rate (5e-5)")
 
 _OTHER_TRAINING = {
-    "DPO": "beta max_prompt_length precompute_ref_log_probs ref_model_init_kwargs rpo_alpha",
+    "preference training such as DPO": "beta max_prompt_length precompute_ref_log_probs ref_model_init_kwargs rpo_alpha",
     "reward modelling": "center_rewards_coefficient reward_model_path",
     "GRPO": "num_generations reward_funcs",
     "KTO": "desirable_weight undesirable_weight",

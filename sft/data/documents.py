@@ -127,10 +127,7 @@ class DocumentMaker:
         self.special_tokens = SpecialTokens(tokenizer)
 
     def make(self, source: Source, number: int, format: str, rows: Sequence[tuple[int, Row | BadRow]]) -> Chunk:
-        """Make documents of some rows of one source, given with their numbers in it, from 1.
-
-        Raises RowError where a row stops the preparation.
-        """
+        """Make documents of rows of one source, given with their numbers in it, from 1. Raises RowError where one stops it."""
         chunk = Chunk(number, Counts(rows_in=len(rows)))
         # The chat template writes the special tokens, BOS included: the tokenizer must not add another.
         adds_special_tokens = format == "text" or not source.chat
@@ -142,8 +139,7 @@ class DocumentMaker:
                     items.append((row_number, item))
         texts = [item.text for _, item in items if isinstance(item, _Text)]
         encodings = iter(self.backend.encode_batch(texts, add_special_tokens=adds_special_tokens))
-        parts: list[Ids] = []
-        records: list[tuple[int, ...]] = []
+        documents: list[tuple[Ids, Any]] = []
         for row_number, item in items:
             encoding = next(encodings) if isinstance(item, _Text) else None
             with self._row_errors(chunk, row_number):
@@ -151,12 +147,11 @@ class DocumentMaker:
                     item = self._tokens_and_mask(item, encoding, adds_special_tokens)
                     if self.unknown_id is not None and self.unknown_id in item[0]:
                         chunk.find("unknown_token", row_number)
-                pieces, cut = self._pieces(row_number, *item, chunk)
-                parts += pieces
-                records += _records(chunk.source, row_number, *item, pieces, cut)
-        if parts:
+                documents += self._documents(row_number, *item, chunk)
+        if documents:
+            parts, records = zip(*documents, strict=True)
             chunk.tokens, chunk.trained = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-            chunk.documents = np.array(records, DOCUMENT)
+            chunk.documents = np.array(list(records), DOCUMENT)
         return chunk
 
     @contextmanager
@@ -285,46 +280,38 @@ class DocumentMaker:
             ids, mask = ids[1:], mask[1:]  # the text brings its own
         return ids, mask
 
-    def _pieces(self, row: int, ids: np.ndarray, mask: np.ndarray, chunk: Chunk) -> tuple[list[Ids], int]:
-        """The documents of one row, none longer than max_length, each with a target token; and the tokens that are cut off."""
+    def _documents(self, row: int, ids: np.ndarray, mask: np.ndarray, chunk: Chunk) -> Iterator[tuple[Ids, Any]]:
+        """The documents of one row and their records: none longer than max_length, each with a target token."""
         mask[:1] = 0  # nothing predicts the first token
-        length, limit, overlong = len(ids), self.data.max_length, self.data.overlong
+        length, limit, overlong, cut = len(ids), self.data.max_length, self.data.overlong, 0
         chunk.counts.lengths[np.searchsorted(LENGTHS, length)] += 1
         chunk.counts.tokens_in += length
         if not mask.any():
-            chunk.drop("no_target_tokens", row, length)
-            return [], 0
-        if length <= limit:
-            return [(ids, mask)], 0
-        if overlong == "error":
-            raise RowError(
-                row,
-                f"{length} tokens, more than data.max_length={limit}. Raise it, or set data.overlong to drop, truncate or split",
-            )
-        if overlong == "drop":
-            chunk.drop("too_long", row, length)
-            return [], 0
-        starts = range(0, length, limit) if overlong == "split" else [0]
-        pieces = [(ids[start : start + limit], mask[start : start + limit].copy()) for start in starts]
-        for _, kept in pieces:
-            kept[0] = 0  # nothing in the piece predicts its first token
-        pieces = [(piece, kept) for piece, kept in pieces if kept.any()]
-        if not pieces:
-            chunk.drop("targets_past_max_length", row, length)
-            return [], 0
-        chunk.find("truncated" if overlong == "truncate" else "split", row)
-        return pieces, length - limit if overlong == "truncate" else 0
-
-
-def _records(source: int, row: int, ids: np.ndarray, mask: np.ndarray, pieces: list[Ids], cut: int) -> list[Any]:
-    """A DOCUMENT record for each piece of a row."""
-    digest, answer = _digest(ids), _digest(ids[mask == 1])
-    # Pieces without a target are counted on the row's first document.
-    lost = [len(ids) - cut - sum(len(piece) for piece, _ in pieces)] + [0] * len(pieces)
-    return [
-        (len(piece), int(kept.sum()), cut, without_targets, source, row, digest, answer)
-        for (piece, kept), without_targets in zip(pieces, lost, strict=False)
-    ]
+            return chunk.drop("no_target_tokens", row, length)
+        pieces = [(ids, mask)]
+        if length > limit:
+            if overlong == "error":
+                raise RowError(
+                    row,
+                    f"{length} tokens, more than data.max_length={limit}. Raise it, or set data.overlong to drop, truncate or split",
+                )
+            if overlong == "drop":
+                return chunk.drop("too_long", row, length)
+            starts = range(0, length, limit) if overlong == "split" else [0]
+            pieces = [(ids[start : start + limit], mask[start : start + limit].copy()) for start in starts]
+            for _, kept in pieces:
+                kept[0] = 0  # nothing in the piece predicts its first token
+            pieces = [(piece, kept) for piece, kept in pieces if kept.any()]
+            if not pieces:
+                return chunk.drop("targets_past_max_length", row, length)
+            chunk.find("truncated" if overlong == "truncate" else "split", row)
+            cut = length - limit if overlong == "truncate" else 0
+        digest, answer = _digest(ids), _digest(ids[mask == 1])
+        # Pieces without a target are counted on the row's first document.
+        lost = length - cut - sum(len(piece) for piece, _ in pieces)
+        for piece, kept in pieces:
+            yield (piece, kept), (len(piece), int(kept.sum()), cut, lost, chunk.source, row, digest, answer)
+            lost = 0
 
 
 def token_range(encoding: Any, start: int, end: int, added: Container[int] = ()) -> tuple[int, int]:
@@ -332,9 +319,8 @@ def token_range(encoding: Any, start: int, end: int, added: Container[int] = ())
 
     One of the ids `added` that begins before `start` is not among them: some added tokens take the white space around them with
     them (`rstrip`), such as the header before an answer that begins with a space.
-
-    Asks for single characters: all offsets at once are a Python object for every token.
     """
+    # Single characters: all offsets at once are a Python object for every token.
     first = next((token for at in range(start, end) if (token := encoding.char_to_token(at)) is not None), None)
     if first is None:
         return 0, 0

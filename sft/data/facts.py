@@ -16,6 +16,7 @@ from sft.data.packing import pack
 from sft.data.readers import Row, count_rows
 from sft.data.sources import all_sources, first_good_rows, source_files, split_and_slice, under_key
 from sft.errors import ModelError
+from sft.hub.names import is_on_hub
 from sft.recipe.schema import Recipe, Source
 
 _SAMPLE = 200
@@ -41,56 +42,40 @@ class DataFacts:
     """Counted on the prepared data, not estimated from the first rows."""
 
 
-@dataclass(frozen=True)
-class _Sample:
-    """The first rows of a source."""
-
-    source: Source
-    rows: list[Row]
-    format: str
-    count: int
-    """About how many rows the source has."""
-
-
 def inspect_data(recipe: Recipe, model_folder: str) -> DataFacts | None:
-    """Estimate the size of the data from the first rows of every source.
+    """Estimate the size of the data from the first rows of every source; None if a source to train on is on the hub.
 
-    The tokenizer in the model's folder counts the tokens; without one, as for a hub model, four bytes of text count as one.
-
-    Returns:
-        An estimate; None if a source is on the hub, which is not read before the data is prepared.
-
-    Raises DataError where a source does not exist, cannot be read, or has no usable columns; ModelError where the
-    tokenizer cannot be read.
+    The tokenizer in the model's folder counts the tokens; without one, as for a hub model, four bytes of text count as one. Raises
+    DataError where a source does not exist, cannot be read, or has no usable columns; ModelError where the tokenizer cannot be read.
     """
-    samples: list[_Sample | None] = []
+    samples: list[tuple[list[Row], str, int]] = []
     for key, source in all_sources(recipe):
         with under_key(key):
             files = source_files(source, recipe.output_dir)
-            samples.append(_sample(files, source) if files is not None else None)
-    trained_on = [sample for sample in samples[: len(recipe.sources)] if sample is not None]
-    if len(trained_on) < len(recipe.sources):
+            samples += [_sample(files, source)] if files is not None else []
+    if any(is_on_hub(source) for source in recipe.sources):
         return None
     count = _token_counter(Path(model_folder) / "tokenizer.json")
     kept = 1 - recipe.data.held_out if isinstance(recipe.data.held_out, float) else 1.0
     # These are guesses: that a source has fewer rows than the recipe takes is an error only once they are counted.
-    available = [max(round(sample.count * kept), sample.source.rows or 1) for sample in trained_on]
-    documents = tokens = trained = sequences = 0.0
-    for sample, number in zip(trained_on, wanted_rows(recipe.sources, available), strict=True):
-        share = number / len(sample.rows)
-        lengths = list(_lengths(sample, recipe, count))
+    trained_on = list(zip(recipe.sources, samples, strict=False))
+    available = [max(round(number * kept), source.rows or 1) for source, (_, _, number) in trained_on]
+    totals = np.zeros(4)
+    for (source, (rows, format, _)), number in zip(trained_on, wanted_rows(recipe.sources, available), strict=True):
+        lengths = list(_lengths(rows, format, source, recipe, count))
         used = [min(length, recipe.data.max_length) for length, _ in lengths]
-        documents += share * len(lengths)
-        tokens += share * sum(used)
-        trained += share * sum(length if recipe.data.loss_on == "all" else answer for length, answer in lengths)
+        trained = sum(length if recipe.data.loss_on == "all" else answer for length, answer in lengths)
         packs = len(pack(np.tile(used, _COPIES), recipe.sequence_length)[1]) / _COPIES
-        sequences += share * (packs if recipe.data.packing else len(used))
+        sequences = packs if recipe.data.packing else len(used)
+        totals += np.array([len(used), sum(used), trained, sequences]) * number / len(rows)
+    documents, tokens, targets, sequences = totals.tolist()
     if not documents:
         return None
-    return DataFacts(int(documents), int(tokens), min(int(trained), int(tokens)), ceil(sequences))
+    return DataFacts(int(documents), int(tokens), min(int(targets), int(tokens)), ceil(sequences))
 
 
-def _sample(files: list[Path], source: Source) -> _Sample:
+def _sample(files: list[Path], source: Source) -> tuple[list[Row], str, int]:
+    """The first rows of a source, their format, and about how many rows it has."""
     rows = first_good_rows(files, _SAMPLE)
     counts = [count_rows(file) for file in files]
     if None not in counts:
@@ -98,12 +83,12 @@ def _sample(files: list[Path], source: Source) -> _Sample:
     elif len(rows) < _SAMPLE and len(files) == 1:
         count = len(rows)
     else:
-        texts = [json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "replace") for row in rows]
+        texts = (json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "replace") for row in rows)
         row_bytes = sum(len(text) + 2 for text in texts) / len(rows)
         # Text shrinks to about a quarter under gzip or zstd.
         size = sum(file.stat().st_size * (4 if file.suffix in (".gz", ".zst") else 1) for file in files)
         count = round(size / row_bytes)
-    return _Sample(source, rows, row_format(rows, source), len(range(count)[split_and_slice(source)[1]]))
+    return rows, row_format(rows, source), len(range(count)[split_and_slice(source)[1]])
 
 
 def _token_counter(tokenizer_file: Path) -> Callable[[str], int]:
@@ -121,11 +106,13 @@ def _token_counter(tokenizer_file: Path) -> Callable[[str], int]:
     return count
 
 
-def _lengths(sample: _Sample, recipe: Recipe, count: Callable[[str], int]) -> Iterator[tuple[int, int]]:
+def _lengths(
+    rows: list[Row], format: str, source: Source, recipe: Recipe, count: Callable[[str], int]
+) -> Iterator[tuple[int, int]]:
     """About how many tokens each row has, and how many of them are trained."""
-    for row in sample.rows:
+    for row in rows:
         try:
-            example = to_example(renamed(row, sample.source), sample.format, recipe.data, sample.source)
+            example = to_example(renamed(row, source), format, recipe.data, source)
         except (ValueError, TypeError, AttributeError):
             continue  # reported with its number when the data is prepared
         if isinstance(example, Tokens):

@@ -6,17 +6,10 @@ import numpy as np
 
 
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pack documents with best-fit decreasing.
+    """Pack documents with best-fit decreasing: the longest that is left goes where the least space stays free.
 
-    Puts the longest document that is left where the least space stays free. TRL packs each 1,000 documents by themselves, which
-    fills less.
-
-    Args:
-        lengths: Tokens of each document, 1 to capacity.
-        capacity: Tokens in a sequence at most.
-
-    Returns:
-        The documents' indices, sequence by sequence, and for each sequence the end of its stretch of them.
+    `lengths` are 1 to `capacity` tokens. Returns the documents' indices, sequence by sequence, and for each sequence the end of its
+    stretch of them. TRL packs each 1,000 documents by themselves, which fills less.
 
     >>> pack(np.array([3, 5, 2, 4]), 6)
     (array([1, 3, 2, 0]), array([1, 3, 4]))

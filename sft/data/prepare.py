@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain, islice
 from pathlib import Path
@@ -40,9 +39,8 @@ from sft.hub.model_facts import ModelFacts
 from sft.hub.pins import pinned
 from sft.recipe.schema import Recipe, Source
 
-_KEPT_ENTRIES = 10
-_KEPT_SECONDS = 30 * 24 * 3600
-"""Entries beyond the newest ones are removed if they were not used for so long. A run that needs one later prepares it again."""
+_KEPT_SECONDS = 90 * 24 * 3600
+"""Entries that were not used for so long are removed."""
 
 _FIRST_ROWS = 1000
 """Rows whose columns decide the format."""
@@ -112,29 +110,15 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _remove_unused(place: Path) -> None:
-    """Remove old entries, and what preparations that were killed left long ago."""
-    with suppress(OSError):  # another process removes too
-        for unfinished in place.glob(".*.*/"):
-            if time.time() - unfinished.stat().st_mtime > _KEPT_SECONDS:
-                shutil.rmtree(unfinished, ignore_errors=True)
-        used = {file.parent: file.stat().st_mtime for file in place.glob("[!.]*/prepared.json")}
-        for folder in sorted(used, key=lambda entry: used[entry], reverse=True)[_KEPT_ENTRIES:]:
-            if time.time() - used[folder] > _KEPT_SECONDS:
-                gone = folder.with_name(f".{folder.name}.{os.getpid()}")
-                folder.rename(gone)  # for others it disappears at once
+    """Remove entries that no run has used for long, and what preparations that were killed left. A later run prepares them again."""
+    for folder in place.glob("*/"):
+        with suppress(OSError):  # another process removes too
+            used = folder / "prepared.json"
+            if time.time() - (used if used.is_file() else folder).stat().st_mtime > _KEPT_SECONDS:
+                gone = folder.rename(
+                    folder.with_name(f".{folder.name}.{os.getpid()}")
+                )  # for others it disappears at once
                 shutil.rmtree(gone, ignore_errors=True)
-
-
-@dataclass(frozen=True)
-class _SourceResult:
-    """What is known of a source once its rows are documents."""
-
-    name: str
-    format: str
-    counts: Counts
-    file_starts: list[tuple[int, str]]
-    unread: list[str]
-    """Columns that nothing reads."""
 
 
 class _Preparation:
@@ -144,15 +128,20 @@ class _Preparation:
         self.recipe, self.folder, self.workers = recipe, folder, workers
         self.maker = DocumentMaker(recipe.data, tokenizer)
         self.findings = Findings()
+        # Of each source:
+        self.names: list[str] = []
+        self.formats: list[str] = []
+        self.counts: list[Counts] = []
+        self.file_starts: list[list[tuple[int, str]]] = []
+        self.not_read: dict[str, str] = {}
 
     def run(self) -> dict[str, Any]:
         """Write the files; returns what prepared.json says."""
-        started = time.monotonic()
-        recipe, results = self.recipe, []
+        started, recipe = time.monotonic(), self.recipe
         with DocumentWriter(self.folder) as writer:
             for number, (key, source) in enumerate(all_sources(recipe)):
                 with under_key(key):
-                    results.append(self._read(number, key, source, writer))
+                    self._read(number, key, source, writer)
             digests = writer.digests()
         documents = DocumentStore.open(self.folder).documents
         mixture = mix(documents, recipe.sources, recipe.data)
@@ -163,11 +152,8 @@ class _Preparation:
         train.save(self.folder / "train.npz")
         held_out.save(self.folder / "held_out.npz")
         find_in_all(documents, mixture, self.findings)
-        names, counts = [result.name for result in results], [result.counts for result in results]
-        file_starts = [result.file_starts for result in results]
         packs = len(train) if recipe.data.packing else None
-        formats = [result.format for result in results]
-        ledger = make_ledger(names, formats, counts, documents, mixture, packs, recipe.sequence_length)
+        ledger = make_ledger(self.names, self.formats, self.counts, documents, mixture, packs, recipe.sequence_length)
         parts = [*digests.values(), train.digest(), held_out.digest()]
         files = sorted(file.name for file in self.folder.iterdir())
         return {
@@ -177,13 +163,13 @@ class _Preparation:
             "held_out_sequences": len(held_out),
             "sizes": {name: (self.folder / name).stat().st_size for name in files},
             "checksums": {name: checksum(self.folder / name)[1] for name in files},
-            "file_starts": file_starts,
-            "not_read": {result.name: ", ".join(result.unread) for result in results if result.unread},
+            "file_starts": self.file_starts,
+            "not_read": self.not_read,
             "ledger": ledger,
-            "findings": self.findings.as_json(names, file_starts, [count.rows_in for count in counts]),
+            "findings": self.findings.as_json(self.names, self.file_starts, [count.rows_in for count in self.counts]),
         }
 
-    def _read(self, number: int, key: str, source: Source, writer: DocumentWriter) -> _SourceResult:
+    def _read(self, number: int, key: str, source: Source, writer: DocumentWriter) -> None:
         """Turn the rows of one source into documents."""
         opened = open_source(source, self.recipe.output_dir)
         head = list(islice(opened.rows, _FIRST_ROWS))
@@ -194,22 +180,24 @@ class _Preparation:
             raise DataError(f"{source.path} holds no rows in split={source.split}{reason}.")
         format = row_format(good, source)
         self._check_format(source, format)
-        counts = Counts()
+        self.names.append(source.path if key == "data.train" else f"{source.path} (held out)")
+        self.formats.append(format)
+        self.counts.append(Counts())
+        self.file_starts.append(opened.file_starts)
+        if unread := unread_columns(good, format, source):
+            self.not_read[self.names[-1]] = ", ".join(unread)
         # On a terminal a line that changes; elsewhere one now and then.
         options = {"desc": f"Preparing {source.path} ({format})", "mininterval": 0.2 if sys.stderr.isatty() else 30}
         tqdm.monitor_interval = 0  # no further thread: processes are forked
         with tqdm(unit=" rows", **options) as progress:
-            rows = chain(head, opened.rows)
             try:
-                for chunk in made_chunks(self.maker, source, number, format, rows, self.workers):
+                for chunk in made_chunks(self.maker, source, number, format, chain(head, opened.rows), self.workers):
                     writer.write(chunk.tokens, chunk.trained, chunk.documents)
-                    counts.merge(chunk.counts)
+                    self.counts[-1].merge(chunk.counts)
                     self.findings.merge(chunk.findings)
                     progress.update(chunk.counts.rows_in)
             except RowError as error:
                 raise DataError(f"{place(source.path, opened.file_starts, error.row)}: {error.reason}.") from None
-        name = source.path if key == "data.train" else f"{source.path} (held out)"
-        return _SourceResult(name, format, counts, opened.file_starts, unread_columns(good, format, source))
 
     def _check_format(self, source: Source, format: str) -> None:
         if self.recipe.data.loss_on == "completion" and not FORMATS[format].has_completion:

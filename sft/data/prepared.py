@@ -43,27 +43,17 @@ class Prepared:
     summary: dict[str, Any]
     """prepared.json."""
 
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 over all documents and sequences."""
-        return str(self.summary["fingerprint"])
+    fingerprint: str
+    """SHA-256 over all documents and sequences."""
 
-    @property
-    def ledger(self) -> dict[str, Any]:
-        """As in ledger.json."""
-        ledger: dict[str, Any] = self.summary["ledger"]
-        return ledger
+    ledger: dict[str, Any]
+    """As in ledger.json."""
 
-    @property
-    def findings(self) -> list[dict[str, Any]]:
-        """Kind, meaning, count and first rows of each."""
-        findings: list[dict[str, Any]] = self.summary["findings"]
-        return findings
+    findings: list[dict[str, Any]]
+    """Kind, meaning, count and first rows of each."""
 
-    @property
-    def sequences(self) -> int:
-        """Sequences to train on."""
-        return int(self.summary["sequences"])
+    sequences: int
+    """Sequences to train on."""
 
     def altered(self) -> str | None:
         """The first file that has changed since it was written. Reads every byte: call it on one rank, once a start."""
@@ -86,9 +76,10 @@ def find_prepared(folder: Path) -> Prepared | None:
     try:
         summary = json.loads((folder / "prepared.json").read_text(encoding="utf-8"))
         sizes = {name: (folder / name).stat().st_size for name in summary["sizes"]}
+        values = {name: summary[name] for name in ("fingerprint", "ledger", "findings", "sequences")}
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return Prepared(folder, summary) if sizes == summary["sizes"] else None
+    return Prepared(folder, summary, **values) if sizes == summary["sizes"] else None
 
 
 def entry_folder(recipe: Recipe, model: ModelFacts) -> Path:

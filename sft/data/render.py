@@ -82,23 +82,23 @@ class ChatRenderer:
         arguments: Arguments | None = None,
         trained: Sequence[bool] | None = None,
     ) -> Rendered:
-        """Render one conversation.
+        """Render one conversation. `tools` is what the assistant may call, `arguments` further variables of the template.
 
-        Args:
-            messages: Turns in OpenAI's form.
-            tools: What the assistant may call.
-            arguments: Further variables of the template.
-            trained: Whether each message is trained; None for every turn of the assistant. Only the spans of these are looked for,
-                so a template may change other turns.
-
-        Raises ValueError where the template refuses this conversation, for example for the order of its roles, or hides
-        where the assistant speaks.
+        Only the spans of messages that are `trained` (None: every turn of the assistant) are looked for, so a template may change other
+        turns. Raises ValueError where the template refuses this conversation, for example for the order of its roles, or hides where
+        the assistant speaks.
         """
         messages = self.adapted(messages, tools)
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = [index for index in turns if trained is None or trained[index]]
-        render = self._render_by_markers if self.is_marked else self._render_by_prefixes
-        return render(messages, tools, arguments, wanted)
+        if not self.is_marked:
+            return self._render_by_prefixes(messages, tools, arguments, wanted)
+        text, marked = self._run(messages, tools, arguments, marked=True)
+        spans = self._whole_turns(text, marked, len(turns))
+        if len(spans) != len(turns):
+            raise ValueError(f"the chat template shows {len(spans)} of the assistant's {len(turns)} turns")
+        chosen = [span for span, index in zip(spans, turns, strict=True) if index in wanted]
+        return Rendered(text, [(self._after_prompt(text, start), end) for start, end in chosen])
 
     def apply(
         self,
@@ -107,26 +107,27 @@ class ChatRenderer:
         arguments: Arguments | None = None,
         prompt: bool = False,
     ) -> str:
-        """What the template makes of some messages; with `prompt`, followed by the generation prompt.
-
-        Raises ValueError where the template refuses them.
-        """
+        """What the template makes of messages; with `prompt`, and the generation prompt. Raises ValueError where it refuses them."""
         return self._run(messages, tools, arguments, prompt=prompt)[0]
 
     def _run(
-        self, messages: list[Message], tools: list[Any] | None, arguments: Arguments | None, **options: bool
+        self,
+        messages: list[Message],
+        tools: list[Any] | None,
+        arguments: Arguments | None,
+        prompt: bool = False,
+        marked: bool = False,
     ) -> tuple[str, list[Span]]:
         """Run the template once: the text, and the marked ranges if they are wanted."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        marked = options.get("marked", False)
         try:
             texts, ranges = render_jinja_template(
                 [messages],
                 tools=tools,
                 chat_template=self.template,
                 return_assistant_tokens_mask=marked,
-                add_generation_prompt=options.get("prompt", False),
+                add_generation_prompt=prompt,
                 **(self.special_tokens | (arguments or {})),
             )
         except Exception as error:  # a template is a foreign program
@@ -134,17 +135,6 @@ class ChatRenderer:
         return texts[0], [(start, end) for start, end in ranges[0]] if marked else []
 
     # With markers
-
-    def _render_by_markers(
-        self, messages: list[Message], tools: list[Any] | None, arguments: Arguments | None, wanted: list[int]
-    ) -> Rendered:
-        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        text, marked = self._run(messages, tools, arguments, marked=True)
-        spans = self._whole_turns(text, marked, len(turns))
-        if len(spans) != len(turns):
-            raise ValueError(f"the chat template shows {len(spans)} of the assistant's {len(turns)} turns")
-        chosen = [span for span, index in zip(spans, turns, strict=True) if index in wanted]
-        return Rendered(text, [(self._after_prompt(text, start), end) for start, end in chosen])
 
     def _whole_turns(self, text: str, marked: list[Span], count: int) -> list[Span]:
         """The marked ranges as turns that end with their end-of-turn token.

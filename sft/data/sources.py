@@ -78,13 +78,10 @@ def split_and_slice(source: Source) -> tuple[str, slice]:
 
 
 def local_files(path: Path, split: str = "train") -> list[Path]:
-    """The data files that a path stands for, in the order they are read.
+    """The data files that a path stands for, in the order they are read: a file, a folder, a pattern, or a `save_to_disk` folder.
 
-    Args:
-        path: A file, a folder of files, a pattern such as `data/**/*.parquet`, or a folder of `save_to_disk`.
-        split: The split of a saved DatasetDict, or of a folder whose file names say their split.
-
-    Raises DataError where nothing is there, it is not a data file, or the folder holds several splits.
+    `split` is that of a saved DatasetDict, or of a folder whose file names say their split. Raises DataError where nothing is there, it
+    is not a data file, or the folder holds several splits.
     """
     try:
         if path.is_dir():
@@ -158,21 +155,20 @@ def _split_named(name: str) -> str | None:
 def _saved_dataset(path: Path, split: str) -> list[Path]:
     """The files of a folder that `save_to_disk` wrote; none of another folder."""
     splits, state = path / "dataset_dict.json", path / "state.json"
+    if not splits.is_file() and not state.is_file():
+        return []
     try:
         if splits.is_file():
             names = json.loads(splits.read_text(encoding="utf-8"))["splits"]
-            if split not in names:
-                raise DataError(f"{path} has no split `{split}`. It has: {', '.join(names)}.")
-            return local_files(path / split)
-        if not state.is_file():
-            return []
+            if split in names:
+                return local_files(path / split)
+            raise DataError(f"{path} has no split `{split}`. It has: {', '.join(names)}.")
         files = [path / part["filename"] for part in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
     except (KeyError, TypeError) as error:
         raise DataError(f"{path} was not saved by `save_to_disk` of datasets: {error}.") from None
     if split != "train":
         raise DataError(f"{path} is one saved dataset and has no split `{split}`. Leave `split` out.")
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
+    if missing := [file.name for file in files if not file.is_file()]:
         raise DataError(f"{path} lacks {', '.join(missing)}, which its state.json lists. Copy the folder again.")
     return files
 

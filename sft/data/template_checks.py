@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sft.data.conversation import Message
-from sft.data.render import ANSWER, QUESTION, ChatRenderer, Rendered, Span
+from sft.data.render import ANSWER, QUESTION, ChatRenderer, Rendered
 from sft.errors import ModelError
 
 _HEADERS = re.compile(r"<\|(?:im_start|start_header_id|end_header_id|begin_of_text)\|>|<start_of_turn>")
@@ -24,27 +24,27 @@ _CORRECT = "Correct model.chat_template, or name another."
 
 
 @dataclass(frozen=True)
-class _Sample:
-    """Numbered questions and answers as a template renders them; only the last pair if the template changes earlier ones."""
+class _Turn:
+    """A question and its answer as a template renders them."""
 
-    text: str
-    spans: list[Span]
-    questions: list[str]
-    answers: list[str]
-    prompts: list[str]
-    """What the model is prompted with for each answer."""
+    question: str
+    answer: str
+    prompt: str
+    """What the model is prompted with for the answer."""
 
-    turns: list[str]
-    """What is trained of each answer."""
+    before: str
+    """The text before what is trained."""
 
-    endings: list[str]
-    """What is trained behind each answer."""
+    trained: str
 
-    bos_token: str
+    @property
+    def ending(self) -> str:
+        """What is trained behind the answer."""
+        return self.trained.partition(self.answer)[2]
 
 
-def _sample(renderer: ChatRenderer, count: int, *first: Message) -> _Sample:
-    """Render some questions with answers."""
+def _sample(renderer: ChatRenderer, count: int, *first: Message) -> tuple[str, list[_Turn]]:
+    """Some numbered questions with answers as text and turns; only the last turn if the template changes earlier ones."""
     messages = list(first)
     for number in range(1, count + 1):
         messages.append({"role": "user", "content": f"{QUESTION}{number}"})
@@ -53,41 +53,33 @@ def _sample(renderer: ChatRenderer, count: int, *first: Message) -> _Sample:
         rendered = renderer.render(messages)
     except ValueError:
         rendered = renderer.render(messages, trained=[False] * (len(messages) - 1) + [True])
-    text, spans = rendered.text, rendered.spans
-    shown = range(len(messages) + 1 - 2 * len(spans), len(messages), 2)
-    answers, turns = [messages[at]["content"] for at in shown], [text[start:end] for start, end in spans]
-    endings = [turn.partition(answer)[2] for turn, answer in zip(turns, answers, strict=True)]
-    prompts = [renderer.apply(messages[:at], prompt=True) for at in shown]
-    questions, bos_token = [messages[at - 1]["content"] for at in shown], renderer.special_tokens.get("bos_token", "")
-    return _Sample(text, spans, questions, answers, prompts, turns, endings, bos_token)
+    text, turns = rendered.text, []
+    for at, (start, end) in zip(
+        range(len(messages) + 1 - 2 * len(rendered.spans), len(messages), 2), rendered.spans, strict=True
+    ):
+        question, answer = (message["content"] for message in messages[at - 1 : at + 1])
+        prompt = renderer.apply(messages[:at], prompt=True)
+        turns.append(_Turn(question, answer, prompt, text[:start], text[start:end]))
+    return text, turns
 
 
-# What a template must do with a sample
-
-
-def _turns_are_answers(sample: _Sample) -> None:
-    endings = sample.endings
+def _check_sample(text: str, turns: list[_Turn], bos_token: str) -> None:
+    """Check that the turns are the answers, each written once, prompted as trained, under a header of their own."""
+    endings = [turn.ending for turn in turns]
     same = all(endings) and len(set(endings[:-1])) <= 1 and not any(ANSWER in ending for ending in endings)
-    if not same or any(QUESTION in turn for turn in sample.turns):
+    if not same or any(QUESTION in turn.trained for turn in turns):
         raise ModelError(
-            f"The chat template's turns are not its answers: of questions with answers it gives {sample.turns}. "
+            f"The chat template's turns are not its answers: of questions with answers it gives {[turn.trained for turn in turns]}. "
             "Correct its {% generation %} markers, or name another in model.chat_template."
         )
-
-
-def _answers_are_written_once(sample: _Sample) -> None:
-    if any(sample.text.count(answer) != 1 for answer in sample.answers):
+    if any(text.count(turn.answer) != 1 for turn in turns):
         raise ModelError(
-            f"The chat template writes an answer more than once, so it is in its own prompt: ...{sample.text[-200:]!r}. {_CORRECT}"
+            f"The chat template writes an answer more than once, so it is in its own prompt: ...{text[-200:]!r}. {_CORRECT}"
         )
-
-
-def _prompts_are_as_trained(sample: _Sample) -> None:
-    """The generation prompt writes what stands between a question and its trained answer."""
-    for question, prompt, (start, end) in zip(sample.questions, sample.prompts, sample.spans, strict=True):
+    for turn in turns:
         before, prompted, written = (
-            part.rpartition(question)[2].partition("<think>")[0]
-            for part in (sample.text[:start], prompt, sample.text[:end])
+            part.rpartition(turn.question)[2].partition("<think>")[0]
+            for part in (turn.before, turn.prompt, turn.before + turn.trained)
         )
         # If a turn is trained with its header, the prompt ends inside it.
         if not prompted.startswith(before) or not written.startswith(prompted):
@@ -96,13 +88,9 @@ def _prompts_are_as_trained(sample: _Sample) -> None:
                 f"writes {prompted!r}: the model would never be prompted as it was trained. Correct add_generation_prompt in "
                 "model.chat_template, or name another."
             )
-
-
-def _speakers_differ(sample: _Sample) -> None:
-    """Questions and answers have headers of their own; a template that separates turns by a token is fine."""
-    of_question = _between(sample.text, f"{ANSWER}1", f"{QUESTION}2")
-    header = of_question.removeprefix(sample.endings[0]).removeprefix(sample.bos_token)
-    if any(map(str.isalnum, header)) and _between(sample.text, f"{QUESTION}2", f"{ANSWER}2").endswith(header):
+    # A template that separates turns by a token is fine.
+    header = _between(text, f"{ANSWER}1", f"{QUESTION}2").removeprefix(endings[0]).removeprefix(bos_token)
+    if any(map(str.isalnum, header)) and _between(text, f"{QUESTION}2", f"{ANSWER}2").endswith(header):
         raise ModelError(
             f"The chat template writes {header!r} before questions and before answers: the model cannot see who speaks. {_CORRECT}"
         )
@@ -112,14 +100,11 @@ def _between(text: str, left: str, right: str) -> str:
     return text.partition(left)[2].partition(right)[0]
 
 
-_CHECKS = (_turns_are_answers, _answers_are_written_once, _prompts_are_as_trained, _speakers_differ)
-
-
-def checked_sample(renderer: ChatRenderer) -> _Sample:
+def checked_sample(renderer: ChatRenderer) -> tuple[str, list[_Turn]]:
     """Check a template on samples; returns the one of three questions.
 
-    Raises ModelError where its trained turns are not the answers, differ from what the model is prompted with, or
-    questions and answers have one header.
+    Raises ModelError where its trained turns are not the answers, differ from what the model is prompted with, or questions and answers
+    have one header.
     """
     try:
         samples = [_sample(renderer, 3), _sample(renderer, 1)]
@@ -127,9 +112,8 @@ def checked_sample(renderer: ChatRenderer) -> _Sample:
         raise ModelError(f"Questions and their answers cannot be rendered: {error}. {_CORRECT}") from None
     with suppress(ValueError):  # not every template knows a system message; a row that has one says so
         samples.append(_sample(renderer, 1, _SYSTEM))
-    for sample in samples:
-        for check in _CHECKS:
-            check(sample)
+    for text, turns in samples:
+        _check_sample(text, turns, renderer.special_tokens.get("bos_token", ""))
     return samples[0]
 
 
@@ -139,11 +123,11 @@ def end_of_turn(tokenizer: Any) -> int:
     Raises ModelError where the template fails a check, closes the turn with nothing that a model could stop at, or
     begins twice.
     """
-    sample = checked_sample(ChatRenderer(tokenizer))
+    text, turns = checked_sample(ChatRenderer(tokenizer))
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     ids: list[int] = []
-    for turn, ending in zip(sample.turns, sample.endings, strict=True):
-        ids = tokenizer(turn, add_special_tokens=False)["input_ids"]
+    for turn in turns:
+        ids, ending = tokenizer(turn.trained, add_special_tokens=False)["input_ids"], turn.ending
         if ids and ids[-1] in special:
             continue
         add = f"Add it (model.new_tokens: [{json.dumps(ending.strip())}])" if "<" in ending else "Correct it"
@@ -151,7 +135,7 @@ def end_of_turn(tokenizer: Any) -> int:
             f"The chat template ends the assistant's turn with {ending!r}, which is not a special token of this tokenizer: the model "
             f"would never learn to stop. {add}, or name another in model.chat_template (`plain` ends a turn with the tokenizer's own EOS)."
         )
-    beginning = tokenizer(sample.text, add_special_tokens=False)["input_ids"][:2]
+    beginning = tokenizer(text, add_special_tokens=False)["input_ids"][:2]
     if beginning == [tokenizer.bos_token_id] * 2:
         raise ModelError(f"The chat template begins a conversation with {tokenizer.bos_token} twice. {_CORRECT}")
     return int(ids[-1])
@@ -161,7 +145,7 @@ def note_on_headers(tokenizer: Any) -> str | None:
     """A warning about headers that the chat template writes for another family's tokenizer; None if there are none."""
     if tokenizer.chat_template is None:
         return None
-    written = dict.fromkeys(_HEADERS.findall(_sample(ChatRenderer(tokenizer), 1).text))
+    written = dict.fromkeys(_HEADERS.findall(_sample(ChatRenderer(tokenizer), 1)[0]))
     missing = [name for name in written if name not in tokenizer.get_vocab()]
     if not missing:
         return None
@@ -175,17 +159,10 @@ def note_on_headers(tokenizer: Any) -> str | None:
 
 
 def check_nothing_is_lost(messages: list[Message], trained: Sequence[bool], text: str) -> None:
-    """Check that what the messages say is in the rendered text, in order, white space aside.
+    """Check that what the messages say is in the rendered text, in order, white space aside. Raises ValueError where it is not.
 
     Some templates leave out a second system message, text beside a tool call, calls, or the reasoning of earlier turns. Reasoning
     of a turn that is not trained may be left out: it is when the model answers.
-
-    Args:
-        messages: As they were rendered.
-        trained: Whether each message is trained.
-        text: What the template made of them.
-
-    Raises ValueError where something is missing; the message says what.
     """
     order = list(zip(messages, trained, strict=True))
     try:
@@ -229,10 +206,7 @@ def _parts(message: Message, is_trained: bool) -> Iterator[str]:
 
 
 def check_turns_are_closed(rendered: Rendered, added: tuple[str, ...]) -> None:
-    """Check that each trained turn ends with one of the tokenizer's added tokens.
-
-    Raises ValueError where the template leaves a turn open.
-    """
+    """Raise ValueError where a trained turn does not end with one of the tokenizer's added tokens."""
     for _, end in rendered.spans:
         if not rendered.text.endswith(added, 0, end):
             raise ValueError(f"the chat template leaves the assistant's turn open: {rendered.text[end - 20 : end]!r}")

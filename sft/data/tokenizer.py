@@ -31,10 +31,7 @@ _MEDIA = re.compile(r"vision|image|video|audio", re.IGNORECASE)
 
 
 def find_chat_template(name: str) -> str:
-    """The text of a chat template: a .jinja file, or one of sft/data/chat_templates by name.
-
-    Raises ModelError where there is none of that name.
-    """
+    """The text of a .jinja file, or of one of sft/data/chat_templates by name. Raises ModelError where there is none."""
     shipped = TEMPLATES / f"{name}.jinja"
     path = shipped if shipped.is_file() else find_file(name)
     if not path.is_file():
@@ -49,23 +46,12 @@ def find_chat_template(name: str) -> str:
         raise ModelError(f"model.chat_template={name}: the file cannot be read as UTF-8 text: {error}.") from None
 
 
-def check_tokenizer_choice(recipe: Recipe) -> None:
-    """Check what can be checked without loading the tokenizer.
-
-    Raises ModelError where the chat template does not exist.
-    """
-    if recipe.model.chat_template is not None:
-        find_chat_template(recipe.model.chat_template)
-
-
 def load_tokenizer(recipe: Recipe) -> Any:
-    """Load the tokenizer and settle what the recipe says of it.
+    """A transformers tokenizer with what the recipe says of it.
 
-    Returns:
-        A transformers tokenizer: `eos_token` is the end of the assistant's turn if there is a chat template, `pad_token` is another
-        token, and padding is on the right, so that position ids start at 0 as they did in pretraining.
-
-    Raises ModelError where it cannot be loaded, or lacks something that the recipe does not name.
+    `eos_token` is the end of the assistant's turn if there is a chat template, `pad_token` is another token, and padding is on the
+    right, so that position ids start at 0 as they did in pretraining. Raises ModelError where it cannot be loaded, or lacks something
+    that the recipe does not name.
     """
     from transformers import AutoTokenizer
 
@@ -186,10 +172,7 @@ def new_token_ids(tokenizer: Any, new_tokens: Sequence[str]) -> list[int]:
 
 
 def check_vocabulary(tokenizer: Any, new_tokens: Sequence[str], rows: int, name: str) -> None:
-    """Refuse a tokenizer that has more tokens of its own than the model's embedding has rows; it grows for `new_tokens` alone.
-
-    Raises ModelError where the two do not belong together.
-    """
+    """Raise ModelError where a tokenizer has more tokens than the model's embedding rows, which grow for `new_tokens` alone."""
     own = max(set(tokenizer.get_vocab().values()) - set(new_token_ids(tokenizer, new_tokens))) + 1
     if own > rows:
         raise ModelError(

@@ -19,7 +19,6 @@ from huggingface_hub.errors import (
     HFValidationError,
     LocalTokenNotFoundError,
     OfflineModeIsEnabled,
-    RepositoryNotFoundError,
 )
 from huggingface_hub.utils._validators import validate_repo_id
 
@@ -46,10 +45,7 @@ _REMEDIES = {
 
 
 def upload(run: Run, arguments: argparse.Namespace) -> None:
-    """Check, list and upload, as the command line of sft/export/main.py says.
-
-    Raises UserError where something is wrong, or the hub does not take it.
-    """
+    """Check, list and upload, as the command line says. Raises UserError where something is wrong, or the hub does not take it."""
     repo_id = _checked_repo_id(arguments.repo_id)
     branches = _branches(run, arguments.checkpoint, arguments.checkpoints, arguments.revision)
     for source in branches.values():
@@ -138,6 +134,7 @@ def _check_account(api: Any, repo_id: str, public: bool) -> None:
     """Check that the token may write, that the owner fits, and that an existing repository is as visible as requested."""
     with _errors(api, repo_id, "Nothing was uploaded."):
         account = api.whoami()
+        private = api.repo_info(repo_id).private if api.repo_exists(repo_id) else not public
     if ((account.get("auth") or {}).get("accessToken") or {}).get("role") == "read":
         raise ExportError(
             "The token can only read. Make one that can write (https://huggingface.co/settings/tokens): hf auth login."
@@ -147,11 +144,6 @@ def _check_account(api: Any, repo_id: str, public: bool) -> None:
         raise ExportError(
             f"--repo-id {repo_id}: the token belongs to {owners[0]}, who can write to {', '.join(map(str, owners))}."
         )
-    try:
-        with _errors(api, repo_id, "Nothing was uploaded."):
-            private = api.repo_info(repo_id).private
-    except RepositoryNotFoundError:
-        return
     if private == public:
         state, remedy = ("private", "leave --public out") if private else ("public", "add --public")
         raise ExportError(
@@ -177,11 +169,9 @@ def _push(api: Any, folder: Path, repo_id: str, branch: str, source: Exported, *
 
 @contextmanager
 def _errors(api: Any, repo_id: str, so_far: str) -> Iterator[None]:
-    """Turn an error of the hub or the network into one message; a repository that is missing is left to the caller."""
+    """Turn an error of the hub or the network into one message."""
     try:
         yield
-    except RepositoryNotFoundError:
-        raise
     except Exception as error:
         cause: BaseException = error
         # How huggingface_hub reports a file's upload.

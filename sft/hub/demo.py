@@ -173,11 +173,7 @@ def _write_model(folder: Path) -> None:
 
 
 def make_demo(output_dir: Path) -> Demo:
-    """Make the demo's files, or find them: the same bytes on every machine.
-
-    Args:
-        output_dir: The recipe's output_dir; the files go to a hidden folder in it.
-    """
+    """Make the demo's files in a hidden folder of the recipe's output_dir, or find them: the same bytes on every machine."""
     folder = output_dir.expanduser().resolve() / ".builtin" / f"demo-{VERSION}"
     demo = Demo(folder / "model", folder / "train.jsonl", folder / "task" / "demo_extraction.yaml")
     task = TASK.format(test=folder / "task" / "test.jsonl", version=VERSION)

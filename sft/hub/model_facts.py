@@ -119,13 +119,9 @@ class ModelFacts:
 def inspect_model(recipe: Recipe, download: bool = True, for_data: bool = False) -> ModelFacts:
     """Find out what the plan needs of the recipe's model, from its configuration and an empty model on torch's meta device.
 
-    Args:
-        recipe: Names the model.
-        download: Fetch config.json where the model is on the hub and not cached.
-        for_data: Only what preparing the data needs. Where config.json says it, torch and transformers are not imported.
-
-    Raises ModelError where the model does not exist, is no decoder, its config.json is none, its files are not whole,
-    or it has code that may not be run.
+    With `download`, config.json of a hub model that is not cached is fetched. `for_data` is only what preparing the data needs: where
+    config.json says it, torch and transformers are not imported. Raises ModelError where the model does not exist, is no decoder, its
+    config.json is none, its files are not whole, or it has code that may not be run.
     """
     path, model = model_path(recipe), recipe.model
     file = _find(path, model.revision, "config.json", download)
@@ -135,8 +131,8 @@ def inspect_model(recipe: Recipe, download: bool = True, for_data: bool = False)
     settings = _read_config(file)
     commit = file.parent.name if file.parent.parent.name == "snapshots" else None
     revision = commit or model.revision
-    tokenizer = _find(path, revision, "tokenizer_config.json", download)
-    check_remote_code(model, path, commit, settings, _read_json(tokenizer) if tokenizer else {})
+    tokenizer_settings = _read_json(_find(path, revision, "tokenizer_config.json", download))
+    check_remote_code(model, path, commit, settings, tokenizer_settings)
     if Path(path).is_dir():
         check_weight_files(Path(path), settings)
     text = settings.get("text_config") or settings
@@ -155,10 +151,10 @@ def inspect_model(recipe: Recipe, download: bool = True, for_data: bool = False)
     return _facts(path, config.get_text_config(), empty, commit)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path | None) -> dict[str, Any]:
     """A JSON object; empty where it cannot be read: whoever loads the file says why."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8")) if file else {}
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -166,20 +162,16 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _read_config(file: Path) -> dict[str, Any]:
     settings = _read_json(file)
-    if not settings:
-        raise ModelError(f"{file} cannot be read: it is no JSON object with keys. Copy the model's own config.json.")
     if not (settings.get("model_type") or (settings.get("text_config") or {}).get("model_type")):
-        raise ModelError(
-            f"{file} has no model_type, which says what kind of model it is. Copy the model's own config.json."
+        problem = (
+            "has no model_type, which says what kind of model it is" if settings else "is no JSON object with keys"
         )
+        raise ModelError(f"{file} cannot be read: it {problem}. Copy the model's own config.json.")
     return settings
 
 
 def check_decoder(config: Any, name: str) -> None:
-    """Refuse a model that does not write from left to right, or of which only the decoder would load.
-
-    Raises ModelError where it is an encoder, or has one.
-    """
+    """Raise ModelError for an encoder, and for a model of which only the decoder would load."""
     text = config.get_text_config()
     is_pair = config.is_encoder_decoder or text.is_encoder_decoder
     if is_pair or (text.model_type in ENCODERS and not text.is_decoder):
@@ -208,10 +200,7 @@ def _first_words(error: Exception) -> str:
 
 
 def load_config(path: str, revision: str | None, trust_remote_code: bool) -> Any:
-    """The model's configuration as transformers reads it.
-
-    Raises ModelError where transformers does not know such a model, or refuses one of its values.
-    """
+    """The model's configuration as transformers reads it. Raises ModelError where it does not know or refuses it."""
     from transformers import AutoConfig
 
     try:
@@ -224,10 +213,7 @@ def load_config(path: str, revision: str | None, trust_remote_code: bool) -> Any
 
 
 def empty_model(config: Any, trust_remote_code: bool) -> Any:
-    """A model without values, of the class that loads with such a configuration.
-
-    Raises ModelError where none can be built.
-    """
+    """A model without values, of the class that loads with such a configuration. Raises ModelError where none can be built."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -271,15 +257,7 @@ def _facts(path: str, config: Any, model: Any, commit: str | None) -> ModelFacts
 
 
 def read_architecture(model: Any, config: Any) -> Architecture | None:
-    """Find out how a model attends, from its class's flags, its configuration and its layers.
-
-    Args:
-        model: Empty.
-        config: The text model's.
-
-    Returns:
-        None for code of its own, which may do anything.
-    """
+    """How an empty model attends, from its class's flags, its text configuration and its layers; None for code of its own."""
     if not type(model).__module__.startswith("transformers."):
         return None
     heads, hidden, latent = (_value(config, name) for name in ("num_attention_heads", "hidden_size", "v_head_dim"))

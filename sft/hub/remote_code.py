@@ -44,14 +44,10 @@ def _is_known(model_type: Any) -> bool:
 def check_remote_code(
     model: Model, path: str, commit: str | None, config: Mapping[str, Any], tokenizer: Mapping[str, Any]
 ) -> None:
-    """Refuse code that the recipe does not allow, and code that is not pinned.
+    """Raise ModelError for code that the recipe does not allow, and for code that is not pinned.
 
-    Args:
-        model: The recipe's section.
-        path: Local folder or hub id.
-        commit: The commit that the revision of a hub model stands for today, where that is known.
-        config: The model's config.json.
-        tokenizer: The model's tokenizer_config.json.
+    `commit` is what the revision of a hub model stands for today, where that is known; `config` and `tokenizer` are the model's
+    config.json and tokenizer_config.json.
     """
     named, local = named_code(config), Path(path).is_dir()
     if not model.trust_remote_code:

@@ -29,8 +29,7 @@ from sft.parallel import process_group as distributed
 from sft.plan.job import Job
 from sft.program import run_main
 
-RANK = "--rank"
-"""On the command line: this process is one of those that measure."""
+RANK = "--rank"  # on the command line: this process is one of those that measure
 
 
 def auto_tune(job: Job, prepared: Prepared) -> None:

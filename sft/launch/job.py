@@ -14,7 +14,7 @@ from tempfile import mkdtemp
 from eval.models.backends import check_backend
 from eval.tasks.suites import check_tasks
 from sft.data.facts import DataFacts, inspect_data
-from sft.data.tokenizer import check_tokenizer_choice
+from sft.data.tokenizer import find_chat_template
 from sft.errors import EvaluationError, ModelError, RecipeError, RunError
 from sft.hub.model_facts import ModelFacts, inspect_model
 from sft.hub.names import model_path
@@ -93,7 +93,8 @@ def _checked_recipe(recipe_path: Path, overrides: Sequence[str]) -> tuple[Recipe
     recipe = load_recipe(path, overrides)
     check_names(path, recipe.tracking.run_name)
     _check_output_dir(recipe.output_dir)
-    check_tokenizer_choice(recipe)
+    if recipe.model.chat_template is not None:
+        find_chat_template(recipe.model.chat_template)
     return recipe, path
 
 

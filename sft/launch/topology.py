@@ -45,7 +45,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class _Source:
-    """Names of the variables of one row of the table."""
+    """The variables of one row of the table."""
 
     nodes: str
     node_rank: str

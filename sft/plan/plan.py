@@ -33,7 +33,6 @@ class TuningResult:
 
     gradient_checkpointing: bool | int | str | None
     """None, like the micro-batch, where it found nothing."""
-
     micro_batch_size: int | None
     reason: str
 

@@ -85,7 +85,7 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), origin: str = "recipe
 
 def _from_elsewhere(values: dict[str, Any], origin: str) -> list[str]:
     tool = other_tool(values)
-    if tool is None or tool == "accelerate":
+    if tool in (None, "accelerate", "DeepSpeed"):
         return []
     return [f"It looks like a config of {tool}. To convert it: sft convert {origin} -o recipe.yaml"]
 

@@ -6,7 +6,8 @@ from collections.abc import Collection
 
 # The first whose keys a file has. Each set of keys is one that the tool's files have and no other's; names are separated by blanks.
 _KEYS = {
-    "accelerate": ("compute_environment", "distributed_type machine_rank"),
+    "accelerate": ("compute_environment", "distributed_type num_processes"),
+    "DeepSpeed": ("zero_optimization",),
     "axolotl": ("base_model",),
     "LLaMA-Factory": (
         "finetuning_type",
@@ -14,6 +15,8 @@ _KEYS = {
         "stage model_name_or_path",
         "template dataset",
         "model_class",
+        "infer_backend",
+        "export_dir",
     ),
     "torchtune": ("tokenizer checkpointer", "model dataset optimizer", "checkpointer model"),
     "alignment-handbook": ("dataset_mixture", "dataset_mixer", "chat_template model_name_or_path"),
@@ -31,7 +34,7 @@ _KEYS = {
 
 
 def other_tool(keys: Collection[object]) -> str | None:
-    """The tool whose config has these top-level keys; None for a recipe and for anything else.
+    """The tool (of sft/convert, accelerate or DeepSpeed) whose config has these top-level keys; None for a recipe and for anything else.
 
     >>> other_tool(["base_model", "datasets", "micro_batch_size"])
     'axolotl'

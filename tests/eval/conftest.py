@@ -81,8 +81,9 @@ def settings(reference: Reference) -> Callable[..., Settings]:
     """Settings for tasks that are not looked up."""
 
     def resolve(*names: str, **keys: object) -> Settings:
-        selection = TaskSelection(tuple(Task(name, name) for name in names), ())
-        return resolve_settings(Evaluation.model_validate(keys), selection, reference, on_gpu=False)
+        evaluation = Evaluation.model_validate(keys)
+        selection = TaskSelection(tuple(Task(name, name) for name in names), limit=evaluation.limit)
+        return resolve_settings(evaluation, selection, reference, on_gpu=False)
 
     return resolve
 

@@ -126,7 +126,8 @@ def test_a_run_resumes_in_another_precision_where_that_is_allowed(runs: EngineRu
 
 def test_a_resume_between_two_lines_leaves_no_step_out(runs: EngineRuns) -> None:
     """The checkpoint comes where no line is due: it gets one, and the fingerprints add up."""
-    words = ("train.logging_steps=5", "train.save_steps=3", "train.max_steps=8")
+    # The eval loss would give each saved step a line, too.
+    words = ("train.logging_steps=5", "train.save_steps=3", "train.max_steps=8", "train.eval_steps=8")
     runs.train("1", "packed", "between", *words)
     undisturbed = runs.named("packed", "between")
     run = runs.killed_after_step(3, undisturbed, "between-killed")

@@ -107,11 +107,7 @@ def test_a_key_of_the_recipe_that_differs_is_named(
             lambda text: json.dumps(json.loads(text) | {"max_position_embeddings": 99}),
             "max_length: base ",
         ),
-        (
-            "tokenizer.json",
-            without_last_merge,
-            "tokenizer_sha256: base ",
-        ),
+        ("tokenizer.json", without_last_merge, "tokenizer_sha256: base "),
     ],
 )
 def test_a_file_of_the_model_that_differs_is_named(
@@ -202,4 +198,4 @@ def test_batches_of_sizes_that_were_searched_for_and_differ_are_refused(task: Pa
     told = refused(
         results(settings, batch_sizes_found={"mine": [64]}), results(settings, batch_sizes_found={"mine": [16]})
     )
-    assert "\n  mine: base 64, tuned 16\n" in told
+    assert "\n  mine: base [64], tuned [16]\n" in told

@@ -56,11 +56,7 @@ TASKS: dict[str, tuple[Rows, dict[str, Any], tuple[str, ...]]] = {
 
 @pytest.mark.slow
 def test_what_can_hardly_be_meant_is_told_and_nothing_else(
-    tuned_model: Path,
-    reference: Reference,
-    write_task: WriteTask,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    tuned_model: Path, reference: Reference, write_task: WriteTask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths = [write_task(name, rows, **keys) for name, (rows, keys, _) in TASKS.items()]
     evaluation = Evaluation(tasks=tuple(map(str, paths)), batch_size=8)

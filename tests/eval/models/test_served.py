@@ -233,12 +233,7 @@ def test_tasks_that_the_server_cannot_be_asked_are_refused(
     ],
 )
 def test_an_answer_that_is_none_fails_its_task(
-    value: Any,
-    message: str,
-    serve: Serve,
-    refusal: Callable[..., str],
-    fake: Fake,
-    capsys: pytest.CaptureFixture[str],
+    value: Any, message: str, serve: Serve, refusal: Callable[..., str], fake: Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """lm_eval's own client of chats would take an empty text for the answer."""
     refusal(serve(lambda path, payload: (200, value) if "stop" in payload else fake(path, payload)) + "/v1", "limit=2")

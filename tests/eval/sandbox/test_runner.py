@@ -23,15 +23,7 @@ import psutil
 import pytest
 import yaml
 
-from eval.sandbox.runner import (
-    LIMITS,
-    WITHOUT_SANDBOX,
-    Outcome,
-    check_isolation,
-    describe,
-    run_program,
-    run_programs,
-)
+from eval.sandbox.runner import LIMITS, WITHOUT_SANDBOX, Outcome, check_isolation, describe, run_program, run_programs
 from eval.tasks.load import LoadedTasks, load_tasks
 from eval.tasks.suites import check_tasks
 from sft.errors import EvaluationError

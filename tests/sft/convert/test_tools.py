@@ -29,6 +29,25 @@ LLAMA_FACTORY = {
     "template": "qwen",
     "per_device_train_batch_size": 2,
 }
+TORCHTUNE = {
+    "output_dir": "/tmp/out",
+    "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer", "max_seq_len": None},
+    "model": {
+        "_component_": "torchtune.models.llama3_1.lora_llama3_1_8b",
+        "lora_attn_modules": ["q_proj", "output_proj"],
+        "lora_rank": 4,
+    },
+    "checkpointer": {
+        "_component_": "torchtune.training.FullModelHFCheckpointer",
+        "checkpoint_dir": "m",
+        "output_dir": "${output_dir}/x",
+    },
+    "dataset": {"_component_": "torchtune.datasets.alpaca_cleaned_dataset", "split": "train[:95%]"},
+    "dataset_val": {"_component_": "torchtune.datasets.alpaca_cleaned_dataset", "split": "train[95%:]"},
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": 3e-4},
+    "batch_size": 2,
+    "epochs": 1,
+}
 HANDBOOK = TRL | {"dataset_mixture": {"datasets": [{"id": "d", "weight": 0.5, "columns": ["messages"]}], "seed": 3}}
 HANDBOOK.pop("dataset_name")
 
@@ -49,7 +68,7 @@ def recipe_of(folder: Path, values: dict[str, Any], gpus: int | None = 4) -> Rec
     return parse_recipe(recipe_text(c, "sft convert"))
 
 
-@pytest.mark.parametrize("config", [TRL, AXOLOTL, LLAMA_FACTORY, HANDBOOK])
+@pytest.mark.parametrize("config", [TRL, AXOLOTL, LLAMA_FACTORY, HANDBOOK, TORCHTUNE])
 @pytest.mark.parametrize("gpus", [1, 8])
 def test_the_batch_per_gpu_becomes_the_global_batch(tmp_path: Path, config: dict[str, Any], gpus: int) -> None:
     recipe = recipe_of(tmp_path, config | {"gradient_accumulation_steps": 3}, gpus)
@@ -157,9 +176,40 @@ def test_names_of_dataset_info_are_looked_up_where_it_is_here(tmp_path: Path, mo
     assert (sources[1].path, sources[1].name) == ("me/e", "s")
 
 
+def test_torchtunes_components_and_defaults(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, TORCHTUNE)
+    lora = recipe.model.lora
+    assert lora is not None
+    assert (lora.r, lora.lora_alpha, lora.target_modules) == (4, 16, ("q_proj", "o_proj"))
+    assert (recipe.sources[0].path, recipe.sources[0].format, recipe.sources[0].epochs) == (
+        "yahma/alpaca-cleaned",
+        "alpaca",
+        1,
+    )
+    assert (recipe.data.held_out, recipe.data.loss_on, recipe.data.packing) == (0.05, "all", False)
+    train = recipe.train
+    assert (train.lr_scheduler_type, train.max_grad_norm, train.weight_decay, train.adam_beta2) == (
+        "constant",
+        0,
+        0.01,
+        0.999,
+    )
+
+
+def test_a_training_arguments_file_leaves_model_and_data_to_fill_in(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, {"per_device_train_batch_size": 2, "fp16": False, "max_steps": -1, "save_steps": 0.1})
+    assert (recipe.model.name_or_path, recipe.data.train) == ("MODEL", "DATA")
+    assert (recipe.train.precision, recipe.train.learning_rate) == ("fp32", 5e-5)
+    assert (recipe.train.max_steps, recipe.train.save_steps) == (None, 500)
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
+        (TORCHTUNE | {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "DPO"),
+        (TORCHTUNE | {"optimizer": None}, "optimizer"),
+        ({"model_name_or_path": "m", "template": "x", "infer_backend": "hf"}, "trains nothing"),
+        ({"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": "auto"}, "train.deepspeed"),
         (AXOLOTL | {"rl": "dpo"}, "DPO"),
         (AXOLOTL | {"pretraining_dataset": [{"path": "d"}]}, "pretraining"),
         (AXOLOTL | {"processor_type": "AutoProcessor"}, "vision"),

@@ -211,21 +211,6 @@ def test_findings_are_told_with_their_rows(recipe_of: RecipeOf) -> None:
     }
 
 
-def test_a_row_that_is_the_same_as_an_earlier_one_is_found(recipe_of: RecipeOf) -> None:
-    rows = [*PLAIN[:5], PLAIN[1], row_of("Question 0", "Another"), PLAIN[1]]
-    found = prepared(recipe_of(rows, "data.max_length=64"))
-    assert list(found) == ["duplicate"]
-    assert found["duplicate"]["count"] == 2
-    assert rows_told(found, "duplicate") == [6, 8]
-
-
-def test_a_row_that_is_held_out_too_is_found(make_recipe: MakeRecipe, write_rows: WriteRows) -> None:
-    train, held_out = write_rows(*PLAIN[:5]), write_rows(PLAIN[3], PLAIN[9], name="held_out.jsonl")
-    found = prepared(make_recipe(f"data.train={train}", f"data.held_out={held_out}", "data.max_length=64"))
-    assert list(found) == ["held_out_duplicate"]
-    assert (found["held_out_duplicate"]["count"], rows_told(found, "held_out_duplicate")) == (1, [4])
-
-
 def test_an_answer_that_most_rows_have_is_found(recipe_of: RecipeOf) -> None:
     rows = [*PLAIN[:19], *(row_of(f"What is {number}?", "I cannot say") for number in range(21))]
     found = prepared(recipe_of(rows, "data.max_length=64"))

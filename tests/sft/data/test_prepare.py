@@ -134,10 +134,9 @@ def test_what_an_earlier_process_left_half_written_is_removed(make: Make, tmp_pa
     assert left_in(folder.parent) == [folder.name]
 
 
-def test_old_entries_are_removed(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sft.data.prepare._KEPT_ENTRIES", 2)
+def test_entries_that_no_run_uses_are_removed(make: Make, tmp_path: Path) -> None:
     entry = prepared(make(f"data.train={write(tmp_path / 'rows.jsonl', VARIED[:9])}")).folder
-    for name, days in (("unused", 40), ("of-this-month", 20), (".killed.123", 40)):
+    for name, days in (("unused", 100), ("of-this-month", 20), (".killed.123", 100)):
         copy = Path(shutil.copytree(entry, entry.with_name(name)))
         for path in (copy / "prepared.json", copy):
             os.utime(path, (0, time.time() - days * 24 * 3600))

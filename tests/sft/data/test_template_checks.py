@@ -57,6 +57,7 @@ GOOD = {"marked": MARKED, "unmarked": UNMARKED, "thinking": THINKING}
         ("marked", "<|im_start|>assistant", "<|im_start|>model"),
         ("marked", "<|im_start|>assistant\n", ""),
         ("marked", "<|im_start|>assistant\n", "<|im_start|>assistant"),
+        ("marked", "<|im_start|>assistant\n", "<|im_start|>assistant\nSure: "),
         ("unmarked", "<|im_start|>assistant", "<|im_start|>model"),
         ("thinking", "<|im_start|>assistant", "<|im_start|>model"),
     ],

@@ -1,5 +1,4 @@
 import multiprocessing
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,19 +47,6 @@ def together(made: list[Chunk]) -> tuple[Any, ...]:
     arrays = (np.concatenate([getattr(chunk, name) for chunk in made]) for name in ("tokens", "trained", "documents"))
     dropped = (counts.dropped_rows, counts.dropped_tokens, counts.lengths.tolist())
     return (*(array.tobytes() for array in arrays), counts.rows_in, *dropped, findings.counts, findings.rows)
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("rows", [1, 7, 1000])
-def test_documents_do_not_depend_on_workers_or_chunks(
-    workers: int, rows: int, maker: DocumentMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = together([maker.make(SOURCE, 0, "messages", list(numbered(ROWS)))])
-    assert whole[3] == 80
-    assert Counter({"no_answer": 1, "bad_row": 1, "too_long": 1}) == whole[4]
-    monkeypatch.setattr("sft.data.workers.CHUNK_ROWS", rows)
-    assert together(list(made_chunks(maker, SOURCE, 0, "messages", numbered(ROWS), workers))) == whole
-    assert multiprocessing.active_children() == []
 
 
 def test_rows_are_read_only_as_far_as_the_workers_need_them(
