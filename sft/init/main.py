@@ -92,9 +92,7 @@ class Problems:
 
     def message(self, data: str) -> str:
         """All of it in one message."""
-        if len(self.lines) == 1:
-            return f"No recipe for {data} yet. {self.lines[0]}"
-        return "\n".join([f"No recipe for {data} yet:", *(f"  - {line}" for line in self.lines)])
+        return "\n".join([f"No recipe for {data} yet:", *(f"  {line}" for line in self.lines)])
 
 
 def _name_of(data: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -49,8 +50,8 @@ def csv(header: str, rows: Sequence[Sequence[str]], separator: str = ",") -> str
 def task() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The task that was written, and its documents."""
     config = yaml.safe_load(Path("recipe_eval/recipe_eval.yaml").read_text())
-    lines = Path(config["dataset_kwargs"]["data_files"]["test"]).read_text().splitlines()
-    return config, list(map(json.loads, lines))
+    data = datasets.load_dataset(config["dataset_path"], **config["dataset_kwargs"], split="test")
+    return config, list(data)
 
 
 def chat(question: str, answer: str, *before: dict[str, str], roles: tuple[str, str] = ("user", "assistant")) -> Any:
@@ -73,6 +74,12 @@ def chat(question: str, answer: str, *before: dict[str, str], roles: tuple[str, 
         ("a.json", json.dumps([{"context": "A map.", "question": q, "answer": a} for q, a in QUESTIONS]),
          {"instruction": "question", "input": "context", "output": "answer"}),
         ("a.jsonl", jsonl([{"instruction": q, "input": "", "output": a} for q, a in QUESTIONS]), {}),
+        ("a.jsonl", jsonl([{"instruction": q, "context": "A map.", "response": a, "category": "x"} for q, a in QUESTIONS]),
+         {"input": "context"}),
+        ("a.jsonl", jsonl([{"id": q, "system_prompt": "Hi.", "question": q, "response": a} for q, a in QUESTIONS]),
+         {"prompt": "question", "completion": "response", "system": "system_prompt"}),
+        ("a.csv", csv("prompt_id,instruction_text,answer_text", [("x", *pair) for pair in QUESTIONS]),
+         {"prompt": "instruction_text", "completion": "answer_text"}),
         ("a.jsonl", jsonl([{"dialog": chat(q, a)["messages"]} for q, a in QUESTIONS]), {"messages": "dialog"}),
     ],
 )  # fmt: skip
@@ -101,6 +108,12 @@ def test_short_answers_are_compared_as_they_are(init: Init) -> None:
     config, documents = task()
     assert config["metric_list"][0]["metric"] == "exact_match"
     assert all((one["question"], one["answer"]) in QUESTIONS for one in documents)
+
+
+def test_dates_stay_texts(init: Init) -> None:
+    rows = [(f"When was meeting {number}?", f"2024-01-{number % 28 + 1:02}") for number in range(60)]
+    init("a.csv", csv("question,answer", rows))
+    assert all(dict(rows)[one["question"]] == one["answer"] for one in task()[1])
 
 
 def test_long_answers_are_chosen_among_those_of_other_rows(init: Init) -> None:
@@ -217,6 +230,7 @@ def test_a_few_bad_rows_are_left_out_and_named(init: Init) -> None:
         ("a.csv", "prompt,prompt\na,b\n", ["more than one column prompt"]),
         ("a.csv", ",prompt,completion\n0,a,b\n", ["column 1", "no name"]),
         ("a.csv", "What is 2+2?,It is four.\nWhy?,Because.\n", ["reads like a row", "prompt,completion"]),
+        ("a.jsonl", jsonl([{"text": "x", "label": 1}]), ["--columns text=text", "`label`", "numbers"]),
         ("a.csv", csv("a,b,c", [("x", "y", "z")]), ["Found: a, b, c", "--columns prompt=NAME"]),
         ("a.csv", "prompt,completion\nCaf\xe9,x\n".encode("latin-1"), ["not UTF-8"]),
         ("a.jsonl", b"\x89PNG\r\n\x1a\n\x00\x00", ["a.jsonl"]),
