@@ -29,6 +29,7 @@ def model(parameters: float, positions: int | None = 32768) -> ModelFacts:
         (described_hardware("8x80GB"), 7e9, False, 1e-5),
         (described_hardware("1x80GB"), 1e9, False, 1e-5),
         (described_hardware("1x24GB"), 7e9, True, 2e-4),
+        (described_hardware("1x24GB+900GB"), 7e9, True, 2e-4),  # all weights would fit with offload
         (described_hardware("1x24GB"), 5e8, False, 2e-5),
         (CPU, 1e9, True, 2e-4),
         (CPU, 2.6e5, False, 1e-3),

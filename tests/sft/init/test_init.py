@@ -203,6 +203,18 @@ def test_a_tokenizer_without_template_and_padding_gets_both(init: Init, demo: De
     assert (recipe.model.chat_template, recipe.model.pad_token) == ("chatml", "<|endoftext|>")
 
 
+def test_a_template_that_changes_earlier_turns_trains_the_last(init: Init, demo: Demo, tmp_path: Path) -> None:
+    model = shutil.copytree(demo.model, tmp_path / "model")
+    template = (model / "chat_template.jinja").read_text()
+    wider = "{{ message['content'] if loop.last else message['content'] | replace(' ', '  ') }}<|im_end|>{% endgeneration %}"
+    changed = template.replace("{{ message['content'] }}<|im_end|>{% endgeneration %}", wider)
+    assert changed != template
+    (model / "chat_template.jinja").write_text(changed)
+    rows = [chat(*pair, *chat("Hi", f"Hello to you {number}")["messages"]) for number, pair in enumerate(QUESTIONS)]
+    recipe = init("a.jsonl", jsonl(rows), model=str(model))
+    assert (recipe.model.chat_template, recipe.data.loss_on) == (None, "last_assistant")
+
+
 def test_rows_that_are_too_long_are_cut_and_those_whose_answer_is_far_behind_split(init: Init) -> None:
     long = "a word " * 900
     rows = [{"prompt": f"{number}?", "completion": long} for number in range(30)]
@@ -230,6 +242,7 @@ def test_a_few_bad_rows_are_left_out_and_named(init: Init) -> None:
         ("a.csv", "prompt,prompt\na,b\n", ["more than one column prompt"]),
         ("a.csv", ",prompt,completion\n0,a,b\n", ["column 1", "no name"]),
         ("a.csv", "What is 2+2?,It is four.\nWhy?,Because.\n", ["reads like a row", "prompt,completion"]),
+        ("a.csv", "In which city does the tower of Eiffel stand,Paris it is of course\nAnd Big Ben,London\n", ["reads like a row"]),
         ("a.jsonl", jsonl([{"text": "x", "label": 1}]), ["--columns text=text", "`label`", "numbers"]),
         ("a.csv", csv("a,b,c", [("x", "y", "z")]), ["Found: a, b, c", "--columns prompt=NAME"]),
         ("a.csv", "prompt,completion\nCaf\xe9,x\n".encode("latin-1"), ["not UTF-8"]),
@@ -279,5 +292,5 @@ def test_what_would_not_start_is_not_left_behind(init: Init, tmp_path: Path) -> 
 
 
 def test_the_data_is_the_argument(init: Init) -> None:
-    with pytest.raises(UserError, match=r"data\.train"):
+    with pytest.raises(UserError, match=r"data\.train: leave it out"):
         init("a.csv", csv("prompt,completion", QUESTIONS), "data.train=b.csv")
