@@ -203,15 +203,18 @@ def test_a_tokenizer_without_template_and_padding_gets_both(init: Init, demo: De
     assert (recipe.model.chat_template, recipe.model.pad_token) == ("chatml", "<|endoftext|>")
 
 
-def test_a_template_that_changes_earlier_turns_trains_the_last(init: Init, demo: Demo, tmp_path: Path) -> None:
+def test_a_template_that_shows_only_the_last_turns_reasoning_trains_the_last_turn(
+    init: Init, demo: Demo, tmp_path: Path
+) -> None:
     model = shutil.copytree(demo.model, tmp_path / "model")
     template = (model / "chat_template.jinja").read_text()
-    wider = "{{ message['content'] if loop.last else message['content'] | replace(' ', '  ') }}<|im_end|>{% endgeneration %}"
-    changed = template.replace("{{ message['content'] }}<|im_end|>{% endgeneration %}", wider)
-    assert changed != template
-    (model / "chat_template.jinja").write_text(changed)
-    rows = [chat(*pair, *chat("Hi", f"Hello to you {number}")["messages"]) for number, pair in enumerate(QUESTIONS)]
-    recipe = init("a.jsonl", jsonl(rows), model=str(model))
+    thinks = "{% generation %}{% if loop.last and message['reasoning_content'] %}{{ message['reasoning_content'] }}{% endif %}"
+    (model / "chat_template.jinja").write_text(template.replace("{% generation %}", thinks))
+    turns = [[*chat("Hi", "Hello")["messages"], *chat(*pair)["messages"]] for pair in QUESTIONS]
+    thought = [
+        [turn | ({"reasoning_content": "Hm."} if at % 2 else {}) for at, turn in enumerate(row)] for row in turns
+    ]
+    recipe = init("a.jsonl", jsonl([{"messages": row} for row in thought]), model=str(model))
     assert (recipe.model.chat_template, recipe.data.loss_on) == (None, "last_assistant")
 
 
