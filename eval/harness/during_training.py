@@ -79,7 +79,7 @@ class During(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self.trainer, self.tasks, self.settings, self.tokenizer = trainer, tasks, settings, tokenizer
         self.every, self.file, self.log = every, file, log
-        self.latest: Scores | None = None
+        self.figure: dict[str, float] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the lines up to the step that training starts from, and evaluate where that one is missing."""
@@ -96,10 +96,9 @@ class During(TrainerCallback):  # type: ignore[misc]
         control.should_log = True
         stopping.act(stopping.agreed, control)
 
-    def take(self) -> dict[str, float] | None:
-        """The latest scores, once."""
-        latest, self.latest = self.latest, None
-        return flat(latest) if latest is not None else None
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Forget the scores of the step before."""
+        self.figure = None
 
     def _keep(self, step: int) -> list[int]:
         """Remove the lines of later steps, which come again; returns the steps of the others."""
@@ -120,7 +119,7 @@ class During(TrainerCallback):  # type: ignore[misc]
                 f"eval.every_steps: these cannot be measured; nothing is trained yet.{_listed(failed)}\nFix them, or leave them out of "
                 f"eval.every_tasks. {self.log} says more."
             )
-        self.latest = found or None
+        self.figure = flat(found) if found else None
         # The trackers alone: without a loss it is no line of metrics.jsonl, and the trainer's own log goes into checkpoints.
         self.trainer.callback_handler.on_log(self.trainer.args, state, control, flat(found, "eval_"))
         if state.is_world_process_zero:

@@ -125,7 +125,7 @@ def _why_not_evaluated(files: RunFiles) -> str:
 
 
 def _evaluation(files: RunFiles) -> list[Block]:
-    return evaluation_blocks(files.comparison) if files.comparison else [text(_why_not_evaluated(files))]
+    return evaluation_blocks(files.comparison, files.recipe) if files.comparison else [text(_why_not_evaluated(files))]
 
 
 def _trained(files: RunFiles) -> list[Block]:

@@ -11,6 +11,7 @@ from eval.compare.gate import describe_gate
 from eval.report.blocks import Block, facts, notice, table, text
 from eval.report.formats import code, counted, interval, is_number, kind_of, name_of, number, score, verdict_of, words
 from eval.report.run_files import RunFiles
+from sft.recipe.schema import Recipe
 
 Part = dict[str, Any]
 
@@ -61,7 +62,7 @@ def _sentence(entry: Part) -> str:
     return f"{words(entry.get('task'))}, {name_of(entry)}: {scores} ({difference}; {number(entry.get('documents'))} documents)"
 
 
-def evaluation_blocks(comparison: Part) -> list[Block]:
+def evaluation_blocks(comparison: Part, recipe: Recipe | None) -> list[Block]:
     """The scores, drawn and in numbers, and what limits them."""
     metrics, deciding = comparison.get("metrics") or [], _deciding(comparison)
     widest = max((_reach(entry) for entry in deciding if _is_bounded(entry)), default=0.0)
@@ -79,7 +80,7 @@ def evaluation_blocks(comparison: Part) -> list[Block]:
     if not comparison.get("complete"):
         lines = [f"{task}: {reason}" for task, reason in (comparison.get("not_measured") or {}).items()]
         blocks.append(notice("warning", "The evaluation is incomplete. Not measured:", lines or [words(None)]))
-    return [*blocks, *_contamination(comparison.get("contamination")), _conditions(comparison)]
+    return [*blocks, *_contamination(comparison.get("contamination")), _conditions(comparison, recipe)]
 
 
 NUMBERS: dict[str, Callable[[Part], str]] = {
@@ -152,7 +153,7 @@ def _contamination(searched: Part | None) -> list[Block]:
     return [text(sentence), table(head, rows, range(1, 6))]
 
 
-def _conditions(comparison: Part) -> Block:
+def _conditions(comparison: Part, recipe: Recipe | None) -> Block:
     settings = comparison.get("settings") or {}
     limit = settings.get("limit")
     documents = f"at most {limit} documents per task" if limit else "all documents of each task"
@@ -163,6 +164,11 @@ def _conditions(comparison: Part) -> Block:
     prompting = comparison.get("prompting") or comparison.get("base_treatment") or {}
     remark = prompting.get("note") or prompting.get("told")
     sentence = f"Both models: {documents}, {template}, in {words(settings.get('dtype'))}.{lost}{f' {remark}' if remark else ''}"
+    if recipe is not None and recipe.model.quantization is not None:
+        sentence += (
+            f" Neither is quantized: the tuned model is the adapters merged into what {recipe.model.quantization} was dequantized to, the "
+            "base has its own weights. So a difference includes what quantization costs."
+        )
     sentence += " A difference is tuned - base; ± is a standard error. Settings hash: "
     return text(sentence, code(str(comparison.get("settings_hash", ""))[:12] or None), ".")
 

@@ -33,6 +33,13 @@ def training_blocks(files: RunFiles) -> list[Block]:
         "Loss at the last logged step": number(loss[-1] if loss else None, ".4f"),
         "Mean training loss": number(files.at("train_loss"), ".4f"),
     }
+    if best := files.at("best"):
+        why = (
+            f", the best by {words(best['metric'])}: {number(best['value'], '.4f')}"
+            if best["value"] is not None
+            else ""
+        )
+        values["Step of the model in final/"] = f"{number(best['step'])}{why}"
     if eval_loss:
         values["Eval loss before training"] = number(files.at("held_out_loss_before"), ".4f")
         values["Eval loss at the end"] = f"{eval_loss[-1]:.4f} (lowest: {min(eval_loss):.4f})"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from sft.model.quantization import dequantized, is_quantized
 from sft.parallel.process_group import is_rank_0
 
 # Merged adapters are summed in another order, maybe on another device: the norm of the difference may be this share of the update's norm.
@@ -75,14 +76,19 @@ def _value(module: Any, name: str, tensor: torch.Tensor, dtype: torch.dtype | No
     if hasattr(module, "token_adapter"):
         adapter = module.token_adapter
         return full(adapter.get_merged_weights(adapter.active_adapters)), 0.0
+    layer = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+
+    def base_weight() -> torch.Tensor:
+        return full(dequantized(layer) if name == "weight" and is_quantized(layer) else tensor.detach())
+
     if not hasattr(module, "get_delta_weight") or name != "weight":
         with gathered([tensor]):
-            return full(tensor.detach()), 0.0
+            return base_weight(), 0.0
     # A layer's weight with its adapter added, in fp32 and rounded once.
-    base_parameters = {id(parameter) for parameter in module.get_base_layer().parameters()}
+    base_parameters = {id(parameter) for parameter in layer.parameters()}
     adapters = [parameter for parameter in module.parameters() if id(parameter) not in base_parameters]
     with gathered([tensor, *adapters]):
-        base = full(tensor.detach())
+        base = base_weight()
         delta = sum(full(module.get_delta_weight(adapter), rounds=False).float() for adapter in module.active_adapters)
     merged = (base.float() + delta).to(base.dtype)
     update = float((merged.float() - base.float()).norm())

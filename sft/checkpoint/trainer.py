@@ -23,7 +23,7 @@ from sft.checkpoint.reshard import (
     start_random_streams,
     with_parameters,
 )
-from sft.checkpoint.resume import ResumePlan, writer_here
+from sft.checkpoint.resume import ResumePlan, resolve_resume, writer_here
 from sft.checkpoint.write import CheckpointWriter
 from sft.checkpoint.zero import load_zero
 from sft.parallel.fsdp import units_as_planned
@@ -111,6 +111,10 @@ class CheckpointingTrainer(SFTTrainer):  # type: ignore[misc]
         if self.resume_plan is not None and self.reshards:
             self._reshard(self.resume_plan)
         return prepared
+
+    def load_weights_of(self, checkpoint: Path) -> None:
+        """Give the live model, with its optimizer, the weights of another checkpoint of this run. Every rank takes part."""
+        self._reshard(resolve_resume(checkpoint, self.job))
 
     def _reshard(self, plan: ResumePlan) -> None:
         """Give the live engine the weights, the moments and the schedule of another engine's checkpoint."""

@@ -51,6 +51,8 @@ class CheckpointWriter:
     def __init__(self, folder: Path, keep: int, facts: Mapping[str, Any], expected: int) -> None:
         self.folder, self.keep, self.facts, self.expected = folder, keep, dict(facts), expected
         self.run = Run(folder.parent)
+        self.protected = ""
+        """The name of a checkpoint that stays besides those."""
         self.newest: int | None = None
         """The step of the last checkpoint that this process has written."""
         self.shortage: Shortage | None = None
@@ -167,7 +169,8 @@ class CheckpointWriter:
         # What cannot be removed now is removed before the next one is written.
         with suppress(OSError):
             for old in self.run.all_checkpoints()[self.keep :]:
-                self._put_away(old)
+                if old.name != self.protected:
+                    self._put_away(old)
         self._clear()
 
     def _put_away(self, place: Path) -> None:

@@ -47,7 +47,8 @@ def batch(c: Conversion, per_gpu: str, accumulation: str, default: int, gpus_per
         )
     total = size * steps * (c.gpus // gpus_per_batch)
     shared = f" / {gpus_per_batch} that share a batch" if gpus_per_batch > 1 else ""
-    why = f"{size} per GPU x {steps} accumulated x {c.gpus} GPUs{shared}; accumulation follows from it on any number of GPUs"
+    gpus = f"{c.gpus} GPU{'s' * (c.gpus > 1)}{shared}"
+    why = f"{size} per GPU x {steps} accumulated x {gpus}; accumulation follows from it on any number of GPUs"
     to = "train.global_batch_size"
     if c.has(per_gpu):
         c.change(per_gpu, to, total, why)
@@ -57,27 +58,41 @@ def batch(c: Conversion, per_gpu: str, accumulation: str, default: int, gpus_per
         c.account(c.changed, accumulation, f"{to}: {total} (part of {per_gpu})")
 
 
+_SCHEDULE_ARGUMENTS = {
+    "cosine_with_min_lr": {"min_lr_rate": "min_lr_ratio", "min_lr": "min_lr_ratio"},
+    "warmup_stable_decay": {
+        "num_decay_steps": "lr_decay_steps",
+        "min_lr_ratio": "min_lr_ratio",
+        "decay_type": "lr_decay_type",
+    },
+    "polynomial": {"lr_end": "min_lr_ratio", "power": "lr_power"},
+}
+"""The arguments of transformers' schedules, and our keys of `train`."""
+
+
 def schedule(c: Conversion, key: str, arguments: str, rate: float | None) -> None:
-    """Convert the schedule's name and its end, and the limit of the steps."""
+    """Convert the schedule's name and its arguments, and the limit of the steps."""
     steps = as_number(c.get("max_steps"))
     if c.has("max_steps") and steps is not None and steps <= 0:
         c.keep("max_steps", "no limit: the epochs decide")
     kind = str(c.get(key)).lower().removeprefix("schedulertype.")
-    name = {"constant_with_warmup": "constant", "wsd": "warmup_stable_decay", "cosine_with_min_lr": "cosine"}.get(
-        kind, kind
-    )
-    if c.has(key) and name == kind:
-        c.carry(key, "train.lr_scheduler_type", name)
+    ends = [as_number(c.get(f"{arguments}.{name}")) for name in ("min_lr", "min_lr_rate")]
+    to = "train.lr_scheduler_type"
+    if c.has(key) and kind == "cosine_with_min_lr" and not any(ends):
+        c.change(key, to, "cosine", "it ends at 0")
+    elif c.has(key) and (reason := refusal(to, kind)):
+        c.drop(key, f"{reason}. It is cosine unless you set it")
     elif c.has(key):
-        c.change(key, "train.lr_scheduler_type", name, f"here its name is {name}")
+        c.carry(key, to, kind)
     for one in [one for one in c.keys if one.startswith(f"{arguments}.") and c.has(one)]:
-        argument, value = one.removeprefix(f"{arguments}."), as_number(c.keys[one])
-        if kind == "cosine_with_min_lr" and argument == "min_lr_rate" and value is not None:
-            c.carry(one, "train.min_lr_ratio", value)
-        elif kind == "cosine_with_min_lr" and argument == "min_lr" and value is not None and rate:
-            c.change(one, "train.min_lr_ratio", value / rate, "as a fraction of the learning rate")
+        argument = one.removeprefix(f"{arguments}.")
+        ours, value = _SCHEDULE_ARGUMENTS.get(kind, {}).get(argument), as_number(c.keys[one])
+        if ours is None:
+            c.drop(one, f"the schedule {kind} has no such argument here")
+        elif argument in ("min_lr", "lr_end") and value is not None and rate:
+            c.change(one, f"train.{ours}", float(f"{value / rate:.12g}"), "as a fraction of the learning rate")
         else:
-            c.carry(one, f"train.lr_scheduler_kwargs.{argument}", c.keys[one])
+            c.carry(one, f"train.{ours}", c.keys[one])
     if kind == "constant":
         for one in ("warmup_ratio", "warmup_steps"):
             if c.has(one) and as_number(c.keys[one]):
@@ -102,35 +117,43 @@ def warmup(c: Conversion, steps: str = "warmup_steps", ratio: str = "warmup_rati
 
 
 _OPTIMIZERS = {
-    "adamw_torch": "adamw",
-    "adamw_torch_fused": "adamw",
-    "adamw_hf": "adamw",
-    "adamw_apex_fused": "adamw",
-    "adamw": "adamw",
-    "adamw_bnb_8bit": "adamw_8bit",
-    "adamw_8bit": "adamw_8bit",
-    "paged_adamw_8bit": "paged_adamw_8bit",
-    "adafactor": "adafactor",
-    "lion_32bit": "lion",
-    "muon": "muon",
-    "schedule_free_adamw": "schedule_free_adamw",
+    **dict.fromkeys("adamw adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused".split(), ("adamw", "")),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), ("adamw_8bit", "")),
+    **dict.fromkeys(("adamw_torch_8bit", "ao_adamw_8bit"), ("adamw_8bit", "that of bitsandbytes")),
+    **dict.fromkeys(
+        ("paged_adamw", "paged_adamw_32bit"), ("adamw", "with states on the GPU: only 8-bit ones are paged here")
+    ),
+    **dict.fromkeys(("lion", "lion_32bit"), ("lion", "")),
+    **dict.fromkeys(("lion_8bit", "paged_lion_8bit", "paged_lion_32bit"), ("lion", "with fp32 states on the GPU")),
+    "muon": ("muon", "torch.optim.Muon, its step scaled to AdamW's"),
 }
+"""Their names, ours, and what differs."""
 
 
-def optimizer(c: Conversion, key: str) -> None:
-    """Convert the optimizer's name."""
-    if not c.has(key):
+def optimizer(c: Conversion, key: str, theirs: str = "") -> None:
+    """Convert the optimizer's name, and Adam's arguments where it does not take them; `theirs` is a name that the key stands for."""
+    theirs = theirs or str(c.get(key, "adamw")).lower().removeprefix("optimizernames.")
+    ours, differs = _OPTIMIZERS.get(theirs, (theirs, ""))
+    to, reason = "train.optim", refusal("train.optim", ours)
+    if c.has(key) and reason:
+        c.drop(key, f"{reason}. It is adamw unless you set it")
+    elif c.has(key) and differs:
+        c.change(key, to, ours, differs)
+    elif c.has(key):
+        c.carry(key, to, ours)
+    if reason or ours not in ("lion", "adafactor"):
         return
-    theirs = str(c.get(key)).lower().removeprefix("optimizernames.")
-    ours = _OPTIMIZERS.get(theirs, theirs)
-    if "adam" not in ours:
-        c.inapplicable.add("adam_beta2")
-    if ours == "adamw" and refusal("train.optim", ours):
-        c.keep(key, "AdamW")
-    elif ours == theirs:
-        c.carry(key, "train.optim", ours)
-    else:
-        c.change(key, "train.optim", ours, f"here its name is {ours}")
+    c.inapplicable.add("adam_beta2")
+    for number, default in (("1", 0.9), ("2", 0.999)):
+        adam, argument = f"adam_beta{number}", f"train.optim_args.beta{number}"
+        if ours == "lion" and c.has(adam):
+            c.carry(adam, argument, as_number(c.get(adam)))
+        elif ours == "lion":
+            c.default(adam, argument, default, ": Lion gets AdamW's")
+        elif c.has(adam):
+            c.drop(adam, "adafactor has none")
+    if c.has("adam_epsilon"):
+        c.drop("adam_epsilon", f"{ours} has none here")
 
 
 def precision(c: Conversion, unset: str = "auto") -> None:
@@ -227,6 +250,10 @@ def fsdp(c: Conversion) -> None:
         return
     if "no_shard" in names.lower() or str(c.get("fsdp_config.fsdp_sharding_strategy")).lower() == "no_shard":
         return
+    if "train.deepspeed" in c.settings:
+        for key in filter(c.has, ("fsdp", *inside)):
+            c.drop(key, "the engine is DeepSpeed, which the file names too")
+        return
     c.settings["train.fsdp"] = {}
     if c.has("fsdp"):
         strategy = next((ours for theirs, ours in _STRATEGIES.items() if theirs in names.lower()), "full_shard")
@@ -235,16 +262,59 @@ def fsdp(c: Conversion) -> None:
             c.settings["train.fsdp.offload_params"] = True
 
 
-def split_of(split: str) -> tuple[str, float | None]:
-    """A split without its percentage, and the fraction of the rows that the percentage takes.
+def best(c: Conversion, patience: str) -> None:
+    """Convert the best checkpoint and early stopping, once data.held_out is known."""
+    keys = ("load_best_model_at_end", "metric_for_best_model", "greater_is_better", patience)
+    wanted = is_true(c.get("load_best_model_at_end")) or c.has(patience)
+    metric = str(c.get("metric_for_best_model", "eval_loss"))
+    why = ""
+    if not wanted:
+        why = "no effect without load_best_model_at_end"
+    elif c.settings.get("data.held_out") is None:
+        why = "it compares the eval loss, and there is no eval split: set data.held_out"
+    elif metric not in ("eval_loss", "loss"):
+        why = (
+            f"{metric} is not measured here: train.metric_for_best_model is eval_loss, or a metric of eval.every_steps"
+        )
+    for key in filter(c.has, keys):
+        if key == "load_best_model_at_end" and not is_true(c.get(key)):
+            c.keep(key, "not set")
+        elif why:
+            c.drop(key, why)
+        elif key == "load_best_model_at_end":
+            c.carry(key, "train.load_best_model_at_end", True)
+        elif key == "metric_for_best_model":
+            c.carry(key, "train.metric_for_best_model", "eval_loss")
+        else:
+            c.carry(key, f"train.{'early_stopping_patience' if key == patience else key}", c.get(key))
+    if wanted and not why:
+        c.set("train.load_best_model_at_end", True)
+        steps, said = (
+            as_whole(c.get("eval_steps")),
+            "the eval loss is measured at each checkpoint, so that the best one is there",
+        )
+        for key in filter(c.has, ("eval_steps", "save_steps")):
+            if steps:
+                c.change(key, "train.save_steps", steps, said)
 
-    >>> split_of("train[:20%]"), split_of("train[10%:]"), split_of("train[:100]")
-    (('train', 0.2), ('train', 0.9), ('train[:100]', None))
-    """
-    match = re.fullmatch(r"(.+)\[(?:(\d+)%)?:(?:(\d+)%)?\]", split)
-    if match is None or (match[2], match[3]) == (None, None):
-        return split, None
-    return match[1], (int(match[3] or 100) - int(match[2] or 0)) / 100
+
+def quantized(c: Conversion) -> None:
+    """Convert bitsandbytes' flags, once it is known whether adapters are trained."""
+    kind = str(c.get("bnb_4bit_quant_type", c.get("bnb_config_kwargs.bnb_4bit_quant_type", "nf4")))
+    four, eight = is_true(c.get("load_in_4bit")), is_true(c.get("load_in_8bit"))
+    if not four:
+        c.inapplicable.add("use_bnb_nested_quant")
+    for key in filter(
+        c.has, ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_config_kwargs.bnb_4bit_quant_type")
+    ):
+        if not is_true(c.get(key)) and key.startswith("load"):
+            c.keep(key, "not quantized")
+        elif "model.lora" not in c.settings:
+            c.drop(key, "no adapters are trained, and quantized weights alone cannot be")
+        elif key.startswith("load") or four:
+            c.carry(key, "model.quantization", "int8" if eight and key != "load_in_4bit" else kind)
+        else:
+            c.drop(key, "no effect without load_in_4bit")
 
 
 def remote_code(c: Conversion, revision: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,16 +104,26 @@ class ModelFacts:
     architecture: Architecture | None = None
     """None where the model's own code computes it."""
 
+    linear_parameters: int | None = None
+    """Weights of the linear layers but the output head: what bitsandbytes quantizes. Fused experts are none."""
+
+    quantization: str | None = None
+    """The method by which the stored weights are quantized, as config.json names it: bitsandbytes, fp8, mxfp4."""
+
     commit: str | None = None
     """Of a hub model, what its revision stood for when it was looked up: all that is loaded of it is of this commit."""
+
+    @property
+    def body_parameters(self) -> int:
+        """Weights without the input embedding; 0 where they are not known."""
+        return max((self.parameters or 0) - (self.vocab_size or 0) * (self.hidden_size or 0), 0)
 
     @property
     def layer_size(self) -> int:
         """Weights of one layer: the model's without its embedding, shared evenly; 0 where its shape is not known."""
         if not (self.parameters and self.hidden_size and self.num_hidden_layers):
             return 0
-        embedding = (self.vocab_size or 0) * self.hidden_size
-        return max(self.parameters - embedding, 0) // self.num_hidden_layers or self.parameters
+        return self.body_parameters // self.num_hidden_layers or self.parameters
 
 
 def inspect_model(recipe: Recipe, download: bool = True, for_data: bool = False) -> ModelFacts:
@@ -148,7 +158,7 @@ def inspect_model(recipe: Recipe, download: bool = True, for_data: bool = False)
     except ModelError:
         if not model.trust_remote_code:  # its own code may need more than the meta device
             raise
-    return _facts(path, config.get_text_config(), empty, commit)
+    return replace(_facts(path, config.get_text_config(), empty, commit), quantization=_quantization(config))
 
 
 def _read_json(file: Path | None) -> dict[str, Any]:
@@ -236,6 +246,23 @@ def _value(config: Any, name: str) -> Any:
         return None
 
 
+def _linear_parameters(model: Any) -> int:
+    from torch.nn import Linear
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    layers = [one for one in model.modules() if isinstance(one, Linear | Conv1D) and one is not head]
+    return sum(one.weight.numel() for one in layers)
+
+
+def _quantization(config: Any) -> str | None:
+    stored = getattr(config, "quantization_config", None)
+    if stored is None:
+        return None
+    settings = stored if isinstance(stored, dict) else stored.to_dict()
+    return str(settings.get("quant_method") or "bitsandbytes")  # which older files of bitsandbytes do not name
+
+
 def _facts(path: str, config: Any, model: Any, commit: str | None) -> ModelFacts:
     same = (
         "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size max_position_embeddings".split()
@@ -251,6 +278,7 @@ def _facts(path: str, config: Any, model: Any, commit: str | None) -> ModelFacts
         num_key_value_heads=_value(config, "num_key_value_heads") or _value(config, "num_attention_heads"),
         sliding_window=_value(config, "sliding_window") if has_window else None,
         architecture=read_architecture(model, config) if model else None,
+        linear_parameters=_linear_parameters(model) if model else None,
         commit=commit,
         **{name: _value(config, name) for name in same},
     )

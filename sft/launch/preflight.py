@@ -169,7 +169,7 @@ def disk(job: Job) -> Check:
     if parameters is None:
         return Check("disk", f"{in_words(free)} free in {folder}; what is needed is not known before the model loads")
     of_checkpoint, of_final = bytes_per_parameter(job)
-    count = checkpoints_to_come(job.recipe, job.plan.max_steps.value, there)
+    count = checkpoints_to_come(job, there)
     needed = parameters * (count * of_checkpoint + of_final)
     words = (
         f"{count} checkpoint{'s' if count > 1 else ''} of {in_words(parameters * of_checkpoint)} and final/ of "

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from sft.model.quantization import is_quantized, shape_of
+
 TRAINED, FROZEN = 6, 4
 """FLOPs a token and weight: 2 forward, 2 for the gradient of the input, and 2 for that of a weight that is trained."""
 
@@ -120,6 +122,7 @@ def matmul_weights(model: Any) -> Matmuls | None:
         for kind, parameter in module._parameters.items():
             # Under ZeRO-3 a rank holds a flat shard.
             shape = () if parameter is None else tuple(getattr(parameter, "ds_shape", parameter.shape))
+            shape = shape_of(module) if kind == "weight" and is_quantized(module) else shape
             if len(shape) < 2 or "bias" in kind:
                 continue
             if len(shape) != (3 if routed else 2) or (routed and not active):

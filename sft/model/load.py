@@ -16,6 +16,7 @@ from sft.hub.remote_code import HOW_TO_ALLOW, is_refusal
 from sft.model import attention
 from sft.model.adapters import check_targets
 from sft.model.new_tokens import embed_new_tokens
+from sft.model.quantization import dequantize, keep_training_arithmetic, quantization_config, storage
 from sft.model.tensor_parallel import loading_arguments, sum_norm_gradients_once
 from sft.model.weight_checks import DTYPES, check_values, check_weights, find_misfit, outside_zero_3, refuse_misfit
 from sft.plan.job import Job
@@ -70,18 +71,17 @@ def _key(model: Model) -> str:
     return f"model.name_or_path={model.name_or_path}"
 
 
-def _from_pretrained(job: Job, tokenizer: Any, **arguments: Any) -> Any:
-    return load_base(pinned(job.recipe, job.model).model, job.model.path, weights_dtype(job), tokenizer, **arguments)
-
-
-def load_base(model: Model, path: str, dtype: torch.dtype, tokenizer: Any, **arguments: Any) -> Any:
-    """The model that training starts from, with rows for its new tokens and the tokenizer's special tokens.
+def load_base(
+    model: Model, path: str, dtype: torch.dtype, tokenizer: Any, storage: torch.dtype = torch.uint8, **arguments: Any
+) -> Any:
+    """The model that training starts from, quantized if the recipe says so, with rows for new tokens and the tokenizer's special tokens.
 
     Args:
         model: The recipe's section.
         path: A folder, or the id on the hub.
         dtype: Of the weights.
         tokenizer: From load_tokenizer, or as it was saved.
+        storage: Of the tensors that hold 4-bit weights.
         arguments: Of from_pretrained.
 
     Raises:
@@ -98,6 +98,7 @@ def load_base(model: Model, path: str, dtype: torch.dtype, tokenizer: Any, **arg
             trust_remote_code=model.trust_remote_code,
             dtype=dtype,
             output_loading_info=True,
+            quantization_config=quantization_config(model, dtype, storage),
             **arguments,
         )
     except (RuntimeError, SafetensorError):
@@ -107,6 +108,7 @@ def load_base(model: Model, path: str, dtype: torch.dtype, tokenizer: Any, **arg
         raise ModelError(f"{_key(model)}: {_why(error)}") from None
     refuse_misfit(find_misfit(loaded, info), weights[-1])
     check_values(loaded, weights[-1])
+    keep_training_arithmetic(loaded)
     embed_new_tokens(loaded, tokenizer, model.new_tokens, model.name_or_path)
     loaded.generation_notes = _settle_generation(loaded, tokenizer)
     return loaded
@@ -140,7 +142,15 @@ def load_model(job: Job, tokenizer: Any) -> Any:
     """
     if job.plan.attention.value == attention.NAME:
         attention.register()
-    model = _from_pretrained(job, tokenizer, attn_implementation=job.plan.attention.value, **loading_arguments(job))
+    model = load_base(
+        pinned(job.recipe, job.model).model,
+        job.model.path,
+        weights_dtype(job),
+        tokenizer,
+        storage(job),
+        attn_implementation=job.plan.attention.value,
+        **loading_arguments(job),
+    )
     if job.recipe.train.tensor_parallel_size > 1:
         sum_norm_gradients_once(model)
     if job.plan.kernels.value == "liger":
@@ -205,7 +215,7 @@ def _settle_sampling(generation: Any) -> list[str]:
 def merge_adapter(job: Job, tokenizer: Any, adapter: Path, target: Path) -> None:
     """Write base and adapter as one model that loads without peft.
 
-    The base is loaded anew: the one in memory may be sharded.
+    The base is loaded anew, since the one in memory may be sharded, and dequantized where it is quantized: what was trained, unrounded.
 
     Args:
         job: Names the base and its precision.
@@ -216,4 +226,11 @@ def merge_adapter(job: Job, tokenizer: Any, adapter: Path, target: Path) -> None
     from peft import PeftModel
 
     with outside_zero_3():
-        PeftModel.from_pretrained(_from_pretrained(job, tokenizer), adapter).merge_and_unload().save_pretrained(target)
+        base = load_dequantized(pinned(job.recipe, job.model).model, job.model.path, weights_dtype(job), tokenizer)
+        PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(target)
+
+
+def load_dequantized(model: Model, path: str, dtype: torch.dtype, tokenizer: Any) -> Any:
+    """As load_base, and what the recipe quantizes dequantized: the weights that adapters are trained beside, in `dtype`."""
+    loaded = load_base(model, path, dtype, tokenizer)
+    return loaded if model.quantization is None else dequantize(loaded, dtype)

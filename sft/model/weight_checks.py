@@ -190,7 +190,9 @@ def check_values(model: Any, name: str) -> None:
     """
     broken, layers = [], defaultdict(list)
     for key, tensor in model.named_parameters():
-        in_memory = not tensor.is_meta and tensor.numel() and not hasattr(tensor, "device_mesh")
+        # Of a quantized tensor the bytes are no numbers of its dtype.
+        is_plain = not hasattr(tensor, "device_mesh") and not hasattr(tensor, "quant_state")
+        in_memory = not tensor.is_meta and tensor.numel() and is_plain
         if not in_memory or tensor.dtype not in DTYPES.values():
             continue
         low, high = torch.aminmax(tensor.detach())  # NaN where there is one

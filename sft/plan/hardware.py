@@ -42,6 +42,8 @@ class Hardware:
     has_flash_attention: bool = False
     has_flash_attention_3: bool = False
     """flash-attn 3 for Hopper, a package of its own."""
+    has_bitsandbytes: bool = True
+    """Of a machine that is not here it is assumed."""
     cpu_memory_assumed: bool = False
     """A guess for a machine that is not here."""
 
@@ -181,6 +183,7 @@ def detect_hardware(ranks: int, ranks_per_node: int) -> Hardware:
         cpu_memory_gib=cpu_memory_gib(),
         has_flash_attention=_is_installed("flash_attn", "flash-attn"),
         has_flash_attention_3=_is_installed("flash_attn_interface", "flash-attn-3"),
+        has_bitsandbytes=find_spec("bitsandbytes") is not None,
     )
 
 

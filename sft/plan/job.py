@@ -42,6 +42,12 @@ class Job:
         """How FSDP2 shards the model, where it runs."""
         return resolve_fsdp(self.recipe, self.hardware)
 
+    @property
+    def save_steps(self) -> int:
+        """Optimizer steps between checkpoints. With save_strategy=epoch they are known when the data is prepared."""
+        per_epoch = self.plan.steps_per_epoch.value
+        return per_epoch if per_epoch and self.recipe.train.save_strategy == "epoch" else self.recipe.train.save_steps
+
     def with_data(self, data: DataSize, tuned: TuningResult | None = None) -> Job:
         """The job with its data counted, which gives the number of steps, and with what auto-tuning has found."""
         plan = resolve_plan(self.recipe, self.hardware, self.model, data, self.deepspeed, tuned)
@@ -89,7 +95,9 @@ def keep_decisions(job: Job, data: DataSize, earlier: Mapping[str, Any]) -> Job:
 
 def bytes_per_parameter(job: Job) -> tuple[int, int]:
     """What one trained parameter takes in a checkpoint, and in final/."""
-    moments, has_copy = 8, job.plan.weights.value == MASTER
+    # At most: some keep fewer bytes for some weights.
+    moments = {"adafactor": 1, "lion": 4}.get(job.recipe.train.optim, 8)
+    has_copy = job.plan.weights.value == MASTER
     if job.deepspeed is None:
         return (2 + 4 + moments, 2) if has_copy else (4 + moments, 4)
     weights = 2 if has_copy or job.plan.precision.value != "fp32" else 4
@@ -107,9 +115,10 @@ def trained_parameters(job: Job) -> int | None:
     return None if job.recipe.model.lora is not None else job.model.parameters
 
 
-def checkpoints_to_come(recipe: Recipe, steps: int | None, there: int) -> int:
+def checkpoints_to_come(job: Job, there: int) -> int:
     """Checkpoints that still need room: one more than are kept, since the oldest goes when the newest is complete, less those `there`."""
-    written = recipe.train.save_total_limit + 1
+    train, steps = job.recipe.train, job.plan.max_steps.value
+    written = train.save_total_limit + train.load_best_model_at_end + 1
     if steps is not None:
-        written = min(written, ceil(steps / recipe.train.save_steps))
+        written = min(written, ceil(steps / job.save_steps))
     return max(1, written - there)

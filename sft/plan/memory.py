@@ -22,6 +22,7 @@ from math import ceil
 from sft.hub.model_facts import ModelFacts
 from sft.plan.deepspeed import LARGEST_BUCKET, DeepSpeedFile
 from sft.plan.hardware import Hardware
+from sft.plan.optimizer import state_bytes
 from sft.plan.precision import computes_in_half, gradient_bytes
 from sft.recipe.schema import Recipe
 
@@ -31,6 +32,7 @@ FRAGMENTS = 0.05  # of a GPU's memory
 LIVE = 1_000_000_000  # elements: DeepSpeed's stage3_max_live_parameters and sub_group_size
 CPU_FACTOR = 1.5  # pinned copies and buffers beside what is offloaded, as DeepSpeed's own estimate has it
 _CHUNK = 2**27  # elements of sft/parallel/optimizer.py's step
+_SCALES = {True: 1 / 64 + 4 / (64 * 256), False: 4 / 64}  # bytes a 4-bit weight; by bnb_4bit_use_double_quant
 _TILE_TOKENS, _TILE_WORDS = 4096, 32768  # TOKEN_CHUNK_SIZE and _CHUNKED_LOGPROB_CHUNK_SIZE of TRL's fused head
 
 
@@ -133,14 +135,26 @@ class _Sizes:
         # At most, an adapter for each matrix of a plain decoder: query, key, value, output have h + h each; gate, up, down h + f.
         of_adapters = lora.r * self.layers * (8 * self.hidden + 3 * (self.hidden + self.wide)) if lora else 0.0
         self.trained = of_adapters if lora else self.parameters
+        # Beside fp32 weights, which are among the weights where the optimizer steps on them itself.
+        self.moments = state_bytes(recipe, self.trained, 0.0 if lora else self.embedding, self.hidden)
+        self.held = self.width * self.parameters + self._quantized(model)
+        """Bytes of all weights in the dtype that they are kept in."""
         # fp32 weights that compute in half precision: full fine-tuning under DDP, as sft/plan/precision.py has it.
-        alone = hardware.ranks == 1 and recipe.train.precision != "fp16"
+        alone = hardware.ranks == 1 and recipe.train.precision != "fp16" and recipe.train.optim == "adamw"
         self.autocasts = not self.adapters and engine.stage == 0 and not alone and self.is_half
+
+    def _quantized(self, model: ModelFacts) -> float:
+        """Bytes that quantization adds to the weights: fewer than none."""
+        kind, linear = self.recipe.model.quantization, model.linear_parameters or 0
+        if kind is None:
+            return 0.0
+        scales = _SCALES[self.recipe.model.bnb_4bit_use_double_quant]
+        return linear * ((1.0 if kind == "int8" else 0.5 + scales) - self.width)
 
     def states(self) -> dict[str, float]:
         """Weights, gradients and optimizer on each rank, wherever they are kept.
 
-        Bytes a trained parameter; w = 2 in half precision, else 4:
+        Bytes a trained parameter, with the 8 of AdamW's moments (state_bytes has the other optimizers'); w = 2 in half precision, else 4:
 
                            weights   gradients    optimizer
             one process    w         4            12         (16-bit gradients where sft/plan/precision.py has them; fp32: 4, 4, 8)
@@ -150,27 +164,34 @@ class _Sizes:
             ZeRO-3         w/N       4/N          12/N
         """
         stage, parameters = self.engine.stage, self.parameters
-        weights = self.width * parameters / (self.ranks if stage == 3 else 1)
+        weights = self.held / (self.ranks if stage == 3 else 1)
         if self.adapters:
-            return {"weights": weights, "gradients": 4 * self.trained, "optimizer": 12 * self.trained}
+            return {"weights": weights, "gradients": 4 * self.trained, "optimizer": 4 * self.trained + self.moments}
         if stage > 0:
             gradients = (self.width + 4) * parameters if stage == 1 else 4 * parameters / self.ranks
-            return {"weights": weights, "gradients": gradients, "optimizer": 12 * parameters / self.ranks}
+            return {
+                "weights": weights,
+                "gradients": gradients,
+                "optimizer": (4 * parameters + self.moments) / self.ranks,
+            }
         if self.autocasts or not self.is_half:
             copies = self.width if self.autocasts else 0
-            return {"weights": (4 + copies) * parameters, "gradients": 4 * parameters, "optimizer": 8 * parameters}
+            return {"weights": (4 + copies) * parameters, "gradients": 4 * parameters, "optimizer": self.moments}
         of_gradient = gradient_bytes(parameters, self.gpu_gib, self.recipe.train.global_batch_size != 1)
-        return {"weights": weights, "gradients": of_gradient * parameters, "optimizer": 12 * parameters}
+        return {"weights": weights, "gradients": of_gradient * parameters, "optimizer": 4 * parameters + self.moments}
 
     def buffers(self) -> float:
         """What the engine reduces and gathers in."""
         bucket = min(LARGEST_BUCKET, self.trained)
+        # A quantized layer's largest weight, in the dtype that it computes in.
+        unpacked = self.width * self.hidden * self.wide if self.recipe.model.quantization else 0.0
         if self.engine.stage == 0:
-            return 4 * self.trained if self.ranks > 1 else 0.0
+            return unpacked + (4 * self.trained if self.ranks > 1 else 0.0)
         if self.engine.stage < 3:
             # Under offload each gradient passes through a buffer as large as the largest weight.
-            return self.width * (2 * bucket + (self.embedding if self.engine.optimizer_offload != "none" else 0))
-        return self.width * (bucket + min(self.parameters, LIVE + self.layer + self.embedding))
+            offloaded = self.embedding if self.engine.optimizer_offload != "none" else 0
+            return unpacked + self.width * (2 * bucket + offloaded)
+        return unpacked + self.width * bucket + min(self.held, self.width * (LIVE + self.layer + self.embedding))
 
     def activations(self) -> float:
         """The peak of a forward and backward pass over one sequence."""

@@ -71,7 +71,9 @@ class Plan:
     """GiB that each GPU needs, by arithmetic; None where nothing can be counted."""
     precision: Decision[str]
     weights: Decision[str]
-    """What the trained weights are kept in; AdamW is always the fused one."""
+    """What the trained weights are kept in."""
+    quantization: Decision[str]
+    """What the frozen base is kept in: `nf4`, `fp4`, `int8` or `none`."""
     gradients: Decision[str]
     """What gradients of a step's micro-batches are added up in."""
     attention: Decision[str]
@@ -92,6 +94,7 @@ class Plan:
     """Slots of a step that dummy sequences fill, so that the ranks divide it evenly."""
     learning_rate: Decision[float]
     """The peak."""
+    optimizer: Decision[str]
     lr_scheduler_type: Decision[str]
     warmup_steps: Decision[int | None]
     """None until the data is counted, where it is a fraction of the steps."""

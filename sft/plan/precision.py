@@ -9,7 +9,7 @@ from sft.hub.model_facts import ModelFacts
 from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.parallelism import resolve_fsdp
-from sft.plan.plan import Decision
+from sft.plan.plan import Decision, stated
 from sft.recipe.schema import Recipe
 
 MASTER = "bf16 with an fp32 copy"
@@ -47,7 +47,11 @@ def resolve_weights(
     """What the trained weights are kept in."""
     zero = deepspeed is not None and deepspeed.stage > 0
     rows = (
-        (recipe.model.lora is not None, f"{precision}, frozen", "adapters are trained beside them"),
+        (
+            recipe.model.lora is not None,
+            f"{recipe.model.quantization or precision}, frozen",
+            "adapters are trained beside them",
+        ),
         (precision == "fp32", "fp32", "the precision"),
         (zero, MASTER.replace("bf16", precision), "DeepSpeed steps on its own copy, which is sharded over the ranks"),
         (deepspeed is not None, precision, "DeepSpeed without ZeRO decides about a copy"),
@@ -57,10 +61,36 @@ def resolve_weights(
             "fp32",
             "the rank's shard, which AdamW steps on; layers are gathered and computed in bf16",
         ),
+        (
+            recipe.train.optim != "adamw",
+            "fp32",
+            f"{recipe.train.optim} steps on the weights themselves; bf16 by autocast",
+        ),
         (hardware.ranks == 1, MASTER, "AdamW steps on the copy, which keeps what bf16 would round away"),
         (True, "fp32", "bf16 by autocast: DDP would add up bf16 gradients over the ranks"),
     )
     return next(Decision(value, reason) for applies, value, reason in rows if applies)
+
+
+def quant_storage(recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None, precision: str) -> str:
+    """The dtype of the tensors that hold 4-bit weights: `uint8`, or where they are sharded that of the layers beside them."""
+    shards = (deepspeed is not None and deepspeed.stage == 3) or resolve_fsdp(recipe, hardware) is not None
+    return precision if shards else "uint8"
+
+
+def resolve_quantization(
+    recipe: Recipe, hardware: Hardware, deepspeed: DeepSpeedFile | None, precision: str
+) -> Decision[str]:
+    """What the frozen base is kept in."""
+    model = recipe.model
+    if model.quantization is None:
+        return Decision("none", stated(model, "quantization"))
+    parts = ["the recipe: bitsandbytes"]
+    if model.quantization != "int8":
+        parts += ["with double quantization"] if model.bnb_4bit_use_double_quant else []
+        parts += [f"stored as {quant_storage(recipe, hardware, deepspeed, precision)}"]
+    parts += [f"computed in {precision}", "final/ and its evaluation: adapters merged into the dequantized base"]
+    return Decision(model.quantization, ", ".join(parts))
 
 
 def gradient_bytes(parameters: float, memory_gib: float, several_micro_batches: bool) -> int:

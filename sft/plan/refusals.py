@@ -9,6 +9,8 @@ from sft.errors import PlanError
 from sft.hub.model_facts import ModelFacts
 from sft.plan.deepspeed import DeepSpeedFile
 from sft.plan.hardware import Hardware
+from sft.plan.optimizer import optimizer_refusals
+from sft.plan.parallelism import resolve_fsdp
 from sft.plan.plan import DataSize, Plan
 from sft.plan.precision import has_bf16
 from sft.plan.schedule import decay_steps
@@ -37,7 +39,15 @@ class Case:
 
 def refuse(case: Case) -> None:
     """Refuse a recipe that cannot run here: PlanError, a line for each problem."""
-    problems = [*_numbers(case), *_schedule(case), *_precision(case), *_layers(case), *_fsdp(case)]
+    problems = [
+        *_numbers(case),
+        *_schedule(case),
+        *optimizer_refusals(case.recipe, case.hardware, case.deepspeed),
+        *_precision(case),
+        *_layers(case),
+        *_quantization(case),
+        *_fsdp(case),
+    ]
     problems += [*_tensor_parallel(case), *_sequence_parallel(case)]
     if problems:
         raise PlanError("\n".join(problems))
@@ -115,6 +125,34 @@ def _layers(case: Case) -> Iterator[str]:
             "train.gradient_checkpointing=offload moves activations from a GPU to the CPU's memory, and there is no GPU here. Set it to "
             "true or auto."
         )
+
+
+def _quantization(case: Case) -> Iterator[str]:
+    model, stored = case.recipe.model, case.model.quantization
+    key = f"model.quantization={model.quantization}"
+    if stored is not None and (model.quantization is not None or stored == "bitsandbytes"):
+        yield (
+            f"model.name_or_path={model.name_or_path} is stored quantized ({stored}), and adapters are trained beside weights that are "
+            "quantized while they load. Name the model that it was made from, and set model.quantization=nf4 with model.lora={}."
+        )
+    if model.quantization is None:
+        return
+    if model.lora is None:
+        yield f"{key} without model.lora: quantized weights cannot be trained. Set model.lora={{}}, or model.quantization=null."
+    if not case.hardware.has_bitsandbytes:
+        yield f"{key} is bitsandbytes', which is not installed. Install it: pip install -e '.[qlora]'. Or set model.quantization=null."
+    if model.compile:
+        yield f"{key} with model.compile=true is untested. Set model.compile=false."
+    if case.model.linear_parameters is not None and case.model.linear_parameters < case.model.body_parameters / 2:
+        yield (
+            f"{key}, and only {case.model.linear_parameters:,} of this model's {case.model.parameters:,} weights are in linear layers; "
+            "bitsandbytes leaves the others, such as fused experts, as they are. Set model.quantization=null."
+        )
+    sharded = "train.fsdp" if resolve_fsdp(case.recipe, case.hardware) is not None else ""
+    if case.deepspeed is not None and (case.deepspeed.stage == 3 or case.deepspeed.offload):
+        sharded = case.file
+    if sharded and model.quantization == "int8":
+        yield f"{key} with {sharded}: the scales of int8 weights cannot be sharded. Set model.quantization=nf4, or use DDP or zero2."
 
 
 def _fsdp(case: Case) -> Iterator[str]:

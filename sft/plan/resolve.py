@@ -14,9 +14,10 @@ from sft.plan.deepspeed import DeepSpeedFile, check_deepspeed
 from sft.plan.engine import resolve_engine, resolve_memory
 from sft.plan.hardware import Hardware
 from sft.plan.layers import resolve_attention, resolve_checkpointing, resolve_compile, resolve_kernels
+from sft.plan.optimizer import resolve_optimizer
 from sft.plan.parallelism import resolve_sequence_parallel, resolve_tensor_parallel
 from sft.plan.plan import DataSize, Decision, Plan, TuningResult
-from sft.plan.precision import resolve_gradients, resolve_precision, resolve_weights
+from sft.plan.precision import resolve_gradients, resolve_precision, resolve_quantization, resolve_weights
 from sft.plan.refusals import Case, refuse
 from sft.plan.schedule import resolve_schedule, resolve_warmup
 from sft.recipe.schema import Recipe
@@ -51,6 +52,7 @@ def resolve_plan(
         memory=resolve_memory(recipe, hardware, model, deepspeed),
         precision=precision,
         weights=resolve_weights(recipe, hardware, deepspeed, precision.value),
+        quantization=resolve_quantization(recipe, hardware, deepspeed, precision.value),
         gradients=resolve_gradients(recipe, hardware, model, deepspeed, precision.value, accumulation.value),
         attention=attention,
         kernels=resolve_kernels(recipe, hardware),
@@ -64,6 +66,7 @@ def resolve_plan(
         gradient_accumulation_steps=accumulation,
         empty_sequences_per_step=empty,
         learning_rate=resolve_learning_rate(recipe),
+        optimizer=resolve_optimizer(recipe),
         lr_scheduler_type=resolve_schedule(recipe, expected["max_steps"].value, warmup.value),
         warmup_steps=warmup,
         **expected,

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from sft.recipe.data import Column, Data, Finding, Source
 from sft.recipe.eval import Evaluation
 from sft.recipe.section import UNRELATED, Section, fixed, named
-from sft.recipe.train import Fsdp, Train
+from sft.recipe.train import EVAL_LOSS, Fsdp, Train
 
 __all__ = [
     "REPOSITORY",
@@ -99,6 +99,13 @@ class Model(Section):
     lora: Annotated[Lora | None, _MODEL] = None
     """Train adapters instead of all weights; `lora: {}` takes the defaults."""
 
+    quantization: Annotated[Literal["nf4", "fp4", "int8"] | None, _MODEL] = None
+    """Keep the frozen base in 4 bits (`nf4`, `fp4`) or 8 (`int8`) beside `lora` (QLoRA, by bitsandbytes). Layers compute in
+    train.precision. final/ is the adapters merged into the dequantized base: what was trained."""
+
+    bnb_4bit_use_double_quant: Annotated[bool, _MODEL] = True
+    """Quantize the scales of `nf4` and `fp4` too: 0.4 bits a weight less."""
+
 
 class Tracking(Section):
     """Where to send the curves, besides metrics.jsonl."""
@@ -146,6 +153,30 @@ class Recipe(Section):
         if refused and self.eval.every_steps is not None:
             raise ValueError(
                 f"eval.every_steps={self.eval.every_steps} does not work with {refused}: remove one of them, and evaluate after training"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _best_model_is_measured(self) -> Recipe:
+        train, every = self.train, self.eval.every_steps
+        if not train.load_best_model_at_end:
+            return self
+        metric = train.metric_for_best_model
+        if metric == EVAL_LOSS:
+            if self.data.held_out is None:
+                raise ValueError(
+                    "train.load_best_model_at_end compares the eval loss, and there is no eval split: set data.held_out, such as 0.02, or "
+                    "train.metric_for_best_model to a metric of eval.every_steps"
+                )
+        elif every is None:
+            raise ValueError(
+                f"train.metric_for_best_model={metric} is measured during training, and eval.every_steps is not set: set it to a multiple "
+                f"of train.save_steps={train.save_steps}, or the metric to eval_loss"
+            )
+        elif not train.saves_at(every):
+            raise ValueError(
+                f"train.load_best_model_at_end needs a checkpoint wherever {metric} is measured, and there is none every "
+                f"eval.every_steps={every} steps: set it to a multiple of train.save_steps, with train.save_strategy=steps"
             )
         return self
 

@@ -15,7 +15,12 @@ _UNKNOWN = fixed("for a trainer argument it is unknown whether a change would ta
 _SCHEDULE = named("the new schedule applies from the step that was reached")
 _PEAK = named("the schedule has the new peak from here on")
 _NORM = named("gradients are clipped to the new norm from here on")
+_BEST = named("the measurements so far are judged by the new value")
 _PRECISION = named("the new dtype from here on; AdamW's fp32 state carries over; never to or from fp16")
+
+
+EVAL_LOSS = "eval_loss"
+_OF_BEST = "metric_for_best_model greater_is_better early_stopping_patience early_stopping_threshold".split()
 
 
 class Fsdp(Section):
@@ -107,8 +112,26 @@ class Train(Optimization):
     save_steps: Annotated[int, UNRELATED] = Field(default=500, gt=0)
     """Optimizer steps between checkpoints."""
 
+    save_strategy: Annotated[Literal["steps", "epoch"], UNRELATED] = "steps"
+    """`steps`: a checkpoint every save_steps. `epoch`: at the end of each epoch."""
+
     save_total_limit: Annotated[int, UNRELATED] = Field(default=2, gt=0)
     """Number of checkpoints to keep."""
+
+    load_best_model_at_end: Annotated[bool, _BEST] = False
+    """Make final/ the best checkpoint by metric_for_best_model instead of the last step. It is kept beside those of save_total_limit."""
+
+    metric_for_best_model: Annotated[str, _BEST] = EVAL_LOSS
+    """`eval_loss`, the loss on data.held_out; or a metric of eval.every_steps, as `task/metric`."""
+
+    greater_is_better: Annotated[bool | None, _BEST] = None
+    """Whether a larger value of the metric is better. None: not for a loss or a perplexity, else it is."""
+
+    early_stopping_patience: Annotated[int | None, _BEST] = Field(default=None, gt=0)
+    """Stop after this many measurements in a row without a better one. None: train all steps."""
+
+    early_stopping_threshold: Annotated[float, _BEST] = Field(default=0.0, ge=0)
+    """How much better a measurement must be to count, in the metric's unit."""
 
     eval_steps: Annotated[int | None, UNRELATED] = Field(default=None, gt=0)
     """Optimizer steps between evaluations of the loss on data.held_out. None: at each checkpoint."""
@@ -176,6 +199,41 @@ class Train(Optimization):
                 f"base_batch_size={base} has no effect while lr_scaling is none: remove it, or set lr_scaling to linear or sqrt"
             )
         return self
+
+    @model_validator(mode="after")
+    def _best_is_measured_at_checkpoints(self) -> Train:
+        if not self.load_best_model_at_end:
+            for name in _OF_BEST:
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f"{name} has no effect without load_best_model_at_end: set that to true, or remove {name}"
+                    )
+            return self
+        if self.early_stopping_threshold and self.early_stopping_patience is None:
+            raise ValueError(
+                "early_stopping_threshold has no effect without early_stopping_patience: set both, or none"
+            )
+        if (
+            self.metric_for_best_model == EVAL_LOSS
+            and self.eval_steps is not None
+            and not self.saves_at(self.eval_steps)
+        ):
+            raise ValueError(
+                "load_best_model_at_end needs a checkpoint wherever the eval loss is measured, and there is none every "
+                f"eval_steps={self.eval_steps} steps: remove eval_steps, which then measures at each checkpoint"
+            )
+        return self
+
+    def saves_at(self, every: int) -> bool:
+        """Whether there is a checkpoint at each multiple of a number of steps."""
+        return self.save_strategy == "steps" and every % self.save_steps == 0
+
+    @property
+    def larger_is_better(self) -> bool:
+        """Whether a larger value of metric_for_best_model is the better one."""
+        if self.greater_is_better is not None:
+            return self.greater_is_better
+        return not re.search(r"loss|perplexity|bits_per_byte|ppl", self.metric_for_best_model)
 
     @model_validator(mode="after")
     def _one_engine(self) -> Train:

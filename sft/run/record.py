@@ -23,6 +23,7 @@ from sft.hub.pins import hub_revisions
 from sft.hub.remote_code import code_hash
 from sft.recipe.changes import Change
 from sft.recipe.schema import REPOSITORY
+from sft.recipe.train import EVAL_LOSS
 from sft.run.directory import INCOMPLETE, Run, read_lines
 from sft.run.training_warnings import eval_loss_course, loss_course
 from sft.run.trust import base_checksums
@@ -169,7 +170,9 @@ def record_end(run: Run, seconds: float, evaluates: bool) -> None:
     run.update(status="finished", finished=_now(), train_loss=_mean_loss(lines), **evaluation)
     eval_losses = [line["held_out_loss"] for line in lines if line.get("held_out_loss") is not None]
     run.warn("loss", loss_course(lines))
-    run.warn("eval_loss", eval_loss_course(run.record.get("held_out_loss_before"), eval_losses))
+    # With the best checkpoint in final/ it does no harm that the loss rose again.
+    chosen = run.record.get("best", {}).get("metric") == EVAL_LOSS
+    run.warn("eval_loss", None if chosen else eval_loss_course(run.record.get("held_out_loss_before"), eval_losses))
 
 
 def _mean_loss(lines: Sequence[Mapping[str, Any]]) -> float | None:

@@ -24,7 +24,7 @@ def eval_loss_of(trainer: RecipeTrainer, run: Run, prepared: Prepared) -> EvalLo
     if not len(index):
         return None
     sequences = Sequences(data.store, index, trainer.data_parallel_ranks, data.pad_token_id, data.packed)
-    return EvalLoss(trainer, sequences, train.eval_steps or train.save_steps, run)
+    return EvalLoss(trainer, sequences, train.eval_steps or trainer.job.save_steps, run)
 
 
 class EvalLoss(TrainerCallback):  # type: ignore[misc]
@@ -37,7 +37,7 @@ class EvalLoss(TrainerCallback):  # type: ignore[misc]
         self.trainer, self.sequences, self.every, self.run = trainer, sequences, every, run
         assert trainer.stopping is not None
         self.stopping = trainer.stopping
-        self.latest: float | None = None
+        self.figure: float | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the model that training starts from; after a resume, where the measurement was interrupted."""
@@ -47,7 +47,7 @@ class EvalLoss(TrainerCallback):  # type: ignore[misc]
                 self.run.update(held_out_loss_before=before)
                 print(f"Eval loss before the first step: {before:.4f}", flush=True)
         elif self._is_due(state) and self._is_missing(state.global_step):
-            self.latest = self.measure()
+            self.figure = self.measure()
 
     def _is_due(self, state: Any) -> bool:
         return state.global_step >= state.max_steps or bool(self.every and state.global_step % self.every == 0)
@@ -59,14 +59,13 @@ class EvalLoss(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure where it is due, unless the training is about to stop."""
         if self._is_due(state) and not (control.should_training_stop and self.stopping.agreed):
-            self.latest = self.measure()
+            self.figure = self.measure()
             control.should_log = True
             self.stopping.act(self.stopping.agreed, control)
 
-    def take(self) -> float | None:
-        """The last figure, once."""
-        latest, self.latest = self.latest, None
-        return latest
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Forget the figure of the step before."""
+        self.figure = None
 
     def measure(self) -> float | None:
         """Mean loss per target token of the eval split, over all ranks; None where the training is to stop."""

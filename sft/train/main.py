@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
@@ -18,6 +18,7 @@ from sft.plan.job import Job
 from sft.run.directory import Run
 from sft.train.arguments import training_arguments
 from sft.train.batches import training_sequences
+from sft.train.best import BestCheckpoint
 from sft.train.eval_loss import eval_loss_of
 from sft.train.faults import Faults
 from sft.train.metrics import Metrics
@@ -63,7 +64,9 @@ def train(
     watchdog = Watchdog(trainer.progress, run, distributed.rank(), job.hardware.ranks, recipe.train.ddp_timeout)
     verification = SaveVerification(trainer, job, run, tokenizer) if recipe.train.save_canary else None
     evaluation = make_evaluation(trainer) if make_evaluation is not None else None
-    for callback in callbacks(trainer, run, prepared, watchdog, evaluation, verification):
+    measured = {"held_out_loss": eval_loss_of(trainer, run, prepared), "eval": evaluation}
+    best = BestCheckpoint(trainer, run, measured) if recipe.train.load_best_model_at_end else None
+    for callback in callbacks(trainer, run, watchdog, measured, best, verification):
         trainer.add_callback(callback)
     if distributed.is_rank_0():
         resume_trackers(trainer, run, choice.step)
@@ -74,6 +77,8 @@ def train(
     leave_where_stopped(job, stopping, step)
     seconds = time.monotonic() - started
     with distributed.reporting_lost_ranks(recipe, "final/ was written", run):
+        if best is not None:
+            best.load()
         write_final(trainer, job, run, tokenizer, verification.verify_final if verification else None)
     if distributed.is_rank_0():
         steps = f"{step - choice.step} steps, to step {step}," if choice.step else f"{step} steps"
@@ -82,18 +87,22 @@ def train(
 
 
 def callbacks(
-    trainer: RecipeTrainer, run: Run, prepared: Prepared, watchdog: Watchdog, evaluation: Any, verification: Any
+    trainer: RecipeTrainer,
+    run: Run,
+    watchdog: Watchdog,
+    measured: Mapping[str, Any],
+    best: BestCheckpoint | None,
+    verification: SaveVerification | None,
 ) -> list[TrainerCallback]:
     """The trainer's callbacks, in the order in which they are called."""
-    job, eval_loss = trainer.job, eval_loss_of(trainer, run, prepared)
-    measured = {"held_out_loss": eval_loss, "eval": evaluation}
+    job = trainer.job
     return [
         trainer.clock,  # first: what the others do at the end of a step is no part of the step
         *engine_callbacks(job),
         trainer.stopping,
         watchdog,
         RuntimeCheck(trainer, job, run),
-        *filter(None, (eval_loss, evaluation, verification)),
+        *filter(None, (*measured.values(), best, verification)),
         Metrics(trainer, run, job.hardware, measured),  # after what measures for its lines
         *([Profile(run.path / "profile", job.hardware.gpu is not None)] if job.recipe.train.profile else []),
     ]

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -18,18 +18,12 @@ from sft.model.live import is_untrained, relative_change, sample_trained
 from sft.plan.hardware import Hardware
 from sft.run.directory import Run, read_lines
 from sft.run.training_warnings import first_loss, weights_moved
+from sft.train.best import Measures
 from sft.train.speed import peak_flops, peak_memory_gib, speed
 from sft.train.trainer import RecipeTrainer
 
 _FASTEST = 1.0
 """Seconds between lines on the terminal. Faster logging steps are only in metrics.jsonl."""
-
-
-class Measures(Protocol):
-    """A callback that measures at some steps, before the line of the step is written."""
-
-    def take(self) -> Any:
-        """The last figure, once; None where nothing was measured since."""
 
 
 class Metrics(TrainerCallback):  # type: ignore[misc]
@@ -70,8 +64,7 @@ class Metrics(TrainerCallback):  # type: ignore[misc]
             self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", bar_format=form, leave=False)
 
     def _figures(self) -> dict[str, Any]:
-        taken = {key: callback.take() for key, callback in self.measured.items()}
-        return {key: figure for key, figure in taken.items() if figure is not None}
+        return {key: callback.figure for key, callback in self.measured.items() if callback.figure is not None}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Move the bar."""

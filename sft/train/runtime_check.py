@@ -18,6 +18,7 @@ from sft.model.compiled_layers import are_compiled
 from sft.model.gradient_checkpointing import planned_checkpointing, running_checkpointing
 from sft.model.live import computes_in, unwrapped
 from sft.model.load import weights_dtype
+from sft.model.quantization import describe_planned, describe_running, numels
 from sft.parallel.fsdp import reshard, sharded_units, sharding_readings, shards
 from sft.parallel.process_group import group_timeouts
 from sft.parallel.sequence import sequence_parallel_ranks
@@ -27,6 +28,7 @@ from sft.plan.parallelism import FSDP2
 from sft.run.directory import Run
 from sft.train.arguments import planned_schedule
 from sft.train.isolation_probe import Probe, check_probe, probe, sample_documents
+from sft.train.optimizers import compare_arguments, compare_kind
 from sft.train.trainer import RecipeTrainer
 
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -173,6 +175,8 @@ def _of_model(trainer: Any, job: Job, engine: Any, probe: Probe | None) -> Itera
     yield _kernels(model, plan.kernels.value)
     yield Reading.equal("precision", plan.precision.value, _precision(trainer, engine))
     yield from _weights(trainer, job)
+    planned_kind, kind = describe_planned(job), describe_running(model)
+    yield Reading("quantization", planned_kind, kind, kind.partition(" (")[0] != planned_kind)
     yield Reading.equal("compile", plan.compile.value, are_compiled(model))
     planned = planned_checkpointing(model, plan.gradient_checkpointing.value)
     yield Reading.equal("gradient_checkpointing", planned, running_checkpointing(model))
@@ -219,7 +223,7 @@ def _dtypes(tensors: Iterable[torch.Tensor]) -> str:
 
 def _weights(trainer: Any, job: Job) -> Iterator[Reading]:
     named, lora = dict(trainer.model.named_parameters()), job.recipe.model.lora
-    counts = {name: int(getattr(weight, "ds_numel", weight.numel())) for name, weight in named.items()}
+    counts = numels(trainer.model)
     trained = {name: weight for name, weight in named.items() if weight.requires_grad}
     count, total = sum(counts[name] for name in trained), sum(counts.values())
     share = f"{count:,} of {total:,} parameters"
@@ -250,8 +254,11 @@ def _of_steps(trainer: Any, job: Job, engine: Any) -> Iterator[Reading]:
         optimizer = optimizer.optimizer
     # The dtype of what it updates is also that of its moments.
     dtypes = _dtypes(updated or [parameter for group in optimizer.param_groups for parameter in group["params"]])
-    name, fused = type(optimizer).__name__, ", fused" if optimizer.defaults.get("fused") else ""
-    yield Reading("optimizer", "AdamW on fp32", f"{name} on {dtypes}{fused}", "Adam" not in name or dtypes != "fp32")
+    kind, running, is_other = compare_kind(optimizer, job)
+    fused = ", fused" if optimizer.defaults.get("fused") else ""
+    yield Reading("optimizer", f"{kind} on fp32", f"{running} on {dtypes}{fused}", is_other or dtypes != "fp32")
+    if not is_other:
+        yield Reading.equal("optimizer_arguments", *compare_arguments(optimizer, job))
     # The peak that it was built with; its current rate is the schedule's.
     peaks = {float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups}
     planned = plan.learning_rate.value

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import get_peft_model
+from transformers import set_seed
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
@@ -20,15 +22,16 @@ from sft.model.compiled_layers import compile_layers
 from sft.model.flops import model_flops
 from sft.model.gradient_checkpointing import SelectiveCheckpointing
 from sft.model.new_tokens import named
+from sft.model.quantization import adapters_stay_fp32
 from sft.parallel import process_group as distributed
 from sft.parallel.fsdp import Prefetch
 from sft.parallel.optimizer import MasterAdamW, check_optimizer
 from sft.parallel.patches import cpu_ranks_may_shard
 from sft.parallel.sequence import PartOfSequences, labels_of_all, share_batches
 from sft.plan.job import Job
-from sft.train.arguments import optimizer_arguments
 from sft.train.batches import CONTENTS, Accounted, Sequences, StepOrder, WorkSum
 from sft.train.faults import Faults, finite
+from sft.train.optimizers import build_arguments, build_muon
 from sft.train.speed import StepClock
 from sft.train.stopping import Stopping
 from sft.train.watchdog import EVAL_LOSS, OPTIMIZER, Progress
@@ -224,10 +227,21 @@ class RecipeTrainer(CheckpointingTrainer):
         return finite(result)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """AdamW as planned."""
-        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
-        check_optimizer(optimizer, self.optimizer_cls_and_kwargs is not None, self.job.plan.gradients.value)
-        return optimizer
+        """The recipe's optimizer, as planned."""
+        whole, job = self.model if model is None else model, self.job
+        if job.recipe.train.optim == "muon":
+            self.optimizer: Any = build_muon(job, whole, self.get_decay_parameter_names(whole))
+        built: torch.optim.Optimizer = super().create_optimizer(model)
+        if job.recipe.train.optim == "adamw":
+            check_optimizer(built, self.optimizer_cls_and_kwargs is not None, job.plan.gradients.value)
+        return built
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The recipe's schedule, over DeepSpeed's optimizers too."""
+        of_engine: Any = getattr(self.optimizer, "optimizer", None)
+        if self.is_deepspeed_enabled and not hasattr(of_engine, "defaults"):
+            of_engine.defaults = {"lr": self.args.learning_rate}  # where transformers' polynomial reads the peak
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def _clip_grad_norm(self, model: Any) -> Any:
         # transformers would scale bf16 gradients, and take their norm, in bf16.
@@ -272,8 +286,8 @@ class RecipeTrainer(CheckpointingTrainer):
         super().log(logs, start_time)
 
     def _run_epoch(self, **kwargs: Any) -> None:
-        if self.state.global_step >= self.state.max_steps:
-            # The run was stopped between its last step and final/; transformers would train another step.
+        if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
+            # The run was interrupted between its last step and final/; transformers would train another step.
             self.control.should_training_stop = True
             return
         # A resumed epoch wraps the loader once more to skip batches, and behind it the trainer does not find the sampler.
@@ -321,18 +335,22 @@ def build_trainer(
             )
         peft = lora_config(lora, model, new_token_ids(tokenizer, job.recipe.model.new_tokens) + untrained)
     try:
-        trainer = RecipeTrainer(
-            job,
-            sequences,
-            stopping=stopping,
-            faults=faults,
-            resume_plan=resume_plan,
-            model=model,
-            args=arguments,
-            processing_class=tokenizer,
-            peft_config=peft,
-            optimizer_cls_and_kwargs=optimizer_arguments(job),
-        )
+        if peft is not None and job.recipe.model.quantization is not None:
+            set_seed(arguments.seed)  # as TRL does before its adapters
+            model, peft = get_peft_model(model, peft), None
+        with adapters_stay_fp32(model):
+            trainer = RecipeTrainer(
+                job,
+                sequences,
+                stopping=stopping,
+                faults=faults,
+                resume_plan=resume_plan,
+                model=model,
+                args=arguments,
+                processing_class=tokenizer,
+                peft_config=peft,
+                optimizer_cls_and_kwargs=build_arguments(job),
+            )
     except ValueError as error:
         if lora is None or "target" not in str(error).lower():
             raise

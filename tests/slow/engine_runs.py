@@ -86,6 +86,7 @@ VERIFIED = ("1", "2 DDP", "2 ZeRO-2", "2 ZeRO-3", "2 FSDP2", "2 tensor parallel"
 """Engines whose saves are verified: the end of each such run loads final/ in a process of its own."""
 
 LORA = ("model.lora={r: 4}", "train.learning_rate=5e-3")
+NF4 = ("model.quantization=nf4", *LORA)
 DROPOUT = ("model.lora={r: 4, lora_dropout: 0.1}", "train.learning_rate=5e-3")
 ASKS = "model.chat_template=asks.jinja"
 NEW = "model.new_tokens=[<|a|>, <|b|>, <|c|>, <|d|>, <|e|>]"  # more than the embedding has spare rows for
@@ -93,6 +94,7 @@ KINDS: dict[str, tuple[bool, tuple[str, ...]]] = {
     "packed": (True, ()),
     "padded": (False, ()),
     "padded, adapters": (False, LORA),
+    "packed, nf4 and adapters": (True, NF4),
     "packed, adapters with dropout": (True, DROPOUT),
     "packed, bf16": (True, ("train.precision=bf16",)),
     "packed, new tokens": (True, (NEW, ASKS)),
@@ -178,7 +180,9 @@ class EngineRuns:
     @staticmethod
     def verified(engine: str, kind: str) -> bool:
         """Whether the run's saves are verified."""
-        return (engine in VERIFIED and kind == "packed") or kind == "packed, bf16" or "new tokens" in kind
+        return (
+            (engine in VERIFIED and kind == "packed") or kind == "packed, bf16" or "new tokens" in kind or "nf4" in kind
+        )
 
     def train(self, engine: str, kind: str, name: str, *overrides: str, expect: int = 0) -> dict[str, str]:
         """Train under a name; what the ranks print stays beside the run."""

@@ -39,6 +39,7 @@ WHERE_IT_WAS = [
     ("1", "padded, adapters"),
     ("1", "packed, bf16"),
     ("2 DDP", DROPOUT),
+    ("2 DDP", "packed, nf4 and adapters"),
     ("2 ZeRO-2", "packed"),
     ("2 ZeRO-2", "padded"),
     ("2 ZeRO-3", "padded"),
@@ -90,6 +91,8 @@ ELSEWHERE = [
     # FSDP2 saves the weights of adapters under other names than their moments.
     ("2 ZeRO-3", "2 FSDP2", "padded, adapters"),
     ("2 FSDP2", "1", "padded, adapters"),
+    ("2 ZeRO-3", "2 FSDP2", "packed, nf4 and adapters"),
+    ("2 FSDP2", "1", "packed, nf4 and adapters"),
     ("1", "2 ZeRO-2", "packed, bf16"),
     ("2 ZeRO-2", "2 FSDP2", "packed, bf16"),
 ]

@@ -28,6 +28,9 @@ SAVED = [
     ("2 FSDP2", "padded, adapters"),
     ("2 ZeRO-3", "packed, new tokens"),
     ("2 DDP", "padded, adapters, new tokens"),
+    ("1", "packed, nf4 and adapters"),
+    ("2 ZeRO-3", "packed, nf4 and adapters"),
+    ("2 FSDP2", "packed, nf4 and adapters"),
 ]
 
 

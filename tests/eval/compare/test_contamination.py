@@ -1,6 +1,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 
 from eval.compare.comparison import compare
 from eval.compare.contamination import Search, check_contamination
@@ -81,7 +82,8 @@ def prepare(run: Run, texts: list[str], trained: list[int]) -> Words:
     SequenceIndex(np.array(trained), np.arange(1, len(trained) + 1)).save(folder / "train.npz")
     SequenceIndex(np.array([], int), np.array([], int)).save(folder / "held_out.npz")
     sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
-    write_json(folder / "prepared.json", {"fingerprint": "abc", "sizes": sizes})
+    counted = {"ledger": {}, "findings": [], "sequences": {}}
+    write_json(folder / "prepared.json", {"fingerprint": "abc", "sizes": sizes} | counted)
     run.update(data_fingerprint="abc")
     return tokenizer
 
@@ -118,6 +120,23 @@ def test_documents_that_several_tasks_share_are_found_in_each(run: Run) -> None:
     contamination = check(run, tokenizer, {f"template{number}": [LONG, "x"] for number in range(12)})
     assert contamination is not None
     assert [task["found"] for task in contamination["tasks"].values()] == [1] * 12
+
+
+def test_a_document_is_found_in_the_task_of_a_group_that_it_belongs_to(run: Run) -> None:
+    tokenizer = prepare(run, ["nothing of it at all", LONG], [0, 1])
+    # Right are the second of `one` and the second of `other`; `one` alone has a document that was trained on, its first.
+    samples = {name: sampled([0, 1]) for name in ("one", "other")}
+    for name, texts in (("one", [LONG, "x"]), ("other", ["y", "z"])):
+        samples[name] = [row | {"doc": {"text": text}} for row, text in zip(samples[name], texts, strict=True)]
+    measured = results({name: {"acc,none": 0.5} for name in ("all", *samples)}) | {
+        "group_subtasks": {"all": [*samples]}
+    }
+    metrics = compare(measured, measured, samples, samples).metrics
+    contamination = check_contamination(True, run, tokenizer, metrics, measured, samples)  # type: ignore[arg-type]
+    assert contamination is not None
+    found = contamination["tasks"]["all"]
+    assert (found["documents"], found["found"]) == (4, 1)
+    assert found["tuned_without"] == pytest.approx(2 / 3)
 
 
 def test_data_that_is_gone_is_said_to_be_gone(run: Run) -> None:

@@ -97,4 +97,4 @@ def test_a_step_that_is_to_be_the_last_one_is_not_measured() -> None:
     during = During(trainer, None, None, None, 2, Path("none"), Path("none"))  # type: ignore[arg-type]
     state, control = SimpleNamespace(global_step=4), SimpleNamespace(should_training_stop=True)
     during.on_step_end(None, state, control)  # it would fail without a model
-    assert during.take() is None
+    assert during.figure is None

@@ -18,7 +18,7 @@ from eval.report.training import speed_facts
 from sft.errors import RunError
 from sft.files import read_json, write_json
 from sft.run.directory import Run
-from tests.eval.runs import COMPARISON, METRIC, add_answers, answer, flip, full_run, point, prompt
+from tests.eval.runs import COMPARISON, METRIC, RECIPE, add_answers, answer, flip, full_run, point, prompt
 
 PROBLEM = "its files do not hold what they should"
 
@@ -71,6 +71,15 @@ def test_a_full_run_is_reported_with_nothing_missing(tmp_path: Path) -> None:
     assert PROBLEM not in text + page
     assert text.count("\n## ") == page.count("\n<h2>") == 11
     assert "because" in page
+
+
+def test_a_run_on_a_quantized_base_says_what_was_measured(run: Run) -> None:
+    assert "quantiz" not in section(report(run), "Evaluation")
+    run.recipe_file.write_text(RECIPE.replace("{r: 8}}", "{r: 8}, quantization: nf4}"))
+    text = report(run)
+    assert "the base in nf4 (QLoRA)" in text
+    measured = "merged into what nf4 was dequantized to, the base has its own weights"
+    assert measured in section(text, "Evaluation")
 
 
 def test_an_incomplete_evaluation_names_what_was_not_measured(run: Run) -> None:

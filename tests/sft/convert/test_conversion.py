@@ -8,11 +8,10 @@ from sft.convert.conversion import Conversion, fitted, flatten, refusal, table
 from sft.convert.main import TOOLS
 
 NOT_YET = """
-model.bnb_4bit_quant_storage model.bnb_4bit_use_double_quant model.freeze model.lora.alpha_pattern model.lora.init_lora_weights
+model.freeze model.lora.alpha_pattern model.lora.init_lora_weights
 model.lora.layers_to_transform model.lora.modules_to_save model.lora.rank_pattern model.lora.use_dora model.lora.use_rslora
-model.quantization model.rope_scaling train.early_stopping_patience train.greater_is_better train.label_smoothing_factor
-train.load_best_model_at_end train.metric_for_best_model train.neftune_noise_alpha train.optim train.optim_args train.save_strategy
-train.warmup_ratio
+model.rope_scaling train.label_smoothing_factor
+train.neftune_noise_alpha
 """.split()
 """Keys that recipes do not have; a file that needs one is told so."""
 

@@ -1,5 +1,4 @@
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +10,8 @@ from sft.launch.job import open_job
 from sft.launch.preflight import check_ranks, disk
 from sft.plan.hardware import Gpu, Hardware
 from sft.plan.job import Job, bytes_per_parameter, checkpoints_to_come
-from sft.recipe.schema import REPOSITORY, Recipe
+from sft.plan.plan import Decision
+from sft.recipe.schema import REPOSITORY
 
 CPU = Hardware(None, 2, 2, 2, 16.0)
 H100 = Hardware(Gpu("NVIDIA H100", 80.0, 9.0), 1, 1, 16, 200.0)
@@ -47,10 +47,17 @@ def test_a_parameter_takes_its_weights_moments_and_copies(
     ("steps", "there", "expected"), [(None, 0, 3), (450, 0, 3), (300, 0, 2), (10, 0, 1), (2000, 2, 1)]
 )
 def test_there_must_be_room_for_one_checkpoint_more_than_is_kept(
-    steps: int | None, there: int, expected: int, make_recipe: Callable[..., Recipe]
+    steps: int | None, there: int, expected: int, tmp_path: Path
 ) -> None:
-    recipe = make_recipe("train.save_steps=200", "train.save_total_limit=2")
-    assert checkpoints_to_come(recipe, steps, there) == expected
+    planned = job(tmp_path, "train.save_steps=200", "train.save_total_limit=2")
+    planned = replace(planned, plan=replace(planned.plan, max_steps=Decision(steps, "here")))
+    assert checkpoints_to_come(planned, there) == expected
+
+
+def test_the_best_checkpoint_is_kept_besides(tmp_path: Path) -> None:
+    best = ["data.held_out=0.1", "train.load_best_model_at_end=true"]
+    planned = job(tmp_path, "train.save_steps=200", "train.save_total_limit=2", "train.max_steps=2000", *best)
+    assert checkpoints_to_come(planned, 0) == 4
 
 
 def test_a_disk_without_room_is_told_with_both_sizes_and_a_remedy(

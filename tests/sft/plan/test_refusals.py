@@ -57,6 +57,7 @@ def check(make_recipe: MakeRecipe, overrides: str, hardware: Hardware, **changes
 Z2: dict[str, Any] = {"deepspeed": zero(2)}
 WINDOW = {"model": replace(LLAMA, sliding_window=16)}
 TENSOR = "train.tensor_parallel_size="
+QLORA = "model.lora={} model.quantization="
 SEQUENCE = "train.deepspeed=zero2 data.packing=false train.sequence_parallel_size="
 
 
@@ -100,6 +101,18 @@ SEQUENCE = "train.deepspeed=zero2 data.packing=false train.sequence_parallel_siz
         ("train.fsdp={}", gpus(2), {"precision": "fp16"}, "train.deepspeed=zero3"),
         ("train.fsdp={} model.lora={} model.new_tokens=['<|a|>']", gpus(2), {}, "train.deepspeed=zero2"),
         ("train.fsdp={}", gpus(1), {"precision": "fp16"}, None),
+        ("model.quantization=nf4", gpus(), {}, "model.quantization=nf4 without model.lora"),
+        (QLORA + "nf4", gpus(), {}, None),
+        (QLORA + "nf4", replace(gpus(), has_bitsandbytes=False), {}, "pip install .*qlora.*Or set model.quantization=null"),
+        (QLORA + "nf4 model.compile=true", gpus(), {}, "untested. Set model.compile=false"),
+        (QLORA + "int8", gpus(2), {"deepspeed": zero(3)}, "model.quantization=int8 with zero3.json.*quantization=nf4"),
+        (QLORA + "int8 train.fsdp={}", gpus(2), {}, "model.quantization=int8 with train.fsdp.*quantization=nf4"),
+        (QLORA + "nf4 train.fsdp={}", gpus(2), {}, None),
+        (QLORA + "int8", gpus(2), Z2, None),
+        (QLORA + "nf4", gpus(), {"model": replace(LLAMA, quantization="fp8")}, "is stored quantized .fp8.*Name the model"),
+        ("model.lora={}", gpus(), {"model": replace(LLAMA, quantization="bitsandbytes")}, "is stored quantized .bitsa"),
+        ("model.lora={}", gpus(), {"model": replace(LLAMA, quantization="mxfp4")}, None),
+        (QLORA + "nf4", gpus(), {"model": replace(LLAMA, parameters=100, linear_parameters=49)}, "49 of this model's 100"),
         ("model.compile=true", gpus(2), {"deepspeed": zero(3)}, "ZeRO-3.*Set model.compile=false, or train.deepspeed=zero2"),
         ("model.compile=true", gpus(2), {"kernels": "liger"}, "Set model.kernels=none, or model.compile=false"),
         ("train.gradient_checkpointing=selective", gpus(), {"attention": "eager"}, "does not work with .*eager"),

@@ -124,13 +124,15 @@ def wrong(found: dict[str, Reading]) -> dict[str, tuple[str, str]]:
         ["model.attn_implementation=sdpa", "train.precision=bf16"],
         ["model.attn_implementation=eager", "train.gradient_checkpointing=true"],
         ["model.lora={}", "train.precision=bf16", "train.gradient_checkpointing=true"],
+        ["model.lora={}", "model.quantization=nf4", "train.precision=bf16", "train.gradient_checkpointing=true"],
+        ["model.lora={}", "model.quantization=int8"],
     ],
     ids=" ".join,
 )
 def test_what_runs_as_planned_is_not_refused(overrides: list[str], read: Read) -> None:
     found = read(*overrides)
     assert wrong(found) == {}
-    assert len(found) == 21
+    assert len(found) == 23
     assert found["engine"].running == "one process"
     assert found["loss"].running == "TRL's fused head"
 
@@ -171,6 +173,9 @@ ZERO_3 = {
 }
 
 
+NF4, STORED = ["model.lora={}", "model.quantization=nf4"], " quantization, stored as uint8, computed in float32"
+
+
 @pytest.mark.parametrize(
     ("planned", "overrides", "expected"),
     [
@@ -183,6 +188,19 @@ ZERO_3 = {
         (as_planned(gradient_checkpointing=True), [], {"gradient_checkpointing": ("3 of 3 layers, full", "off")}),
         (as_planned(precision="bf16"), [], {"precision": ("bf16", "fp32")}),
         (with_section("data", packing=True), ["data.packing=false"], {"packing": ("on", "off")}),
+        (
+            with_section("model", quantization="nf4"),
+            ["model.lora={}"],
+            {"quantization": (f"nf4, double{STORED}", "none")},
+        ),
+        (with_section("model", quantization=None), NF4, {"quantization": ("none", f"nf4, double{STORED} (21 layers)")}),
+        (with_section("model", quantization="fp4"), NF4, {"quantization": (f"fp4, double{STORED}", "(21 layers)")}),
+        (with_section("model", quantization="int8"), NF4, {"quantization": ("int8", "(21 layers)")}),
+        (
+            as_planned(precision="bf16"),
+            NF4,
+            {"quantization": (f"nf4, double{STORED[:-7]}bfloat16", "float32 (21 layers)")},
+        ),
         (with_section("model", lora=Lora()), [], {"trained": ("adapters of rank 16", "0 adapters")}),
     ],
     ids=lambda value: None if callable(value) else str(value),
@@ -247,11 +265,16 @@ def swap_optimizer(trainer: Any) -> None:
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=trainer.args.learning_rate)
 
 
+def another_lion(trainer: Any) -> None:
+    trainer.optimizer.optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+
+
 def change_learning_rate(trainer: Any) -> None:
     for group in trainer.optimizer.param_groups:
         group["initial_lr"] = group["lr"] = 0.5
 
 
+LION = "{'betas': (0.9, 0.99), 'weight_decay': 0.0}"
 COSINE = (
     "cosine_schedule_with_warmup_lr_lambda(min_lr_rate=0.0, num_cycles=0.5, num_training_steps=1, num_warmup_steps={})"
 )
@@ -280,6 +303,9 @@ def train_the_base(trainer: Any) -> None:
         (swap_kernel, [], {"kernels": ("none", "liger: 1 Qwen2RMSNorm")}),
         (swap_optimizer, [], {"optimizer": ("AdamW on fp32", "SGD on fp32")}),
         (change_learning_rate, [], {"learning_rate": ("1e-05", "0.5")}),
+        (swap_optimizer, ["train.optim=muon"], {"optimizer": ("MuonAdamW on fp32", "SGD on fp32")}),
+        (swap_optimizer, ["train.optim=adamw_8bit"], {"optimizer": ("AdamW, 8-bit on fp32", "SGD on fp32")}),
+        (another_lion, ["train.optim=lion"], {"optimizer_arguments": (LION, "(0.9, 0.999)")}),
         (change_schedule, [], {"lr_scheduler": (COSINE.format(0), "num_warmup_steps=7")}),
         (set_argument("per_device_train_batch_size", 3), [], {"micro_batch_size": ("4", "3")}),
         (set_argument("gradient_accumulation_steps", 2), [], {"gradient_accumulation_steps": ("1", "2")}),
@@ -291,7 +317,20 @@ def train_the_base(trainer: Any) -> None:
         (freeze_a_norm, [], {"trained": ("all parameters", " of ")}),
         (train_the_base, ["model.lora={}"], {"trained": ("adapters of rank 16", "")}),
     ],
-    ids=["kernel", "optimizer", "learning rate", "schedule", "micro-batch", "accumulation", "dtype", "frozen", "base"],
+    ids=[
+        "kernel",
+        "optimizer",
+        "learning rate",
+        "muon",
+        "8-bit",
+        "betas",
+        "schedule",
+        "micro-batch",
+        "accumulation",
+        "dtype",
+        "frozen",
+        "base",
+    ],
 )
 def test_live_objects_that_are_not_as_planned_are_refused(
     alter: Alter, overrides: list[str], expected: dict[str, tuple[str, str]], read: Read
