@@ -42,6 +42,7 @@ def refuse(case: Case) -> None:
     problems = [
         *_numbers(case),
         *_schedule(case),
+        *_regularization(case),
         *optimizer_refusals(case.recipe, case.hardware, case.deepspeed),
         *_precision(case),
         *_layers(case),
@@ -83,6 +84,17 @@ def _schedule(case: Case) -> Iterator[str]:
         )
     if train.lr_scheduler_type == "polynomial" and warmup >= steps:
         yield f"{key}: a warmup of {warmup} steps leaves none of the run's {steps} to fall in. Shorten the warmup."
+
+
+def _regularization(case: Case) -> Iterator[str]:
+    train = case.recipe.train
+    given = {"label_smoothing_factor": train.label_smoothing_factor, "neftune_noise_alpha": train.neftune_noise_alpha}
+    keys = " and ".join(f"train.{name}={value:g}" for name, value in given.items() if value)
+    loss = train.trainer_args.get("loss_type", "nll")
+    if train.label_smoothing_factor and loss != "nll":
+        yield f"train.label_smoothing_factor={train.label_smoothing_factor:g} is for loss_type nll, which is {loss}. Remove one of them."
+    if keys and (size := max(train.tensor_parallel_size, train.sequence_parallel_size)) > 1:
+        yield f"{keys} is untested where {size} ranks share a batch. Remove it, or set the parallel size to 1."
 
 
 def _precision(case: Case) -> Iterator[str]:
@@ -252,9 +264,8 @@ def _sequence_parallel(case: Case) -> Iterator[str]:
         yield f"{key} shares one pack at a time, and train.micro_batch_size is {case.plan.micro_batch_size.value}. Set it to 1."
     if recipe.model.compile:
         yield f"{key} is untested with model.compile=true. Set that to false."
-    extra = recipe.train.trainer_args
-    if extra.get("loss_type", "nll") != "nll" or extra.get("label_smoothing_factor"):
-        yield f"{key} works with the plain loss only. Remove loss_type and label_smoothing_factor from train.trainer_args."
+    if recipe.train.trainer_args.get("loss_type", "nll") != "nll":
+        yield f"{key} works with the plain loss only. Remove loss_type from train.trainer_args."
     yield from _across_nodes(case, key, size)
 
 

@@ -101,6 +101,6 @@ def _optimizer(recipe: Recipe) -> Iterator[str]:
         ("label_smoothing_factor", 0.5, "trains other tokens than the target; 0 to 0.1 are usual"),
         ("neftune_noise_alpha", 50, "drowns the embeddings in noise; 5 to 15 are usual"),
     ):
-        value = train.trainer_args.get(key)
-        if isinstance(value, int | float) and value >= limit:
-            yield f"train.trainer_args.{key}={value} {effect}."
+        value = getattr(train, key)
+        if value is not None and value >= limit:
+            yield f"train.{key}={value:g} {effect}."

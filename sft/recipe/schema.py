@@ -110,11 +110,11 @@ class Model(Section):
 class Tracking(Section):
     """Where to send the curves, besides metrics.jsonl."""
 
-    report_to: tuple[Literal["wandb", "tensorboard"], ...] = ()
-    """Trackers."""
+    report_to: tuple[Literal["wandb", "tensorboard", "mlflow", "trackio"], ...] = ()
+    """Trackers. mlflow and trackio are installed by `pip install -e '.[trackers]'`; docs/trackers.md."""
 
-    project: str = "sft"
-    """Project in wandb."""
+    project: str = Field(default="sft", min_length=1)
+    """Project in wandb and trackio, experiment in mlflow."""
 
     run_name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run and of its folder. None: the time it started."""

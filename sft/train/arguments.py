@@ -92,6 +92,7 @@ def _planned_arguments(job: Job, run: Path) -> dict[str, Any]:
         "logging_steps": train.logging_steps,
         "logging_first_step": True,
         "report_to": list(recipe.tracking.report_to) or "none",
+        "project": recipe.tracking.project,  # trackio's; the others read it from the environment
         # The filter would hide losses that are not finite, and wait for the device at each micro-batch.
         "logging_nan_inf_filter": False,
         "disable_tqdm": True,
@@ -160,10 +161,11 @@ _DECIDED_BY = {
     "scripts/export.sh, which uploads the finished model": (
         "hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy push_to_hub"
     ),
+    "train.label_smoothing_factor": "label_smoothing_factor",
+    "train.neftune_noise_alpha": "neftune_noise_alpha",
     "the engine: train.deepspeed or train.fsdp": "fsdp fsdp_config",
     "the launcher": "ddp_backend",
     "the plan": "accelerator_config dataloader_drop_last",
-    "tracking.project": "project",
     "train.gradient_checkpointing": "activation_checkpointing activation_checkpointing_kwargs activation_offloading",
     "train.load_best_model_at_end": "greater_is_better load_best_model_at_end metric_for_best_model",
     "train.logging_steps": "logging_strategy",

@@ -29,6 +29,7 @@ from sft.run.directory import Run
 from sft.train.arguments import planned_schedule
 from sft.train.isolation_probe import Probe, check_probe, probe, sample_documents
 from sft.train.optimizers import compare_arguments, compare_kind
+from sft.train.regularization import noise_of
 from sft.train.trainer import RecipeTrainer
 
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -264,6 +265,9 @@ def _of_steps(trainer: Any, job: Job, engine: Any) -> Iterator[Reading]:
     planned = plan.learning_rate.value
     yield Reading("learning_rate", str(planned), ", ".join(map(str, sorted(peaks))), peaks != {planned})
     yield _schedule(trainer, job)
+    train = job.recipe.train
+    yield Reading.equal("neftune_noise_alpha", train.neftune_noise_alpha, noise_of(trainer.model))
+    yield Reading.equal("label_smoothing_factor", train.label_smoothing_factor, trainer.smoothing)
     yield Reading.equal("micro_batch_size", plan.micro_batch_size.value, args.per_device_train_batch_size)
     passes = engine.gradient_accumulation_steps() if engine is not None else args.gradient_accumulation_steps
     yield Reading.equal("gradient_accumulation_steps", plan.gradient_accumulation_steps.value, passes)
@@ -288,6 +292,4 @@ def _of_pass(trainer: Any, probe: Probe) -> Iterator[Reading]:
     """What the probe's forward pass showed."""
     yield Reading.equal("use_cache", False, probe.use_cache)
     paths = {False: "TRL's fused head", True: "all logits, then cross-entropy"}
-    # A smoothed label covers the vocabulary, so TRL computes all logits for it.
-    smoothed = trainer.label_smoother is not None and trainer.args.loss_type == "nll"
-    yield Reading.equal("loss", paths[smoothed], paths[probe.head_called])
+    yield Reading.equal("loss", paths[False], paths[probe.head_called])

@@ -32,6 +32,7 @@ from sft.plan.job import Job
 from sft.train.batches import CONTENTS, Accounted, Sequences, StepOrder, WorkSum
 from sft.train.faults import Faults, finite
 from sft.train.optimizers import build_arguments, build_muon
+from sft.train.regularization import NoisyEmbeddings, smoothed
 from sft.train.speed import StepClock
 from sft.train.stopping import Stopping
 from sft.train.watchdog import EVAL_LOSS, OPTIMIZER, Progress
@@ -49,7 +50,7 @@ def is_plain(trainer: SFTTrainer) -> bool:
 
 
 def plain_loss(trainer: RecipeTrainer, model: Any, inputs: dict[str, Any], tokens_in_step: Any) -> tuple[Any, Any]:
-    """Negative log-likelihood of the micro-batch's target tokens, over those of the whole step.
+    """Negative log-likelihood of the micro-batch's target tokens, with smoothed labels where asked for, over those of the whole step.
 
     TRL's own loss gathers four figures from all ranks at each micro-batch and reads them at once, so that no rank can launch its backward
     pass while its GPU still computes the forward pass. Here they add up on the device (Tally) and are read when a line is logged.
@@ -58,7 +59,10 @@ def plain_loss(trainer: RecipeTrainer, model: Any, inputs: dict[str, Any], token
     average of the ranks' gradients is that of the step, and the fused head's output.
     """
     # With a cache, transformers would not keep the documents of a pack apart.
-    outputs = model(**inputs, use_cache=False, fused_lm_head=True)
+    if trainer.smoothing and trainer.model.training:
+        outputs = smoothed(model, inputs, trainer.smoothing)
+    else:
+        outputs = model(**inputs, use_cache=False, fused_lm_head=True)
     tokens = outputs.label_mask.sum() if tokens_in_step is None else torch.as_tensor(tokens_in_step)
     loss = -outputs.log_probs.sum() / tokens.clamp(min=1)
     if tokens_in_step is not None and trainer.args.average_tokens_across_devices:
@@ -114,6 +118,14 @@ class RecipeTrainer(CheckpointingTrainer):
         row = Dataset.from_list([{name: list(sequences[0][name]) for name in ("input_ids", "labels")}])
         super().__init__(job, resume_plan, self.progress.saving, train_dataset=row, **trl)
         self.train_dataset = sequences
+        train = job.recipe.train
+        alpha, self.smoothing = train.neftune_noise_alpha, train.label_smoothing_factor
+        self.noise = NoisyEmbeddings(self.model.get_input_embeddings(), alpha) if alpha else None
+        if self.smoothing and not is_plain(self):
+            raise ModelError(
+                f"train.label_smoothing_factor={self.smoothing:g} on a model whose router has a loss of its own, which would be left out. "
+                "Remove it, or set output_router_logits to false in the model's config.json."
+            )
         self.work = WorkSum(model_flops(self.model))
         self.remove_callback(PrinterCallback)
         if self.sequence_parallel_size > 1:
@@ -214,6 +226,8 @@ class RecipeTrainer(CheckpointingTrainer):
     ) -> Any:
         """plain_loss wherever TRL would compute the same, else TRL's."""
         training = self.model.training
+        if self.noise is not None and training:
+            self.noise.expect(inputs)
         if return_outputs or not is_plain(self):
             result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         else:
