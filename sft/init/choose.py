@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -93,11 +94,13 @@ def choose_weights(draft: Draft, hardware: Hardware, model: ModelFacts) -> None:
     if hardware.gpu is None:
         full, why = parameters <= CPU_PARAMETERS, f"{size} weights on a CPU"
     else:
-        full = not parameters or _fits(draft, hardware, model)
+        full = _fits(draft, hardware, model)
         why = f"by arithmetic {hardware.device} cannot hold all {size} weights with their optimizer"
     if not full:
         draft.put("model.lora", {"r": 16, "lora_alpha": 32}, f"adapters: {why}")
-    if parameters and hardware.gpu is not None and not names_engine and not _fits(draft, hardware, model):
+    if not (full or _fits(draft, hardware, model)):
+        _quantize(draft, hardware, model)
+    if hardware.gpu is not None and not names_engine and not _fits(draft, hardware, model):
         draft.put("train.parallel", "auto", "moves to the CPU what the GPU cannot hold")
     if draft.recipe().model.lora is not None:
         draft.put("train.learning_rate", _LORA_RATE, "adapters usually take 1e-4 to 5e-4")
@@ -107,7 +110,22 @@ def choose_weights(draft: Draft, hardware: Hardware, model: ModelFacts) -> None:
         draft.put("train.learning_rate", rate, reason)
 
 
+def _quantize(draft: Draft, hardware: Hardware, model: ModelFacts) -> None:
+    """Keep the base in 4 bits, if the adapters fit beside it then."""
+    if draft.recipe().model.lora is None or model.quantization or not model.linear_parameters:
+        return
+    smaller = copy(draft)
+    smaller.decisions = dict(draft.decisions)
+    reason = "QLoRA: the base in 4 bits, since adapters beside it in 16 bits do not fit either"
+    smaller.put("model.quantization", "nf4", reason)
+    if _fits(smaller, hardware, model):
+        draft.decisions = smaller.decisions
+
+
 def _fits(draft: Draft, hardware: Hardware, model: ModelFacts) -> bool:
+    """Whether the machine holds it without moving anything to the CPU; yes where that is not known."""
+    if hardware.gpu is None or not model.parameters:
+        return True
     name, _ = first_that_fits(draft.recipe(), hardware, model)
     return name is not None and "offload" not in name
 

@@ -19,7 +19,12 @@ def size(lengths: list[int], rows: int | None = None, first_target: int = 1) -> 
 
 
 def model(parameters: float, positions: int | None = 32768) -> ModelFacts:
-    shape = {"vocab_size": 32000, "hidden_size": 2048, "num_hidden_layers": 24}
+    shape = {
+        "linear_parameters": int(0.9 * parameters),
+        "vocab_size": 32000,
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+    }
     return ModelFacts("m", "qwen2", "bfloat16", positions, int(parameters), **shape)
 
 
@@ -52,9 +57,17 @@ def test_an_engine_that_is_given_stays_the_only_one(engine: str) -> None:
     assert draft.recipe().train.parallel is None
 
 
+@pytest.mark.parametrize(("parameters", "quantization"), [(7e9, None), (14e9, "nf4"), (70e9, None)])
+def test_the_base_is_quantized_where_adapters_fit_only_then(parameters: float, quantization: str | None) -> None:
+    draft = Draft(["data.max_length=2048"])
+    choose_weights(draft, described_hardware("1x24GB"), model(parameters))
+    assert draft.recipe().model.lora is not None
+    assert draft.recipe().model.quantization == quantization
+
+
 def test_what_fits_in_no_way_on_the_gpu_goes_to_the_cpu() -> None:
     draft = Draft()
-    choose_weights(draft, described_hardware("1x24GB"), model(30e9))
+    choose_weights(draft, described_hardware("1x24GB"), model(70e9))
     assert draft.recipe().train.parallel == "auto"
 
 
